@@ -1,0 +1,112 @@
+"""Every setting of jaxserve, once: frozen dataclasses whose fields carry their help text and limits. The command line's flags are made from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. `field` is its name, which is also the flag's."""
+
+    def __init__(self, field: str, message: str):
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+def option(default: Any, help: str, low: float | None = None, high: float | None = None, choices: tuple = ()) -> Any:
+    """A dataclass field with what a flag needs: help, limits (inclusive), choices."""
+    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
+
+
+class Checked:
+    """Base of the config classes: limits are checked when an object is made."""
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):                  # type: ignore[arg-type]
+            value, meta = getattr(self, f.name), f.metadata
+            if value is None or not meta:
+                continue
+            if meta["choices"] and value not in meta["choices"]:
+                raise ConfigError(f.name, f"{value!r} is not one of {', '.join(map(str, meta['choices']))}")
+            if meta["low"] is not None and value < meta["low"]:
+                raise ConfigError(f.name, f"{value} is below the limit {meta['low']}")
+            if meta["high"] is not None and value > meta["high"]:
+                raise ConfigError(f.name, f"{value} is above the limit {meta['high']}")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig(Checked):
+    """Degrees of the three axes. A replica is stages x lanes x ranks."""
+
+    spp: int = option(1, "pipeline stages (ranges of layers)", low=1)
+    kvp: int = option(1, "lanes (shares of KV and of tokens)", low=1)
+    tp: int = option(1, "tensor parallel ranks", low=1)
+
+    @property
+    def devices(self) -> int:
+        return self.spp * self.kvp * self.tp
+
+    @classmethod
+    def parse(cls, text: str) -> MeshConfig:
+        """'spp=2,kvp=2,tp=3' -> MeshConfig(2, 2, 3); axes left out are 1. Errors: ConfigError."""
+        degrees: dict[str, int] = {}
+        for part in filter(None, text.replace(" ", "").split(",")):
+            name, _, value = part.partition("=")
+            if name not in ("spp", "kvp", "tp") or name in degrees or not value.isdigit():
+                raise ConfigError("mesh", f"{part!r} is not AXIS=DEGREE, each axis of spp, kvp, tp at most once, for example spp=2,kvp=2,tp=3")
+            degrees[name] = int(value)
+        return cls(**degrees)
+
+    def __str__(self) -> str:
+        return f"spp={self.spp},kvp={self.kvp},tp={self.tp}"
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheConfig(Checked):
+    """KV cache of one replica. Pages are counted per lane."""
+
+    block_size: int = option(16, "tokens per KV block (and per page)", low=1, high=1024)
+    pages: int | None = option(None, "KV pages per lane; default: from kv_memory_gib", low=2)
+    kv_memory_gib: float = option(1.0, "memory for KV pages per device, in GiB, where pages is not given", low=0.001)
+    lane_tokens: int | None = option(None, "tokens of one request that a lane holds before the next lane joins; default: as many as fit", low=1)
+    prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerConfig(Checked):
+    policy: str = option("fcfs", "order in which requests are prefilled", choices=("fcfs",))
+    max_seqs: int = option(16, "sequences that run at once", low=1, high=4096)
+    chunk_tokens: int = option(512, "most prefill tokens of one step on one lane", low=1, high=65536)
+    max_queue: int = option(4096, "requests that wait before new ones are refused", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSource(Checked):
+    model: str = option("smollm2-135m", "model: a fetched name, a folder (safetensors, orbax), a .gguf file, a hub id, or random:NAME")
+    dtype: str = option("float32", "type of weights and KV", choices=("float32", "bfloat16", "float16"))
+    max_model_len: int | None = option(None, "most tokens of a sequence, prompt and output; default: the model's own", low=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig(Checked):
+    """A replica: what runs, on what mesh, with how much cache."""
+
+    source: ModelSource = ModelSource()
+    mesh: MeshConfig = MeshConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    lookahead: int = option(1, "steps that are issued before the tokens of the last one are read", low=0, high=8)
+    compile_cache: str | None = option(None, "folder of compiled programs; default: under the user's cache folder; '' for none")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig(Checked):
+    host: str = option("127.0.0.1", "address to listen on; addresses beyond loopback need insecure=true until authentication exists")
+    port: int = option(8470, "gRPC port; 0 takes a free one", low=0, high=65535)
+    insecure: bool = option(False, "allow a non-loopback address without authentication")
+    reflection: bool = option(True, "serve gRPC reflection")
+    max_message_mib: int = option(256, "largest gRPC message, in MiB", low=1, high=2047)
+    drain_timeout: float = option(30.0, "seconds that running requests have to finish after SIGTERM", low=0)
+    stall_timeout: float = option(30.0, "seconds a client may leave its stream unread before its request is aborted", low=1)
+    progress_interval: float = option(5.0, "most seconds between events of a stream", low=0.1, high=10)
