@@ -1,0 +1,219 @@
+"""An engine and a tokenizer that can be checked by hand: the tokens are bytes, and the next token is `next_token(all tokens so far)`."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from jaxserve.config import EngineConfig
+from jaxserve.request import Accepted, Event, Finished, Logprobs, Progress, Request, RequestError, Timing, Token, Usage
+
+EOS = 256
+VOCAB = 257
+MAX_LEN = 4096
+
+
+def next_token(tokens: Sequence[int], index: int) -> int:
+    """The letter after the sum of all tokens (and the completion's index); never EOS."""
+    return ord("a") + (sum(tokens) + index) % 26
+
+
+def expected(prompt: Sequence[int], count: int, index: int = 0) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, index))
+    return tokens[len(prompt):]
+
+
+class ByteDetokenizer:
+    def __init__(self) -> None:
+        self._bytes = b""
+
+    def push(self, id: int) -> str:
+        self._bytes += bytes([id]) if id < 256 else b""
+        try:
+            text, self._bytes = self._bytes.decode(), b""
+        except UnicodeDecodeError as error:
+            if error.reason != "unexpected end of data":
+                return self.flush()
+            text, self._bytes = self._bytes[: error.start].decode(), self._bytes[error.start:]
+        return text
+
+    def flush(self) -> str:
+        text, self._bytes = self._bytes.decode(errors="replace"), b""
+        return text
+
+
+class FakeTokenizer:
+    vocab = VOCAB
+    eos_ids = (EOS,)
+    has_chat_template = True
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def chat(self, messages: list[dict]) -> list[int]:
+        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
+
+    def stream(self) -> ByteDetokenizer:
+        return ByteDetokenizer()
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeModel:
+    name: str = "fake"
+    vocab: int = VOCAB
+    eos_ids: tuple[int, ...] = (EOS,)
+    bos_id: int | None = None
+    layers: int = 1
+    heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    running: int
+    waiting: int
+    queued_prefill_tokens: int = 0
+    pages_free: int = 10
+    pages_total: int = 10
+    pages_cached: int = 0
+
+
+class Running:
+    """A request in the fake engine."""
+
+    def __init__(self, request: Request, sink: Callable[[Sequence[Event]], None]):
+        self.request, self.sink = request, sink
+        self.tokens = {i: [int(t) for t in request.prompt] for i in range(request.sampling.n)}
+        self.ended: dict[int, str] = {}                # index -> reason, decided outside of the step
+        self.prefilled = 0
+        self.first = 0.0
+
+
+class FakeEngine:
+    """One thread; a step takes `step_seconds` and gives each running completion a token. A prompt takes one step per `chunk` tokens."""
+
+    def __init__(self, step_seconds: float = 0.0, chunk: int = 10**9, max_queue: int = 10**6, script: Sequence[int] = ()):
+        self.config, self.model, self.max_len = EngineConfig(), FakeModel(), MAX_LEN
+        self.alive, self.paused, self.fault = True, False, None
+        self.requests: dict[str, Running] = {}
+        self.stopped: list[tuple[str, int]] = []
+        self.cancelled: list[str] = []
+        self.prefill_steps = 0
+        self._step_seconds, self._chunk, self._max_queue, self._script = step_seconds, chunk, max_queue, script
+        self._lock, self._work, self._closed = threading.RLock(), threading.Event(), False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self._work.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def submit(self, request: Request, sink: Callable[[Sequence[Event]], None]) -> None:
+        if self.fault:
+            raise self.fault
+        with self._lock:
+            if request.id in self.requests:
+                raise RequestError("request_id", f"{request.id!r} is running", "ALREADY_EXISTS")
+            if len(self.requests) >= self._max_queue:
+                raise RequestError("queue", f"{self._max_queue} requests wait already", "RESOURCE_EXHAUSTED")
+            self.requests[request.id] = Running(request, sink)
+            sink([Accepted(len(self.requests) - 1)])
+        self._work.set()
+
+    def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
+        with self._lock:
+            running = self.requests.get(request_id)
+            if running is None:
+                return False
+            self.cancelled.append(request_id)
+            for index in list(running.tokens):
+                self._finish(running, index, reason)
+            return True
+
+    def stop(self, request_id: str, index: int) -> None:
+        with self._lock:
+            self.stopped.append((request_id, index))
+            if request_id in self.requests:
+                self.requests[request_id].ended[index] = "stop"
+
+    def load(self) -> Load:
+        return Load(len(self.requests), 0)
+
+    def info(self) -> dict:
+        return {"devices": 1}
+
+    def die(self) -> None:
+        """As when the device loop breaks."""
+        with self._lock:
+            self.alive = False
+            for running in list(self.requests.values()):
+                for index in list(running.tokens):
+                    self._finish(running, index, "error", RequestError("", "the engine stopped", "INTERNAL"))
+
+    def _run(self) -> None:
+        while not self._closed:
+            if self.paused or not self.requests:
+                self._work.wait(0.005)
+                self._work.clear()
+                continue
+            if self._step_seconds:
+                time.sleep(self._step_seconds)
+            with self._lock:
+                for running in list(self.requests.values()):
+                    self._step(running)
+        with self._lock:
+            for running in list(self.requests.values()):
+                for index in list(running.tokens):
+                    self._finish(running, index, "error", RequestError("", "the engine was closed", "UNAVAILABLE"))
+
+    def _step(self, running: Running) -> None:
+        request = running.request
+        if request.deadline is not None and time.monotonic() > request.deadline:
+            for index in list(running.tokens):
+                self._finish(running, index, "deadline")
+            return
+        if running.prefilled < len(request.prompt):
+            self.prefill_steps += 1
+            running.prefilled = min(len(request.prompt), running.prefilled + self._chunk)
+            running.sink([Progress(0, running.prefilled, len(request.prompt))])
+            return
+        running.first = running.first or time.monotonic()
+        for index in list(running.tokens):
+            self._emit(running, index)
+
+    def _emit(self, running: Running, index: int) -> None:
+        sampling, tokens = running.request.sampling, running.tokens[index]
+        if index in running.ended:
+            self._finish(running, index, running.ended[index])
+            return
+        made = len(tokens) - len(running.request.prompt)
+        token = self._script[made] if made < len(self._script) else next_token(tokens, index)
+        tokens.append(token)
+        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
+        running.sink([Token(index, token, None if sampling.logprobs is None else Logprobs(-0.5, ((token, -0.5),)))])
+        if token in ends and made + 1 >= sampling.min_tokens:
+            self._finish(running, index, "stop")
+        elif made + 1 >= sampling.max_tokens:
+            self._finish(running, index, "length")
+
+    def _finish(self, running: Running, index: int, reason: str, error: RequestError | None = None) -> None:
+        request, now = running.request, time.monotonic()
+        made = len(running.tokens.pop(index)) - len(request.prompt)
+        timing = Timing(0.0, max(running.first - request.arrival, 0.0), now - request.arrival)
+        logprobs = None if request.sampling.prompt_logprobs is None else (None, *[Logprobs(-1.0)] * (len(request.prompt) - 1))
+        if not running.tokens:
+            del self.requests[request.id]
+        running.sink([Finished(index, reason, Usage(len(request.prompt), 0, made), timing, logprobs, error)])
