@@ -1,0 +1,149 @@
+"""The page tables of the running sequences, as the device will see them.
+
+Per slot and lane the device keeps a row of pages, in ascending order of the blocks on them. This is the host's copy; what changed
+since the last batch is told in deltas, so that what is sent per step does not depend on how long a context is (medha.md M13).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.cache.pages import Pages
+from jaxserve.cache.placement import PLACEMENTS, Placement, View
+from jaxserve.cache.prefix import Chain, root_key
+from jaxserve.config import CacheConfig, ConfigError
+
+
+class CacheManager:
+    """Pages of `lanes` lanes for sequences in `slots` slots. `config.pages` is per lane and must be given.
+
+    Arrays by slot, for all to read: `home` (lane), `spread` (has blocks elsewhere than at home), `held` [slots, lanes] (blocks per
+    lane) and `room` (tokens that the slot's pages hold).
+    """
+
+    def __init__(
+        self, config: CacheConfig, lanes: int, slots: int, fingerprint: str = "", dtype: str = "", placement: str | Placement = "grow"
+    ):
+        if config.pages is None:
+            raise ConfigError("pages", "must be known before the cache is made")
+        self.block_size, self.prefix_caching = config.block_size, config.prefix_caching
+        self.pages = Pages(lanes, config.pages)
+        self.home = np.zeros(slots, np.int32)
+        self.spread = np.zeros(slots, bool)
+        self.held = np.zeros((slots, lanes), np.int32)
+        self.room = np.zeros(slots, np.int32)
+        self.tables: list[list[int]] = [[] for _ in range(slots)]      # page of every block, in order
+        self._identity = (fingerprint, dtype, config.block_size)
+        self._place = PLACEMENTS[placement] if isinstance(placement, str) else placement
+        self._limit = 2**31 if config.lane_tokens is None else -(-config.lane_tokens // config.block_size)
+        self._lane = [0] * slots
+        self._hits: list[np.ndarray] = []
+        self._deltas: list[int] = []
+
+    def root(self, salt: str) -> bytes:
+        """The key that chains of this cache begin with."""
+        return root_key(*self._identity, salt)
+
+    @property
+    def total(self) -> int:
+        return self.pages.lanes * self.pages.per_lane
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had on all lanes together, free or by eviction."""
+        return sum(self.pages.available())
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks, and so pages, that this many tokens take."""
+        return -(-tokens // self.block_size)
+
+    def match(self, chain: Chain, blocks: int) -> list[int]:
+        """Pages that hold the first blocks of a sequence, at most `blocks` of them."""
+        found: list[int] = []
+        if self.prefix_caching:
+            page_of = self.pages.page_of
+            while len(found) < blocks and (page := page_of.get(chain[len(found)])) is not None:
+                found.append(page)
+        return found
+
+    def evictable(self, pages: list[int]) -> int:
+        """How many of these nobody holds: taking them makes that many fewer available."""
+        return int(np.count_nonzero(self.pages.refs[np.asarray(pages, np.intp)] == 0)) if pages else 0
+
+    def admit(self, slot: int, pages: list[int], lanes: list[int], need: int) -> None:
+        """Gives an empty slot the matched `pages` and a home lane out of `lanes`; its next chunk will `need` that many pages more.
+
+        The home is the lane with most of the matched pages, if it has room for the chunk; else the one with most room.
+        """
+        assert not self.tables[slot], f"slot {slot} is taken"
+        self.pages.hold(pages)
+        ids = np.asarray(pages, np.intp)
+        matched = np.bincount(ids // self.pages.per_lane, minlength=self.pages.lanes)
+        room = self.pages.available()
+        home = max(lanes, key=lambda lane: (matched[lane] if room[lane] >= need else 0, room[lane], -lane))
+        self.home[slot] = self._lane[slot] = home
+        self.held[slot] = matched
+        self.spread[slot] = matched.sum() > matched[home]
+        self.tables[slot] = list(pages)
+        self.room[slot] = len(pages) * self.block_size
+        if pages:
+            self._hits.append(self._rows(slot, ids))
+
+    def _rows(self, slot: int, ids: np.ndarray) -> np.ndarray:
+        """Deltas [m, 5] of a slot's first blocks."""
+        rows = np.empty((len(ids), 5), np.int32)
+        rows[:, 0], rows[:, 3] = np.divmod(ids, self.pages.per_lane)
+        rows[:, 1], rows[:, 4] = slot, np.arange(len(ids))
+        for lane in range(self.pages.lanes):
+            on_lane = rows[:, 0] == lane
+            rows[on_lane, 2] = np.arange(np.count_nonzero(on_lane))
+        return rows
+
+    def extend(self, slot: int, blocks: int) -> None:
+        """Pages for the next `blocks` blocks of the slot, which must be available."""
+        table, per_lane = self.tables[slot], self.pages.per_lane
+        held, lane = self.held[slot].tolist(), self._lane[slot]
+        for _ in range(blocks):
+            block = len(table)
+            lane = self._place(View(self.pages.available(), held, lane, self._limit, block, slot))
+            page = self.pages.take(lane)
+            self._deltas += (lane, slot, held[lane], page - lane * per_lane, block)
+            held[lane] += 1
+            table.append(page)
+        self._lane[slot] = lane
+        self.held[slot] = held
+        self.room[slot] = len(table) * self.block_size
+        self.spread[slot] = held[self.home[slot]] < len(table)
+
+    def publish(self, slot: int, first: int, last: int, chain: Chain) -> None:
+        """Blocks `first` to before `last` of the slot are full and part of an issued batch: later batches may share them."""
+        if self.prefix_caching:
+            for block in range(first, last):
+                self.pages.publish(self.tables[slot][block], chain[block])
+
+    def release(self, slot: int) -> None:
+        """Empties the slot."""
+        self.pages.drop(self.tables[slot])
+        self.tables[slot] = []
+        self.held[slot], self.room[slot], self.spread[slot] = 0, 0, False
+
+    def take_deltas(self) -> np.ndarray:
+        """New page table entries [m, 5] since the last call: lane, slot, index in the row, page, block; ascending blocks per row."""
+        grown = np.array(self._deltas, np.int32).reshape(-1, 5)
+        deltas = np.concatenate([*self._hits, grown]) if self._hits else grown
+        self._hits, self._deltas = [], []
+        return deltas
+
+    def counts(self) -> tuple[int, int, int]:
+        """Pages of all lanes: free, cached, held."""
+        free, cached = sum(map(len, self.pages.free)), sum(map(len, self.pages.cached))
+        return free, cached, self.total - free - cached
+
+    def check(self) -> None:
+        """Errors: AssertionError with what differs."""
+        self.pages.check(page for table in self.tables for page in table)
+        for slot, table in enumerate(self.tables):
+            on = np.bincount(np.asarray(table, np.intp) // self.pages.per_lane, minlength=self.pages.lanes)
+            assert (on == self.held[slot]).all(), f"slot {slot}: held {self.held[slot]} but its pages are on {on}"
+            assert self.room[slot] == len(table) * self.block_size, f"slot {slot}: room {self.room[slot]} with {len(table)} blocks"
+            assert self.spread[slot] == (on.sum() > on[self.home[slot]]), f"slot {slot}: spread {self.spread[slot]} with {on}"

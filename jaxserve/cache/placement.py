@@ -1,0 +1,49 @@
+"""On which lane the next block of a sequence goes: one function per placement.
+
+A placement gets what it may look at and names a lane that has a page available (the caller sees to it that there is one). Attention
+gives the same answer wherever a block lies, so a placement decides speed and room, never tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class View(NamedTuple):
+    """What a placement sees: `available` and `held` count pages per lane, `block` is the index of the block to place."""
+
+    available: list[int]
+    held: list[int]                                  # by this sequence
+    lane: int                                        # of the block before, or the home lane
+    limit: int                                       # blocks of a sequence on a lane before the next lane joins
+    block: int
+    slot: int
+
+
+def grow(view: View) -> int:
+    """Stay on the lane until its share is full, then go to the lane with the most room (Medha's dynamic growth, M5).
+
+    Once every lane with room holds its share, blocks go on to where most room is: the limit says when lanes join, not what fits.
+    """
+    if view.available[view.lane] and view.held[view.lane] < view.limit:
+        return view.lane
+    lanes = [lane for lane, pages in enumerate(view.available) if pages]
+    return max(lanes, key=lambda lane: (view.held[lane] < view.limit, view.available[lane], -lane))
+
+
+def round_robin(view: View) -> int:
+    """Block by block over the lanes, skipping full ones."""
+    lanes = len(view.available)
+    return next(lane % lanes for lane in range(view.block, view.block + lanes) if view.available[lane % lanes])
+
+
+def scatter(view: View) -> int:
+    """Anywhere, but the same anywhere in every run."""
+    lanes = [lane for lane, pages in enumerate(view.available) if pages]
+    return random.Random(view.slot * 1_000_003 + view.block).choice(lanes)
+
+
+Placement = Callable[[View], int]
+PLACEMENTS: dict[str, Placement] = {"grow": grow, "round_robin": round_robin, "random": scatter}
