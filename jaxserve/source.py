@@ -1,0 +1,59 @@
+"""Where a model's files lie: a path as it is, a fetched name in the cache folder, or a hub id whose snapshot is there.
+
+Shared by the weights and by the tokenizer, so it stands on the host side. It downloads nothing; that is `weights.fetch`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from jaxserve.config import ConfigError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+
+
+class CheckpointError(ConfigError):
+    """Model files that cannot be used: missing, damaged, not what they claim, or of a kind that jaxserve does not run."""
+
+    def __init__(self, message: str):
+        super().__init__("model", message)
+
+
+def cache_folder() -> Path:
+    """`JAXSERVE_CACHE`, or ~/.cache/jaxserve."""
+    return Path(os.environ.get("JAXSERVE_CACHE") or Path.home() / ".cache" / "jaxserve")
+
+
+def cached(name: str) -> Path:
+    """The folder that a fetched name or hub id has in the cache, whether it is there or not. Errors: CheckpointError for other names."""
+    if HUB_ID.fullmatch(name):
+        return cache_folder() / "models" / ("hub--" + name.replace("/", "--"))
+    if NAME.fullmatch(name):
+        return cache_folder() / "models" / name
+    raise CheckpointError(f"{name!r} is neither a name nor a hub id such as organisation/model")
+
+
+def resolve(source: str | Path) -> Path:
+    """The folder or .gguf file of a source. Errors: CheckpointError that says what to do where nothing is there."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    text = str(source)
+    if HUB_ID.fullmatch(text) or NAME.fullmatch(text):
+        if (folder := cached(text)).is_dir():
+            return folder
+        raise CheckpointError(f"{text!r} is not a path and not in the cache {cache_folder()}; `jaxserve fetch {text}` may get it")
+    raise CheckpointError(f"{text}: no such file or folder")
+
+
+def model_file(path: Path) -> Path:
+    """`path`, or its one .gguf file where it is a folder without config.json. Errors: CheckpointError where there are several."""
+    if not path.is_dir() or (path / "config.json").exists():
+        return path
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise CheckpointError(f"{path} holds {len(files)} .gguf files; name one of them: {', '.join(f.name for f in files)}")
+    return files[0] if files else path
