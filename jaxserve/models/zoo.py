@@ -1,12 +1,11 @@
-"""What a model is, in numbers: a row of `MODELS`, a Hugging Face config.json, or the fields of a GGUF file.
+"""What a model is, in numbers. All architectures that jaxserve runs are the same decoder; they differ in the fields of `ModelConfig`.
 
-All architectures that jaxserve runs are the same decoder; they differ in the fields of `ModelConfig`. A config that asks for anything
-else is refused here, before a weight is read. Nothing in a config is ever executed: `auto_map` names code, and is not looked at.
+`MODELS` names shapes for planning, benchmarks and tests; `parse` makes a `ModelConfig` of a checkpoint's own description.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from dataclasses import dataclass, replace
 
 from jaxserve.config import ConfigError
@@ -82,10 +81,11 @@ def layers_of(config: ModelConfig, spp: int) -> list[range]:
     if not 1 <= spp <= config.layers:
         raise ConfigError("mesh", f"spp={spp} needs 1 to {config.layers} stages, for {config.name} has {config.layers} layers")
     ends = [config.layers * s // spp for s in range(spp + 1)]
-    return [range(a, b) for a, b in zip(ends, ends[1:])]
+    return [range(a, b) for a, b in itertools.pairwise(ends)]
 
 
-def _llama3_scaling(factor: float) -> RopeScaling:
+def llama3_scaling(factor: float) -> RopeScaling:
+    """The scaling of every Llama 3.1 and 3.2 model, which differ in the factor alone."""
     return RopeScaling("llama3", factor, original_max_len=8192, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
