@@ -141,7 +141,7 @@ def _architecture(config: dict) -> str:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if name not in _FAMILIES:
-        raise CheckpointError(f"architecture {name!r} is not supported, these are: {', '.join(_FAMILIES)}; code named by auto_map is never run")
+        raise CheckpointError(f"architecture {name!r} is not supported (auto_map is never run); these are: {', '.join(_FAMILIES)}")
     wanted = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0, "quantization_config": None}
     if name == "Qwen2ForCausalLM":
         del wanted["attention_bias"]                 # its biases are part of the architecture
@@ -174,10 +174,10 @@ def _hf_rope(config: dict, family: _Family, max_len: int) -> tuple[float, RopeSc
         return theta, RopeScaling(kind, read.number("factor"), original, low, high)
     if kind == "yarn":
         original = read.count("original_max_position_embeddings", max_len)
+        optional = {key: read.optional(key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
         return theta, RopeScaling(
-            kind, read.number("factor", max_len / original), original,
-            beta_fast=read.number("beta_fast", 32.0), beta_slow=read.number("beta_slow", 1.0), attention_factor=read.optional("attention_factor"),
-            mscale=read.optional("mscale"), mscale_all_dim=read.optional("mscale_all_dim"), truncate=bool(given.get("truncate", True)))
+            kind, read.number("factor", max_len / original), original, beta_fast=read.number("beta_fast", 32.0),
+            beta_slow=read.number("beta_slow", 1.0), truncate=bool(given.get("truncate", True)), **optional)
     raise CheckpointError(f"rope scaling {kind!r} is not one of default, linear, llama3, yarn")
 
 

@@ -93,8 +93,8 @@ _SHAPE = ("layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab",
 _SMOL = dict(rope_theta=1e5, tied=True, eos_ids=(2,), bos_id=1)
 _LLAMA2 = dict(eos_ids=(2,), bos_id=1)
 _LLAMA3 = dict(rope_theta=5e5, eos_ids=(128001, 128009), bos_id=128000)
-_LLAMA31 = dict(rope_theta=5e5, rope_scaling=_llama3_scaling(8.0), eos_ids=(128001, 128008, 128009), bos_id=128000)
-_LLAMA32 = dict(_LLAMA31, rope_scaling=_llama3_scaling(32.0), tied=True)
+_LLAMA31 = dict(rope_theta=5e5, rope_scaling=llama3_scaling(8.0), eos_ids=(128001, 128008, 128009), bos_id=128000)
+_LLAMA32 = dict(_LLAMA31, rope_scaling=llama3_scaling(32.0), tied=True)
 _QWEN2 = dict(rope_theta=1e6, norm_eps=1e-6, qkv_bias=True, eos_ids=(151645, 151643))
 _QWEN3 = dict(rope_theta=1e6, norm_eps=1e-6, qk_norm=True, eos_ids=(151645, 151643))
 
