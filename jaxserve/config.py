@@ -80,6 +80,16 @@ class SchedulerConfig(Checked):
     chunk_tokens: int = option(512, "most prefill tokens of one step on one lane", low=1, high=65536)
     max_queue: int = option(4096, "requests that wait before new ones are refused", low=1)
 
+    @property
+    def tile(self) -> int:
+        """Prefill chunks are computed in rows of so many tokens where several share a step; a chunk's share of the budget is in whole rows."""
+        return min(64, self.chunk_tokens)
+
+    @property
+    def tiles(self) -> int:
+        """Rows of a step on one lane."""
+        return -(-self.chunk_tokens // self.tile)
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource(Checked):

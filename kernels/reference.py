@@ -14,7 +14,7 @@ def attend(
 
     q      [R, T, K, G, H]   queries, rotated
     q_pos  [R, T] int32      their positions; a negative position sees nothing
-    pages  [P, 2, K, C, H]   keys and values
+    pages  [P, K, 2, C, H]   keys and values
     table  [2, slots, W] int32   per sequence, in ascending block order: page, block (position // C)
     rows   [R] int32         which sequence of the table each row belongs to
     count  [R] int32         how many of its W entries hold
@@ -31,8 +31,8 @@ def attend(
     if window is not None:
         seen &= distance < window
     used = seen.any(1)[:, :, None, :, None]                                          # [R, W, 1, C, 1]
-    k = jnp.where(used, pages[page, 0], 0).astype(jnp.float32)                       # [R, W, K, C, H]
-    v = jnp.where(used, pages[page, 1], 0).astype(jnp.float32)
+    k = jnp.where(used, pages[page, :, 0], 0).astype(jnp.float32)                       # [R, W, K, C, H]
+    v = jnp.where(used, pages[page, :, 1], 0).astype(jnp.float32)
     scores = jnp.einsum("rtkgh,rwkch->rtkgwc", q.astype(jnp.float32) * scale, k)
     scores = jnp.where(seen[:, :, None, None], scores, -jnp.inf)
     lse = jax.nn.logsumexp(scores, (-2, -1))

@@ -77,12 +77,12 @@ def _loop(q, q_pos, rows, count, *, pages, table, scale, window):
 
 def _keys(pages, table, rows, count, last, at):
     """Keys and values [R, K, S, H] of table entries `at`, and their positions [R, 1, 1, S]; values that no row may use are zero."""
-    R, K, size, H = rows.shape[0], pages.shape[2], pages.shape[3], pages.shape[4]
+    R, K, size, H = rows.shape[0], pages.shape[1], pages.shape[3], pages.shape[4]
     page, block = table[0][rows[:, None], at], table[1][rows[:, None], at]           # [R, span]
     live = (at < count[:, None])[..., None]
     k_pos = jnp.where(live, block[..., None] * size + jnp.arange(size), jnp.iinfo(jnp.int32).max)
     heads = jnp.arange(K)[None, :, None]
-    k, v = (pages[page[:, None], j, heads].reshape(R, K, -1, H) for j in (0, 1))
+    k, v = (pages[page[:, None], heads, j].reshape(R, K, -1, H) for j in (0, 1))
     k_pos = k_pos.reshape(R, 1, 1, -1)
     v = jnp.where((k_pos <= last[:, None, None, None]).reshape(R, 1, -1, 1), v, 0)   # 0 * NaN is NaN
     return k, v, k_pos

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
@@ -12,9 +14,15 @@ SPP, KVP, TP = AXES = ("spp", "kvp", "tp")
 
 
 def ensure_devices(count: int) -> None:
-    """Make the CPU platform show at least `count` devices. Has an effect only before JAX is first used."""
-    if count > 1 and not jax._src.xla_bridge.backends_are_initialized():
-        jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
+    """Make the CPU platform show at least `count` devices. Works only before JAX is first used; later it changes nothing."""
+    if count > max(1, jax.config.jax_num_cpu_devices):
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", count)
+
+
+def axis_sum(x: jax.Array, axis: str) -> jax.Array:
+    """Sum over a mesh axis, inside shard_map; nothing at degree one."""
+    return jax.lax.psum(x, axis) if jax.lax.axis_size(axis) > 1 else x
 
 
 def stage_meshes(config: MeshConfig) -> list[Mesh]:

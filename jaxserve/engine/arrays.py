@@ -1,0 +1,270 @@
+"""From a batch to what is sent: the choice of a compiled shape, and the step as one row of int32 per lane.
+
+A lane's tokens are rows of equal length in up to four groups: single tokens and prefill rows of local sequences, then of spread ones.
+A `Shape` is how many rows of how many tokens each group has; the short list of shapes is all that is ever compiled. A prefill chunk is
+cut into rows; a spread chunk's rows are dealt over the lanes, the last one to its home lane, which samples for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.scheduling import Batch
+
+NOWHERE = np.int32(2**30)                            # a slot that no table has: writes to it are dropped
+FEED = -1                                            # in place of a token id: the one sampled last for the row's slot
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Everything static about a step, per lane: (rows, tokens per row) of each group; (0, 0) is an empty group."""
+
+    decode: tuple[int, int] = (0, 0)
+    prefill: tuple[int, int] = (0, 0)
+    spread_decode: tuple[int, int] = (0, 0)
+    spread_prefill: tuple[int, int] = (0, 0)
+    samples: int = 1                                 # tokens it may sample per lane
+
+    @property
+    def local(self) -> tuple[tuple[int, int], ...]:
+        return tuple(group for group in (self.decode, self.prefill) if group[0])
+
+    @property
+    def spread(self) -> tuple[tuple[int, int], ...]:
+        return tuple(group for group in (self.spread_decode, self.spread_prefill) if group[0])
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for rows, _ in self.local + self.spread)
+
+    @property
+    def tokens(self) -> int:
+        return sum(rows * width for rows, width in self.local + self.spread)
+
+    def __str__(self) -> str:
+        name = lambda groups: "+".join(f"{rows}x{width}" for rows, width in groups)
+        return name(self.local) + (f"_spread_{name(self.spread)}" if self.spread else "")
+
+
+def shapes(config: SchedulerConfig, lanes: int) -> list[Shape]:
+    """All shapes of an engine, cheapest first. Every batch that the scheduler may start fits the last of them."""
+    most = (config.max_seqs, 1)
+    tile, tiles = config.tile, config.tiles
+    wide = [(1, width) for width in _powers(tile, tile * tiles, 2) if width > 1]
+    many = [(tiles, tile)] if tiles > 1 else []
+    out = [Shape((rows, 1)) for rows in _powers(1, config.max_seqs, 2)]
+    out += [Shape(decode, group) for group in wide + many for decode in ((0, 0), most)]
+    if lanes > 1:
+        dealt = -(-tiles // lanes)
+        out += [Shape(most, (0, 0), most), Shape(most, (0, 0), most, (dealt, tile)), Shape(most, (tiles, tile), most, (dealt, tile))]
+        out += [Shape(most, (tiles, tile), most, (tiles, tile))]
+    sizes = sample_sizes(config)
+    fit = lambda shape: next((size for size in sizes if size >= shape.rows), sizes[-1])
+    out = [dataclasses.replace(shape, samples=fit(shape)) for shape in dict.fromkeys(out)]
+    return sorted(out, key=lambda shape: (bool(shape.spread), shape.tokens, shape.rows))
+
+
+def sample_sizes(config: SchedulerConfig) -> list[int]:
+    """How many tokens a head program may sample per lane: its compiled sizes. A sequence samples one token of a step at most."""
+    return list(_powers(1, config.max_seqs, 2))
+
+
+def _powers(low: int, high: int, factor: int) -> Iterator[int]:
+    while low < high:
+        yield low
+        low *= factor
+    yield high
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where each field of a step lies in a lane's row of int32. Field -> (offset, shape)."""
+
+    fields: dict[str, tuple[int, tuple[int, ...]]]
+    size: int
+
+    def views(self, ints):
+        """Per field, its part of `ints` [..., size], numpy or jax."""
+        return {name: ints[..., at : at + math.prod(shape)].reshape(*ints.shape[:-1], *shape) for name, (at, shape) in self.fields.items()}
+
+
+@functools.cache
+def layout(shape: Shape, lanes: int, block: int) -> Layout:
+    """deltas: slot, index, page, block. tokens: ids or FEED. rows: slot, start, length. held: of spread rows, entries per lane.
+    samples: token (of the lane's tokens) to sample after, slot, position of the sampled token."""
+    spread = sum(rows for rows, _ in shape.spread)
+    new = lambda groups: sum(rows * (1 if width == 1 else -(-width // block) + 1) for rows, width in groups)
+    sizes: dict[str, tuple[int, ...]] = {
+        "deltas": (new(shape.local) + lanes * new(shape.spread), 4), "tokens": (shape.tokens,), "rows": (shape.rows, 3), "held": (spread, lanes),
+        "samples": (shape.samples, 3),
+    }
+    ends = list(itertools.accumulate(math.prod(size) for size in sizes.values()))
+    return Layout({name: (end - math.prod(size), size) for (name, size), end in zip(sizes.items(), ends)}, ends[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What of a batch bears on its shape. `long` are the chunks of more than one token: (row of the batch, lane, length, spread)."""
+
+    singles: np.ndarray                              # [2, lanes] chunks of one token, local and spread
+    long: list[tuple[int, int, int, bool]]
+
+    @classmethod
+    def of(cls, batch: Batch, lanes: int) -> Work:
+        single = batch.length == 1
+        place = batch.lane[single] + lanes * batch.spread[single]
+        at = np.flatnonzero(~single)
+        long = list(zip(at.tolist(), batch.lane[at].tolist(), batch.length[at].tolist(), batch.spread[at].tolist()))
+        return cls(np.bincount(place, minlength=2 * lanes).reshape(2, lanes), long)
+
+    def fits(self, shape: Shape) -> bool:
+        local, spread = self.singles.max(1)
+        if local > shape.decode[0] or spread > shape.spread_decode[0]:
+            return False
+        return all(self._fits(group, flag) for group, flag in ((shape.prefill, False), (shape.spread_prefill, True)))
+
+    def _fits(self, group: tuple[int, int], spread: bool) -> bool:
+        chunks = [(lane, length) for _, lane, length, flag in self.long if flag == spread]
+        if not chunks:
+            return True
+        rows, width = group
+        if not rows:
+            return False
+        lanes = self.singles.shape[1]
+        need = [0] * lanes
+        for lane, length in chunks:
+            need[lane] += 1 if spread else -(-length // width)
+        total = sum(-(-length // width) for _, length in chunks)
+        return max(need) <= rows and total <= rows * lanes
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Where part of a chunk went: `size` tokens from `offset` in the chunk are tokens `token`... of `lane`."""
+
+    chunk: int
+    offset: int
+    size: int
+    lane: int
+    token: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """A batch in a shape."""
+
+    shape: Shape
+    ints: np.ndarray                                 # [lanes, size], see `layout`
+    last: np.ndarray                                 # [n] index of each chunk's last token among its home lane's tokens
+    sampled: np.ndarray                              # [n] where among its lane's samples a chunk's token will be; -1: it samples none
+    pieces: list[Piece]                              # of the chunks of more than one token
+    early: np.ndarray                                # [m, 5] table entries the shape has no room for (after a long prefix hit): send them before
+
+
+def to_arrays(batch: Batch, work: Work, shape: Shape, lanes: int, block: int) -> Arrays:
+    lay = layout(shape, lanes, block)
+    ints = np.zeros((lanes, lay.size), np.int32)
+    view = lay.views(ints)
+    last = np.zeros(len(batch.slot), np.int32)
+    _fill_singles(batch, view, shape, last)
+    pieces = _deal(work, shape, lanes) if work.long else []
+    if pieces:
+        _fill_pieces(batch, view, shape, pieces, last)
+    return Arrays(shape, ints, last, _fill_samples(batch, view["samples"], last), pieces, _fill_deltas(batch.deltas, view["deltas"]))
+
+
+def _fill_samples(batch: Batch, out: np.ndarray, last: np.ndarray) -> np.ndarray:
+    out[:, :, 1] = NOWHERE
+    place = np.full(len(batch.slot), -1, np.int32)
+    chunks = np.flatnonzero(batch.sample)
+    for lane in range(len(out)):
+        mine = chunks[batch.lane[chunks] == lane] if len(out) > 1 else chunks
+        place[mine] = np.arange(len(mine))
+        out[lane, : len(mine), 0] = last[mine]
+        out[lane, : len(mine), 1] = batch.slot[mine]
+        out[lane, : len(mine), 2] = batch.start[mine] + batch.length[mine]
+    return place
+
+
+def _fill_deltas(deltas: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """The newest entries ride with the step."""
+    out[:, :, 0] = NOWHERE
+    rest = []
+    for lane in range(len(out)):
+        mine = deltas[deltas[:, 0] == lane] if len(out) > 1 else deltas
+        riding = mine[max(0, len(mine) - out.shape[1]) :]
+        out[lane, : len(riding)] = riding[:, 1:]
+        rest.append(mine[: len(mine) - len(riding)])
+    return np.concatenate(rest)
+
+
+def _tokens_at(batch: Batch) -> np.ndarray:
+    """Where each chunk's ids begin in batch.tokens."""
+    own = np.where(batch.feed, 0, batch.length)
+    return np.cumsum(own) - own
+
+
+def _fill_singles(batch: Batch, view: dict[str, np.ndarray], shape: Shape, last: np.ndarray) -> None:
+    lanes = len(view["rows"])
+    single = batch.length == 1
+    ids = np.full(len(batch.slot), FEED, np.int32)
+    given = np.flatnonzero(single & ~batch.feed)
+    ids[given] = batch.tokens[_tokens_at(batch)[given]]
+    local_rows, local_tokens = _sizes(shape.local)
+    for spread, row, token in ((False, 0, 0), (True, local_rows, local_tokens)):
+        group = np.flatnonzero(single & (batch.spread == spread))
+        for lane in range(lanes if len(group) else 0):
+            mine = group[batch.lane[group] == lane] if lanes > 1 else group
+            rows = slice(row, row + len(mine))
+            view["rows"][lane, rows, 0] = batch.slot[mine]
+            view["rows"][lane, rows, 1] = batch.start[mine]
+            view["rows"][lane, rows, 2] = 1
+            view["tokens"][lane, token : token + len(mine)] = ids[mine]
+            last[mine] = token + np.arange(len(mine))
+            if spread:
+                view["held"][lane, : len(mine)] = batch.held[mine]
+
+
+def _sizes(groups: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+    return sum(rows for rows, _ in groups), sum(rows * width for rows, width in groups)
+
+
+def _deal(work: Work, shape: Shape, lanes: int) -> list[Piece]:
+    """Rows for the long chunks. A local chunk's rows follow each other on its lane; a spread one's go where most rows are free."""
+    out = []
+    tokens = {False: shape.decode[0], True: _sizes(shape.local)[1] + shape.spread_decode[0]}
+    for flag, (rows, width) in ((False, shape.prefill), (True, shape.spread_prefill)):
+        chunks = [(chunk, lane, length) for chunk, lane, length, spread in work.long if spread == flag]
+        used = [0] * lanes
+        kept = [sum(lane == home for _, home, _ in chunks) if flag else 0 for lane in range(lanes)]   # rows for last pieces
+        for chunk, home, length in chunks:
+            for offset in range(0, length, width):
+                final = offset + width >= length
+                kept[home] -= flag and final
+                lane = home if final or not flag else max(range(lanes), key=lambda x: (rows - used[x] - kept[x], x == home))
+                out.append(Piece(chunk, offset, min(width, length - offset), lane, tokens[flag] + used[lane] * width))
+                used[lane] += 1
+    return out
+
+
+def _fill_pieces(batch: Batch, view: dict[str, np.ndarray], shape: Shape, pieces: list[Piece], last: np.ndarray) -> None:
+    at = _tokens_at(batch)
+    local_rows, local_tokens = _sizes(shape.local)
+    for piece in pieces:
+        chunk, lane, token, size = piece.chunk, piece.lane, piece.token, piece.size
+        spread = bool(batch.spread[chunk])
+        singles, width = (shape.spread_decode[0], shape.spread_prefill[1]) if spread else (shape.decode[0], shape.prefill[1])
+        row = singles + (token - singles - spread * local_tokens) // width            # within the local or the spread rows
+        first = at[chunk] + piece.offset
+        view["rows"][lane, row + spread * local_rows] = batch.slot[chunk], batch.start[chunk] + piece.offset, size
+        view["tokens"][lane, token : token + size] = batch.tokens[first : first + size]
+        if spread:
+            view["held"][lane, row] = batch.held[chunk]
+        last[chunk] = token + size - 1

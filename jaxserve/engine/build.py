@@ -1,0 +1,86 @@
+"""From settings to a running replica: checkpoint, sizes, weights, programs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import ml_dtypes
+import numpy as np
+from tqdm import tqdm
+
+from jaxserve.cache import CacheManager
+from jaxserve.config import CacheConfig, ConfigError, EngineConfig
+from jaxserve.engine.arrays import sample_sizes, shapes
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.programs import keep_compiled
+from jaxserve.engine.stages import Plan, Stages
+from jaxserve.models.zoo import ModelConfig, layers_of
+from jaxserve.scheduling import Scheduler
+from jaxserve.sharding.mesh import ensure_devices
+from jaxserve.weights import Checkpoint, check, load, open_checkpoint
+
+DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def build(config: EngineConfig, progress: bool = True, warm_up: bool = True, placement: str = "grow") -> Engine:
+    """An engine that is ready to start. placement: where blocks go, a name in cache.PLACEMENTS.
+
+    Errors: ConfigError for settings that cannot work, CheckpointError for a checkpoint that cannot be read.
+    """
+    checkpoint = open_checkpoint(config.source.model)
+    model = checkpoint.config.with_tp(config.mesh.tp)
+    plan = make_plan(config, model)
+    check(checkpoint, checkpoint.config)
+    ensure_devices(config.mesh.devices)
+    keep_compiled(config.compile_cache)
+    stages = Stages(plan, _loader(checkpoint, plan, progress))
+    if warm_up:
+        with _bar("compiling", len(dict(stages.all_programs())), progress) as step:
+            stages.warm_up(step)
+    cache = CacheManager(_sized(config.cache, plan.pages), config.mesh.kvp, plan.slots, str(checkpoint.config), config.source.dtype, placement)
+    scheduler = Scheduler(config.scheduler, cache, config.mesh, _max_len(config, model), model.eos_ids)
+    return Engine(config, stages, scheduler, model.eos_ids)
+
+
+def make_plan(config: EngineConfig, model: ModelConfig) -> Plan:
+    """What the stages need, from the settings and the model (after `with_tp`)."""
+    dtype, size, length = DTYPES[config.source.dtype], config.cache.block_size, _max_len(config, model)
+    layers = max(map(len, layers_of(model, config.mesh.spp)))
+    blocks = -(-length // size)
+    pages = config.cache.pages
+    if pages is None:
+        page = layers * 2 * model.kv_heads // config.mesh.tp * size * model.head_dim * dtype.itemsize
+        pages = min(int(config.cache.kv_memory_gib * 2**30) // page, blocks * config.scheduler.max_seqs)
+        if pages < 2:
+            raise ConfigError("kv_memory_gib", f"{config.cache.kv_memory_gib} GiB hold {pages} pages of {page} bytes; at least 2 are needed")
+    return Plan(model, config.mesh, dtype, pages, size, config.scheduler.max_seqs, min(blocks, pages),
+                shapes(config.scheduler, config.mesh.kvp), sample_sizes(config.scheduler))
+
+
+def _max_len(config: EngineConfig, model: ModelConfig) -> int:
+    length = config.source.max_model_len
+    if length is not None and length > model.max_len:
+        raise ConfigError("max_model_len", f"{length} is above the model's limit {model.max_len}")
+    return length or model.max_len
+
+
+def _sized(cache: CacheConfig, pages: int) -> CacheConfig:
+    return CacheConfig(cache.block_size, pages, cache.kv_memory_gib, cache.lane_tokens, cache.prefix_caching)
+
+
+def _loader(checkpoint: Checkpoint, plan: Plan, progress: bool) -> Callable:
+    def stage(declared: dict, shardings: dict) -> dict:
+        with _bar("loading", len(declared), progress) as step:
+            return load(checkpoint, plan.model, declared, shardings, plan.dtype, step)
+    return stage
+
+
+@contextlib.contextmanager
+def _bar(name: str, total: int, show: bool) -> Iterator[Callable[[str], None]]:
+    """A progress bar; calling what it gives moves it on by one, with the name of what is done."""
+    with tqdm(total=total, desc=f"{name:10}", unit="", disable=not show, leave=True, bar_format="{desc} {bar:30} {n}/{total} {elapsed} {postfix}") as bar:
+        def step(name: str = "") -> None:
+            bar.set_postfix_str(name, refresh=False)
+            bar.update()
+        yield step

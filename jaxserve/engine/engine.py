@@ -1,0 +1,276 @@
+"""The live replica: one thread that turns requests into steps and steps into events.
+
+A request enters by `submit`, from any thread, and waits in the scheduler. Each turn of the loop takes in what came, starts batches while
+there is room in flight, issues them to the stages, and reads the tokens of the oldest batch: one step behind with one stage, so that the
+device never waits for the host. Events go to each request's sink, from this thread, once per step. The engine knows tokens, not text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxserve.clock import Clock, WallClock
+from jaxserve.config import EngineConfig
+from jaxserve.engine import sampling
+from jaxserve.engine.arrays import Arrays, Piece, Work, to_arrays
+from jaxserve.engine.stages import SCORES, Hidden, Sampled, Stages
+from jaxserve.request import Event, Finished, Logprobs, Request, RequestError
+from jaxserve.scheduling import Batch, Load, Scheduler
+
+log = logging.getLogger(__name__)
+Sink = Callable[[Sequence[Event]], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Log-probabilities of some prompt tokens, on their way: those after positions of a chunk."""
+
+    chunk: int
+    size: int
+    lane: int
+    arrays: tuple                                    # see step.score
+
+
+@dataclasses.dataclass
+class Caller:
+    """Who hears of a request: its sink, its seed, and how many of its completions have not ended."""
+
+    sink: Sink
+    seed: int
+    left: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Flight:
+    """A batch that was issued and not yet read."""
+
+    batch: Batch
+    arrays: Arrays
+    sampled: Sampled | None
+    scores: list[Score]
+
+
+class Engine:
+    """See the module. `stages` executes, `scheduler` decides; the engine owns both and the thread between them."""
+
+    def __init__(self, config: EngineConfig, stages: Stages, scheduler: Scheduler, eos_ids: tuple[int, ...], clock: Clock | None = None):
+        self.config, self.stages, self.scheduler = config, stages, scheduler
+        self.model, self.max_len = stages.plan.model, scheduler.max_len
+        self.clock = clock or WallClock()
+        self.alive = True
+        self._eos = eos_ids
+        self._callers: dict[str, Caller] = {}
+        self._flights: deque[Flight] = deque()
+        self._sampled_at = np.full(stages.plan.slots, -1, np.int64)   # per slot: the step that last sampled for it
+        self._variant = np.zeros(stages.plan.slots, np.int8)          # per slot: what its sampling needs, an index of VARIANTS
+        self._lock = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # --- for other threads
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Hands a request in; its events go to `sink`, which is called from the engine's thread and must not block.
+
+        Errors: RequestError for an id in use, a full queue, a request that can never fit, or an engine that is closed or broken.
+        """
+        with self._lock:
+            if self._closing or not self.alive:
+                raise RequestError("", "the engine is not running", "UNAVAILABLE")
+            events = self.scheduler.add(request)
+            seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
+            self._callers[request.id] = Caller(sink, seed, request.sampling.n)
+            self._lock.notify()
+            sink(events)
+
+    def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
+        """Ends a request; its sink hears Finished. False where the id is unknown (it may just have ended)."""
+        return self._end(request_id, reason, None)
+
+    def stop(self, request_id: str, index: int) -> bool:
+        """Ends one completion of a request with the reason 'stop'. False where it has ended."""
+        return self._end(request_id, "stop", index)
+
+    def _end(self, request_id: str, reason: str, index: int | None) -> bool:
+        with self._lock:
+            if request_id not in self._callers:
+                return False
+            self._send(self.scheduler.cancel(request_id, self.clock.now(), reason, index))
+            self._lock.notify()
+            return True
+
+    def load(self) -> Load:
+        with self._lock:
+            return self.scheduler.load()
+
+    def info(self) -> dict:
+        """What runs here: mesh, model, type, pages, programs."""
+        plan = self.stages.plan
+        return {
+            "model": self.model.name, "mesh": str(plan.mesh), "dtype": str(np.dtype(plan.dtype)), "devices": plan.mesh.devices,
+            "platform": self.stages.last_mesh.devices.flat[0].platform, "max_model_len": self.max_len, "pages_per_lane": plan.pages,
+            "block_size": plan.block_size, "capacity_tokens": plan.pages * plan.block_size * plan.mesh.kvp,
+            "compiles": self.stages.programs.compiles, "max_seqs": plan.slots,
+        }
+
+    def close(self) -> None:
+        """Stops the loop. Requests that still run end with an error of status UNAVAILABLE."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            self._lock.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._fail(RequestError("", "the engine was closed", "UNAVAILABLE"))
+
+    # --- the loop
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                if not self.turn():
+                    with self._lock:
+                        if not self._closing and not self.scheduler.waiting:
+                            self._lock.wait(timeout=0.5)
+        except Exception:
+            log.exception("the engine's loop failed")
+            self.alive = False
+            self._fail(RequestError("", "the engine failed; see its log", "INTERNAL"))
+
+    def turn(self) -> bool:
+        """Issues what can be issued and reads at most one batch. False where there was nothing to do."""
+        with self._lock:
+            now = self.clock.now()
+            self._send(self.scheduler.expire(now))
+            batch = self.scheduler.start(now) if len(self._flights) < self._depth else None
+            if batch is not None:
+                self._flights.append(self._issue(batch))
+        if batch is not None and len(self._flights) < self._depth:
+            return True
+        if self._flights:
+            self._read(self._flights.popleft())
+            return True
+        return False
+
+    @property
+    def _depth(self) -> int:
+        """Batches in flight: one for each stage, and those issued ahead."""
+        return self.config.mesh.spp + self.config.lookahead
+
+    def _issue(self, batch: Batch) -> Flight:
+        lanes = self.config.mesh.kvp
+        for chunk in batch.admitted:
+            self._admit(batch, chunk)
+        work = Work.of(batch, lanes)
+        shape = next(shape for shape in self.stages.plan.shapes if work.fits(shape))
+        arrays = to_arrays(batch, work, shape, lanes, self.stages.plan.block_size)
+        fed = batch.slot[batch.feed]
+        hidden = self.stages.step(arrays, int(self._sampled_at[fed].max(initial=-1)))
+        sampled = None
+        if batch.sample.any():
+            variant = sampling.VARIANTS[self._variant[batch.slot[batch.sample]].max()]
+            sampled = self.stages.sample(hidden, variant, batch.number)
+            self._sampled_at[batch.slot[batch.sample]] = batch.number
+            sampled.tokens.copy_to_host_async()
+        return Flight(batch, arrays, sampled, self._scores(batch, arrays, hidden))
+
+    def _admit(self, batch: Batch, chunk: int) -> None:
+        sequence = self.scheduler.sequences[int(batch.seq[chunk])]
+        params = sequence.request.sampling
+        seed = sampling.fold_seed(self._callers[sequence.id].seed, sequence.index)
+        for launch in sampling.admissions(params, int(batch.lane[chunk]), int(batch.slot[chunk]), sequence.request.prompt,
+                                          sequence.output, seed, self._eos):
+            self.stages.admit(launch)
+        self._variant[batch.slot[chunk]] = 2 if params.logprobs is not None else 0 if params.greedy else 1
+
+    def _scores(self, batch: Batch, arrays: Arrays, hidden: Hidden) -> list[Score]:
+        """Issues what sequences that want log-probabilities of their prompt need from this step."""
+        out = []
+        for chunk in np.flatnonzero(~batch.feed).tolist():
+            request = self.scheduler.sequences[int(batch.seq[chunk])].request
+            if request.sampling.prompt_logprobs is None:
+                continue
+            single = [Piece(chunk, 0, 1, int(batch.lane[chunk]), int(arrays.last[chunk]))]
+            for piece in [piece for piece in arrays.pieces if piece.chunk == chunk] or single:
+                first = int(batch.start[chunk]) + piece.offset + 1
+                target = request.prompt[first : first + piece.size]
+                for at in range(0, len(target), SCORES):
+                    some = target[at : at + SCORES]
+                    ints = np.zeros((2, self.config.mesh.kvp, SCORES), np.int32)
+                    ints[0, piece.lane, : len(some)] = piece.token + at + np.arange(len(some))
+                    ints[1, piece.lane, : len(some)] = some
+                    out.append(Score(chunk, len(some), piece.lane, self.stages.score(hidden, *ints)))
+        return out
+
+    # --- reading
+
+    def _read(self, flight: Flight) -> None:
+        """Waits for a batch's tokens and tells what came of them."""
+        tokens, logprobs = self._fetch(flight)
+        scores = self._fetch_scores(flight)
+        with self._lock:
+            self._send(self.scheduler.finish(flight.batch, tokens, self.clock.now(), logprobs, scores))
+
+    def _send(self, events: list[tuple[str, Event]]) -> None:
+        """Events to their sinks, one call per request; a request whose last completion ended is forgotten."""
+        by_request: dict[str, list[Event]] = {}
+        for request_id, event in events:
+            by_request.setdefault(request_id, []).append(event)
+        for request_id, mine in by_request.items():
+            caller = self._callers[request_id]
+            caller.left -= sum(isinstance(event, Finished) for event in mine)
+            if not caller.left:
+                del self._callers[request_id]
+            caller.sink(mine)
+
+    def _fetch(self, flight: Flight) -> tuple[np.ndarray, list[Logprobs | None] | None]:
+        """Tokens [n] of the chunks that sampled one, and log-probabilities where they are wanted."""
+        batch, place = flight.batch, flight.arrays.sampled
+        out = np.zeros(len(batch.slot), np.int32)
+        if flight.sampled is None:
+            return out, None
+        rows = np.flatnonzero(batch.sample)
+        out[rows] = np.asarray(flight.sampled.tokens)[batch.lane[rows], place[rows]]
+        if not flight.sampled.logprobs:
+            return out, None
+        chosen, top, ids = map(np.asarray, flight.sampled.logprobs)
+        logprobs: list[Logprobs | None] = [None] * len(batch.slot)
+        for row in rows.tolist():
+            sequence = self.scheduler.sequences.get(int(batch.seq[row]))
+            if sequence is not None and sequence.request.sampling.logprobs is not None:
+                at = batch.lane[row], place[row]
+                logprobs[row] = _logprobs(chosen[at], top[at], ids[at], sequence.request.sampling.logprobs)
+        return out, logprobs
+
+    def _fetch_scores(self, flight: Flight) -> dict[int, list[Logprobs]]:
+        out: dict[int, list[Logprobs]] = {}
+        for score in flight.scores:
+            number = int(flight.batch.seq[score.chunk])
+            sequence = self.scheduler.sequences.get(number)
+            if sequence is not None:
+                k = sequence.request.sampling.prompt_logprobs or 0
+                parts = [np.asarray(part)[score.lane, : score.size] for part in score.arrays]
+                out.setdefault(number, []).extend(_logprobs(*row, k) for row in zip(*parts))
+        return out
+
+    def _fail(self, error: RequestError) -> None:
+        """Ends all requests with an error."""
+        with self._lock:
+            now = self.clock.now()
+            for request_id in list(self._callers):
+                self._send(self.scheduler.cancel(request_id, now, "error", error=error))
+
+
+def _logprobs(chosen: np.ndarray, top: np.ndarray, ids: np.ndarray, k: int) -> Logprobs:
+    return Logprobs(float(chosen), tuple(zip(ids[:k].tolist(), top[:k].tolist())))

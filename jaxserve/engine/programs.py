@@ -1,0 +1,61 @@
+"""Compiled programs: each has a name, each compile is counted, and what is compiled is kept on disk for the next start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxserve.config import ConfigError
+
+log = logging.getLogger(__name__)
+Lower = Callable[[], Any]                            # makes a lowered program: `jax.jit(f).lower(...)`
+
+
+class Programs:
+    """Programs by name, compiled once. `compiles` counts them: after warm-up it stays still."""
+
+    def __init__(self) -> None:
+        self.compiled: dict[str, Any] = {}
+        self.compiles = 0
+
+    def get(self, name: str, lower: Lower) -> Any:
+        """The program of that name; compiled now if it was not before."""
+        if name not in self.compiled:
+            log.info("compiling %s", name)
+            self.compiled[name] = lower().compile()
+            self.compiles += 1
+        return self.compiled[name]
+
+    def warm_up(self, programs: dict[str, Lower], done: Callable[[str], None]) -> None:
+        """Compiles all of these, as many at a time as there are cores; `done` hears the name of each."""
+        def one(name: str) -> str:
+            self.get(name, programs[name])
+            return name
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for name in pool.map(one, programs):
+                done(name)
+
+
+def keep_compiled(folder: str | None) -> None:
+    """Keep compiled programs in this folder (None: under the user's cache folder; '': nowhere).
+
+    They are native code: a folder that others own or may write to is refused with a ConfigError.
+    """
+    if folder == "":
+        return
+    root = Path(folder) if folder else Path(os.environ.get("JAXSERVE_CACHE", Path.home() / ".cache" / "jaxserve")) / "xla"
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = root.stat()
+    if info.st_uid != os.getuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError("compile_cache", f"{root} belongs to another user or can be written by others, who could have code run here")
+    jax.config.update("jax_compilation_cache_dir", str(root))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

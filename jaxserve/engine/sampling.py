@@ -1,0 +1,251 @@
+"""Sampling on the device, per sequence, and the state it needs: the program that runs beside the last stage.
+
+State lives in device tables with one row per slot, set once when a sequence gets its slot; a step sends only which tokens to sample for
+which slots. Everything is a function of the sequence's own logits, seed and position: who shares the batch changes nothing.
+Three variants are compiled: `greedy` (argmax), `full` (any parameters), and `logprobs` (as full, with log-probabilities).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
+from jaxserve.sharding.mesh import KVP, TP
+
+VARIANTS = ("greedy", "full", "logprobs")
+STOPS = MAX_STOP_IDS + 32                            # ids that min_tokens holds back: stop ids and end ids
+HISTORY = 1024                                       # ids of a prompt noted by one launch
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+INTS = ("top_k", "seed", "first_end")                # first_end: position from which a sequence may end
+_STATE = ("floats", "ints", "stops", "bias", "prompt", "output")
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=list(_STATE), meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Per lane and slot; the last three are split over ranks by vocabulary."""
+
+    floats: jax.Array                                # [lanes, slots, 6] f32
+    ints: jax.Array                                  # [lanes, slots, 3] i32
+    stops: jax.Array                                 # [lanes, slots, STOPS] i32, ids; the vocabulary size where unused
+    bias: jax.Array                                  # [lanes, slots, V] f32
+    prompt: jax.Array                                # [lanes, slots, V] bool: in the prompt
+    output: jax.Array                                # [lanes, slots, V] i32: times in the output
+
+
+STATE_AXES = State(*[("lanes", None, None)] * 3, *[("lanes", None, "vocab")] * 3)
+
+
+def empty_state(lanes: int, slots: int, vocab: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Shape and type of each field of `State`."""
+    f32, i32 = np.dtype(np.float32), np.dtype(np.int32)
+    table = (lanes, slots, vocab)
+    return {"floats": ((lanes, slots, len(FLOATS)), f32), "ints": ((lanes, slots, len(INTS)), i32), "stops": ((lanes, slots, STOPS), i32),
+            "bias": (table, f32), "prompt": (table, np.dtype(bool)), "output": (table, i32)}
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["lane", "slot", "fresh", "floats", "ints", "stops", "bias", "bias_ids", "prompt", "output"],
+                   meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """What one launch of `admit` sets. Ids out of range are ignored: padding is -1, which scatters drop as it is made huge."""
+
+    lane: np.ndarray                                 # [] the slot's lane
+    slot: np.ndarray                                 # []
+    fresh: np.ndarray                                # [] bool: forget what the slot held; False only adds to prompt and output
+    floats: np.ndarray                               # [6]
+    ints: np.ndarray                                 # [3]
+    stops: np.ndarray                                # [STOPS]
+    bias: np.ndarray                                 # [MAX_LOGIT_BIAS]
+    bias_ids: np.ndarray                             # [MAX_LOGIT_BIAS]
+    prompt: np.ndarray                               # [HISTORY] ids
+    output: np.ndarray                               # [HISTORY] ids
+
+
+def admissions(params: SamplingParams, lane: int, slot: int, prompt: np.ndarray, output: list[int], seed: int, end_ids: tuple[int, ...]) -> list[Admission]:
+    """The launches that set a slot's state. Only a sequence with penalties has its history noted."""
+    floats = np.array([getattr(params, name) for name in FLOATS], np.float32)
+    ints = np.array([max(0, params.top_k), seed, len(prompt) + params.min_tokens], np.int64).astype(np.int32)
+    held_back = params.stop_token_ids + (() if params.ignore_eos else end_ids)
+    bias_ids = [token for token, _ in params.logit_bias]
+    penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    seen = [prompt, np.asarray(output, np.int32)] if penalised else [prompt[:0], prompt[:0]]
+    launches = max(1, *(-(-len(ids) // HISTORY) for ids in seen))
+    common = (floats, ints, _pad(held_back, STOPS), _pad([bias for _, bias in params.logit_bias], MAX_LOGIT_BIAS, np.float32), _pad(bias_ids, MAX_LOGIT_BIAS))
+    part = lambda ids, i: _pad(ids[i * HISTORY : (i + 1) * HISTORY], HISTORY)
+    return [Admission(np.int32(lane), np.int32(slot), np.bool_(i == 0), *common, part(seen[0], i), part(seen[1], i)) for i in range(launches)]
+
+
+def blank_admission() -> Admission:
+    """One that has the shapes of all."""
+    return admissions(SamplingParams(), 0, 0, np.zeros(0, np.int32), [], 0, ())[0]
+
+
+def fold_seed(seed: int, index: int) -> int:
+    """31 bits from a 64-bit seed and the number of the completion."""
+    return int(np.random.SeedSequence([seed % 2**64, index]).generate_state(1)[0] >> 1)
+
+
+def _pad(values, size: int, dtype=np.int32) -> np.ndarray:
+    out = np.full(size, -1 if dtype == np.int32 else 0, dtype)
+    out[: len(values)] = values[:size]
+    return out
+
+
+# --- on the device, inside shard_map: one lane, one rank
+
+def admit(state: State, new: Admission) -> State:
+    """Sets a slot's rows on its lane; on the other lanes nothing changes."""
+    here = new.lane == lax.axis_index(KVP)
+    slot = jnp.where(here, new.slot, 2**30)
+    reset = jnp.where(here & new.fresh, new.slot, 2**30)
+    put = lambda table, value: table.at[0, reset].set(value, mode="drop")
+    local = functools.partial(_local, size=state.bias.shape[2])
+    return State(
+        put(state.floats, new.floats), put(state.ints, new.ints), put(state.stops, new.stops),
+        put(state.bias, 0.0).at[0, reset, local(new.bias_ids)].set(new.bias, mode="drop"),
+        put(state.prompt, False).at[0, slot, local(new.prompt)].set(True, mode="drop"),
+        put(state.output, 0).at[0, slot, local(new.output)].add(1, mode="drop"),
+    )
+
+
+def _local(ids: jax.Array, size: int) -> jax.Array:
+    """Ids of the whole vocabulary -> indices of this rank's part; others out of range."""
+    mine = ids - lax.axis_index(TP) * size
+    return jnp.where((ids >= 0) & (mine >= 0) & (mine < size), mine, 2**30)
+
+
+def greedy(logits: jax.Array, vocab: int) -> jax.Array:
+    """logits [S, V / tp] -> ids [S]: the first of equals, as on one device."""
+    size = logits.shape[1]
+    ids = lax.axis_index(TP) * size + jnp.arange(size, dtype=jnp.int32)
+    if vocab != size * lax.axis_size(TP):
+        logits = jnp.where(ids < vocab, logits, -jnp.inf)
+    best = jnp.argmax(logits, -1)
+    if lax.axis_size(TP) == 1:
+        return best.astype(jnp.int32)
+    value = jnp.take_along_axis(logits, best[:, None], 1)[:, 0]
+    return lax.pmin(jnp.where(value == lax.pmax(value, TP), ids[best], jnp.iinfo(jnp.int32).max), TP)
+
+
+def sample(logits: jax.Array, slot: jax.Array, position: jax.Array, state: State, vocab: int) -> tuple[jax.Array, State]:
+    """logits [S, V / tp] of slots [S] (out of range: nobody's), position [S] of the token to sample -> ids [S], state with them counted."""
+    ranks, size = lax.axis_size(TP), logits.shape[1]
+    row = jnp.minimum(slot, state.floats.shape[1] - 1)
+    floats, ints = state.floats[0, row], state.ints[0, row]
+    logits = _penalise(logits, state, row, floats) + state.bias[0, row]
+    barred = jax.vmap(lambda ids: jnp.zeros(size, bool).at[_local(ids, size)].set(True, mode="drop"))(state.stops[0, row])
+    logits = jnp.where(barred & (position < ints[:, 2])[:, None], -jnp.inf, logits)
+    if ranks > 1:
+        logits, floats, ints, place = _deal(logits, floats, ints, position)
+        token = _regather(choose(logits, floats, ints, place, vocab), len(slot))
+    else:
+        token = choose(logits, floats, ints, position, vocab)
+    return token, dataclasses.replace(state, output=state.output.at[0, slot, _local(token, size)].add(1, mode="drop"))
+
+
+def _penalise(logits: jax.Array, state: State, row: jax.Array, floats: jax.Array) -> jax.Array:
+    """Repetition (Keskar et al., 2019), presence and frequency (OpenAI) penalties."""
+    count = state.output[0, row]
+    repetition, presence, frequency = floats[:, 3:4], floats[:, 4:5], floats[:, 5:6]
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(state.prompt[0, row] | (count > 0), repeated, logits)
+    return logits - presence * (count > 0) - frequency * count
+
+
+def _deal(logits, floats, ints, position):
+    """Every rank has all rows of a part of the vocabulary -> a part of the rows, of the whole vocabulary."""
+    ranks, rows = lax.axis_size(TP), len(logits)
+    pad = -rows % ranks
+    grow = lambda x: jnp.pad(x, ((0, pad),) + ((0, 0),) * (x.ndim - 1))
+    share = (rows + pad) // ranks
+    mine = lambda x: lax.dynamic_slice_in_dim(grow(x), lax.axis_index(TP) * share, share)
+    whole = lax.all_to_all(grow(logits).reshape(ranks, share, -1), TP, 0, 0)          # [ranks, share, V / tp], by part of the vocabulary
+    return whole.transpose(1, 0, 2).reshape(share, -1), mine(floats), mine(ints), mine(position)
+
+
+def _regather(tokens: jax.Array, rows: int) -> jax.Array:
+    """Each rank's tokens -> all of them on every rank, by a sum, whose result is known to be equal on all ranks."""
+    share = len(tokens)
+    spread = jnp.zeros(share * lax.axis_size(TP), tokens.dtype)
+    return lax.psum(lax.dynamic_update_slice_in_dim(spread, tokens, lax.axis_index(TP) * share, 0), TP)[:rows]
+
+
+def choose(logits: jax.Array, floats: jax.Array, ints: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
+    """logits [S, V] -> ids [S], by each row's temperature, top_k, top_p, min_p and seed. Ties at a threshold all stay."""
+    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    logits = jnp.where(ids < vocab, logits, -jnp.inf)
+    temperature, top_p, min_p = floats[:, 0], floats[:, 1], floats[:, 2]
+    best = jnp.argmax(logits, -1).astype(jnp.int32)
+    scaled = logits / jnp.where(temperature == 0, 1, temperature)[:, None]
+    scaled = scaled - scaled.max(-1, keepdims=True)
+    scaled = lax.cond(jnp.any(ints[:, 0] > 0), lambda x: _keep_top_k(x, ints[:, 0]), lambda x: x, scaled)
+    scaled = lax.cond(jnp.any(top_p < 1), lambda x: _keep_top_p(x, top_p), lambda x: x, scaled)
+    scaled = jnp.where(scaled >= jnp.log(min_p)[:, None], scaled, -jnp.inf)
+    drawn = jnp.argmax(scaled + _gumbel(ints[:, 1], position, ids), -1).astype(jnp.int32)
+    return jnp.where(temperature == 0, best, drawn)
+
+
+def _gumbel(seed: jax.Array, position: jax.Array, ids: jax.Array) -> jax.Array:
+    """Noise [S, V]: a function of seed, position and token id alone (threefry), so equal on every mesh and in every batch."""
+    def row(seed, position):
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
+        return jax.random.gumbel(key, ids.shape, jnp.float32)
+    return jax.vmap(row)(seed, position)
+
+
+def _keep_top_k(x: jax.Array, k: jax.Array) -> jax.Array:
+    k = jnp.where(k <= 0, x.shape[1], jnp.minimum(k, x.shape[1]))
+    return _above(x, lambda keep: keep.sum(-1) >= k)
+
+
+def _keep_top_p(x: jax.Array, top_p: jax.Array) -> jax.Array:
+    weights = jnp.exp(x)
+    goal = jnp.where(top_p >= 1, 0.0, top_p * weights.sum(-1))
+    kept = _above(x, lambda keep: (weights * keep).sum(-1) >= goal)
+    return jnp.where((top_p >= 1)[:, None], x, kept)
+
+
+def _above(x: jax.Array, enough) -> jax.Array:
+    """x with -inf below the highest threshold per row at which what is kept is `enough`: a bisection over the bits of x <= 0, with
+    no sort and 31 passes. x [S, V], each row's greatest entry 0; enough: [S, V] bool -> [S] bool, true when all is kept."""
+    bits = lax.bitcast_convert_type(-x + 0.0, jnp.int32)                              # of numbers >= 0: ordered as the numbers are
+
+    def halve(_, bounds):
+        low, high = bounds                                                            # low is too few, high is enough
+        middle = low + (high - low) // 2
+        ok = enough(bits <= middle[:, None])
+        return jnp.where(ok, low, middle), jnp.where(ok, middle, high)
+
+    start = jnp.full(x.shape[:1], -1, jnp.int32) + bits[:, 0] * 0, jnp.full(x.shape[:1], jnp.iinfo(jnp.int32).max) + bits[:, 0] * 0
+    _, high = lax.fori_loop(0, 32, halve, start)
+    return jnp.where(bits <= high[:, None], x, -jnp.inf)
+
+
+def log_probabilities(logits: jax.Array, token: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """logits [S, V / tp], token [S] -> its log-probability [S], those of the likeliest MAX_LOGPROBS [S, k], and their ids [S, k]."""
+    size = logits.shape[1]
+    ids = lax.axis_index(TP) * size + jnp.arange(size, dtype=jnp.int32)
+    logits = jnp.where(ids < vocab, logits, -jnp.inf)
+    top = lax.pmax(logits.max(-1), TP)
+    total = top + jnp.log(lax.psum(jnp.exp(logits - top[:, None]).sum(-1), TP))
+    at = _local(token, size)
+    chosen = lax.psum(jnp.take_along_axis(logits, at[:, None], 1, mode="fill", fill_value=0)[:, 0], TP)
+    value, index = lax.top_k(logits, min(MAX_LOGPROBS, size))
+    if lax.axis_size(TP) > 1:
+        value, index = _top_of_all(value, ids[index])
+    return chosen - total, value - total[:, None], index.astype(jnp.int32)
+
+
+def _top_of_all(value: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Each rank's likeliest [S, k] -> the likeliest of all, on every rank."""
+    ranks, k = lax.axis_size(TP), value.shape[1]
+    spread = lambda x: lax.psum(lax.dynamic_update_slice_in_dim(jnp.zeros((len(x), k * ranks), x.dtype), x, lax.axis_index(TP) * k, 1), TP)
+    value, place = lax.top_k(spread(value), k)
+    return value, jnp.take_along_axis(spread(ids), place, 1)

@@ -1,0 +1,254 @@
+"""The device side of a replica: its stages, each a sub-mesh with its weights, pages and page table, and the order in which they run.
+
+The host issues a step to the first stage, hands its activations on to the next, and so on: the wavefront of sequence pipeline parallelism
+(Medha 3.3). Nothing here waits. Tokens that a step feeds come from the `sampled` array of the last step that sampled for those slots, so a
+step depends on no other one, and prompt chunks follow each other through the stages without a gap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.config import MeshConfig
+from jaxserve.engine import sampling
+from jaxserve.engine.arrays import NOWHERE, Arrays, Shape, layout
+from jaxserve.engine.programs import Lower, Programs
+from jaxserve.engine.step import Weights, head, layers, score, write_table
+from jaxserve.models.decoder import declare, padded_vocab, parameters, stage_modules
+from jaxserve.models.zoo import ModelConfig, layers_of
+from jaxserve.sharding.mesh import stage_meshes
+from jaxserve.sharding.rules import sharding, spec
+
+DELTAS = 1024                                        # page table entries set by one launch, where a step has no room for them
+SCORES = 64                                          # prompt tokens whose log-probabilities one launch computes
+KEPT = 16                                            # versions of `sampled` that are kept for steps to read
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the stages need to know: the model (after `with_tp`), the mesh, the pools, what is compiled."""
+
+    model: ModelConfig
+    mesh: MeshConfig
+    dtype: Any
+    pages: int                                       # per lane
+    block_size: int
+    slots: int
+    width: int                                       # page table entries per slot and lane
+    shapes: list[Shape]
+    samples: list[int]
+
+    def pool_shape(self) -> tuple[int, ...]:
+        """One layer's pages: [lanes, P, K, 2, C, H]."""
+        return self.mesh.kvp, self.pages, self.model.kv_heads, 2, self.block_size, self.model.head_dim
+
+
+POOL_AXES = ("lanes", None, "kv_heads")
+
+
+@dataclasses.dataclass
+class Stage:
+    """One stage: a sub-mesh of lanes and ranks, and what lives on it."""
+
+    index: int
+    mesh: Mesh
+    weights: Weights
+    values: list[jax.Array]
+    pages: list[jax.Array]
+    table: jax.Array                                 # [lanes, 2, slots, W]
+
+
+@dataclasses.dataclass(frozen=True)
+class Hidden:
+    """What the last stage returned: hidden states of all tokens [lanes, T, D], of those to sample after [lanes, S, D], and for whom."""
+
+    all: jax.Array
+    picked: jax.Array
+    ints: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """What a head program returned, still on its way: tokens [lanes, S], and with log-probabilities (chosen [lanes, S], top, ids [lanes, S, k])."""
+
+    tokens: jax.Array
+    logprobs: tuple[jax.Array, ...] = ()
+
+
+Loader = Callable[[dict, dict], dict[str, jax.Array]]   # declared parameters, their shardings -> arrays
+
+
+class Stages:
+    """All stages of a replica. Every method issues work and returns at once."""
+
+    def __init__(self, plan: Plan, load: Loader):
+        self.plan = plan
+        self.programs = Programs()
+        meshes = stage_meshes(plan.mesh)
+        self.last_mesh = meshes[-1]
+        self.stages = [self._stage(i, mesh, part, load) for i, (mesh, part) in enumerate(zip(meshes, layers_of(plan.model, plan.mesh.spp)))]
+        lanes = sharding(self.last_mesh, "lanes")
+        self._sampled: deque[tuple[int, jax.Array]] = deque([(-1, _zeros(lanes, (plan.mesh.kvp, plan.slots), jnp.int32))], maxlen=KEPT)
+        self.sampling_state = self._empty_sampling_state()
+
+    # --- what lives on the devices
+
+    def _stage(self, index: int, mesh: Mesh, part: range, load: Loader) -> Stage:
+        plan = self.plan
+        module, head = stage_modules(plan.model, part, plan.mesh.tp)
+        declared = declare(plan.model, part, plan.mesh.tp)
+        arrays = load(declared, {path: sharding(mesh, *d.axes) for path, d in declared.items()})
+        if head is not None:
+            self.head, self.head_values = Weights.of(head), [arrays[path] for path, _ in parameters(head)]
+        values = [arrays[path] for path, _ in parameters(module, part.start)]
+        pool = sharding(mesh, *POOL_AXES)
+        pages = [_zeros(pool, plan.pool_shape(), plan.dtype) for _ in part]
+        table = _zeros(sharding(mesh, "lanes"), (plan.mesh.kvp, 2, plan.slots, plan.width), jnp.int32)
+        return Stage(index, mesh, Weights.of(module), values, pages, table)
+
+    def _empty_sampling_state(self) -> sampling.State:
+        plan = self.plan
+        fields = sampling.empty_state(plan.mesh.kvp, plan.slots, padded_vocab(plan.model, plan.mesh.tp))
+        axes = dataclasses.asdict(sampling.STATE_AXES)
+        return sampling.State(**{name: _zeros(sharding(self.last_mesh, *axes[name]), *value) for name, value in fields.items()})
+
+    # --- issuing work
+
+    def step(self, arrays: Arrays, needs: int) -> Hidden:
+        """Issues a step to all stages. needs: number of the last step that sampled a token this one feeds (-1: none)."""
+        self._set_table(arrays.early)
+        x: Any = next(version for made, version in self._sampled if made >= needs)
+        for stage in self.stages:
+            ints, x = jax.device_put((arrays.ints, x), sharding(stage.mesh, "lanes"))
+            program = self.programs.get(f"layers_{stage.index}_{arrays.shape}", functools.partial(self._lower_layers, stage, arrays.shape))
+            x, stage.pages, stage.table = program(stage.values, stage.pages, stage.table, ints, x)
+        return Hidden(*x)
+
+    def sample(self, hidden: Hidden, variant: str, number: int) -> Sampled:
+        """Samples a token for each chunk of step `number` that asked for one. Makes the next version of `sampled`."""
+        program = self.programs.get(*self._head_program(variant, hidden.picked.shape[1]))
+        arguments = (self.head_values, hidden.picked, hidden.ints, self._sampled[-1][1])
+        if variant == "greedy":
+            (tokens, sampled), logprobs = program(*arguments), ()
+        else:
+            tokens, sampled, self.sampling_state, logprobs = program(*arguments, self.sampling_state)
+        self._sampled.append((number, sampled))
+        return Sampled(tokens, logprobs)
+
+    def score(self, hidden: Hidden, token: np.ndarray, target: np.ndarray) -> tuple[jax.Array, ...]:
+        """Log-probabilities of ids target [lanes, SCORES], each after token [lanes, SCORES] of the step: see `step.score`."""
+        token, target = jax.device_put((token, target), sharding(self.last_mesh, "lanes"))
+        picked = self.programs.get(*self._pick_program(hidden.all.shape[1]))(hidden.all, token)
+        return self.programs.get(*self._score_program())(self.head_values, picked, target)
+
+    def admit(self, admission: sampling.Admission) -> None:
+        self.sampling_state = self.programs.get(*self._admit_program())(self.sampling_state, admission)
+
+    def _set_table(self, deltas: np.ndarray) -> None:
+        """deltas [m, 5]: lane, slot, index, page, block."""
+        for at in range(0, len(deltas), DELTAS):
+            some = deltas[at : at + DELTAS]
+            ints = np.full((self.plan.mesh.kvp, DELTAS, 4), NOWHERE, np.int32)
+            for lane in range(self.plan.mesh.kvp):
+                mine = some[some[:, 0] == lane]
+                ints[lane, : len(mine)] = mine[:, 1:]
+            for stage in self.stages:
+                program = self.programs.get(*self._table_program(stage))
+                stage.table = program(stage.table, jax.device_put(ints, sharding(stage.mesh, "lanes")))
+
+    # --- programs: name, and how to lower it
+
+    def warm_up(self, done: Callable[[str], None], variants: tuple[str, ...] = sampling.VARIANTS) -> None:
+        self.programs.warm_up(dict(self.all_programs(variants)), done)
+
+    def all_programs(self, variants: tuple[str, ...] = sampling.VARIANTS) -> Iterator[tuple[str, Lower]]:
+        """Every program that requests can lead to."""
+        for shape in self.plan.shapes:
+            for stage in self.stages:
+                yield f"layers_{stage.index}_{shape}", functools.partial(self._lower_layers, stage, shape)
+        for size, variant in itertools.product(self.plan.samples, variants):
+            yield self._head_program(variant, size)
+        for tokens in sorted({shape.tokens for shape in self.plan.shapes}):
+            yield self._pick_program(tokens)
+        yield self._score_program()
+        yield self._admit_program()
+        for stage in self.stages:
+            yield self._table_program(stage)
+
+    def _lower_layers(self, stage: Stage, shape: Shape) -> Any:
+        plan, lane, pool = self.plan, spec("lanes"), [spec(*POOL_AXES)] * len(stage.pages)
+        values = [spec(*param.axes) for _, param in stage.weights.flat]
+        x = self._last((plan.slots,), jnp.int32, stage.mesh) if stage.index == 0 else self._last((shape.tokens, plan.model.d_model), plan.dtype, stage.mesh)
+        ints = self._last((layout(shape, plan.mesh.kvp, plan.block_size).size,), jnp.int32, stage.mesh)
+        last = stage is self.stages[-1]
+        f = functools.partial(layers, stage.weights, plan.model, shape, last)
+        return _jit(f, stage.mesh, (values, pool, lane, lane, lane), ((lane,) * 3 if last else lane, pool, lane), donate=(1, 2)).lower(
+            stage.values, stage.pages, stage.table, ints, x)
+
+    def _last(self, shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.plan.mesh.kvp, *shape), dtype, sharding=sharding(mesh, "lanes"))
+
+    def _head_program(self, variant: str, size: int) -> tuple[str, Lower]:
+        def lower() -> Any:
+            lane, values = spec("lanes"), [spec(*param.axes) for _, param in self.head.flat]
+            ints = self._last((size, 3), jnp.int32, self.last_mesh)
+            arguments = (self.head_values, self._hidden(size), ints, self._sampled[-1][1])
+            f = functools.partial(head, self.head, self.plan.model.vocab, variant)
+            if variant == "greedy":
+                return _jit(f, self.last_mesh, (values, lane, lane, lane), (lane, lane)).lower(*arguments)
+            out = (lane, lane, _state_specs(), (lane,) * 3 if variant == "logprobs" else ())
+            return _jit(f, self.last_mesh, (values, lane, lane, lane, _state_specs()), out, donate=(4,)).lower(*arguments, self.sampling_state)
+        return f"head_{variant}_{size}", lower
+
+    def _hidden(self, tokens: int) -> jax.ShapeDtypeStruct:
+        return self._last((tokens, self.plan.model.d_model), self.plan.dtype, self.last_mesh)
+
+    def _score_program(self) -> tuple[str, Lower]:
+        def lower() -> Any:
+            lane, values = spec("lanes"), [spec(*param.axes) for _, param in self.head.flat]
+            f = functools.partial(score, self.head, self.plan.model.vocab)
+            target = self._last((SCORES,), jnp.int32, self.last_mesh)
+            return _jit(f, self.last_mesh, (values, lane, lane), (lane,) * 3).lower(self.head_values, self._hidden(SCORES), target)
+        return "score", lower
+
+    def _pick_program(self, tokens: int) -> tuple[str, Lower]:
+        def lower() -> Any:
+            lane = spec("lanes")
+            index = self._last((SCORES,), jnp.int32, self.last_mesh)
+            return _jit(lambda x, index: x[0][index[0]][None], self.last_mesh, (lane, lane), lane).lower(self._hidden(tokens), index)
+        return f"pick_of_{tokens}", lower
+
+    def _admit_program(self) -> tuple[str, Lower]:
+        def lower() -> Any:
+            blank = sampling.blank_admission()
+            return _jit(sampling.admit, self.last_mesh, (_state_specs(), spec()), _state_specs(), donate=(0,)).lower(self.sampling_state, blank)
+        return "admit", lower
+
+    def _table_program(self, stage: Stage) -> tuple[str, Lower]:
+        def lower() -> Any:
+            lane = spec("lanes")
+            f = lambda table, deltas: write_table(table, deltas[0])
+            return _jit(f, stage.mesh, (lane, lane), lane, donate=(0,)).lower(stage.table, self._last((DELTAS, 4), jnp.int32, stage.mesh))
+        return f"table_{stage.index}", lower
+
+
+def _jit(f: Callable, mesh: Mesh, in_specs: Any, out_specs: Any, donate: tuple[int, ...] = ()) -> Any:
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False), donate_argnums=donate)
+
+
+def _zeros(where: jax.sharding.Sharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=where)()
+
+
+def _state_specs() -> sampling.State:
+    return sampling.State(**{name: spec(*axes) for name, axes in dataclasses.asdict(sampling.STATE_AXES).items()})

@@ -1,0 +1,78 @@
+"""The parts of a decoder layer as pure functions on local arrays: norms, rotary positions, the gated MLP."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.models.zoo import ModelConfig, RopeScaling
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x [..., D] in any dtype; the mean square is taken in f32 (Zhang and Sennrich, 2019)."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)).astype(x.dtype) * weight
+
+
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    """[T, 2, F] -> [T, F]."""
+    return jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
+
+
+def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
+    """Angle per position [H / 2] f32 and the factor on cos and sin, after the model's scaling."""
+    half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    base = config.rope_theta ** -half
+    scaling = config.rope_scaling
+    if scaling is None:
+        return base.astype(np.float32), 1.0
+    frequencies, factor = _SCALED[scaling.kind](base, scaling, config)
+    return frequencies.astype(np.float32), factor
+
+
+def turn(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [T, 1, 1, H / 2] f32 of positions [T]."""
+    frequencies, factor = rope_frequencies(config)
+    angle = positions[:, None, None, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """x [T, K, heads, H], first half against second half (as in Hugging Face checkpoints)."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def _linear(base: np.ndarray, scaling: RopeScaling, config: ModelConfig) -> tuple[np.ndarray, float]:
+    return base / scaling.factor, 1.0
+
+
+def _llama3(base: np.ndarray, scaling: RopeScaling, config: ModelConfig) -> tuple[np.ndarray, float]:
+    """Long waves are slowed by `factor`, short ones kept, those between are mixed (Llama 3.1)."""
+    waves = scaling.original_max_len * base / (2 * math.pi)                          # turns over the original context
+    keep = np.clip((waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
+    return base / scaling.factor * (1 - keep) + base * keep, 1.0
+
+
+def _yarn(base: np.ndarray, scaling: RopeScaling, config: ModelConfig) -> tuple[np.ndarray, float]:
+    """YaRN (Peng et al., 2023), with the conventions of Hugging Face checkpoints."""
+    def dimension(turns: float) -> float:
+        return config.head_dim * math.log(scaling.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.head_dim - 1)
+    ramp = np.clip((np.arange(config.head_dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    factor = scaling.attention_factor
+    if factor is None:
+        grow = lambda m: 0.1 * m * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+        both = scaling.mscale and scaling.mscale_all_dim
+        factor = grow(scaling.mscale) / grow(scaling.mscale_all_dim) if both else grow(1.0)
+    return base / scaling.factor * ramp + base * (1 - ramp), factor
+
+
+_SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
