@@ -1,0 +1,51 @@
+"""From a checkpoint to arrays on the devices. Each process reads the rows and columns that its devices hold, once, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from jaxserve.models.decoder import Declared
+from jaxserve.models.zoo import ModelConfig
+from jaxserve.weights.checkpoint import Checkpoint, check
+from jaxserve.weights.names import Index, build
+from jaxserve.weights.store import OrbaxFolder, restore
+
+
+def load(
+    checkpoint: Checkpoint | OrbaxFolder, config: ModelConfig, declared: Mapping[str, Declared],
+    shardings: Mapping[str, jax.sharding.Sharding], dtype: jnp.dtype | str, progress: bool = True,
+) -> dict[str, jax.Array]:
+    """The declared parameters (of one stage, or of all) by path. `config` is after `with_tp`.
+
+    Errors: CheckpointError with all that is wrong with the checkpoint, before anything is allocated.
+    """
+    if isinstance(checkpoint, OrbaxFolder):
+        return restore(checkpoint.folder, declared, shardings, dtype)
+    check(checkpoint, config)
+    dtype, params = jnp.dtype(dtype), {}
+    total = sum(int(np.prod(d.shape)) for d in declared.values()) * dtype.itemsize
+    with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
+        for path, d in declared.items():
+            params[path] = _place(checkpoint, config, path, d.shape, dtype, shardings[path])
+            bar.update(params[path].nbytes)
+    return params
+
+
+def _place(
+    checkpoint: Checkpoint, config: ModelConfig, path: str, shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding
+) -> jax.Array:
+    slices: dict[tuple, np.ndarray] = {}             # lanes hold the same slice: read it once
+
+    def read(index: Index) -> np.ndarray:
+        key = tuple(s.indices(size)[:2] for s, size in zip(index, shape))
+        if key not in slices:
+            values = build(path, tuple(slice(*k) for k in key), checkpoint.read, checkpoint.config, config)
+            slices[key] = np.ascontiguousarray(values, dtype)
+        return slices[key]
+
+    return jax.make_array_from_callback(shape, sharding, read)
