@@ -1,0 +1,106 @@
+"""Who waits and who runs: the queue, and the slots with what every step needs to know of them.
+
+The slots' state is arrays, so that a step over 256 running sequences costs a few numpy calls. A slot goes EMPTY -> PREFILL -> DECODE
+and from either to LEAVING (preempted: will wait again) or ENDED; it is given back when no batch in flight contains it any more.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from operator import attrgetter
+
+import numpy as np
+
+from jaxserve.cache import CacheManager
+from jaxserve.scheduling.batch import Batch
+from jaxserve.scheduling.sequence import NO_SLOT, Sequence
+
+EMPTY, PREFILL, DECODE, LEAVING, ENDED = range(5)     # from LEAVING on nothing more is issued
+age = attrgetter("number")
+
+
+class Roster:
+    """Arrays by slot, the `queue` and the `prefilling` sequences, both by age, and `sequences`: by number, all that wait or have a slot."""
+
+    def __init__(self, slots: int, cache: CacheManager):
+        self.cache = cache
+        self.phase = np.full(slots, EMPTY, np.int8)
+        self.number = np.full(slots, -1, np.int64)
+        self.issued = np.zeros(slots, np.int32)       # positions that are part of a batch
+        self.end = np.zeros(slots, np.int32)          # positions to compute at most
+        self.flying = np.zeros(slots, np.int32)       # batches in flight that contain it
+        self.last = np.zeros(slots, np.int64)         # batch it was last part of
+        self.sequence: dict[int, Sequence] = {}       # by slot
+        self.free = list(range(slots - 1, -1, -1))
+        self.queue: list[Sequence] = []
+        self.prefilling: list[Sequence] = []
+        self.sequences: dict[int, Sequence] = {}
+
+    @property
+    def draining(self) -> bool:
+        """Whether slots and pages come back without anyone's doing, once batches in flight finish."""
+        return bool((self.phase >= LEAVING).any())
+
+    def wait(self, sequence: Sequence) -> None:
+        sequence.target = len(sequence.history)
+        insort(self.queue, sequence, key=age)
+
+    def forget(self, sequence: Sequence, line: list[Sequence]) -> None:
+        """A sequence that waits in `line` has ended."""
+        del line[bisect_left(line, sequence.number, key=age)]
+        del self.sequences[sequence.number]
+
+    def enter(self, sequence: Sequence, issued: int) -> int:
+        """The first of the queue gets a slot; its first `issued` positions are in the cache."""
+        assert self.queue.pop(0) is sequence
+        slot = self.free.pop()
+        sequence.slot, self.sequence[slot] = slot, sequence
+        self.phase[slot], self.number[slot], self.issued[slot], self.end[slot] = PREFILL, sequence.number, issued, sequence.end
+        insort(self.prefilling, sequence, key=age)
+        return slot
+
+    def withdraw(self, sequence: Sequence, phase: int) -> None:
+        """Nothing more of a running sequence is issued: it has ENDED, or is LEAVING to wait again."""
+        slot = sequence.slot
+        if self.phase[slot] == PREFILL:
+            self.prefilling.remove(sequence)
+        self.phase[slot] = phase
+        if not self.flying[slot]:
+            self.vacate(slot)
+
+    def landed(self, slots: np.ndarray) -> None:
+        """A batch with these slots is no longer in flight, and all about it is known."""
+        for slot in slots[(self.flying[slots] == 0) & (self.phase[slots] >= LEAVING)].tolist():
+            self.vacate(slot)
+
+    def vacate(self, slot: int) -> None:
+        sequence, leaving = self.sequence.pop(slot), self.phase[slot] == LEAVING
+        self.cache.release(slot)
+        sequence.slot = NO_SLOT
+        self.phase[slot], self.number[slot] = EMPTY, -1
+        self.free.append(slot)
+        if leaving:
+            self.wait(sequence)
+        else:
+            del self.sequences[sequence.number]
+
+    def check(self, flight: Iterable[Batch]) -> None:
+        """Errors: AssertionError with what differs."""
+        flying = np.zeros_like(self.flying)
+        for batch in flight:
+            flying[batch.slot] += 1
+            assert (self.number[batch.slot] == batch.seq).all(), f"batch {batch.number}: a slot was given away in flight"
+        assert (flying == self.flying).all(), f"in flight {self.flying}, counted {flying}"
+        empty = [slot for slot in range(len(self.phase)) if slot not in self.sequence]
+        assert sorted(self.free) == empty == np.flatnonzero(self.phase == EMPTY).tolist(), f"free {self.free}, without sequence {empty}"
+        assert not any(self.cache.tables[slot] for slot in empty), "an empty slot has pages"
+        assert (flying[self.phase >= LEAVING] > 0).all(), "a sequence that is out of flight keeps its slot"
+        taken = self.phase != EMPTY
+        assert (self.issued <= self.cache.room)[taken].all(), f"issued {self.issued} with room for {self.cache.room}"
+        assert (self.issued <= self.end)[taken].all(), f"issued {self.issued}, ends are {self.end}"
+        prefilling = sorted(self.number[self.phase == PREFILL].tolist())
+        assert [s.number for s in self.prefilling] == prefilling, f"prefilling slots {prefilling} and list differ"
+        queue = [s.number for s in self.queue]
+        assert queue == sorted(set(queue)) and not set(queue) & set(self.number.tolist()), f"queue {queue}, running {self.number}"
+        assert set(queue) | set(self.number[taken].tolist()) <= set(self.sequences), "a sequence is not in the list of all"

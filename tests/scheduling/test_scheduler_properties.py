@@ -1,0 +1,86 @@
+"""Whatever is added, cancelled and expired, on whatever cache and lanes: invariants hold, answers are exact, and nothing is left."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jaxserve.cache import PLACEMENTS
+from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
+from jaxserve.request import RequestError
+from tests.scheduling.fakes import VOCAB, Replica
+
+CONFIG = st.builds(SchedulerConfig, max_seqs=st.integers(1, 5), chunk_tokens=st.integers(1, 9), max_queue=st.just(6))
+CACHE = st.builds(
+    CacheConfig, block_size=st.integers(1, 4), pages=st.integers(2, 8), lane_tokens=st.none() | st.integers(1, 12), prefix_caching=st.booleans()
+)
+MESH = st.builds(MeshConfig, spp=st.integers(1, 3), kvp=st.integers(1, 4))
+TAIL = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
+SAMPLING = st.fixed_dictionaries({
+    "max_tokens": st.integers(1, 12), "min_tokens": st.integers(0, 1), "n": st.sampled_from([1, 1, 1, 2, 3]), "ignore_eos": st.booleans(),
+    "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=1),
+})
+
+
+class Traffic(RuleBasedStateMachine):
+    @initialize(config=CONFIG, cache=CACHE, mesh=MESH, placement=st.sampled_from(sorted(PLACEMENTS)))
+    def build(self, config, cache, mesh, placement):
+        self.replica = Replica(config, cache, mesh, placement)
+        self.ahead = mesh.spp + 1
+
+    @rule(common=st.integers(0, 12), tail=TAIL, sampling=SAMPLING, patience=st.none() | st.integers(0, 9), bypass=st.booleans())
+    def add(self, common, tail, sampling, patience, bypass):
+        replica = self.replica
+        try:
+            deadline = None if patience is None else replica.now + patience
+            replica.add([i % VOCAB for i in range(common)] + tail, deadline=deadline, bypass=bypass, **sampling)
+        except RequestError as error:
+            assert error.status == "RESOURCE_EXHAUSTED" or "pages" in str(error)
+
+    @precondition(lambda self: len(self.replica.flight) < self.ahead)
+    @rule(times=st.integers(1, 3))
+    def start(self, times):
+        for _ in range(min(times, self.ahead - len(self.replica.flight))):
+            self.replica.start()
+
+    @precondition(lambda self: self.replica.flight)
+    @rule()
+    def finish(self):
+        self.replica.finish()
+
+    @rule(steps=st.integers(1, 12))
+    def run(self, steps):
+        for _ in range(steps):
+            if len(self.replica.flight) < self.ahead:
+                self.replica.start()
+            if self.replica.flight:
+                self.replica.finish()
+
+    @precondition(lambda self: self.replica.scheduler._entries)
+    @rule(data=st.data(), index=st.none() | st.integers(0, 2))
+    def cancel(self, data, index):
+        id = data.draw(st.sampled_from(sorted(self.replica.scheduler._entries)))
+        self.replica.hear(self.replica.scheduler.cancel(id, self.replica.now, index=index))
+
+    @rule(seconds=st.integers(1, 5))
+    def expire(self, seconds):
+        self.replica.now += seconds
+        self.replica.hear(self.replica.scheduler.expire(self.replica.now))
+
+    @invariant()
+    def load_adds_up(self):
+        load = self.replica.scheduler.load()
+        assert load.running + load.waiting == len(self.replica.scheduler.sequences) and load.queued_prefill_tokens >= 0
+
+    def teardown(self):
+        if hasattr(self, "replica"):
+            self.replica.drain(self.ahead)
+            self.replica.check_answers()
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None,
+    report_multiple_bugs=False,
+)
