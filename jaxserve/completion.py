@@ -40,6 +40,14 @@ class Delta:
     logprobs: Sequence[Logprobs] = ()
 
 
+def merged(deltas: Sequence[Delta]) -> Delta:
+    """Deltas of one completion that follow each other, as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    ids, logprobs = [id for delta in deltas for id in delta.ids], [p for delta in deltas for p in delta.logprobs]
+    return Delta(deltas[0].index, ids, "".join(delta.text for delta in deltas), logprobs)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Completion:
     """One completion, whole. reason: stop, length, cancelled, deadline or error."""
@@ -199,3 +207,27 @@ class Answer:
         delta, event = self._writers[event.index].finish(event)
         self.unfinished -= 1
         outputs.extend(filter(None, (delta, event)))
+
+
+class Gathered:
+    """The completions of one request, put together from its outputs."""
+
+    def __init__(self, prompt_ids: Sequence[int]):
+        self._prompt_ids = prompt_ids
+        self._parts: dict[int, list[Delta]] = {}
+        self._finished: list[Finished] = []
+
+    def add(self, output: Output) -> None:
+        if isinstance(output, Delta):
+            self._parts.setdefault(output.index, []).append(output)
+        elif isinstance(output, Finished):
+            self._finished.append(output)
+
+    def completions(self) -> list[Completion]:
+        """Those that have finished, in the order of their indexes."""
+        return [self._joined(finished) for finished in sorted(self._finished, key=lambda f: f.index)]
+
+    def _joined(self, finished: Finished) -> Completion:
+        whole = merged(self._parts.get(finished.index) or [Delta(finished.index, [])])
+        return Completion(finished.index, self._prompt_ids, whole.ids, whole.text, finished.reason,
+                          finished.usage, finished.timing, whole.logprobs or None, finished.prompt_logprobs)

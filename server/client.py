@@ -1,0 +1,212 @@
+"""The client: `Client` for threads and scripts, `AsyncClient` for asyncio. Both speak jaxserve.v1 and raise `ServerError`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from jaxserve.completion import Completion, Gathered, Output
+from jaxserve.request import RequestError, SamplingParams
+from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server import jaxserve_pb2_grpc as rpc
+from jaxserve.server.convert import Prompt, generate_message, output_of, set_prompt
+from jaxserve.server.door import FIELD_KEY, REASON_KEY, RICH_KEY
+
+OPTIONS = [                                             # pings through minutes of prefill, not more often than the server lets
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+
+class ServerError(RequestError):
+    """What a server answered instead. `status` as in gRPC, `reason` and `retry_after` (seconds) where it was overloaded."""
+
+    def __init__(self, error: grpc.RpcError):
+        metadata = dict(error.trailing_metadata() or ())
+        super().__init__("", error.details() or "", error.code().name)
+        self.field = metadata.get(FIELD_KEY, "")
+        self.reason = metadata.get(REASON_KEY, "")
+        self.retry_after = _retry_after(metadata.get(RICH_KEY))
+
+
+class Calls:
+    """What both clients share: stubs, and the messages of each call."""
+
+    def __init__(self, channel: Any):
+        self.channel = channel
+        self.inference, self.control = rpc.InferenceStub(channel), rpc.ControlStub(channel)
+        self.health = health_pb2_grpc.HealthStub(channel)
+
+
+class Client:
+    """`with Client("127.0.0.1:8470") as client: print(client.complete("Once upon a time")[0].text)`. Safe to share between threads."""
+
+    def __init__(self, target: str):
+        self._calls = Calls(grpc.insecure_channel(target, OPTIONS))
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._calls.channel.close()
+
+    def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, *, timeout: float | None = None,
+                 **fields: Any) -> Iterator[Output]:
+        """Events as they come: Accepted, Progress, Delta, Finished. Closing the iterator aborts the request.
+
+        prompt: text, token ids, or chat messages (dicts of role and content). timeout: seconds. fields: others of GenerateRequest,
+        such as request_id, ids_only, kv. Errors: ServerError.
+        """
+        call = self._calls.inference.Generate(generate_message(prompt, sampling, **fields), timeout=timeout)
+        try:
+            for event in call:
+                yield output_of(event)
+        except grpc.RpcError as error:
+            raise ServerError(error) from None
+        finally:
+            call.cancel()
+
+    def complete(self, prompt: Prompt, sampling: SamplingParams | None = None, *, timeout: float | None = None,
+                 **fields: Any) -> list[Completion]:
+        """The n completions, whole. Arguments and errors as for `generate`."""
+        gathered = Gathered(_ids_of(prompt))
+        for output in self.generate(prompt, sampling, timeout=timeout, **fields):
+            gathered.add(output)
+        return gathered.completions()
+
+    def tokenize(self, prompt: Prompt, special: bool = True) -> list[int]:
+        return list(self._call(self._calls.inference.Tokenize, _tokenize_message(prompt, special)).ids)
+
+    def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return self._call(self._calls.inference.Detokenize, pb.DetokenizeRequest(ids=ids, skip_special=skip_special)).text
+
+    def abort(self, request_id: str | None = None) -> int:
+        """Aborts one request, or all where no id is given; returns how many."""
+        return self._call(self._calls.control.Abort, _abort_message(request_id)).aborted
+
+    def model_info(self) -> pb.GetModelInfoResponse:
+        return self._call(self._calls.control.GetModelInfo, pb.GetModelInfoRequest())
+
+    def server_info(self) -> pb.GetServerInfoResponse:
+        return self._call(self._calls.control.GetServerInfo, pb.GetServerInfoRequest())
+
+    def load(self) -> pb.GetLoadResponse:
+        return self._call(self._calls.control.GetLoad, pb.GetLoadRequest())
+
+    def healthy(self) -> bool:
+        """Whether the server takes requests now; False too where nothing answers."""
+        try:
+            answer = self._calls.health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+        except grpc.RpcError:
+            return False
+        return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    def wait_ready(self, timeout: float) -> None:
+        """Returns once the server takes requests. Errors: TimeoutError."""
+        deadline = time.monotonic() + timeout
+        while not self.healthy():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the server is not ready after {timeout} s")
+            time.sleep(0.05)
+
+    def _call(self, method: Any, message: Any) -> Any:
+        try:
+            return method(message)
+        except grpc.RpcError as error:
+            raise ServerError(error) from None
+
+
+class AsyncClient:
+    """As `Client`, on the running event loop."""
+
+    def __init__(self, target: str):
+        self._calls = Calls(grpc.aio.insecure_channel(target, OPTIONS))
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._calls.channel.close()
+
+    async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, *, timeout: float | None = None,
+                       **fields: Any) -> AsyncIterator[Output]:
+        """As `Client.generate`. To abort: cancel the task, or `aclose` the iterator."""
+        call = self._calls.inference.Generate(generate_message(prompt, sampling, **fields), timeout=timeout)
+        try:
+            async for event in call:
+                yield output_of(event)
+        except grpc.RpcError as error:
+            raise ServerError(error) from None
+        finally:
+            call.cancel()
+
+    async def complete(self, prompt: Prompt, sampling: SamplingParams | None = None, *, timeout: float | None = None,
+                       **fields: Any) -> list[Completion]:
+        gathered = Gathered(_ids_of(prompt))
+        async for output in self.generate(prompt, sampling, timeout=timeout, **fields):
+            gathered.add(output)
+        return gathered.completions()
+
+    async def tokenize(self, prompt: Prompt, special: bool = True) -> list[int]:
+        return list((await self._call(self._calls.inference.Tokenize, _tokenize_message(prompt, special))).ids)
+
+    async def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return (await self._call(self._calls.inference.Detokenize, pb.DetokenizeRequest(ids=ids, skip_special=skip_special))).text
+
+    async def abort(self, request_id: str | None = None) -> int:
+        return (await self._call(self._calls.control.Abort, _abort_message(request_id))).aborted
+
+    async def model_info(self) -> pb.GetModelInfoResponse:
+        return await self._call(self._calls.control.GetModelInfo, pb.GetModelInfoRequest())
+
+    async def server_info(self) -> pb.GetServerInfoResponse:
+        return await self._call(self._calls.control.GetServerInfo, pb.GetServerInfoRequest())
+
+    async def load(self) -> pb.GetLoadResponse:
+        return await self._call(self._calls.control.GetLoad, pb.GetLoadRequest())
+
+    async def _call(self, method: Any, message: Any) -> Any:
+        try:
+            return await method(message)
+        except grpc.RpcError as error:
+            raise ServerError(error) from None
+
+
+def _ids_of(prompt: Any) -> Sequence[int]:
+    """The prompt where it is token ids, else nothing."""
+    return () if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)) else prompt
+
+
+def _tokenize_message(prompt: Prompt, special: bool) -> pb.TokenizeRequest:
+    message = pb.TokenizeRequest(special=special)
+    set_prompt(message, prompt)
+    return message
+
+
+def _abort_message(request_id: str | None) -> pb.AbortRequest:
+    return pb.AbortRequest(all=True) if request_id is None else pb.AbortRequest(request_id=request_id)
+
+
+def _retry_after(rich: bytes | None) -> float | None:
+    if not rich:
+        return None
+    status, retry = pb.RichStatus.FromString(rich), pb.RetryInfo()
+    for detail in status.details:
+        if detail.type_url.endswith("/google.rpc.RetryInfo"):
+            retry.ParseFromString(detail.value)
+            return retry.retry_delay.ToTimedelta().total_seconds()
+    return None

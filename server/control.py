@@ -1,0 +1,63 @@
+"""jaxserve.v1.Control: what runs here, how busy it is, and how to stop a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+import jaxserve
+from jaxserve.config import ServerConfig
+from jaxserve.request import RequestError
+from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.service import STARTING, Inference
+
+SCHEMA_REVISION = 1
+
+
+class Control:
+    def __init__(self, inference: Inference, config: ServerConfig):
+        self._inference, self._config = inference, config
+
+    async def Abort(self, message: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+        streams = self._inference.streams
+        match message.WhichOneof("target"):
+            case "request_id":
+                if message.request_id not in streams:
+                    raise RequestError("request_id", f"{message.request_id[:100]!r} is not running", "NOT_FOUND")
+                ids = [message.request_id]
+            case "all" if message.all:
+                ids = list(streams)
+            case _:
+                raise RequestError("target", "is missing: set request_id, or all to true")
+        return pb.AbortResponse(aborted=sum(self._engine().cancel(id) for id in ids))
+
+    async def GetModelInfo(self, message: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetModelInfoResponse:
+        engine, tokenizer = self._engine(), self._inference.tokenizer
+        model, config = engine.model, engine.config
+        return pb.GetModelInfoResponse(
+            model=config.source.model, max_len=engine.max_len, vocab=model.vocab, eos_ids=model.eos_ids, bos_id=model.bos_id,
+            dtype=config.source.dtype, block_size=config.cache.block_size, layers=model.layers, heads=model.heads,
+            kv_heads=model.kv_heads, head_dim=model.head_dim, has_tokenizer=tokenizer is not None,
+            has_chat_template=bool(getattr(tokenizer, "has_chat_template", False)))
+
+    async def GetServerInfo(self, message: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetServerInfoResponse:
+        info = pb.GetServerInfoResponse(
+            version=jaxserve.__version__, schema_revision=SCHEMA_REVISION, state=self._inference.state,
+            max_message_bytes=self._config.max_message_mib << 20)
+        engine = self._inference.engine
+        if engine is not None:
+            mesh, scheduler = engine.config.mesh, engine.config.scheduler
+            info.mesh.CopyFrom(pb.GetServerInfoResponse.Mesh(spp=mesh.spp, kvp=mesh.kvp, tp=mesh.tp))
+            info.max_seqs, info.max_queue = scheduler.max_seqs, scheduler.max_queue
+            info.details.update({str(name): str(value) for name, value in engine.info().items()})
+        return info
+
+    async def GetLoad(self, message: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
+        load = self._engine().load()
+        return pb.GetLoadResponse(**{field.name: getattr(load, field.name) for field in pb.GetLoadResponse.DESCRIPTOR.fields})
+
+    def _engine(self) -> Any:
+        if self._inference.engine is None:
+            raise RequestError("", f"the server is {STARTING}", "UNAVAILABLE")
+        return self._inference.engine

@@ -1,0 +1,181 @@
+"""Between the wire's messages and jaxserve's own plain data, both ways."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxserve.completion import Delta, Output
+from jaxserve.request import Accepted, Finished, Logprobs, Progress, RequestError, SamplingParams, Slo, Timing, Usage
+from jaxserve.server import jaxserve_pb2 as pb
+
+MAX_SALT_CHARS = 1024
+MAX_MESSAGES = 10_000
+CHARS_PER_TOKEN = 128                                   # text longer than this times the model's limit is refused before it is read
+
+Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, str]]
+
+
+def sampling_of(message: pb.SamplingParams) -> SamplingParams:
+    """Only the fields that are set; the others take their defaults. Errors: RequestError."""
+    return SamplingParams.make(**{field.name: value for field, value in message.ListFields()})
+
+
+def slo_of(message: pb.Slo) -> Slo:
+    return Slo(*(_seconds(f"slo.{name}", getattr(message, name)) if message.HasField(name) else None for name in ("ttft_ms", "tbt_ms")))
+
+
+def salt_of(message: pb.KvOptions) -> str:
+    if len(message.cache_salt) > MAX_SALT_CHARS:
+        raise RequestError("kv.cache_salt", f"has {len(message.cache_salt)} characters; the limit is {MAX_SALT_CHARS}")
+    return message.cache_salt
+
+
+def prompt_of(message: Any, tokenizer: Any, max_len: int) -> Sequence[int] | np.ndarray:
+    """Token ids of a request's prompt. Long ones take time. Errors: RequestError; FAILED_PRECONDITION where there is no tokenizer."""
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise RequestError("prompt", "is missing")
+    if kind == "token_ids":
+        ids = message.token_ids.ids
+        return ids if len(ids) >= max_len else np.fromiter(ids, np.int32, len(ids))
+    if tokenizer is None:
+        raise RequestError("prompt", "this model has no tokenizer: send token ids", "FAILED_PRECONDITION")
+    if kind == "text":
+        _check_text("prompt", len(message.text), max_len)
+        return tokenizer.encode(message.text, special=getattr(message, "special", True))
+    return tokenizer.chat(_messages_of(message.chat, max_len))
+
+
+def prompt_chars(message: Any) -> int:
+    """How long reading the prompt may take, in characters."""
+    if message.HasField("text"):
+        return len(message.text)
+    return sum(len(m.content) for m in message.chat.messages)
+
+
+def _messages_of(chat: pb.Chat, max_len: int) -> list[dict[str, str]]:
+    if not chat.messages:
+        raise RequestError("messages", "is empty")
+    if len(chat.messages) > MAX_MESSAGES:
+        raise RequestError("messages", f"has {len(chat.messages)} entries; the limit is {MAX_MESSAGES}")
+    _check_text("messages", sum(len(m.content) for m in chat.messages), max_len)
+    return [{"role": m.role, "content": m.content} for m in chat.messages]
+
+
+def _check_text(name: str, chars: int, max_len: int) -> None:
+    if chars > CHARS_PER_TOKEN * max_len:
+        raise RequestError(name, f"has {chars} characters; the limit is {CHARS_PER_TOKEN} for each of the model's {max_len} tokens")
+
+
+def _seconds(name: str, ms: float) -> float:
+    if not (math.isfinite(ms) and ms > 0):
+        raise RequestError(name, f"must be a number of milliseconds above 0, not {ms}")
+    return ms / 1000
+
+
+def event_message(request_id: str, prompt_tokens: int, output: Output) -> pb.GenerateEvent:
+    match output:
+        case Delta():
+            token = pb.Token(index=output.index, ids=output.ids, text=output.text, logprobs=map(logprobs_message, output.logprobs))
+            return pb.GenerateEvent(token=token)
+        case Progress():
+            return pb.GenerateEvent(progress=pb.Progress(index=output.index, prefilled=output.prefilled, total=output.total))
+        case Accepted():
+            return pb.GenerateEvent(accepted=pb.Accepted(
+                request_id=request_id, queue_position=output.queue_position, prompt_tokens=prompt_tokens))
+        case Finished():
+            return pb.GenerateEvent(finished=_finished_message(output))
+
+
+def _finished_message(event: Finished) -> pb.Finished:
+    usage, timing = event.usage, event.timing
+    return pb.Finished(
+        index=event.index, reason=event.reason,
+        usage=pb.Usage(prompt=usage.prompt, cached=usage.cached, completion=usage.completion),
+        timing=pb.Timing(queued=timing.queued, first_token=timing.first_token, total=timing.total),
+        prompt_logprobs=map(logprobs_message, event.prompt_logprobs or ()),
+    )
+
+
+def logprobs_message(logprobs: Logprobs | None) -> pb.Logprobs:
+    if logprobs is None:
+        return pb.Logprobs()
+    return pb.Logprobs(chosen=logprobs.chosen, top=[pb.Logprobs.Top(id=id, logprob=value) for id, value in logprobs.top])
+
+
+def output_of(event: pb.GenerateEvent) -> Output:
+    """The client's half of `event_message`."""
+    match event.WhichOneof("event"):
+        case "token":
+            token = event.token
+            return Delta(token.index, list(token.ids), token.text, [_logprobs_of(p) or Logprobs(math.nan) for p in token.logprobs])
+        case "progress":
+            return Progress(event.progress.index, event.progress.prefilled, event.progress.total)
+        case "accepted":
+            return Accepted(event.accepted.queue_position)
+        case "finished":
+            return _finished_of(event.finished)
+    raise RequestError("event", "the server sent an event that this client does not know", "UNIMPLEMENTED")
+
+
+def _finished_of(message: pb.Finished) -> Finished:
+    usage, timing = message.usage, message.timing
+    return Finished(
+        message.index, message.reason, Usage(usage.prompt, usage.cached, usage.completion),
+        Timing(timing.queued, timing.first_token, timing.total),
+        tuple(map(_logprobs_of, message.prompt_logprobs)) or None,
+    )
+
+
+def _logprobs_of(message: pb.Logprobs) -> Logprobs | None:
+    if not message.HasField("chosen"):
+        return None
+    return Logprobs(message.chosen, tuple((top.id, top.logprob) for top in message.top))
+
+
+def generate_message(prompt: Prompt, sampling: SamplingParams | None, **fields: Any) -> pb.GenerateRequest:
+    """A request to send: text, token ids or chat messages. Only what differs from the defaults is set."""
+    message = pb.GenerateRequest(**fields)
+    set_prompt(message, prompt)
+    if sampling is not None:
+        message.sampling.CopyFrom(sampling_message(sampling))
+    return message
+
+
+def set_prompt(message: Any, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        message.text = prompt
+    elif len(prompt) and isinstance(prompt[0], Mapping):
+        message.chat.CopyFrom(pb.Chat(messages=map(_chat_message, prompt)))
+    else:
+        message.token_ids.SetInParent()
+        message.token_ids.ids.extend(_plain(prompt))
+
+
+def sampling_message(sampling: SamplingParams) -> pb.SamplingParams:
+    default, message = SamplingParams(), pb.SamplingParams()
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(sampling, field.name)
+        if value == getattr(default, field.name):
+            continue
+        if field.name == "logit_bias":
+            message.logit_bias.update(dict(value))
+        elif isinstance(value, tuple):
+            getattr(message, field.name).extend(value)
+        else:
+            setattr(message, field.name, value)
+    return message
+
+
+def _chat_message(message: Any) -> pb.Chat.Message:
+    if set(message) != {"role", "content"}:
+        raise RequestError("messages", f"an entry has role and content, not {', '.join(map(repr, message))}")
+    return pb.Chat.Message(**message)
+
+
+def _plain(ids: Iterable[Any]) -> list[int]:
+    return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)

@@ -1,0 +1,231 @@
+"""The life of a server: it listens at once but serves only when its engine is warm; when told to stop it drains, then goes.
+
+Health (grpc.health.v1) is NOT_SERVING while the engine is built, while it drains, and when its engine has stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from absl import logging
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jaxserve.config import ConfigError, ServerConfig
+from jaxserve.request import RequestError
+from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.control import Control
+from jaxserve.server.door import CONTROL_LIMIT, handlers
+from jaxserve.server.service import DRAINING, SERVING, STARTING, Inference
+
+SERVICES = {name: pb.DESCRIPTOR.services_by_name[name] for name in ("Inference", "Control")}
+STOP_SECONDS = 2.0                                      # for the statuses of aborted requests to get out
+
+Build = Callable[[], tuple[Any, Any]]
+
+
+def check_host(config: ServerConfig) -> None:
+    """Errors: ConfigError where strangers could connect and nobody said that they may."""
+    host = config.host.strip("[]")
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return
+    if host != "localhost" and not config.insecure:
+        raise ConfigError("host", f"{config.host!r} is not a loopback address, and there is no authentication yet; "
+                                  "add --insecure to serve everybody who can connect")
+
+
+def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
+    """Keepalive that lets clients ping every 10 s through minutes of prefill, and notices callers that vanished."""
+    return [
+        ("grpc.max_receive_message_length", config.max_message_mib << 20),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+    ]
+
+
+class Server:
+    """A server on the running event loop. `port` is the one it listens on."""
+
+    def __init__(self, config: ServerConfig):
+        check_host(config)
+        self.config, self.inference, self.port = config, Inference(config), 0
+        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(options=channel_options(config))
+        self._server.add_generic_rpc_handlers((
+            handlers(self.inference, SERVICES["Inference"], config.max_message_mib << 20),
+            handlers(Control(self.inference, config), SERVICES["Control"], CONTROL_LIMIT),
+        ))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._names = [service.full_name for service in SERVICES.values()]
+        if config.reflection:
+            reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+
+    async def start(self) -> None:
+        """Listens. Errors: ConfigError where the address cannot be had."""
+        host = f"[{self.config.host.strip('[]')}]" if ":" in self.config.host else self.config.host
+        await self._tell_health()
+        try:
+            self.port = self._server.add_insecure_port(f"{host}:{self.config.port}")
+        except RuntimeError:
+            raise ConfigError("port", f"cannot listen on {host}:{self.config.port}: is it taken?") from None
+        await self._server.start()
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def open(self, engine: Any, tokenizer: Any) -> None:
+        self.inference.open(engine, tokenizer)
+        await self._tell_health()
+
+    async def drain(self) -> None:
+        """Takes no new requests, gives the running ones `drain_timeout`, ends the rest with UNAVAILABLE."""
+        self.inference.state = DRAINING
+        await self._tell_health()
+        deadline = asyncio.get_running_loop().time() + self.config.drain_timeout
+        while self.inference.streams and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        left = self.inference.abort_all(RequestError("", "the server is shutting down", "UNAVAILABLE"))
+        if left:
+            logging.warning("%d requests were aborted", left)
+
+    async def stop(self) -> None:
+        self._watcher.cancel()
+        await self._server.stop(STOP_SECONDS)
+
+    async def _watch(self) -> None:
+        period = min(0.25, self.config.progress_interval / 4)
+        while True:
+            await asyncio.sleep(period)
+            before = self.inference.state
+            self.inference.watch()
+            if self.inference.state != before:
+                await self._tell_health()
+
+    async def _tell_health(self) -> None:
+        serving = self.inference.state == SERVING
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self._names):
+            await self._health.set(name, status)
+
+
+async def run(config: ServerConfig, build: Build, listening: Callable[[Server], None], stop: asyncio.Event) -> None:
+    """Serves until `stop` is set. `build` makes the engine and its tokenizer, on a thread of its own; what it raises ends the server."""
+    server = Server(config)
+    await server.start()
+    listening(server)
+    engine = None
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        built = _in_thread(build)
+        await asyncio.wait((built, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if built.done():
+            engine, tokenizer = built.result()
+            engine.start()
+            await server.open(engine, tokenizer)
+            await stopping
+    finally:
+        stopping.cancel()
+        await server.drain()
+        await server.stop()
+        if engine is not None:
+            engine.close()
+
+
+def serve(config: ServerConfig, build: Build, listening: Callable[[Server], None]) -> None:
+    """`run` until SIGTERM or SIGINT; a second signal ends the process at once."""
+    async def main() -> None:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def signalled(number: int) -> None:
+            loop.remove_signal_handler(number)
+            stop.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, signalled, number)
+        await run(config, build, listening, stop)
+
+    asyncio.run(main())
+
+
+class Background:
+    """A server on a thread of its own, for notebooks, the demo and tests. `with Background(config, build) as server` listens."""
+
+    def __init__(self, config: ServerConfig, build: Build):
+        self._config, self._build = config, build
+        self._started = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name="jaxserve-server", daemon=True)
+
+    def __enter__(self) -> Background:
+        self._thread.start()
+        self._started.wait()
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.suppress(RuntimeError):         # it ended by itself
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+        if self._error is not None and kind is None:
+            raise self._error
+
+    def wait_ready(self) -> None:
+        """Returns once requests are taken. Errors: what building the engine raised."""
+        while self._thread.is_alive() and self.server.inference.state == STARTING:
+            self._thread.join(0.02)
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def target(self) -> str:
+        return f"{self._config.host}:{self.server.port}"
+
+    def _listening(self, server: Server) -> None:
+        self.server = server
+        self._started.set()
+
+    def _main(self) -> None:
+        async def main() -> None:
+            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+            await run(self._config, self._build, self._listening, self._stop)
+
+        try:
+            asyncio.run(main())
+        except Exception as error:
+            self._error = error
+        finally:
+            self._started.set()
+
+
+def _in_thread(work: Callable[[], Any]) -> asyncio.Future:
+    """A daemon thread: unlike an executor's it does not keep the process from ending."""
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def tell(setter: Callable[[Any], None], value: Any) -> None:
+        if not done.done():
+            setter(value)
+
+    def main() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            tell_loop = (done.set_exception, error)
+        else:
+            tell_loop = (done.set_result, result)
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(tell, *tell_loop)
+
+    threading.Thread(target=main, name="jaxserve-build", daemon=True).start()
+    return done

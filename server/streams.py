@@ -1,0 +1,136 @@
+"""How events get from the engine's thread to a caller who may read slowly.
+
+The engine's thread puts the events of a step into the `Mailbox`, which wakes the event loop at most once for all of them. On the
+loop a `Stream` turns them into messages. What the caller has not taken yet is merged, so that a slow reader, or a busy server, gets
+fewer and larger messages, never a long queue of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from collections.abc import Sequence
+
+from jaxserve.completion import Answer, Delta, Output, merged
+from jaxserve.request import Accepted, Event, Finished, Progress, Request, RequestError
+from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.convert import event_message
+
+MOST_OF_THE_TIME = 0.25                                 # share of a core's time that the event loop may take for streams
+_ENDINGS = {"cancelled": ("CANCELLED", "the request was aborted"), "deadline": ("DEADLINE_EXCEEDED", "the deadline has passed")}
+
+
+class Mailbox:
+    """From the engine's thread to the event loop, in order."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = loop
+        self._items: collections.deque[tuple[Stream, Sequence[Event]]] = collections.deque()
+        self._awake = False
+
+    def put(self, stream: Stream, events: Sequence[Event]) -> None:
+        """Called by the engine's thread; does not wait."""
+        self._items.append((stream, events))
+        if not self._awake:
+            self._awake = True
+            with contextlib.suppress(RuntimeError):     # the loop was closed: nobody is left to tell
+                self._loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        self._awake = False                             # first: what is put from now on wakes the loop again
+        while self._items:
+            stream, events = self._items.popleft()
+            stream.feed(events)
+
+
+class Stream:
+    """The answer to one request on its way out. All methods belong to the event loop."""
+
+    def __init__(self, request: Request, answer: Answer, now: float):
+        self.request = request
+        self.failure: RequestError | None = None
+        self.task: asyncio.Task | None = asyncio.current_task()
+        self.closed = False
+        self._answer = answer
+        self._more = asyncio.Event()
+        self._first: list[pb.GenerateEvent] = []
+        self._progress: dict[int, Progress] = {}
+        self._tokens: dict[int, list[Delta]] = {}
+        self._last: list[pb.GenerateEvent] = []
+        self._newest = Progress(0, 0, len(request.prompt))
+        self._sent = now
+        self._writing = False
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the engine still works for it."""
+        return self._answer.unfinished > 0
+
+    @property
+    def ended(self) -> bool:
+        return self.failure is not None or not self.unfinished
+
+    def feed(self, events: Sequence[Event]) -> None:
+        if self.closed or self.ended:
+            return
+        for output in self._answer.feed(events):
+            self._add(output)
+        self._more.set()
+
+    def fail(self, error: RequestError) -> None:
+        """Ends the stream with an error after what is pending."""
+        self.failure = self.failure or error
+        self._more.set()
+
+    async def take(self) -> list[pb.GenerateEvent]:
+        """What came since the last call, merged; empty once all is said."""
+        while not (messages := self._pending()) and not self.ended:
+            self._more.clear()
+            await self._more.wait()
+        return messages
+
+    def writing(self, now: float) -> None:
+        self._writing, self._sent = True, now
+
+    def written(self, now: float) -> None:
+        self._writing, self._sent = False, now
+
+    def abort_stalled(self, now: float, timeout: float) -> None:
+        """Ends a stream whose caller has left a message unread for so long."""
+        if self._writing and self.failure is None and now - self._sent > timeout:
+            self.fail(RequestError("stream", f"left unread for {timeout} s", "RESOURCE_EXHAUSTED"))
+            if self.task is not None:                   # it waits for the message to be read
+                self.task.cancel()
+
+    def heartbeat(self, now: float, interval: float) -> None:
+        """Repeats the newest progress where nothing was said for a while."""
+        if not self._writing and now - self._sent > interval:
+            self._add(self._newest)
+            self._more.set()
+
+    def _add(self, output: Output) -> None:
+        match output:
+            case Delta():
+                self._tokens.setdefault(output.index, []).append(output)
+            case Progress():
+                self._progress[output.index] = self._newest = output
+            case Accepted():
+                self._first.append(self._message(output))
+            case Finished():
+                self._last.append(self._message(output))
+                if output.error is not None:
+                    self.fail(output.error)
+                elif output.reason in _ENDINGS:
+                    status, text = _ENDINGS[output.reason]
+                    self.fail(RequestError("", text, status))
+
+    def _pending(self) -> list[pb.GenerateEvent]:
+        progress = [self._message(p) for p in self._progress.values() if p.index not in self._tokens]
+        messages = [*self._first, *progress, *(self._message(merged(deltas)) for deltas in self._tokens.values()), *self._last]
+        for kind in (self._first, self._progress, self._tokens, self._last):
+            kind.clear()
+        return messages
+
+    def _message(self, output: Output) -> pb.GenerateEvent:
+        return event_message(self.request.id, len(self.request.prompt), output)

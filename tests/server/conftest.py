@@ -1,0 +1,45 @@
+import contextlib
+
+import grpc
+import pytest
+
+from jaxserve.config import ServerConfig
+from jaxserve.server.client import Client
+from jaxserve.server.launch import Background
+from tests.server.fakes import FakeEngine, FakeTokenizer
+
+
+class Served:
+    """A served fake engine, a client, and a bare channel for what the client would not send."""
+
+    def __init__(self, engine, server):
+        self.engine, self.server, self.target = engine, server, server.target
+        self.client = Client(server.target)
+        self.channel = grpc.insecure_channel(server.target)
+        self.client.wait_ready(10)
+
+    def status_of(self, method, message):
+        """(code, details) of a refused call; `message` may be bytes."""
+        data = message if isinstance(message, bytes) else message.SerializeToString()
+        path = f"/jaxserve.v1.{method}"
+        call = self.channel.unary_stream(path) if method.endswith("Generate") else self.channel.unary_unary(path)
+        try:
+            answer = call(data, timeout=10)
+            list(answer) if method.endswith("Generate") else answer
+        except grpc.RpcError as error:
+            return error.code(), error.details()
+        return grpc.StatusCode.OK, ""
+
+
+@pytest.fixture
+def serve():
+    with contextlib.ExitStack() as stack:
+        def start(engine=None, tokenizer=FakeTokenizer, **config):
+            engine = engine or FakeEngine()
+            server = stack.enter_context(Background(ServerConfig(port=0, **config), lambda: (engine, tokenizer and tokenizer())))
+            served = Served(engine, server)
+            stack.callback(served.channel.close)
+            stack.callback(served.client.close)
+            return served
+
+        yield start

@@ -1,0 +1,84 @@
+import pytest
+
+from jaxserve.completion import Delta
+from jaxserve.request import Accepted, Finished, Progress, SamplingParams
+from jaxserve.server.client import ServerError
+from tests.server.fakes import EOS, FakeEngine, expected
+
+GREEDY = {"temperature": 0, "max_tokens": 5}
+
+
+def test_a_text_prompt_is_answered_with_events_in_order(serve):
+    outputs = list(serve().client.generate("hello", SamplingParams.make(**GREEDY)))
+    assert outputs[0] == Accepted(0) and isinstance(outputs[-1], Finished)
+    kinds = [type(o) for o in outputs]
+    assert kinds == sorted(kinds, key=[Accepted, Progress, Delta, Finished].index)
+    assert [id for o in outputs if isinstance(o, Delta) for id in o.ids] == expected(b"hello", 5)
+    assert outputs[-1].usage.prompt == 5 and outputs[-1].usage.completion == 5
+
+
+@pytest.mark.parametrize("prompt", ["hi", [104, 105], [{"role": "user", "content": "hi"}]])
+def test_text_ids_and_chats_are_prompts(serve, prompt):
+    ids = b"<user>hi" if isinstance(prompt[0], dict) else b"hi"
+    (completion,) = serve().client.complete(prompt, SamplingParams.make(**GREEDY))
+    assert completion.ids == expected(ids, 5) and completion.text == bytes(completion.ids).decode()
+    assert completion.reason == "length"
+
+
+def test_n_completions_with_logprobs(serve):
+    first, second = serve().client.complete("hi", SamplingParams.make(n=2, logprobs=1, prompt_logprobs=0, **GREEDY))
+    assert (first.ids, second.ids) == (expected(b"hi", 5, 0), expected(b"hi", 5, 1))
+    assert [p.top[0][0] for p in second.logprobs] == second.ids
+    assert first.prompt_logprobs[0] is None and first.prompt_logprobs[1].chosen == -1.0
+
+
+def test_a_stop_string_ends_the_text_and_the_engine(serve):
+    served = serve(FakeEngine(step_seconds=0.002, script=b"some words END more words and so on"))
+    (completion,) = served.client.complete("hi", SamplingParams.make(stop="END", max_tokens=4000), request_id="r")
+    assert completion.text == "some words " and completion.reason == "stop"
+    assert bytes(completion.ids) == b"some words END" and completion.usage.completion == 14
+    assert served.engine.stopped == [("r", 0)] and not served.engine.requests
+
+
+def test_an_end_token_is_an_id_but_no_text(serve):
+    (completion,) = serve(FakeEngine(script=[*b"bye", EOS])).client.complete("hi")
+    assert (completion.text, completion.ids, completion.reason) == ("bye", [*b"bye", EOS], "stop")
+
+
+def test_ids_only_and_models_without_tokenizer_send_no_text(serve):
+    served = serve(tokenizer=None)
+    (completion,) = served.client.complete(b"hi", SamplingParams.make(**GREEDY))
+    assert completion.ids == expected(b"hi", 5) and completion.text == ""
+    with pytest.raises(ServerError, match="no tokenizer") as error:
+        served.client.complete("hi")
+    assert error.value.status == "FAILED_PRECONDITION"
+    (completion,) = serve().client.complete("hi", SamplingParams.make(**GREEDY), ids_only=True)
+    assert completion.text == "" and len(completion.ids) == 5
+
+
+def test_tokenize_and_detokenize(serve):
+    client = serve().client
+    assert client.tokenize("hé") == list("hé".encode())
+    assert client.tokenize([{"role": "user", "content": "x"}]) == list(b"<user>x")
+    assert client.tokenize("x" * 10_000) == [120] * 10_000
+    assert client.detokenize("hé".encode()) == "hé"
+    with pytest.raises(ServerError, match="id 257"):
+        client.detokenize([257])
+
+
+def test_the_server_tells_about_itself(serve):
+    client = serve().client
+    info, model = client.server_info(), client.model_info()
+    assert (info.state, info.mesh.spp, info.details["devices"]) == ("serving", 1, "1")
+    assert (model.vocab, model.max_len, list(model.eos_ids), model.has_tokenizer) == (257, 4096, [EOS], True)
+    assert client.load().pages_total == 10
+
+
+def test_silence_is_broken_by_progress(serve):
+    engine = FakeEngine()
+    engine.paused = True
+    served = serve(engine, progress_interval=0.2)
+    outputs = served.client.generate("hello")
+    assert next(outputs) == Accepted(0)
+    assert [next(outputs) for _ in range(3)] == [Progress(0, 0, 5)] * 3
+    outputs.close()
