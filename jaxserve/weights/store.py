@@ -17,6 +17,7 @@ from jaxserve.models.decoder import Declared
 from jaxserve.models.parse import to_hf
 from jaxserve.models.zoo import ModelConfig
 from jaxserve.source import CheckpointError
+from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights.safetensors_folder import read_config
 
 _PARAMS = "params"
@@ -45,8 +46,6 @@ def save(folder: Path | str, params: Mapping[str, jax.Array], config: ModelConfi
     Errors: CheckpointError where the folder holds parameters already.
     """
     import orbax.checkpoint as ocp
-
-    from jaxserve.tokenizer import Tokenizer
 
     folder = Path(folder).absolute()
     if (folder / _PARAMS).exists():
