@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import ipaddress
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ from jaxserve.server.door import CONTROL_LIMIT, handlers
 from jaxserve.server.service import DRAINING, SERVING, STARTING, Inference
 
 SERVICES = {name: pb.DESCRIPTOR.services_by_name[name] for name in ("Inference", "Control")}
+SWITCH_SECONDS = 0.0005                                 # how long the engine's thread waits for the interpreter while streams are written
 STOP_SECONDS = 2.0                                      # for the statuses of aborted requests to get out
 
 Build = Callable[[], tuple[Any, Any]]
@@ -155,6 +157,7 @@ def serve(config: ServerConfig, build: Build, listening: Callable[[Server], None
             loop.add_signal_handler(number, signalled, number)
         await run(config, build, listening, stop)
 
+    sys.setswitchinterval(SWITCH_SECONDS)
     asyncio.run(main())
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import time
 from collections.abc import Sequence
 
 from jaxserve.completion import Answer, Delta, Output, merged
@@ -17,17 +18,23 @@ from jaxserve.request import Accepted, Event, Finished, Progress, Request, Reque
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.convert import event_message
 
-MOST_OF_THE_TIME = 0.25                                 # share of a core's time that the event loop may take for streams
+SHARE = 0.25                                            # of a core's time, what streams may take from the engine's thread
+MOST_REST = 0.1                                         # seconds that events may wait for that
 _ENDINGS = {"cancelled": ("CANCELLED", "the request was aborted"), "deadline": ("DEADLINE_EXCEEDED", "the deadline has passed")}
 
 
 class Mailbox:
-    """From the engine's thread to the event loop, in order."""
+    """From the engine's thread to the event loop, in order.
+
+    The two threads share one interpreter. Where the loop is busy it empties the mailbox less often, so that tokens go out in fewer
+    messages and the engine's thread is not starved.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
         self._items: collections.deque[tuple[Stream, Sequence[Event]]] = collections.deque()
         self._awake = False
+        self._emptied, self._cpu = 0.0, 0.0            # when it was last, and the loop's CPU seconds then
 
     def put(self, stream: Stream, events: Sequence[Event]) -> None:
         """Called by the engine's thread; does not wait."""
@@ -35,9 +42,15 @@ class Mailbox:
         if not self._awake:
             self._awake = True
             with contextlib.suppress(RuntimeError):     # the loop was closed: nobody is left to tell
-                self._loop.call_soon_threadsafe(self._drain)
+                self._loop.call_soon_threadsafe(self._wake)
 
-    def _drain(self) -> None:
+    def _wake(self) -> None:
+        now, cpu = self._loop.time(), time.thread_time()
+        rested = self._emptied + min((cpu - self._cpu) / SHARE, MOST_REST)
+        if now < rested:
+            self._loop.call_at(rested, self._wake)
+            return
+        self._emptied, self._cpu = now, cpu
         self._awake = False                             # first: what is put from now on wakes the loop again
         while self._items:
             stream, events = self._items.popleft()
