@@ -39,7 +39,7 @@ class Control:
             model=config.source.model, max_len=engine.max_len, vocab=model.vocab, eos_ids=model.eos_ids, bos_id=model.bos_id,
             dtype=config.source.dtype, block_size=config.cache.block_size, layers=model.layers, heads=model.heads,
             kv_heads=model.kv_heads, head_dim=model.head_dim, has_tokenizer=tokenizer is not None,
-            has_chat_template=bool(getattr(tokenizer, "has_chat_template", False)))
+            has_chat_template=tokenizer is not None and tokenizer.template is not None)
 
     async def GetServerInfo(self, message: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetServerInfoResponse:
         info = pb.GetServerInfoResponse(

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
-from absl import logging
 from google.protobuf import message_factory
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
@@ -21,6 +21,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from jaxserve.request import RequestError
 from jaxserve.server import jaxserve_pb2 as pb
 
+log = logging.getLogger(__name__)
 CONTROL_LIMIT = 1 << 20
 MAX_DETAILS = 1000                                      # characters of a status message: trailers are limited to 8 KiB
 RETRY_SECONDS = 1
@@ -80,7 +81,7 @@ async def _guarded(handler: Callable[..., Awaitable], name: str, message: Any, c
     except Exception:
         if context.done():                              # the caller went away while we wrote
             return None
-        logging.exception("%s failed", name)
+        log.exception("%s failed", name)
         await refuse(context, RequestError("", "internal error; the server's log tells more", "INTERNAL"))
 
 

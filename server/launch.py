@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import signal
 import sys
 import threading
@@ -15,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
-from absl import logging
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -26,6 +26,7 @@ from jaxserve.server.control import Control
 from jaxserve.server.door import CONTROL_LIMIT, handlers
 from jaxserve.server.service import DRAINING, SERVING, STARTING, Inference
 
+log = logging.getLogger(__name__)
 SERVICES = {name: pb.DESCRIPTOR.services_by_name[name] for name in ("Inference", "Control")}
 SWITCH_SECONDS = 0.0005                                 # how long the engine's thread waits for the interpreter while streams are written
 STOP_SECONDS = 2.0                                      # for the statuses of aborted requests to get out
@@ -99,7 +100,7 @@ class Server:
             await asyncio.sleep(0.02)
         left = self.inference.abort_all(RequestError("", "the server is shutting down", "UNAVAILABLE"))
         if left:
-            logging.warning("%d requests were aborted", left)
+            log.warning("%d requests were aborted", left)
 
     async def stop(self) -> None:
         self._watcher.cancel()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import secrets
 from typing import Any
 
 import grpc
-from absl import logging
 
 from jaxserve.clock import WallClock
 from jaxserve.completion import Answer, NoText
@@ -18,6 +18,7 @@ from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.convert import prompt_chars, prompt_of, salt_of, sampling_of, slo_of
 from jaxserve.server.streams import Mailbox, Stream
 
+log = logging.getLogger(__name__)
 INLINE_CHARS = 4096                                     # longer text is tokenised beside the event loop
 STARTING, SERVING, DRAINING, BROKEN = "starting", "serving", "draining", "broken"
 
@@ -81,7 +82,7 @@ class Inference:
             stream.heartbeat(now, 0.75 * config.progress_interval)
             stream.abort_stalled(now, config.stall_timeout)
         if self.engine is not None and not self.engine.alive and self.state != BROKEN:
-            logging.error("the engine stopped")
+            log.error("the engine stopped")
             self.state = BROKEN
 
     def abort_all(self, error: RequestError) -> int:

@@ -49,7 +49,7 @@ class ByteDetokenizer:
 class FakeTokenizer:
     vocab = VOCAB
     eos_ids = (EOS,)
-    has_chat_template = True
+    template = "fake"
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         return list(text.encode())

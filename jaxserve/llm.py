@@ -1,0 +1,137 @@
+"""Offline use: a model in this process, prompts in, completions out.
+
+    llm = LLM("smollm2-135m", mesh="spp=2,tp=3")
+    for completion in llm.generate(["Once upon a time", "The capital of France is"], SamplingParams(max_tokens=20)):
+        print(completion.text)
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxserve.clock import WallClock
+from jaxserve.completion import Answer, Completion, Delta, Gathered, NoText
+from jaxserve.config import EngineConfig, MeshConfig
+from jaxserve.options import make
+from jaxserve.request import Event, Finished, Request, RequestError, SamplingParams
+from jaxserve.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, str]]
+Watch = Callable[[int, Delta], None]
+
+
+def open_engine(config: EngineConfig, progress: bool = True) -> tuple[Any, Tokenizer | None]:
+    """A built engine, not started, and its model's tokenizer, where it has one. Errors: ConfigError."""
+    from jaxserve.engine.build import build  # JAX is imported when it is needed, not before
+
+    source = config.source.model
+    engine = build(config, progress)
+    return engine, None if source.startswith("random:") else Tokenizer.load(source)
+
+
+class LLM:
+    """A model on a mesh. Settings are those of `EngineConfig`, by their flat names. Also a context manager."""
+
+    def __init__(self, model: str = "smollm2-135m", mesh: str | MeshConfig = "", *, progress: bool = True, **settings: Any):
+        """Loads and compiles. Errors: ConfigError for settings or a checkpoint that cannot be used."""
+        config = make(EngineConfig, {"model": model, "mesh": mesh, **settings})
+        self.engine, self.tokenizer = open_engine(config, progress)
+        self.engine.start()
+        self._numbers = itertools.count()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                 progress: bool = False, watch: Watch | None = None) -> list[Completion]:
+        """The completions of all prompts, n for each, in order.
+
+        prompts: one prompt or several; a prompt is text, token ids, or chat messages (dicts of role and content). sampling: for all,
+        or one for each. watch: called with a prompt's number and its next tokens, as they come.
+        Errors: RequestError, before anything runs where a prompt or its sampling is at fault.
+        """
+        requests = self._requests(_listed(prompts), sampling)
+        with tqdm(total=len(requests), desc="prompts", disable=not progress) as bar:
+            return _Run(self.engine, self.tokenizer, requests, watch).completions(bar.update)
+
+    def _requests(self, prompts: list[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
+        each = [sampling or SamplingParams()] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) != len(prompts):
+            raise RequestError("sampling", f"has {len(each)} entries for {len(prompts)} prompts")
+        engine, now = self.engine, WallClock().now()
+        requests = []
+        for prompt, params in zip(prompts, each):
+            params.check()
+            if params.stop and self.tokenizer is None:
+                raise RequestError("stop", "stop strings need text, and this model has no tokenizer")
+            requests.append(Request.make(f"llm-{next(self._numbers)}", self._ids(prompt), params,
+                                         vocab=engine.model.vocab, max_len=engine.max_len, arrival=now))
+        return requests
+
+    def _ids(self, prompt: Prompt) -> Any:
+        if not isinstance(prompt, str) and not (len(prompt) and isinstance(prompt[0], Mapping)):
+            return prompt
+        if self.tokenizer is None:
+            raise RequestError("prompt", "this model has no tokenizer: give token ids")
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.tokenizer.chat(prompt)  # type: ignore[arg-type]
+
+
+class _Run:
+    """One call of `generate`: hands requests in as the engine's queue has room, takes their events out of a queue."""
+
+    def __init__(self, engine: Any, tokenizer: Tokenizer | None, requests: list[Request], watch: Watch | None):
+        self._engine, self._requests, self._watch = engine, requests, watch
+        self._events: queue.SimpleQueue[tuple[int, Sequence[Event]]] = queue.SimpleQueue()
+        stream = NoText if tokenizer is None else tokenizer.stream
+        self._answers = [Answer(r, engine.model.eos_ids, stream, functools.partial(engine.stop, r.id)) for r in requests]
+        self._gathered = [Gathered(r.prompt.tolist()) for r in requests]
+
+    def completions(self, done: Callable[[], object]) -> list[Completion]:
+        submitted, running, room = 0, 0, self._engine.config.scheduler.max_queue
+        try:
+            while submitted < len(self._requests) or running:
+                while submitted < len(self._requests) and running < room:
+                    self._submit(submitted)
+                    submitted, running = submitted + 1, running + 1
+                number, events = self._events.get()
+                self._take(number, events)
+                if not self._answers[number].unfinished:
+                    running -= 1
+                    done()
+        finally:                                        # a fault, or Ctrl-C: nothing of this call goes on
+            for request, answer in zip(self._requests[:submitted], self._answers):
+                if answer.unfinished:
+                    self._engine.cancel(request.id)
+        return [completion for gathered in self._gathered for completion in gathered.completions()]
+
+    def _submit(self, number: int) -> None:
+        self._engine.submit(self._requests[number], lambda events: self._events.put((number, events)))
+
+    def _take(self, number: int, events: Sequence[Event]) -> None:
+        for output in self._answers[number].feed(events):
+            if isinstance(output, Finished) and output.error is not None:
+                raise output.error
+            if isinstance(output, Delta) and self._watch is not None:
+                self._watch(number, output)
+            self._gathered[number].add(output)
+
+
+def _listed(prompts: Any) -> list[Prompt]:
+    """One prompt becomes a list of it."""
+    single = isinstance(prompts, str) or (isinstance(prompts, np.ndarray) and prompts.ndim == 1)
+    if not single and len(prompts):
+        single = isinstance(prompts[0], (int, np.integer, Mapping))
+    return [prompts] if single else list(prompts)

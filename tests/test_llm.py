@@ -1,0 +1,90 @@
+import time
+
+import numpy as np
+import pytest
+
+import jaxserve
+from jaxserve import llm
+from jaxserve.request import RequestError, SamplingParams
+from tests.server.fakes import FakeEngine, FakeTokenizer, expected
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    def make(engine=None, tokenizer=FakeTokenizer, **settings):
+        engine = engine or FakeEngine()
+        monkeypatch.setattr(llm, "open_engine", lambda config, progress: (engine, tokenizer and tokenizer()))
+        return jaxserve.LLM(**settings)
+
+    return make
+
+
+@pytest.mark.parametrize("prompt, ids", [
+    ("hi", b"hi"), ([104, 105], b"hi"), (np.array([104, 105]), b"hi"), ([{"role": "user", "content": "hi"}], b"<user>hi"),
+])
+def test_one_prompt_of_any_kind(offline, prompt, ids):
+    with offline() as model:
+        (completion,) = model.generate(prompt, GREEDY)
+    assert completion.prompt_ids == list(ids) and completion.ids == expected(ids, 4)
+    assert completion.text == bytes(completion.ids).decode() and completion.reason == "length"
+
+
+def test_completions_come_in_the_order_of_the_prompts(offline):
+    prompts = [bytes([97 + i]).decode() * (1 + i % 3) for i in range(20)]
+    sampling = [SamplingParams(max_tokens=20 - i, n=1 + i % 2) for i in range(20)]
+    with offline(FakeEngine(chunk=1)) as model:
+        completions = model.generate(prompts, sampling)
+    wanted = [(list(p.encode()), i) for p, s in zip(prompts, sampling) for i in range(s.n)]
+    assert [(c.prompt_ids, c.index) for c in completions] == wanted
+    assert [c.ids for c in completions if c.index == 0] == [expected(p.encode(), s.max_tokens) for p, s in zip(prompts, sampling)]
+
+
+def test_more_prompts_than_the_queue_holds(offline):
+    engine = FakeEngine(max_queue=3)
+    engine.config = llm.make(llm.EngineConfig, {"max_queue": 3})
+    with offline(engine) as model:
+        assert len(model.generate([f"{i}" for i in range(30)], GREEDY)) == 30
+
+
+def test_stop_strings_cut_the_text_and_stop_the_engine(offline):
+    with offline(FakeEngine(script=b"one END two")) as model:
+        (completion,) = model.generate("x", SamplingParams(stop=("END",), max_tokens=4000))
+    assert (completion.text, completion.reason) == ("one ", "stop") and bytes(completion.ids) == b"one END"
+
+
+def test_a_fault_in_one_prompt_stops_all_before_they_start(offline):
+    with offline() as model, pytest.raises(RequestError, match="is empty"):
+        model.generate(["fine", ""])
+    with offline() as model, pytest.raises(RequestError, match="temperature"):
+        model.generate(["fine", "too"], SamplingParams(temperature=-1))
+    assert model.engine.prefill_steps == 0
+
+
+def test_watch_sees_the_text_as_it_comes(offline):
+    seen = ["", ""]
+    with offline() as model:
+        completions = model.generate(["a", "b"], GREEDY, watch=lambda i, delta: seen.__setitem__(i, seen[i] + delta.text))
+    assert seen == [c.text for c in completions]
+
+
+def test_an_engine_that_dies_is_an_error_and_ctrl_c_leaves_nothing_running(offline):
+    engine = FakeEngine(step_seconds=0.002)
+    with offline(engine) as model:
+        def interrupt(number, delta):
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(["a", "b"], SamplingParams(max_tokens=4000), watch=interrupt)
+        time.sleep(0.05)
+        assert not engine.requests
+        with pytest.raises(RequestError, match="stopped"):
+            model.generate("a", SamplingParams(max_tokens=4000), watch=lambda *_: engine.die())
+
+
+def test_without_a_tokenizer_only_ids_are_prompts(offline):
+    with offline(tokenizer=None) as model:
+        assert model.generate([1, 2], GREEDY)[0].text == ""
+        with pytest.raises(RequestError, match="no tokenizer"):
+            model.generate("text")
