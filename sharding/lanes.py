@@ -70,21 +70,20 @@ def gather_rows(x: jax.Array) -> jax.Array:
     return lax.all_gather(x, KVP, tiled=True)
 
 
-def attention(qkv: jax.Array, pages: jax.Array, window: int | None, groups: Groups, scale: float) -> tuple[jax.Array, jax.Array]:
-    """qkv [T, K, G + 2, H] of this lane's tokens, local ones first; pages [1, P, K, 2, C, H] -> out [T, K, G, H], pages with the new KV."""
+def attention(q: jax.Array, kv: jax.Array, pages: jax.Array, window: int | None, groups: Groups, scale: float) -> tuple[jax.Array, jax.Array]:
+    """q [T, K, G, H], kv [T, K, 2, H] of this lane's tokens, local ones first; pages [1, P, K, 2, C, H] -> out like q, pages with kv."""
     attend = functools.partial(_attend, table=groups.table, scale=scale, window=window)
-    tokens = groups.local_tokens()
-    own, far = qkv[:tokens], qkv[tokens:]
+    tokens, lanes = groups.local_tokens(), lax.axis_size(KVP)
+    pages = _write(pages, kv[:tokens], groups.local)
     if groups.spread:
-        far = gather_rows(far[None])                                                 # [lanes, T, K, G + 2, H]
-    pages = _write(pages, own, groups.local)
-    far_groups = _split(far, groups.spread, lax.axis_size(KVP)) if groups.spread else ()
-    for rows, x in zip(groups.spread, far_groups):
-        pages = _write(pages, x, (rows,))
-    outs = [attend(x, rows, pages)[0] for rows, x in zip(groups.local, _split(own[None], groups.local, 1))]
+        far = gather_rows(jnp.concatenate([q[tokens:], kv[tokens:]], 2)[None])       # [lanes, T, K, G + 2, H]
+        far_groups = _split(far, groups.spread, lanes)
+        for rows, x in zip(groups.spread, far_groups):
+            pages = _write(pages, x[:, :, -2:], (rows,))
+    outs = [attend(x, rows, pages)[0] for rows, x in zip(groups.local, _split(q[None, :tokens], groups.local, 1))]
     if groups.spread:
-        outs.append(_meet([attend(x, rows, pages) for rows, x in zip(groups.spread, far_groups)]))
-    return jnp.concatenate(outs).astype(qkv.dtype) if len(outs) > 1 else outs[0].astype(qkv.dtype), pages
+        outs.append(_meet([attend(x[:, :, :-2], rows, pages) for rows, x in zip(groups.spread, far_groups)]))
+    return (jnp.concatenate(outs) if len(outs) > 1 else outs[0]).astype(q.dtype), pages
 
 
 def _positions(start: jax.Array, length: jax.Array, width: int) -> jax.Array:
@@ -113,20 +112,26 @@ def _split(x: jax.Array, groups: tuple[Rows, ...], lanes: int) -> list[jax.Array
     return out
 
 
-def _write(pages: jax.Array, qkv: jax.Array, groups: tuple[Rows, ...]) -> jax.Array:
-    """The lane axis stays in the scatter: indexed away around it, XLA's CPU compiler copies the pool in one-token programs."""
+def _write(pages: jax.Array, kv: jax.Array, groups: tuple[Rows, ...]) -> jax.Array:
+    """kv [T, K, 2, H] to its pages, in place.
+
+    A scatter of one token would become a dynamic-update-slice, which XLA's CPU compiler fuses with its readers at the price of copies of
+    the pool; so a lone token is joined by one that goes nowhere.
+    """
     if not groups:
         return pages
-    size = pages.shape[4]
+    count, size = pages.shape[1], pages.shape[4]
     page = jnp.concatenate([rows.page.reshape(-1) for rows in groups])
     offset = jnp.concatenate([rows.pos.reshape(-1) % size for rows in groups])
-    return pages.at[0, page, :, :, offset].set(qkv[:, :, -2:], mode="drop")
+    if len(page) == 1:
+        page, offset, kv = jnp.append(page, count), jnp.append(offset, 0), jnp.concatenate([kv, kv])
+    return pages.at[0, page, :, :, offset].set(kv, mode="drop")
 
 
-def _attend(qkv: jax.Array, rows: Rows, pages: jax.Array, *, table: jax.Array, scale: float, window: int | None) -> tuple[jax.Array, jax.Array]:
-    """qkv [R * T, K, G + 2, H] -> out [R * T, K, G, H], lse [R * T, K, G], both f32."""
-    q = qkv[:, :, :-2]
-    out, lse = ops.attend(q.reshape(*rows.shape, *q.shape[1:]), rows.pos, pages[0], table, rows.slot, rows.held, scale=scale, window=window)
+def _attend(q: jax.Array, rows: Rows, pages: jax.Array, *, table: jax.Array, scale: float, window: int | None) -> tuple[jax.Array, jax.Array]:
+    """q [R * T, K, G, H] -> out [R * T, K, G, H], lse [R * T, K, G], both f32."""
+    q_rows = q.reshape(*rows.shape, *q.shape[1:])
+    out, lse = ops.attend(q_rows, rows.pos, pages[0], table, rows.slot, rows.held, scale=scale, window=window)
     return out.reshape(q.shape), lse.reshape(q.shape[:-1])
 
 

@@ -2,7 +2,7 @@
 
 A replica's stage is a `Stage`: some layers, with the embedding in the first and the `Head` beside the last. Every parameter is declared
 once, with logical axis names; modules run on local arrays inside shard_map, so a weight's shape, not the config, says how many heads are
-here. KV pages are never module state: a layer is given an `attend` function that takes the fused projections and returns what came of them.
+here. KV pages are never module state: a layer is given an `attend` function that takes queries, keys and values and returns what came of them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jaxserve.models.layers import rms_norm, rotate, swiglu, turn
 from jaxserve.models.zoo import ModelConfig
 from jaxserve.sharding.mesh import TP, axis_sum
 
-# (qkv [T, K, G + 2, H], pages, window or None) -> (out [T, K, G, H], pages)
-Attend = Callable[[jax.Array, jax.Array, int | None], tuple[jax.Array, jax.Array]]
+# (q [T, K, G, H], kv [T, K, 2, H], pages, window or None) -> (out [T, K, G, H], pages)
+Attend = Callable[[jax.Array, jax.Array, jax.Array, int | None], tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,22 +53,22 @@ class Layer(nnx.Module):
         self.gate_up = _declare((D, 2, F), ("embed", None, "ffn"))
         self.down = _declare((F, D), ("ffn", "embed"))
 
-    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], attend: Attend, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x [T, D] -> x [T, D], pages."""
-        out, pages = attend(self._project(rms_norm(x, self.norm1[...], self.eps), cos, sin), pages, self.window)
+        out, pages = attend(*self._project(rms_norm(x, self.norm1[...], self.eps), turns), pages, self.window)
         x = x + axis_sum(_matmul(out.reshape(len(x), -1), self.o, 3), TP)
         hidden = swiglu(_matmul(rms_norm(x, self.norm2[...], self.eps), self.gate_up, 1))
         return x + axis_sum(_matmul(hidden, self.down, 1), TP), pages
 
-    def _project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        """x [T, D] -> qkv [T, K, G + 2, H] with queries and keys rotated."""
+    def _project(self, x: jax.Array, turns: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """x [T, D] -> q [T, K, G, H], kv [T, K, 2, H], with queries and keys rotated."""
         qkv = _matmul(x, self.qkv, 1)
         if hasattr(self, "qkv_bias"):
             qkv = qkv + self.qkv_bias[...]
         q, k, v = jnp.split(qkv, (qkv.shape[2] - 2, qkv.shape[2] - 1), 2)
         if hasattr(self, "q_norm"):
             q, k = rms_norm(q, self.q_norm[...], self.eps), rms_norm(k, self.k_norm[...], self.eps)
-        return jnp.concatenate([rotate(q, cos, sin), rotate(k, cos, sin), v], 2)
+        return rotate(q, *turns), jnp.concatenate([rotate(k, *turns), v], 2)
 
 
 class Stage(nnx.Module):
@@ -127,11 +127,11 @@ def parameters(module: nnx.Module, first_layer: int = 0) -> Iterator[tuple[str, 
 
 def run_layers(stage: Stage, config: ModelConfig, x: jax.Array, positions: jax.Array, pages: list[jax.Array], attend: Attend):
     """x [T, D] through the stage's layers; pages: one pool per layer. Returns x and the pools."""
-    cos, sin = turn(jnp.maximum(positions, 0), config)
+    turns = turn(jnp.maximum(positions, 0), config)
     pages = list(pages)
     for i, layer in enumerate(stage.layers):
         with jax.named_scope(f"layer{i}"):
-            x, pages[i] = layer(x, cos, sin, attend, pages[i])
+            x, pages[i] = layer(x, turns, attend, pages[i])
     return x, pages
 
 

@@ -34,15 +34,15 @@ def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
 
 
 def turn(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [T, 1, 1, H / 2] f32 of positions [T]."""
+    """cos and sin f32 [T, 1, 1, H / 2] of positions [T]."""
     frequencies, factor = rope_frequencies(config)
     angle = positions[:, None, None, None].astype(jnp.float32) * frequencies
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """x [T, K, heads, H], first half against second half (as in Hugging Face checkpoints)."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+    """x [T, K, heads, H], first half of H against second half (as in Hugging Face checkpoints)."""
+    a, b = jnp.split(x, 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
