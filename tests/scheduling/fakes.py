@@ -18,6 +18,7 @@ from jaxserve.scheduling.sequence import Sequence
 
 VOCAB = 12
 EOS = 5
+CONFIG, CACHE, ONE_DEVICE = SchedulerConfig(max_seqs=4), CacheConfig(block_size=4, pages=100), MeshConfig()
 
 
 def kv(before: int, token: int) -> int:
@@ -125,10 +126,9 @@ class Replica:
     """A scheduler, a device, the batches in flight between them, and what the callers heard."""
 
     def __init__(
-        self, config: SchedulerConfig | None = None, cache: CacheConfig | None = None, mesh: MeshConfig | None = None, placement: str = "grow",
+        self, config: SchedulerConfig = CONFIG, cache: CacheConfig = CACHE, mesh: MeshConfig = ONE_DEVICE, placement: str = "grow",
         max_len: int = 1000,
     ):
-        config, cache, mesh = config or SchedulerConfig(max_seqs=4), cache or CacheConfig(block_size=4, pages=100), mesh or MeshConfig()
         self.cache = CacheManager(cache, mesh.kvp, config.max_seqs, "model", "float32", placement)
         self.scheduler = Scheduler(config, self.cache, mesh, max_len, {EOS})
         self.device = Device(cache.block_size, self.scheduler.sequences)
@@ -137,7 +137,9 @@ class Replica:
         self.heard: dict[str, list[Event]] = defaultdict(list)
         self.now = 0.0
 
-    def add(self, prompt: list[int], id: str | None = None, deadline: float | None = None, salt: str = "", bypass: bool = False, **sampling) -> str:
+    def add(
+        self, prompt: list[int], id: str | None = None, deadline: float | None = None, salt: str = "", bypass: bool = False, **sampling
+    ) -> str:
         id = id or f"r{len(self.requests)}"
         request = Request.make(
             id, prompt, SamplingParams.make(**sampling), vocab=VOCAB, max_len=self.scheduler.max_len, arrival=self.now, deadline=deadline,
@@ -163,7 +165,8 @@ class Replica:
         for row, (seq, start) in enumerate(zip(batch.seq.tolist(), batch.start.tolist())):
             new = {page for block, page in self.device.blocks(batch, row).items() if (block + 1) * size > start}
             for earlier, _, others in self.flight:
-                assert not [other for page, other in others if page in new and other != seq], f"batch {batch.number} writes on pages of {earlier.number}"
+                met = [other for page, other in others if page in new and other != seq]
+                assert not met, f"batch {batch.number} writes on pages that {earlier.number} uses for {met}"
 
     def finish(self) -> list[tuple[str, Event]]:
         batch, tokens, _ = self.flight.popleft()

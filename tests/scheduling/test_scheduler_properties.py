@@ -13,7 +13,8 @@ from tests.scheduling.fakes import VOCAB, Replica
 
 CONFIG = st.builds(SchedulerConfig, max_seqs=st.integers(1, 5), chunk_tokens=st.integers(1, 9), max_queue=st.just(6))
 CACHE = st.builds(
-    CacheConfig, block_size=st.integers(1, 4), pages=st.integers(2, 8), lane_tokens=st.none() | st.integers(1, 12), prefix_caching=st.booleans()
+    CacheConfig, block_size=st.integers(1, 4), pages=st.integers(2, 8), lane_tokens=st.none() | st.integers(1, 12),
+    prefix_caching=st.booleans(),
 )
 MESH = st.builds(MeshConfig, spp=st.integers(1, 3), kvp=st.integers(1, 4))
 TAIL = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.cache import CacheManager
+from jaxserve.config import CacheConfig, ConfigError
+from tests.cache.test_prefix import chain
+
+
+def manager(lanes: int = 2, pages: int = 4, placement="grow", **fields) -> CacheManager:
+    return CacheManager(CacheConfig(block_size=4, pages=pages, **fields), lanes, 3, placement=placement)
+
+
+def lanes_of(cache: CacheManager, slot: int) -> list[int]:
+    return [page // cache.pages.per_lane for page in cache.tables[slot]]
+
+
+def fill(cache: CacheManager, slot: int, blocks: int, lanes=None) -> None:
+    cache.admit(slot, [], lanes or list(range(cache.pages.lanes)), blocks)
+    cache.extend(slot, blocks)
+
+
+def test_a_sequence_stays_on_its_lane_until_that_is_full_then_the_next_joins():
+    cache = manager()
+    fill(cache, 0, 3)
+    assert lanes_of(cache, 0) == [0, 0, 0] and not cache.spread[0]
+    cache.extend(0, 3)
+    assert lanes_of(cache, 0) == [0, 0, 0, 0, 1, 1] and cache.spread[0] and cache.held[0].tolist() == [4, 2]
+    cache.check()
+
+
+def test_a_lane_holds_no_more_than_its_share_while_another_can_join():
+    cache = manager(lane_tokens=7)
+    fill(cache, 0, 8)
+    assert lanes_of(cache, 0) == [0, 0, 1, 1, 0, 1, 0, 1]         # then on as far as there is room
+    cache.check()
+
+
+def test_new_sequences_go_where_most_room_is():
+    cache = manager()
+    fill(cache, 0, 2)
+    fill(cache, 1, 1)
+    fill(cache, 2, 1)
+    assert cache.home.tolist() == [0, 1, 1]
+
+
+def test_a_sequence_goes_where_its_prefix_lies_if_its_chunk_fits_there():
+    cache = manager()
+    tokens = chain(range(100))
+    fill(cache, 0, 2)
+    cache.publish(0, 0, 2, tokens)
+    assert cache.match(tokens, 5) == [0, 1] and cache.match(tokens, 1) == [0] and cache.match(chain(range(1, 100)), 5) == []
+    cache.admit(1, cache.match(tokens, 5), [0, 1], 2)
+    cache.admit(2, cache.match(tokens, 5), [0, 1], 3)
+    assert cache.home[1:].tolist() == [0, 1] and cache.spread.tolist() == [False, False, True]
+    cache.check()
+
+
+@pytest.mark.parametrize(("placement", "lanes"), [("round_robin", [0, 1, 2, 0, 1, 2]), ("random", None)])
+def test_placements_scatter_blocks_and_rows_stay_ascending(placement, lanes):
+    cache = manager(3, placement=placement)
+    fill(cache, 0, 6)
+    deltas = cache.take_deltas()
+    assert lanes is None or lanes_of(cache, 0) == lanes
+    for lane in range(3):
+        rows = deltas[deltas[:, 0] == lane]
+        assert rows[:, 2].tolist() == list(range(len(rows))) and rows[:, 4].tolist() == sorted(rows[:, 4].tolist())
+    cache.extend(0, 6)
+    assert cache.available == 0 and cache.held[0].tolist() == [4, 4, 4]
+    cache.check()
+
+
+def test_a_placement_of_ones_own_is_a_function():
+    cache = manager(placement=lambda view: 1 - view.block % 2)
+    fill(cache, 0, 4)
+    assert lanes_of(cache, 0) == [1, 0, 1, 0]
+
+
+def test_deltas_tell_what_is_new_once_and_list_a_prefix_hit_first():
+    cache = manager()
+    fill(cache, 0, 2)
+    cache.publish(0, 0, 2, chain(range(8)))
+    assert cache.take_deltas().tolist() == [[0, 0, 0, 0, 0], [0, 0, 1, 1, 1]]
+    assert cache.take_deltas().shape == (0, 5)
+    cache.admit(1, cache.match(chain(range(8)), 2), [1], 1)
+    cache.extend(1, 1)
+    assert cache.take_deltas().tolist() == [[0, 1, 0, 0, 0], [0, 1, 1, 1, 1], [1, 1, 0, 0, 2]]
+
+
+def test_a_released_block_can_be_matched_until_its_page_is_needed():
+    cache = manager(1)
+    tokens = chain(range(100))
+    fill(cache, 0, 3)
+    cache.publish(0, 0, 2, tokens)
+    cache.release(0)
+    assert cache.counts() == (2, 2, 0) and cache.match(tokens, 3) == [0, 1] and cache.evictable([0, 1]) == 2
+    fill(cache, 1, 3)
+    assert cache.match(tokens, 3) == [0]                          # the deeper block went first
+    cache.check()
+
+
+def test_without_prefix_caching_nothing_is_kept():
+    cache = manager(prefix_caching=False)
+    fill(cache, 0, 2)
+    cache.publish(0, 0, 2, chain(range(8)))
+    cache.release(0)
+    assert cache.match(chain(range(8)), 2) == [] and cache.counts() == (8, 0, 0)
+
+
+def test_pages_must_be_given():
+    with pytest.raises(ConfigError, match="pages"):
+        CacheManager(CacheConfig(), 1, 1)

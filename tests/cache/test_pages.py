@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.cache.pages import Pages
+
+
+def test_every_page_is_free_held_or_cached():
+    pages = Pages(2, 3)
+    taken = [pages.take(0), pages.take(1), pages.take(0)]
+    assert taken == [0, 3, 1] and pages.available() == [1, 2]
+    pages.publish(0, b"a")
+    pages.check(taken)
+    pages.drop(taken)
+    assert list(pages.cached[0]) == [0] and pages.available() == [3, 3]
+    pages.check([])
+
+
+def test_a_page_with_two_holders_is_kept_for_the_second():
+    pages = Pages(1, 2)
+    page = pages.take(0)
+    pages.publish(page, b"a")
+    pages.hold([page])
+    pages.drop([page])
+    pages.check([page])
+    pages.drop([page])
+    pages.hold([page])                                            # out of the cache again
+    pages.check([page])
+
+
+def test_free_pages_go_first_then_the_least_recently_used_deepest_block_first():
+    pages = Pages(1, 4)
+    first, second = [pages.take(0), pages.take(0)], [pages.take(0)]
+    for page in first + second:
+        pages.publish(page, bytes([page]))
+    pages.drop(first)
+    pages.drop(second)
+    pages.hold(first[:1])                                         # used again
+    pages.drop(first[:1])
+    assert [pages.take(0) for _ in range(4)] == [3, first[1], second[0], first[0]]
+    assert pages.page_of == pages.key_of == {}
+    with pytest.raises(KeyError):
+        pages.take(0)
+
+
+def test_a_key_stays_with_the_page_that_had_it_first():
+    pages = Pages(1, 2)
+    one, two = pages.take(0), pages.take(0)
+    pages.publish(one, b"a")
+    pages.publish(two, b"a")
+    pages.drop([one, two])
+    assert pages.page_of == {b"a": one} and pages.free[0] == [two]
+
+
+def test_check_tells_a_lost_reference():
+    pages = Pages(1, 2)
+    page = pages.take(0)
+    with pytest.raises(AssertionError, match="holders"):
+        pages.check([page, page])

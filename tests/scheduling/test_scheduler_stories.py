@@ -1,0 +1,284 @@
+"""Short stories with every chunk spelled out. A chunk is (sequence, start, length, kind)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
+from jaxserve.request import Accepted, Finished, Logprobs, Progress, RequestError, Token
+from tests.scheduling.fakes import EOS, Replica, chunks, expected
+
+PROMPT = [1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
+
+
+def small(**fields) -> Replica:
+    return Replica(SchedulerConfig(max_seqs=4, chunk_tokens=6), CacheConfig(block_size=4, pages=20), **fields)
+
+
+def tight(pages: int, **fields) -> Replica:
+    return Replica(SchedulerConfig(max_seqs=4, chunk_tokens=8), CacheConfig(block_size=4, pages=pages, prefix_caching=False), **fields)
+
+
+def test_a_prompt_is_prefilled_in_chunks_then_decoded():
+    replica = small()
+    replica.add(PROMPT, max_tokens=3, ignore_eos=True)
+    assert chunks(replica.step()) == [(0, 0, 6, "prefill")]
+    assert chunks(replica.step()) == [(0, 6, 4, "last")]
+    assert chunks(replica.step()) == [(0, 10, 1, "decode")]
+    assert chunks(replica.step()) == [(0, 11, 1, "decode")]
+    assert replica.start() is None
+    accepted, progress, *tokens, finished = replica.heard["r0"]
+    assert (accepted, progress) == (Accepted(0), Progress(0, 6, 10))
+    assert [type(token) for token in tokens] == [Token] * 3 and (finished.reason, finished.usage.completion) == ("length", 3)
+
+
+def test_decodes_share_a_step_with_the_prefill_of_another():
+    replica = small()
+    replica.add(PROMPT[:4], max_tokens=9, ignore_eos=True)
+    replica.add(PROMPT, max_tokens=9, ignore_eos=True)
+    assert chunks(replica.step()) == [(0, 0, 4, "last")]
+    assert chunks(replica.step()) == [(0, 4, 1, "decode"), (1, 4, 6, "last")]         # its first block is that of the other
+    assert chunks(replica.step()) == [(0, 5, 1, "decode"), (1, 10, 1, "decode")]
+
+
+def test_several_prompts_share_a_step_in_whole_tiles_of_64_tokens():
+    replica = Replica(SchedulerConfig(max_seqs=4, chunk_tokens=128), CacheConfig(block_size=16, pages=40))
+    for first, length in enumerate((40, 60, 70)):
+        replica.add([first] * length, max_tokens=2, ignore_eos=True)
+    assert chunks(replica.step()) == [(0, 0, 40, "last"), (1, 0, 60, "last")]
+    assert chunks(replica.step()) == [(0, 40, 1, "decode"), (1, 60, 1, "decode"), (2, 0, 70, "last")]
+
+
+def test_lanes_have_a_budget_each():
+    replica = small(mesh=MeshConfig(kvp=2))
+    for first in range(3):
+        replica.add([first] * 6, max_tokens=2, ignore_eos=True)
+    batch = replica.step()
+    assert chunks(batch) == [(0, 0, 6, "last"), (1, 0, 6, "last")] and batch.lane.tolist() == [0, 1]
+
+
+def test_the_next_step_starts_before_the_last_token_is_read():
+    replica = small()
+    replica.add(PROMPT[:4], max_tokens=4, ignore_eos=True)
+    assert chunks(replica.start()) == [(0, 0, 4, "last")]
+    assert [chunks(replica.start()) for _ in range(3)] == [[(0, position, 1, "decode")] for position in (4, 5, 6)]
+    assert replica.start() is None                               # the fourth token is never fed
+    replica.drain()
+    replica.check_answers()
+
+
+def test_tokens_after_the_end_are_dropped_and_pages_kept_until_they_are_out_of_flight():
+    replica = small()
+    tokens, _ = expected(PROMPT[:4], 0, replica.requests[replica.add(PROMPT[:4], max_tokens=9, ignore_eos=True)].sampling)
+    replica.scheduler.cancel("r0", 0.0)
+    replica.add(PROMPT[:4], "stops", max_tokens=9, ignore_eos=True, stop_token_ids=[tokens[0]])
+    for _ in range(3):
+        replica.start()
+    replica.finish()
+    assert replica.finished("stops")[0].reason == "stop" and replica.tokens("stops") == tokens[:1]
+    assert replica.cache.counts()[2] == 2 and replica.scheduler.running == 1
+    assert replica.finish() == []
+    assert replica.cache.counts()[2] == 2
+    assert replica.finish() == []
+    replica.check_empty()
+
+
+def test_completions_wait_for_the_first_ones_prefill_and_share_its_blocks():
+    replica = small()
+    replica.add(PROMPT, n=3, max_tokens=2, ignore_eos=True)
+    replica.add([9] * 3, max_tokens=2, ignore_eos=True)
+    assert chunks(replica.step()) == [(0, 0, 6, "prefill")]
+    assert chunks(replica.step()) == [(0, 6, 4, "last")]
+    batch = replica.step()
+    assert chunks(batch) == [(0, 10, 1, "decode"), (1, 8, 2, "last")]
+    replica.drain()
+    replica.check_answers()
+    assert [end.usage.cached for end in replica.finished("r0")] == [0, 8, 8]
+
+
+def test_completions_go_on_without_the_first_one():
+    replica = small()
+    replica.add(PROMPT, n=3, max_tokens=3, ignore_eos=True)
+    replica.step()
+    replica.hear(replica.scheduler.cancel("r0", 1.0, index=0))
+    assert chunks(replica.step()) == [(1, 4, 6, "last")]
+    replica.drain()
+    replica.check_answers()
+    assert [end.reason for end in replica.finished("r0")] == ["cancelled", "length", "length"]
+
+
+def test_a_hit_never_covers_the_whole_prompt():
+    replica = small()
+    replica.add(PROMPT[:8], max_tokens=1)
+    replica.drain()
+    replica.add(PROMPT[:8], max_tokens=1)
+    assert chunks(replica.step()) == [(1, 4, 4, "last")]
+    assert replica.finished("r1")[0].usage.cached == 4
+
+
+def test_generated_tokens_are_found_by_the_next_turn():
+    replica = small()
+    replica.add(PROMPT, max_tokens=7, ignore_eos=True)
+    replica.drain()
+    replica.add(PROMPT + replica.tokens("r0") + [3], max_tokens=1)
+    assert chunks(replica.step()) == [(1, 16, 2, "last")]
+
+
+def test_another_salt_a_bypass_and_prompt_logprobs_read_no_cached_blocks():
+    replica = small()
+    replica.add(PROMPT[:6], max_tokens=1)
+    replica.drain()
+    for fields in ({"salt": "other"}, {"bypass": True}, {"prompt_logprobs": 0}):
+        id = replica.add(PROMPT[:6], max_tokens=1, **fields)
+        replica.drain()
+        assert replica.finished(id)[0].usage.cached == 0
+    id = replica.add(PROMPT[:6], max_tokens=1, salt="other")
+    replica.drain()
+    assert replica.finished(id)[0].usage.cached == 4
+
+
+def test_a_decode_without_a_page_makes_the_youngest_prefill_wait_again():
+    replica = tight(5)
+    replica.add(PROMPT[:4], max_tokens=12, ignore_eos=True)
+    replica.add(PROMPT + PROMPT[:2], max_tokens=1)
+    assert chunks(replica.step()) == [(0, 0, 4, "last")]
+    assert chunks(replica.step()) == [(0, 4, 1, "decode"), (1, 0, 8, "prefill")]
+    for position in range(5, 12):
+        assert chunks(replica.step()) == [(0, position, 1, "decode")]                  # a free page is the decode's, until it takes it
+    assert (replica.scheduler.running, replica.scheduler.waiting) == (2, 0)
+    assert chunks(replica.step()) == [(0, 12, 1, "decode")]
+    assert (replica.scheduler.running, replica.scheduler.waiting) == (1, 1)
+    assert [chunks(replica.step()) for _ in range(3)] == [[(0, 13, 1, "decode")], [(0, 14, 1, "decode")], [(1, 0, 8, "prefill")]]
+    replica.drain()
+    replica.check_answers()
+
+
+def test_a_preempted_decode_prefills_what_it_has_said_and_goes_on():
+    replica = tight(4)
+    replica.add(PROMPT[:4], max_tokens=9, ignore_eos=True)
+    replica.add(PROMPT[:3], max_tokens=9, ignore_eos=True)
+    replica.step()
+    seen = [chunks(replica.step()) for _ in range(4)]
+    assert seen[0] == [(0, 4, 1, "decode"), (1, 0, 3, "last")]
+    assert seen[3] == [(0, 7, 1, "decode"), (1, 5, 1, "decode")]
+    assert [chunks(replica.step()) for _ in range(4)] == [[(0, position, 1, "decode")] for position in (8, 9, 10, 11)]
+    assert chunks(replica.step()) == [(1, 0, 7, "last")] and len(replica.tokens("r1")) == 5
+    replica.drain()
+    replica.check_answers()
+
+
+def test_stages_get_a_share_of_the_decodes_each_and_none_is_fed_a_token_on_its_way():
+    replica = Replica(SchedulerConfig(max_seqs=8, chunk_tokens=64), mesh=MeshConfig(spp=4))
+    for first in range(8):
+        replica.add([first], max_tokens=20, ignore_eos=True)
+    replica.step()
+    while replica.scheduler.waiting:
+        replica.step()
+    last, sizes = {}, []
+    for _ in range(12):
+        batch = replica.start()
+        for seq in batch.seq.tolist():
+            assert batch.number - last.get(seq, -9) >= 4
+            last[seq] = batch.number
+        sizes.append(len(batch.seq))
+        if len(replica.flight) > 4:
+            replica.finish()
+    assert sizes == [2] * 12
+    replica.drain(4)
+    replica.check_answers()
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_chunks_of_a_prompt_follow_each_other_through_the_stages_without_gaps(stages):
+    replica = Replica(SchedulerConfig(max_seqs=4, chunk_tokens=8), CacheConfig(block_size=4, pages=200), MeshConfig(spp=stages))
+    replica.add([1], "short", max_tokens=30, ignore_eos=True)
+    replica.step()
+    replica.add([2] * 512, "long", max_tokens=1)
+    stage_free, left, fed = 0, {}, 0                             # a batch takes one slot per stage; it enters when what it feeds has left
+    for number in range(64):
+        batch = replica.start()
+        assert chunks(batch)[-1] == (1, 8 * number, 8, "last" if number == 63 else "prefill")
+        enters = max([stage_free] + [left.get(seq, 0) for seq, feed in zip(batch.seq.tolist(), batch.feed.tolist()) if feed])
+        stage_free, fed = enters + 1, fed + int(batch.feed.sum())
+        left |= dict.fromkeys(batch.seq.tolist(), enters + stages)
+        while len(replica.flight) >= stages:
+            replica.finish()
+    assert left[1] == 64 + stages - 1
+    assert fed == min(29, 64 // stages)                           # the decode ran beside it
+
+
+def test_min_tokens_holds_back_the_end_and_ignore_eos_only_end_tokens():
+    replica = small()
+    for seed in range(40):
+        stops = [7] * (seed % 3 == 0)
+        replica.add([seed % 12, seed // 12], max_tokens=20, min_tokens=seed % 7, ignore_eos=bool(seed % 2), stop_token_ids=stops)
+        replica.drain()
+    replica.check_answers()
+    reasons = [replica.finished(id)[0].reason for id in replica.requests]
+    assert reasons.count("stop") > 10 and reasons.count("length") > 3
+    assert any(EOS in replica.tokens(id) for id in replica.requests)
+
+
+def test_a_deadline_ends_a_request_that_waits_and_one_that_runs():
+    replica = Replica(SchedulerConfig(max_seqs=1))
+    for id, deadline in (("runs", 5.0), ("waits", 3.0), ("has time", 50.0)):
+        replica.add(PROMPT, id, deadline=deadline, max_tokens=30, ignore_eos=True)
+    replica.step()
+    assert replica.scheduler.expire(2.9) == []
+    replica.hear(replica.scheduler.expire(3.0))
+    assert [end.reason for end in replica.finished("waits")] == ["deadline"] and not replica.finished("runs")
+    replica.hear(replica.scheduler.expire(6.0))
+    end = replica.finished("runs")[0]
+    assert end.reason == "deadline" and end.timing.total == 6.0 and end.usage.completion == 1
+    replica.drain()
+    assert replica.finished("has time")[0].reason == "length"
+
+
+def test_what_cannot_be_served_is_refused_at_the_door_and_leaves_nothing():
+    replica = Replica(SchedulerConfig(max_seqs=1, max_queue=2), CacheConfig(block_size=4, pages=4), MeshConfig(kvp=2), max_len=100)
+    with pytest.raises(RequestError, match="needs 9 pages, the cache has 8"):
+        replica.add([1] * 30, max_tokens=4)
+    replica.add([1] * 30, "a", max_tokens=3)
+    with pytest.raises(RequestError, match="in use") as error:
+        replica.add([1], "a")
+    assert error.value.status == "ALREADY_EXISTS"
+    replica.add([1], "b", max_tokens=1)
+    with pytest.raises(RequestError) as error:
+        replica.add([1], "c", max_tokens=1)
+    assert error.value.status == "RESOURCE_EXHAUSTED"
+    with pytest.raises(RequestError) as error:
+        replica.scheduler.cancel("c", 0.0)
+    assert error.value.status == "NOT_FOUND"
+    replica.drain()
+    replica.check_answers()
+    replica.add([1], "a", max_tokens=1)                          # an id is free again after its end
+
+
+def test_a_request_may_fail_with_an_error_of_its_own():
+    replica = small()
+    replica.add(PROMPT, max_tokens=4)
+    error = RequestError("", "the model gave NaN", "INTERNAL")
+    (_, event), = replica.scheduler.cancel("r0", 1.0, "error", error=error)
+    assert isinstance(event, Finished) and event.error is error and event.timing.total == 1.0
+
+
+def test_batches_finish_in_the_order_they_started():
+    replica = small()
+    replica.add(PROMPT, max_tokens=4)
+    replica.start()
+    second = replica.start()
+    with pytest.raises(ValueError, match="not the oldest"):
+        replica.scheduler.finish(second, np.zeros(1, int), 0.0)
+
+
+def test_logprobs_reach_the_tokens_and_prompt_logprobs_the_end():
+    replica = small()
+    replica.add(PROMPT, max_tokens=1, prompt_logprobs=0, logprobs=0)
+    say = lambda batch: [Logprobs(-float(batch.start[0] + 1 + i)) for i in range(int(batch.length[0]))]
+    for _ in range(2):
+        batch = replica.start()
+        events = replica.scheduler.finish(batch, np.array([5]), 1.0, [Logprobs(-99.0)], {0: say(batch)})
+    (_, token), (_, end) = events
+    assert token.logprobs == Logprobs(-99.0)
+    assert end.prompt_logprobs == (None, *(Logprobs(-float(i)) for i in range(1, 10)))
