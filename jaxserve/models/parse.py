@@ -36,6 +36,7 @@ _FAMILIES = {
     "Qwen3ForCausalLM": _Family("qwen3", qk_norm=True, window=4096),
 }
 _LIMIT = 2**31 - 1
+_MAX_LAYERS = 10_000                                 # what lists every tensor must not run away with a lie
 
 
 def from_hf(config: dict, generation: dict | None = None, name: str = "") -> ModelConfig:
@@ -46,16 +47,17 @@ def from_hf(config: dict, generation: dict | None = None, name: str = "") -> Mod
     heads = read.count("num_attention_heads")
     max_len = read.count("max_position_embeddings", family.max_len)
     theta, scaling = _hf_rope(config, family, max_len)
-    window, layers = _hf_sliding(config, architecture, read.count("num_hidden_layers"))
+    layers = read.count("num_hidden_layers", high=_MAX_LAYERS)
+    window, sliding_layers = _hf_sliding(config, architecture, layers)
     return _checked(ModelConfig(
         name=name or str(config.get("_name_or_path") or architecture),
-        layers=read.count("num_hidden_layers"), d_model=read.count("hidden_size"), heads=heads,
+        layers=layers, d_model=read.count("hidden_size"), heads=heads,
         kv_heads=read.count("num_key_value_heads", 8 if architecture == "MistralForCausalLM" else heads),
         head_dim=read.count("head_dim", 128 if architecture == "Qwen3ForCausalLM" else read.count("hidden_size") // heads),
         d_ff=read.count("intermediate_size"), vocab=read.count("vocab_size"), max_len=_served_len(max_len, scaling),
         rope_theta=theta, rope_scaling=scaling, norm_eps=read.number("rms_norm_eps", family.norm_eps),
         tied=bool(config.get("tie_word_embeddings", False)), qkv_bias=family.qkv_bias, qk_norm=family.qk_norm,
-        sliding_window=window, sliding_layers=layers,
+        sliding_window=window, sliding_layers=sliding_layers,
         eos_ids=_ids((generation or {}).get("eos_token_id"), config.get("eos_token_id")), bos_id=_first(config.get("bos_token_id")),
     ))
 
@@ -98,7 +100,8 @@ def from_gguf(fields: dict, name: str = "", tied: bool = False, rope_factors: Se
     scaling = _gguf_scaling(read, max_len, rope_factors, (theta, head_dim))
     ends = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     return _checked(ModelConfig(
-        name=name or str(fields.get("general.name") or arch), layers=read.count("block_count"), d_model=d_model, heads=heads,
+        name=name or str(fields.get("general.name") or arch), layers=read.count("block_count", high=_MAX_LAYERS),
+        d_model=d_model, heads=heads,
         kv_heads=read.count("attention.head_count_kv", heads), head_dim=head_dim, d_ff=read.count("feed_forward_length"),
         vocab=read.count("vocab_size", len(fields.get("tokenizer.ggml.tokens", ()))), max_len=max_len,
         rope_theta=theta, rope_scaling=scaling, norm_eps=read.number("attention.layer_norm_rms_epsilon", 1e-5),
@@ -114,10 +117,10 @@ class _Fields:
     def __init__(self, fields: dict, prefix: str = ""):
         self.fields, self.prefix = fields, prefix
 
-    def count(self, key: str, default: int | None = None, low: int = 1) -> int:
+    def count(self, key: str, default: int | None = None, low: int = 1, high: int = _LIMIT) -> int:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _LIMIT:
-            raise CheckpointError(f"{self.prefix}{key}: must be a whole number from {low} to {_LIMIT}, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise CheckpointError(f"{self.prefix}{key}: must be a whole number from {low} to {high}, not {str(value)[:100]!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -54,6 +54,8 @@ def open_checkpoint(source: str | Path) -> Checkpoint | OrbaxFolder:
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path}: is neither a folder nor a .gguf file")
         return GgufFile(path, name)
+    if not (path / "config.json").exists():
+        raise CheckpointError(f"{path}: holds neither a .gguf file nor a config.json with weights beside it")
     return OrbaxFolder(path, name) if is_orbax(path) else SafetensorsFolder(path, name)
 
 
