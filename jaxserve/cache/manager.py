@@ -6,6 +6,8 @@ since the last batch is told in deltas, so that what is sent per step does not d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from jaxserve.cache.pages import Pages
@@ -40,9 +42,9 @@ class CacheManager:
         self._hits: list[np.ndarray] = []
         self._deltas: list[int] = []
 
-    def root(self, salt: str) -> bytes:
-        """The key that chains of this cache begin with."""
-        return root_key(*self._identity, salt)
+    def chain(self, salt: str, tokens: Callable[[int, int], np.ndarray]) -> Chain:
+        """Block keys of a sequence, in this cache and under this salt. `tokens(a, b)` gives its tokens [b - a] int32."""
+        return Chain(root_key(*self._identity, salt), self.block_size, tokens)
 
     @property
     def total(self) -> int:

@@ -101,8 +101,7 @@ class Scheduler:
         if need > self.cache.total:
             raise RequestError("prompt", f"with max_tokens {limit} it needs {need} pages, the cache has {self.cache.total}")
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
-        root, size = self.cache.root(request.cache_salt), self.cache.block_size
-        return [Sequence(self._born + index, index, request, limit, stops, root, size) for index in range(sampling.n)]
+        return [Sequence(self._born + index, index, request, limit, stops, self.cache) for index in range(sampling.n)]
 
     def start(self, now: float) -> Batch | None:
         """The next batch, to be run after all batches before it; None where nothing can be issued now."""

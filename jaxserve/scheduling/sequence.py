@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.cache.prefix import Chain
+from jaxserve.cache import CacheManager
 from jaxserve.request import Finished, Logprobs, Request, RequestError, Timing, Usage
 
 NO_SLOT = -1
@@ -34,15 +34,14 @@ class Sequence:
 
     `limit` is the most tokens it may put out, `end` the most positions to compute: the last token is never fed. `target` is how many
     tokens were known when it was last queued: these are prefilled, and what is sampled after the last of them is fed on the device.
-    `root` and `block_size` are the cache's, for the keys of its blocks.
     """
 
-    def __init__(self, number: int, index: int, request: Request, limit: int, stops: frozenset[int], root: bytes, block_size: int):
+    def __init__(self, number: int, index: int, request: Request, limit: int, stops: frozenset[int], cache: CacheManager):
         self.number, self.index, self.request, self.id = number, index, request, request.id
         self.limit, self.end, self.stops = limit, len(request.prompt) + limit - 1, stops
         self.history = History(request.prompt)
         self.output = self.history.output
-        self.chain = Chain(root, block_size, self.history)
+        self.chain = cache.chain(request.cache_salt, self.history)
         self.target = len(request.prompt)
         self.slot = NO_SLOT
         self.cached = 0

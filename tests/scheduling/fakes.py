@@ -155,6 +155,7 @@ class Replica:
             tokens = self.device.run(batch)
             used = {(page, seq) for row, seq in enumerate(batch.seq.tolist()) for page in self.device.blocks(batch, row).values()}
             self._check_fresh(batch, used)
+            self._check_limits(batch)
             self.flight.append((batch, tokens, used))
         self.scheduler.check()
         return batch
@@ -167,6 +168,15 @@ class Replica:
             for earlier, _, others in self.flight:
                 met = [other for page, other in others if page in new and other != seq]
                 assert not met, f"batch {batch.number} writes on pages that {earlier.number} uses for {met}"
+
+    def _check_limits(self, batch: Batch) -> None:
+        config = self.scheduler.config
+        for lane in range(self.cache.pages.lanes):
+            lengths = batch.length[(batch.lane == lane) & ~batch.feed]
+            tiles = -(-lengths // config.tile)
+            assert lengths.sum() <= config.chunk_tokens and tiles.sum() <= config.tiles, f"lane {lane} gets {lengths}"
+        for seq, stop in zip(batch.seq.tolist(), (batch.start + batch.length).tolist()):
+            assert stop <= self.scheduler.sequences[seq].end, f"sequence {seq} is issued beyond its end"
 
     def finish(self) -> list[tuple[str, Event]]:
         batch, tokens, _ = self.flight.popleft()

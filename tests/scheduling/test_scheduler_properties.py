@@ -11,7 +11,7 @@ from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
 from jaxserve.request import RequestError
 from tests.scheduling.fakes import VOCAB, Replica
 
-CONFIG = st.builds(SchedulerConfig, max_seqs=st.integers(1, 5), chunk_tokens=st.integers(1, 9), max_queue=st.just(6))
+CONFIG = st.builds(SchedulerConfig, max_seqs=st.integers(1, 5), chunk_tokens=st.sampled_from([*range(1, 10), 150]), max_queue=st.just(6))
 CACHE = st.builds(
     CacheConfig, block_size=st.integers(1, 4), pages=st.integers(2, 8), lane_tokens=st.none() | st.integers(1, 12),
     prefix_caching=st.booleans(),
@@ -82,6 +82,6 @@ class Traffic(RuleBasedStateMachine):
 
 TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None,
+    max_examples=400, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None,
     report_multiple_bugs=False,
 )

@@ -168,6 +168,29 @@ def test_a_preempted_decode_prefills_what_it_has_said_and_goes_on():
     replica.check_answers()
 
 
+def test_of_two_decodes_that_need_a_page_the_younger_leaves_and_asks_for_none():
+    replica = Replica(SchedulerConfig(max_seqs=4, chunk_tokens=128), CacheConfig(block_size=4, pages=4, prefix_caching=False))
+    for first in (1, 2):
+        replica.add([first] * 4, max_tokens=9, ignore_eos=True)
+    for _ in range(5):
+        batch = replica.step()
+    assert chunks(batch) == [(0, 7, 1, "decode"), (1, 7, 1, "decode")]
+    assert chunks(replica.step()) == [(0, 8, 1, "decode")]
+    replica.drain()
+    replica.check_answers()
+
+
+def test_a_cached_prefix_is_no_room_for_the_request_that_wants_it():
+    replica = Replica(SchedulerConfig(max_seqs=4, chunk_tokens=8), CacheConfig(block_size=4, pages=4))
+    replica.add(PROMPT[:8], max_tokens=1)
+    replica.drain()
+    replica.add([9] * 5, max_tokens=4, ignore_eos=True)
+    replica.add(PROMPT[:9], max_tokens=1)
+    assert chunks(replica.step()) == [(1, 0, 5, "last")]
+    assert [chunks(replica.step()) for _ in range(3)] == [[(1, position, 1, "decode")] for position in (5, 6, 7)]
+    assert chunks(replica.step()) == [(2, 8, 1, "last")]
+
+
 def test_stages_get_a_share_of_the_decodes_each_and_none_is_fed_a_token_on_its_way():
     replica = Replica(SchedulerConfig(max_seqs=8, chunk_tokens=64), mesh=MeshConfig(spp=4))
     for first in range(8):
