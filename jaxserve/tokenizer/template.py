@@ -123,6 +123,8 @@ def _product_size(left: Any, right: Any) -> int:
 @pass_context
 def _bounded(context: jinja2.runtime.Context, items: Iterable[Any]) -> Iterator[Any]:
     turns = context.resolve("turns_left")
+    if not isinstance(turns, _Turns):
+        raise jinja2.TemplateError("it sets turns_left, which is not its own")
     for item in items:
         turns.left -= 1
         if turns.left < 0:

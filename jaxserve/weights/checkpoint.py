@@ -59,11 +59,14 @@ def open_checkpoint(source: str | Path) -> Checkpoint | OrbaxFolder:
     return OrbaxFolder(path, name) if is_orbax(path) else SafetensorsFolder(path, name)
 
 
-def check(checkpoint: Checkpoint, config: ModelConfig) -> None:
+def check(checkpoint: Checkpoint | OrbaxFolder, config: ModelConfig) -> None:
     """That the checkpoint holds the tensors of `config` (before or after `with_tp`), all of them and no others, in the right shapes.
+    What an orbax folder must hold depends on the mesh; `restore` checks it.
 
     Errors: one CheckpointError with every missing, unexpected, misshaped and unreadable name.
     """
+    if isinstance(checkpoint, OrbaxFolder):
+        return
     there, quantised = checkpoint.tensors(), isinstance(checkpoint, GgufFile)
     wanted = tensors_of(replace(config, kv_heads=checkpoint.config.kv_heads))
     both = [(name, *there[name], shape) for name, shape in wanted.items() if name in there]
