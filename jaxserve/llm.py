@@ -27,22 +27,37 @@ Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, str]]
 Watch = Callable[[int, Delta], None]
 
 
-def open_engine(config: EngineConfig, progress: bool = True) -> tuple[Any, Tokenizer | None]:
-    """A built engine, not started, and its model's tokenizer, where it has one. Errors: ConfigError."""
+def open_engine(config: EngineConfig, progress: bool = True, warm_up: bool = True) -> tuple[Any, Tokenizer | None]:
+    """A built engine, not started, and its model's tokenizer, where it has one. warm_up: compile everything now, nothing later.
+
+    Errors: ConfigError.
+    """
     from jaxserve.engine.build import build  # JAX is imported when it is needed, not before
 
     source = config.source.model
-    engine = build(config, progress)
+    engine = build(config, progress, warm_up)
     return engine, None if source.startswith("random:") else Tokenizer.load(source)
+
+
+class PromptError(RequestError):
+    """What is wrong with one of several prompts; `number` counts them from 0."""
+
+    def __init__(self, number: int, error: RequestError):
+        super().__init__("", str(error), error.status)
+        self.number, self.field = number, error.field
 
 
 class LLM:
     """A model on a mesh. Settings are those of `EngineConfig`, by their flat names. Also a context manager."""
 
-    def __init__(self, model: str = "smollm2-135m", mesh: str | MeshConfig = "", *, progress: bool = True, **settings: Any):
-        """Loads and compiles. Errors: ConfigError for settings or a checkpoint that cannot be used."""
+    def __init__(self, model: str = "smollm2-135m", mesh: str | MeshConfig = "", *, progress: bool = True, warm_up: bool = False,
+                 **settings: Any):
+        """Loads the model. warm_up: compile all programs now, not each when it is first needed.
+
+        Errors: ConfigError for settings or a checkpoint that cannot be used.
+        """
         config = make(EngineConfig, {"model": model, "mesh": mesh, **settings})
-        self.engine, self.tokenizer = open_engine(config, progress)
+        self.engine, self.tokenizer = open_engine(config, progress, warm_up)
         self.engine.start()
         self._numbers = itertools.count()
 
@@ -61,7 +76,7 @@ class LLM:
 
         prompts: one prompt or several; a prompt is text, token ids, or chat messages (dicts of role and content). sampling: for all,
         or one for each. watch: called with a prompt's number and its next tokens, as they come.
-        Errors: RequestError, before anything runs where a prompt or its sampling is at fault.
+        Errors: PromptError, before anything runs, where a prompt or its sampling is at fault; RequestError where the engine fails.
         """
         requests = self._requests(_listed(prompts), sampling)
         with tqdm(total=len(requests), desc="prompts", disable=not progress) as bar:
@@ -71,15 +86,21 @@ class LLM:
         each = [sampling or SamplingParams()] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
         if len(each) != len(prompts):
             raise RequestError("sampling", f"has {len(each)} entries for {len(prompts)} prompts")
-        engine, now = self.engine, WallClock().now()
+        now = WallClock().now()
         requests = []
-        for prompt, params in zip(prompts, each):
-            params.check()
-            if params.stop and self.tokenizer is None:
-                raise RequestError("stop", "stop strings need text, and this model has no tokenizer")
-            requests.append(Request.make(f"llm-{next(self._numbers)}", self._ids(prompt), params,
-                                         vocab=engine.model.vocab, max_len=engine.max_len, arrival=now))
+        for number, (prompt, params) in enumerate(zip(prompts, each)):
+            try:
+                requests.append(self._request(prompt, params, now))
+            except RequestError as error:
+                raise PromptError(number, error) from None
         return requests
+
+    def _request(self, prompt: Prompt, sampling: SamplingParams, now: float) -> Request:
+        sampling.check()
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError("stop", "stop strings need text, and this model has no tokenizer")
+        vocab, max_len = self.engine.model.vocab, self.engine.max_len
+        return Request.make(f"llm-{next(self._numbers)}", self._ids(prompt), sampling, vocab=vocab, max_len=max_len, arrival=now)
 
     def _ids(self, prompt: Prompt) -> Any:
         if not isinstance(prompt, str) and not (len(prompt) and isinstance(prompt[0], Mapping)):

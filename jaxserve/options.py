@@ -20,8 +20,8 @@ class Option:
     kind: type
     default: Any
     help: str
-    low: float | None = None
-    high: float | None = None
+    low: Any = None
+    high: Any = None
     choices: tuple = ()
 
 

@@ -122,8 +122,11 @@ class Server:
             await self._health.set(name, status)
 
 
-async def run(config: ServerConfig, build: Build, listening: Callable[[Server], None], stop: asyncio.Event) -> None:
-    """Serves until `stop` is set. `build` makes the engine and its tokenizer, on a thread of its own; what it raises ends the server."""
+async def run(config: ServerConfig, build: Build, listening: Callable[[Server], None], stop: asyncio.Event) -> bool:
+    """Serves until `stop` is set. `build` makes the engine and its tokenizer, on a thread of its own; what it raises ends the server.
+
+    Returns whether the engine was ever built; if not, the thread that builds it may still be busy.
+    """
     server = Server(config)
     await server.start()
     listening(server)
@@ -143,11 +146,12 @@ async def run(config: ServerConfig, build: Build, listening: Callable[[Server], 
         await server.stop()
         if engine is not None:
             engine.close()
+    return engine is not None
 
 
-def serve(config: ServerConfig, build: Build, listening: Callable[[Server], None]) -> None:
+def serve(config: ServerConfig, build: Build, listening: Callable[[Server], None]) -> bool:
     """`run` until SIGTERM or SIGINT; a second signal ends the process at once."""
-    async def main() -> None:
+    async def main() -> bool:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def signalled(number: int) -> None:
@@ -156,10 +160,10 @@ def serve(config: ServerConfig, build: Build, listening: Callable[[Server], None
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, signalled, number)
-        await run(config, build, listening, stop)
+        return await run(config, build, listening, stop)
 
     sys.setswitchinterval(SWITCH_SECONDS)
-    asyncio.run(main())
+    return asyncio.run(main())
 
 
 class Background:

@@ -15,7 +15,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
 def offline(monkeypatch):
     def make(engine=None, tokenizer=FakeTokenizer, **settings):
         engine = engine or FakeEngine()
-        monkeypatch.setattr(llm, "open_engine", lambda config, progress: (engine, tokenizer and tokenizer()))
+        monkeypatch.setattr(llm, "open_engine", lambda config, progress, warm_up: (engine, tokenizer and tokenizer()))
         return jaxserve.LLM(**settings)
 
     return make

@@ -1,0 +1,100 @@
+"""The command line: `jaxserve COMMAND [flags]`. Each command is a file in `commands`; its flags are made from the config classes."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import jaxserve
+from jaxserve.config import ConfigError
+from jaxserve.flags import Command, UsageError, help_of, parse
+from jaxserve.request import RequestError
+
+COMMANDS = {                                            # name -> module in `commands`, summary
+    "serve": ("serve", "serve a model over gRPC"),
+    "generate": ("generate", "complete prompts in this process"),
+    "demo": ("demo", "serve a small model on a mesh of twelve CPU devices and talk to it"),
+    "fetch": ("fetch", "download a model into the cache folder"),
+    "bench engine": ("bench_engine", "measure prefill, decode and the host's work, without a server"),
+    "bench serve": ("bench_serve", "measure a server under load"),
+}
+USAGE = 2                                               # exit code of a command line or a setting at fault
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line; returns the exit code."""
+    try:
+        return _main(list(sys.argv[1:] if arguments is None else arguments))
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:                             # `| head` has enough
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("help", "-h", "-help", "--help"):
+        return _page(arguments[1:])
+    if arguments[0] == "--version":
+        print(f"jaxserve {jaxserve.__version__}")
+        return 0
+    name, rest = _named(arguments)
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        return _say("", f"{name!r} is not a command; {f'did you mean {near[0]!r}?' if near else 'see jaxserve --help'}")
+    command = load(name)
+    if any(argument in ("-h", "-help", "--help") for argument in rest):
+        print(help_of(name, COMMANDS[name][1], command))
+        return 0
+    return _run(name, command, rest)
+
+
+def load(name: str) -> Command:
+    return importlib.import_module(f"jaxserve.commands.{COMMANDS[name][0]}").COMMAND
+
+
+def overview() -> str:
+    """The help page of jaxserve itself."""
+    lines = [f"  {name:14}{summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join([
+        f"jaxserve {jaxserve.__version__}: exact serving of language models with contexts from a hundred tokens to ten million", "",
+        "usage: jaxserve COMMAND [flags]", "", *lines, "", "`jaxserve COMMAND --help` tells a command's flags."])
+
+
+def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
+    logging.basicConfig(format="%(levelname).1s %(asctime)s %(name)s: %(message)s")
+    try:
+        return command.run(parse(command, arguments))
+    except UsageError as error:
+        return _say(name, str(error))
+    except (ConfigError, RequestError) as error:
+        return _say(name, ("--" if error.field in command.options else "") + str(error))
+
+
+def _named(arguments: list[str]) -> tuple[str, list[str]]:
+    """('bench serve', flags): commands have one word or two."""
+    two = " ".join(arguments[:2])
+    return (two, arguments[2:]) if two in COMMANDS else (arguments[0], arguments[1:])
+
+
+def _page(arguments: list[str]) -> int:
+    name = " ".join(arguments)
+    print(help_of(name, COMMANDS[name][1], load(name)) if name in COMMANDS else overview())
+    return 0
+
+
+def _say(name: str, message: str) -> int:
+    print(f"jaxserve{f' {name}' if name else ''}: {message}", file=sys.stderr)
+    return USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""`jaxserve serve`: an engine behind gRPC until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+from jaxserve.commands.settings import SERVER, engine_config, engine_groups, server_config
+from jaxserve.flags import Command
+
+log = logging.getLogger(__name__)
+
+ABOUT = """\
+The server listens at once and takes requests when the model is loaded and compiled; grpc.health.v1 tells when. It prints its address
+on a line of its own. SIGTERM and Ctrl-C let running requests finish.
+
+  jaxserve serve --model=smollm2-135m --mesh=spp=2,tp=3 --dtype=bfloat16
+"""
+
+
+def run(values: dict[str, Any]) -> int:
+    from jaxserve.llm import open_engine
+    from jaxserve.server.launch import Server, check_host, serve
+
+    logging.getLogger("jaxserve").setLevel(logging.INFO)
+    engine, server = engine_config(values), server_config(values)
+    check_host(server)
+
+    def listening(started: Server) -> None:
+        print(f"{server.host}:{started.port}", flush=True)
+        log.info("loading %s on %s", engine.source.model, engine.mesh)
+
+    def build() -> tuple[Any, Any]:
+        return open_engine(engine, progress=sys.stderr.isatty(), warm_up=True)
+
+    if not serve(server, build, listening):             # stopped while it was building: compiling cannot be interrupted
+        os._exit(0)
+    return 0
+
+
+COMMAND = Command({**SERVER, **engine_groups()}, run, ABOUT)
