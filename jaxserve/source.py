@@ -45,7 +45,7 @@ def resolve(source: str | Path) -> Path:
     if HUB_ID.fullmatch(text) or NAME.fullmatch(text):
         if (folder := cached(text)).is_dir():
             return folder
-        raise CheckpointError(f"{text!r} is no path and not in the cache {cache_folder()}; `jaxserve fetch {text}` gets it if fetch knows it")
+        raise CheckpointError(f"{text!r} is no path and not in {cache_folder()}; `jaxserve fetch {text}` gets it if fetch knows it")
     raise CheckpointError(f"{text}: no such file or folder")
 
 

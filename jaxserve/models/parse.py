@@ -177,7 +177,7 @@ def _hf_rope(config: dict, family: _Family, max_len: int) -> tuple[float, RopeSc
         return theta, RopeScaling(kind, read.number("factor"), original, low, high)
     if kind == "yarn":
         original = read.count("original_max_position_embeddings", max_len)
-        optional = {key: read.optional(key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
+        optional: dict[str, Any] = {key: read.optional(key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
         return theta, RopeScaling(
             kind, read.number("factor", max_len / original), original, beta_fast=read.number("beta_fast", 32.0),
             beta_slow=read.number("beta_slow", 1.0), truncate=bool(given.get("truncate", True)), **optional)

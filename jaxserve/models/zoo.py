@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxserve.config import ConfigError
 
@@ -89,7 +90,6 @@ def llama3_scaling(factor: float) -> RopeScaling:
     return RopeScaling("llama3", factor, original_max_len=8192, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
-_SHAPE = ("layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab", "max_len")
 _SMOL = dict(rope_theta=1e5, tied=True, eos_ids=(2,), bos_id=1)
 _LLAMA2 = dict(eos_ids=(2,), bos_id=1)
 _LLAMA3 = dict(rope_theta=5e5, eos_ids=(128001, 128009), bos_id=128000)
@@ -98,7 +98,7 @@ _LLAMA32 = dict(_LLAMA31, rope_scaling=llama3_scaling(32.0), tied=True)
 _QWEN2 = dict(rope_theta=1e6, norm_eps=1e-6, qkv_bias=True, eos_ids=(151645, 151643))
 _QWEN3 = dict(rope_theta=1e6, norm_eps=1e-6, qk_norm=True, eos_ids=(151645, 151643))
 
-_ROWS: dict[str, tuple[tuple[int, ...], dict]] = {
+_ROWS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     #                  L    D      N    K   H    F      V       most tokens
     "tiny":           ((2, 64, 4, 2, 16, 128, 512, 2**24), dict(eos_ids=(2,), bos_id=1)),
     "smollm2-135m":   ((30, 576, 9, 3, 64, 1536, 49152, 8192), _SMOL),
@@ -134,4 +134,4 @@ _ROWS: dict[str, tuple[tuple[int, ...], dict]] = {
     "qwen3-14b":      ((40, 5120, 40, 8, 128, 17408, 151936, 40960), _QWEN3),
     "qwen3-32b":      ((64, 5120, 64, 8, 128, 25600, 151936, 40960), _QWEN3),
 }
-MODELS: dict[str, ModelConfig] = {name: ModelConfig(name, **dict(zip(_SHAPE, shape)), **rest) for name, (shape, rest) in _ROWS.items()}
+MODELS: dict[str, ModelConfig] = {name: ModelConfig(name, *shape, **rest) for name, (shape, rest) in _ROWS.items()}

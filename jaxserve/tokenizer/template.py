@@ -63,8 +63,8 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         raise RequestError("messages", f"message {number} is not an object with a role")
     content = message.get("content")
     if isinstance(content, (list, tuple)):
-        texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
-        if not all(isinstance(text, str) for text in texts):
+        texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+        if len(texts) < len(content):
             raise RequestError("messages", f"message {number} has parts that are not text, which this model cannot take")
         content = "\n".join(texts)
     if not isinstance(content, str):

@@ -142,8 +142,9 @@ def _pieces(library: tokenizers.Tokenizer) -> tuple[list[bytes], bool]:
 
 def _decoder_kind(library: tokenizers.Tokenizer) -> tuple[bool, bool]:
     """(byte level, strips a leading space). Errors: CheckpointError for decoders that are neither byte level nor SentencePiece's."""
-    state = json.loads(library.decoder.__getstate__()) if library.decoder is not None else {"type": None}
-    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    decoder: Any = library.decoder
+    state: dict[str, Any] = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
+    steps: list[Any] = state["decoders"] if state["type"] == "Sequence" else [state]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return True, False

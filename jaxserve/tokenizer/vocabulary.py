@@ -78,11 +78,12 @@ def _byte_level(fields: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
         raise CheckpointError(f"tokenizer.ggml.pre: {pre!r} is not one of {', '.join(PRE)}; a folder with tokenizer.json would serve")
     if not isinstance(merges, list):
         raise CheckpointError("tokenizer.ggml.merges: is missing")
-    pairs = [tuple(m.split(" ")) for m in merges if isinstance(m, str)]
-    known = set(tokens)
-    for pair in pairs:
-        if len(pair) != 2 or not known.issuperset((*pair, "".join(pair))):
-            raise CheckpointError(f"tokenizer.ggml.merges: {' '.join(pair)!r} does not merge two tokens into a third")
+    known, pairs = set(tokens), []
+    for merge in merges:
+        left, _, right = str(merge).partition(" ")
+        if not known.issuperset((left, right, left + right)):
+            raise CheckpointError(f"tokenizer.ggml.merges: {merge!r} does not merge two tokens into a third")
+        pairs.append((left, right))
     tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, pairs))
     PRE[pre](tokenizer)
     tokenizer.decoder = decoders.ByteLevel()

@@ -25,8 +25,10 @@ class Checkpoint(Protocol):
     `Tokenizer.load` takes, None where there is none; `bytes_read` counts what `read` took from files."""
 
     config: ModelConfig
-    tokenizer: Path | None
     bytes_read: int
+
+    @property
+    def tokenizer(self) -> Path | None: ...
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Name -> shape, name of the stored dtype."""

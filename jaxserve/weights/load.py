@@ -41,11 +41,14 @@ def _place(
 ) -> jax.Array:
     slices: dict[tuple, np.ndarray] = {}             # lanes hold the same slice: read it once
 
-    def read(index: Index) -> np.ndarray:
-        key = tuple(s.indices(size)[:2] for s, size in zip(index, shape))
+    def read(name: str, rows: slice, columns: slice | None) -> np.ndarray:
+        return checkpoint.read(name, rows, columns).astype(dtype, copy=False)
+
+    def part(index: Index | None) -> np.ndarray:
+        key = tuple(s.indices(size)[:2] for s, size in zip(index or (), shape))
         if key not in slices:
-            values = build(path, tuple(slice(*k) for k in key), checkpoint.read, checkpoint.config, config)
-            slices[key] = np.ascontiguousarray(values, dtype)
+            values = build(path, tuple(slice(*k) for k in key), read, checkpoint.config, config)
+            slices[key] = np.ascontiguousarray(values)
         return slices[key]
 
-    return jax.make_array_from_callback(shape, sharding, read)
+    return jax.make_array_from_callback(shape, sharding, part)

@@ -73,11 +73,11 @@ def read_json(path: Path) -> Any:
 def read_config(folder: Path, name: str = "") -> ModelConfig:
     """ModelConfig of a folder's config.json and generation_config.json."""
     generation = folder / "generation_config.json"
-    found = [read_json(folder / "config.json"), read_json(generation) if generation.exists() else {}]
-    if not all(isinstance(f, dict) for f in found):
+    config, more = read_json(folder / "config.json"), read_json(generation) if generation.exists() else {}
+    if not isinstance(config, dict) or not isinstance(more, dict):
         raise CheckpointError(f"{folder}: config.json and generation_config.json must hold objects")
     try:
-        return from_hf(*found, name=name)
+        return from_hf(config, more, name)
     except (TypeError, ValueError, AttributeError) as error:
         text = error.args[0].removeprefix("model: ") if isinstance(error, CheckpointError) else error
         raise CheckpointError(f"{folder / 'config.json'}: {text}") from None
@@ -152,7 +152,7 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _begin(item: tuple[str, Any]) -> tuple[int, int]:
-    offsets = item[1].get("data_offsets") if isinstance(item[1], dict) else None
+    offsets: Any = item[1].get("data_offsets") if isinstance(item[1], dict) else None
     return (offsets[0], offsets[1]) if _whole(offsets) and len(offsets) == 2 else (-1, -1)
 
 
@@ -161,6 +161,9 @@ def _whole(values: Any) -> bool:
 
 
 def _place(file: Path, name: str, entry: Any, data: int) -> Place:
+    dtype: Any
+    shape: Any
+    offsets: Any
     dtype, shape, offsets = (entry.get(k) for k in ("dtype", "shape", "data_offsets")) if isinstance(entry, dict) else (None,) * 3
     if not isinstance(dtype, str) or dtype not in _SIZES or not _whole(shape) or not _whole(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{file}: tensor {name!r} has no valid dtype, shape and data_offsets: {str(entry)[:200]}")

@@ -62,7 +62,7 @@ def test_what_is_not_the_published_file_leaves_nothing_behind(fault, message, ca
     with pytest.raises(CheckpointError, match=message):
         weights.fetch("tiny-real", progress=False)
     assert list((cache / "models").iterdir()) == []
-    with pytest.raises(CheckpointError, match="no path and not in the cache"):
+    with pytest.raises(CheckpointError, match="no path and not in "):
         weights.open_checkpoint("tiny-real")
 
 
