@@ -56,7 +56,7 @@ def ignored(name: str, config: ModelConfig) -> bool:
 
 
 def build(path: str, index: Index, read: Read, stored: ModelConfig, config: ModelConfig) -> np.ndarray:
-    """The slice `index` of the parameter `path`, in the dtype that `read` gives. `stored`: the checkpoint's config; `config`: after `with_tp`."""
+    """The slice `index` of the parameter `path`, in the dtype of `read`. `stored`: the checkpoint's config; `config`: after `with_tp`."""
     number = re.search(r"\d+", path)
     row = TABLE[re.sub(r"\d+", "{i}", path, count=1)]
     names = tuple(name.format(i=number and number.group()) for name in row.tensors)
