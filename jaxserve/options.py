@@ -56,13 +56,21 @@ def _made(config: type, values: Mapping[str, Any]) -> Any:
     for field in dataclasses.fields(config):
         kind = _plain(hints[field.name])
         if kind is MeshConfig:
-            mesh = values.get(field.name, field.default)
-            given[field.name] = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
+            given[field.name] = _mesh(field.name, values.get(field.name, field.default))
         elif dataclasses.is_dataclass(kind):
             given[field.name] = _made(kind, values)
         elif field.name in values:
             given[field.name] = values[field.name]
     return config(**given)
+
+
+def _mesh(name: str, value: str | MeshConfig) -> MeshConfig:
+    if isinstance(value, MeshConfig):
+        return value
+    try:
+        return MeshConfig.parse(value)
+    except ConfigError as error:                        # of an axis: name the setting too
+        raise error if error.field == name else ConfigError(name, str(error)) from None
 
 
 def _check_kind(option: Option, value: Any) -> None:

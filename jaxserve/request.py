@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -222,7 +222,13 @@ Event = Accepted | Progress | Token | Finished
 
 
 def _strings(value: Any) -> tuple:
-    return (value,) if isinstance(value, str) else tuple(value)
+    return (value,) if isinstance(value, str) else _listed("stop", value)
+
+
+def _listed(name: str, value: Any) -> tuple:
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        raise RequestError(name, f"must be a list, not {value!r}")
+    return tuple(value)
 
 
 def _bias(value: Any) -> tuple:
@@ -233,7 +239,7 @@ def _bias(value: Any) -> tuple:
         raise RequestError("logit_bias", "must map token ids to numbers") from None
 
 
-_TUPLES = {"stop": _strings, "stop_token_ids": tuple, "logit_bias": _bias}
+_TUPLES = {"stop": _strings, "stop_token_ids": lambda value: _listed("stop_token_ids", value), "logit_bias": _bias}
 _FLOAT_RANGES = (
     ("temperature", 0, 100), ("top_p", 0, 1), ("min_p", 0, 1), ("repetition_penalty", 0, 100),
     ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2),

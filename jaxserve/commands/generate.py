@@ -100,8 +100,6 @@ def parse(text: str, place: str, defaults: dict[str, Any]) -> Line:
     try:
         _check_prompt(given[0], prompt := fields.pop(given[0]))
         return Line(prompt, SamplingParams.make(**defaults | fields), place)
-    except TypeError as error:
-        raise RequestError("", f"{place}: {error}") from None
     except RequestError as error:
         raise _at(place, error) from None
 
