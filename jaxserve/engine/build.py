@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import ml_dtypes
@@ -10,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxserve.cache import CacheManager
-from jaxserve.config import CacheConfig, ConfigError, EngineConfig
+from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.arrays import sample_sizes, shapes
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.programs import keep_compiled
@@ -18,7 +19,7 @@ from jaxserve.engine.stages import Plan, Stages
 from jaxserve.models.zoo import ModelConfig, layers_of
 from jaxserve.scheduling import Scheduler
 from jaxserve.sharding.mesh import ensure_devices
-from jaxserve.weights import Checkpoint, check, load, open_checkpoint
+from jaxserve.weights import load, open_checkpoint
 
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -31,14 +32,14 @@ def build(config: EngineConfig, progress: bool = True, warm_up: bool = True, pla
     checkpoint = open_checkpoint(config.source.model)
     model = checkpoint.config.with_tp(config.mesh.tp)
     plan = make_plan(config, model)
-    check(checkpoint, checkpoint.config)
     ensure_devices(config.mesh.devices)
     keep_compiled(config.compile_cache)
-    stages = Stages(plan, _loader(checkpoint, plan, progress))
+    stages = Stages(plan, lambda declared, shardings: load(checkpoint, model, declared, shardings, plan.dtype, progress))
     if warm_up:
         with _bar("compiling", len(dict(stages.all_programs())), progress) as step:
             stages.warm_up(step)
-    cache = CacheManager(_sized(config.cache, plan.pages), config.mesh.kvp, plan.slots, str(checkpoint.config), config.source.dtype, placement)
+    cache = CacheManager(dataclasses.replace(config.cache, pages=plan.pages), config.mesh.kvp, plan.slots, str(checkpoint.config), config.source.dtype,
+                         placement)
     scheduler = Scheduler(config.scheduler, cache, config.mesh, _max_len(config, model), model.eos_ids)
     return Engine(config, stages, scheduler, model.eos_ids)
 
@@ -63,17 +64,6 @@ def _max_len(config: EngineConfig, model: ModelConfig) -> int:
     if length is not None and length > model.max_len:
         raise ConfigError("max_model_len", f"{length} is above the model's limit {model.max_len}")
     return length or model.max_len
-
-
-def _sized(cache: CacheConfig, pages: int) -> CacheConfig:
-    return CacheConfig(cache.block_size, pages, cache.kv_memory_gib, cache.lane_tokens, cache.prefix_caching)
-
-
-def _loader(checkpoint: Checkpoint, plan: Plan, progress: bool) -> Callable:
-    def stage(declared: dict, shardings: dict) -> dict:
-        with _bar("loading", len(declared), progress) as step:
-            return load(checkpoint, plan.model, declared, shardings, plan.dtype, step)
-    return stage
 
 
 @contextlib.contextmanager

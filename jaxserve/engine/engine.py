@@ -68,7 +68,7 @@ class Engine:
         self._eos = eos_ids
         self._callers: dict[str, Caller] = {}
         self._flights: deque[Flight] = deque()
-        self._sampled_at = np.full(stages.plan.slots, -1, np.int64)   # per slot: the step that last sampled for it
+        self._sampled_at = np.zeros(stages.plan.slots, np.int64)      # per slot: the version of `sampled` with its last token
         self._variant = np.zeros(stages.plan.slots, np.int8)          # per slot: what its sampling needs, an index of VARIANTS
         self._lock = threading.Condition()
         self._closing = False
@@ -176,12 +176,12 @@ class Engine:
         shape = next(shape for shape in self.stages.plan.shapes if work.fits(shape))
         arrays = to_arrays(batch, work, shape, lanes, self.stages.plan.block_size)
         fed = batch.slot[batch.feed]
-        hidden = self.stages.step(arrays, int(self._sampled_at[fed].max(initial=-1)))
+        hidden = self.stages.step(arrays, int(self._sampled_at[fed].max(initial=0)))
         sampled = None
         if batch.sample.any():
             variant = sampling.VARIANTS[self._variant[batch.slot[batch.sample]].max()]
-            sampled = self.stages.sample(hidden, variant, batch.number)
-            self._sampled_at[batch.slot[batch.sample]] = batch.number
+            sampled = self.stages.sample(hidden, variant)
+            self._sampled_at[batch.slot[batch.sample]] = sampled.version
             sampled.tokens.copy_to_host_async()
         return Flight(batch, arrays, sampled, self._scores(batch, arrays, hidden))
 

@@ -79,10 +79,12 @@ class Hidden:
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """What a head program returned, still on its way: tokens [lanes, S], and with log-probabilities (chosen [lanes, S], top, ids [lanes, S, k])."""
+    """What a head program returned, still on its way: tokens [lanes, S], where wanted log-probabilities (chosen [lanes, S]; the likeliest
+    and their ids [lanes, S, k]), and the version of `sampled` that holds the tokens."""
 
     tokens: jax.Array
-    logprobs: tuple[jax.Array, ...] = ()
+    logprobs: tuple[jax.Array, ...]
+    version: int
 
 
 Loader = Callable[[dict, dict], dict[str, jax.Array]]   # declared parameters, their shardings -> arrays
@@ -98,7 +100,7 @@ class Stages:
         self.last_mesh = meshes[-1]
         self.stages = [self._stage(i, mesh, part, load) for i, (mesh, part) in enumerate(zip(meshes, layers_of(plan.model, plan.mesh.spp)))]
         lanes = sharding(self.last_mesh, "lanes")
-        self._sampled: deque[tuple[int, jax.Array]] = deque([(-1, _zeros(lanes, (plan.mesh.kvp, plan.slots), jnp.int32))], maxlen=KEPT)
+        self._sampled: deque[tuple[int, jax.Array]] = deque([(0, _zeros(lanes, (plan.mesh.kvp, plan.slots), jnp.int32))], maxlen=KEPT)
         self.sampling_state = self._empty_sampling_state()
 
     # --- what lives on the devices
@@ -125,25 +127,26 @@ class Stages:
     # --- issuing work
 
     def step(self, arrays: Arrays, needs: int) -> Hidden:
-        """Issues a step to all stages. needs: number of the last step that sampled a token this one feeds (-1: none)."""
+        """Issues a step to all stages. needs: the newest version of `sampled` with a token that this step feeds (0: none)."""
         self._set_table(arrays.early)
-        x: Any = next(version for made, version in self._sampled if made >= needs)
+        x: Any = next(array for version, array in self._sampled if version >= needs)
         for stage in self.stages:
             ints, x = jax.device_put((arrays.ints, x), sharding(stage.mesh, "lanes"))
             program = self.programs.get(f"layers_{stage.index}_{arrays.shape}", functools.partial(self._lower_layers, stage, arrays.shape))
             x, stage.pages, stage.table = program(stage.values, stage.pages, stage.table, ints, x)
         return Hidden(*x)
 
-    def sample(self, hidden: Hidden, variant: str, number: int) -> Sampled:
-        """Samples a token for each chunk of step `number` that asked for one. Makes the next version of `sampled`."""
+    def sample(self, hidden: Hidden, variant: str) -> Sampled:
+        """Samples a token for each chunk of the step that asked for one. Makes the next version of `sampled`."""
         program = self.programs.get(*self._head_program(variant, hidden.picked.shape[1]))
         arguments = (self.head_values, hidden.picked, hidden.ints, self._sampled[-1][1])
         if variant == "greedy":
             (tokens, sampled), logprobs = program(*arguments), ()
         else:
             tokens, sampled, self.sampling_state, logprobs = program(*arguments, self.sampling_state)
-        self._sampled.append((number, sampled))
-        return Sampled(tokens, logprobs)
+        version = self._sampled[-1][0] + 1
+        self._sampled.append((version, sampled))
+        return Sampled(tokens, logprobs, version)
 
     def score(self, hidden: Hidden, token: np.ndarray, target: np.ndarray) -> tuple[jax.Array, ...]:
         """Log-probabilities of ids target [lanes, SCORES], each after token [lanes, SCORES] of the step: see `step.score`."""

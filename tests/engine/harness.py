@@ -1,0 +1,95 @@
+"""Runs requests on an engine turn by turn, in the test's own thread, with the invariants checked after every turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxserve.cache import CacheManager
+from jaxserve.config import CacheConfig, EngineConfig, MeshConfig, ModelSource, SchedulerConfig
+from jaxserve.engine.build import build
+from jaxserve.engine.engine import Engine
+from jaxserve.request import Event, Finished, Request, SamplingParams, Token
+from jaxserve.scheduling import Scheduler
+
+
+def engine(model: str = "random:tiny", mesh: str = "", *, chunk: int = 64, seqs: int = 8, pages: int = 256, block: int = 16,
+           max_len: int = 2048, placement: str = "grow", **cache) -> Engine:
+    """An engine whose programs are compiled when first used."""
+    config = EngineConfig(
+        ModelSource(model=str(model), max_model_len=max_len), MeshConfig.parse(mesh), CacheConfig(block_size=block, pages=pages, **cache),
+        SchedulerConfig(max_seqs=seqs, chunk_tokens=chunk))
+    return build(config, progress=False, warm_up=False, placement=placement)
+
+
+def fresh(old: Engine, placement: str) -> Engine:
+    """An engine on the same devices with an empty cache and another placement of blocks."""
+    plan, config = old.stages.plan, dataclasses.replace(old.config.cache, pages=old.stages.plan.pages)
+    cache = CacheManager(config, plan.mesh.kvp, plan.slots, placement=placement)
+    scheduler = Scheduler(old.config.scheduler, cache, plan.mesh, old.max_len, plan.model.eos_ids)
+    return Engine(old.config, old.stages, scheduler, plan.model.eos_ids)
+
+
+@dataclasses.dataclass
+class Completion:
+    ids: list[int]
+    logprobs: list
+    finished: Finished
+
+
+class Runner:
+    """Submits requests and collects what comes back, by request and completion."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.events: dict[str, list[Event]] = {}
+
+    def submit(self, prompt: Sequence[int], id: str | None = None, rest: dict | None = None, **fields) -> str:
+        id = id or f"r{len(self.events)}"
+        params = SamplingParams.make(**{"temperature": 0, **fields})
+        request = Request.make(id, np.asarray(prompt), params, vocab=self.engine.model.vocab, max_len=self.engine.max_len,
+                               arrival=self.engine.clock.now(), **(rest or {}))
+        self.events[id] = []
+        self.engine.submit(request, self.events[id].extend)
+        return id
+
+    def run(self, chunks: Sequence[int] = (), seed: int = 0) -> None:
+        """Turns until nothing is left. chunks: budgets to choose from at random before each turn; none: the engine's own."""
+        rng, scheduler = random.Random(seed), self.engine.scheduler
+        own = scheduler.config
+        while True:
+            if chunks:
+                scheduler.config = dataclasses.replace(own, chunk_tokens=rng.choice(chunks))
+            if not self.engine.turn():
+                break
+            scheduler.check()
+        scheduler.config = own
+
+    def completion(self, id: str, index: int = 0) -> Completion:
+        mine = [event for event in self.events[id] if getattr(event, "index", None) == index]
+        tokens = [event for event in mine if isinstance(event, Token)]
+        ends = [event for event in mine if isinstance(event, Finished)]
+        assert len(ends) == 1, f"{id} ended {len(ends)} times"
+        return Completion([token.id for token in tokens], [token.logprobs for token in tokens], ends[0])
+
+    def ids(self, id: str, index: int = 0) -> list[int]:
+        return self.completion(id, index).ids
+
+
+def generate(engine: Engine, prompts: Sequence[Sequence[int]], chunks: Sequence[int] = (), **fields) -> list[list[int]]:
+    """Greedy tokens of all prompts, run together."""
+    runner = Runner(engine)
+    ids = [runner.submit(prompt, **fields) for prompt in prompts]
+    runner.run(chunks)
+    return [runner.ids(id) for id in ids]
+
+
+def assert_empty(engine: Engine) -> None:
+    """Nothing is left of any request."""
+    load = engine.load()
+    assert load.running == load.waiting == 0
+    assert load.pages_free + load.pages_cached == load.pages_total
+    assert not engine._callers and not engine._flights

@@ -1,0 +1,113 @@
+"""The real model says what the reference says, token for token, on every mesh, chunking, placement, batch mix and weight source."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from tests.engine.harness import Runner, assert_empty, engine, fresh
+
+MESHES = [mesh for mesh in itertools.product((1, 2, 3, 5), (1, 2, 4), (1, 3)) if np.prod(mesh) <= 12]
+FEW = [(1, 1, 1), (2, 2, 3), (5, 2, 1)]              # the others run with -m matrix
+LONGEST = {1: 40, 7: 400, 64: 2000, 512: 8000}       # prompts longer than that are left out with chunks so small
+
+
+def meshes():
+    return [pytest.param(mesh, id="spp{}-kvp{}-tp{}".format(*mesh), marks=() if mesh in FEW else pytest.mark.matrix) for mesh in MESHES]
+
+
+def submit(runner: Runner, case: dict, **fields) -> str:
+    return runner.submit(case["prompt_ids"], max_tokens=len(case["output_ids"]), ignore_eos=True, **fields)
+
+
+@pytest.mark.parametrize("mesh", meshes())
+def test_tokens_equal_the_reference(mesh, golden, smollm2_gguf):
+    spp, kvp, tp = mesh
+    real = engine(smollm2_gguf, f"spp={spp},kvp={kvp},tp={tp}", chunk=512, seqs=8, pages=640, max_len=8192)
+    few = mesh in FEW
+    for chunk, placement in itertools.product((1, 7, 64, 512, None), ("grow", "random") if kvp > 1 else ("grow",)):
+        real = fresh(real, placement)
+        longest = LONGEST[chunk or 64] if not few else min(LONGEST[chunk or 64], 2000)
+        cases = [case for case in golden["cases"] if len(case["prompt_ids"]) <= longest]
+        runner = Runner(real)
+        ids = [submit(runner, case) for case in cases]
+        runner.run(chunks=(chunk,) if chunk else (1, 7, 64, 512))
+        for id, case in zip(ids, cases):
+            assert runner.ids(id) == case["output_ids"], f"chunk {chunk}, {placement}, prompt of {len(case['prompt_ids'])}"
+        assert_empty(real)
+
+
+@pytest.fixture(scope="module")
+def plain(smollm2_gguf):
+    return engine(smollm2_gguf, chunk=64, seqs=8, pages=640, max_len=8192)
+
+
+def test_alone_equals_in_a_batch_and_after_prefix_hits(golden, plain):
+    cases = [case for case in golden["cases"] if len(case["prompt_ids"]) < 400]
+    hits = []
+    for _ in range(2):
+        for case in cases:
+            runner = Runner(plain)
+            id = submit(runner, case)
+            runner.run()
+            assert runner.ids(id) == case["output_ids"]
+            hits.append(runner.completion(id).finished.usage.cached)
+    assert sum(hits[len(cases) :]) >= sum(len(case["prompt_ids"]) // 16 * 16 for case in cases[3:]) - 16 * len(cases)
+    runner = Runner(plain)
+    ids = [submit(runner, case) for case in cases]
+    runner.run()
+    assert [runner.ids(id) for id in ids] == [case["output_ids"] for case in cases]
+
+
+def test_chats_end_where_the_model_ends_them(golden, plain):
+    for case in golden["cases"]:
+        if "messages" in case:
+            runner = Runner(plain)
+            id = runner.submit(case["prompt_ids"], max_tokens=200)
+            runner.run()
+            assert runner.ids(id) == case["output_ids"]
+            assert runner.completion(id).finished.reason == "stop"
+
+
+def test_log_probabilities_equal_the_reference(golden, plain):
+    for case in golden["cases"][:5]:
+        runner = Runner(plain)
+        id = submit(runner, case, logprobs=10)
+        runner.run()
+        got = runner.completion(id)
+        assert got.ids == case["output_ids"]
+        np.testing.assert_allclose([token.chosen for token in got.logprobs], case["output_logprobs"], atol=1e-3)
+        first = dict(got.logprobs[0].top)
+        reference = dict(map(tuple, case["last_prompt_logits_top10"]))
+        shift = first[case["output_ids"][0]] - reference[case["output_ids"][0]]
+        assert {k: pytest.approx(v + shift, abs=1e-3) for k, v in reference.items()} == first
+
+
+@pytest.mark.parametrize("mesh", ["", "spp=2,tp=3", "kvp=2"])
+def test_prompt_logits_equal_the_reference(mesh, golden, smollm2_gguf):
+    real = engine(smollm2_gguf, mesh, chunk=64, seqs=2, pages=64)
+    hidden = []
+    step = real.stages.step
+    real.stages.step = lambda *args: hidden.append(step(*args)) or hidden[-1]
+    for case in golden["cases"][:5]:
+        hidden.clear()
+        runner = Runner(real)
+        runner.submit(case["prompt_ids"], max_tokens=1, ignore_eos=True)
+        runner.run()
+        picked = np.asarray(hidden[-1].picked, np.float64)
+        weights = {keys[-1]: np.asarray(value, np.float64) for (keys, _), value in zip(real.stages.head.flat, real.stages.head_values)}
+        normal = picked / np.sqrt((picked**2).mean(-1, keepdims=True) + real.model.norm_eps) * weights["norm"]
+        logits = normal @ weights["head"]                                            # [lanes, S, V]
+        top = np.array(case["last_prompt_logits_top10"])
+        wrong = np.abs(logits[..., top[:, 0].astype(int)] - top[:, 1]).max(-1)
+        assert wrong.min() < 1e-3                                                     # the lane and row of the prompt's last token
+
+
+def test_a_safetensors_folder_says_the_same_as_the_gguf(golden, smollm2_folder):
+    real = engine(smollm2_folder, "tp=3", chunk=64, seqs=8, pages=64)
+    runner = Runner(real)
+    ids = [submit(runner, case) for case in golden["cases"][:5]]
+    runner.run()
+    assert [runner.ids(id) for id in ids] == [case["output_ids"] for case in golden["cases"][:5]]
