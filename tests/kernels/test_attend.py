@@ -1,0 +1,193 @@
+"""Every implementation of attention over pages means what the reference means, and the reference means plain dense attention."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.kernels import ops, xla
+
+TOLERANCE = dict(rtol=2e-5, atol=2e-5)
+SLOTS = 6
+HUGE = 2**31 - 1
+
+
+@dataclass
+class Shape:
+    """T query tokens a row, K kv heads, G query heads of each, H head dim, C tokens a page, W table entries."""
+
+    T: int
+    K: int = 2
+    G: int = 3
+    H: int = 16
+    C: int = 16
+    W: int = 24
+    window: int | None = None
+    R: int = 4
+
+    def __str__(self) -> str:
+        return f"T{self.T}-K{self.K}-G{self.G}-H{self.H}-C{self.C}" + (f"-window{self.window}" if self.window else "")
+
+
+SHAPES = [
+    Shape(1), Shape(1, window=40), Shape(1, K=1, G=1, H=8, C=256, W=3), Shape(1, K=3, G=16, R=1), Shape(1, K=8, G=4, C=1, W=70),
+    Shape(5, G=7), Shape(5, K=1, G=8, C=4, W=90, window=7), Shape(64, K=3), Shape(64, C=64, W=6, window=40),
+    Shape(512, W=60, R=2), Shape(512, K=1, G=2, C=32, W=40, window=100, R=2),
+]
+
+
+@dataclass
+class Case:
+    q: np.ndarray
+    q_pos: np.ndarray
+    pages: np.ndarray
+    table: np.ndarray
+    rows: np.ndarray
+    count: np.ndarray
+
+    @property
+    def arguments(self):
+        return self.q, self.q_pos, self.pages, self.table, self.rows, self.count
+
+
+def make_case(shape: Shape, seed: int, first_block: int = 0) -> Case:
+    """Rows of random lengths at random positions, over random subsets of their blocks, on permuted pages. What is not written is NaN,
+    and what is not a table entry is nonsense. The last row is empty, and so is the table of the first row of every third case."""
+    rng = np.random.default_rng([seed, shape.T])
+    T, C, W = shape.T, shape.C, shape.W
+    total = shape.R * W + 3
+    free = iter(rng.permutation(total).tolist())
+    pages = np.full((total, shape.K, 2, C, shape.H), np.nan, np.float32)
+    table = rng.choice(np.array([0, 1, total + 5, HUGE, -1, -HUGE], np.int32), (2, SLOTS, W))
+    rows, count = rng.permutation(SLOTS)[: shape.R].astype(np.int32), np.zeros(shape.R, np.int32)
+    q_pos = np.full((shape.R, T), -1, np.int32)
+    for row in range(shape.R):
+        length = 0 if row == shape.R - 1 > 0 else int(rng.integers(1, T + 1))
+        end = int(rng.integers(length, W * C + 1))
+        q_pos[row, :length] = first_block * C + np.arange(end - length, end)
+        blocks = [block for block in range(-(-end // C)) if rng.random() < 0.8 and (row or seed % 3)]
+        count[row] = len(blocks)
+        for entry, block in enumerate(blocks):
+            page = next(free)
+            table[:, rows[row], entry] = page, first_block + block
+            pages[page, :, :, : end - block * C] = rng.standard_normal((shape.K, 2, min(C, end - block * C), shape.H))
+    q = rng.standard_normal((shape.R, T, shape.K, shape.G, shape.H)).astype(np.float32)
+    return Case(q, q_pos, pages, table, rows, count)
+
+
+def dense(case: Case, scale: float, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Attention in f64, one query at a time, by what the words say."""
+    size = case.pages.shape[3]
+    out, lse = np.zeros(case.q.shape), np.full(case.q.shape[:-1], -np.inf)
+    for row, slot in enumerate(case.rows):
+        pages, blocks = case.table[:, slot, : case.count[row]].astype(np.int64)
+        k_pos = (blocks[:, None] * size + np.arange(size)).ravel()
+        k, v = np.moveaxis(case.pages[pages].astype(np.float64), (2, 1), (0, 1)).reshape(2, case.pages.shape[1], -1, case.pages.shape[4])
+        for t, position in enumerate(case.q_pos[row]):
+            seen = (k_pos <= position) & (position - k_pos < (window or HUGE))
+            if seen.any():
+                scores = np.einsum("kgh,ksh->kgs", case.q[row, t].astype(np.float64) * scale, k[:, seen])
+                top = scores.max(-1, keepdims=True)
+                weights = np.exp(scores - top)
+                total = weights.sum(-1)
+                out[row, t] = np.einsum("kgs,ksh->kgh", weights / total[..., None], v[:, seen])
+                lse[row, t] = top[..., 0] + np.log(total)
+    return out, lse
+
+
+@functools.cache
+def compiled(name: str, window: int | None):
+    return jax.jit(functools.partial(ops.attend, scale=0.3, window=window, implementation=name))
+
+
+def assert_means_dense(name: str, case: Case, window: int | None) -> None:
+    out, lse = map(np.asarray, compiled(name, window)(*case.arguments))
+    right_out, right_lse = dense(case, 0.3, window)
+    assert out.dtype == lse.dtype == np.float32
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(right_lse))
+    np.testing.assert_allclose(lse, right_lse, **TOLERANCE)
+    np.testing.assert_allclose(out, right_out, **TOLERANCE)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", sorted(ops.ATTEND))
+def test_attention_over_pages_is_dense_attention(name, shape):
+    for seed in range(6):
+        assert_means_dense(name, make_case(shape, seed), shape.window)
+
+
+@pytest.mark.parametrize("shape", [Shape(1), Shape(1, C=256, W=4), Shape(64, C=256, W=4), Shape(64, window=40)], ids=str)
+@pytest.mark.parametrize("name", sorted(ops.ATTEND))
+def test_positions_of_ten_million_tokens_fit(name, shape):
+    for last in (10_000_000, HUGE - 1024):
+        assert_means_dense(name, make_case(shape, 1, last // shape.C - shape.W), shape.window)
+
+
+@pytest.mark.parametrize("name", sorted(ops.ATTEND))
+def test_blocks_that_lie_millions_apart_meet_in_one_row(name):
+    case = make_case(Shape(5), 2)
+    row = case.count.argmax()
+    case.table[1, case.rows[row], : case.count[row]] += np.linspace(0, 620_000, case.count[row]).astype(np.int32)
+    case.q_pos[row] = 10_000_000 + np.arange(5)
+    case.pages[:] = np.random.default_rng(0).standard_normal(case.pages.shape)
+    assert case.count[row] > 5
+    assert_means_dense(name, case, None)
+    assert_means_dense(name, case, 4_000_000)
+
+
+@pytest.mark.parametrize("name", sorted(ops.ATTEND))
+def test_where_nothing_is_seen_the_result_is_zero_with_lse_of_minus_infinity(name):
+    for window in (None, 40):
+        for T in (1, 64):
+            case = make_case(Shape(T), 1)
+            case.q_pos[0], case.count[1] = -1, 0                                    # no query; no key
+            case.table[1, case.rows[2], : case.count[2]] += 1000                    # only later keys
+            out, lse = map(np.asarray, compiled(name, window)(*case.arguments))
+            assert (out == 0).all() and np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("name", sorted(ops.ATTEND))
+def test_every_column_of_a_row_is_its_own_query(name):
+    """A row's answer is that of its tokens one by one: nothing leaks between the tokens of a row, or from row to row."""
+    case = make_case(Shape(5), 4)
+    out, lse = map(np.asarray, compiled(name, None)(*case.arguments))
+    for t in range(5):
+        alone = Case(case.q[:, t : t + 1], case.q_pos[:, t : t + 1], *case.arguments[2:])
+        one_out, one_lse = map(np.asarray, compiled(name, None)(*alone.arguments))
+        np.testing.assert_allclose(one_out[:, 0], out[:, t], **TOLERANCE)
+        np.testing.assert_allclose(one_lse[:, 0], lse[:, t], **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", sorted(ops.ATTEND))
+def test_several_rows_may_be_of_one_sequence(name):
+    case = make_case(Shape(64, R=1), 5)
+    q, q_pos = case.q.reshape(2, 32, *case.q.shape[2:]), case.q_pos.reshape(2, 32)
+    halves = Case(q, q_pos, case.pages, case.table, case.rows.repeat(2), case.count.repeat(2))
+    whole, split = compiled(name, None)(*case.arguments), compiled(name, None)(*halves.arguments)
+    for a, b in zip(whole, split):
+        np.testing.assert_allclose(np.asarray(a).reshape(b.shape), b, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", sorted(ops.ATTEND))
+def test_half_precision_pages_differ_by_rounding_only(name):
+    case = make_case(Shape(64), 3)
+    half = [x.astype("bfloat16") if x.dtype == np.float32 else x for x in case.arguments]
+    out, lse = compiled(name, None)(*half)
+    right_out, right_lse = dense(Case(*(x.astype(np.float32) if x.dtype.itemsize == 2 else x for x in half)), 0.3, None)
+    np.testing.assert_allclose(out, right_out, atol=0.03)
+    np.testing.assert_allclose(lse, right_lse, atol=0.03)
+
+
+def test_a_shape_that_an_implementation_lacks_is_refused_with_the_reason():
+    case = make_case(Shape(xla.QUERY_TILE + 1, R=1, W=60), 1)
+    with pytest.raises(NotImplementedError, match=f"rows of {xla.QUERY_TILE + 1} tokens"):
+        ops.attend(*case.arguments, scale=1.0, implementation="xla")
+
+
+def test_a_name_that_is_no_implementation_is_an_error():
+    with pytest.raises(KeyError, match="fastest"):
+        ops.attend(*make_case(Shape(1), 1).arguments, scale=1.0, implementation="fastest")
