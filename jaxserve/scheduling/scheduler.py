@@ -53,7 +53,7 @@ class Scheduler:
         self.config, self.cache, self.max_len = config, cache, max_len
         self._eos = frozenset(eos_ids)
         self._roster = Roster(config.max_seqs, cache)
-        self._packer = Packer(config, mesh, cache, self._roster)
+        self.packer = Packer(config, mesh, cache, self._roster)
         self._entries: dict[str, Entry] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         self._flight: deque[Batch] = deque()
@@ -105,7 +105,7 @@ class Scheduler:
 
     def start(self, now: float) -> Batch | None:
         """The next batch, to be run after all batches before it; None where nothing can be issued now."""
-        packed = self._packer.pack(self._batches, now)
+        packed = self.packer.pack(self._batches, now)
         if packed is None:
             return None
         batch, chunks = packed

@@ -59,14 +59,14 @@ class Runner:
     def run(self, chunks: Sequence[int] = (), seed: int = 0) -> None:
         """Turns until nothing is left. chunks: budgets to choose from at random before each turn; none: the engine's own."""
         rng, scheduler = random.Random(seed), self.engine.scheduler
-        own = scheduler.config
+        own = scheduler.packer.config
         while True:
             if chunks:
-                scheduler.config = dataclasses.replace(own, chunk_tokens=rng.choice(chunks))
+                scheduler.packer.config = dataclasses.replace(own, chunk_tokens=rng.choice(chunks))
             if not self.engine.turn():
                 break
             scheduler.check()
-        scheduler.config = own
+        scheduler.packer.config = own
 
     def completion(self, id: str, index: int = 0) -> Completion:
         mine = [event for event in self.events[id] if getattr(event, "index", None) == index]

@@ -1,0 +1,31 @@
+"""Packaging. Code lives in jaxserve/ and, by relative links inside it, in kernels/, sharding/ and server/: one name is installed."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "jaxserve" / "__init__.py").read_text())[1]
+
+TEST = ["pytest>=8", "hypothesis>=6.100", "psutil>=5.9", "ruff>=0.6"]
+
+setup(
+    name="jaxserve",
+    version=VERSION,
+    description="Exact serving of language models with contexts from a hundred tokens to ten million, in JAX",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["jaxserve", "jaxserve.*"]),
+    package_data={"jaxserve.server": ["*.proto", "*.pyi"]},
+    python_requires=">=3.11",
+    install_requires=[
+        "jax>=0.10.2", "flax>=0.12", "orbax-checkpoint>=0.11", "numpy>=1.26", "ml_dtypes>=0.4",
+        "grpcio>=1.66", "grpcio-health-checking>=1.66", "grpcio-reflection>=1.66", "protobuf>=5.27", "googleapis-common-protos>=1.63",
+        "absl-py>=2.1", "tokenizers>=0.20", "gguf>=0.10", "jinja2>=3.1", "tqdm>=4.66",
+    ],
+    extras_require={"test": [*TEST, "safetensors>=0.4"], "dev": [*TEST, "safetensors>=0.4", "grpcio-tools>=1.66", "mypy>=1.11"], "hub": ["huggingface_hub>=0.24"]},
+    entry_points={"console_scripts": ["jaxserve=jaxserve.cli:main"]},
+)
