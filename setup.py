@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "jaxserve" / "__init__.py").read_text())[1]
 
-TEST = ["pytest>=8", "hypothesis>=6.100", "psutil>=5.9", "ruff>=0.6"]
+TEST = ["pytest>=8", "hypothesis>=6.100", "psutil>=5.9", "ruff>=0.6", "safetensors>=0.4"]
 
 setup(
     name="jaxserve",
@@ -26,6 +26,6 @@ setup(
         "grpcio>=1.66", "grpcio-health-checking>=1.66", "grpcio-reflection>=1.66", "protobuf>=5.27", "googleapis-common-protos>=1.63",
         "absl-py>=2.1", "tokenizers>=0.20", "gguf>=0.10", "jinja2>=3.1", "tqdm>=4.66",
     ],
-    extras_require={"test": [*TEST, "safetensors>=0.4"], "dev": [*TEST, "safetensors>=0.4", "grpcio-tools>=1.66", "mypy>=1.11"], "hub": ["huggingface_hub>=0.24"]},
+    extras_require={"test": TEST, "dev": [*TEST, "grpcio-tools>=1.66", "mypy>=1.11"], "hub": ["huggingface_hub>=0.24"]},
     entry_points={"console_scripts": ["jaxserve=jaxserve.cli:main"]},
 )

@@ -1,4 +1,4 @@
-"""Every setting of jaxserve, once: frozen dataclasses whose fields carry their help text and limits. The command line's flags are made from them."""
+"""Every setting of jaxserve, once: frozen dataclasses whose fields carry help and limits. The command line's flags are made from them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class MeshConfig(Checked):
         for part in filter(None, text.replace(" ", "").split(",")):
             name, _, value = part.partition("=")
             if name not in ("spp", "kvp", "tp") or name in degrees or not value.isdigit():
-                raise ConfigError("mesh", f"{part!r} is not AXIS=DEGREE, each axis of spp, kvp, tp at most once, for example spp=2,kvp=2,tp=3")
+                raise ConfigError("mesh", f"{part!r} is not AXIS=DEGREE, each of spp, kvp, tp at most once, for example spp=2,kvp=2,tp=3")
             degrees[name] = int(value)
         return cls(**degrees)
 
@@ -69,7 +69,7 @@ class CacheConfig(Checked):
     block_size: int = option(16, "tokens per KV block (and per page)", low=1, high=1024)
     pages: int | None = option(None, "KV pages per lane; default: from kv_memory_gib", low=2)
     kv_memory_gib: float = option(1.0, "memory for KV pages per device, in GiB, where pages is not given", low=0.001)
-    lane_tokens: int | None = option(None, "tokens of one request that a lane holds before the next lane joins; default: as many as fit", low=1)
+    lane_tokens: int | None = option(None, "tokens of a request that a lane holds before the next joins; default: as many as fit", low=1)
     prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
 
 
@@ -82,7 +82,7 @@ class SchedulerConfig(Checked):
 
     @property
     def tile(self) -> int:
-        """Prefill chunks are computed in rows of so many tokens where several share a step; a chunk's share of the budget is in whole rows."""
+        """Prefill chunks that share a step are computed in rows of so many tokens; a chunk's share of the budget is in whole rows."""
         return min(64, self.chunk_tokens)
 
     @property

@@ -64,7 +64,7 @@ class SamplingParams:
         for name in fields:
             if name not in known:
                 raise RequestError(name, f"unknown sampling field; known are {', '.join(sorted(known))}")
-        given = {k: _TUPLES[k](v) if k in _TUPLES else v for k, v in fields.items() if v is not None}
+        given: dict[str, Any] = {k: _TUPLES[k](v) if k in _TUPLES else v for k, v in fields.items() if v is not None}
         params = cls(**given)
         params.check()
         return params
@@ -125,7 +125,9 @@ class Request:
     bypass_prefix_cache: bool = False
 
     @classmethod
-    def make(cls, id: str, prompt: Sequence[int] | np.ndarray, sampling: SamplingParams, *, vocab: int, max_len: int, **rest: Any) -> Request:
+    def make(
+        cls, id: str, prompt: Sequence[int] | np.ndarray, sampling: SamplingParams, *, vocab: int, max_len: int, **rest: Any
+    ) -> Request:
         """A checked request for a model of `vocab` tokens that holds `max_len` tokens a sequence, prompt and output together.
 
         `max_tokens` is cut to what the model has room for. Errors: RequestError.
@@ -139,7 +141,8 @@ class Request:
                     raise RequestError(name, f"id {token} is not below the vocabulary size {vocab}")
         room = max_len - len(tokens)
         if sampling.min_tokens > room:
-            raise RequestError("min_tokens", f"{sampling.min_tokens} does not fit: the prompt has {len(tokens)} tokens, the limit is {max_len}")
+            said = f"{sampling.min_tokens} does not fit: the prompt has {len(tokens)} tokens, the limit is {max_len}"
+            raise RequestError("min_tokens", said)
         if sampling.max_tokens > room:
             sampling = dataclasses.replace(sampling, max_tokens=room)
         return cls(id, tokens, sampling, **rest)

@@ -56,7 +56,9 @@ def local_rows(slot: jax.Array, start: jax.Array, length: jax.Array, width: int,
     return Rows(slot, pos, (start + length - 1) // size + 1, page)
 
 
-def spread_rows(slot: jax.Array, start: jax.Array, length: jax.Array, held: jax.Array, width: int, table: jax.Array, pages: int, size: int) -> Rows:
+def spread_rows(
+    slot: jax.Array, start: jax.Array, length: jax.Array, held: jax.Array, width: int, table: jax.Array, pages: int, size: int
+) -> Rows:
     """Rows of sequences of which this lane holds some blocks: `held` [R] of them, ascending."""
     pos = _positions(start, length, width)
     block = jnp.maximum(pos, 0) // size
@@ -70,7 +72,9 @@ def gather_rows(x: jax.Array) -> jax.Array:
     return lax.all_gather(x, KVP, tiled=True)
 
 
-def attention(q: jax.Array, kv: jax.Array, pages: jax.Array, window: int | None, groups: Groups, scale: float) -> tuple[jax.Array, jax.Array]:
+def attention(
+    q: jax.Array, kv: jax.Array, pages: jax.Array, window: int | None, groups: Groups, scale: float
+) -> tuple[jax.Array, jax.Array]:
     """q [T, K, G, H], kv [T, K, 2, H] of this lane's tokens, local ones first; pages [1, P, K, 2, C, H] -> out like q, pages with kv."""
     attend = functools.partial(_attend, table=groups.table, scale=scale, window=window)
     tokens, lanes = groups.local_tokens(), lax.axis_size(KVP)
@@ -128,7 +132,9 @@ def _write(pages: jax.Array, kv: jax.Array, groups: tuple[Rows, ...]) -> jax.Arr
     return pages.at[0, page, :, :, offset].set(kv, mode="drop")
 
 
-def _attend(q: jax.Array, rows: Rows, pages: jax.Array, *, table: jax.Array, scale: float, window: int | None) -> tuple[jax.Array, jax.Array]:
+def _attend(
+    q: jax.Array, rows: Rows, pages: jax.Array, *, table: jax.Array, scale: float, window: int | None
+) -> tuple[jax.Array, jax.Array]:
     """q [R * T, K, G, H] -> out [R * T, K, G, H], lse [R * T, K, G], both f32."""
     q_rows = q.reshape(*rows.shape, *q.shape[1:])
     out, lse = ops.attend(q_rows, rows.pos, pages[0], table, rows.slot, rows.held, scale=scale, window=window)

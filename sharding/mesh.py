@@ -15,7 +15,7 @@ SPP, KVP, TP = AXES = ("spp", "kvp", "tp")
 
 def ensure_devices(count: int) -> None:
     """Make the CPU platform show at least `count` devices. Works only before JAX is first used; later it changes nothing."""
-    if count > max(1, jax.config.jax_num_cpu_devices):
+    if count > max(1, jax.config.jax_num_cpu_devices):              # type: ignore[attr-defined]
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
 

@@ -102,8 +102,8 @@ def layout(shape: Shape, lanes: int, block: int) -> Layout:
     spread = sum(rows for rows, _ in shape.spread)
     new = lambda groups: sum(rows * (1 if width == 1 else -(-width // block) + 1) for rows, width in groups)
     sizes: dict[str, tuple[int, ...]] = {
-        "deltas": (new(shape.local) + lanes * new(shape.spread), 4), "tokens": (shape.tokens,), "rows": (shape.rows, 3), "held": (spread, lanes),
-        "samples": (shape.samples, 3),
+        "deltas": (new(shape.local) + lanes * new(shape.spread), 4), "tokens": (shape.tokens,), "rows": (shape.rows, 3),
+        "held": (spread, lanes), "samples": (shape.samples, 3),
     }
     ends = list(itertools.accumulate(math.prod(size) for size in sizes.values()))
     return Layout({name: (end - math.prod(size), size) for (name, size), end in zip(sizes.items(), ends)}, ends[-1])
@@ -165,7 +165,7 @@ class Arrays:
     last: np.ndarray                                 # [n] index of each chunk's last token among its home lane's tokens
     sampled: np.ndarray                              # [n] where among its lane's samples a chunk's token will be; -1: it samples none
     pieces: list[Piece]                              # of the chunks of more than one token
-    early: np.ndarray                                # [m, 5] table entries the shape has no room for (after a long prefix hit): send them before
+    early: np.ndarray                                # [m, 5] table entries (after a long prefix hit) that must be sent before the step
 
 
 def to_arrays(batch: Batch, work: Work, shape: Shape, lanes: int, block: int) -> Arrays:

@@ -38,8 +38,8 @@ def build(config: EngineConfig, progress: bool = True, warm_up: bool = True, pla
     if warm_up:
         with _bar("compiling", len(dict(stages.all_programs())), progress) as step:
             stages.warm_up(step)
-    cache = CacheManager(dataclasses.replace(config.cache, pages=plan.pages), config.mesh.kvp, plan.slots, str(checkpoint.config), config.source.dtype,
-                         placement)
+    sized = dataclasses.replace(config.cache, pages=plan.pages)
+    cache = CacheManager(sized, config.mesh.kvp, plan.slots, str(checkpoint.config), config.source.dtype, placement)
     scheduler = Scheduler(config.scheduler, cache, config.mesh, _max_len(config, model), model.eos_ids)
     return Engine(config, stages, scheduler, model.eos_ids)
 
@@ -54,7 +54,8 @@ def make_plan(config: EngineConfig, model: ModelConfig) -> Plan:
         page = layers * 2 * model.kv_heads // config.mesh.tp * size * model.head_dim * dtype.itemsize
         pages = min(int(config.cache.kv_memory_gib * 2**30) // page, blocks * config.scheduler.max_seqs)
         if pages < 2:
-            raise ConfigError("kv_memory_gib", f"{config.cache.kv_memory_gib} GiB hold {pages} pages of {page} bytes; at least 2 are needed")
+            said = f"{config.cache.kv_memory_gib} GiB hold {pages} pages of {page} bytes; at least 2 are needed"
+            raise ConfigError("kv_memory_gib", said)
     return Plan(model, config.mesh, dtype, pages, size, config.scheduler.max_seqs, min(blocks, pages),
                 shapes(config.scheduler, config.mesh.kvp), sample_sizes(config.scheduler))
 
@@ -69,7 +70,8 @@ def _max_len(config: EngineConfig, model: ModelConfig) -> int:
 @contextlib.contextmanager
 def _bar(name: str, total: int, show: bool) -> Iterator[Callable[[str], None]]:
     """A progress bar; calling what it gives moves it on by one, with the name of what is done."""
-    with tqdm(total=total, desc=f"{name:10}", unit="", disable=not show, leave=True, bar_format="{desc} {bar:30} {n}/{total} {elapsed} {postfix}") as bar:
+    style = "{desc} {bar:30} {n}/{total} {elapsed} {postfix}"
+    with tqdm(total=total, desc=f"{name:10}", disable=not show, bar_format=style) as bar:
         def step(name: str = "") -> None:
             bar.set_postfix_str(name, refresh=False)
             bar.update()

@@ -261,7 +261,7 @@ class Engine:
             if sequence is not None:
                 k = sequence.request.sampling.prompt_logprobs or 0
                 parts = [np.asarray(part)[score.lane, : score.size] for part in score.arrays]
-                out.setdefault(number, []).extend(_logprobs(*row, k) for row in zip(*parts))
+                out.setdefault(number, []).extend(_logprobs(chosen, top, ids, k) for chosen, top, ids in zip(*parts))
         return out
 
     def _fail(self, error: RequestError) -> None:

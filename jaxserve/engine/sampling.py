@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +24,22 @@ STOPS = MAX_STOP_IDS + 32                            # ids that min_tokens holds
 HISTORY = 1024                                       # ids of a prompt noted by one launch
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 INTS = ("top_k", "seed", "first_end")                # first_end: position from which a sequence may end
-_STATE = ("floats", "ints", "stops", "bias", "prompt", "output")
+_STATE = ["floats", "ints", "stops", "bias", "prompt", "output"]
+_ADMISSION = ["lane", "slot", "fresh", "floats", "ints", "stops", "bias", "bias_ids", "prompt", "output"]
+Leaf = Any                                           # an array, or in its place what says where it lies
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=list(_STATE), meta_fields=[])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=_STATE, meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class State:
     """Per lane and slot; the last three are split over ranks by vocabulary."""
 
-    floats: jax.Array                                # [lanes, slots, 6] f32
-    ints: jax.Array                                  # [lanes, slots, 3] i32
-    stops: jax.Array                                 # [lanes, slots, STOPS] i32, ids; the vocabulary size where unused
-    bias: jax.Array                                  # [lanes, slots, V] f32
-    prompt: jax.Array                                # [lanes, slots, V] bool: in the prompt
-    output: jax.Array                                # [lanes, slots, V] i32: times in the output
+    floats: Leaf                                     # [lanes, slots, 6] f32
+    ints: Leaf                                       # [lanes, slots, 3] i32
+    stops: Leaf                                      # [lanes, slots, STOPS] i32, ids; the vocabulary size where unused
+    bias: Leaf                                       # [lanes, slots, V] f32
+    prompt: Leaf                                     # [lanes, slots, V] bool: in the prompt
+    output: Leaf                                     # [lanes, slots, V] i32: times in the output
 
 
 STATE_AXES = State(*[("lanes", None, None)] * 3, *[("lanes", None, "vocab")] * 3)
@@ -50,25 +53,26 @@ def empty_state(lanes: int, slots: int, vocab: int) -> dict[str, tuple[tuple[int
             "bias": (table, f32), "prompt": (table, np.dtype(bool)), "output": (table, i32)}
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["lane", "slot", "fresh", "floats", "ints", "stops", "bias", "bias_ids", "prompt", "output"],
-                   meta_fields=[])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=_ADMISSION, meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Admission:
     """What one launch of `admit` sets. Ids out of range are ignored: padding is -1, which scatters drop as it is made huge."""
 
-    lane: np.ndarray                                 # [] the slot's lane
-    slot: np.ndarray                                 # []
-    fresh: np.ndarray                                # [] bool: forget what the slot held; False only adds to prompt and output
-    floats: np.ndarray                               # [6]
-    ints: np.ndarray                                 # [3]
-    stops: np.ndarray                                # [STOPS]
-    bias: np.ndarray                                 # [MAX_LOGIT_BIAS]
-    bias_ids: np.ndarray                             # [MAX_LOGIT_BIAS]
-    prompt: np.ndarray                               # [HISTORY] ids
-    output: np.ndarray                               # [HISTORY] ids
+    lane: Leaf                                       # [] the slot's lane
+    slot: Leaf                                       # []
+    fresh: Leaf                                      # [] bool: forget what the slot held; False only adds to prompt and output
+    floats: Leaf                                     # [6]
+    ints: Leaf                                       # [3]
+    stops: Leaf                                      # [STOPS]
+    bias: Leaf                                       # [MAX_LOGIT_BIAS]
+    bias_ids: Leaf                                   # [MAX_LOGIT_BIAS]
+    prompt: Leaf                                     # [HISTORY] ids
+    output: Leaf                                     # [HISTORY] ids
 
 
-def admissions(params: SamplingParams, lane: int, slot: int, prompt: np.ndarray, output: list[int], seed: int, end_ids: tuple[int, ...]) -> list[Admission]:
+def admissions(
+    params: SamplingParams, lane: int, slot: int, prompt: np.ndarray, output: list[int], seed: int, end_ids: tuple[int, ...]
+) -> list[Admission]:
     """The launches that set a slot's state. Only a sequence with penalties has its history noted."""
     floats = np.array([getattr(params, name) for name in FLOATS], np.float32)
     ints = np.array([max(0, params.top_k), seed, len(prompt) + params.min_tokens], np.int64).astype(np.int32)
@@ -77,9 +81,11 @@ def admissions(params: SamplingParams, lane: int, slot: int, prompt: np.ndarray,
     penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
     seen = [prompt, np.asarray(output, np.int32)] if penalised else [prompt[:0], prompt[:0]]
     launches = max(1, *(-(-len(ids) // HISTORY) for ids in seen))
-    common = (floats, ints, _pad(held_back, STOPS), _pad([bias for _, bias in params.logit_bias], MAX_LOGIT_BIAS, np.float32), _pad(bias_ids, MAX_LOGIT_BIAS))
+    bias = [value for _, value in params.logit_bias]
+    common = (floats, ints, _pad(held_back, STOPS), _pad(bias, MAX_LOGIT_BIAS, np.float32), _pad(bias_ids, MAX_LOGIT_BIAS))
     part = lambda ids, i: _pad(ids[i * HISTORY : (i + 1) * HISTORY], HISTORY)
-    return [Admission(np.int32(lane), np.int32(slot), np.bool_(i == 0), *common, part(seen[0], i), part(seen[1], i)) for i in range(launches)]
+    place = np.int32(lane), np.int32(slot)
+    return [Admission(*place, np.bool_(i == 0), *common, part(seen[0], i), part(seen[1], i)) for i in range(launches)]
 
 
 def blank_admission() -> Admission:

@@ -191,7 +191,8 @@ class Stages:
     def _lower_layers(self, stage: Stage, shape: Shape) -> Any:
         plan, lane, pool = self.plan, spec("lanes"), [spec(*POOL_AXES)] * len(stage.pages)
         values = [spec(*param.axes) for _, param in stage.weights.flat]
-        x = self._last((plan.slots,), jnp.int32, stage.mesh) if stage.index == 0 else self._last((shape.tokens, plan.model.d_model), plan.dtype, stage.mesh)
+        hidden = self._last((shape.tokens, plan.model.d_model), plan.dtype, stage.mesh)
+        x = self._last((plan.slots,), jnp.int32, stage.mesh) if stage.index == 0 else hidden
         ints = self._last((layout(shape, plan.mesh.kvp, plan.block_size).size,), jnp.int32, stage.mesh)
         last = stage is self.stages[-1]
         f = functools.partial(layers, stage.weights, plan.model, shape, last)
@@ -210,7 +211,8 @@ class Stages:
             if variant == "greedy":
                 return _jit(f, self.last_mesh, (values, lane, lane, lane), (lane, lane)).lower(*arguments)
             out = (lane, lane, _state_specs(), (lane,) * 3 if variant == "logprobs" else ())
-            return _jit(f, self.last_mesh, (values, lane, lane, lane, _state_specs()), out, donate=(4,)).lower(*arguments, self.sampling_state)
+            specs = (values, lane, lane, lane, _state_specs())
+            return _jit(f, self.last_mesh, specs, out, donate=(4,)).lower(*arguments, self.sampling_state)
         return f"head_{variant}_{size}", lower
 
     def _hidden(self, tokens: int) -> jax.ShapeDtypeStruct:
@@ -234,7 +236,8 @@ class Stages:
     def _admit_program(self) -> tuple[str, Lower]:
         def lower() -> Any:
             blank = sampling.blank_admission()
-            return _jit(sampling.admit, self.last_mesh, (_state_specs(), spec()), _state_specs(), donate=(0,)).lower(self.sampling_state, blank)
+            program = _jit(sampling.admit, self.last_mesh, (_state_specs(), spec()), _state_specs(), donate=(0,))
+            return program.lower(self.sampling_state, blank)
         return "admit", lower
 
     def _table_program(self, stage: Stage) -> tuple[str, Lower]:

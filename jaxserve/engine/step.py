@@ -36,11 +36,14 @@ class Weights:
         return cls(graphdef, tuple(nnx.to_flat_state(state)))
 
     def module(self, values: list[jax.Array]) -> Any:
-        return nnx.merge(self.graphdef, nnx.from_flat_state([(keys, param.replace(value)) for (keys, param), value in zip(self.flat, values)]))
+        state = nnx.from_flat_state([(keys, param.replace(value)) for (keys, param), value in zip(self.flat, values)])
+        return nnx.merge(self.graphdef, state)
 
 
-def layers(weights: Weights, model: ModelConfig, shape: Shape, last: bool, values: list[jax.Array], pages: list[jax.Array], table: jax.Array,
-           ints: jax.Array, x: jax.Array) -> tuple[jax.Array | tuple, list[jax.Array], jax.Array]:
+def layers(
+    weights: Weights, model: ModelConfig, shape: Shape, last: bool, values: list[jax.Array], pages: list[jax.Array],
+    table: jax.Array, ints: jax.Array, x: jax.Array,
+) -> tuple[jax.Array | tuple, list[jax.Array], jax.Array]:
     """pages: per layer [1, P, K, 2, C, H]; table [1, 2, slots, W]; ints [1, size]; x: hidden states [1, T, D], or in the first stage the
     tokens sampled last [1, slots]. Returns hidden states [1, T, D], pages, table. The last stage returns, in place of hidden states,
     also those of the tokens to sample after [1, S, D] and what says for whom [1, S, 3]."""
@@ -56,8 +59,10 @@ def layers(weights: Weights, model: ModelConfig, shape: Shape, last: bool, value
     return out, pages, table
 
 
-def head(weights: Weights, vocab: int, variant: str, values: list[jax.Array], x: jax.Array, ints: jax.Array, sampled: jax.Array,
-         state: sampling.State | None = None) -> tuple:
+def head(
+    weights: Weights, vocab: int, variant: str, values: list[jax.Array], x: jax.Array, ints: jax.Array, sampled: jax.Array,
+    state: Any = None,
+) -> tuple:
     """x [1, S, D], ints [1, S, 3], sampled [1, slots] -> tokens [1, S], sampled, and (but for greedy) state, log-probabilities."""
     _, slot, position = ints[0].T
     logits = weights.module(values)(x[0])

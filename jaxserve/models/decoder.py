@@ -2,7 +2,7 @@
 
 A replica's stage is a `Stage`: some layers, with the embedding in the first and the `Head` beside the last. Every parameter is declared
 once, with logical axis names; modules run on local arrays inside shard_map, so a weight's shape, not the config, says how many heads are
-here. KV pages are never module state: a layer is given an `attend` function that takes queries, keys and values and returns what came of them.
+here. KV pages are never module state: a layer is given an `attend` function that takes queries, keys and values, and pages.
 """
 
 from __future__ import annotations
