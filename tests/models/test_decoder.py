@@ -1,0 +1,76 @@
+"""Every kind of model, on meshes that split it in every way, says what a dense forward pass in f64 says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.config import ConfigError
+from jaxserve.models.zoo import RopeScaling, layers_of, llama3_scaling
+from tests.engine.harness import Runner, assert_empty, engine
+from tests.models import reference
+from tests.weights.models import TINY, tensors, write_folder
+
+PROMPT, NEW = 45, 6
+QWEN2 = replace(TINY, qkv_bias=True, vocab=509, norm_eps=1e-6, rope_theta=1e6)
+QWEN3 = replace(TINY, qk_norm=True, head_dim=32, norm_eps=1e-6)
+CASES = {                                            # model, mesh, placement of blocks
+    "llama": (replace(TINY, rope_scaling=llama3_scaling(8.0)), "", "grow"),
+    "llama, mha, tied": (replace(TINY, kv_heads=4, tied=True), "tp=2", "grow"),
+    "mqa, yarn, repeated kv heads, vocabulary that does not divide":
+        (replace(TINY, kv_heads=1, vocab=511, rope_scaling=RopeScaling("yarn", 4.0, 64)), "tp=4", "grow"),
+    "mistral, window in all layers": (replace(TINY, sliding_window=20), "kvp=2", "random"),
+    "qwen2, tied, vocabulary that does not divide": (replace(QWEN2, tied=True), "tp=2", "grow"),
+    "qwen2, kv heads repeated once": (QWEN2, "tp=4", "grow"),
+    "qwen2, window in some layers, uneven stages":
+        (replace(QWEN2, layers=4, sliding_window=9, sliding_layers=(False, True, True, False)), "spp=3", "grow"),
+    "qwen3": (QWEN3, "kvp=2", "grow"),
+    "qwen3, all axes": (replace(QWEN3, layers=3, tied=True, rope_scaling=RopeScaling("linear", 2.0)), "spp=2,kvp=2,tp=2", "round_robin"),
+}
+
+
+def random_weights(config, seed: int) -> dict[str, np.ndarray]:
+    """Of a size that makes every part count: sharp attention, logits of a few units, norms that are not one."""
+    found = {name: value / np.sqrt(value.shape[-1]) * 2 if value.ndim > 1 else value * 0.3 for name, value in tensors(config, seed).items()}
+    return {name: value + 1 if name.endswith("norm.weight") else value for name, value in found.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_and_log_probabilities_are_those_of_the_dense_forward_pass(name, tmp_path):
+    config, mesh, placement = CASES[name]
+    weights = random_weights(config, len(name))
+    folder = write_folder(tmp_path / "model", config, weights)
+    real = engine(folder, mesh, chunk=16, seqs=2, pages=24, block=8, max_len=64, placement=placement)
+    prompt = np.random.default_rng(0).integers(0, config.vocab, PROMPT).tolist()
+    runner = Runner(real)
+    id = runner.submit(prompt, max_tokens=NEW, ignore_eos=True, logprobs=20, prompt_logprobs=20)
+    runner.run()
+    assert_empty(real)
+    got = runner.completion(id)
+    right = reference.forward(config, weights, prompt + got.ids)
+    assert got.ids == right[PROMPT - 1 : -1].argmax(-1).tolist()
+    told = list(got.finished.prompt_logprobs[1:]) + got.logprobs                    # of each token after the first
+    for logprobs, token, row in zip(told, [*prompt, *got.ids][1:], reference.log_softmax(right), strict=False):
+        ids, values = map(list, zip(*logprobs.top))
+        assert logprobs.chosen == pytest.approx(row[token], abs=1e-4)
+        np.testing.assert_allclose(values, row[ids], atol=1e-4)
+        np.testing.assert_allclose(values, np.sort(row)[: -21 : -1], atol=1e-4)
+    assert len(told) == PROMPT + NEW - 1
+
+
+def test_stages_share_the_layers_as_evenly_as_can_be():
+    for layers in (2, 5, 30):
+        for spp in range(1, layers + 1):
+            parts = layers_of(replace(TINY, layers=layers), spp)
+            assert [layer for part in parts for layer in part] == list(range(layers))
+            assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@pytest.mark.parametrize("mesh, message", [("tp=3", "1, 2, 4"), ("tp=8", "1, 2, 4"), ("spp=3", "1 to 2"), ("kvp=13", "needs 13 devices")])
+def test_a_mesh_that_cannot_hold_the_model_is_refused_with_what_can(mesh, message):
+    jax.devices()                                    # from now on there are as many as there are
+    with pytest.raises(ConfigError, match=message):
+        engine("random:tiny", mesh)
