@@ -34,10 +34,15 @@ def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
 
 
 def turn(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """cos and sin f32 [T, 1, 1, H / 2] of positions [T]."""
+    """cos and sin f32 [T, 1, 1, H / 2] of positions [T].
+
+    The product with the identity changes nothing, but its result is stored: XLA would else compute cosines again in every layer.
+    """
     frequencies, factor = rope_frequencies(config)
-    angle = positions[:, None, None, None].astype(jnp.float32) * frequencies
-    return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+    angle = positions[:, None].astype(jnp.float32) * frequencies
+    both = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], 1) * factor
+    both = jnp.dot(both, jnp.eye(both.shape[1]), precision=jax.lax.Precision.HIGHEST)[:, None, None]
+    return both[..., : len(frequencies)], both[..., len(frequencies) :]
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
