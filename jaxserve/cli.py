@@ -33,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _main(list(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt:
         print(file=sys.stderr)
+        if arguments is None:                           # the process is ours, and threads that compile would hold it for minutes
+            sys.stdout.flush()
+            os._exit(INTERRUPTED)
         return INTERRUPTED
     except BrokenPipeError:                             # `| head` has enough
         with contextlib.suppress(OSError):

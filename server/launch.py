@@ -90,11 +90,14 @@ class Server:
     async def open(self, engine: Any, tokenizer: Any) -> None:
         self.inference.open(engine, tokenizer)
         await self._tell_health()
+        log.info("serving on %s:%d", self.config.host, self.port)
 
     async def drain(self) -> None:
         """Takes no new requests, gives the running ones `drain_timeout`, ends the rest with UNAVAILABLE."""
         self.inference.state = DRAINING
         await self._tell_health()
+        if self.inference.streams:
+            log.info("draining: %d requests have %g s to finish", len(self.inference.streams), self.config.drain_timeout)
         deadline = asyncio.get_running_loop().time() + self.config.drain_timeout
         while self.inference.streams and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)

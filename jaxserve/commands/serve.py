@@ -25,6 +25,8 @@ def run(values: dict[str, Any]) -> int:
     from jaxserve.server.launch import Server, check_host, serve
 
     logging.getLogger("jaxserve").setLevel(logging.INFO)
+    if sys.stderr.isatty():                             # a bar shows what is compiled
+        logging.getLogger("jaxserve.engine.programs").setLevel(logging.WARNING)
     engine, server = engine_config(values), server_config(values)
     check_host(server)
 
