@@ -10,33 +10,43 @@ import pytest
 from tests.engine.harness import Runner, assert_empty, engine, fresh
 
 MESHES = [mesh for mesh in itertools.product((1, 2, 3, 5), (1, 2, 4), (1, 3)) if np.prod(mesh) <= 12]
-FEW = [(1, 1, 1), (2, 2, 3), (5, 2, 1)]              # the others run with -m matrix
-LONGEST = {1: 40, 7: 400, 64: 2000, 512: 8000}       # prompts longer than that are left out with chunks so small
-
-
-def meshes():
-    return [pytest.param(mesh, id="spp{}-kvp{}-tp{}".format(*mesh), marks=() if mesh in FEW else pytest.mark.matrix) for mesh in MESHES]
+CHUNKS = {"1": (1,), "7": (7,), "64": (64,), "512": (512,), "mixed": (1, 7, 64, 512)}
+LONGEST = {"1": 40, "7": 400, "64": 2000, "512": 8000, "mixed": 2000}                # tokens of the longest prompt cut so small
+FEW = {                                                                              # the others run with -m matrix
+    (1, 1, 1): [("1", "grow"), ("64", "grow"), ("512", "grow"), ("mixed", "grow")],
+    (2, 2, 3): [("7", "random"), ("mixed", "grow")],
+    (5, 2, 1): [("64", "random")],
+}
 
 
 def submit(runner: Runner, case: dict, **fields) -> str:
     return runner.submit(case["prompt_ids"], max_tokens=len(case["output_ids"]), ignore_eos=True, **fields)
 
 
-@pytest.mark.parametrize("mesh", meshes())
-def test_tokens_equal_the_reference(mesh, golden, smollm2_gguf):
+def assert_golden(mesh, golden, source, modes, longest: int = 8000) -> None:
+    """The reference's tokens in each mode, a (name of CHUNKS, placement of blocks over lanes)."""
     spp, kvp, tp = mesh
-    real = engine(smollm2_gguf, f"spp={spp},kvp={kvp},tp={tp}", chunk=512, seqs=8, pages=640, max_len=8192)
-    few = mesh in FEW
-    for chunk, placement in itertools.product((1, 7, 64, 512, None), ("grow", "random") if kvp > 1 else ("grow",)):
+    real = engine(source, f"spp={spp},kvp={kvp},tp={tp}", chunk=512, seqs=8, pages=640, max_len=8192)
+    for chunks, placement in modes:
         real = fresh(real, placement)
-        longest = LONGEST[chunk or 64] if not few else min(LONGEST[chunk or 64], 2000)
-        cases = [case for case in golden["cases"] if len(case["prompt_ids"]) <= longest]
+        cases = [case for case in golden["cases"] if len(case["prompt_ids"]) <= min(longest, LONGEST[chunks])]
         runner = Runner(real)
         ids = [submit(runner, case) for case in cases]
-        runner.run(chunks=(chunk,) if chunk else (1, 7, 64, 512))
+        runner.run(CHUNKS[chunks])
         for id, case in zip(ids, cases):
-            assert runner.ids(id) == case["output_ids"], f"chunk {chunk}, {placement}, prompt of {len(case['prompt_ids'])}"
+            assert runner.ids(id) == case["output_ids"], f"chunks of {chunks}, {placement}, prompt of {len(case['prompt_ids'])}"
         assert_empty(real)
+
+
+@pytest.mark.parametrize("mesh", FEW, ids=str)
+def test_tokens_equal_the_reference(mesh, golden, smollm2_gguf):
+    assert_golden(mesh, golden, smollm2_gguf, FEW[mesh], longest=2000)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_tokens_equal_the_reference_on_every_mesh(mesh, golden, smollm2_gguf):
+    assert_golden(mesh, golden, smollm2_gguf, list(itertools.product(CHUNKS, ("grow", "random") if mesh[1] > 1 else ("grow",))))
 
 
 @pytest.fixture(scope="module")
