@@ -80,7 +80,8 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Hands a request in; its events go to `sink`, which is called from the engine's thread and must not block.
+        """Hands a request in; its events go to `sink`, which is called from the engine's thread and must not block. A sink that raises
+        hears no more, and its request is cancelled.
 
         Errors: RequestError for an id in use, a full queue, a request that can never fit, or an engine that is closed or broken.
         """
@@ -91,7 +92,7 @@ class Engine:
             seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
             self._callers[request.id] = Caller(sink, seed, request.sampling.n)
             self._lock.notify()
-            sink(events)
+            self._send([(request.id, event) for event in events])
 
     def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
         """Ends a request; its sink hears Finished. False where the id is unknown (it may just have ended)."""
@@ -232,7 +233,12 @@ class Engine:
             caller.left -= sum(isinstance(event, Finished) for event in mine)
             if not caller.left:
                 del self._callers[request_id]
-            caller.sink(mine)
+            try:
+                caller.sink(mine)
+            except Exception:
+                log.exception("the sink of request %r failed", request_id)
+                caller.sink = lambda events: None
+                self._end(request_id, "cancelled", None)
 
     def _fetch(self, flight: Flight) -> tuple[np.ndarray, list[Logprobs | None] | None]:
         """Tokens [n] of the chunks that sampled one, and log-probabilities where they are wanted."""

@@ -22,6 +22,8 @@ from jaxserve.sharding.mesh import KVP, TP
 VARIANTS = ("greedy", "full", "logprobs")
 STOPS = MAX_STOP_IDS + 32                            # ids that min_tokens holds back: stop ids and end ids
 HISTORY = 1024                                       # ids of a prompt noted by one launch
+BROKEN = -1                                          # in place of a token: the logits were not finite
+LEAST = 1e-6                                         # a temperature below is 0; a repetition penalty below is this
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 INTS = ("top_k", "seed", "first_end")                # first_end: position from which a sequence may end
 _STATE = ["floats", "ints", "stops", "bias", "prompt", "output"]
@@ -95,7 +97,7 @@ def blank_admission() -> Admission:
 
 def fold_seed(seed: int, index: int) -> int:
     """31 bits from a 64-bit seed and the number of the completion."""
-    return int(np.random.SeedSequence([seed % 2**64, index]).generate_state(1)[0] >> 1)
+    return int(np.random.SeedSequence(seed % 2**64, spawn_key=(index,)).generate_state(1)[0] >> 1)
 
 
 def _pad(values, size: int, dtype=np.int32) -> np.ndarray:
@@ -128,16 +130,23 @@ def _local(ids: jax.Array, size: int) -> jax.Array:
 
 
 def greedy(logits: jax.Array, vocab: int) -> jax.Array:
-    """logits [S, V / tp] -> ids [S]: the first of equals, as on one device."""
+    """logits [S, V / tp] -> ids [S]: the first of equals, as on one device. BROKEN where the greatest is not finite."""
     size = logits.shape[1]
     ids = lax.axis_index(TP) * size + jnp.arange(size, dtype=jnp.int32)
     if vocab != size * lax.axis_size(TP):
         logits = jnp.where(ids < vocab, logits, -jnp.inf)
-    best = jnp.argmax(logits, -1)
+    best, value = _greatest(logits)
     if lax.axis_size(TP) == 1:
-        return best.astype(jnp.int32)
-    value = jnp.take_along_axis(logits, best[:, None], 1)[:, 0]
-    return lax.pmin(jnp.where(value == lax.pmax(value, TP), ids[best], jnp.iinfo(jnp.int32).max), TP)
+        return jnp.where(jnp.isfinite(value), best, BROKEN)
+    top = lax.pmax(value, TP)
+    mine = jnp.where(value == top, ids[best], jnp.iinfo(jnp.int32).max)
+    return lax.pmin(jnp.where((value < jnp.inf) & (top > -jnp.inf), mine, BROKEN), TP)
+
+
+def _greatest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where the greatest of each row is [S], the first NaN if there is one, and what it is [S]."""
+    best = jnp.argmax(logits, -1).astype(jnp.int32)
+    return best, jnp.take_along_axis(logits, best[:, None], 1)[:, 0]
 
 
 def sample(logits: jax.Array, slot: jax.Array, position: jax.Array, state: State, vocab: int) -> tuple[jax.Array, State]:
@@ -159,7 +168,7 @@ def sample(logits: jax.Array, slot: jax.Array, position: jax.Array, state: State
 def _penalise(logits: jax.Array, state: State, row: jax.Array, floats: jax.Array) -> jax.Array:
     """Repetition (Keskar et al., 2019), presence and frequency (OpenAI) penalties."""
     count = state.output[0, row]
-    repetition, presence, frequency = floats[:, 3:4], floats[:, 4:5], floats[:, 5:6]
+    repetition, presence, frequency = jnp.maximum(floats[:, 3:4], LEAST), floats[:, 4:5], floats[:, 5:6]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(state.prompt[0, row] | (count > 0), repeated, logits)
     return logits - presence * (count > 0) - frequency * count
@@ -184,18 +193,19 @@ def _regather(tokens: jax.Array, rows: int) -> jax.Array:
 
 
 def choose(logits: jax.Array, floats: jax.Array, ints: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
-    """logits [S, V] -> ids [S], by each row's temperature, top_k, top_p, min_p and seed. Ties at a threshold all stay."""
+    """logits [S, V] -> ids [S], by each row's temperature, top_k, top_p, min_p and seed. Ties at a threshold all stay. BROKEN where the
+    greatest logit is not finite."""
     ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
     logits = jnp.where(ids < vocab, logits, -jnp.inf)
     temperature, top_p, min_p = floats[:, 0], floats[:, 1], floats[:, 2]
-    best = jnp.argmax(logits, -1).astype(jnp.int32)
-    scaled = logits / jnp.where(temperature == 0, 1, temperature)[:, None]
-    scaled = scaled - scaled.max(-1, keepdims=True)
+    best, top = _greatest(logits)
+    scaled = (logits - top[:, None]) / jnp.maximum(temperature, LEAST)[:, None]     # first less the greatest: nothing overflows
     scaled = lax.cond(jnp.any(ints[:, 0] > 0), lambda x: _keep_top_k(x, ints[:, 0]), lambda x: x, scaled)
     scaled = lax.cond(jnp.any(top_p < 1), lambda x: _keep_top_p(x, top_p), lambda x: x, scaled)
     scaled = jnp.where(scaled >= jnp.log(min_p)[:, None], scaled, -jnp.inf)
     drawn = jnp.argmax(scaled + _gumbel(ints[:, 1], position, ids), -1).astype(jnp.int32)
-    return jnp.where(temperature == 0, best, drawn)
+    token = jnp.where(temperature < LEAST, best, drawn)
+    return jnp.where(jnp.isfinite(top), token, BROKEN)
 
 
 def _gumbel(seed: jax.Array, position: jax.Array, ids: jax.Array) -> jax.Array:
@@ -229,8 +239,9 @@ def _above(x: jax.Array, enough) -> jax.Array:
         ok = enough(bits <= middle[:, None])
         return jnp.where(ok, low, middle), jnp.where(ok, middle, high)
 
-    start = jnp.full(x.shape[:1], -1, jnp.int32) + bits[:, 0] * 0, jnp.full(x.shape[:1], jnp.iinfo(jnp.int32).max) + bits[:, 0] * 0
-    _, high = lax.fori_loop(0, 32, halve, start)
+    infinity = jnp.float32(jnp.inf).view(jnp.int32)                                   # so that high - low does not overflow
+    start = jnp.full(x.shape[:1], -1, jnp.int32), jnp.full(x.shape[:1], infinity)
+    _, high = lax.fori_loop(0, 31, halve, start)
     return jnp.where(bits <= high[:, None], x, -jnp.inf)
 
 

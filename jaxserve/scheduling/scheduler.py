@@ -22,6 +22,7 @@ from jaxserve.scheduling.roster import ENDED, Roster
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 
 Events = list[tuple[str, Event]]                      # request id, event
+NOT_FINITE = RequestError("", "the model's logits were not finite", "INTERNAL")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,8 @@ class Scheduler:
         """Events of the oldest batch in flight, whose sampled `tokens` [n] count where `batch.sample`.
 
         `logprobs` has an entry per chunk, for its sampled token. `prompt_logprobs` has, by number of the sequence, those of the prompt's
-        tokens from position `start + 1` on. What belongs to sequences that have ended is dropped. Errors: ValueError for another batch.
+        tokens from position `start + 1` on. A negative token stands for logits that were not finite, and ends its completion with an
+        error. What belongs to sequences that have ended is dropped. Errors: ValueError for another batch.
         """
         if not self._flight or self._flight[0] is not batch:
             raise ValueError(f"batch {batch.number} is not the oldest one in flight")
@@ -165,6 +167,9 @@ class Scheduler:
         events: Events = []
         for row, slot, token in zip(rows.tolist(), batch.slot[rows].tolist(), np.asarray(tokens)[rows].tolist()):
             sequence = self._roster.sequence[slot]
+            if token < 0:
+                events.append((sequence.id, self._end(sequence, "error", now, NOT_FINITE)))
+                continue
             events.append((sequence.id, Token(sequence.index, token, logprobs[row] if logprobs else None)))
             if reason := sequence.put_out(token, now):
                 events.append((sequence.id, self._end(sequence, reason, now)))
