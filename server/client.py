@@ -63,7 +63,7 @@ class Client:
 
     def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, *, timeout: float | None = None,
                  **fields: Any) -> Iterator[Output]:
-        """Events as they come: Accepted, Progress, Delta, Finished. Closing the iterator aborts the request.
+        """Events as they come: Accepted, Progress, Delta, Finished. Sent when the first is asked for; closing the iterator aborts it.
 
         prompt: text, token ids, or chat messages (dicts of role and content). timeout: seconds. fields: others of GenerateRequest,
         such as request_id, ids_only, kv. Errors: ServerError.

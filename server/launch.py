@@ -12,12 +12,12 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.request import RequestError
@@ -74,7 +74,7 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = [service.full_name for service in SERVICES.values()]
         if config.reflection:
-            reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+            _reflect((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
     async def start(self) -> None:
         """Listens. Errors: ConfigError where the address cannot be had."""
@@ -218,6 +218,17 @@ class Background:
             self._error = error
         finally:
             self._started.set()
+
+
+def _reflect(names: Sequence[str], server: grpc.aio.Server) -> None:
+    """Reflection under its old name, v1alpha, and its new one; the messages are the same, the library knows only the old one."""
+    reflection.enable_server_reflection(names, server)
+    describe = grpc.stream_stream_rpc_method_handler(
+        reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString)
+    server.add_generic_rpc_handlers((
+        grpc.method_handlers_generic_handler("grpc.reflection.v1.ServerReflection", {"ServerReflectionInfo": describe}),))
 
 
 def _in_thread(work: Callable[[], Any]) -> asyncio.Future:

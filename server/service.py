@@ -9,6 +9,7 @@ import secrets
 from typing import Any
 
 import grpc
+import numpy as np
 
 from jaxserve.clock import WallClock
 from jaxserve.completion import Answer, NoText
@@ -19,7 +20,7 @@ from jaxserve.server.convert import prompt_chars, prompt_of, salt_of, sampling_o
 from jaxserve.server.streams import Mailbox, Stream
 
 log = logging.getLogger(__name__)
-INLINE_CHARS = 4096                                     # longer text is tokenised beside the event loop
+INLINE_CHARS = 4096                                     # longer texts, or more ids, are worked on beside the event loop
 STARTING, SERVING, DRAINING, BROKEN = "starting", "serving", "draining", "broken"
 
 
@@ -68,12 +69,13 @@ class Inference:
         self.check_open()
         if self.tokenizer is None:
             raise RequestError("ids", "this model has no tokenizer", "FAILED_PRECONDITION")
-        vocab = self.engine.model.vocab
-        wrong = next((id for id in message.ids if not 0 <= id < vocab), None)
-        if wrong is not None:
-            raise RequestError("ids", f"id {wrong} is not in 0 to {vocab - 1}")
+        ids = np.fromiter(message.ids, np.int64, len(message.ids))
+        wrong = ids[(ids < 0) | (ids >= self.engine.model.vocab)]
+        if wrong.size:
+            raise RequestError("ids", f"id {wrong[0]} is not in 0 to {self.engine.model.vocab - 1}")
         skip = message.skip_special if message.HasField("skip_special") else True
-        return pb.DetokenizeResponse(text=self.tokenizer.decode(list(message.ids), skip_special=skip))
+        decode = functools.partial(self.tokenizer.decode, ids.tolist(), skip_special=skip)
+        return pb.DetokenizeResponse(text=decode() if ids.size < INLINE_CHARS else await asyncio.to_thread(decode))
 
     def watch(self) -> None:
         """Called now and then: ends streams that nobody reads, keeps silent ones alive, sees whether the engine is."""

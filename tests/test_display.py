@@ -36,4 +36,4 @@ def test_on_a_terminal_the_picture_is_drawn_in_place(monkeypatch):
     view.close()
     first, second = out.getvalue().split("\x1b[6A")
     assert "hello" in first and "there" not in first
-    assert [line.removeprefix("\x1b[2K") for line in second.splitlines()] == ["a | ", "  | hello", "b | ", "  | there"]
+    assert [line.removeprefix("\x1b[2K") for line in second.splitlines()] == ["a | ", "  | hello", "b | ", "  | there", "\x1b[J"]

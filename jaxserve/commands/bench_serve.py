@@ -39,7 +39,7 @@ LOAD = [
     Option("warmup", int, 2, "requests before a run that do not count", 0),
     Option("prompt_len", str, "128", "tokens of a prompt, N or LOW:HIGH"),
     Option("output_len", str, "32", "tokens of an output, N or LOW:HIGH"),
-    Option("load_seed", int, 0, "of arrivals, lengths and prompts", 0),
+    Option("seed", int, 0, "of arrivals, lengths and prompts", 0),
     Option("timeout", float, 600.0, "seconds that a request may take", 0.001),
     Option("out", str, None, "file for the figures of all requests, as JSON"),
 ]
@@ -118,7 +118,7 @@ async def _measure(target: str, rates: list[float], lengths: list[tuple[int, int
 
     runs = []
     async with AsyncClient(target) as client:
-        model, dice = await client.model_info(), np.random.default_rng(values["load_seed"])
+        model, dice = await client.model_info(), np.random.default_rng(values["seed"])
         print(f"{model.model} ({model.dtype}) at {target}", file=sys.stderr)
         longest = sum(high for _, high in lengths)
         if longest > model.max_len:

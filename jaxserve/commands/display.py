@@ -75,7 +75,7 @@ class Streams:
             shown = [self._notes[name], *(body if last else body[-ROWS:] + [""] * (ROWS - len(body)))]
             lines += [f"{name if i == 0 else '':{self._width}} | {line}" for i, line in enumerate(shown)]
         up = f"\x1b[{self._drawn}A" if self._drawn else ""
-        self._out.write(up + "".join(f"\x1b[2K{line}\n" for line in lines))
+        self._out.write(up + "".join(f"\x1b[2K{line}\n" for line in lines) + "\x1b[J")
         self._out.flush()
         self._drawn = len(lines)
 

@@ -210,16 +210,24 @@ def test_a_build_that_fails_ends_the_server():
         server.wait_ready()
 
 
-@pytest.mark.parametrize("on", [True, False])
-def test_reflection_lists_the_services(serve, on):
-    stub = reflection_pb2_grpc.ServerReflectionStub(serve(reflection=on).channel)
-    answers = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
-    if not on:
-        with pytest.raises(grpc.RpcError):
-            next(answers)
-        return
-    names = {service.name for service in next(answers).list_services_response.service}
+@pytest.mark.parametrize("version", ["v1alpha", "v1"])
+def test_reflection_lists_the_services(serve, version):
+    ask = serve().channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString)
+    listed, described = ask(iter([
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol="jaxserve.v1.Inference")]))
+    names = {service.name for service in listed.list_services_response.service}
     assert {"jaxserve.v1.Inference", "jaxserve.v1.Control", "grpc.health.v1.Health"} <= names
+    assert b"SamplingParams" in b"".join(described.file_descriptor_response.file_descriptor_proto)
+
+
+def test_reflection_can_be_off(serve):
+    stub = reflection_pb2_grpc.ServerReflectionStub(serve(reflection=False).channel)
+    with pytest.raises(grpc.RpcError):
+        next(stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")])))
 
 
 @pytest.mark.parametrize("host, fine", [

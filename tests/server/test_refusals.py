@@ -83,6 +83,12 @@ def test_large_control_messages_are_refused(serve):
     assert serve().status_of("Control/Abort", message)[0] == INVALID
 
 
+def test_messages_beyond_the_limit_are_refused(serve):
+    served = serve(max_message_mib=1)
+    assert served.status_of("Inference/Generate", pb.GenerateRequest(text="x" * (2 << 20)))[0] == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert served.client.complete("x", SamplingParams(max_tokens=1))
+
+
 @pytest.mark.parametrize("method, message, code", [
     ("Inference/Generate", pb.GenerateRequest(text="x", model="other"), grpc.StatusCode.NOT_FOUND),
     ("Control/Abort", pb.AbortRequest(request_id="nobody"), grpc.StatusCode.NOT_FOUND),
