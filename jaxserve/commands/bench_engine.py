@@ -46,7 +46,7 @@ DEFAULTS = {"chunk_tokens": 2048, "max_seqs": 8, "prefix_caching": False}
 
 def run(values: dict[str, Any]) -> int:
     config = engine_config(values)
-    prefill, decode, contexts = (_counts(name, values[name]) for name in ("prefill", "decode", "contexts"))
+    prefill, decode, contexts = (counts(name, values[name]) for name in ("prefill", "decode", "contexts"))
     if values["json"] is not None:
         _check_writable(values["json"])
     report: dict[str, Any] = {"machine": machine(), "settings": dataclasses.asdict(config)}
@@ -147,7 +147,7 @@ def _bar(name: str, total: int) -> Iterator[Callable[[str], None]]:
         yield step
 
 
-def _counts(name: str, text: str) -> list[int]:
+def counts(name: str, text: str) -> list[int]:
     """'128,512' -> [128, 512]. Errors: ConfigError."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() and int(part) for part in parts):

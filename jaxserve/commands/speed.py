@@ -47,7 +47,7 @@ class Runner:
         """Programs compiled so far."""
         return self._engine.stages.programs.compiles
 
-    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+    def generate(self, prompts: Sequence[Sequence[int] | np.ndarray] | np.ndarray, tokens: int) -> list[list[int]]:
         """The greedy ids after each prompt, exactly `tokens` of them. Errors: RequestError, also where the engine ends a request early."""
         out: list[list[int]] = [[] for _ in prompts]
 

@@ -1,0 +1,78 @@
+"""The model as the peers read it, written by jaxserve from what it reads itself: a Hugging Face folder, and a GGUF file of plain f32."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf.quants import dequantize
+from safetensors.numpy import save_file
+
+from jaxserve.models.parse import to_hf
+from jaxserve.source import model_file, resolve
+from jaxserve.tokenizer import Tokenizer
+from jaxserve.weights import open_checkpoint
+
+
+def folder_of(source: str, under: Path) -> Path:
+    """A folder with f32 safetensors, config and tokenizer of a model, written if it is not there."""
+    folder = under / f"{_name(source)}-f32"
+    if not folder.exists():
+        under.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=under) as work:
+            fresh = Path(work, "model")
+            fresh.mkdir()
+            _write_folder(source, fresh)
+            os.rename(fresh, folder)                    # whole or not at all
+    return folder
+
+
+def gguf_of(source: str, under: Path) -> Path | None:
+    """A GGUF file with all tensors in f32, written if it is not there; None where the model's source is no GGUF file."""
+    original = model_file(resolve(source))
+    if original.suffix != ".gguf":
+        return None
+    file = under / f"{_name(source)}-f32.gguf"
+    if not file.exists():
+        under.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=under) as work:
+            _write_gguf(original, Path(work, "model.gguf"))
+            shutil.move(Path(work, "model.gguf"), file)
+    return file
+
+
+def _name(source: str) -> str:
+    return Path(source).stem if source.endswith(".gguf") else Path(source).name.replace(":", "-")
+
+
+def _write_folder(source: str, folder: Path) -> None:
+    checkpoint = open_checkpoint(source)
+    tensors = {name: np.ascontiguousarray(checkpoint.read(name), np.float32) for name in checkpoint.tensors()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = to_hf(checkpoint.config) | {"torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    (folder / "generation_config.json").write_text(json.dumps({name: config[name] for name in ("bos_token_id", "eos_token_id")}))
+    if checkpoint.tokenizer is not None:
+        Tokenizer.load(checkpoint.tokenizer).save(folder)
+
+
+def _write_gguf(original: Path, file: Path) -> None:
+    reader = gguf.GGUFReader(original)
+    writer = gguf.GGUFWriter(file, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+            continue
+        inner = field.types[1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
