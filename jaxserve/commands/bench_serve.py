@@ -41,7 +41,7 @@ LOAD = [
     Option("output_len", str, "32", "tokens of an output, N or LOW:HIGH"),
     Option("seed", int, 0, "of arrivals, lengths and prompts", 0),
     Option("timeout", float, 600.0, "seconds that a request may take", 0.001),
-    Option("out", str, None, "file for the figures of all requests, as JSON"),
+    Option("json", str, None, "file for all figures"),
 ]
 PERCENTILES = (50, 90, 99)
 
@@ -69,8 +69,8 @@ def run(values: dict[str, Any]) -> int:
     with _server(values) as target:
         runs = asyncio.run(_measure(target, rates, lengths, values))
     print(report(runs))
-    if values["out"]:
-        with open(values["out"], "w", encoding="utf-8") as file:
+    if values["json"]:
+        with open(values["json"], "w", encoding="utf-8") as file:
             json.dump({"flags": values, "runs": [{"rate": rate, **figures(sent), "requests": [dataclasses.asdict(s) for s in sent]}
                                                  for rate, sent in runs]}, file, indent=1)
     return 0

@@ -34,7 +34,7 @@ def test_figures_of_nothing_are_zero():
 def test_a_running_server_is_measured(serve, capsys, tmp_path):
     served, out = serve(FakeEngine(step_seconds=0.001)), tmp_path / "out.json"
     code = cli.main(["bench", "serve", f"--target={served.target}", "--rates=50,200", "--requests=20", "--prompt_len=3:9",
-                     "--output_len=4", f"--out={out}"])
+                     "--output_len=4", f"--json={out}"])
     shown, runs = capsys.readouterr().out, json.loads(out.read_text())["runs"]
     assert code == 0 and "TTFT ms" in shown and len(shown.splitlines()) == 6
     assert [r["done"] for r in runs] == [20, 20] and not served.engine.requests
