@@ -7,6 +7,13 @@ import math
 import numpy as np
 
 from jaxserve.models.zoo import ModelConfig
+from tests.weights.models import tensors
+
+
+def random_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
+    """Of a size that makes every part count: sharp attention, logits of a few units, norms that are not one."""
+    found = {name: value / np.sqrt(value.shape[-1]) * 2 if value.ndim > 1 else value * 0.3 for name, value in tensors(config, seed).items()}
+    return {name: value + 1 if name.endswith("norm.weight") else value for name, value in found.items()}
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[list[float], float]:

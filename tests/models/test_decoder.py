@@ -12,7 +12,7 @@ from jaxserve.config import ConfigError
 from jaxserve.models.zoo import RopeScaling, layers_of, llama3_scaling
 from tests.engine.harness import Runner, assert_empty, engine
 from tests.models import reference
-from tests.weights.models import TINY, tensors, write_folder
+from tests.weights.models import TINY, write_folder
 
 PROMPT, NEW = 45, 6
 QWEN2 = replace(TINY, qkv_bias=True, vocab=509, norm_eps=1e-6, rope_theta=1e6)
@@ -32,16 +32,10 @@ CASES = {                                            # model, mesh, placement of
 }
 
 
-def random_weights(config, seed: int) -> dict[str, np.ndarray]:
-    """Of a size that makes every part count: sharp attention, logits of a few units, norms that are not one."""
-    found = {name: value / np.sqrt(value.shape[-1]) * 2 if value.ndim > 1 else value * 0.3 for name, value in tensors(config, seed).items()}
-    return {name: value + 1 if name.endswith("norm.weight") else value for name, value in found.items()}
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_and_log_probabilities_are_those_of_the_dense_forward_pass(name, tmp_path):
     config, mesh, placement = CASES[name]
-    weights = random_weights(config, len(name))
+    weights = reference.random_weights(config, len(name))
     folder = write_folder(tmp_path / "model", config, weights)
     real = engine(folder, mesh, chunk=16, seqs=2, pages=24, block=8, max_len=64, placement=placement)
     prompt = np.random.default_rng(0).integers(0, config.vocab, PROMPT).tolist()
