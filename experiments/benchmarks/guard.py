@@ -24,7 +24,7 @@ class Usage:
     @property
     def foreign(self) -> float:
         """Share of the machine that others used, in percent."""
-        return max(0.0, 100 * (self.machine - self.own) / (self.wall * self.cpus))
+        return min(max(0.0, 100 * (self.machine - self.own) / (self.wall * self.cpus)), 100.0)      # ticks are counted twice, and differ
 
     @property
     def cores(self) -> float:
