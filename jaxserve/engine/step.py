@@ -8,7 +8,6 @@ sampled ones. Both run inside shard_map over the stage's lanes and ranks; pages,
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -53,8 +52,7 @@ def layers(
     table = write_table(table, view["deltas"])
     groups = _groups(view, shape, table[0], count, size)
     x = stage.embed_tokens(_tokens(view, shape, x[0])) if hasattr(stage, "embed") else x[0]
-    attend = functools.partial(lanes.attention, groups=groups, scale=model.head_dim**-0.5)
-    x, pages = run_layers(stage, model, x.astype(pages[0].dtype), _positions(view, shape), pages, attend)
+    x, pages = run_layers(stage, model, x.astype(pages[0].dtype), _positions(view, shape), groups, pages)
     out = (x[None], x[view["samples"][:, 0]][None], view["samples"][None]) if last else x[None]
     return out, pages, table
 

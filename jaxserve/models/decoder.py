@@ -2,13 +2,15 @@
 
 A replica's stage is a `Stage`: some layers, with the embedding in the first and the `Head` beside the last. Every parameter is declared
 once, with logical axis names; modules run on local arrays inside shard_map, so a weight's shape, not the config, says how many heads are
-here. KV pages are never module state: a layer is given an `attend` function that takes queries, keys and values, and pages.
+here. KV pages are never module state: pages go into a layer with the rows of the step, and come out.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +18,8 @@ from flax import nnx
 
 from jaxserve.models.layers import rms_norm, rotate, swiglu, turn
 from jaxserve.models.zoo import ModelConfig
+from jaxserve.sharding import lanes
 from jaxserve.sharding.mesh import TP, axis_sum
-
-# (q [T, K, G, H], kv [T, K, 2, H], pages, window or None) -> (out [T, K, G, H], pages)
-Attend = Callable[[jax.Array, jax.Array, jax.Array, int | None], tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Layer(nnx.Module):
 
     def __init__(self, config: ModelConfig, number: int):
         D, K, G, H, F = config.d_model, config.kv_heads, config.heads // config.kv_heads, config.head_dim, config.d_ff
-        self.eps = config.norm_eps
+        self.eps, self.scale = config.norm_eps, H**-0.5
         self.window = config.sliding_window if config.sliding_layers is None or config.sliding_layers[number] else None
         self.norm1 = _declare((D,), ("embed",))
         self.qkv = _declare((D, K, G + 2, H), ("embed", "kv_heads", None, None))
@@ -53,9 +53,10 @@ class Layer(nnx.Module):
         self.gate_up = _declare((D, 2, F), ("embed", None, "ffn"))
         self.down = _declare((F, D), ("ffn", "embed"))
 
-    def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], attend: Attend, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x [T, D] -> x [T, D], pages."""
-        out, pages = attend(*self._project(rms_norm(x, self.norm1[...], self.eps), turns), pages, self.window)
+    def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], groups: lanes.Groups, pages: jax.Array):
+        """x [T, D], pages [1, P, K, 2, C, H] -> the same."""
+        q, kv = self._project(rms_norm(x, self.norm1[...], self.eps), turns)
+        out, pages = lanes.attention(q, kv, pages, self.window, groups, self.scale)
         x = x + axis_sum(_matmul(out.reshape(len(x), -1), self.o, 3), TP)
         hidden = swiglu(_matmul(rms_norm(x, self.norm2[...], self.eps), self.gate_up, 1))
         return x + axis_sum(_matmul(hidden, self.down, 1), TP), pages
@@ -125,14 +126,19 @@ def parameters(module: nnx.Module, first_layer: int = 0) -> Iterator[tuple[str, 
         yield ".".join(str(k + first_layer) if isinstance(k, int) else str(k) for k in keys), param
 
 
-def run_layers(stage: Stage, config: ModelConfig, x: jax.Array, positions: jax.Array, pages: list[jax.Array], attend: Attend):
-    """x [T, D] through the stage's layers; pages: one pool per layer. Returns x and the pools."""
+def run_layers(stage: Stage, config: ModelConfig, x: jax.Array, positions: jax.Array, groups: lanes.Groups, pages: list[jax.Array]):
+    """x [T, D] at positions [T] through the stage's layers; pages: one pool per layer. Returns x and the pools."""
     turns = turn(jnp.maximum(positions, 0), config)
     pages = list(pages)
     for i, layer in enumerate(stage.layers):
-        with jax.named_scope(f"layer{i}"):
-            x, pages[i] = layer(x, turns, attend, pages[i])
+        x, pages[i] = _run_layer(*nnx.split(layer), x, turns, groups, pages[i])
     return x, pages
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_layer(graphdef: Any, state: Any, x: jax.Array, turns: tuple[jax.Array, jax.Array], groups: lanes.Groups, pages: jax.Array):
+    """One layer. A function of its own, so that layers that differ in nothing but values are traced once; the compiler inlines it."""
+    return nnx.merge(graphdef, state)(x, turns, groups, pages)
 
 
 def _matmul(x: jax.Array, weight: nnx.Param, inputs: int) -> jax.Array:
