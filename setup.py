@@ -23,9 +23,9 @@ setup(
     python_requires=">=3.11",
     install_requires=[
         "jax>=0.10.2", "flax>=0.12", "orbax-checkpoint>=0.11", "numpy>=1.26", "ml_dtypes>=0.4",
-        "grpcio>=1.66", "grpcio-health-checking>=1.66", "grpcio-reflection>=1.66", "protobuf>=5.27", "googleapis-common-protos>=1.63",
+        "grpcio>=1.67.1", "grpcio-health-checking>=1.67.1", "grpcio-reflection>=1.67.1", "protobuf>=5.27.2",
         "absl-py>=2.1", "tokenizers>=0.20", "gguf>=0.10", "jinja2>=3.1", "tqdm>=4.66",
     ],
-    extras_require={"test": TEST, "dev": [*TEST, "grpcio-tools>=1.66", "mypy>=1.11"], "hub": ["huggingface_hub>=0.24"]},
+    extras_require={"test": TEST, "dev": [*TEST, "grpcio-tools>=1.67.1", "mypy>=1.11"], "hub": ["huggingface_hub>=0.24"]},
     entry_points={"console_scripts": ["jaxserve=jaxserve.cli:main"]},
 )
