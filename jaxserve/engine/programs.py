@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxserve.config import ConfigError
+from jaxserve.source import cache_folder
 
 log = logging.getLogger(__name__)
 Lower = Callable[[], Any]                            # makes a lowered program: `jax.jit(f).lower(...)`
@@ -23,14 +24,16 @@ class Programs:
 
     def __init__(self) -> None:
         self.compiled: dict[str, Any] = {}
-        self.compiles = 0
+
+    @property
+    def compiles(self) -> int:
+        return len(self.compiled)
 
     def get(self, name: str, lower: Lower) -> Any:
         """The program of that name; compiled now if it was not before."""
         if name not in self.compiled:
             log.info("compiling %s", name)
             self.compiled[name] = lower().compile()
-            self.compiles += 1
         return self.compiled[name]
 
     def warm_up(self, programs: dict[str, Lower], done: Callable[[str], None]) -> None:
@@ -51,7 +54,7 @@ def keep_compiled(folder: str | None) -> None:
     """
     if folder == "":
         return
-    root = Path(folder) if folder else Path(os.environ.get("JAXSERVE_CACHE", Path.home() / ".cache" / "jaxserve")) / "xla"
+    root = Path(folder) if folder else cache_folder() / "xla"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = root.stat()
     if info.st_uid != os.getuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

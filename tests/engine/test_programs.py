@@ -1,0 +1,171 @@
+"""Facts of the compiled programs: what crosses lanes does not depend on context, pages are never copied, and nothing is compiled late."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.config import ConfigError
+from jaxserve.engine.arrays import Shape
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.programs import keep_compiled
+from tests.engine.harness import Runner, assert_empty, engine, fresh
+
+CONTEXTS = (1024, 65536)
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+COLLECTIVES = "all-gather|all-to-all|collective-permute|collective-broadcast|all-reduce|reduce-scatter|ragged-all-to-all"
+
+
+def build(mesh: str, context: int) -> Engine:
+    """An engine whose every lane holds `context` tokens, with its programs of layers compiled."""
+    real = engine("random:tiny", mesh, chunk=32, seqs=2, pages=context // 16, max_len=context)
+    for name, lower in real.stages.all_programs():
+        if name.startswith("layers_"):
+            real.stages.programs.get(name, lower)
+    return real
+
+
+@pytest.fixture(scope="module")
+def lanes() -> list[Engine]:
+    return [build("kvp=2", context) for context in CONTEXTS]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Engine]:
+    return [build("", context) for context in CONTEXTS]
+
+
+def program_of(real: Engine, shape: Shape):
+    return real.stages.programs.compiled[f"layers_0_{shape}"]
+
+
+def collectives(program) -> list[tuple[str, int]]:
+    """Kind and bytes of the result of each collective in a program, in the order they are written."""
+    found = []
+    for types, kind in re.findall(rf"= (.*?) ({COLLECTIVES})(?:-start)?\(", program.as_text()):
+        arrays = re.findall(r"(\w+)\[([\d,]*)\]", types)
+        found.append((kind, sum(BYTES[dtype] * math.prod(map(int, filter(None, dims.split(",")))) for dtype, dims in arrays)))
+    return found
+
+
+def test_what_crosses_lanes_does_not_depend_on_the_context(lanes):
+    short, long = lanes
+    for shape in short.stages.plan.shapes:
+        crossed = collectives(program_of(short, shape))
+        assert crossed == collectives(program_of(long, shape)), shape
+        if shape.spread:
+            model = short.model
+            tokens = sum(rows * width for rows, width in shape.spread)
+            per_token = model.layers * 4 * model.head_dim * (2 * (model.heads + 2 * model.kv_heads) + 2 * model.heads)   # q, k, v; partials
+            assert 0.9 < sum(size for _, size in crossed) / (tokens * per_token) < 1.3, shape
+
+
+def test_shapes_without_spread_rows_need_no_other_lane(lanes):
+    for real in lanes:
+        shapes = [shape for shape in real.stages.plan.shapes if not shape.spread]
+        assert len(shapes) > 3
+        for shape in shapes:
+            assert collectives(program_of(real, shape)) == []
+
+
+@pytest.mark.parametrize("which", ["alone", "lanes"])
+def test_pages_are_donated_and_never_copied_in_any_shape(which, request):
+    small, large = request.getfixturevalue(which)
+    one, other = (sum(pool.nbytes for pool in real.stages.stages[0].pages) // real.config.mesh.kvp for real in (small, large))
+    for shape in small.stages.plan.shapes:
+        for real, pools in ((small, one), (large, other)):
+            assert program_of(real, shape).memory_analysis().alias_size_in_bytes >= pools
+        temporary = [program_of(real, shape).memory_analysis().temp_size_in_bytes for real in (small, large)]
+        assert temporary[1] - temporary[0] < (other - one) / small.model.layers / 20, f"{shape}: {temporary} for pools of {one}, {other}"
+
+
+def test_pages_stay_where_they_are_while_steps_run(alone):
+    real = fresh(alone[0], "grow")
+    places = lambda: [pool.addressable_shards[0].data.unsafe_buffer_pointer() for pool in real.stages.stages[0].pages]
+    before, pools = places(), list(real.stages.stages[0].pages)
+    runner = Runner(real)
+    runner.submit(range(3, 100), max_tokens=5)
+    runner.submit(range(3, 20), max_tokens=5)
+    runner.run()
+    assert places() == before
+    assert all(pool.is_deleted() for pool in pools)
+
+
+def requests(runner: Runner, length: int) -> None:
+    """A few of all kinds."""
+    ids = np.random.default_rng(length).integers(3, 512, length)
+    kinds = [dict(), dict(temperature=1.0), dict(temperature=0.5, logprobs=3), dict(prompt_logprobs=2),
+             dict(n=3, temperature=1.0, top_p=0.9), dict(frequency_penalty=1.0), dict(stop_token_ids=[9], min_tokens=1)]
+    runner.submit(ids, max_tokens=2, ignore_eos=True, **kinds[length % len(kinds)])
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Grows with every compile by JAX, whoever asks for it."""
+    events: list[str] = []
+    listen = lambda event, seconds, **_: "backend_compile" in event and events.append(event)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_nothing_is_compiled_after_warm_up_whatever_is_asked(lanes, compiled):
+    base = lanes[0]
+    names = []
+    base.stages.warm_up(names.append)
+    programs = base.stages.programs
+    assert sorted(names) == sorted(programs.compiled) and programs.compiles == len(names)
+    compiled.clear()
+    for placement in ("grow", "random"):
+        real = fresh(base, placement)
+        runner = Runner(real)
+        for length in range(1, 201):
+            requests(runner, length)
+            if length % 9 == 0:                                                      # alone, in pairs, in crowds
+                runner.run(chunks=(1, 5, 32) if length % 2 else ())
+        again = runner.submit(np.random.default_rng(200).integers(3, 512, 200), max_tokens=2)   # a long prefix hit
+        runner.run()
+        assert runner.completion(again).finished.usage.cached >= 176
+        assert_empty(real)
+        assert len(runner.events) == 201
+    assert not compiled
+    assert programs.compiles == len(names)
+    assert base.info()["compiles"] == len(names)
+
+
+def test_every_program_has_a_name_of_its_own(lanes):
+    names = [name for name, _ in lanes[0].stages.all_programs()]
+    assert len(set(names)) == len(names)
+    assert len({str(shape) for shape in lanes[0].stages.plan.shapes}) == len(lanes[0].stages.plan.shapes)
+
+
+def test_a_compile_cache_that_others_can_write_is_refused(tmp_path, monkeypatch):
+    before = jax.config.jax_compilation_cache_dir
+    for mode in (0o777, 0o770, 0o702):
+        folder = tmp_path / oct(mode)
+        folder.mkdir()
+        folder.chmod(mode)
+        with pytest.raises(ConfigError, match="compile_cache"):
+            keep_compiled(str(folder))
+    (tmp_path / "mine").mkdir(mode=0o700)
+    monkeypatch.setattr(os, "getuid", lambda: (tmp_path / "mine").stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="another user"):
+        keep_compiled(str(tmp_path / "mine"))
+    assert jax.config.jax_compilation_cache_dir == before
+
+
+def test_a_compile_cache_is_made_for_its_owner_alone(tmp_path, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(jax.config, "update", asked.__setitem__)
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
+    keep_compiled("")
+    assert not asked
+    keep_compiled(None)
+    assert asked["jax_compilation_cache_dir"] == str(tmp_path / "cache" / "xla")
+    assert (tmp_path / "cache" / "xla").stat().st_mode & 0o777 == 0o700
