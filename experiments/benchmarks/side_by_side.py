@@ -87,7 +87,7 @@ def run(values: dict[str, Any]) -> int:
         comparison = Comparison(tuple(measured(workers, points, values["rounds"], conditions)))
     versions = {worker.engine.name: worker.versions for worker in workers}
     print(described(machine()), *(f"{name}: {_versions(found)}" for name, found in versions.items()), sep="\n")
-    print(f"{values['model']} in {values['dtype']}, {len(cpus)} threads, {values['rounds']} rounds", comparison.shown(), *same, sep="\n\n")
+    print(f"{values['model']} in {values['dtype']}, {len(cpus)} threads; rounds: {values['rounds']}", comparison.shown(), *same, sep="\n\n")
     if values["json"]:
         report = {"machine": machine(), "versions": versions, "settings": values, "agreement": same, **comparison.record()}
         Path(values["json"]).write_text(json.dumps(report, indent=1) + "\n")
