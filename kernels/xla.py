@@ -15,7 +15,8 @@ from jax import lax
 from jaxserve.kernels.merge import LOWEST
 
 QUERY_TILE = 256                                     # query tokens of one tile
-KEY_TILE = 256                                       # keys of one tile (at least one page)
+KEY_TILE = 256                                       # keys of one tile, per row (at least one page)
+TILE_KEYS = 2048                                     # keys of one tile, all rows together
 
 
 def attend(
@@ -47,7 +48,7 @@ def _loop(q, q_pos, rows, count, *, pages, table, scale, window):
     """Online softmax over the tiles of keys that any of these rows can see."""
     R, T, K, G, H = q.shape
     size = pages.shape[3]
-    span = max(1, KEY_TILE // size)
+    span = max(1, min(KEY_TILE, TILE_KEYS // R) // size)
     last = q_pos.max(1)                                                             # [R]
     count = jnp.where(last < 0, 0, jnp.minimum(count, last // size + 1))
     q = (q.transpose(0, 2, 3, 1, 4) if T > 1 else q.transpose(0, 2, 1, 3, 4)).reshape(R, K, G * T, H) * scale

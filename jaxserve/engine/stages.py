@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.config import MeshConfig
 from jaxserve.engine import sampling
@@ -62,6 +62,7 @@ class Stage:
 
     index: int
     mesh: Mesh
+    lanes: NamedSharding                             # of arrays split over lanes and equal on all ranks
     weights: Weights
     values: list[jax.Array]
     pages: list[jax.Array]
@@ -116,7 +117,7 @@ class Stages:
         pool = sharding(mesh, *POOL_AXES)
         pages = [_zeros(pool, plan.pool_shape(), plan.dtype) for _ in part]
         table = _zeros(sharding(mesh, "lanes"), (plan.mesh.kvp, 2, plan.slots, plan.width), jnp.int32)
-        return Stage(index, mesh, Weights.of(module), values, pages, table)
+        return Stage(index, mesh, sharding(mesh, "lanes"), Weights.of(module), values, pages, table)
 
     def _empty_sampling_state(self) -> sampling.State:
         plan = self.plan
@@ -131,7 +132,9 @@ class Stages:
         self._set_table(arrays.early)
         x: Any = next(array for version, array in self._sampled if version >= needs)
         for stage in self.stages:
-            ints, x = jax.device_put((arrays.ints, x), sharding(stage.mesh, "lanes"))
+            ints = jax.device_put(arrays.ints, stage.lanes)
+            if x.sharding != stage.lanes:
+                x = jax.device_put(x, stage.lanes)
             program = self.programs.get(f"layers_{stage.index}_{arrays.shape}", functools.partial(self._lower_layers, stage, arrays.shape))
             x, stage.pages, stage.table = program(stage.values, stage.pages, stage.table, ints, x)
         return Hidden(*x)
