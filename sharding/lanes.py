@@ -98,12 +98,14 @@ def _positions(start: jax.Array, length: jax.Array, width: int) -> jax.Array:
 def _find(blocks: jax.Array, slot: jax.Array, held: jax.Array, wanted: jax.Array) -> jax.Array:
     """Index of the first of the `held` ascending entries of blocks[slot] that is not below `wanted` [R, T]. Binary search: its cost does
     not grow with the tables' width, as a comparison with every entry would."""
-    low, high = jnp.zeros_like(wanted), jnp.broadcast_to(held[:, None], wanted.shape)
-    for _ in range(max(1, blocks.shape[1].bit_length())):
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
         middle = (low + high) // 2
         right = (low < high) & (blocks[slot[:, None], middle] < wanted)
-        low, high = jnp.where(right, middle + 1, low), jnp.where(right, high, middle)
-    return low
+        return jnp.where(right, middle + 1, low), jnp.where(right, high, middle)
+
+    start = jnp.zeros_like(wanted), jnp.broadcast_to(held[:, None], wanted.shape)
+    return lax.fori_loop(0, blocks.shape[1].bit_length(), halve, start)[0]           # unrolled it would take XLA minutes to compile
 
 
 def _split(x: jax.Array, groups: tuple[Rows, ...], lanes: int) -> list[jax.Array]:

@@ -228,11 +228,12 @@ class Engine:
         by_request: dict[str, list[Event]] = {}
         for request_id, event in events:
             by_request.setdefault(request_id, []).append(event)
-        for request_id, mine in by_request.items():
-            caller = self._callers[request_id]
+        callers = [self._callers[request_id] for request_id in by_request]
+        for caller, (request_id, mine) in zip(callers, by_request.items()):
             caller.left -= sum(isinstance(event, Finished) for event in mine)
             if not caller.left:
                 del self._callers[request_id]
+        for caller, (request_id, mine) in zip(callers, by_request.items()):
             try:
                 caller.sink(mine)
             except Exception:

@@ -56,3 +56,15 @@ def test_a_spread_token_goes_to_the_page_of_its_block_where_this_lane_has_it(wid
             assert (int(rows.pos[r, t]), int(rows.page[r, t])) == (position, right)
             hits += right < PAGES
     assert hits > 0
+
+
+def test_entries_are_found_in_a_table_of_ten_million_tokens():
+    """As wide as that, and compiled in no time: the search is a loop, for unrolled it doubles the compiler's work with every turn."""
+    size, count = 16, 625_000
+    blocks = np.arange(count, dtype=np.int32) * 2                                    # the even ones are here
+    table = np.stack([blocks[::-1] % PAGES, blocks])[:, None]
+    start = int32([0, size, 2 * size * 311_111, 2 * size * (count - 1), size * (2 * count - 1)])[0]
+    rows = compiled(spread_rows, 1, size)(*int32([0] * 5, start, [1] * 5), int32([count] * 5)[0], table)
+    entry = start // size // 2
+    np.testing.assert_array_equal(rows.page[:, 0], np.where(start // size % 2 == 0, table[0, 0, entry], PAGES))
+    assert (np.asarray(rows.page[:, 0]) < PAGES).tolist() == [True, False, True, True, False]

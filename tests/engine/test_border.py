@@ -1,0 +1,46 @@
+"""What crosses from host to device in a step depends on the step alone, up to contexts of a million tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxserve.cache import CacheManager
+from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
+from jaxserve.engine.arrays import Work, shapes, to_arrays
+from jaxserve.request import Request, SamplingParams
+from jaxserve.scheduling import Scheduler
+
+BLOCK, STEPS = 16, 48                                # in so many steps every sequence begins three blocks
+
+
+def decode_messages(context: int, lanes: int, company: int) -> list[tuple]:
+    """Of the steps that decode after a prompt of `context` tokens, beside `company` short sequences: shape, bytes to devices, bytes of the
+    batch they are made from."""
+    config = SchedulerConfig(max_seqs=8, chunk_tokens=8192)
+    room = CacheConfig(block_size=BLOCK, pages=context // BLOCK + 100, lane_tokens=context // lanes, prefix_caching=False)
+    cache = CacheManager(room, lanes, config.max_seqs)
+    scheduler = Scheduler(config, cache, MeshConfig(kvp=lanes), context + 1000)
+    compiled = shapes(config, lanes)
+    params = SamplingParams(temperature=0, max_tokens=900)
+    for number, length in enumerate([context] + [BLOCK] * company):
+        scheduler.add(Request(str(number), np.zeros(length, np.int32), params))
+    found = []
+    while len(found) < STEPS:
+        batch = scheduler.start(0.0)
+        work = Work.of(batch, lanes)
+        shape = next(shape for shape in compiled if work.fits(shape))
+        arrays = to_arrays(batch, work, shape, lanes, BLOCK)
+        if batch.feed.all() and len(batch.seq) == 1 + company:
+            assert batch.start.max() >= context
+            found.append((str(shape), arrays.ints.nbytes + arrays.early.nbytes, batch.nbytes))
+        scheduler.finish(batch, np.ones(len(batch.slot), np.int32), 0.0)
+    return found
+
+
+@pytest.mark.parametrize("lanes, company", [(1, 0), (1, 3), (4, 0), (4, 3)])
+def test_a_decode_at_a_million_tokens_sends_what_it_sends_at_a_thousand(lanes, company):
+    short, long = (decode_messages(context, lanes, company) for context in (2**10, 2**20))
+    assert [message[:2] for message in short] == [message[:2] for message in long]
+    assert sum(size for *_, size in short) == sum(size for *_, size in long)        # new blocks fall on other steps, but not more of them
+    assert max(size for _, size, _ in long) < 8192

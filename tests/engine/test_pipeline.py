@@ -1,0 +1,137 @@
+"""The wavefront over stages, as the engine issues it: a slot is the time one stage takes for one batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxserve.engine.engine import Engine
+from jaxserve.models import zoo
+from tests.engine.harness import Runner, engine, fresh
+
+CHUNK, CHUNKS = 16, 64
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def piped(request) -> Engine:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(zoo.MODELS, "tiny-3", zoo.replace(zoo.MODELS["tiny"], layers=3))
+        yield engine("random:tiny-3", f"spp={request.param}", chunk=CHUNK, seqs=4, pages=150, max_len=2048)
+
+
+class Trace:
+    """When each batch leaves each stage, in slots. A batch enters a stage after it left the one before, and after the batch before it left
+    that stage; the first stage waits for the token that the batch feeds, and for what the host had read before it issued the batch."""
+
+    def __init__(self, real: Engine):
+        self.engine, self.stages = real, real.config.mesh.spp
+        self.left: list[list[int]] = []              # per batch and stage
+        self.batches, self.made_by = [], {0: None}   # made_by: version of `sampled` -> batch
+        self.read = 0
+        for owner, name, log in ((real.stages, "step", self._step), (real.stages, "sample", self._sample), (real, "_issue", self._issue),
+                                 (real, "_read", self._read)):
+            self._wrap(owner, name, log)
+
+    def _wrap(self, owner, name: str, log) -> None:
+        inner = getattr(owner, name)
+        setattr(owner, name, lambda *args: log(inner, *args))
+
+    def _issue(self, inner, batch):
+        self.batches.append(batch)
+        return inner(batch)
+
+    def _step(self, inner, arrays, needs):
+        waits = [self.made_by[needs], self.read - 1 if self.read else None]
+        ready = max([self.left[batch][-1] for batch in waits if batch is not None], default=0)
+        before, slots = self.left[-1] if self.left else [0] * self.stages, []
+        for stage in range(self.stages):
+            ready = max(ready, before[stage]) + 1
+            slots.append(ready)
+        self.left.append(slots)
+        return inner(arrays, needs)
+
+    def _sample(self, inner, hidden, variant):
+        sampled = inner(hidden, variant)
+        self.made_by[sampled.version] = len(self.left) - 1
+        return sampled
+
+    def _read(self, inner, flight):
+        self.read += 1
+        return inner(flight)
+
+    def bubbles(self, first: int, last: int) -> int:
+        """Slots in which the last stage has nothing to do, between two batches."""
+        return self.left[last][-1] - self.left[first][-1] - (last - first)
+
+
+@pytest.fixture
+def traced(piped) -> tuple[Engine, Trace]:
+    real = fresh(piped, "grow")
+    stages, names = real.stages, ("step", "sample")
+    stages._sampled = type(stages._sampled)([(0, stages._sampled[-1][1])], maxlen=stages._sampled.maxlen)   # versions from 0 again
+    yield real, Trace(real)
+    for name in names:
+        delattr(stages, name)
+
+
+def chunk_batches(trace: Trace, number: int) -> list[int]:
+    """Batches with a chunk of the prompt of sequence `number`."""
+    return [at for at, batch in enumerate(trace.batches) if (batch.seq[~batch.feed] == number).any()]
+
+
+def long_prompt() -> np.ndarray:
+    return np.arange(CHUNK * CHUNKS) % 500 + 3
+
+
+def test_a_prompt_of_64_chunks_fills_the_stages(traced):
+    real, trace = traced
+    runner = Runner(real)
+    runner.submit(long_prompt(), max_tokens=1)
+    runner.run()
+    assert chunk_batches(trace, 0) == list(range(CHUNKS))
+    assert trace.left[-1][-1] <= CHUNKS + trace.stages - 1
+
+
+def test_decodes_ride_along_without_making_a_bubble(traced):
+    real, trace = traced
+    runner = Runner(real)
+    decodes = [runner.submit([5 + i], max_tokens=200, ignore_eos=True) for i in range(trace.stages)]
+    while min(len(runner.events[id]) for id in decodes) < 4:
+        real.turn()
+    first = len(trace.batches)
+    runner.submit(long_prompt(), max_tokens=1)
+    runner.run()
+    chunks = chunk_batches(trace, trace.stages)
+    assert chunks == list(range(chunks[0], chunks[0] + CHUNKS)) and chunks[0] <= first + 1
+    assert trace.left[chunks[-1]][-1] - trace.left[chunks[0]][0] + 1 <= CHUNKS + trace.stages - 1
+    for sequence in range(trace.stages):                                             # and every one of them speaks every P-th slot
+        said = sum((batch.seq[batch.feed] == sequence).any() for batch in trace.batches[chunks[0] : chunks[-1] + 1])
+        assert said >= CHUNKS // trace.stages - 1
+
+
+def test_as_many_decodes_as_stages_leave_no_bubble(traced):
+    real, trace = traced
+    runner = Runner(real)
+    for i in range(trace.stages):
+        runner.submit([5 + i], max_tokens=40, ignore_eos=True)
+    runner.run()
+    steady = trace.stages * 2, trace.stages * 38
+    assert trace.bubbles(*steady) == 0
+
+
+def test_prompts_behind_a_prompt_fill_its_bubbles(traced):
+    real, trace = traced
+    runner = Runner(real)
+    for i in range(4):
+        runner.submit(long_prompt()[i : i + 20 * CHUNK], max_tokens=1)
+    runner.run()
+    last = max(chunk_batches(trace, 3))
+    assert last < 4 * 20 and trace.bubbles(0, last) == 0
+
+
+def test_a_lone_decode_takes_a_round_through_the_stages_per_token(traced):
+    real, trace = traced
+    runner = Runner(real)
+    runner.submit([5], max_tokens=20, ignore_eos=True)
+    runner.run()
+    assert trace.left[19][-1] == 20 * trace.stages

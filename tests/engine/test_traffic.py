@@ -1,0 +1,93 @@
+"""Ten thousand requests that are cancelled at random points leave everything as it was."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import random
+import threading
+from collections import Counter
+
+import jax
+import numpy as np
+
+from jaxserve.engine.engine import Engine
+from jaxserve.request import Accepted, Finished, Progress, Request, SamplingParams, Token
+from tests.engine.harness import assert_empty, engine
+
+REQUESTS, WARM = 10_000, 1_000
+KINDS = [SamplingParams.make(**{"max_tokens": 300, "ignore_eos": True, "temperature": 0, **fields}) for fields in (
+    {}, {}, dict(temperature=1.0, seed=1), dict(n=2), dict(frequency_penalty=0.5))]
+
+
+class Traffic:
+    """Requests that come at random, and go at random: while they wait, in the middle of their prompt, while they speak."""
+
+    def __init__(self, real: Engine):
+        self.real, self.rng = real, random.Random(0)
+        self.born, self.ended = 0, 0
+        self.alive: dict[str, type] = {}             # id -> the last that was heard of it
+        self.cancelled: Counter[type] = Counter()    # by what was heard last
+
+    def hear(self, id: str, events) -> None:
+        self.ended += sum(isinstance(event, Finished) for event in events)
+        self.alive[id] = type(events[-1])
+
+    def arrive(self) -> None:
+        first, length = self.rng.choice((3, 3, *range(4, 200))), self.rng.choice((1, 5, 20, 70, 100))
+        prompt = np.arange(first, first + length)                                    # some prefixes are shared
+        self.born += 1
+        id = str(self.born)
+        request = Request.make(id, prompt, self.rng.choice(KINDS), vocab=512, max_len=self.real.max_len)
+        self.real.submit(request, functools.partial(self.hear, id))
+
+    def run(self, requests: int) -> None:
+        """Until so many more were born and all are gone."""
+        last = self.born + requests
+        while self.born < last or self.alive:
+            while self.born < last and len(self.alive) < 8 and self.rng.random() < 0.9:
+                self.arrive()
+            self.real.turn()
+            for id in [id for id in self.alive if self.rng.random() < 0.15]:
+                self.cancelled[self.alive[id]] += self.real.cancel(id)
+                del self.alive[id]
+            if self.born % 50 == 0:
+                self.real.scheduler.check()
+        while self.real.turn():
+            pass
+        self.real.scheduler.check()
+
+
+def resident() -> int:
+    """Bytes of memory this process has."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def census() -> tuple[int, int, int]:
+    """What should not grow: objects, device arrays, threads."""
+    gc.collect()
+    return len(gc.get_objects()), len(jax.live_arrays()), threading.active_count()
+
+
+def test_ten_thousand_cancelled_requests_leave_nothing_behind():
+    real = engine("random:tiny", chunk=32, seqs=8, pages=80, max_len=512)
+    traffic = Traffic(real)
+    traffic.run(WARM)
+    assert_empty(real)
+    before, memory = census(), resident()
+    traffic.run(REQUESTS)
+    assert_empty(real)
+    after, growth = census(), resident() - memory
+    assert traffic.born == REQUESTS + WARM <= traffic.ended                          # some had two completions
+    assert min(traffic.cancelled[kind] for kind in (Accepted, Progress, Token)) > 500, traffic.cancelled
+    assert traffic.cancelled.total() > 0.95 * traffic.born
+    assert not real.scheduler.sequences and len(real.scheduler._roster.free) == 8
+    assert after[0] - before[0] < 2000 and after[1:] == before[1:], f"objects, arrays, threads: {before}, then {after}"
+    assert growth < 64 * 2**20
+    listener = []
+    real.submit(Request.make("last", np.arange(3, 60), KINDS[0], vocab=512, max_len=real.max_len), listener.extend)
+    while real.turn():
+        pass
+    assert listener[-1].reason == "length" and listener[-1].usage.completion == 300
