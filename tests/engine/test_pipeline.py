@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -10,13 +12,14 @@ from jaxserve.models import zoo
 from tests.engine.harness import Runner, engine, fresh
 
 CHUNK, CHUNKS = 16, 64
+MANY = 192                                           # prefill tokens of a step in which several prompts may start
 
 
 @pytest.fixture(scope="module", params=[2, 3])
 def piped(request) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(zoo.MODELS, "tiny-3", zoo.replace(zoo.MODELS["tiny"], layers=3))
-        yield engine("random:tiny-3", f"spp={request.param}", chunk=CHUNK, seqs=4, pages=150, max_len=2048)
+        yield engine("random:tiny-3", f"spp={request.param}", chunk=MANY, seqs=4, pages=150, max_len=2048)
 
 
 class Trace:
@@ -69,9 +72,14 @@ def traced(piped) -> tuple[Engine, Trace]:
     real = fresh(piped, "grow")
     stages, names = real.stages, ("step", "sample")
     stages._sampled = type(stages._sampled)([(0, stages._sampled[-1][1])], maxlen=stages._sampled.maxlen)   # versions from 0 again
+    budget(real, CHUNK)
     yield real, Trace(real)
     for name in names:
         delattr(stages, name)
+
+
+def budget(real: Engine, tokens: int) -> None:
+    real.scheduler.packer.config = dataclasses.replace(real.scheduler.packer.config, chunk_tokens=tokens)
 
 
 def chunk_batches(trace: Trace, number: int) -> list[int]:
@@ -109,12 +117,15 @@ def test_decodes_ride_along_without_making_a_bubble(traced):
         assert said >= CHUNKS // trace.stages - 1
 
 
-def test_as_many_decodes_as_stages_leave_no_bubble(traced):
+@pytest.mark.parametrize("tokens", [CHUNK, MANY])
+def test_as_many_decodes_as_stages_leave_no_bubble_whether_they_start_apart_or_at_once(traced, tokens):
     real, trace = traced
+    budget(real, tokens)
     runner = Runner(real)
     for i in range(trace.stages):
         runner.submit([5 + i], max_tokens=40, ignore_eos=True)
     runner.run()
+    assert len(trace.batches[0].seq) == (1 if tokens == CHUNK else trace.stages)
     steady = trace.stages * 2, trace.stages * 38
     assert trace.bubbles(*steady) == 0
 
