@@ -123,6 +123,10 @@ class CacheManager:
             for block in range(first, last):
                 self.pages.publish(self.tables[slot][block], chain[block])
 
+    def retract(self, slot: int) -> None:
+        """What the slot's pages hold is damaged: nobody shall match it from now on."""
+        self.pages.retract(self.tables[slot])
+
     def release(self, slot: int) -> None:
         """Empties the slot."""
         self.pages.drop(self.tables[slot])

@@ -62,6 +62,12 @@ class Pages:
             self.page_of[key] = page
             self.key_of[page] = key
 
+    def retract(self, pages: Iterable[int]) -> None:
+        """What is on these held pages must not be wanted again."""
+        for page in pages:
+            if (key := self.key_of.pop(page, None)) is not None:
+                del self.page_of[key]
+
     def check(self, holders: Iterable[int]) -> None:
         """`holders` names each page once for every sequence that holds it. Errors: AssertionError with what differs."""
         counted = Counter(holders)

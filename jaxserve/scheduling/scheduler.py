@@ -128,7 +128,7 @@ class Scheduler:
 
         `logprobs` has an entry per chunk, for its sampled token. `prompt_logprobs` has, by number of the sequence, those of the prompt's
         tokens from position `start + 1` on. A negative token stands for logits that were not finite, and ends its completion with an
-        error. What belongs to sequences that have ended is dropped. Errors: ValueError for another batch.
+        error; its blocks serve no other. What belongs to sequences that have ended is dropped. Errors: ValueError for another batch.
         """
         if not self._flight or self._flight[0] is not batch:
             raise ValueError(f"batch {batch.number} is not the oldest one in flight")
@@ -168,6 +168,7 @@ class Scheduler:
         for row, slot, token in zip(rows.tolist(), batch.slot[rows].tolist(), np.asarray(tokens)[rows].tolist()):
             sequence = self._roster.sequence[slot]
             if token < 0:
+                self.cache.retract(slot)
                 events.append((sequence.id, self._end(sequence, "error", now, NOT_FINITE)))
                 continue
             events.append((sequence.id, Token(sequence.index, token, logprobs[row] if logprobs else None)))

@@ -57,3 +57,17 @@ def test_check_tells_a_lost_reference():
     page = pages.take(0)
     with pytest.raises(AssertionError, match="holders"):
         pages.check([page, page])
+
+
+def test_a_retracted_page_is_not_found_again_and_is_free_once_dropped():
+    pages = Pages(1, 3)
+    one, two = pages.take(0), pages.take(0)
+    pages.publish(one, b"a")
+    pages.hold([one])
+    pages.retract([one, two])
+    assert pages.page_of == {}
+    pages.drop([one, two])
+    pages.check([one])
+    pages.drop([one])
+    pages.check([])
+    assert not pages.cached[0] and len(pages.free[0]) == 3

@@ -287,6 +287,10 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(real, fields)
     assert ended.reason == "error" and ended.error.status == "INTERNAL" and "finite" in str(ended.error)
     assert len(bad.tokens) == ended.usage.completion < 40 and min(bad.tokens) >= 0
     assert good.finished().reason == "length"
+    again = ask(real, "bad", 20, max_tokens=40, rest=dict(cache_salt="shares no page"))
+    while real.turn():
+        real.scheduler.check()
+    assert again.finished().reason == "length" and again.finished().usage.cached == 0    # nothing of it was kept
     assert_empty(real)
     stage.pages[0] = jnp.zeros_like(stage.pages[0])
 
