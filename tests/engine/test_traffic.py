@@ -84,7 +84,8 @@ def test_ten_thousand_cancelled_requests_leave_nothing_behind():
     assert min(traffic.cancelled[kind] for kind in (Accepted, Progress, Token)) > 500, traffic.cancelled
     assert traffic.cancelled.total() > 0.95 * traffic.born
     assert not real.scheduler.sequences and len(real.scheduler._roster.free) == 8
-    assert after[0] - before[0] < 2000 and after[1:] == before[1:], f"objects, arrays, threads: {before}, then {after}"
+    assert after[0] - before[0] < 2000, f"objects: {before[0]}, then {after[0]}"
+    assert after[1] <= before[1] and after[2] <= before[2], f"device arrays and threads: {before[1:]}, then {after[1:]}"
     assert growth < 64 * 2**20
     listener = []
     real.submit(Request.make("last", np.arange(3, 60), KINDS[0], vocab=512, max_len=real.max_len), listener.extend)
