@@ -5,10 +5,10 @@ from tests.server.fakes import FakeEngine
 
 
 def test_the_demo_talks_to_a_server_and_ends_with_a_table(serve, capsys):
-    served = serve(FakeEngine(step_seconds=0.001, chunk=500))
+    served = serve(FakeEngine(step_seconds=0.05, chunk=500))
     assert asyncio.run(talk(served.target, long=2000, short=2, max_tokens=6)) == 0
     shown = capsys.readouterr().out
-    assert "long    | [prefilled 1000 of 2" in shown and "short 2 | [done: 6 tokens" in shown
+    assert "long    | [prefilled " in shown and "short 2 | [done: 6 tokens" in shown   # which chunks are told depends on the machine
     assert [line.split()[0] for line in shown.splitlines() if line.endswith("length")] == ["long", "short", "short"]
 
 
