@@ -26,7 +26,7 @@ def engine(model: str = "random:tiny", mesh: str = "", *, chunk: int = 64, seqs:
 
 
 def fresh(old: Engine, placement: str) -> Engine:
-    """An engine on the same devices with an empty cache and another placement of blocks."""
+    """An engine on the same devices with an empty cache and another placement. It overwrites the old one's pages: use that no more."""
     plan, config = old.stages.plan, dataclasses.replace(old.config.cache, pages=old.stages.plan.pages)
     cache = CacheManager(config, plan.mesh.kvp, plan.slots, placement=placement)
     scheduler = Scheduler(old.config.scheduler, cache, plan.mesh, old.max_len, plan.model.eos_ids)

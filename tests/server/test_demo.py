@@ -1,4 +1,5 @@
 import asyncio
+import re
 
 from jaxserve.commands.demo import talk
 from tests.server.fakes import FakeEngine
@@ -8,7 +9,8 @@ def test_the_demo_talks_to_a_server_and_ends_with_a_table(serve, capsys):
     served = serve(FakeEngine(step_seconds=0.05, chunk=500))
     assert asyncio.run(talk(served.target, long=2000, short=2, max_tokens=6)) == 0
     shown = capsys.readouterr().out
-    assert "long    | [prefilled " in shown and "short 2 | [done: 6 tokens" in shown   # which chunks are told depends on the machine
+    assert re.search(r"long    \| \[prefilled (500|1000|1500|2000) of 2\d\d\d tokens", shown)      # a busy machine merges some of them
+    assert "short 2 | [done: 6 tokens" in shown
     assert [line.split()[0] for line in shown.splitlines() if line.endswith("length")] == ["long", "short", "short"]
 
 
