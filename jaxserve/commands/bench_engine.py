@@ -24,7 +24,8 @@ tokens, for so many sequences at once. Prompts are random. A round measures ever
 
 The host's work per decode step is timed in the engine's own path: schedule (what runs next), arrays (the step as ints) and dispatch \
 (handing it to the devices), which make the total; finish (taking in the tokens read) and events (telling the callers) come after. A small \
-model keeps the device short; the contexts are bookkept, their KV is empty.
+model with a short window of attention keeps the device, which may be the host's own cores, short at every context; the contexts are \
+bookkept, their KV is empty.
 
   jaxserve bench engine --json=speed.json
   jaxserve bench engine --prefill= --decode= --host_model=smollm2-135m --contexts=128
@@ -39,7 +40,7 @@ HOST = [
     Option("contexts", str, "1024,8192", "tokens of context at which the host's work is measured; '' for none"),
     Option("seqs", int, 256, "running sequences", 1, 4096),
     Option("steps", int, 64, "decode steps", 1),
-    Option("host_model", str, "random:tiny", "model that runs meanwhile"),
+    Option("host_model", str, "random:tiny-window", "model that runs meanwhile"),
 ]
 DEFAULTS = {"chunk_tokens": 2048, "max_seqs": 8, "prefix_caching": False}
 

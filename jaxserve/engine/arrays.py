@@ -49,6 +49,10 @@ class Shape:
         return sum(rows * width for rows, width in self.local + self.spread)
 
     def __str__(self) -> str:
+        return self._name
+
+    @functools.cached_property
+    def _name(self) -> str:
         name = lambda groups: "+".join(f"{rows}x{width}" for rows, width in groups)
         return name(self.local) + (f"_spread_{name(self.spread)}" if self.spread else "")
 
@@ -113,22 +117,27 @@ def layout(shape: Shape, lanes: int, block: int) -> Layout:
 class Work:
     """What of a batch bears on its shape. `long` are the chunks of more than one token: (row of the batch, lane, length, spread)."""
 
-    singles: np.ndarray                              # [2, lanes] chunks of one token, local and spread
-    long: list[tuple[int, int, int, bool]]
+    local: int                                       # most local chunks of one token on a lane
+    spread: int                                      # most spread ones
+    long: tuple[tuple[int, int, int, bool], ...]
+    lanes: int
 
     @classmethod
     def of(cls, batch: Batch, lanes: int) -> Work:
-        single = batch.length == 1
-        place = batch.lane[single] + lanes * batch.spread[single]
-        at = np.flatnonzero(~single)
-        long = list(zip(at.tolist(), batch.lane[at].tolist(), batch.length[at].tolist(), batch.spread[at].tolist()))
-        return cls(np.bincount(place, minlength=2 * lanes).reshape(2, lanes), long)
+        at = np.flatnonzero(batch.length != 1)
+        if lanes == 1:
+            local, spread = len(batch.slot) - len(at), 0
+        else:
+            single = batch.length == 1
+            place = batch.lane[single] + lanes * batch.spread[single]
+            local, spread = np.bincount(place, minlength=2 * lanes).reshape(2, lanes).max(1).tolist()
+        long = zip(*(field[at].tolist() for field in (batch.lane, batch.length, batch.spread)))
+        return cls(local, spread, tuple((row, *chunk) for row, chunk in zip(at.tolist(), long)), lanes)
 
     def fits(self, shape: Shape) -> bool:
-        local, spread = self.singles.max(1)
-        if local > shape.decode[0] or spread > shape.spread_decode[0]:
+        if self.local > shape.decode[0] or self.spread > shape.spread_decode[0]:
             return False
-        return all(self._fits(group, flag) for group, flag in ((shape.prefill, False), (shape.spread_prefill, True)))
+        return not self.long or (self._fits(shape.prefill, False) and self._fits(shape.spread_prefill, True))
 
     def _fits(self, group: tuple[int, int], spread: bool) -> bool:
         chunks = [(lane, length) for _, lane, length, flag in self.long if flag == spread]
@@ -137,12 +146,11 @@ class Work:
         rows, width = group
         if not rows:
             return False
-        lanes = self.singles.shape[1]
-        need = [0] * lanes
+        need = [0] * self.lanes
         for lane, length in chunks:
             need[lane] += 1 if spread else -(-length // width)
         total = sum(-(-length // width) for _, length in chunks)
-        return max(need) <= rows and total <= rows * lanes
+        return max(need) <= rows and total <= rows * self.lanes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,25 +188,28 @@ def to_arrays(batch: Batch, work: Work, shape: Shape, lanes: int, block: int) ->
     return Arrays(shape, ints, last, _fill_samples(batch, view["samples"], last), pieces, _fill_deltas(batch.deltas, view["deltas"]))
 
 
+def _per_lane(rows: np.ndarray, lane: np.ndarray, lanes: int) -> list[np.ndarray]:
+    """`rows` of which `lane` says the lane of each, lane by lane."""
+    return [rows] if lanes == 1 else [rows[lane == index] for index in range(lanes)]
+
+
 def _fill_samples(batch: Batch, out: np.ndarray, last: np.ndarray) -> np.ndarray:
     out[:, :, 1] = NOWHERE
     place = np.full(len(batch.slot), -1, np.int32)
     chunks = np.flatnonzero(batch.sample)
-    for lane in range(len(out)):
-        mine = chunks[batch.lane[chunks] == lane] if len(out) > 1 else chunks
+    for lane, mine in enumerate(_per_lane(chunks, batch.lane[chunks], len(out))):
         place[mine] = np.arange(len(mine))
-        out[lane, : len(mine), 0] = last[mine]
-        out[lane, : len(mine), 1] = batch.slot[mine]
-        out[lane, : len(mine), 2] = batch.start[mine] + batch.length[mine]
+        out[lane, : len(mine)] = np.array((last[mine], batch.slot[mine], batch.start[mine] + batch.length[mine])).T
     return place
 
 
 def _fill_deltas(deltas: np.ndarray, out: np.ndarray) -> np.ndarray:
     """The newest entries ride with the step."""
     out[:, :, 0] = NOWHERE
+    if not len(deltas):
+        return deltas
     rest = []
-    for lane in range(len(out)):
-        mine = deltas[deltas[:, 0] == lane] if len(out) > 1 else deltas
+    for lane, mine in enumerate(_per_lane(deltas, deltas[:, 0], len(out))):
         riding = mine[max(0, len(mine) - out.shape[1]) :]
         out[lane, : len(riding)] = riding[:, 1:]
         rest.append(mine[: len(mine) - len(riding)])
@@ -212,23 +223,20 @@ def _tokens_at(batch: Batch) -> np.ndarray:
 
 
 def _fill_singles(batch: Batch, view: dict[str, np.ndarray], shape: Shape, last: np.ndarray) -> None:
-    lanes = len(view["rows"])
-    single = batch.length == 1
+    lanes, single = len(view["rows"]), batch.length == 1
     ids = np.full(len(batch.slot), FEED, np.int32)
-    given = np.flatnonzero(single & ~batch.feed)
-    ids[given] = batch.tokens[_tokens_at(batch)[given]]
-    local_rows, local_tokens = _sizes(shape.local)
-    for spread, row, token in ((False, 0, 0), (True, local_rows, local_tokens)):
-        group = np.flatnonzero(single & (batch.spread == spread))
-        for lane in range(lanes if len(group) else 0):
-            mine = group[batch.lane[group] == lane] if lanes > 1 else group
-            rows = slice(row, row + len(mine))
-            view["rows"][lane, rows, 0] = batch.slot[mine]
-            view["rows"][lane, rows, 1] = batch.start[mine]
-            view["rows"][lane, rows, 2] = 1
+    if len(batch.tokens):
+        given = np.flatnonzero(single & ~batch.feed)
+        ids[given] = batch.tokens[_tokens_at(batch)[given]]
+    local, spread = (0, 0), _sizes(shape.local)
+    for flag, (row, token), (rows, _) in ((False, local, shape.decode), (True, spread, shape.spread_decode)):
+        group = np.flatnonzero(single & (batch.spread == flag)) if rows else ()
+        for lane, mine in enumerate(_per_lane(group, batch.lane[group], lanes) if len(group) else ()):
+            where = view["rows"][lane, row : row + len(mine)]
+            where[:, 0], where[:, 1], where[:, 2] = batch.slot[mine], batch.start[mine], 1
             view["tokens"][lane, token : token + len(mine)] = ids[mine]
-            last[mine] = token + np.arange(len(mine))
-            if spread:
+            last[mine] = np.arange(token, token + len(mine))
+            if flag:
                 view["held"][lane, : len(mine)] = batch.held[mine]
 
 

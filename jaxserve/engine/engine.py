@@ -66,6 +66,7 @@ class Engine:
         self.clock = clock or WallClock()
         self.alive = True
         self._eos = eos_ids
+        self._far = self._platform != "cpu"                           # tokens are copied from the devices, not read in place
         self._callers: dict[str, Caller] = {}
         self._flights: deque[Flight] = deque()
         self._sampled_at = np.zeros(stages.plan.slots, np.int64)      # per slot: the version of `sampled` with its last token
@@ -73,6 +74,10 @@ class Engine:
         self._lock = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def _platform(self) -> str:
+        return self.stages.last_mesh.devices.flat[0].platform
 
     # --- for other threads
 
@@ -119,7 +124,7 @@ class Engine:
         plan = self.stages.plan
         return {
             "model": self.model.name, "mesh": str(plan.mesh), "dtype": str(np.dtype(plan.dtype)), "devices": plan.mesh.devices,
-            "platform": self.stages.last_mesh.devices.flat[0].platform, "max_model_len": self.max_len, "pages_per_lane": plan.pages,
+            "platform": self._platform, "max_model_len": self.max_len, "pages_per_lane": plan.pages,
             "block_size": plan.block_size, "capacity_tokens": plan.pages * plan.block_size * plan.mesh.kvp,
             "compiles": self.stages.programs.compiles, "max_seqs": plan.slots,
         }
@@ -183,7 +188,8 @@ class Engine:
             variant = sampling.VARIANTS[self._variant[batch.slot[batch.sample]].max()]
             sampled = self.stages.sample(hidden, variant)
             self._sampled_at[batch.slot[batch.sample]] = sampled.version
-            sampled.tokens.copy_to_host_async()
+            if self._far:
+                sampled.tokens.copy_to_host_async()
         return Flight(batch, arrays, sampled, self._scores(batch, arrays, hidden))
 
     def _admit(self, batch: Batch, chunk: int) -> None:

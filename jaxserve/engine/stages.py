@@ -132,11 +132,10 @@ class Stages:
         self._set_table(arrays.early)
         x: Any = next(array for version, array in self._sampled if version >= needs)
         for stage in self.stages:
-            ints = jax.device_put(arrays.ints, stage.lanes)
-            if x.sharding != stage.lanes:
+            if len(self.stages) > 1:                                                 # from the stage before; sampled tokens from the last
                 x = jax.device_put(x, stage.lanes)
             program = self.programs.get(f"layers_{stage.index}_{arrays.shape}", functools.partial(self._lower_layers, stage, arrays.shape))
-            x, stage.pages, stage.table = program(stage.values, stage.pages, stage.table, ints, x)
+            x, stage.pages, stage.table = program(stage.values, stage.pages, stage.table, arrays.ints, x)
         return Hidden(*x)
 
     def sample(self, hidden: Hidden, variant: str) -> Sampled:

@@ -101,6 +101,7 @@ _QWEN3 = dict(rope_theta=1e6, norm_eps=1e-6, qk_norm=True, eos_ids=(151645, 1516
 _ROWS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     #                  L    D      N    K   H    F      V       most tokens
     "tiny":           ((2, 64, 4, 2, 16, 128, 512, 2**24), dict(eos_ids=(2,), bos_id=1)),
+    "tiny-window":    ((2, 64, 4, 2, 16, 128, 512, 2**24), dict(eos_ids=(2,), bos_id=1, sliding_window=64)),
     "smollm2-135m":   ((30, 576, 9, 3, 64, 1536, 49152, 8192), _SMOL),
     "smollm2-360m":   ((32, 960, 15, 5, 64, 2560, 49152, 8192), _SMOL),
     "smollm2-1.7b":   ((24, 2048, 32, 32, 64, 8192, 49152, 8192), dict(_SMOL, rope_theta=130000.0)),

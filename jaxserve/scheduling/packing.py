@@ -76,7 +76,10 @@ class Packer:
         if stages > 1 and not hurry:
             ready = ready[(roster.last[ready] <= number - stages) | (roster.flying[ready] == 0)]
         short = ready[roster.issued[ready] == self.cache.room[ready]]
-        if short.size:
+        if short.size and short.size <= self.cache.available:
+            for slot in short.tolist():
+                self.cache.extend(slot, 1)
+        elif short.size:
             for slot in short[np.argsort(roster.number[short])].tolist():
                 if roster.phase[slot] == DECODE:                  # else it has left for an older one
                     self._claim(slot)
