@@ -75,9 +75,17 @@ class CacheConfig(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerConfig(Checked):
-    policy: str = option("fcfs", "order in which requests are prefilled", choices=("fcfs",))
+    policy: str = option("fcfs", "order of prefill: by arrival, deadline, slack in seconds, or slack as a share of the time given",
+                         choices=("fcfs", "edf", "lrs", "slack"))
+    chunking: str = option("static", "prefill tokens of a step: as many as chunk_tokens, or fewer so that decodes meet their objective",
+                           choices=("static", "adaptive"))
     max_seqs: int = option(16, "sequences that run at once", low=1, high=4096)
     chunk_tokens: int = option(512, "most prefill tokens of one step on one lane", low=1, high=65536)
+    sharing: float = option(0.5, "most of a step's time for others beside a prompt of several steps (adaptive chunks)", low=0, high=1)
+    ttft: float = option(2.0, "objective: seconds to the first token, where a request names none", low=0.001)
+    ttft_stretch: float = option(3.0, "objective for long prompts, where higher: this many times its prefill alone", low=1)
+    tpot: float = option(0.1, "objective: seconds per output token, where a request names none", low=0.0001)
+    step_time: float = option(0.25, "most seconds of a step without decodes (adaptive chunks)", low=0.0001)
     max_queue: int = option(4096, "requests that wait before new ones are refused", low=1)
 
     @property

@@ -72,24 +72,32 @@ class CacheManager:
         """How many of these nobody holds: taking them makes that many fewer available."""
         return int(np.count_nonzero(self.pages.refs[np.asarray(pages, np.intp)] == 0)) if pages else 0
 
-    def admit(self, slot: int, pages: list[int], lanes: list[int], need: int) -> None:
-        """Gives an empty slot the matched `pages` and a home lane out of `lanes`; its next chunk will `need` that many pages more.
+    def choose_home(self, pages: list[int], lanes: list[int], need: int, pending: list[float]) -> int:
+        """A home out of `lanes` for a sequence with these matched `pages`, whose next chunk will `need` that many more (medha.md M12).
 
-        The home is the lane with most of the matched pages, if it has room for the chunk; else the one with most room.
+        The lane with most of the matched pages, if it has room for the chunk; else, of those with room, the one with the least `pending`
+        work (seconds per lane) and then the most room.
         """
+        matched = self._by_lane(pages)
+        room = self.pages.available()
+        fits = [lane_room >= need for lane_room in room]
+        return max(lanes, key=lambda lane: (matched[lane] if fits[lane] else 0, fits[lane], -pending[lane], room[lane], -lane))
+
+    def admit(self, slot: int, pages: list[int], home: int) -> None:
+        """Gives an empty slot the matched `pages` and its home lane."""
         assert not self.tables[slot], f"slot {slot} is taken"
         self.pages.hold(pages)
-        ids = np.asarray(pages, np.intp)
-        matched = np.bincount(ids // self.pages.per_lane, minlength=self.pages.lanes)
-        room = self.pages.available()
-        home = max(lanes, key=lambda lane: (matched[lane] if room[lane] >= need else 0, room[lane], -lane))
+        matched = self._by_lane(pages)
         self.home[slot] = self._lane[slot] = home
         self.held[slot] = matched
         self.spread[slot] = matched.sum() > matched[home]
         self.tables[slot] = list(pages)
         self.room[slot] = len(pages) * self.block_size
         if pages:
-            self._hits.append(self._rows(slot, ids))
+            self._hits.append(self._rows(slot, np.asarray(pages, np.intp)))
+
+    def _by_lane(self, pages: list[int]) -> np.ndarray:
+        return np.bincount(np.asarray(pages, np.intp) // self.pages.per_lane, minlength=self.pages.lanes)
 
     def _rows(self, slot: int, ids: np.ndarray) -> np.ndarray:
         """Deltas [m, 5] of a slot's first blocks."""

@@ -30,9 +30,10 @@ class Batch:
     held: np.ndarray         # [n, lanes] blocks of the sequence on each lane, those of this step included
     tokens: np.ndarray       # [sum of length where not feed] token ids, chunk after chunk
     deltas: np.ndarray       # [m, 5] new page table entries: lane, slot, index in the row, page, block; ascending blocks per row
+    seconds: float           # predicted time in the slowest stage
     admitted: tuple[int, ...]  # rows of this batch whose sequence has just got its slot: set its sampling state
 
     @property
     def nbytes(self) -> int:
         """What the step's message weighs."""
-        return sum(getattr(self, field.name).nbytes for field in fields(self) if field.name not in ("number", "admitted"))
+        return sum(getattr(self, field.name).nbytes for field in fields(self) if field.name not in ("number", "seconds", "admitted"))

@@ -1,11 +1,14 @@
-"""What goes into a batch: first come, first served.
+"""What goes into a batch.
 
-Decodes go first and every one that can runs; then the prefilling sequences get chunks, oldest first, up to `chunk_tokens` per home
-lane; then waiting ones are admitted while there is a slot, a lane with budget, and pages for their first chunk beside one page for
-every decode. When a decode finds no page, the youngest prefilling sequence leaves, else the youngest decode after it: nothing more of
-it is issued, its tokens in flight still count, and once it is out of flight its pages go back and it waits again, at the place its age
-gives it. Its output then is part of what it prefills, so nothing is sent twice and, sampling being a function of the position, nothing
-changes. The oldest decode can make all others leave, and no request is accepted that does not fit alone: something always runs.
+Decodes go first and every one that can runs. Then prefill chunks, in the order of the policy, out of what is left of the step's time and
+of its tokens: sequences that are partly prefilled get the next chunk, waiting ones are admitted while there is a slot and there are pages
+for their whole prompt beside one for every decode. A prompt that cannot be finished in this step leaves a share of its time to shorter
+ones, the more the closer those are to their deadlines (prefill-prefill batching, medha.md M9), and takes what they leave.
+
+When a decode finds no page, the youngest prefilling sequence leaves, else the youngest decode after it: nothing more of it is issued,
+its tokens in flight still count, and once it is out of flight its pages go back and it waits again. Its output then is part of what it
+prefills, so nothing is sent twice and, sampling being a function of the position, nothing changes. The oldest decode can make all others
+leave, and no request is accepted that does not fit alone: something always runs.
 
 With P stages a batch takes one P-th of the decodes, those issued longest ago, and none whose last token is still on its way through the
 stages, unless there is nothing else to do: so P batches in flight fill the stages, and prefill chunks the gaps.
@@ -13,6 +16,8 @@ stages, unless there is nothing else to do: so P batches in flight fill the stag
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +25,33 @@ import numpy as np
 from jaxserve.cache import CacheManager
 from jaxserve.config import MeshConfig, SchedulerConfig
 from jaxserve.scheduling.batch import Batch
+from jaxserve.scheduling.chunking import CHUNKING, Room
+from jaxserve.scheduling.line import ARRIVAL, DUE, WORK, ranked
+from jaxserve.scheduling.predictor import Predictor
 from jaxserve.scheduling.roster import DECODE, LEAVING, Roster
-from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.sequence import NO_SLOT, Sequence
+from jaxserve.scheduling.slack import POLICIES, relative_slack
+
+GUESTS = 64                                           # prompts that are considered beside one that needs several steps
+MISSES = 4                                            # of them in a row for which there was no room: no more are asked
+
+
+class Place(NamedTuple):
+    """Where a chunk would run: its home lane, the blocks held per lane if it is spread, its first token, and for a sequence that waits
+    the pages that hold its first blocks already."""
+
+    home: int
+    held: list[int] | None
+    start: int
+    pages: list[int] | None
+
+
+class Candidate(NamedTuple):
+    """A sequence that may be prefilled next: seconds of prefill that are left, and its relative slack."""
+
+    sequence: Sequence
+    work: float
+    slack: float
 
 
 class Chunk(NamedTuple):
@@ -38,19 +68,28 @@ class Chunk(NamedTuple):
 
 
 class Packer:
-    def __init__(self, config: SchedulerConfig, mesh: MeshConfig, cache: CacheManager, roster: Roster):
-        self.config, self.mesh, self.cache, self.roster = config, mesh, cache, roster
+    def __init__(self, config: SchedulerConfig, mesh: MeshConfig, cache: CacheManager, roster: Roster, predictor: Predictor):
+        self.config, self.mesh, self.cache, self.roster, self.predictor = config, mesh, cache, roster, predictor
         self._refused = (-1, 0)                       # the waiting sequence that did not fit, and the pages it was offered
 
     def pack(self, number: int, now: float) -> tuple[Batch, list[Chunk]] | None:
         """Batch `number` and its prefill chunks, issued as far as the roster goes; None where nothing can run."""
         decodes = self._decodes(number)
-        chunks = self._prefills(now)
+        room = self._room(decodes)
+        chunks = self._prefills(now, room)
         if not chunks and not decodes.size and self.mesh.spp > 1:
             decodes = self._decodes(number, hurry=True)
-        return (self._batch(number, decodes, chunks), chunks) if chunks or decodes.size else None
+            room = self._room(decodes)
+        return (self._batch(number, decodes, chunks, self.predictor.stage(room.lanes)), chunks) if chunks or decodes.size else None
 
-    def _batch(self, number: int, decodes: np.ndarray, chunks: list[Chunk]) -> Batch:
+    def _room(self, decodes: np.ndarray) -> Room:
+        """What a step with these decodes has room for. A token passes all stages, so a step may take its objective's P-th part."""
+        cache = self.cache
+        lanes = self.predictor.decodes(self.roster.issued[decodes], cache.home[decodes], cache.spread[decodes], cache.held[decodes])
+        target = float(self.roster.tpot[decodes].min()) / self.mesh.spp if decodes.size else self.config.step_time
+        return Room(self.predictor, lanes, self.config.chunk_tokens, self.config.tile, target)
+
+    def _batch(self, number: int, decodes: np.ndarray, chunks: list[Chunk], seconds: float) -> Batch:
         roster, cache, slots, fed = self.roster, self.cache, decodes, decodes.size
         if chunks:
             slots = np.concatenate([decodes, np.array([chunk.slot for chunk in chunks], np.intp)])
@@ -65,7 +104,7 @@ class Packer:
         return Batch(
             number=number, seq=roster.number[slots], slot=slots.astype(np.int32), lane=cache.home[slots], start=start, length=length,
             feed=feed, sample=roster.phase[slots] == DECODE, spread=cache.spread[slots], held=cache.held[slots], tokens=tokens,
-            deltas=cache.take_deltas(), admitted=tuple(row for row, chunk in enumerate(chunks, fed) if chunk.admitted),
+            deltas=cache.take_deltas(), seconds=seconds, admitted=tuple(row for row, chunk in enumerate(chunks, fed) if chunk.admitted),
         )
 
     def _decodes(self, number: int, hurry: bool = False) -> np.ndarray:
@@ -100,65 +139,156 @@ class Packer:
         if self.cache.available:
             self.cache.extend(slot, 1)
 
-    def _prefills(self, now: float) -> list[Chunk]:
-        """Chunks of prefilling sequences, then of newly admitted ones."""
+    # --- prefill
+
+    def _prefills(self, now: float, room: Room) -> list[Chunk]:
+        """Chunks of prefilling and of newly admitted sequences, in the order of the policy."""
         roster = self.roster
         if not (roster.prefilling or (roster.queue and roster.free)):
             return []
-        chunks: list[Chunk] = []
-        budget = [self.config.chunk_tokens] * self.mesh.kvp
-        reserve = int(np.count_nonzero(roster.phase == DECODE))
-        if not reserve:
+        turn = Turn(self, room, now, int(np.count_nonzero(roster.phase == DECODE)))
+        if not turn.reserve:
             self._clear_way()
-        for sequence in tuple(roster.prefilling):
-            if left := budget[self.cache.home[sequence.slot]]:
-                length = self._fitting(sequence, left, reserve)
-                if not length:
-                    return chunks
-                chunks.append(self._chunk(sequence, length, budget))
-        while roster.queue and roster.free and any(budget) and (chunk := self._admit(budget, reserve, now)):
-            chunks.append(chunk)
-        return chunks
+        return turn.chunks_of(self._order(now, turn))
+
+    def _order(self, now: float, turn: Turn) -> Iterator[Candidate]:
+        """Prefilling sequences and those that wait, as the policy ranks them."""
+        roster, running, waiting = self.roster, tuple(self.roster.prefilling), tuple(self.roster.queue)
+        mine = [(s.request.arrival, s.due, roster.work(int(roster.issued[s.slot]), s.target)) for s in running]
+        for sequence, (_, _, work) in zip(running, mine):
+            turn.pending[self.cache.home[sequence.slot]] += work
+        fields = np.concatenate([np.array(mine).reshape(-1, 3).T, roster.queue.fields], 1)
+        facts = now, fields[ARRIVAL], fields[DUE], fields[WORK]
+        slack = relative_slack(*facts)
+        for index in ranked(POLICIES[self.config.policy](*facts)):
+            sequence = running[index] if index < len(running) else waiting[index - len(running)]
+            yield Candidate(sequence, float(fields[WORK, index]), float(slack[index]))
 
     def _clear_way(self) -> None:
         """Without decodes the oldest prefilling sequence must go on: the youngest leave until there is a page for it."""
         roster, line = self.roster, self.roster.prefilling
-        while len(line) > 1 and not self._fitting(line[0], 1, 0) and not roster.draining:
+        while len(line) > 1 and not self.fitting(line[0], 1, 0) and not roster.draining:
             roster.withdraw(line[-1], LEAVING)
 
-    def _fitting(self, sequence: Sequence, most: int, reserve: int) -> int:
+    def fitting(self, sequence: Sequence, most: int, reserve: int) -> int:
         """Length of the sequence's next chunk, 0 where there are no pages."""
         spare = max(self.cache.available - reserve, 0)
         start, room = int(self.roster.issued[sequence.slot]), int(self.cache.room[sequence.slot])
         return min(sequence.target - start, most, room + spare * self.cache.block_size - start)
 
-    def _admit(self, budget: list[int], reserve: int, now: float) -> Chunk | None:
-        """The first chunk of the oldest waiting sequence, if there are pages for it."""
-        sequence, cache = self.roster.queue[0], self.cache
-        spare = cache.available - reserve
+    def match(self, sequence: Sequence, spare: int) -> list[int] | None:
+        """Pages that hold a waiting sequence's first blocks; None where there are no pages for the rest of its prompt."""
         if spare <= (self._refused[1] if self._refused[0] == sequence.number else 0):
             return None
+        cache = self.cache
         pages = cache.match(sequence.chain, (sequence.target - 1) // cache.block_size) if sequence.reads_cache else []
-        start = len(pages) * cache.block_size
-        need = cache.blocks(min(start + max(budget), sequence.target)) - len(pages)
-        if need > spare - cache.evictable(pages):
+        if cache.blocks(sequence.target) - len(pages) > spare - cache.evictable(pages):
             self._refused = sequence.number, spare
             return None
-        slot = self.roster.enter(sequence, start)
-        cache.admit(slot, pages, [lane for lane, left in enumerate(budget) if left], need)
-        if sequence.started is None:
-            sequence.started, sequence.cached = now, start
-        return self._chunk(sequence, min(sequence.target - start, budget[cache.home[slot]]), budget, admitted=True)
+        return pages
 
-    def _chunk(self, sequence: Sequence, length: int, budget: list[int], admitted: bool = False) -> Chunk:
-        """Issues the sequence's next tokens. Their share of the budget is in whole tiles, as the device computes them."""
-        slot, roster, tile = sequence.slot, self.roster, self.config.tile
+    def issue(self, sequence: Sequence, length: int, admitted: bool) -> Chunk:
+        """Gives the sequence's next tokens pages and counts them as issued."""
+        slot, roster, cache = sequence.slot, self.roster, self.cache
         chunk = Chunk(slot, int(roster.issued[slot]), length, admitted)
-        self.cache.extend(slot, self.cache.blocks(chunk.stop) - len(self.cache.tables[slot]))
-        home = self.cache.home[slot]
-        budget[home] = max(0, budget[home] - -(-length // tile) * tile)
+        cache.extend(slot, cache.blocks(chunk.stop) - len(cache.tables[slot]))
         roster.issued[slot] = chunk.stop
         if chunk.stop == sequence.target:
             roster.phase[slot] = DECODE
             roster.prefilling.remove(sequence)
         return chunk
+
+
+class Turn:
+    """The prefill part of one batch while it is being packed.
+
+    `reserve` pages are kept for decodes, `promised` ones for prompts that were admitted; `pending` is seconds of prefill per home lane.
+    """
+
+    def __init__(self, packer: Packer, room: Room, now: float, reserve: int):
+        self.packer, self.room, self.now, self.reserve = packer, room, now, reserve
+        self.config, self.cache, self.roster = packer.config, packer.cache, packer.roster
+        self.pending = [0.0] * packer.mesh.kvp
+        self.chunks: list[Chunk] = []
+        self.closed = not self.roster.free            # whether nobody can be admitted any more
+        self.stuck = False                            # whether a prefilling sequence found no page
+
+    def chunks_of(self, order: Iterator[Candidate]) -> list[Chunk]:
+        """Fills the room. The first prompt that cannot be finished shares the step with those after it, then takes the rest."""
+        for first in order:
+            place = self._place(first.sequence)
+            if place is None:
+                continue
+            if self.config.chunking == "adaptive" and self._length(first.sequence, place, 1.0) < first.sequence.target - place.start:
+                self._share(first, place, order)
+                self._give(first.sequence, place, 1.0)
+                break
+            self._give(first.sequence, place, 1.0)
+            if self.stuck or not any(self.room.left):
+                break
+        return self.chunks
+
+    def _share(self, host: Candidate, place: Place, order: Iterator[Candidate]) -> None:
+        """Others in the host's step: on its lane shorter ones, for a share of the time; on other lanes all, for all of it."""
+        missed = 0
+        for guest in islice(order, GUESTS):
+            own = self._place(guest.sequence)
+            if own is None:
+                continue
+            apart = own.home != place.home and place.held is None
+            if apart or guest.work < host.work:
+                share = 1.0 if apart else self.config.sharing * min(1.0, max(0.0, 1 - guest.slack))
+                missed = 0 if self._give(guest.sequence, own, share) else missed + 1
+            if missed == MISSES or self.stuck:
+                break
+
+    def _place(self, sequence: Sequence) -> Place | None:
+        """Where the sequence's next chunk would run; None where it cannot."""
+        slot, cache, room = sequence.slot, self.cache, self.room
+        if slot != NO_SLOT:
+            home = int(cache.home[slot])
+            held = cache.held[slot].tolist() if cache.spread[slot] else None
+            return Place(home, held, int(self.roster.issued[slot]), None) if room.left[home] else None
+        if self.closed:
+            return None
+        promised = sum(cache.blocks(s.target) - len(cache.tables[s.slot]) for s in self.roster.prefilling)
+        pages = self.packer.match(sequence, cache.available - self.reserve - promised)
+        lanes = [lane for lane, left in enumerate(room.left) if left]
+        if pages is None or not lanes:
+            self.closed = True                        # nobody overtakes one that waits for pages: it would wait for ever
+            return None
+        start = len(pages) * cache.block_size
+        need = cache.blocks(min(start + self.config.chunk_tokens, sequence.target)) - len(pages)
+        home = cache.choose_home(pages, lanes, need, self.pending)
+        return Place(home, None, start, pages)
+
+    def _length(self, sequence: Sequence, place: Place, share: float) -> int:
+        most = min(sequence.target - place.start, self.room.left[place.home])
+        if most <= 0:
+            return 0
+        return CHUNKING[self.config.chunking](self.room, place.home, place.held, place.start, most, self.room.until(place.home, share))
+
+    def _give(self, sequence: Sequence, place: Place, share: float) -> bool:
+        """The sequence's next chunk, out of this share of the time; if it is the first of the batch, a tile at least."""
+        length = self._length(sequence, place, share)
+        if not length and share == 1.0 and not self.chunks:
+            length = min(self.config.tile, sequence.target - place.start, self.room.left[place.home])
+        if length and place.pages is None:
+            length = self.packer.fitting(sequence, length, self.reserve)
+            self.stuck = not length
+        if not length:
+            return False
+        if place.pages is not None:
+            self._admit(sequence, place)
+        self.room.take(place.home, place.held, place.start, length)
+        self.chunks.append(self.packer.issue(sequence, length, place.pages is not None))
+        return True
+
+    def _admit(self, sequence: Sequence, place: Place) -> None:
+        tpot = sequence.request.slo.tpot
+        slot = self.roster.enter(sequence, place.start, self.config.tpot if tpot is None else tpot)
+        self.cache.admit(slot, place.pages, place.home)
+        self.pending[place.home] += self.roster.work(place.start, sequence.target)
+        self.closed = not self.roster.free
+        if sequence.started is None:
+            sequence.started, sequence.cached = self.now, place.start

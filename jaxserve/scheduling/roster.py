@@ -6,34 +6,37 @@ and from either to LEAVING (preempted: will wait again) or ENDED; it is given ba
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterable
-from operator import attrgetter
+from bisect import insort
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from jaxserve.cache import CacheManager
 from jaxserve.scheduling.batch import Batch
+from jaxserve.scheduling.line import Line, age
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 
 EMPTY, PREFILL, DECODE, LEAVING, ENDED = range(5)     # from LEAVING on nothing more is issued
-age = attrgetter("number")
 
 
 class Roster:
-    """Arrays by slot, the `queue` and the `prefilling` sequences, both by age, and `sequences`: by number, all that wait or have a slot."""
+    """Arrays by slot, the `queue` and the `prefilling` sequences, both by age, and `sequences`: by number, all that wait or have a slot.
 
-    def __init__(self, slots: int, cache: CacheManager):
-        self.cache = cache
+    work: seconds to prefill tokens a to before b.
+    """
+
+    def __init__(self, slots: int, cache: CacheManager, work: Callable[[int, int], float]):
+        self.cache, self.work = cache, work
         self.phase = np.full(slots, EMPTY, np.int8)
         self.number = np.full(slots, -1, np.int64)
         self.issued = np.zeros(slots, np.int32)       # positions that are part of a batch
         self.end = np.zeros(slots, np.int32)          # positions to compute at most
+        self.tpot = np.zeros(slots)                   # objective, seconds per output token
         self.flying = np.zeros(slots, np.int32)       # batches in flight that contain it
         self.last = np.zeros(slots, np.int64)         # batch it was last part of
         self.sequence: dict[int, Sequence] = {}       # by slot
         self.free = list(range(slots - 1, -1, -1))
-        self.queue: list[Sequence] = []
+        self.queue = Line()
         self.prefilling: list[Sequence] = []
         self.sequences: dict[int, Sequence] = {}
 
@@ -44,19 +47,20 @@ class Roster:
 
     def wait(self, sequence: Sequence) -> None:
         sequence.target = len(sequence.history)
-        insort(self.queue, sequence, key=age)
+        self.queue.add(sequence, self.work(0, sequence.target))
 
-    def forget(self, sequence: Sequence, line: list[Sequence]) -> None:
+    def forget(self, sequence: Sequence, line: Line | list[Sequence]) -> None:
         """A sequence that waits in `line` has ended."""
-        del line[bisect_left(line, sequence.number, key=age)]
+        line.remove(sequence)
         del self.sequences[sequence.number]
 
-    def enter(self, sequence: Sequence, issued: int) -> int:
-        """The first of the queue gets a slot; its first `issued` positions are in the cache."""
-        assert self.queue.pop(0) is sequence
+    def enter(self, sequence: Sequence, issued: int, tpot: float) -> int:
+        """One of the queue gets a slot; its first `issued` positions are in the cache."""
+        self.queue.remove(sequence)
         slot = self.free.pop()
         sequence.slot, self.sequence[slot] = slot, sequence
         self.phase[slot], self.number[slot], self.issued[slot], self.end[slot] = PREFILL, sequence.number, issued, sequence.end
+        self.tpot[slot] = tpot
         insort(self.prefilling, sequence, key=age)
         return slot
 

@@ -18,6 +18,7 @@ from jaxserve.config import MeshConfig, SchedulerConfig
 from jaxserve.request import Accepted, Event, Logprobs, Progress, Request, RequestError, Token
 from jaxserve.scheduling.batch import Batch
 from jaxserve.scheduling.packing import Packer
+from jaxserve.scheduling.predictor import NOMINAL, Costs, Predictor
 from jaxserve.scheduling.roster import ENDED, Roster
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 
@@ -50,11 +51,15 @@ class Entry:
 class Scheduler:
     """See the package. `sequences` holds, by number, every sequence that waits or that a batch in flight contains."""
 
-    def __init__(self, config: SchedulerConfig, cache: CacheManager, mesh: MeshConfig, max_len: int, eos_ids: Iterable[int] = ()):
+    def __init__(
+        self, config: SchedulerConfig, cache: CacheManager, mesh: MeshConfig, max_len: int, eos_ids: Iterable[int] = (),
+        costs: Costs = NOMINAL,
+    ):
         self.config, self.cache, self.max_len = config, cache, max_len
+        self.predictor = Predictor(costs, mesh)
         self._eos = frozenset(eos_ids)
-        self._roster = Roster(config.max_seqs, cache)
-        self.packer = Packer(config, mesh, cache, self._roster)
+        self._roster = Roster(config.max_seqs, cache, self._work)
+        self.packer = Packer(config, mesh, cache, self._roster, self.predictor)
         self._entries: dict[str, Entry] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         self._flight: deque[Batch] = deque()
@@ -74,8 +79,7 @@ class Scheduler:
     def load(self) -> Load:
         free, cached, _ = self.cache.counts()
         started = sum(sequence.target - int(self._roster.issued[sequence.slot]) for sequence in self._roster.prefilling)
-        queued = sum(sequence.target for sequence in self._roster.queue)
-        return Load(self.running, self.waiting, started + queued, free, self.cache.total, cached)
+        return Load(self.running, self.waiting, started + self._roster.queue.tokens, free, self.cache.total, cached)
 
     def add(self, request: Request) -> list[Event]:
         """Queues a request. Errors: RequestError for an id in use, a full queue, or a request that can never fit."""
@@ -102,7 +106,18 @@ class Scheduler:
         if need > self.cache.total:
             raise RequestError("prompt", f"with max_tokens {limit} it needs {need} pages, the cache has {self.cache.total}")
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
-        return [Sequence(self._born + index, index, request, limit, stops, self.cache) for index in range(sampling.n)]
+        due = request.arrival + self.objective(request)
+        return [Sequence(self._born + index, index, request, limit, stops, self.cache, due) for index in range(sampling.n)]
+
+    def _work(self, cached: int, total: int) -> float:
+        """Seconds to prefill tokens `cached` to before `total` in the largest chunks."""
+        return self.predictor.prefill(cached, total, self.config.chunk_tokens)
+
+    def objective(self, request: Request) -> float:
+        """Seconds that the request gives us to its first token."""
+        if request.slo.ttft is not None:
+            return request.slo.ttft
+        return max(self.config.ttft, self.config.ttft_stretch * self._work(0, len(request.prompt)))
 
     def start(self, now: float) -> Batch | None:
         """The next batch, to be run after all batches before it; None where nothing can be issued now."""

@@ -15,8 +15,13 @@ def lanes_of(cache: CacheManager, slot: int) -> list[int]:
     return [page // cache.pages.per_lane for page in cache.tables[slot]]
 
 
-def fill(cache: CacheManager, slot: int, blocks: int, lanes=None) -> None:
-    cache.admit(slot, [], lanes or list(range(cache.pages.lanes)), blocks)
+def admit(cache: CacheManager, slot: int, pages: list[int], need: int, pending=None) -> None:
+    lanes = cache.pages.lanes
+    cache.admit(slot, pages, cache.choose_home(pages, list(range(lanes)), need, pending or [0.0] * lanes))
+
+
+def fill(cache: CacheManager, slot: int, blocks: int) -> None:
+    admit(cache, slot, [], blocks)
     cache.extend(slot, blocks)
 
 
@@ -44,14 +49,23 @@ def test_new_sequences_go_where_most_room_is():
     assert cache.home.tolist() == [0, 1, 1]
 
 
+def test_new_sequences_go_where_the_least_work_is_pending_if_their_chunk_fits_there():
+    cache = manager()
+    for slot, (pending, need, home) in enumerate([([3.0, 2.0], 2, 1), ([0.0, 9.0], 2, 0), ([9.0, 1.0], 3, 0)]):
+        if slot == 2:
+            cache.extend(0, 2)                                    # lane 1 has room for two pages
+        admit(cache, slot, [], need, pending)
+        assert cache.home[slot] == home
+
+
 def test_a_sequence_goes_where_its_prefix_lies_if_its_chunk_fits_there():
     cache = manager()
     tokens = chain(range(100))
     fill(cache, 0, 2)
     cache.publish(0, 0, 2, tokens)
     assert cache.match(tokens, 5) == [0, 1] and cache.match(tokens, 1) == [0] and cache.match(chain(range(1, 100)), 5) == []
-    cache.admit(1, cache.match(tokens, 5), [0, 1], 2)
-    cache.admit(2, cache.match(tokens, 5), [0, 1], 3)
+    admit(cache, 1, cache.match(tokens, 5), 2)
+    admit(cache, 2, cache.match(tokens, 5), 3)
     assert cache.home[1:].tolist() == [0, 1] and cache.spread.tolist() == [False, False, True]
     cache.check()
 
@@ -82,7 +96,7 @@ def test_deltas_tell_what_is_new_once_and_list_a_prefix_hit_first():
     cache.publish(0, 0, 2, chain(range(8)))
     assert cache.take_deltas().tolist() == [[0, 0, 0, 0, 0], [0, 0, 1, 1, 1]]
     assert cache.take_deltas().shape == (0, 5)
-    cache.admit(1, cache.match(chain(range(8)), 2), [1], 1)
+    cache.admit(1, cache.match(chain(range(8)), 2), 1)
     cache.extend(1, 1)
     assert cache.take_deltas().tolist() == [[0, 1, 0, 0, 0], [0, 1, 1, 1, 1], [1, 1, 0, 0, 2]]
 

@@ -139,17 +139,30 @@ def test_another_salt_a_bypass_and_prompt_logprobs_read_no_cached_blocks():
 
 
 def test_a_decode_without_a_page_makes_the_youngest_prefill_wait_again():
+    replica = Replica(SchedulerConfig(max_seqs=4, chunk_tokens=2), CacheConfig(block_size=4, pages=8, prefix_caching=False))
+    replica.add(PROMPT[:2], max_tokens=20, ignore_eos=True)
+    replica.add(PROMPT * 2, max_tokens=1)
+    assert chunks(replica.step()) == [(0, 0, 2, "last")]
+    for position in range(2, 10):
+        assert chunks(replica.step()) == [(0, position, 1, "decode"), (1, 2 * position - 4, 2, "prefill")]
+    for position in range(10, 16):                                                     # the last free page is the decode's, until it takes it
+        assert chunks(replica.step()) == [(0, position, 1, "decode")]
+    assert (replica.scheduler.running, replica.scheduler.waiting) == (2, 0)
+    assert chunks(replica.step()) == [(0, 16, 1, "decode")]
+    assert (replica.scheduler.running, replica.scheduler.waiting) == (1, 1)
+    replica.drain()
+    replica.check_answers()
+
+
+def test_a_prompt_waits_until_there_are_pages_for_all_of_it():
     replica = tight(5)
     replica.add(PROMPT[:4], max_tokens=12, ignore_eos=True)
     replica.add(PROMPT + PROMPT[:2], max_tokens=1)
-    assert chunks(replica.step()) == [(0, 0, 4, "last")]
-    assert chunks(replica.step()) == [(0, 4, 1, "decode"), (1, 0, 8, "prefill")]
-    for position in range(5, 12):
-        assert chunks(replica.step()) == [(0, position, 1, "decode")]                  # a free page is the decode's, until it takes it
-    assert (replica.scheduler.running, replica.scheduler.waiting) == (2, 0)
-    assert chunks(replica.step()) == [(0, 12, 1, "decode")]
-    assert (replica.scheduler.running, replica.scheduler.waiting) == (1, 1)
-    assert [chunks(replica.step()) for _ in range(3)] == [[(0, 13, 1, "decode")], [(0, 14, 1, "decode")], [(1, 0, 8, "prefill")]]
+    replica.add(PROMPT[:3], max_tokens=1)                                              # it would fit, but shall not overtake
+    replica.step()
+    for position in range(4, 15):
+        assert chunks(replica.step()) == [(0, position, 1, "decode")]
+    assert chunks(replica.step()) == [(1, 0, 8, "prefill")]
     replica.drain()
     replica.check_answers()
 

@@ -1,0 +1,197 @@
+"""How long a step takes: one model of time for the scheduler, placement, planning and the simulator (medha.md M11).
+
+A step runs through the stages one after the other; within a stage the slowest lane decides. A lane's time in one layer is that of its
+linear parts, which depends on how many tokens it computes, plus attention, which depends on who attends to how much, plus what ranks and
+lanes say to each other. `Costs` holds the coefficients, in seconds; `Predictor` applies them to batches and, while serving, corrects
+them by what steps really took.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxserve.config import MeshConfig
+from jaxserve.scheduling.batch import Batch
+
+SHARPNESS = 4                                         # of the bend between two limits: (a^4 + b^4)^(1/4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Seconds of one model, on one kind of device, at one degree of tp. All but `launch`, `head` and `hop` are per layer.
+
+    Linear parts of n tokens: the greater of `linear_floor` (weights are read) and `linear_base + linear_token n` (they are used).
+    Attention of a chunk of new tokens after cached ones: the greater of `pair (cached + new / 2) new` and `read (cached + new)`, plus
+    `chunk`. Of decodes: `decode` once, `decode_seq` each, `decode_kv` per token of context. In a batch with both, `mixed` times the
+    smaller of the two is added (below 0: they overlap).
+    """
+
+    layers: int
+    launch: float = 0.0                               # a step in one stage, whatever it does
+    linear_floor: float = 0.0
+    linear_base: float = 0.0
+    linear_token: float = 0.0
+    chunk: float = 0.0
+    pair: float = 0.0
+    read: float = 0.0
+    decode: float = 0.0
+    decode_seq: float = 0.0
+    decode_kv: float = 0.0
+    mixed: float = 0.0
+    head: float = 0.0                                 # final norm, projection to the vocabulary and sampling, in the last stage
+    head_token: float = 0.0                           # per sampled token
+    tp: float = 0.0                                   # both sums over ranks: once, and per token
+    tp_token: float = 0.0
+    kvp: float = 0.0                                  # both exchanges between lanes: once, and per spread token
+    kvp_token: float = 0.0
+    hop: float = 0.0                                  # from stage to stage: once, and per token
+    hop_token: float = 0.0
+    rows: tuple[tuple[int, int], ...] = ()            # compiled shapes (decodes, prefill tokens), cheapest first: a step is padded to one
+
+    def padded(self, decodes: int, prefill: int) -> int:
+        """Tokens that the linear parts compute for so many decodes and prefill tokens."""
+        for most_decodes, most_prefill in self.rows:
+            if decodes <= most_decodes and prefill <= most_prefill:
+                return most_decodes + most_prefill
+        return decodes + prefill
+
+    def linear(self, tokens: int) -> float:
+        """One layer's linear parts and the sums over ranks."""
+        return bend(self.linear_floor, self.linear_base + self.linear_token * tokens) + self.tp + self.tp_token * tokens
+
+    def attend_chunk(self, cached: float, new: int, own: float | None = None) -> float:
+        """One layer's attention of `new` tokens after `cached` ones. On a lane that holds a share of a spread context, `cached` and `own`
+        are its shares of the tokens before and of the new ones."""
+        own = new if own is None else own
+        return self.chunk + bend(self.pair * (cached + own / 2) * new, self.read * (cached + own))
+
+    def attend_decodes(self, count: int, context: float) -> float:
+        """One layer's attention of `count` decodes over `context` tokens together."""
+        return self.decode + self.decode_seq * count + self.decode_kv * context if count else 0.0
+
+    def attention(self, prefill: float, decode: float) -> float:
+        return prefill + decode + self.mixed * min(prefill, decode)
+
+
+def _shares(held: Sequence[int]) -> list[float]:
+    whole = sum(held) or 1
+    return [blocks / whole for blocks in held]
+
+
+def bend(a: float, b: float) -> float:
+    """The greater of two, with a smooth change from one to the other: where they are equal, 19 % above."""
+    low, high = (a, b) if a < b else (b, a)
+    return high * math.sqrt(math.sqrt(1 + (low / high) ** SHARPNESS)) if high > 0 else 0.0
+
+
+NOMINAL = Costs(layers=1, linear_token=1e-4)          # where nothing was measured: work is counted in tokens
+
+
+@dataclasses.dataclass(slots=True)
+class Lane:
+    """What one lane does in a step, so far."""
+
+    decodes: int = 0
+    context: float = 0.0                              # of the decodes, on this lane
+    tokens: int = 0                                   # prefill tokens of its own
+    attention: float = 0.0                            # seconds per layer, of the chunks
+    spread: int = 0                                   # spread tokens that it exchanges with the others
+    samples: int = 0
+
+
+class Predictor:
+    """Seconds of batches on a mesh. `scale` is what the online correction has learnt: it starts at 1."""
+
+    def __init__(self, costs: Costs, mesh: MeshConfig, memory: float = 0.05):
+        self.costs, self.mesh, self.memory = costs, mesh, memory
+        self.layers = -(-costs.layers // mesh.spp)
+        self.scale = 1.0
+
+    # --- one step
+
+    def stage(self, lanes: Sequence[Lane]) -> float:
+        """Seconds of a step in the slowest stage: the pace at which steps can follow each other."""
+        return max(map(self.lane, lanes))
+
+    def lane(self, lane: Lane, tokens: int = 0, attention: float = 0.0, spread: int = 0) -> float:
+        """Seconds of a step on one lane, with this much more to do."""
+        costs = self.costs
+        layer = costs.linear(costs.padded(lane.decodes, lane.tokens + tokens))
+        layer += costs.attention(lane.attention + attention, costs.attend_decodes(lane.decodes, lane.context))
+        if spread or lane.spread:
+            layer += costs.kvp + costs.kvp_token * (lane.spread + spread)
+        head = costs.head + costs.head_token * lane.samples if lane.samples else 0.0
+        return (costs.launch + self.layers * layer + head) * self.scale
+
+    def latency(self, stage: float, tokens: int) -> float:
+        """Seconds from a step's start to its tokens, given `stage` and its tokens: all stages, and the hops between them."""
+        costs, hops = self.costs, self.mesh.spp - 1
+        return self.mesh.spp * stage + hops * (costs.hop + costs.hop_token * tokens)
+
+    def lanes(self, batch: Batch) -> list[Lane]:
+        """A batch as the work of each lane."""
+        single = batch.length == 1
+        out = self.decodes(batch.start[single], batch.lane[single], batch.spread[single], batch.held[single])
+        for row in np.flatnonzero(~single).tolist():
+            held = batch.held[row].tolist() if batch.spread[row] else None
+            self.add_chunk(out, int(batch.lane[row]), held, int(batch.start[row]), int(batch.length[row]))
+        return out
+
+    def decodes(self, context: np.ndarray, lane: np.ndarray, spread: np.ndarray, held: np.ndarray) -> list[Lane]:
+        """What the lanes do for chunks of one token: context [n] tokens, home lane [n], spread [n] bool, held [n, lanes] blocks."""
+        if self.mesh.kvp == 1:
+            return [Lane(len(context), float(context.sum()), samples=len(context))]
+        count = np.bincount(lane, minlength=self.mesh.kvp).tolist()
+        here = np.bincount(lane, np.where(spread, 0, context), self.mesh.kvp)
+        far, tokens = held[spread], context[spread]
+        here = here + (tokens[:, None] * far / np.maximum(far.sum(1, keepdims=True), 1)).sum(0)
+        return [Lane(n, float(kv), spread=len(tokens), samples=n) for n, kv in zip(count, here)]
+
+    def add_chunk(self, lanes: list[Lane], home: int, held: Sequence[int] | None, cached: int, new: int) -> None:
+        """A prefill chunk joins what the lanes do. held: blocks on each lane of a spread sequence, None for a local one."""
+        for index, tokens, attention, spread in self._chunk(len(lanes), home, held, cached, new):
+            lanes[index].tokens += tokens
+            lanes[index].attention += attention
+            lanes[index].spread += spread
+
+    def with_chunk(self, lanes: list[Lane], home: int, held: Sequence[int] | None, cached: int, new: int) -> float:
+        """Seconds of the step, on the lanes that it bears on, if the chunk joined."""
+        return max(self.lane(lanes[index], *more) for index, *more in self._chunk(len(lanes), home, held, cached, new))
+
+    def _chunk(self, lanes: int, home: int, held: Sequence[int] | None, cached: int, new: int) -> list[tuple[int, int, float, int]]:
+        """(lane, tokens, attention, spread tokens) of a chunk. The tokens of a spread one are dealt over the lanes; each lane attends, for
+        all of them, over what it holds."""
+        if held is None:
+            return [(home, new, self.costs.attend_chunk(cached, new), 0)]
+        own = -(-new // lanes)
+        return [(lane, own, self.costs.attend_chunk(cached * share, new, new * share), new) for lane, share in enumerate(_shares(held))]
+
+    def seconds(self, batch: Batch) -> float:
+        """A batch's pace: see `stage`."""
+        return self.stage(self.lanes(batch))
+
+    # --- a whole prompt
+
+    def prefill(self, cached: int, total: int, chunk: int) -> float:
+        """Seconds to prefill tokens `cached` to before `total` alone, in chunks of `chunk`: the sum of the steps' paces (Medha, Eq. 4)."""
+        new = total - cached
+        if new <= 0:
+            return 0.0
+        costs, steps = self.costs, math.ceil(new / chunk)
+        size = new / steps
+        pairs = costs.pair * (cached + new / 2) * new
+        reads = costs.read * steps * (cached + (new + size) / 2)
+        layer = steps * (costs.linear(math.ceil(size)) + costs.chunk) + bend(pairs, reads)
+        return (steps * costs.launch + self.layers * layer + costs.head + costs.head_token) * self.scale
+
+    # --- learning while serving
+
+    def seen(self, predicted: float, seconds: float) -> None:
+        """A step predicted to take so long took `seconds`: the scale follows, slowly, and never beyond a factor of 4 either way."""
+        if predicted > 0 and seconds > 0:
+            ratio = min(max(seconds / predicted * self.scale, 0.25), 4.0)
+            self.scale *= (ratio / self.scale) ** self.memory
