@@ -81,7 +81,7 @@ class SchedulerConfig(Checked):
                            choices=("static", "adaptive"))
     max_seqs: int = option(16, "sequences that run at once", low=1, high=4096)
     chunk_tokens: int = option(512, "most prefill tokens of one step on one lane", low=1, high=65536)
-    sharing: float = option(0.5, "most of a step's time for others beside a prompt of several steps (adaptive chunks)", low=0, high=1)
+    sharing: float = option(0.8, "most of a step's time for others beside a prompt of several steps (adaptive chunks)", low=0, high=1)
     ttft: float = option(2.0, "objective: seconds to the first token, where a request names none", low=0.001)
     ttft_stretch: float = option(3.0, "objective for long prompts, where higher: this many times its prefill alone", low=1)
     tpot: float = option(0.1, "objective: seconds per output token, where a request names none", low=0.0001)

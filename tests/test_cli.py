@@ -61,7 +61,7 @@ def test_flags_are_the_settings():
 
 @pytest.mark.parametrize("arguments, message", [
     (["sreve"], "'sreve' is not a command; did you mean 'serve'?"),
-    (["serve", "--prot=1"], "jaxserve serve: unknown flag --prot; did you mean --port?"),
+    (["serve", "--prt=1"], "jaxserve serve: unknown flag --prt; did you mean --port?"),
     (["serve", "--port=65536"], "jaxserve serve: --port=65536: 65536 is not an integer in the range [0, 65535]"),
     (["serve", "--port=x"], "jaxserve serve: --port=x: invalid literal"),
     (["serve", "--dtype=int8"], "jaxserve serve: --dtype=int8: value should be one of <float32|bfloat16|float16>"),

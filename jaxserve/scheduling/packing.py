@@ -33,6 +33,7 @@ from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slack import POLICIES, relative_slack
 
 GUESTS = 64                                           # prompts that are considered beside one that needs several steps
+PRESSING = 1 / 8                                      # share of its time that a guest has used up when it gets all that guests may have
 MISSES = 4                                            # of them in a row for which there was no room: no more are asked
 
 
@@ -86,8 +87,8 @@ class Packer:
         """What a step with these decodes has room for. A token passes all stages, so a step may take its objective's P-th part."""
         cache = self.cache
         lanes = self.predictor.decodes(self.roster.issued[decodes], cache.home[decodes], cache.spread[decodes], cache.held[decodes])
-        target = float(self.roster.tpot[decodes].min()) / self.mesh.spp if decodes.size else self.config.step_time
-        return Room(self.predictor, lanes, self.config.chunk_tokens, self.config.tile, target)
+        target = float(self.roster.tpot[decodes].min()) if decodes.size else self.config.step_time
+        return Room(self.predictor, lanes, self.config.chunk_tokens, self.config.tile, target / self.mesh.spp)
 
     def _batch(self, number: int, decodes: np.ndarray, chunks: list[Chunk], seconds: float) -> Batch:
         roster, cache, slots, fed = self.roster, self.cache, decodes, decodes.size
@@ -237,7 +238,7 @@ class Turn:
                 continue
             apart = own.home != place.home and place.held is None
             if apart or guest.work < host.work:
-                share = 1.0 if apart else self.config.sharing * min(1.0, max(0.0, 1 - guest.slack))
+                share = 1.0 if apart else self.config.sharing * min(1.0, max(0.0, 1 - guest.slack) / PRESSING)
                 missed = 0 if self._give(guest.sequence, own, share) else missed + 1
             if missed == MISSES or self.stuck:
                 break

@@ -26,8 +26,8 @@ class Costs:
 
     Linear parts of n tokens: the greater of `linear_floor` (weights are read) and `linear_base + linear_token n` (they are used).
     Attention of a chunk of new tokens after cached ones: the greater of `pair (cached + new / 2) new` and `read (cached + new)`, plus
-    `chunk`. Of decodes: `decode` once, `decode_seq` each, `decode_kv` per token of context. In a batch with both, `mixed` times the
-    smaller of the two is added (below 0: they overlap).
+    `chunk` and `chunk_token new`. Of decodes: `decode` once, `decode_seq` each, `decode_kv` per token of context. In a batch with both,
+    `mixed` times the smaller of the two is added (below 0: they overlap).
     """
 
     layers: int
@@ -36,6 +36,7 @@ class Costs:
     linear_base: float = 0.0
     linear_token: float = 0.0
     chunk: float = 0.0
+    chunk_token: float = 0.0                          # per new token: tiles on the diagonal, queries and outputs
     pair: float = 0.0
     read: float = 0.0
     decode: float = 0.0
@@ -67,7 +68,7 @@ class Costs:
         """One layer's attention of `new` tokens after `cached` ones. On a lane that holds a share of a spread context, `cached` and `own`
         are its shares of the tokens before and of the new ones."""
         own = new if own is None else own
-        return self.chunk + bend(self.pair * (cached + own / 2) * new, self.read * (cached + own))
+        return self.chunk + self.chunk_token * new + bend(self.pair * (cached + own / 2) * new, self.read * (cached + own))
 
     def attend_decodes(self, count: int, context: float) -> float:
         """One layer's attention of `count` decodes over `context` tokens together."""
@@ -185,7 +186,7 @@ class Predictor:
         size = new / steps
         pairs = costs.pair * (cached + new / 2) * new
         reads = costs.read * steps * (cached + (new + size) / 2)
-        layer = steps * (costs.linear(math.ceil(size)) + costs.chunk) + bend(pairs, reads)
+        layer = steps * (costs.linear(math.ceil(size)) + costs.chunk) + costs.chunk_token * new + bend(pairs, reads)
         return (steps * costs.launch + self.layers * layer + costs.head + costs.head_token) * self.scale
 
     # --- learning while serving

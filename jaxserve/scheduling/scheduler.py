@@ -115,9 +115,11 @@ class Scheduler:
 
     def objective(self, request: Request) -> float:
         """Seconds that the request gives us to its first token."""
-        if request.slo.ttft is not None:
-            return request.slo.ttft
-        return max(self.config.ttft, self.config.ttft_stretch * self._work(0, len(request.prompt)))
+        return self.first_token_in(len(request.prompt)) if request.slo.ttft is None else request.slo.ttft
+
+    def first_token_in(self, prompt: int) -> float:
+        """The objective for the first token after so many, where the request names none."""
+        return max(self.config.ttft, self.config.ttft_stretch * self._work(0, prompt))
 
     def start(self, now: float) -> Batch | None:
         """The next batch, to be run after all batches before it; None where nothing can be issued now."""

@@ -107,6 +107,12 @@ class VirtualReplica:
                 self._land(now)
             self._issue(now)
 
+    def give_up(self, now: float) -> None:
+        """Notes those that have not ended by then: 'unfinished', with what they had put out."""
+        for id, (request, _) in list(self._requests.items()):
+            for _, event in self.scheduler.cancel(id, max(now, request.arrival), "unfinished"):
+                self._note(id, event)
+
     def _add(self, request: Request, kind: str) -> None:
         try:
             self.scheduler.add(request)

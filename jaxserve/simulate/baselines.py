@@ -1,0 +1,64 @@
+"""What jaxserve's scheduling is compared with: rows of scheduler settings, and engines that work in another way altogether.
+
+A baseline runs on as many devices of the same kind as the system it is compared with, over the same arrivals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxserve.config import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
+from jaxserve.request import Slo
+from jaxserve.scheduling.profiles import devices
+from jaxserve.simulate.loongserve import LoongServe, Pool
+from jaxserve.simulate.run import Outcome, System, execute
+from jaxserve.simulate.workload import Arrival
+
+SCHEDULERS: Mapping[str, Mapping[str, Any]] = {       # settings that make our scheduler another one
+    "sarathi-512": dict(policy="fcfs", chunking="static", chunk_tokens=512),
+    "sarathi-2048": dict(policy="fcfs", chunking="static", chunk_tokens=2048),
+    "fcfs": dict(policy="fcfs", chunking="adaptive", sharing=0.0),
+    "edf": dict(policy="edf", chunking="adaptive", sharing=0.0),
+    "lrs": dict(policy="lrs", chunking="adaptive", sharing=0.0),
+}
+POOLS: Mapping[str, Mapping[str, Any]] = {            # LoongServe: ranks of an instance, share of the instances kept for short prompts
+    "loongserve": dict(tp=2, reserved=0.0),
+    "loongserve-reserved": dict(tp=2, reserved=0.25),
+}
+BASELINES = (*SCHEDULERS, *POOLS)
+
+
+def compare(
+    name: str, system: System, scheduler: SchedulerConfig, cache: CacheConfig, arrivals: Sequence[Arrival], slo: Slo = Slo(),       # noqa: B008
+    until: float = float("inf"), lookahead: int = 1,
+) -> Outcome:
+    """What the baseline makes of the arrivals. `scheduler` gives what the baseline does not set: limits and objectives.
+
+    Errors: ConfigError for an unknown name, or devices that do not make whole instances.
+    """
+    if name in SCHEDULERS:
+        return execute(system.replica(dataclasses.replace(scheduler, **SCHEDULERS[name]), cache, lookahead), arrivals, slo, until)
+    if name not in POOLS:
+        raise ConfigError("baseline", f"{name!r} is not one of {', '.join(BASELINES)}")
+    objective = system.replica(scheduler, cache).scheduler.first_token_in
+    server = LoongServe(pool(system, **POOLS[name]), lambda prompt: slo.ttft or objective(prompt), scheduler.max_seqs)
+    server.run(arrivals, until)
+    span = max((record.end for record in server.records), default=0.0)
+    server.give_up(min(until, span))
+    return Outcome(server.records, np.concatenate(server.gaps) if server.gaps else np.empty(0), [], server.busy / span if span else 0.0)
+
+
+def pool(system: System, tp: int, reserved: float) -> Pool:
+    """LoongServe's instances on the system's devices. They are joined as ranks are inside a node: in its favour, for a ring may have to
+    leave it."""
+    count, left = divmod(system.mesh.devices, tp)
+    if left or not count:
+        raise ConfigError("mesh", f"{system.mesh.devices} devices do not make instances of {tp}")
+    part = dataclasses.replace(system, mesh=MeshConfig(tp=tp))
+    kv_heads = system.shape.rank_heads(tp)[1]
+    links = devices()[system.device].ranks
+    return Pool(count, part.costs, part.kv_tokens(), 2 * 2 * kv_heads * system.shape.head_dim, links[min(links)], round(reserved * count))

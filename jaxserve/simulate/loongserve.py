@@ -1,0 +1,224 @@
+"""LoongServe (Wu et al., SOSP 2024) as a baseline: elastic sequence parallelism over instances, prefill and decode apart, no preemption.
+
+A prompt is computed at once, by as many instances as a dynamic program over the head of the queue gives it, each holding a part of the
+sequence; attention goes round in a ring. Its KV then moves to the decode pool, as few instances as hold the KV of all that decode. What
+is modelled in its favour: moving KV, scaling down and borrowing instances cost nothing, and instances that do not decode are all free for
+prefill. What is not: it cannot interrupt a prefill that has begun (Medha, sections 2 and 5).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxserve.scheduling.predictor import Costs, bend
+from jaxserve.scheduling.profiles import Link
+from jaxserve.simulate.replica import Record
+from jaxserve.simulate.workload import Arrival, class_of
+
+CONSIDERED = 16                                       # waiting prompts that the dynamic program looks at
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Instances: how many, what one costs, the tokens of KV it holds, bytes of KV per token and layer of one rank, and the link between
+    two instances. `reserved` of them take only prompts below `short` tokens (Medha 5.3)."""
+
+    count: int
+    costs: Costs
+    capacity: int
+    kv_bytes: float
+    link: Link
+    reserved: int = 0
+    short: int = 8192
+
+    def prefill(self, prompts: Sequence[int], degree: int) -> float:
+        """Seconds to prefill these prompts together on `degree` instances: linear parts and attention are split evenly, and in every
+        layer `degree - 1` hops of KV are hidden behind attention as far as it lasts."""
+        costs, tokens = self.costs, sum(prompts)
+        pairs = costs.pair * sum(n * n / 2 for n in prompts) / degree
+        attention = len(prompts) * costs.chunk + costs.chunk_token * tokens / degree + bend(pairs, costs.read * tokens)
+        ring = (degree - 1) * self.link(self.kv_bytes * tokens / degree) if degree > 1 else 0.0
+        layer = costs.linear(-(-tokens // degree)) + max(attention, ring)
+        return costs.launch + costs.layers * layer + costs.head + costs.head_token * len(prompts)
+
+    def decode(self, count: int, context: int, degree: int) -> float:
+        """Seconds of a decode step over `degree` instances, each of which is master for its part of the sequences."""
+        costs, own = self.costs, -(-count // degree)
+        layer = costs.linear(own) + costs.attend_decodes(own, context / degree)
+        exchange = 2 * self.link(costs.kvp_token * self.link.bytes_per_s * own) if degree > 1 else 0.0
+        return costs.launch + costs.layers * (layer + exchange) + costs.head + costs.head_token * own
+
+
+@dataclass(slots=True)
+class Running:
+    """A request that decodes."""
+
+    number: int
+    arrival: Arrival
+    first: float
+    last: float
+    done: int = 1
+
+    @property
+    def context(self) -> int:
+        return self.arrival.prompt + self.done
+
+
+@dataclass
+class LoongServe:
+    """Executes arrivals. `objective` gives the seconds to the first token that a prompt of so many tokens is promised, for the records."""
+
+    pool: Pool
+    objective: Callable[[int], float]
+    max_seqs: int = 256
+    records: list[Record] = field(default_factory=list)
+    gaps: list[np.ndarray] = field(default_factory=list)
+    busy: float = 0.0                                 # seconds of instances, divided by their count
+
+    def __post_init__(self) -> None:
+        self._queue: deque[tuple[int, Arrival]] = deque()
+        self._prefills: list[tuple[float, int, int, list[tuple[int, Arrival]]]] = []      # end, tie, degree, requests
+        self._running: list[Running] = []
+        self._step: float | None = None               # when the decode step in progress ends
+        self._joining: list[Running] = []
+        self._serial = 0
+        self._in_use = {True: 0, False: 0}            # instances that prefill: reserved ones and others
+
+    def run(self, arrivals: Sequence[Arrival], until: float = float("inf")) -> None:
+        """To the end, or to clock second `until`."""
+        coming = deque(enumerate(arrivals))
+        while True:
+            times = [coming[0][1].time if coming else np.inf, self._prefills[0][0] if self._prefills else np.inf,
+                     np.inf if self._step is None else self._step]
+            now = min(times)
+            if now == np.inf or now > until:
+                return
+            if now == times[0]:
+                self._arrive(*coming.popleft())
+            elif now == times[1]:
+                self._prefilled(now)
+            else:
+                self._decoded(now)
+            self._dispatch(now)
+            self._decode(now)
+
+    def _arrive(self, number: int, arrival: Arrival) -> None:
+        if arrival.prompt + arrival.output > self.pool.capacity * (self.pool.count - self.pool.reserved):
+            self.records.append(self._record(number, arrival, 0, arrival.time, arrival.time, "refused"))
+        else:
+            self._queue.append((number, arrival))
+
+    # --- prefill
+
+    def _dispatch(self, now: float) -> None:
+        """Gives free instances to the head of the queue."""
+        if self.pool.reserved:
+            self._dispatch_on(now, True, self.pool.reserved)
+        self._dispatch_on(now, False, self.pool.count - self.pool.reserved - self._decoders())
+
+    def _dispatch_on(self, now: float, reserved: bool, instances: int) -> None:
+        free = instances - self._in_use[reserved]
+        wanted = [entry for entry in self._queue if not reserved or entry[1].prompt < self.pool.short]
+        if free <= 0 or not wanted or len(self._running) + len(self._joining) >= self.max_seqs:
+            return
+        batch = self._fitting(wanted[:CONSIDERED])
+        for group, degree in plan([arrival.prompt for _, arrival in batch], free, self.pool):
+            chosen = [batch[index] for index in group]
+            for entry in chosen:
+                self._queue.remove(entry)
+            seconds = self.pool.prefill([arrival.prompt for _, arrival in chosen], degree)
+            self._serial += 1
+            self._in_use[reserved] += degree
+            self.busy += seconds * degree / self.pool.count
+            heapq.heappush(self._prefills, (now + seconds, self._serial, degree if not reserved else -degree, chosen))
+
+    def _fitting(self, wanted: list[tuple[int, Arrival]]) -> list[tuple[int, Arrival]]:
+        """The first of these, in order, whose KV fits beside what is held and what is on its way."""
+        room = self.pool.count * self.pool.capacity - self._held()
+        out = []
+        for entry in wanted:
+            room -= entry[1].prompt + entry[1].output
+            if room < 0:
+                break
+            out.append(entry)
+        return out
+
+    def _held(self) -> int:
+        """Tokens of KV that are held or promised."""
+        arrivals = [running.arrival for running in (*self._running, *self._joining)]
+        arrivals += [arrival for *_, chosen in self._prefills for _, arrival in chosen]
+        return sum(arrival.prompt + arrival.output for arrival in arrivals)
+
+    def _prefilled(self, now: float) -> None:
+        _, _, degree, chosen = heapq.heappop(self._prefills)
+        self._in_use[degree < 0] -= abs(degree)
+        for number, arrival in chosen:
+            self._joining.append(Running(number, arrival, now, now))
+
+    # --- decode
+
+    def _decoders(self) -> int:
+        """Instances that the KV of all that decode takes."""
+        running = (*self._running, *self._joining)
+        context = sum(r.context for r in running)
+        return max(1, -(-context // self.pool.capacity)) if running else 0
+
+    def _decode(self, now: float) -> None:
+        """Begins the next decode step if none is in progress."""
+        if self._step is not None:
+            return
+        for running in self._joining:
+            (self._end if running.done >= running.arrival.output else self._running.append)(running)
+        self._joining = []
+        if self._running:
+            degree = min(self._decoders(), self.pool.count)
+            seconds = self.pool.decode(len(self._running), sum(r.context for r in self._running), degree)
+            self.busy += seconds * degree / self.pool.count
+            self._step = now + seconds
+
+    def _decoded(self, now: float) -> None:
+        self._step = None
+        self.gaps.append(np.array([now - running.last for running in self._running]))
+        for running in self._running:
+            running.done, running.last = running.done + 1, now
+        for running in [r for r in self._running if r.done >= r.arrival.output]:
+            self._end(running)
+        self._running = [r for r in self._running if r.done < r.arrival.output]
+
+    def _end(self, running: Running) -> None:
+        self.records.append(self._record(running.number, running.arrival, running.done, running.first, running.last, "length"))
+
+    def give_up(self, now: float) -> None:
+        """Notes those that have not ended by then: 'unfinished', with what they had put out."""
+        waiting = [*self._queue, *(entry for *_, chosen in self._prefills for entry in chosen)]
+        self.records += [self._record(number, arrival, 0, now, now, "unfinished") for number, arrival in waiting]
+        for running in (*self._running, *self._joining):
+            self.records.append(self._record(running.number, running.arrival, running.done, running.first, running.last, "unfinished"))
+
+    def _record(self, number: int, arrival: Arrival, output: int, first: float, end: float, reason: str) -> Record:
+        due = arrival.time + self.objective(arrival.prompt)
+        kind = arrival.kind or class_of(arrival.prompt)
+        return Record(str(number), kind, arrival.prompt, output, 0, arrival.time, due, first, end, reason)
+
+
+def plan(prompts: Sequence[int], instances: int, pool: Pool) -> list[tuple[list[int], int]]:
+    """Prompts in groups, each with a number of instances, so that the sum of all prompts' latencies is least: LoongServe's dynamic
+    program over prompts in the order of their length. Returns (indices of the prompts, instances)."""
+    order = sorted(range(len(prompts)), key=lambda index: -prompts[index])
+    degrees = range(1, instances + 1)
+    best: list[list[tuple[float, tuple]]] = [[(0.0, ())] * (instances + 1)]              # [prompts][instances at most]: sum, groups
+    for end in range(1, len(order) + 1):
+        groups = [[prompts[index] for index in order[begin:end]] for begin in range(end)]
+        sums = [[pool.prefill(group, degree) * len(group) for degree in degrees] for group in groups]
+        row: list[tuple[float, tuple]] = [(float("inf"), ())]
+        for used in degrees:
+            total, begin, degree = min((best[begin][used - degree][0] + sums[begin][degree - 1], begin, degree)
+                                       for begin in range(end) for degree in range(1, used + 1))
+            row.append((total, (*best[begin][used - degree][1], (begin, end, degree))))
+        best.append(row)
+    return [([order[index] for index in range(begin, end)], degree) for begin, end, degree in best[-1][instances][1]]

@@ -1,0 +1,111 @@
+"""A simulated system, put together from a model's shape, a kind of device and a mesh, and what came of a run in figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.cache import CacheManager
+from jaxserve.config import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
+from jaxserve.request import Request, Slo
+from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.predictor import Costs
+from jaxserve.scheduling.profiles import ModelShape, costs, devices
+from jaxserve.simulate.replica import Record, Step, VirtualReplica
+from jaxserve.simulate.workload import Arrival, class_of, to_request
+
+MEMORY = 0.9                                          # share of a device's memory for weights and KV
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class System:
+    """What is simulated: a model's shape on `mesh` of `device`s. A replica has no limit on a sequence but its pages."""
+
+    shape: ModelShape
+    device: str
+    mesh: MeshConfig
+
+    @property
+    def costs(self) -> Costs:
+        """Errors: ConfigError for an unknown device or a degree of tp that was not measured."""
+        return costs(self.device, self.shape, self.mesh.tp)
+
+    def kv_tokens(self) -> int:
+        """Tokens whose KV fits on one lane. Errors: ConfigError where not even the weights fit."""
+        ranks = self.mesh.spp * self.mesh.tp
+        free = MEMORY * devices()[self.device].memory_bytes - self.shape.weight_bytes() / ranks
+        if free <= 0:
+            need = self.shape.weight_bytes() / ranks / 2**30
+            raise ConfigError("mesh", f"{need:.0f} GiB of weights per device leave no room for KV on {self.device} with {self.mesh}")
+        heads = self.shape.rank_heads(self.mesh.tp)[1]
+        layers = -(-self.shape.layers // self.mesh.spp)
+        return int(free / (layers * 2 * 2 * heads * self.shape.head_dim))
+
+    def replica(self, scheduler: SchedulerConfig, cache: CacheConfig, lookahead: int = 1, keep_steps: bool = False) -> VirtualReplica:
+        """A virtual replica of this system; without `cache.pages`, as many as fit in memory."""
+        pages = cache.pages or self.kv_tokens() // cache.block_size
+        room = CacheConfig(cache.block_size, pages, cache.kv_memory_gib, cache.lane_tokens, cache.prefix_caching)
+        manager = CacheManager(room, self.mesh.kvp, scheduler.max_seqs)
+        return VirtualReplica(Scheduler(scheduler, manager, self.mesh, 2**31 - 1, costs=self.costs), self.mesh, lookahead, keep_steps)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run: a record per request; the gaps between tokens in seconds; the steps, where they were kept; and the share of the
+    time in which the devices worked."""
+
+    records: list[Record]
+    gaps: np.ndarray
+    steps: list[Step]
+    busy: float
+
+
+def execute(replica: VirtualReplica, arrivals: Sequence[Arrival], slo: Slo = Slo(), until: float = float("inf")) -> Outcome:   # noqa: B008
+    """Runs all arrivals; those that have not ended by clock second `until` have the reason 'unfinished'."""
+    replica.run(requests(arrivals, replica.scheduler.max_len, slo), until)
+    replica.give_up(min(until, max((record.end for record in replica.records), default=0.0)))
+    span = max((record.end for record in replica.records), default=0.0)
+    gaps = np.concatenate(replica.gaps) if replica.gaps else np.empty(0)
+    return Outcome(replica.records, gaps, replica.steps, replica.busy / span if span else 0.0)
+
+
+def requests(arrivals: Iterable[Arrival], max_len: int, slo: Slo) -> Iterable[tuple[Request, str]]:
+    """Requests as they come, each made when it is needed, with their kind."""
+    for number, arrival in enumerate(arrivals):
+        yield to_request(arrival, number, max_len, slo), arrival.kind or class_of(arrival.prompt)
+
+
+def summary(outcome: Outcome, tpot: float) -> dict[str, Any]:
+    """Percentiles in seconds, overall and by kind; `ttft_met` and `tpot_met` are shares of all requests that met their objectives."""
+    records = outcome.records
+    kinds = sorted({record.kind for record in records})
+    span = max((record.end for record in records), default=0.0)
+    tokens = sum(record.prompt + record.output for record in records if record.reason != "refused")
+    return {
+        "span": span, "busy": outcome.busy, "tokens_per_s": tokens / span if span else 0.0,
+        "token_gap": _spread(outcome.gaps), "all": _figures(records, tpot),
+        **{kind: _figures([record for record in records if record.kind == kind], tpot) for kind in kinds},
+    }
+
+
+def _figures(records: Sequence[Record], tpot: float) -> dict[str, Any]:
+    begun = [record for record in records if record.output]
+    ended = [record for record in begun if record.reason in ("stop", "length")]
+    count = max(1, len(records))
+    return {
+        "requests": len(records), "finished": len(ended),
+        "ttft": _spread(np.array([record.ttft for record in begun])), "tpot": _spread(np.array([r.tpot for r in ended if r.output > 1])),
+        "ttft_met": sum(record.first <= record.due for record in begun) / count,
+        "tpot_met": sum(record.tpot <= tpot for record in ended) / count,
+    }
+
+
+def _spread(values: np.ndarray) -> dict[str, float]:
+    if not len(values):
+        return {}
+    points = np.percentile(values, PERCENTILES).tolist()
+    return {"mean": float(values.mean()), **{f"p{p}": value for p, value in zip(PERCENTILES, points)}, "max": float(values.max())}
