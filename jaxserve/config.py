@@ -81,6 +81,7 @@ class SchedulerConfig(Checked):
                            choices=("static", "adaptive"))
     max_seqs: int = option(16, "sequences that run at once", low=1, high=4096)
     chunk_tokens: int = option(512, "most prefill tokens of one step on one lane", low=1, high=65536)
+    min_chunk: int = option(64, "fewest prefill tokens of a chunk, and tokens of a row where chunks share a step", low=1)
     sharing: float = option(0.8, "most of a step's time for others beside a prompt of several steps (adaptive chunks)", low=0, high=1)
     ttft: float = option(2.0, "objective: seconds to the first token, where a request names none", low=0.001)
     ttft_stretch: float = option(3.0, "objective for long prompts, where higher: this many times its prefill alone", low=1)
@@ -91,7 +92,7 @@ class SchedulerConfig(Checked):
     @property
     def tile(self) -> int:
         """Prefill chunks that share a step are computed in rows of so many tokens; a chunk's share of the budget is in whole rows."""
-        return min(64, self.chunk_tokens)
+        return min(self.min_chunk, self.chunk_tokens)
 
     @property
     def tiles(self) -> int:
@@ -114,6 +115,7 @@ class EngineConfig(Checked):
     mesh: MeshConfig = MeshConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    profile: str = option("auto", "what steps cost: a file of `jaxserve profile`; auto measures at the first start and keeps it; none")
     lookahead: int = option(1, "steps that are issued before the tokens of the last one are read", low=0, high=8)
     compile_cache: str | None = option(None, "folder of compiled programs; default: under the user's cache folder; '' for none")
 

@@ -65,6 +65,7 @@ def shapes(config: SchedulerConfig, lanes: int) -> list[Shape]:
     many = [(tiles, tile)] if tiles > 1 else []
     out = [Shape((rows, 1)) for rows in _powers(1, config.max_seqs, 2)]
     out += [Shape(decode, group) for group in wide + many for decode in ((0, 0), most)]
+    out += [Shape(most, (rows, tile)) for rows in _powers(2, tiles, 2) if rows < tiles]
     if lanes > 1:
         dealt = -(-tiles // lanes)
         out += [Shape(most, (0, 0), most), Shape(most, (0, 0), most, (dealt, tile)), Shape(most, (tiles, tile), most, (dealt, tile))]

@@ -14,6 +14,7 @@ from jaxserve.cache import CacheManager
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.arrays import sample_sizes, shapes
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.profile import costs_for
 from jaxserve.engine.programs import keep_compiled
 from jaxserve.engine.stages import Plan, Stages
 from jaxserve.models.zoo import ModelConfig, layers_of
@@ -40,8 +41,10 @@ def build(config: EngineConfig, progress: bool = True, warm_up: bool = True, pla
             stages.warm_up(step)
     sized = dataclasses.replace(config.cache, pages=plan.pages)
     cache = CacheManager(sized, config.mesh.kvp, plan.slots, str(checkpoint.config), config.source.dtype, placement)
-    scheduler = Scheduler(config.scheduler, cache, config.mesh, _max_len(config, model), model.eos_ids)
-    return Engine(config, stages, scheduler, model.eos_ids)
+    engine = Engine(config, stages, Scheduler(config.scheduler, cache, config.mesh, _max_len(config, model), model.eos_ids), model.eos_ids)
+    if costs := costs_for(engine, progress):
+        engine.scheduler.use(costs)
+    return engine
 
 
 def make_plan(config: EngineConfig, model: ModelConfig) -> Plan:

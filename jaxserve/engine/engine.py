@@ -53,8 +53,10 @@ class Flight:
 
     batch: Batch
     arrays: Arrays
+    hidden: Hidden
     sampled: Sampled | None
     scores: list[Score]
+    issued: float                                    # clock seconds
 
 
 class Engine:
@@ -71,6 +73,8 @@ class Engine:
         self._flights: deque[Flight] = deque()
         self._sampled_at = np.zeros(stages.plan.slots, np.int64)      # per slot: the version of `sampled` with its last token
         self._variant = np.zeros(stages.plan.slots, np.int8)          # per slot: what its sampling needs, an index of VARIANTS
+        self._read_at = -1.0                                          # clock seconds at which the last batch was read
+        self._compiles = 0
         self._lock = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -190,7 +194,7 @@ class Engine:
             self._sampled_at[batch.slot[batch.sample]] = sampled.version
             if self._far:
                 sampled.tokens.copy_to_host_async()
-        return Flight(batch, arrays, sampled, self._scores(batch, arrays, hidden))
+        return Flight(batch, arrays, hidden, sampled, self._scores(batch, arrays, hidden), self.clock.now())
 
     def _admit(self, batch: Batch, chunk: int) -> None:
         sequence = self.scheduler.sequences[int(batch.seq[chunk])]
@@ -223,11 +227,21 @@ class Engine:
     # --- reading
 
     def _read(self, flight: Flight) -> None:
-        """Waits for a batch's tokens and tells what came of them."""
+        """Waits for a batch and tells what came of it."""
+        flight.hidden.ints.block_until_ready()                        # without tokens too: what runs ahead, arrivals wait behind
         tokens, logprobs = self._fetch(flight)
         scores = self._fetch_scores(flight)
+        self._learn(flight)
         with self._lock:
             self._send(self.scheduler.finish(flight.batch, tokens, self.clock.now(), logprobs, scores))
+
+    def _learn(self, flight: Flight) -> None:
+        """Tells the predictor how long a step took whose predecessor was in flight when it was issued."""
+        now, before = self.clock.now(), self._read_at
+        compiles, self._compiles = self._compiles, self.stages.programs.compiles
+        self._read_at = now
+        if flight.issued < before and compiles == self._compiles:
+            self.scheduler.predictor.seen(flight.batch.seconds, now - before)
 
     def _send(self, events: list[tuple[str, Event]]) -> None:
         """Events to their sinks, one call per request; a request whose last completion ended is forgotten."""

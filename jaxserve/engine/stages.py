@@ -129,7 +129,7 @@ class Stages:
 
     def step(self, arrays: Arrays, needs: int) -> Hidden:
         """Issues a step to all stages. needs: the newest version of `sampled` with a token that this step feeds (0: none)."""
-        self._set_table(arrays.early)
+        self.set_table(arrays.early)
         x: Any = next(array for version, array in self._sampled if version >= needs)
         for stage in self.stages:
             if len(self.stages) > 1:                                                 # from the stage before; sampled tokens from the last
@@ -159,7 +159,7 @@ class Stages:
     def admit(self, admission: sampling.Admission) -> None:
         self.sampling_state = self.programs.get(*self._admit_program())(self.sampling_state, admission)
 
-    def _set_table(self, deltas: np.ndarray) -> None:
+    def set_table(self, deltas: np.ndarray) -> None:
         """deltas [m, 5]: lane, slot, index, page, block."""
         for at in range(0, len(deltas), DELTAS):
             some = deltas[at : at + DELTAS]

@@ -21,6 +21,16 @@ SHARPNESS = 4                                         # of the bend between two 
 
 
 @dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A shape of a step: so many decodes, and rows of so many prefill tokens; `seconds` per layer for all but attention."""
+
+    decodes: int
+    rows: int
+    width: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Costs:
     """Seconds of one model, on one kind of device, at one degree of tp. All but `launch`, `head` and `hop` are per layer.
 
@@ -51,18 +61,21 @@ class Costs:
     kvp_token: float = 0.0
     hop: float = 0.0                                  # from stage to stage: once, and per token
     hop_token: float = 0.0
-    rows: tuple[tuple[int, int], ...] = ()            # compiled shapes (decodes, prefill tokens), cheapest first: a step is padded to one
-
-    def padded(self, decodes: int, prefill: int) -> int:
-        """Tokens that the linear parts compute for so many decodes and prefill tokens."""
-        for most_decodes, most_prefill in self.rows:
-            if decodes <= most_decodes and prefill <= most_prefill:
-                return most_decodes + most_prefill
-        return decodes + prefill
+    shapes: tuple[Compiled, ...] = ()                 # what was measured of an engine, cheapest first; a step costs as its shape does
+    tile: int = 1                                     # tokens of a prefill row of these shapes, where there are several rows
+    longest: bool = False                             # decodes cost as if all of the shape's had the longest context of them
 
     def linear(self, tokens: int) -> float:
         """One layer's linear parts and the sums over ranks."""
         return bend(self.linear_floor, self.linear_base + self.linear_token * tokens) + self.tp + self.tp_token * tokens
+
+    def compiled(self, lane: Lane) -> Compiled | None:
+        """The cheapest shape that holds what a lane does; None where there are none, or none does."""
+        for shape in self.shapes:
+            if lane.decodes <= shape.decodes and (lane.tiles <= shape.rows if shape.rows != 1 else
+                                                  lane.chunks <= 1 and lane.tokens <= shape.width):
+                return shape
+        return None
 
     def attend_chunk(self, cached: float, new: int, own: float | None = None) -> float:
         """One layer's attention of `new` tokens after `cached` ones. On a lane that holds a share of a spread context, `cached` and `own`
@@ -98,7 +111,10 @@ class Lane:
 
     decodes: int = 0
     context: float = 0.0                              # of the decodes, on this lane
+    longest: float = 0.0                              # of these contexts
+    chunks: int = 0                                   # of its own
     tokens: int = 0                                   # prefill tokens of its own
+    tiles: int = 0                                    # rows that hold them
     attention: float = 0.0                            # seconds per layer, of the chunks
     spread: int = 0                                   # spread tokens that it exchanges with the others
     samples: int = 0
@@ -118,13 +134,16 @@ class Predictor:
         """Seconds of a step in the slowest stage: the pace at which steps can follow each other."""
         return max(map(self.lane, lanes))
 
-    def lane(self, lane: Lane, tokens: int = 0, attention: float = 0.0, spread: int = 0) -> float:
-        """Seconds of a step on one lane, with this much more to do."""
-        costs = self.costs
-        layer = costs.linear(costs.padded(lane.decodes, lane.tokens + tokens))
-        layer += costs.attention(lane.attention + attention, costs.attend_decodes(lane.decodes, lane.context))
-        if spread or lane.spread:
-            layer += costs.kvp + costs.kvp_token * (lane.spread + spread)
+    def lane(self, lane: Lane) -> float:
+        """Seconds of a step on one lane."""
+        costs, context, count = self.costs, lane.context, lane.decodes
+        shape = costs.compiled(lane) if costs.shapes else None
+        layer = shape.seconds if shape else costs.linear(count + lane.tokens)
+        if costs.longest:
+            context = lane.longest * (shape.decodes if shape else count)
+        layer += costs.attention(lane.attention, costs.attend_decodes(count, context))
+        if lane.spread:
+            layer += costs.kvp + costs.kvp_token * lane.spread
         head = costs.head + costs.head_token * lane.samples if lane.samples else 0.0
         return (costs.launch + self.layers * layer + head) * self.scale
 
@@ -145,31 +164,36 @@ class Predictor:
     def decodes(self, context: np.ndarray, lane: np.ndarray, spread: np.ndarray, held: np.ndarray) -> list[Lane]:
         """What the lanes do for chunks of one token: context [n] tokens, home lane [n], spread [n] bool, held [n, lanes] blocks."""
         if self.mesh.kvp == 1:
-            return [Lane(len(context), float(context.sum()), samples=len(context))]
+            return [Lane(len(context), float(context.sum()), float(context.max(initial=0)), samples=len(context))]
         count = np.bincount(lane, minlength=self.mesh.kvp).tolist()
         here = np.bincount(lane, np.where(spread, 0, context), self.mesh.kvp)
         far, tokens = held[spread], context[spread]
         here = here + (tokens[:, None] * far / np.maximum(far.sum(1, keepdims=True), 1)).sum(0)
-        return [Lane(n, float(kv), spread=len(tokens), samples=n) for n, kv in zip(count, here)]
+        longest = [float(context[lane == index].max(initial=0)) for index in range(self.mesh.kvp)]
+        return [Lane(n, float(kv), most, spread=len(tokens), samples=n) for n, kv, most in zip(count, here, longest)]
 
     def add_chunk(self, lanes: list[Lane], home: int, held: Sequence[int] | None, cached: int, new: int) -> None:
         """A prefill chunk joins what the lanes do. held: blocks on each lane of a spread sequence, None for a local one."""
-        for index, tokens, attention, spread in self._chunk(len(lanes), home, held, cached, new):
-            lanes[index].tokens += tokens
-            lanes[index].attention += attention
-            lanes[index].spread += spread
+        for index, lane in self._with(lanes, home, held, cached, new):
+            lanes[index] = lane
 
     def with_chunk(self, lanes: list[Lane], home: int, held: Sequence[int] | None, cached: int, new: int) -> float:
         """Seconds of the step, on the lanes that it bears on, if the chunk joined."""
-        return max(self.lane(lanes[index], *more) for index, *more in self._chunk(len(lanes), home, held, cached, new))
+        return max(self.lane(lane) for _, lane in self._with(lanes, home, held, cached, new))
 
-    def _chunk(self, lanes: int, home: int, held: Sequence[int] | None, cached: int, new: int) -> list[tuple[int, int, float, int]]:
-        """(lane, tokens, attention, spread tokens) of a chunk. The tokens of a spread one are dealt over the lanes; each lane attends, for
-        all of them, over what it holds."""
+    def _with(self, lanes: list[Lane], home: int, held: Sequence[int] | None, cached: int, new: int) -> list[tuple[int, Lane]]:
+        """The lanes that a chunk bears on, with it. The tokens of a spread one are dealt over the lanes; each lane attends, for all of
+        them, over what it holds."""
         if held is None:
-            return [(home, new, self.costs.attend_chunk(cached, new), 0)]
-        own = -(-new // lanes)
-        return [(lane, own, self.costs.attend_chunk(cached * share, new, new * share), new) for lane, share in enumerate(_shares(held))]
+            return [(home, self._more(lanes[home], new, self.costs.attend_chunk(cached, new), 0))]
+        own = -(-new // len(lanes))
+        return [(index, self._more(lanes[index], own, self.costs.attend_chunk(cached * share, new, new * share), new))
+                for index, share in enumerate(_shares(held))]
+
+    def _more(self, lane: Lane, tokens: int, attention: float, spread: int) -> Lane:
+        tiles = lane.tiles - (-tokens // self.costs.tile)
+        return Lane(lane.decodes, lane.context, lane.longest, lane.chunks + 1, lane.tokens + tokens, tiles, lane.attention + attention,
+                    lane.spread + spread, lane.samples)
 
     def seconds(self, batch: Batch) -> float:
         """A batch's pace: see `stage`."""

@@ -67,6 +67,11 @@ class Scheduler:
         self._batches = 0
         self.sequences = self._roster.sequences
 
+    def use(self, costs: Costs) -> None:
+        """Predicts with these costs from now on. Nothing may be waiting or running."""
+        assert not self.sequences, "work in the line was predicted with other costs"
+        self.predictor.costs = costs
+
     @property
     def running(self) -> int:
         """Sequences with a slot."""

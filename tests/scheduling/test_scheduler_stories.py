@@ -145,7 +145,7 @@ def test_a_decode_without_a_page_makes_the_youngest_prefill_wait_again():
     assert chunks(replica.step()) == [(0, 0, 2, "last")]
     for position in range(2, 10):
         assert chunks(replica.step()) == [(0, position, 1, "decode"), (1, 2 * position - 4, 2, "prefill")]
-    for position in range(10, 16):                                                     # the last free page is the decode's, until it takes it
+    for position in range(10, 16):                                               # the last free page is the decode's, until it takes it
         assert chunks(replica.step()) == [(0, position, 1, "decode")]
     assert (replica.scheduler.running, replica.scheduler.waiting) == (2, 0)
     assert chunks(replica.step()) == [(0, 16, 1, "decode")]

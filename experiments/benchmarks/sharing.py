@@ -1,0 +1,183 @@
+"""Short requests and running decodes while a long prompt prefills, on one engine: time-shared, and first come, first served.
+
+    python -m experiments.benchmarks.sharing --json=sharing.json
+
+Each engine is measured idle first, so that its figures are ratios to its own. Every request's tokens are compared with those it got alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxserve.commands.display import table
+from jaxserve.commands.machine import described, machine
+from jaxserve.config import CacheConfig, ConfigError, EngineConfig, MeshConfig, ModelSource, SchedulerConfig
+from jaxserve.flags import Command, UsageError, help_of, parse
+from jaxserve.options import Option
+from jaxserve.request import Event, Finished, Request, SamplingParams, Slo, Token
+
+OPTIONS = {"sharing": [
+    Option("model", str, "smollm2-135m", "model: a fetched name, a folder or a .gguf file"),
+    Option("long", int, 8000, "tokens of the long prompt", 2),
+    Option("short", int, 64, "tokens of a short prompt", 1),
+    Option("every", float, 0.7, "seconds from one short request to the next", 0.01),
+    Option("decodes", int, 2, "sequences that decode meanwhile", 1),
+    Option("tpot", float, 0.1, "objective of the decodes, seconds per token", 0.001),
+    Option("step_time", float, 0.05, "most seconds of a step without decodes", 0.001),
+    Option("min_chunk", int, 16, "fewest tokens of a chunk where steps are shared", 1),
+    Option("json", str, None, "file for all figures"),
+]}
+COMMAND = Command(OPTIONS, lambda values: 0)
+OUTPUT = 8                                              # tokens of a short request and of the long one
+WAIT = 600.0                                            # most seconds for anything
+
+
+class Heard:
+    """A request's tokens and when they came, in seconds of the process."""
+
+    def __init__(self) -> None:
+        self.sent = time.perf_counter()
+        self.ids: list[int] = []
+        self.times: list[float] = []
+        self.done = threading.Event()
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        now = time.perf_counter()
+        for event in events:
+            if isinstance(event, Token):
+                self.ids.append(event.id)
+                self.times.append(now)
+            elif isinstance(event, Finished):
+                self.done.set()
+
+    def wait(self) -> Heard:
+        if not self.done.wait(WAIT):
+            raise TimeoutError("a request did not end")
+        return self
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.sent
+
+
+class Bench:
+    """An engine that runs, and the requests of this benchmark."""
+
+    def __init__(self, values: dict[str, Any], scheduler: SchedulerConfig, lookahead: int):
+        from jaxserve.engine.build import build
+
+        self.values = values
+        length, block = values["long"] + OUTPUT + 64, 16
+        pages = -(-length // block) + (values["decodes"] + 4) * 64
+        config = EngineConfig(ModelSource(values["model"]), MeshConfig(), CacheConfig(block_size=block, pages=pages, prefix_caching=False),
+                              scheduler, lookahead)
+        self.engine = build(config, progress=sys.stderr.isatty())
+        if length > self.engine.max_len:
+            raise ConfigError("long", f"{values['long']} tokens and {OUTPUT + 64} more are above the model's {self.engine.max_len}")
+        self.engine.start()
+        self._serial = 0
+
+    def send(self, tokens: int, output: int, seed: int) -> Heard:
+        """A random prompt of so many tokens, the same for the same seed."""
+        heard, vocab = Heard(), self.engine.model.vocab
+        prompt = np.random.default_rng(seed).integers(0, vocab, tokens)
+        sampling = SamplingParams.make(temperature=0, max_tokens=output, ignore_eos=True)
+        self._serial += 1
+        self.engine.submit(Request.make(f"{self._serial}", prompt, sampling, vocab=vocab, max_len=self.engine.max_len,
+                                        arrival=self.engine.clock.now(), slo=Slo(tpot=self.values["tpot"])), heard)
+        return heard
+
+    def idle(self, shorts: int) -> tuple[list[Heard], list[Heard]]:
+        """Short requests one at a time, then the decodes alone."""
+        alone = [self.send(self.values["short"], OUTPUT, seed).wait() for seed in range(shorts)]
+        decodes = [self.send(self.values["short"], 48, 1000 + number) for number in range(self.values["decodes"])]
+        return alone, [heard.wait() for heard in decodes]
+
+    def shared(self) -> tuple[Heard, list[Heard], list[Heard]]:
+        """The long prompt beside decodes, and short requests until its first token: (long, shorts, decodes)."""
+        decodes = [self.send(self.values["short"], 400, 1000 + number) for number in range(self.values["decodes"])]
+        while not all(heard.times for heard in decodes):
+            time.sleep(0.01)
+        long, shorts, seed = self.send(self.values["long"], OUTPUT, 77), [], 0
+        while not long.times and time.perf_counter() - long.sent < WAIT:
+            time.sleep(self.values["every"])
+            shorts.append(self.send(self.values["short"], OUTPUT, seed))
+            seed += 1
+        for heard in (*shorts, long):
+            heard.wait()
+        for number in range(1, self._serial + 1):
+            self.engine.cancel(str(number))
+        return long, shorts, decodes
+
+
+def measured(values: dict[str, Any], name: str, scheduler: SchedulerConfig, lookahead: int) -> dict[str, Any]:
+    """Figures of one engine."""
+    bench = Bench(values, scheduler, lookahead)
+    try:
+        bench.idle(3)
+        alone, decodes_alone = bench.idle(12)
+        alone_long = bench.send(values["long"], OUTPUT, 77).wait()
+        long, shorts, decodes = bench.shared()
+        during = [np.diff([t for t in heard.times if long.sent < t < long.times[0]]) for heard in decodes]
+        known = {seed: heard.ids for seed, heard in enumerate(alone)}
+        same = [heard.ids == known[seed] for seed, heard in enumerate(shorts) if seed in known]
+        same += [long.ids == alone_long.ids] + [heard.ids[:48] == other.ids[: len(heard.ids)] for heard, other in zip(decodes, decodes_alone)]
+        idle = float(np.median([heard.ttft for heard in alone]))
+        gaps = np.concatenate([gap for gap in during if len(gap)] or [np.array([long.ttft])])
+        return {
+            "engine": name, "short_ttft_idle": idle, "short_ttft": spread([heard.ttft for heard in shorts]), "shorts": len(shorts),
+            "short_ratio": float(np.median([heard.ttft for heard in shorts])) / idle, "decode_gap": spread(gaps),
+            "decode_gap_idle": spread(np.concatenate([np.diff(heard.times) for heard in decodes_alone])),
+            "decode_mean": float(gaps.mean()), "long_ttft": long.ttft, "long_ttft_alone": alone_long.ttft,
+            "tokens_compared": len(same), "tokens_same": bool(all(same)), "scale": bench.engine.scheduler.predictor.scale,
+        }
+    finally:
+        bench.engine.close()
+
+
+def spread(values: Any) -> dict[str, float]:
+    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+    return {"p50": p50, "p90": p90, "p99": p99, "max": float(np.max(values))}
+
+
+def shown(results: Sequence[dict[str, Any]]) -> str:
+    ms = lambda seconds: f"{seconds * 1e3:.0f}"
+    rows = [[r["engine"], ms(r["short_ttft_idle"]), *(ms(r["short_ttft"][p]) for p in ("p50", "p90", "max")), f"{r['short_ratio']:.2f}",
+             ms(r["decode_gap_idle"]["p50"]), ms(r["decode_mean"]), ms(r["decode_gap"]["p90"]), f"{r['long_ttft']:.1f}",
+             f"{r['long_ttft_alone']:.1f}", "yes" if r["tokens_same"] else "NO"] for r in results]
+    return table(["milliseconds", "short TTFT idle", "p50", "p90", "max", "p50 / idle", "gap idle", "gap mean", "gap p90", "long TTFT s",
+                  "alone s", "same tokens"], rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    if any(argument in ("-h", "--help") for argument in given):
+        print(help_of("sharing", "short requests beside a long prompt", COMMAND))
+        return 0
+    try:
+        values = parse(COMMAND, given)
+        common = dict(max_seqs=8, chunk_tokens=512)
+        shared = SchedulerConfig(policy="slack", chunking="adaptive", min_chunk=values["min_chunk"], step_time=values["step_time"], **common)
+        results = [measured(values, "slack, adaptive", shared, 0), measured(values, "fcfs, static 512", SchedulerConfig(**common), 1)]
+    except (UsageError, ConfigError) as error:
+        print(f"sharing: {error}", file=sys.stderr)
+        return 2
+    print(described(machine()))
+    print(f"{values['model']}: a prompt of {values['long']} tokens, {values['decodes']} decodes with an objective of {values['tpot'] * 1e3:.0f}"
+          f" ms per token, a prompt of {values['short']} tokens every {values['every']} s\n")
+    print(shown(results))
+    if values["json"]:
+        Path(values["json"]).write_text(json.dumps({"machine": machine(), "settings": values, "results": results}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

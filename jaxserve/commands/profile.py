@@ -1,0 +1,48 @@
+"""`jaxserve profile`: measures what steps cost on the engine at hand, for its scheduler and for simulations."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxserve.commands.display import table
+from jaxserve.commands.machine import described, machine
+from jaxserve.commands.settings import engine_config, engine_groups
+from jaxserve.flags import Command
+from jaxserve.options import Option
+
+ABOUT = """\
+Runs steps of every compiled shape, with contexts up to --longest, on an engine with the flags below, and fits the costs that scheduling \
+predicts with. `jaxserve serve` with the same flags finds them; another place is named by --out here and --profile there.
+
+  jaxserve profile --model=smollm2-135m
+"""
+PROFILE = [
+    Option("longest", int, 65536, "tokens of the longest sequence that is measured, if the model and the cache hold it", 2),
+    Option("repeats", int, 3, "measurements of each point, of which the median counts", 1),
+    Option("out", str, None, "file for the profile; default: where `jaxserve serve` looks"),
+]
+
+
+def run(values: dict[str, Any]) -> int:
+    from jaxserve.engine import profile
+    from jaxserve.engine.build import build
+
+    config = engine_config({**values, "profile": "none"})
+    engine = build(config, progress=sys.stderr.isatty())
+    found, points = profile.profiled(engine, values["longest"], values["repeats"], sys.stderr.isatty())
+    file = Path(values["out"]) if values["out"] else profile.kept_file(engine)
+    profile.write(file, engine, found, points)
+    rows = [[str(one.shape), str(one.point.decodes), f"{one.point.chunks} x {one.point.new}", str(max(one.point.context, one.point.cached)),
+             "yes" if one.point.sample else "no", f"{one.seconds * 1e3:.2f}"] for one in points]
+    print(described(machine()))
+    print()
+    print(table(["shape", "decodes", "chunks", "tokens before", "sampled", "ms per step"], rows))
+    print(f"\nmean error of the fit {found.fitted:.1%}, of points left out of it {found.held_out:.1%}; written to {file}")
+    engine.close()
+    return 0
+
+
+GROUPS = {title: [option for option in group if option.name != "profile"] for title, group in engine_groups().items()}
+COMMAND = Command({"measuring": PROFILE, **GROUPS}, run, ABOUT)

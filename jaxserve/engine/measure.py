@@ -1,0 +1,138 @@
+"""How long steps take on the devices at hand: the points that a profile is fitted to.
+
+Steps are issued one after the other, as while serving, with made-up tokens on pages spread over the pool; nothing of the scheduler takes
+part. The time of a step is what each further one adds, so that neither the way through the stages nor the wait at the end counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.engine.arrays import Shape, Work, to_arrays
+from jaxserve.scheduling import Batch
+
+FEW, MORE = 1, 4                                      # steps of the two runs whose difference is three steps
+
+
+@dataclass(frozen=True)
+class Point:
+    """A step per lane: decodes, each after `context` tokens; chunks of `new` tokens after `cached` ones; whether tokens are sampled."""
+
+    decodes: int = 0
+    context: int = 0
+    chunks: int = 0
+    cached: int = 0
+    new: int = 0
+    sample: bool = True
+
+    def longest(self) -> int:
+        """Tokens of the longest sequence, those of the step included."""
+        return max(self.context + 1 if self.decodes else 0, self.cached + self.new if self.chunks else 0)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds per step of a point, and the shape in which it ran."""
+
+    point: Point
+    shape: Shape
+    seconds: float
+
+
+class Meter:
+    """Measures points on an engine that was not started; it is empty and stays so."""
+
+    def __init__(self, engine: Any, repeats: int = 3):
+        self.stages, self.mesh, self.repeats = engine.stages, engine.config.mesh, repeats
+        self.most = min(engine.max_len, self.stages.plan.width * self.stages.plan.block_size)
+        self._tables: set[int] = set()                # slots whose rows of the page table were written
+
+    def measure(self, point: Point) -> Measured:
+        """Errors: ValueError for a point that no compiled shape or no page table holds."""
+        batch = self._batch(point)
+        work = Work.of(batch, self.mesh.kvp)
+        shape = next((shape for shape in self.stages.plan.shapes if work.fits(shape)), None)
+        if shape is None or point.longest() > self.most:
+            raise ValueError(f"{point} fits no compiled shape, or is longer than {self.most} tokens")
+        self._write_table(int(batch.slot.max()) + 1)
+        arrays = to_arrays(batch, work, shape, self.mesh.kvp, self.stages.plan.block_size)
+        sample = bool(batch.sample.any())
+        self._run(arrays, sample, FEW)
+        times = [(self._run(arrays, sample, MORE) - self._run(arrays, sample, FEW)) / (MORE - FEW) for _ in range(self.repeats)]
+        return Measured(point, shape, max(statistics.median(times), 1e-9))
+
+    def _run(self, arrays: Any, sample: bool, steps: int) -> float:
+        began = time.perf_counter()
+        for _ in range(steps):
+            hidden = self.stages.step(arrays, 0)
+            done = self.stages.sample(hidden, "greedy").tokens if sample else hidden.ints
+        done.block_until_ready()
+        return time.perf_counter() - began
+
+    def _batch(self, point: Point) -> Batch:
+        """The point on every lane."""
+        lanes, each = self.mesh.kvp, point.decodes + point.chunks
+        start = np.array([point.context] * point.decodes + [point.cached] * point.chunks, np.int32)
+        length = np.array([1] * point.decodes + [point.new] * point.chunks, np.int32)
+        tile = lambda row: np.tile(row, lanes)
+        lane = np.repeat(np.arange(lanes, dtype=np.int32), each)
+        held = np.zeros((lanes * each, lanes), np.int32)
+        held[np.arange(lanes * each), lane] = tile(-(-(start + length) // self.stages.plan.block_size))
+        feed = tile(np.arange(each) < point.decodes)
+        return Batch(
+            number=0, seq=np.arange(lanes * each), slot=np.arange(lanes * each, dtype=np.int32), lane=lane, start=tile(start),
+            length=tile(length), feed=feed, sample=np.full(lanes * each, point.sample), spread=np.zeros(lanes * each, bool), held=held,
+            tokens=np.ones(int(tile(length)[~feed].sum()), np.int32), deltas=np.empty((0, 5), np.int32), seconds=0.0, admitted=())
+
+    def _write_table(self, slots: int) -> None:
+        """Rows of the page table with pages from all over the pool, as after hours of serving."""
+        plan = self.stages.plan
+        for slot in sorted(set(range(slots)) - self._tables):
+            at = np.arange(plan.width)
+            pages = (slot * plan.width + at * 7919) % plan.pages
+            for lane in range(self.mesh.kvp):
+                self.stages.set_table(np.stack([np.full_like(at, lane), np.full_like(at, slot), at, pages, at], 1).astype(np.int32))
+            self._tables.add(slot)
+
+
+def grid(shapes: list[Shape], longest: int, slots: int) -> Iterator[Point]:
+    """Points that tell all of a profile's coefficients apart: every compiled shape without context, then contexts up to `longest`."""
+    contexts = [length for length in (256, 1024, 4096, 16384, 65536, 262144, 1048576) if length < longest - 1]
+    for shape in shapes:
+        if not shape.spread:
+            yield _full(shape, longest, slots)
+    yield Point(decodes=1, context=1, sample=False)
+    many = sorted({1, max(1, slots // 4), slots})
+    for context in contexts:
+        yield from (Point(decodes=count, context=context) for count in many)
+    widths = sorted({shape.prefill[1] for shape in shapes if shape.prefill[0] == 1})
+    for cached in contexts:
+        for new in sorted({widths[0], widths[len(widths) // 2], widths[-1]} if widths else ()):
+            if cached + new < longest:
+                yield Point(chunks=1, cached=cached, new=new, sample=False)
+                if slots > 1:
+                    yield Point(decodes=slots - 1, context=cached, chunks=1, cached=cached, new=new)
+
+
+def _full(shape: Shape, longest: int, slots: int) -> Point:
+    """As much as the shape holds, for so many slots, of sequences without context."""
+    rows, width = shape.prefill
+    chunks = min(rows, max(1, slots - 1) if shape.decode[0] else slots)
+    new = min(width * (rows // chunks), longest - 1) if chunks else 0
+    decodes = min(shape.decode[0], slots - chunks)
+    return Point(decodes=decodes, context=1, chunks=chunks, new=new, sample=bool(decodes))
+
+
+def measure(engine: Any, points: list[Point], done: Callable[[str], None], repeats: int = 3) -> list[Measured]:
+    """All points, the first ones first; `done` hears of each."""
+    meter, found = Meter(engine, repeats), []
+    for point in points:
+        found.append(meter.measure(point))
+        done(f"{point.decodes} decodes, {point.chunks} chunks of {point.new}, {max(point.context, point.cached)} tokens before")
+    return found

@@ -1,0 +1,112 @@
+"""What steps cost on this engine: read from a file, or measured once and kept.
+
+A profile belongs to one model, type, mesh, kind of device and list of compiled shapes; its file's name says which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from jaxserve.config import ConfigError
+from jaxserve.engine.measure import Measured, grid, measure
+from jaxserve.scheduling.fit import Fit, Sample, fit, from_json, to_json
+from jaxserve.scheduling.predictor import Costs
+from jaxserve.source import cache_folder
+
+log = logging.getLogger(__name__)
+FORMAT = 1                                            # of the file
+QUICK = 4096                                          # longest sequence that is measured when nobody asked for a profile
+
+
+def costs_for(engine: Any, progress: bool) -> Costs | None:
+    """The costs that the engine's settings ask for; None where its scheduler does without. Errors: ConfigError."""
+    config = engine.config
+    timeless = config.scheduler.policy == "fcfs" and config.scheduler.chunking == "static"
+    if config.profile == "none" or (config.profile == "auto" and timeless):
+        return None
+    file = Path(config.profile) if config.profile != "auto" else kept_file(engine)
+    if config.profile != "auto" or file.exists():
+        return read(file, engine)
+    found = profiled(engine, QUICK, 2, progress)
+    write(file, engine, *found)
+    return found[0].costs
+
+
+def profiled(engine: Any, longest: int, repeats: int, progress: bool) -> tuple[Fit, list[Measured]]:
+    """Measures an engine that was not started, with sequences of up to `longest` tokens, and fits its costs."""
+    plan = engine.stages.plan
+    longest = min(longest, engine.max_len, plan.width * plan.block_size)
+    points = list(grid(plan.shapes, longest, max(1, plan.slots // plan.mesh.kvp)))
+    style = "{desc} {bar:30} {n}/{total} {elapsed} {postfix}"
+    with tqdm(total=len(points), desc="measuring ", disable=not progress, bar_format=style) as bar:
+        def done(what: str) -> None:
+            bar.set_postfix_str(what, refresh=False)
+            bar.update()
+        found = measure(engine, points, done, repeats)
+    return fit([_sample(one) for one in found], plan.model.layers, plan.mesh, longest=_device(engine).platform == "cpu"), found
+
+
+def _sample(one: Measured) -> Sample:
+    point, shape = one.point, one.shape
+    samples = point.decodes + point.chunks if point.sample else 0
+    held = shape.decode[0], *shape.prefill
+    return Sample(point.decodes, point.context, point.chunks, point.cached, point.new, samples, held, one.seconds)
+
+
+def _device(engine: Any) -> jax.Device:
+    return engine.stages.last_mesh.devices.flat[0]
+
+
+def identity(engine: Any) -> dict[str, Any]:
+    """What a profile belongs to."""
+    plan = engine.stages.plan
+    shapes = hashlib.sha256(" ".join(map(str, plan.shapes)).encode()).hexdigest()[:8]
+    return {"format": FORMAT, "model": plan.model.name, "dtype": str(np.dtype(plan.dtype)), "mesh": str(plan.mesh),
+            "device": _device(engine).device_kind, "cores": os.cpu_count(), "block_size": plan.block_size, "shapes": shapes}
+
+
+def kept_file(engine: Any) -> Path:
+    """Where the profile of this engine is kept."""
+    text = json.dumps(identity(engine), sort_keys=True)
+    name = "".join(c if c.isalnum() else "-" for c in engine.stages.plan.model.name)
+    return cache_folder() / "profiles" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+
+
+def write(file: Path, engine: Any, found: Fit, points: list[Measured]) -> None:
+    """Writes a profile, whole or not at all. Errors: ConfigError where it cannot be written."""
+    rows = [{**dataclasses.asdict(one.point), "shape": str(one.shape), "seconds": one.seconds} for one in points]
+    text = json.dumps({**identity(engine), "fitted_error": found.fitted, "held_out_error": found.held_out,
+                       "costs": to_json(found.costs), "points": rows}, indent=1)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as out:
+            out.write(text + "\n")
+        os.replace(out.name, file)
+    except OSError as error:
+        raise ConfigError("profile", f"{file}: {error.strerror}") from None
+
+
+def read(file: Path, engine: Any) -> Costs:
+    """The costs in a profile. Errors: ConfigError where it cannot be read or belongs to another engine."""
+    try:
+        found = json.loads(file.read_text())
+        own, costs = {name: found[name] for name in identity(engine)}, found["costs"]
+    except OSError as error:
+        raise ConfigError("profile", f"{file}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError("profile", f"{file} is not a profile: {error!r}") from None
+    for name, value in identity(engine).items():
+        if own[name] != value:
+            raise ConfigError("profile", f"{file} was measured with {name} {own[name]!r}; here it is {value!r}")
+    return from_json(costs)
