@@ -22,6 +22,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 512
 MAX_ID_CHARS = 256
 MAX_SEED = 2**63
+MAX_PRIORITY = 8
 
 
 class RequestError(ValueError):
@@ -112,7 +113,10 @@ class Slo:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One prompt and what to do with it. `prompt` is int32, its length fits the model; `arrival` and `deadline` are clock seconds."""
+    """One prompt and what to do with it. `prompt` is int32, its length fits the model; `arrival` and `deadline` are clock seconds.
+
+    priority: each step down halves the server's own objective for the first token, each step up doubles it.
+    """
 
     id: str
     prompt: np.ndarray
@@ -134,6 +138,7 @@ class Request:
         """
         if not isinstance(id, str) or not 0 < len(id) <= MAX_ID_CHARS:
             raise RequestError("request_id", f"must be a string of 1 to {MAX_ID_CHARS} characters")
+        _integer("priority", rest.get("priority", 0), -MAX_PRIORITY, MAX_PRIORITY)
         tokens = prompt_ids(prompt, vocab, max_len)
         for name, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", [token for token, _ in sampling.logit_bias])):
             for token in ids:
@@ -200,6 +205,7 @@ class Progress:
     index: int                                       # which of the n completions
     prefilled: int
     total: int
+    ttft: float = 0.0                                # predicted seconds from arrival to the first token, at the pace so far
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -83,7 +83,8 @@ def event_message(request_id: str, prompt_tokens: int, output: Output) -> pb.Gen
             token = pb.Token(index=output.index, ids=output.ids, text=output.text, logprobs=map(logprobs_message, output.logprobs))
             return pb.GenerateEvent(token=token)
         case Progress():
-            return pb.GenerateEvent(progress=pb.Progress(index=output.index, prefilled=output.prefilled, total=output.total))
+            return pb.GenerateEvent(progress=pb.Progress(
+                index=output.index, prefilled=output.prefilled, total=output.total, predicted_ttft=output.ttft))
         case Accepted():
             return pb.GenerateEvent(accepted=pb.Accepted(
                 request_id=request_id, queue_position=output.queue_position, prompt_tokens=prompt_tokens))
@@ -114,7 +115,7 @@ def output_of(event: pb.GenerateEvent) -> Output:
             token = event.token
             return Delta(token.index, list(token.ids), token.text, [_logprobs_of(p) or Logprobs(math.nan) for p in token.logprobs])
         case "progress":
-            return Progress(event.progress.index, event.progress.prefilled, event.progress.total)
+            return Progress(event.progress.index, event.progress.prefilled, event.progress.total, event.progress.predicted_ttft)
         case "accepted":
             return Accepted(event.accepted.queue_position)
         case "finished":

@@ -134,14 +134,16 @@ class Accepted(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., queue_position: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("index", "prefilled", "total")
+    __slots__ = ("index", "prefilled", "total", "predicted_ttft")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TTFT_FIELD_NUMBER: _ClassVar[int]
     index: int
     prefilled: int
     total: int
-    def __init__(self, index: _Optional[int] = ..., prefilled: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
+    predicted_ttft: float
+    def __init__(self, index: _Optional[int] = ..., prefilled: _Optional[int] = ..., total: _Optional[int] = ..., predicted_ttft: _Optional[float] = ...) -> None: ...
 
 class Token(_message.Message):
     __slots__ = ("index", "ids", "text", "logprobs")
@@ -327,20 +329,22 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("running", "waiting", "queued_prefill_tokens", "pages_free", "pages_total", "pages_cached")
+    __slots__ = ("running", "waiting", "queued_prefill_tokens", "pages_free", "pages_total", "pages_cached", "queued_prefill_seconds")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     queued_prefill_tokens: int
     pages_free: int
     pages_total: int
     pages_cached: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_cached: _Optional[int] = ...) -> None: ...
+    queued_prefill_seconds: float
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_cached: _Optional[int] = ..., queued_prefill_seconds: _Optional[float] = ...) -> None: ...
 
 class RichStatus(_message.Message):
     __slots__ = ("code", "message", "details")

@@ -78,7 +78,7 @@ class Bench:
         length, block = values["long"] + OUTPUT + 64, 16
         pages = -(-length // block) + (values["decodes"] + 4) * 64
         config = EngineConfig(ModelSource(values["model"]), MeshConfig(), CacheConfig(block_size=block, pages=pages, prefix_caching=False),
-                              scheduler, lookahead)
+                              scheduler, lookahead=lookahead)
         self.engine = build(config, progress=sys.stderr.isatty())
         if length > self.engine.max_len:
             raise ConfigError("long", f"{values['long']} tokens and {OUTPUT + 64} more are above the model's {self.engine.max_len}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
+from scipy.optimize import least_squares, nnls
 
 from jaxserve.config import ConfigError, MeshConfig
 from jaxserve.scheduling.predictor import Compiled, Costs, Lane, Predictor
@@ -54,18 +54,25 @@ def fit(samples: Sequence[Sample], layers: int, mesh: MeshConfig, longest: bool)
 
 def _attention(costs: Costs, base: Sequence[Sample], rest: Sequence[Sample], stage: int) -> Costs:
     """Attention to what is cached: what a point with context takes beyond the one of the same shape without."""
-    bare = {sample.shape: sample.seconds for sample in base}
-    rows, wanted = [], []
-    for sample in rest:
-        if sample.shape in bare:
-            count = sample.shape[0] if costs.longest else sample.decodes
-            chunks = sample.chunks * sample.cached
-            rows.append(np.array([chunks * sample.new, chunks, count * sample.context]) * stage / sample.seconds)
-            wanted.append((sample.seconds - bare[sample.shape]) / sample.seconds)
-    if not rows:
-        return costs
-    pair, read, decode_kv = nnls(np.array(rows), np.maximum(wanted, 0))[0].tolist()
-    return dataclasses.replace(costs, pair=pair, read=read, decode_kv=decode_kv)
+    bare = {sample.shape: sample.seconds for sample in base if sample.samples or not sample.decodes}
+    rest = [sample for sample in rest if sample.shape in bare]
+    alone = [sample for sample in rest if not sample.chunks]
+    chunks = [sample for sample in rest if not sample.decodes]
+    if alone:
+        context = np.array([(s.shape[0] if costs.longest else s.decodes) * s.context * stage / s.seconds for s in alone])
+        extra = np.array([1 - bare[s.shape] / s.seconds for s in alone])
+        costs = dataclasses.replace(costs, decode_kv=max(0.0, float(context @ extra / (context @ context))))
+    if chunks:
+        def errors(logs: np.ndarray) -> list[float]:
+            trial = dataclasses.replace(costs, pair=float(np.exp(logs[0])), read=float(np.exp(logs[1])))
+            more = lambda s: s.chunks * (trial.attend_chunk(s.cached, s.new) - trial.attend_chunk(0, s.new))
+            return [(bare[s.shape] + stage * more(s)) / s.seconds - 1 for s in chunks]
+
+        pairs = sum(s.chunks * s.cached * s.new for s in chunks) * stage
+        first = max(sum(s.seconds - bare[s.shape] for s in chunks), 1e-9) / pairs
+        pair, read = np.exp(least_squares(errors, np.log([first, first])).x).tolist()
+        costs = dataclasses.replace(costs, pair=pair, read=read)
+    return costs
 
 
 def _linear(costs: Costs, base: Sequence[Sample], stage: int) -> Costs:

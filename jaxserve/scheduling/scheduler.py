@@ -17,6 +17,7 @@ from jaxserve.cache import CacheManager
 from jaxserve.config import MeshConfig, SchedulerConfig
 from jaxserve.request import Accepted, Event, Logprobs, Progress, Request, RequestError, Token
 from jaxserve.scheduling.batch import Batch
+from jaxserve.scheduling.line import WORK
 from jaxserve.scheduling.packing import Packer
 from jaxserve.scheduling.predictor import NOMINAL, Costs, Predictor
 from jaxserve.scheduling.roster import ENDED, Roster
@@ -33,6 +34,7 @@ class Load:
     running: int
     waiting: int
     queued_prefill_tokens: int
+    queued_prefill_seconds: float                     # of steps, as predicted
     pages_free: int
     pages_total: int
     pages_cached: int
@@ -83,8 +85,10 @@ class Scheduler:
 
     def load(self) -> Load:
         free, cached, _ = self.cache.counts()
+        seconds = float(self._roster.queue.fields[WORK].sum())
+        seconds += sum(self._work(int(self._roster.issued[sequence.slot]), sequence.target) for sequence in self._roster.prefilling)
         started = sum(sequence.target - int(self._roster.issued[sequence.slot]) for sequence in self._roster.prefilling)
-        return Load(self.running, self.waiting, started + self._roster.queue.tokens, free, self.cache.total, cached)
+        return Load(self.running, self.waiting, started + self._roster.queue.tokens, seconds, free, self.cache.total, cached)
 
     def add(self, request: Request) -> list[Event]:
         """Queues a request. Errors: RequestError for an id in use, a full queue, or a request that can never fit."""
@@ -120,7 +124,8 @@ class Scheduler:
 
     def objective(self, request: Request) -> float:
         """Seconds that the request gives us to its first token."""
-        return self.first_token_in(len(request.prompt)) if request.slo.ttft is None else request.slo.ttft
+        own = self.first_token_in(len(request.prompt)) * 2.0**request.priority
+        return own if request.slo.ttft is None else request.slo.ttft
 
     def first_token_in(self, prompt: int) -> float:
         """The objective for the first token after so many, where the request names none."""
@@ -161,7 +166,7 @@ class Scheduler:
         self._publish_decoded(batch, live)
         if prompt_logprobs:
             self._note_prompt_logprobs(batch, live, prompt_logprobs)
-        events = self._progress(batch, live) + self._read(batch, live, tokens, logprobs, now)
+        events = self._progress(batch, live, now) + self._read(batch, live, tokens, logprobs, now)
         roster.landed(batch.slot)
         return events
 
@@ -176,13 +181,20 @@ class Scheduler:
         for row in np.flatnonzero(live & np.isin(batch.seq, list(entries))).tolist():
             self._roster.sequence[batch.slot[row]].note_prompt_logprobs(int(batch.start[row]), entries[int(batch.seq[row])])
 
-    def _progress(self, batch: Batch, live: np.ndarray) -> Events:
+    def _progress(self, batch: Batch, live: np.ndarray, now: float) -> Events:
         events: Events = []
         for row in np.flatnonzero(live & ~batch.sample).tolist():
             sequence = self._roster.sequence[batch.slot[row]]
             if not sequence.output:
-                events.append((sequence.id, Progress(sequence.index, int(batch.start[row] + batch.length[row]), sequence.target)))
+                done = int(batch.start[row] + batch.length[row])
+                events.append((sequence.id, Progress(sequence.index, done, sequence.target, self._first_token(sequence, done, now))))
         return events
+
+    def _first_token(self, sequence: Sequence, done: int, now: float) -> float:
+        """Predicted seconds from arrival to first token, `done` tokens of the prompt being read: what is left goes as what is done went."""
+        began, work = sequence.started or 0.0, self._work(sequence.cached, done)
+        slower = max(1.0, (now - began) / work) if work > 0 else 1.0
+        return now - sequence.request.arrival + slower * self._work(done, sequence.target)
 
     def _read(self, batch: Batch, live: np.ndarray, tokens: np.ndarray, logprobs: list[Logprobs | None] | None, now: float) -> Events:
         rows = np.flatnonzero(live & batch.sample)

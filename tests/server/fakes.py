@@ -81,6 +81,7 @@ class Load:
     running: int
     waiting: int
     queued_prefill_tokens: int = 0
+    queued_prefill_seconds: float = 0.0
     pages_free: int = 10
     pages_total: int = 10
     pages_cached: int = 0
