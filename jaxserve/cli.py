@@ -22,6 +22,7 @@ COMMANDS = {                                            # name -> module in `com
     "fetch": ("fetch", "download a model into the cache folder"),
     "profile": ("profile", "measure what steps cost here, for the scheduler's predictions"),
     "simulate": ("simulate", "what a model on so many GPUs would make of a workload, simulated"),
+    "plan": ("plan", "which mesh of so many GPUs serves a workload best, simulated"),
     "bench engine": ("bench_engine", "measure prefill, decode and the host's work, without a server"),
     "bench serve": ("bench_serve", "measure a server under load"),
 }

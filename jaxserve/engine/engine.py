@@ -236,11 +236,11 @@ class Engine:
             self._send(self.scheduler.finish(flight.batch, tokens, self.clock.now(), logprobs, scores))
 
     def _learn(self, flight: Flight) -> None:
-        """Tells the predictor how long a step took whose predecessor was in flight when it was issued."""
-        now, before = self.clock.now(), self._read_at
+        """Tells the predictor how long a step took: since it was issued, or since the one before it left the stages."""
+        now, before = self.clock.now(), max(self._read_at, flight.issued)
         compiles, self._compiles = self._compiles, self.stages.programs.compiles
         self._read_at = now
-        if flight.issued < before and compiles == self._compiles:
+        if compiles == self._compiles and (self.config.mesh.spp == 1 or before > flight.issued):
             self.scheduler.predictor.seen(flight.batch.seconds, now - before)
 
     def _send(self, events: list[tuple[str, Event]]) -> None:

@@ -188,10 +188,11 @@ class Packer:
             return None
         return pages
 
-    def issue(self, sequence: Sequence, length: int, admitted: bool) -> Chunk:
+    def issue(self, sequence: Sequence, length: int) -> Chunk:
         """Gives the sequence's next tokens pages and counts them as issued."""
         slot, roster, cache = sequence.slot, self.roster, self.cache
-        chunk = Chunk(slot, int(roster.issued[slot]), length, admitted)
+        chunk = Chunk(slot, int(roster.issued[slot]), length, slot in roster.new)
+        roster.new.discard(slot)
         cache.extend(slot, cache.blocks(chunk.stop) - len(cache.tables[slot]))
         roster.issued[slot] = chunk.stop
         if chunk.stop == sequence.target:
@@ -221,6 +222,7 @@ class Turn:
             if place is None:
                 continue
             if self.config.chunking == "adaptive" and self._length(first.sequence, place, 1.0) < first.sequence.target - place.start:
+                place = self._admit(first.sequence, place)
                 self._share(first, place, order)
                 self._give(first.sequence, place, 1.0)
                 break
@@ -279,13 +281,15 @@ class Turn:
             self.stuck = not length
         if not length:
             return False
-        if place.pages is not None:
-            self._admit(sequence, place)
+        self._admit(sequence, place)
         self.room.take(place.home, place.held, place.start, length)
-        self.chunks.append(self.packer.issue(sequence, length, place.pages is not None))
+        self.chunks.append(self.packer.issue(sequence, length))
         return True
 
-    def _admit(self, sequence: Sequence, place: Place) -> None:
+    def _admit(self, sequence: Sequence, place: Place) -> Place:
+        """Gives a waiting sequence its slot and the pages that hold its first blocks; nothing for one that has them. Returns its place."""
+        if place.pages is None:
+            return place
         tpot = sequence.request.slo.tpot
         slot = self.roster.enter(sequence, place.start, self.config.tpot if tpot is None else tpot)
         self.cache.admit(slot, place.pages, place.home)
@@ -293,3 +297,4 @@ class Turn:
         self.closed = not self.roster.free
         if sequence.started is None:
             sequence.started, sequence.cached = self.now, place.start
+        return self._place(sequence) or place._replace(pages=None)

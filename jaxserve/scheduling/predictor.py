@@ -124,9 +124,12 @@ class Predictor:
     """Seconds of batches on a mesh. `scale` is what the online correction has learnt: it starts at 1."""
 
     def __init__(self, costs: Costs, mesh: MeshConfig, memory: float = 0.05):
-        self.costs, self.mesh, self.memory = costs, mesh, memory
-        self.layers = -(-costs.layers // mesh.spp)
-        self.scale = 1.0
+        self.mesh, self.memory = mesh, memory
+        self.use(costs)
+
+    def use(self, costs: Costs) -> None:
+        """Predicts with these costs from now on, as they are."""
+        self.costs, self.layers, self.scale = costs, -(-costs.layers // self.mesh.spp), 1.0
 
     # --- one step
 

@@ -36,6 +36,7 @@ class Roster:
         self.last = np.zeros(slots, np.int64)         # batch it was last part of
         self.sequence: dict[int, Sequence] = {}       # by slot
         self.free = list(range(slots - 1, -1, -1))
+        self.new: set[int] = set()                    # slots of which no batch has told yet
         self.queue = Line()
         self.prefilling: list[Sequence] = []
         self.sequences: dict[int, Sequence] = {}
@@ -58,6 +59,7 @@ class Roster:
         """One of the queue gets a slot; its first `issued` positions are in the cache."""
         self.queue.remove(sequence)
         slot = self.free.pop()
+        self.new.add(slot)
         sequence.slot, self.sequence[slot] = slot, sequence
         self.phase[slot], self.number[slot], self.issued[slot], self.end[slot] = PREFILL, sequence.number, issued, sequence.end
         self.tpot[slot] = tpot
@@ -82,6 +84,7 @@ class Roster:
         sequence, leaving = self.sequence.pop(slot), self.phase[slot] == LEAVING
         self.cache.release(slot)
         sequence.slot = NO_SLOT
+        self.new.discard(slot)
         self.phase[slot], self.number[slot] = EMPTY, -1
         self.free.append(slot)
         if leaving:

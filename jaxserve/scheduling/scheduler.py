@@ -72,7 +72,7 @@ class Scheduler:
     def use(self, costs: Costs) -> None:
         """Predicts with these costs from now on. Nothing may be waiting or running."""
         assert not self.sequences, "work in the line was predicted with other costs"
-        self.predictor.costs = costs
+        self.predictor.use(costs)
 
     @property
     def running(self) -> int:
