@@ -129,7 +129,8 @@ def measured(values: dict[str, Any], name: str, scheduler: SchedulerConfig, look
         during = [np.diff([t for t in heard.times if long.sent < t < long.times[0]]) for heard in decodes]
         known = {seed: heard.ids for seed, heard in enumerate(alone)}
         same = [heard.ids == known[seed] for seed, heard in enumerate(shorts) if seed in known]
-        same += [long.ids == alone_long.ids] + [heard.ids[:48] == other.ids[: len(heard.ids)] for heard, other in zip(decodes, decodes_alone)]
+        same.append(long.ids == alone_long.ids)
+        same += [heard.ids[:48] == other.ids[: len(heard.ids)] for heard, other in zip(decodes, decodes_alone)]
         idle = float(np.median([heard.ttft for heard in alone]))
         gaps = np.concatenate([gap for gap in during if len(gap)] or [np.array([long.ttft])])
         return {
@@ -165,14 +166,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         values = parse(COMMAND, given)
         common = dict(max_seqs=8, chunk_tokens=512)
-        shared = SchedulerConfig(policy="slack", chunking="adaptive", min_chunk=values["min_chunk"], step_time=values["step_time"], **common)
+        ours = dict(policy="slack", chunking="adaptive", min_chunk=values["min_chunk"], step_time=values["step_time"])
+        shared = SchedulerConfig(**ours, **common)
         results = [measured(values, "slack, adaptive", shared, 0), measured(values, "fcfs, static 512", SchedulerConfig(**common), 1)]
     except (UsageError, ConfigError) as error:
         print(f"sharing: {error}", file=sys.stderr)
         return 2
     print(described(machine()))
-    print(f"{values['model']}: a prompt of {values['long']} tokens, {values['decodes']} decodes with an objective of {values['tpot'] * 1e3:.0f}"
-          f" ms per token, a prompt of {values['short']} tokens every {values['every']} s\n")
+    print(f"{values['model']}: a prompt of {values['long']} tokens, {values['decodes']} decodes with an objective of "
+          f"{values['tpot'] * 1e3:.0f} ms per token, a prompt of {values['short']} tokens every {values['every']} s\n")
     print(shown(results))
     if values["json"]:
         Path(values["json"]).write_text(json.dumps({"machine": machine(), "settings": values, "results": results}, indent=1) + "\n")

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 
+from jaxserve.scheduling.predictor import Costs
 from tests.engine.harness import Runner, assert_empty, engine, fresh
 
 MESHES = [mesh for mesh in itertools.product((1, 2, 3, 5), (1, 2, 4), (1, 3)) if np.prod(mesh) <= 12]
-CHUNKS = {"1": (1,), "7": (7,), "64": (64,), "512": (512,), "mixed": (1, 7, 64, 512)}
-LONGEST = {"1": 40, "7": 400, "64": 2000, "512": 8000, "mixed": 2000}                # tokens of the longest prompt cut so small
+CHUNKS = {"1": (1,), "7": (7,), "64": (64,), "512": (512,), "mixed": (1, 7, 64, 512), "slack": ()}
+LONGEST = {"1": 40, "7": 400, "64": 2000, "512": 8000, "mixed": 2000, "slack": 2000}   # tokens of the longest prompt cut so small
+SLACK = dict(policy="slack", chunking="adaptive", tpot=2.2e-2, step_time=3e-2)
+SIMPLE = Costs(layers=30, linear_token=2e-6, pair=1e-9, decode_kv=1e-8)              # with these a step takes 128 to 448 prompt tokens
 FEW = {                                                                              # the others run with -m matrix
-    (1, 1, 1): [("1", "grow"), ("64", "grow"), ("512", "grow"), ("mixed", "grow")],
-    (2, 2, 3): [("7", "random"), ("mixed", "grow")],
+    (1, 1, 1): [("1", "grow"), ("64", "grow"), ("512", "grow"), ("mixed", "grow"), ("slack", "grow")],
+    (2, 2, 3): [("7", "random"), ("mixed", "grow"), ("slack", "random")],
     (5, 2, 1): [("64", "random")],
 }
 
@@ -29,6 +33,9 @@ def assert_golden(mesh, golden, source, modes, longest: int = 8000) -> None:
     real = engine(source, f"spp={spp},kvp={kvp},tp={tp}", chunk=512, seqs=8, pages=640, max_len=8192)
     for chunks, placement in modes:
         real = fresh(real, placement)
+        if chunks == "slack":
+            real.scheduler.packer.config = dataclasses.replace(real.config.scheduler, **SLACK)
+            real.scheduler.use(SIMPLE)
         cases = [case for case in golden["cases"] if len(case["prompt_ids"]) <= min(longest, LONGEST[chunks])]
         runner = Runner(real)
         ids = [submit(runner, case) for case in cases]

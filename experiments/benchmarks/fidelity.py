@@ -1,0 +1,158 @@
+"""The simulator beside the live engine: the same arrivals, settings and costs, and how far the figures are apart.
+
+    python -m experiments.benchmarks.fidelity --json=fidelity.json
+
+The live engine runs first and measures its costs if it has none yet; the virtual one then predicts with the same ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxserve.cache import CacheManager
+from jaxserve.commands.display import table
+from jaxserve.commands.machine import described, machine
+from jaxserve.config import CacheConfig, ConfigError, EngineConfig, MeshConfig, ModelSource, SchedulerConfig
+from jaxserve.flags import Command, UsageError, help_of, parse
+from jaxserve.options import Option
+from jaxserve.request import Finished, Request
+from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.predictor import Costs
+from jaxserve.simulate.replica import VirtualReplica
+from jaxserve.simulate.workload import Arrival, to_request
+from jaxserve.simulate.workload import parse as workload
+
+OPTIONS = {"fidelity": [
+    Option("model", str, "smollm2-135m", "model: a fetched name, a folder or a .gguf file"),
+    Option("workload", str, "poisson:prompt=lognormal:300:1:16:3000,output=lognormal:24:0.5:4:64", "arrivals, as for jaxserve simulate"),
+    Option("qps", float, 0.5, "requests per second", 0.001),
+    Option("requests", int, 40, "how many", 1),
+    Option("seed", int, 0, "of arrivals and lengths", 0),
+    Option("policy", str, "slack", "order of prefill", choices=("fcfs", "edf", "lrs", "slack")),
+    Option("chunking", str, "adaptive", "prefill tokens of a step", choices=("static", "adaptive")),
+    Option("tpot", float, 0.3, "objective: seconds per output token", 0.001),
+    Option("json", str, None, "file for all figures"),
+]}
+COMMAND = Command(OPTIONS, lambda values: 0)
+PAGES, LONGEST = 1024, 4096
+
+
+@dataclasses.dataclass
+class Latency:
+    """Seconds of one request."""
+
+    ttft: float = 0.0
+    tpot: float = 0.0
+    total: float = 0.0
+
+
+class Hearing:
+    """A sink that keeps a request's timing."""
+
+    def __init__(self) -> None:
+        self.latency, self.done = Latency(), threading.Event()
+
+    def __call__(self, events: Sequence[Any]) -> None:
+        for event in events:
+            if isinstance(event, Finished):
+                timing = event.timing
+                self.latency = Latency(timing.first_token, timing.tpot(event.usage.completion), timing.total)
+                self.done.set()
+
+
+def live(config: EngineConfig, arrivals: Sequence[Arrival]) -> tuple[list[Latency], Costs, float]:
+    """What a live engine makes of the arrivals, the costs it predicted with, and the scale it learnt."""
+    from jaxserve.engine.build import build
+
+    engine = build(config, progress=sys.stderr.isatty())
+    engine.start()
+    try:
+        for seed in range(2):                                         # what runs first runs slower: it does not count
+            _run(engine, [Arrival(0.0, 200, 4), Arrival(0.0, 600, 4)], f"warm{seed}-")
+        found = _run(engine, arrivals, "r")
+        return found, engine.scheduler.predictor.costs, engine.scheduler.predictor.scale
+    finally:
+        engine.close()
+
+
+def _run(engine: Any, arrivals: Sequence[Arrival], name: str) -> list[Latency]:
+    began, heard = time.perf_counter(), []
+    for number, arrival in enumerate(arrivals):
+        time.sleep(max(0.0, began + arrival.time - time.perf_counter()))
+        hearing = Hearing()
+        made = to_request(arrival, number, engine.max_len)
+        prompt = np.random.default_rng(number).integers(0, engine.model.vocab, arrival.prompt)
+        engine.submit(Request.make(f"{name}{number}", prompt, made.sampling, vocab=engine.model.vocab, max_len=engine.max_len,
+                                   arrival=engine.clock.now()), hearing)
+        heard.append(hearing)
+    for hearing in heard:
+        if not hearing.done.wait(600):
+            raise TimeoutError("a request did not end")
+    return [hearing.latency for hearing in heard]
+
+
+def virtual(config: EngineConfig, arrivals: Sequence[Arrival], costs: Costs, scale: float) -> list[Latency]:
+    """What a virtual replica with these costs makes of the same arrivals."""
+    cache = CacheManager(config.cache, config.mesh.kvp, config.scheduler.max_seqs)
+    scheduler = Scheduler(config.scheduler, cache, config.mesh, LONGEST, costs=costs)
+    scheduler.predictor.scale = scale
+    replica = VirtualReplica(scheduler, config.mesh, config.lookahead)
+    replica.run((to_request(arrival, number, LONGEST), "") for number, arrival in enumerate(arrivals))
+    return [Latency(r.ttft, r.tpot, r.end - r.arrival) for r in sorted(replica.records, key=lambda record: int(record.id))]
+
+
+def compared(seen: Sequence[Latency], simulated: Sequence[Latency]) -> dict[str, dict[str, float]]:
+    """Mean, p50 and p90 of both, and how far the mean is off."""
+    out = {}
+    for name in ("ttft", "tpot", "total"):
+        a, b = (np.array([getattr(latency, name) for latency in of]) for of in (seen, simulated))
+        figures = {f"{of}_{which}": float(f(x)) for of, x in (("live", a), ("simulated", b))
+                   for which, f in (("mean", np.mean), ("p50", np.median), ("p90", lambda v: np.percentile(v, 90)))}
+        out[name] = {**figures, "mean_off": float(b.mean() / a.mean() - 1)}
+    return out
+
+
+def shown(result: dict[str, dict[str, float]]) -> str:
+    rows = [[name, *(f"{figures[f'{of}_{which}'] * 1e3:.0f}" for which in ("mean", "p50", "p90") for of in ("live", "simulated")),
+             f"{figures['mean_off']:+.1%}"] for name, figures in result.items()]
+    return table(["milliseconds", "mean live", "simulated", "p50 live", "simulated", "p90 live", "simulated", "mean off"], rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    if any(argument in ("-h", "--help") for argument in given):
+        print(help_of("fidelity", "the simulator beside the live engine", COMMAND))
+        return 0
+    try:
+        values = parse(COMMAND, given)
+        scheduler = SchedulerConfig(policy=values["policy"], chunking=values["chunking"], max_seqs=8, tpot=values["tpot"])
+        config = EngineConfig(ModelSource(values["model"], max_model_len=LONGEST), MeshConfig(),
+                              CacheConfig(pages=PAGES, prefix_caching=False), scheduler)
+        arrivals = workload(values["workload"], qps=values["qps"], requests=values["requests"], seed=values["seed"])
+        seen, costs, scale = live(config, arrivals)
+    except (UsageError, ConfigError) as error:
+        print(f"fidelity: {error}", file=sys.stderr)
+        return 2
+    results = {"as profiled": compared(seen, virtual(config, arrivals, costs, 1.0)),
+               "as corrected online": compared(seen, virtual(config, arrivals, costs, scale))}
+    print(described(machine()))
+    print(f"{values['model']}: {len(arrivals)} requests at {values['qps']}/s, {values['policy']}, {values['chunking']} chunks")
+    for name, result in results.items():
+        print(f"\nsimulated {name} (scale {scale if name != 'as profiled' else 1.0:.2f})\n\n{shown(result)}")
+    if values["json"]:
+        report = {"machine": machine(), "settings": values, "scale": scale, "results": results}
+        Path(values["json"]).write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
