@@ -78,6 +78,8 @@ class CacheManager:
         The lane with most of the matched pages, if it has room for the chunk; else, of those with room, the one with the least `pending`
         work (seconds per lane) and then the most room.
         """
+        if len(lanes) == 1:
+            return lanes[0]
         matched = self._by_lane(pages)
         room = self.pages.available()
         fits = [lane_room >= need for lane_room in room]

@@ -46,7 +46,7 @@ WORKLOAD = [
     Option("seed", int, 0, "of arrivals and lengths", 0),
 ]
 SEARCH = [
-    Option("best", int, 2, "plans that are simulated at length and pushed to their capacity", 0),
+    Option("best", int, 4, "plans that are simulated at length and pushed to their capacity", 0),
     Option("attainment", float, 0.9, "share of each kind of requests that meets both objectives at capacity", 0.01, 1.0),
 ]
 SCHEDULING = [option for option in scheduling_options() if option.name not in PLANNED]

@@ -67,10 +67,12 @@ def run(values: dict[str, Any]) -> int:
     system = System(shape_of(values["model"]), values["gpu"], mesh_of(values["mesh"]))
     scheduler, cache = configs(values)
     arrivals = parse(values["workload"], qps=values["qps"], requests=values["requests"], seed=values["seed"])
+    names = [name for name in values["baseline"].replace(" ", "").split(",") if name]
+    check(names, values)
     until = values["duration"] or float("inf")
     replica = system.replica(scheduler, cache, values["lookahead"])
     outcomes = {"jaxserve": execute(replica, arrivals, until=until)}
-    for name in filter(None, values["baseline"].replace(" ", "").split(",")):
+    for name in names:
         outcomes[name] = compare(name, system, scheduler, cache, arrivals, until=until, lookahead=values["lookahead"])
     report = report_of(values, system, scheduler, arrivals, outcomes)
     print(shown(report))
@@ -81,6 +83,30 @@ def run(values: dict[str, Any]) -> int:
     if values["plot"]:
         draw(values["plot"], outcomes)
     return 0
+
+
+def check(baselines: Sequence[str], values: Mapping[str, Any]) -> None:
+    """Finds what would only be noticed after the run. Errors: ConfigError."""
+    for name in baselines:
+        if name not in BASELINES:
+            raise ConfigError("baseline", f"{name!r} is not one of {', '.join(BASELINES)}")
+    for flag in ("json", "csv", "plot"):
+        if values[flag]:
+            try:
+                open(values[flag], "a").close()
+            except OSError as error:
+                raise ConfigError(flag, f"{values[flag]}: {error.strerror}") from None
+    if values["plot"]:
+        figure_class()
+
+
+def figure_class() -> Any:
+    """Matplotlib's Figure. Errors: ConfigError where it is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("plot", "needs matplotlib: pip install jaxserve[experiments]") from None
+    return Figure
 
 
 def shape_of(name: str) -> ModelShape:
@@ -152,12 +178,7 @@ def write_csv(name: str, outcomes: Mapping[str, Outcome]) -> None:
 
 def draw(name: str, outcomes: Mapping[str, Outcome]) -> None:
     """Each request as a line from its arrival to its first token (light) and on to its end (dark), one picture per system."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("plot", "needs matplotlib: pip install jaxserve[experiments]") from None
-
-    figure = Figure(figsize=(10, 3 * len(outcomes)), layout="constrained")
+    figure = figure_class()(figsize=(10, 3 * len(outcomes)), layout="constrained")
     for axes, (system, outcome) in zip(figure.subplots(len(outcomes), sharex=True, squeeze=False)[:, 0], outcomes.items()):
         kinds = sorted({record.kind for record in outcome.records})
         for place, record in enumerate(sorted(outcome.records, key=lambda record: record.arrival)):

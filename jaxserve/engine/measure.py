@@ -17,7 +17,7 @@ import numpy as np
 from jaxserve.engine.arrays import Shape, Work, to_arrays
 from jaxserve.scheduling import Batch
 
-FEW, MORE = 1, 4                                      # steps of the two runs whose difference is three steps
+STEPS = 3                                             # whose time is taken at once
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,18 @@ class Meter:
         self._write_table(int(batch.slot.max()) + 1)
         arrays = to_arrays(batch, work, shape, self.mesh.kvp, self.stages.plan.block_size)
         sample = bool(batch.sample.any())
-        self._run(arrays, sample, FEW)
-        times = [(self._run(arrays, sample, MORE) - self._run(arrays, sample, FEW)) / (MORE - FEW) for _ in range(self.repeats)]
+        few = 0 if self.mesh.spp == 1 else self.mesh.spp              # as many as fill the stages do not count
+        self._run(arrays, sample, 1)
+        times = [(self._run(arrays, sample, few + STEPS) - self._run(arrays, sample, few)) / STEPS for _ in range(self.repeats)]
         return Measured(point, shape, max(statistics.median(times), 1e-9))
 
     def _run(self, arrays: Any, sample: bool, steps: int) -> float:
         began = time.perf_counter()
-        for _ in range(steps):
+        for step in range(steps):
             hidden = self.stages.step(arrays, 0)
             done = self.stages.sample(hidden, "greedy").tokens if sample else hidden.ints
-        done.block_until_ready()
+            if step == steps - 1:
+                done.block_until_ready()
         return time.perf_counter() - began
 
     def _batch(self, point: Point) -> Batch:

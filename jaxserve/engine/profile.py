@@ -38,7 +38,7 @@ def costs_for(engine: Any, progress: bool) -> Costs | None:
     file = Path(config.profile) if config.profile != "auto" else kept_file(engine)
     if config.profile != "auto" or file.exists():
         return read(file, engine)
-    found = profiled(engine, QUICK, 2, progress)
+    found = profiled(engine, QUICK, 1, progress)
     write(file, engine, *found)
     return found[0].costs
 

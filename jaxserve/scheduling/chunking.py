@@ -20,9 +20,9 @@ class Room:
         """The pace at which `share` of what the decodes leave of the target is used up."""
         return self.base[home] + share * max(0.0, self.target - self.base[home])
 
-    def fits(self, home: int, held: list[int] | None, cached: int, new: int, until: float) -> bool:
-        """Whether the step would still be done by `until` with a chunk more."""
-        return self.predictor.with_chunk(self.lanes, home, held, cached, new) <= until
+    def pace(self, home: int, held: list[int] | None, cached: int, new: int) -> float:
+        """Seconds of the step with a chunk more."""
+        return self.predictor.with_chunk(self.lanes, home, held, cached, new)
 
     def take(self, home: int, held: list[int] | None, cached: int, new: int) -> None:
         """A chunk joins the step. Its share of the tokens is in whole tiles, as the device computes them."""
@@ -41,15 +41,21 @@ def static(room: Room, home: int, held: list[int] | None, cached: int, most: int
 
 def adaptive(room: Room, home: int, held: list[int] | None, cached: int, most: int, until: float) -> int:
     """The most tokens, in whole tiles or all that is left, with which the step is done by `until`; 0 where one tile is too much."""
-    if room.fits(home, held, cached, most, until):
+    above = room.pace(home, held, cached, most)
+    if above <= until:
         return most
+    if most <= room.tile or until <= room.base[home]:
+        return 0
     low, high = 0, -(-most // room.tile)                             # `low` tiles fit, `high` do not
+    below, even = room.base[home], False
     while high - low > 1:
-        middle = (low + high) // 2
-        if room.fits(home, held, cached, middle * room.tile, until):
-            low = middle
+        middle = (low + high) // 2 if even else low + int((high - low) * (until - below) / (above - below))
+        middle, even = min(max(middle, low + 1), high - 1), not even   # by turns where a line would cross, and half way
+        seconds = room.pace(home, held, cached, middle * room.tile)
+        if seconds <= until:
+            low, below = middle, seconds
         else:
-            high = middle
+            high, above = middle, seconds
     return low * room.tile
 
 

@@ -32,6 +32,9 @@ class Line:
     def __getitem__(self, place: int) -> Sequence:
         return self._sequences[place]
 
+    def copy(self) -> list[Sequence]:
+        return self._sequences.copy()
+
     @property
     def fields(self) -> np.ndarray:
         return self._fields[:, : len(self._sequences)]

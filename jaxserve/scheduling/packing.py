@@ -87,7 +87,8 @@ class Packer:
         """What a step with these decodes has room for. A token passes all stages, so a step may take its objective's P-th part."""
         cache = self.cache
         lanes = self.predictor.decodes(self.roster.issued[decodes], cache.home[decodes], cache.spread[decodes], cache.held[decodes])
-        target = float(self.roster.tpot[decodes].min()) if decodes.size else self.config.step_time
+        running = (self.roster.phase == DECODE) & (self.roster.issued < self.roster.end)
+        target = float(self.roster.tpot[running].min()) if running.any() else self.config.step_time
         return Room(self.predictor, lanes, self.config.chunk_tokens, self.config.tile, target / self.mesh.spp)
 
     def _batch(self, number: int, decodes: np.ndarray, chunks: list[Chunk], seconds: float) -> Batch:
@@ -115,6 +116,8 @@ class Packer:
         share = -(-ready.size // stages)
         if stages > 1 and not hurry:
             ready = ready[(roster.last[ready] <= number - stages) | (roster.flying[ready] == 0)]
+        elif hurry:
+            ready = ready[roster.flying[ready] < 2]
         short = ready[roster.issued[ready] == self.cache.room[ready]]
         if short.size and short.size <= self.cache.available:
             for slot in short.tolist():
@@ -154,14 +157,20 @@ class Packer:
 
     def _order(self, now: float, turn: Turn) -> Iterator[Candidate]:
         """Prefilling sequences and those that wait, as the policy ranks them."""
-        roster, running, waiting = self.roster, tuple(self.roster.prefilling), tuple(self.roster.queue)
+        roster, running, waiting = self.roster, tuple(self.roster.prefilling), self.roster.queue.copy()
         mine = [(s.request.arrival, s.due, roster.work(int(roster.issued[s.slot]), s.target)) for s in running]
         for sequence, (_, _, work) in zip(running, mine):
             turn.pending[self.cache.home[sequence.slot]] += work
         fields = np.concatenate([np.array(mine).reshape(-1, 3).T, roster.queue.fields], 1)
         facts = now, fields[ARRIVAL], fields[DUE], fields[WORK]
         slack = relative_slack(*facts)
+        left = len(running)
         for index in ranked(POLICIES[self.config.policy](*facts)):
+            if turn.closed and (not left or index >= len(running)):   # nobody else can come in
+                if not left:
+                    return
+                continue
+            left -= index < len(running)
             sequence = running[index] if index < len(running) else waiting[index - len(running)]
             yield Candidate(sequence, float(fields[WORK, index]), float(slack[index]))
 
@@ -221,12 +230,13 @@ class Turn:
             place = self._place(first.sequence)
             if place is None:
                 continue
-            if self.config.chunking == "adaptive" and self._length(first.sequence, place, 1.0) < first.sequence.target - place.start:
+            length = self._length(first.sequence, place, 1.0)
+            if self.config.chunking == "adaptive" and length < first.sequence.target - place.start:
                 place = self._admit(first.sequence, place)
                 self._share(first, place, order)
-                self._give(first.sequence, place, 1.0)
+                self._give(first.sequence, place, self._length(first.sequence, place, 1.0), force=True)
                 break
-            self._give(first.sequence, place, 1.0)
+            self._give(first.sequence, place, length, force=True)
             if self.stuck or not any(self.room.left):
                 break
         return self.chunks
@@ -241,7 +251,7 @@ class Turn:
             apart = own.home != place.home and place.held is None
             if apart or guest.work < host.work:
                 share = 1.0 if apart else self.config.sharing * min(1.0, max(0.0, 1 - guest.slack) / PRESSING)
-                missed = 0 if self._give(guest.sequence, own, share) else missed + 1
+                missed = 0 if self._give(guest.sequence, own, self._length(guest.sequence, own, share)) else missed + 1
             if missed == MISSES or self.stuck:
                 break
 
@@ -271,10 +281,9 @@ class Turn:
             return 0
         return CHUNKING[self.config.chunking](self.room, place.home, place.held, place.start, most, self.room.until(place.home, share))
 
-    def _give(self, sequence: Sequence, place: Place, share: float) -> bool:
-        """The sequence's next chunk, out of this share of the time; if it is the first of the batch, a tile at least."""
-        length = self._length(sequence, place, share)
-        if not length and share == 1.0 and not self.chunks:
+    def _give(self, sequence: Sequence, place: Place, length: int, force: bool = False) -> bool:
+        """The sequence's next chunk, of so many tokens; by `force`, if it is the first of the batch, of a tile at least."""
+        if not length and force and not self.chunks:
             length = min(self.config.tile, sequence.target - place.start, self.room.left[place.home])
         if length and place.pages is None:
             length = self.packer.fitting(sequence, length, self.reserve)

@@ -115,7 +115,7 @@ class Scheduler:
         if need > self.cache.total:
             raise RequestError("prompt", f"with max_tokens {limit} it needs {need} pages, the cache has {self.cache.total}")
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
-        due = request.arrival + self.objective(request)
+        due = request.arrival + max(self.objective(request), self._work(0, prompt))
         return [Sequence(self._born + index, index, request, limit, stops, self.cache, due) for index in range(sampling.n)]
 
     def _work(self, cached: int, total: int) -> float:

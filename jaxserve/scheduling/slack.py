@@ -37,6 +37,8 @@ def slack(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) ->
     all others. Once it needs `PATIENCE` times what it was given it goes first, so that nothing starves.
     """
     left = relative_slack(now, arrival, due, work)
+    if (left >= 0).all():
+        return left
     need = 1 - left                                                                  # of the time it was given
     again = need / np.exp2(np.ceil(np.log2(np.maximum(need, 1))))                    # in (1/2, 1]
     return np.where(left >= 0, left, np.where(need < PATIENCE, 2 - again, -need))

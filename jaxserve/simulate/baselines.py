@@ -47,8 +47,8 @@ def compare(
     objective = system.replica(scheduler, cache).scheduler.first_token_in
     server = LoongServe(pool(system, **POOLS[name]), lambda prompt: slo.ttft or objective(prompt), scheduler.max_seqs)
     server.run(arrivals, until)
+    server.give_up(until)
     span = max((record.end for record in server.records), default=0.0)
-    server.give_up(min(until, span))
     return Outcome(server.records, np.concatenate(server.gaps) if server.gaps else np.empty(0), [], server.busy / span if span else 0.0)
 
 

@@ -1,9 +1,11 @@
 """LoongServe (Wu et al., SOSP 2024) as a baseline: elastic sequence parallelism over instances, prefill and decode apart, no preemption.
 
 A prompt is computed at once, by as many instances as a dynamic program over the head of the queue gives it, each holding a part of the
-sequence; attention goes round in a ring. Its KV then moves to the decode pool, as few instances as hold the KV of all that decode. What
-is modelled in its favour: moving KV, scaling down and borrowing instances cost nothing, and instances that do not decode are all free for
-prefill. What is not: it cannot interrupt a prefill that has begun (Medha, sections 2 and 5).
+sequence; attention goes round in a ring. Its KV then moves to the decode pool, as few instances as hold the KV of all that decode.
+
+What is modelled in its favour: moving KV, scaling down and borrowing instances cost nothing, instances that do not decode are all free
+for prefill, and decodes that need another instance get it at once, even while that finishes a prefill. What is not: it cannot interrupt
+a prefill that has begun (Medha, sections 2 and 5).
 """
 
 from __future__ import annotations
@@ -124,9 +126,10 @@ class LoongServe:
     def _dispatch_on(self, now: float, reserved: bool, instances: int) -> None:
         free = instances - self._in_use[reserved]
         wanted = [entry for entry in self._queue if not reserved or entry[1].prompt < self.pool.short]
-        if free <= 0 or not wanted or len(self._running) + len(self._joining) >= self.max_seqs:
+        seats = self.max_seqs - len(self._running) - len(self._joining) - sum(len(chosen) for *_, chosen in self._prefills)
+        if free <= 0 or not wanted or seats <= 0:
             return
-        batch = self._fitting(wanted[:CONSIDERED])
+        batch = self._fitting(wanted[:min(CONSIDERED, seats)])
         for group, degree in plan([arrival.prompt for _, arrival in batch], free, self.pool):
             chosen = [batch[index] for index in group]
             for entry in chosen:
@@ -158,7 +161,8 @@ class LoongServe:
         _, _, degree, chosen = heapq.heappop(self._prefills)
         self._in_use[degree < 0] -= abs(degree)
         for number, arrival in chosen:
-            self._joining.append(Running(number, arrival, now, now))
+            running = Running(number, arrival, now, now)
+            self._joining.append(running) if arrival.output > 1 else self._end(running)
 
     # --- decode
 
@@ -172,8 +176,7 @@ class LoongServe:
         """Begins the next decode step if none is in progress."""
         if self._step is not None:
             return
-        for running in self._joining:
-            (self._end if running.done >= running.arrival.output else self._running.append)(running)
+        self._running += self._joining
         self._joining = []
         if self._running:
             degree = min(self._decoders(), self.pool.count)

@@ -56,19 +56,21 @@ class Step:
 
 @dataclass
 class Pipeline:
-    """Stages and when each is free again."""
+    """Stages and when each is free again; when the last token of each slot left the last stage."""
 
     predictor: Predictor
     free: list[float]
+    left: np.ndarray
 
     def enter(self, now: float, batch: Batch) -> tuple[float, float]:
         """When the batch enters the first stage and leaves the last."""
         costs, tokens = self.predictor.costs, int(batch.length.sum())
-        began = at = max(now, self.free[0])
+        began = at = max(now, self.free[0], float(self.left[batch.slot[batch.feed]].max(initial=0.0)))
         for stage, free in enumerate(self.free):
             at = max(at, free) + batch.seconds
             self.free[stage] = at
             at += costs.hop + costs.hop_token * tokens if stage + 1 < len(self.free) else 0.0
+        self.left[batch.slot[batch.sample]] = at
         return began, at
 
 
@@ -86,7 +88,7 @@ class VirtualReplica:
     busy: float = 0.0                                 # seconds of work of one stage
 
     def __post_init__(self) -> None:
-        self._pipeline = Pipeline(self.scheduler.predictor, [0.0] * self.mesh.spp)
+        self._pipeline = Pipeline(self.scheduler.predictor, [0.0] * self.mesh.spp, np.zeros(self.scheduler.config.max_seqs))
         self._flights: deque[tuple[float, Batch]] = deque()
         self._last = np.zeros(self.scheduler.config.max_seqs)
         self._requests: dict[str, tuple[Request, str]] = {}

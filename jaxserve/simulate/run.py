@@ -67,7 +67,7 @@ class Outcome:
 def execute(replica: VirtualReplica, arrivals: Sequence[Arrival], slo: Slo = Slo(), until: float = float("inf")) -> Outcome:   # noqa: B008
     """Runs all arrivals; those that have not ended by clock second `until` have the reason 'unfinished'."""
     replica.run(requests(arrivals, replica.scheduler.max_len, slo), until)
-    replica.give_up(min(until, max((record.end for record in replica.records), default=0.0)))
+    replica.give_up(until)
     span = max((record.end for record in replica.records), default=0.0)
     gaps = np.concatenate(replica.gaps) if replica.gaps else np.empty(0)
     return Outcome(replica.records, gaps, replica.steps, replica.busy / span if span else 0.0)
