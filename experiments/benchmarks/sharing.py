@@ -30,8 +30,9 @@ OPTIONS = {"sharing": [
     Option("short", int, 64, "tokens of a short prompt", 1),
     Option("every", float, 0.7, "seconds from one short request to the next", 0.01),
     Option("decodes", int, 2, "sequences that decode meanwhile", 1),
-    Option("tpot", float, 0.1, "objective of the decodes, seconds per token", 0.001),
-    Option("step_time", float, 0.05, "most seconds of a step without decodes", 0.001),
+    Option("ttft", float, 0.15, "objective of the short requests, seconds to the first token", 0.001),
+    Option("tpot", float, 0.085, "objective of the decodes, seconds per token", 0.001),
+    Option("step_time", float, 0.1, "most seconds of a step without decodes", 0.001),
     Option("min_chunk", int, 16, "fewest tokens of a chunk where steps are shared", 1),
     Option("json", str, None, "file for all figures"),
 ]}
@@ -90,9 +91,10 @@ class Bench:
         heard, vocab = Heard(), self.engine.model.vocab
         prompt = np.random.default_rng(seed).integers(0, vocab, tokens)
         sampling = SamplingParams.make(temperature=0, max_tokens=output, ignore_eos=True)
+        slo = Slo(ttft=self.values["ttft"] if tokens == self.values["short"] else None, tpot=self.values["tpot"])
         self._serial += 1
         self.engine.submit(Request.make(f"{self._serial}", prompt, sampling, vocab=vocab, max_len=self.engine.max_len,
-                                        arrival=self.engine.clock.now(), slo=Slo(tpot=self.values["tpot"])), heard)
+                                        arrival=self.engine.clock.now(), slo=slo), heard)
         return heard
 
     def idle(self, shorts: int) -> tuple[list[Heard], list[Heard]]:
@@ -174,7 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(described(machine()))
     print(f"{values['model']}: a prompt of {values['long']} tokens, {values['decodes']} decodes with an objective of "
-          f"{values['tpot'] * 1e3:.0f} ms per token, a prompt of {values['short']} tokens every {values['every']} s\n")
+          f"{values['tpot'] * 1e3:.0f} ms per token, a prompt of {values['short']} tokens every {values['every']} s with "
+          f"one of {values['ttft'] * 1e3:.0f} ms to its first token\n")
     print(shown(results))
     if values["json"]:
         Path(values["json"]).write_text(json.dumps({"machine": machine(), "settings": values, "results": results}, indent=1) + "\n")

@@ -1,0 +1,42 @@
+"""Figure 18: decode latency with and without a KVP axis, over the runs of figure 17."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from experiments.medha import fig17
+from experiments.medha.closed import Node
+from experiments.medha.fig17 import DEEP, FLAT, LOADS, SYSTEMS, row
+from experiments.medha.figure import Claim, Figure, Panel, Row, Settings, main, ratio
+
+PROMPT, CHUNK = 2_000_000, 64                         # the longest prompt, and the least chunk of it
+BESIDE = (1000,) * 16                                 # contexts of decodes in its steps, in tokens
+
+
+def sweep(settings: Settings) -> Iterator[Row]:
+    """least_s: seconds per token of decodes beside the last chunk of the longest prompt, from the predictor alone."""
+    least = {label: _least(Node("llama3-70b", system.mesh)) for label, system in SYSTEMS.items()}
+    yield from (found | {"least_s": least[str(found["system"])]} for found in fig17.sweep(settings))
+
+
+def _least(node: Node) -> float:
+    return node.predictor.latency(float(node.paces(PROMPT, CHUNK, BESIDE)[-1]), CHUNK + len(BESIDE))
+
+
+FIGURE = Figure(
+    "fig18", "Decode latency with and without KVP, Llama-3 70B, 64 H100, ten minutes", "simulated", sweep,
+    claims=(
+        *(Claim(f"{'median' if percent == 50 else f'P{percent}'} TPOT, 2D / 3D, 1.75 q/s", 2,
+                lambda rows, percent=percent: ratio(rows, "tpot_s", row(FLAT, 1.75, percent), row(DEEP, 1.75, percent)), "5.3",
+                better="higher", remark="adaptive chunks fill the steps of both up to the objective of 100 ms per token: what KVP gains "
+                                        "becomes larger chunks")
+          for percent in (50, 90)),
+        Claim("TPOT beside 64 tokens of a prompt of 2M, 2D / 3D (computed)", 2,
+              lambda rows: ratio(rows, "least_s", row(FLAT, 1.75), row(DEEP, 1.75)), "5.3", better="higher",
+              remark="what the paper's explanation, small chunks of 2M prompts that delay decodes, comes to"),
+    ),
+    panels=tuple(Panel(f"{qps:g} q/s", "tpot_s", "percent", "system", (("qps", qps),), "x") for qps in LOADS),
+)
+
+if __name__ == "__main__":
+    main(FIGURE)

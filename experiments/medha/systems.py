@@ -1,0 +1,126 @@
+"""The servers of Medha's evaluation, simulated: what a system makes of a mix at a load. Equal runs are simulated once.
+
+A run is cut off after an hour, as in the paper: what has not begun by then counts as having waited until then.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from experiments.medha.figure import Row, Settings
+from jaxserve.commands.simulate import configs, scheduling_options, shape_of
+from jaxserve.config import MeshConfig
+from jaxserve.simulate.baselines import compare
+from jaxserve.simulate.replica import Record
+from jaxserve.simulate.run import System, execute
+from jaxserve.simulate.workload import Arrival, parse
+
+HOUR = 3600.0                                         # seconds; the paper's profiling window
+LOADS = (0.25, 0.75, 1.25, 1.75)                      # queries per second (Medha 5.2)
+PERCENTS = (5, 10, 25, 50, 75, 90, 95, 99)            # at which distributions are noted
+SMALL = System(shape_of("llama3-8b"), "a100", MeshConfig(tp=8, spp=2))              # Medha 5.1: two DGX-A100
+LARGE_2D = System(shape_of("llama3-70b"), "h100", MeshConfig(tp=8, spp=8))          # Medha 5.3: eight DGX-H100
+LARGE_3D = System(shape_of("llama3-70b"), "h100", MeshConfig(tp=8, spp=4, kvp=2))
+
+# Settings of our scheduler that make it a system of the paper; others are rows of BASELINES there. The paper's LRS ranks by relative slack,
+# without space sharing (5.4); its Medha-FCFS keeps adaptive chunks.
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "medha": {},
+    "lrs": dict(sharing=0.0),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mix at a load. percent: of long prompts; stretch: factor on long prompts' lengths; seconds: after which it is cut off."""
+
+    qps: float
+    percent: int = 5
+    stretch: float = 1.0
+    seconds: float = HOUR
+
+    def arrivals(self, settings: Settings) -> list[Arrival]:
+        most = math.ceil(self.qps * self.seconds)
+        count = min(most, settings.requests or most)
+        found = parse(settings.workload(self.percent), qps=self.qps, requests=count, seed=settings.seed)
+        return [replace(a, prompt=round(a.prompt * self.stretch)) if a.kind == "long" else a for a in found]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of a case: a record per request that arrived, percentiles of the gaps between tokens, when it ended."""
+
+    records: list[Record]
+    gaps: np.ndarray                                  # seconds, at PERCENTS
+    end: float
+
+    def ttft(self, kind: str = "") -> np.ndarray:
+        """Seconds to the first token of each request; of one that has none, the seconds that it has waited."""
+        return np.array([r.ttft if r.output else self.end - r.arrival for r in self._of(kind) if r.reason != "refused"])
+
+    def tpot(self, kind: str = "") -> np.ndarray:
+        """Mean seconds per output token of each request that ended."""
+        return np.array([r.tpot for r in self._of(kind) if r.reason == "length" and r.output > 1])
+
+    def finished(self, kind: str = "") -> int:
+        return sum(record.reason == "length" for record in self._of(kind))
+
+    def in_time(self) -> float:
+        """Share of the requests whose first token met its objective."""
+        return float(np.mean([bool(r.output) and r.first <= r.due for r in self.records]))
+
+    def _of(self, kind: str) -> list[Record]:
+        return [record for record in self.records if kind in ("", record.kind)]
+
+
+def run(name: str, case: Case, settings: Settings, system: System = SMALL) -> Run:
+    """`name`: a row of VARIANTS or of jaxserve's BASELINES."""
+    return _run(name, case, settings, system)
+
+
+@functools.cache
+def _run(name: str, case: Case, settings: Settings, system: System) -> Run:
+    scheduler, cache = configs({option.name: option.default for option in scheduling_options()})
+    arrivals = case.arrivals(settings)
+    if name in VARIANTS:
+        outcome = execute(system.replica(replace(scheduler, **VARIANTS[name]), cache), arrivals, until=case.seconds)
+    else:
+        outcome = compare(name, system, scheduler, cache, arrivals, until=case.seconds)
+    end = min(case.seconds, max((record.end for record in outcome.records), default=0.0))
+    gaps = np.percentile(outcome.gaps, PERCENTS) if len(outcome.gaps) else np.full(len(PERCENTS), np.nan)
+    return Run(outcome.records, gaps, end)
+
+
+def distribution(values: np.ndarray) -> np.ndarray:
+    """At PERCENTS."""
+    return np.percentile(values, PERCENTS) if len(values) else np.full(len(PERCENTS), np.nan)
+
+
+def rows_of(name: str, case: Case, settings: Settings, system: System = SMALL, label: str = "", kind: str = "") -> Iterator[Row]:
+    """A run as one row per percentile."""
+    result = run(name, case, settings, system)
+    columns = zip(PERCENTS, distribution(result.ttft(kind)), distribution(result.tpot(kind)), result.gaps)
+    for percent, ttft, tpot, gap in columns:
+        yield {"lengths": settings.lengths, "system": label or name, "long_percent": case.percent, "qps": case.qps, "percent": percent,
+               "ttft_s": float(ttft), "tpot_s": float(tpot), "gap_s": float(gap),
+               "finished": result.finished(kind), "requests": len(result.ttft(kind))}
+
+
+def capacity(points: Sequence[tuple[float, float]], limit: float) -> float:
+    """The load in queries per second at which a time, known in seconds at some loads, reaches the limit: between loads its logarithm is a
+    straight line. The lowest load where it is above the limit there, the highest where it never is."""
+    before = None
+    for load, seconds in points:
+        if seconds > limit:
+            if before is None:
+                return load
+            share = math.log(limit / before[1]) / math.log(seconds / before[1])
+            return before[0] + share * (load - before[0])
+        before = load, seconds
+    return points[-1][0]
