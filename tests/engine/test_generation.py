@@ -105,7 +105,7 @@ def test_sequences_that_lose_their_pages_say_the_same_in_the_end(mesh, engines):
     small.scheduler.start = lambda now: (batch := start(now)) and (admitted.extend(batch.seq[list(batch.admitted)].tolist()), batch)[1]
     assert say(small, requests, max_tokens=60) == right
     again = len(admitted) - len(requests)
-    assert again >= 3, f"only {again} came back"
+    assert again >= 2, f"only {again} came back"
 
 
 # --- when it ends
