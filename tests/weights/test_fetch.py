@@ -118,7 +118,7 @@ def test_the_embedded_model_is_in_the_cache_under_its_name(smollm2_gguf):
 
 
 @pytest.mark.parametrize("source, message", [
-    ("random:gpt-5", "'gpt-5' is not one of tiny, smollm2-135m"), ("/no/such/file.gguf", "no such file or folder"),
+    ("random:gpt-5", "'gpt-5' is not one of tiny, tiny-window, smollm2-135m"), ("/no/such/file.gguf", "no such file or folder"),
     ("no-such-name", "`jaxserve fetch no-such-name` gets it if fetch knows it"), ("a b", "no such file"),
 ])
 def test_a_source_that_is_not_there_says_what_to_do(source, message, cache):
