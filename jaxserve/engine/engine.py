@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 
 from jaxserve.clock import Clock, WallClock
@@ -53,7 +54,7 @@ class Flight:
 
     batch: Batch
     arrays: Arrays
-    hidden: Hidden
+    done: jax.Array                                  # ready when the batch has left the last stage
     sampled: Sampled | None
     scores: list[Score]
     issued: float                                    # clock seconds
@@ -183,7 +184,8 @@ class Engine:
         for chunk in batch.admitted:
             self._admit(batch, chunk)
         work = Work.of(batch, lanes)
-        shape = next(shape for shape in self.stages.plan.shapes if work.fits(shape))
+        shape = self.stages.plan.shape_for(work)
+        assert shape is not None, f"no compiled shape holds {work}"
         arrays = to_arrays(batch, work, shape, lanes, self.stages.plan.block_size)
         fed = batch.slot[batch.feed]
         hidden = self.stages.step(arrays, int(self._sampled_at[fed].max(initial=0)))
@@ -194,7 +196,7 @@ class Engine:
             self._sampled_at[batch.slot[batch.sample]] = sampled.version
             if self._far:
                 sampled.tokens.copy_to_host_async()
-        return Flight(batch, arrays, hidden, sampled, self._scores(batch, arrays, hidden), self.clock.now())
+        return Flight(batch, arrays, hidden.ints, sampled, self._scores(batch, arrays, hidden), self.clock.now())
 
     def _admit(self, batch: Batch, chunk: int) -> None:
         sequence = self.scheduler.sequences[int(batch.seq[chunk])]
@@ -228,7 +230,7 @@ class Engine:
 
     def _read(self, flight: Flight) -> None:
         """Waits for a batch and tells what came of it."""
-        flight.hidden.ints.block_until_ready()                        # without tokens too: what runs ahead, arrivals wait behind
+        flight.done.block_until_ready()                               # without tokens too: what runs ahead, arrivals wait behind
         tokens, logprobs = self._fetch(flight)
         scores = self._fetch_scores(flight)
         self._learn(flight)

@@ -57,7 +57,7 @@ class Meter:
         """Errors: ValueError for a point that no compiled shape or no page table holds."""
         batch = self._batch(point)
         work = Work.of(batch, self.mesh.kvp)
-        shape = next((shape for shape in self.stages.plan.shapes if work.fits(shape)), None)
+        shape = self.stages.plan.shape_for(work)
         if shape is None or point.longest() > self.most:
             raise ValueError(f"{point} fits no compiled shape, or is longer than {self.most} tokens")
         self._write_table(int(batch.slot.max()) + 1)

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.config import MeshConfig
 from jaxserve.engine import sampling
-from jaxserve.engine.arrays import NOWHERE, Arrays, Shape, layout
+from jaxserve.engine.arrays import NOWHERE, Arrays, Shape, Work, layout
 from jaxserve.engine.programs import Lower, Programs
 from jaxserve.engine.step import Weights, head, layers, score, write_table
 from jaxserve.models.decoder import declare, padded_vocab, parameters, stage_modules
@@ -47,6 +47,10 @@ class Plan:
     width: int                                       # page table entries per slot and lane
     shapes: list[Shape]
     samples: list[int]
+
+    def shape_for(self, work: Work) -> Shape | None:
+        """The cheapest compiled shape that holds it; None where none does. Every batch of the scheduler fits one."""
+        return next((shape for shape in self.shapes if work.fits(shape)), None)
 
     def pool_shape(self) -> tuple[int, ...]:
         """One layer's pages: [lanes, P, K, 2, C, H]."""

@@ -166,12 +166,13 @@ class Packer:
         slack = relative_slack(*facts)
         left = len(running)
         for index in ranked(POLICIES[self.config.policy](*facts)):
-            if turn.closed and (not left or index >= len(running)):   # nobody else can come in
-                if not left:
-                    return
+            runs = index < len(running)
+            if turn.closed and not left:
+                return
+            if turn.closed and not runs:                             # nobody else can come in
                 continue
-            left -= index < len(running)
-            sequence = running[index] if index < len(running) else waiting[index - len(running)]
+            left -= runs
+            sequence = running[index] if runs else waiting[index - len(running)]
             yield Candidate(sequence, float(fields[WORK, index]), float(slack[index]))
 
     def _clear_way(self) -> None:

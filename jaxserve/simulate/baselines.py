@@ -9,13 +9,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from jaxserve.config import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 from jaxserve.request import Slo
 from jaxserve.scheduling.profiles import devices
 from jaxserve.simulate.loongserve import LoongServe, Pool
-from jaxserve.simulate.run import Outcome, System, execute
+from jaxserve.simulate.run import Outcome, System, ended, execute
 from jaxserve.simulate.workload import Arrival
 
 SCHEDULERS: Mapping[str, Mapping[str, Any]] = {       # settings that make our scheduler another one
@@ -47,9 +45,7 @@ def compare(
     objective = system.replica(scheduler, cache).scheduler.first_token_in
     server = LoongServe(pool(system, **POOLS[name]), lambda prompt: slo.ttft or objective(prompt), scheduler.max_seqs)
     server.run(arrivals, until)
-    server.give_up(until)
-    span = max((record.end for record in server.records), default=0.0)
-    return Outcome(server.records, np.concatenate(server.gaps) if server.gaps else np.empty(0), [], server.busy / span if span else 0.0)
+    return ended(server, until)
 
 
 def pool(system: System, tp: int, reserved: float) -> Pool:

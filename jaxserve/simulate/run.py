@@ -67,10 +67,20 @@ class Outcome:
 def execute(replica: VirtualReplica, arrivals: Sequence[Arrival], slo: Slo = Slo(), until: float = float("inf")) -> Outcome:   # noqa: B008
     """Runs all arrivals; those that have not ended by clock second `until` have the reason 'unfinished'."""
     replica.run(requests(arrivals, replica.scheduler.max_len, slo), until)
-    replica.give_up(until)
-    span = max((record.end for record in replica.records), default=0.0)
-    gaps = np.concatenate(replica.gaps) if replica.gaps else np.empty(0)
-    return Outcome(replica.records, gaps, replica.steps, replica.busy / span if span else 0.0)
+    return ended(replica, until, replica.steps)
+
+
+def ended(executor: Any, until: float, steps: Sequence[Step] = ()) -> Outcome:
+    """What came of a virtual replica, or of a baseline that keeps records, gaps and busy seconds as it does, by clock second `until`."""
+    executor.give_up(until)
+    span = span_of(executor.records)
+    gaps = np.concatenate(executor.gaps) if executor.gaps else np.empty(0)
+    return Outcome(executor.records, gaps, list(steps), executor.busy / span if span else 0.0)
+
+
+def span_of(records: Sequence[Record]) -> float:
+    """Clock second at which the last request ended."""
+    return max((record.end for record in records), default=0.0)
 
 
 def requests(arrivals: Iterable[Arrival], max_len: int, slo: Slo) -> Iterable[tuple[Request, str]]:
@@ -83,7 +93,7 @@ def summary(outcome: Outcome, tpot: float) -> dict[str, Any]:
     """Percentiles in seconds, overall and by kind; `ttft_met` and `tpot_met` are shares of all requests that met their objectives."""
     records = outcome.records
     kinds = sorted({record.kind for record in records})
-    span = max((record.end for record in records), default=0.0)
+    span = span_of(records)
     tokens = sum(record.prompt + record.output for record in records if record.reason != "refused")
     return {
         "span": span, "busy": outcome.busy, "tokens_per_s": tokens / span if span else 0.0,
