@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import math
 import os
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.commands.display import table
+from jaxserve.commands.files import figure_class
 from jaxserve.config import ConfigError
 from jaxserve.flags import Command, UsageError, help_of, parse
 from jaxserve.options import Option
@@ -173,13 +175,7 @@ def compared(figure: Figure, rows: Rows) -> str:
 
 # --- pictures
 
-def canvas() -> Any:
-    """matplotlib's Figure. Errors: ConfigError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure as Canvas
-    except ImportError:
-        raise ConfigError("out", "pictures need matplotlib: pip install jaxserve[experiments]") from None
-    return Canvas
+canvas = functools.partial(figure_class, "out", "pictures need")         # gives matplotlib's Figure
 
 
 def draw(path: Path, figure: Figure, rows: Rows) -> None:

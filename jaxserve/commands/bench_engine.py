@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxserve.commands.display import table
+from jaxserve.commands.files import check_writable
 from jaxserve.commands.machine import described, machine
 from jaxserve.commands.settings import engine_config, engine_groups
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.flags import Command
 from jaxserve.options import Option
+from jaxserve.progress import progress_bar
 
 ABOUT = """\
 Prefill is a prompt's length over the time to its first token. Decode is the time that 64 more tokens per sequence add to prompts of 128 \
@@ -49,7 +50,7 @@ def run(values: dict[str, Any]) -> int:
     config = engine_config(values)
     prefill, decode, contexts = (counts(name, values[name]) for name in ("prefill", "decode", "contexts"))
     if values["json"] is not None:
-        _check_writable(values["json"])
+        check_writable("json", values["json"])
     report: dict[str, Any] = {"machine": machine(), "settings": dataclasses.asdict(config)}
     if prefill or decode:
         report |= _speeds(config, prefill, decode, values["rounds"])
@@ -100,7 +101,7 @@ def _speeds(config: EngineConfig, prefill: Sequence[int], decode: Sequence[int],
     for point in points:
         if point.length > engine.max_len:
             raise ConfigError(point.kind, f"{point} needs sequences of {point.length} tokens; the limit is {engine.max_len}")
-    with _bar("speed", len(points) * (rounds + 1)) as bar:
+    with progress_bar("speed", len(points) * (rounds + 1), sys.stderr.isatty()) as bar:
         found, late = measure(Runner(engine), points, rounds, bar)
     info = _info(engine)
     engine.close()
@@ -116,7 +117,7 @@ def _host_times(config: EngineConfig, model: str, contexts: Sequence[int], seqs:
         config, source=dataclasses.replace(config.source, model=model, max_model_len=max(c.length(block) for c in crowds)),
         cache=dataclasses.replace(config.cache, pages=max(c.pages(block) for c in crowds), prefix_caching=True),
         scheduler=dataclasses.replace(config.scheduler, max_seqs=seqs, max_queue=max(seqs, config.scheduler.max_queue))))
-    with _bar("host time", sum(c.turns for c in crowds)) as bar:
+    with progress_bar("host time", sum(c.turns for c in crowds), sys.stderr.isatty()) as bar:
         rows = [host_time(engine, crowd, bar).record() for crowd in crowds]
     info = _info(engine)
     engine.close()
@@ -135,33 +136,12 @@ def _info(engine: Any) -> dict[str, Any]:
     return {**engine.info(), "device": device.device_kind, "chunk_tokens": engine.config.scheduler.chunk_tokens}
 
 
-@contextlib.contextmanager
-def _bar(name: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar on a terminal; what it gives is called for each thing done, with its name."""
-    from tqdm import tqdm
-
-    shape = "{desc} {bar:30} {n}/{total} {elapsed} {postfix}"
-    with tqdm(total=total, desc=f"{name:10}", disable=not sys.stderr.isatty(), bar_format=shape) as bar:
-        def step(name: str) -> None:
-            bar.set_postfix_str(name, refresh=False)
-            bar.update()
-        yield step
-
-
 def counts(name: str, text: str) -> list[int]:
     """'128,512' -> [128, 512]. Errors: ConfigError."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() and int(part) for part in parts):
         raise ConfigError(name, f"{text!r} is not a list of whole numbers above 0, such as 128,512")
     return [int(part) for part in parts]
-
-
-def _check_writable(name: str) -> None:
-    """Says before anything is measured that a file cannot be written. Errors: ConfigError."""
-    try:
-        open(name, "a").close()
-    except OSError as error:
-        raise ConfigError("json", f"{name}: {error.strerror}") from None
 
 
 COMMAND = Command({"speed": BENCH, "the host's work": HOST, **engine_groups(**DEFAULTS)}, run, ABOUT)

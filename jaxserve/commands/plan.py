@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxserve.commands.display import table
+from jaxserve.commands.files import check_writable, figure_class
 from jaxserve.commands.simulate import configs, scheduling_options, shape_of
 from jaxserve.config import ConfigError, MeshConfig
 from jaxserve.flags import Command
 from jaxserve.options import Option
+from jaxserve.progress import progress_bar
 from jaxserve.scheduling.profiles import devices
 from jaxserve.simulate.plan import CHUNKS, GIB, Answer, Question, Trial, meshes, plans, search, simulations
 from jaxserve.simulate.workload import MIXES, parse
@@ -64,7 +64,7 @@ def run(values: dict[str, Any]) -> int:
     _check_files(values)
     found = plans(fit)
     trial = Trial(question, found)
-    with _bar("plans", simulations(len(found), values["best"])) as bar:
+    with progress_bar("plans", simulations(len(found), values["best"]), sys.stderr.isatty()) as bar:
         answers = search(trial, found, values["best"], bar)
     report = report_of(values, trial, answers, out)
     print(shown(report))
@@ -107,21 +107,10 @@ def _check_files(values: Mapping[str, Any]) -> None:
     """Says before anything is simulated what cannot be written. Errors: ConfigError."""
     if values["plot"] and not values["plot"].endswith((".png", ".svg")):
         raise ConfigError("plot", f"{values['plot']!r} ends neither in .png nor in .svg")
-    if values["plot"] and not _importable("matplotlib"):
-        raise ConfigError("plot", "needs matplotlib: pip install jaxserve[experiments]")
-    for name in ("json", "plot"):
-        if values[name]:
-            try:
-                open(values[name], "a").close()
-            except OSError as error:
-                raise ConfigError(name, f"{values[name]}: {error.strerror}") from None
-
-
-def _importable(name: str) -> bool:
-    with contextlib.suppress(ImportError):
-        importlib.import_module(name)
-        return True
-    return False
+    if values["plot"]:
+        figure_class()
+    for flag in filter(values.get, ("json", "plot")):
+        check_writable(flag, values[flag])
 
 
 def report_of(values: Mapping[str, Any], trial: Trial, answers: Sequence[Answer], out: Sequence[tuple[MeshConfig, str]]) -> dict[str, Any]:
@@ -172,9 +161,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 def draw(name: str, report: Mapping[str, Any]) -> None:
     """A point per plan, with its name; a colour per number of GPUs."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 7), layout="constrained")
+    figure = figure_class()(figsize=(11, 7), layout="constrained")
     axes = figure.subplots()
     for row in report["plans"]:
         ttft, tpot = row["figures"]["ttft"], row["figures"]["tpot"]
@@ -185,19 +172,6 @@ def draw(name: str, report: Mapping[str, Any]) -> None:
     axes.axhline(1e3 * report["objectives"]["tpot"], color="gray", lw=0.8)
     axes.set(xscale="log", xlabel="TTFT p90, s", ylabel="TPOT p90, ms", title=f"{report['model']} on {report['gpu']} (simulated)")
     figure.savefig(name)
-
-
-@contextlib.contextmanager
-def _bar(name: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar on a terminal; what it gives is called for each thing done, with its name."""
-    from tqdm import tqdm
-
-    shape = "{desc} {bar:30} {n}/{total} {elapsed} {postfix}"
-    with tqdm(total=total, desc=name, disable=not sys.stderr.isatty(), bar_format=shape) as bar:
-        def step(name: str) -> None:
-            bar.set_postfix_str(name, refresh=False)
-            bar.update()
-        yield step
 
 
 COMMAND = Command({"system": SYSTEM, "workload": WORKLOAD, "search": SEARCH, "scheduling": SCHEDULING, "output": OUTPUT}, run, ABOUT)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.commands.display import table
+from jaxserve.commands.files import check_writable, figure_class
 from jaxserve.config import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 from jaxserve.flags import Command
 from jaxserve.models.zoo import MODELS
@@ -90,23 +91,10 @@ def check(baselines: Sequence[str], values: Mapping[str, Any]) -> None:
     for name in baselines:
         if name not in BASELINES:
             raise ConfigError("baseline", f"{name!r} is not one of {', '.join(BASELINES)}")
-    for flag in ("json", "csv", "plot"):
-        if values[flag]:
-            try:
-                open(values[flag], "a").close()
-            except OSError as error:
-                raise ConfigError(flag, f"{values[flag]}: {error.strerror}") from None
+    for flag in filter(values.get, ("json", "csv", "plot")):
+        check_writable(flag, values[flag])
     if values["plot"]:
         figure_class()
-
-
-def figure_class() -> Any:
-    """Matplotlib's Figure. Errors: ConfigError where it is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("plot", "needs matplotlib: pip install jaxserve[experiments]") from None
-    return Figure
 
 
 def shape_of(name: str) -> ModelShape:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
 
 import ml_dtypes
 import numpy as np
-from tqdm import tqdm
 
 from jaxserve.cache import CacheManager
 from jaxserve.config import ConfigError, EngineConfig
@@ -18,6 +15,7 @@ from jaxserve.engine.profile import costs_for
 from jaxserve.engine.programs import keep_compiled
 from jaxserve.engine.stages import Plan, Stages
 from jaxserve.models.zoo import ModelConfig, layers_of
+from jaxserve.progress import progress_bar
 from jaxserve.scheduling import Scheduler
 from jaxserve.sharding.mesh import ensure_devices
 from jaxserve.weights import load, open_checkpoint
@@ -37,7 +35,7 @@ def build(config: EngineConfig, progress: bool = True, warm_up: bool = True, pla
     keep_compiled(config.compile_cache)
     stages = Stages(plan, lambda declared, shardings: load(checkpoint, model, declared, shardings, plan.dtype, progress))
     if warm_up:
-        with _bar("compiling", len(dict(stages.all_programs())), progress) as step:
+        with progress_bar("compiling", len(dict(stages.all_programs())), progress) as step:
             stages.warm_up(step)
     sized = dataclasses.replace(config.cache, pages=plan.pages)
     cache = CacheManager(sized, config.mesh.kvp, plan.slots, str(checkpoint.config), config.source.dtype, placement)
@@ -68,14 +66,3 @@ def _max_len(config: EngineConfig, model: ModelConfig) -> int:
     if length is not None and length > model.max_len:
         raise ConfigError("max_model_len", f"{length} is above the model's limit {model.max_len}")
     return length or model.max_len
-
-
-@contextlib.contextmanager
-def _bar(name: str, total: int, show: bool) -> Iterator[Callable[[str], None]]:
-    """A progress bar; calling what it gives moves it on by one, with the name of what is done."""
-    style = "{desc} {bar:30} {n}/{total} {elapsed} {postfix}"
-    with tqdm(total=total, desc=f"{name:10}", disable=not show, bar_format=style) as bar:
-        def step(name: str = "") -> None:
-            bar.set_postfix_str(name, refresh=False)
-            bar.update()
-        yield step

@@ -16,10 +16,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from jaxserve.config import ConfigError
 from jaxserve.engine.measure import Measured, grid, measure
+from jaxserve.progress import progress_bar
 from jaxserve.scheduling.fit import Fit, Sample, fit, from_json, to_json
 from jaxserve.scheduling.predictor import Costs
 from jaxserve.source import cache_folder
@@ -48,11 +48,7 @@ def profiled(engine: Any, longest: int, repeats: int, progress: bool) -> tuple[F
     plan = engine.stages.plan
     longest = min(longest, engine.max_len, plan.width * plan.block_size)
     points = list(grid(plan.shapes, longest, max(1, plan.slots // plan.mesh.kvp)))
-    style = "{desc} {bar:30} {n}/{total} {elapsed} {postfix}"
-    with tqdm(total=len(points), desc="measuring ", disable=not progress, bar_format=style) as bar:
-        def done(what: str) -> None:
-            bar.set_postfix_str(what, refresh=False)
-            bar.update()
+    with progress_bar("measuring", len(points), progress) as done:
         found = measure(engine, points, done, repeats)
     return fit([_sample(one) for one in found], plan.model.layers, plan.mesh, longest=_device(engine).platform == "cpu"), found
 
