@@ -58,7 +58,7 @@ def _main(arguments: list[str]) -> int:
         return _say("", f"{name!r} is not a command; {f'did you mean {near[0]!r}?' if near else 'see jaxserve --help'}")
     command = load(name)
     if any(argument in ("-h", "-help", "--help") for argument in rest):
-        print(help_of(name, COMMANDS[name][1], command))
+        print(help_of(f"jaxserve {name}", COMMANDS[name][1], command))
         return 0
     return _run(name, command, rest)
 
@@ -93,7 +93,7 @@ def _named(arguments: list[str]) -> tuple[str, list[str]]:
 
 def _page(arguments: list[str]) -> int:
     name = " ".join(arguments)
-    print(help_of(name, COMMANDS[name][1], load(name)) if name in COMMANDS else overview())
+    print(help_of(f"jaxserve {name}", COMMANDS[name][1], load(name)) if name in COMMANDS else overview())
     return 0
 
 

@@ -60,10 +60,10 @@ def parse(command: Command, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def help_of(name: str, summary: str, command: Command, width: int | None = None) -> str:
-    """The help page of a command."""
+    """The help page of a command; name: as it is called, such as jaxserve serve."""
     width = min(width or shutil.get_terminal_size().columns, 110)
-    usage = " ".join(["usage: jaxserve", name, *filter(None, [command.argument, "[flags]" if command.groups else ""])])
-    parts = [f"jaxserve {name}: {summary}", usage]
+    usage = " ".join(["usage:", name, *filter(None, [command.argument, "[flags]" if command.groups else ""])])
+    parts = [f"{name}: {summary}", usage]
     if command.about:
         parts += [block if block.startswith(" ") else textwrap.fill(block, width) for block in command.about.rstrip().split("\n\n")]
     for title, group in command.groups.items():

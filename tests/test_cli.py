@@ -40,14 +40,14 @@ def test_the_overview_names_every_command_on_one_line(capsys):
 
 @pytest.mark.parametrize("name", ["serve", "generate", "demo", "fetch", "bench serve"])
 def test_help_tells_every_flag_and_nothing_else(name):
-    command, shown = cli.load(name), help_of(name, cli.COMMANDS[name][1], cli.load(name), 90)
+    command, shown = cli.load(name), help_of(f"jaxserve {name}", cli.COMMANDS[name][1], cli.load(name), 90)
     assert re.findall(r"^  --(?:\[no\])?(\w+)", shown, re.M) == list(command.options)
     assert max(map(len, shown.splitlines())) <= 90
     assert all(option.help.split()[0] in shown for option in command.options.values())
 
 
 def test_help_shows_defaults_limits_and_choices():
-    shown = " ".join(help_of("serve", "", cli.load("serve"), 90).split())
+    shown = " ".join(help_of("jaxserve serve", "", cli.load("serve"), 90).split())
     assert "--port=N gRPC port; 0 takes a free one (default 8470, 0 to 65535)" in shown
     assert "--dtype=float32|bfloat16|float16 type of weights and KV (default float32)" in shown
     assert "--[no]reflection serve gRPC reflection (default yes)" in shown

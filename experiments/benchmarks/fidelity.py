@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from experiments.script import command_line
 from jaxserve.cache import CacheManager
 from jaxserve.commands.display import table
 from jaxserve.commands.machine import described, machine
-from jaxserve.config import CacheConfig, ConfigError, EngineConfig, MeshConfig, ModelSource, SchedulerConfig
-from jaxserve.flags import Command, UsageError, help_of, parse
+from jaxserve.config import CacheConfig, EngineConfig, MeshConfig, ModelSource, SchedulerConfig
+from jaxserve.flags import Command
 from jaxserve.options import Option
 from jaxserve.request import Finished, Request
 from jaxserve.scheduling import Scheduler
@@ -42,7 +43,6 @@ OPTIONS = {"fidelity": [
     Option("tpot", float, 0.3, "objective: seconds per output token", 0.001),
     Option("json", str, None, "file for all figures"),
 ]}
-COMMAND = Command(OPTIONS, lambda values: 0)
 PAGES, LONGEST = 1024, 4096
 
 
@@ -127,21 +127,12 @@ def shown(result: dict[str, dict[str, float]]) -> str:
     return table(["milliseconds", "mean live", "simulated", "p50 live", "simulated", "p90 live", "simulated", "mean off"], rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    given = sys.argv[1:] if arguments is None else arguments
-    if any(argument in ("-h", "--help") for argument in given):
-        print(help_of("fidelity", "the simulator beside the live engine", COMMAND))
-        return 0
-    try:
-        values = parse(COMMAND, given)
-        scheduler = SchedulerConfig(policy=values["policy"], chunking=values["chunking"], max_seqs=8, tpot=values["tpot"])
-        config = EngineConfig(ModelSource(values["model"], max_model_len=LONGEST), MeshConfig(),
-                              CacheConfig(pages=PAGES, prefix_caching=False), scheduler)
-        arrivals = workload(values["workload"], qps=values["qps"], requests=values["requests"], seed=values["seed"])
-        seen, costs, scale = live(config, arrivals)
-    except (UsageError, ConfigError) as error:
-        print(f"fidelity: {error}", file=sys.stderr)
-        return 2
+def run(values: dict[str, Any]) -> int:
+    scheduler = SchedulerConfig(policy=values["policy"], chunking=values["chunking"], max_seqs=8, tpot=values["tpot"])
+    config = EngineConfig(ModelSource(values["model"], max_model_len=LONGEST), MeshConfig(),
+                          CacheConfig(pages=PAGES, prefix_caching=False), scheduler)
+    arrivals = workload(values["workload"], qps=values["qps"], requests=values["requests"], seed=values["seed"])
+    seen, costs, scale = live(config, arrivals)
     results = {"as profiled": compared(seen, virtual(config, arrivals, costs, 1.0)),
                "as corrected online": compared(seen, virtual(config, arrivals, costs, scale))}
     print(described(machine()))
@@ -154,5 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+COMMAND = Command(OPTIONS, run, __doc__.partition("\n")[2])
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line("fidelity", "the simulator beside the live engine", COMMAND, sys.argv[1:]))

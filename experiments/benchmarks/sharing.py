@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from experiments.script import command_line
 from jaxserve.commands.display import table
 from jaxserve.commands.machine import described, machine
 from jaxserve.config import CacheConfig, ConfigError, EngineConfig, MeshConfig, ModelSource, SchedulerConfig
-from jaxserve.flags import Command, UsageError, help_of, parse
+from jaxserve.flags import Command
 from jaxserve.options import Option
 from jaxserve.request import Event, Finished, Request, SamplingParams, Slo, Token
 
@@ -36,7 +37,6 @@ OPTIONS = {"sharing": [
     Option("min_chunk", int, 16, "fewest tokens of a chunk where steps are shared", 1),
     Option("json", str, None, "file for all figures"),
 ]}
-COMMAND = Command(OPTIONS, lambda values: 0)
 OUTPUT = 8                                              # tokens of a short request and of the long one
 WAIT = 600.0                                            # most seconds for anything
 
@@ -160,20 +160,11 @@ def shown(results: Sequence[dict[str, Any]]) -> str:
                   "alone s", "same tokens"], rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    given = sys.argv[1:] if arguments is None else arguments
-    if any(argument in ("-h", "--help") for argument in given):
-        print(help_of("sharing", "short requests beside a long prompt", COMMAND))
-        return 0
-    try:
-        values = parse(COMMAND, given)
-        common = dict(max_seqs=8, chunk_tokens=512)
-        ours = dict(policy="slack", chunking="adaptive", min_chunk=values["min_chunk"], step_time=values["step_time"])
-        shared = SchedulerConfig(**ours, **common)
-        results = [measured(values, "slack, adaptive", shared, 0), measured(values, "fcfs, static 512", SchedulerConfig(**common), 1)]
-    except (UsageError, ConfigError) as error:
-        print(f"sharing: {error}", file=sys.stderr)
-        return 2
+def run(values: dict[str, Any]) -> int:
+    common = dict(max_seqs=8, chunk_tokens=512)
+    ours = dict(policy="slack", chunking="adaptive", min_chunk=values["min_chunk"], step_time=values["step_time"])
+    shared = SchedulerConfig(**ours, **common)
+    results = [measured(values, "slack, adaptive", shared, 0), measured(values, "fcfs, static 512", SchedulerConfig(**common), 1)]
     print(described(machine()))
     print(f"{values['model']}: a prompt of {values['long']} tokens, {values['decodes']} decodes with an objective of "
           f"{values['tpot'] * 1e3:.0f} ms per token, a prompt of {values['short']} tokens every {values['every']} s with "
@@ -184,5 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+COMMAND = Command(OPTIONS, run, __doc__.partition("\n")[2])
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line("sharing", "short requests beside a long prompt", COMMAND, sys.argv[1:]))

@@ -24,11 +24,12 @@ from experiments.benchmarks.comparison import Comparison, Measurement, agreement
 from experiments.benchmarks.engines import Engine, EngineError, Worker
 from experiments.benchmarks.guard import Meter, wait_until_quiet
 from experiments.benchmarks.install import InstallError, install
+from experiments.script import command_line
 from jaxserve.commands.bench_engine import counts
 from jaxserve.commands.machine import described, machine
 from jaxserve.commands.speed import CONTEXT, STEPS, Point
 from jaxserve.config import ConfigError
-from jaxserve.flags import Command, UsageError, help_of, parse
+from jaxserve.flags import Command
 from jaxserve.options import Option
 from jaxserve.source import cache_folder
 
@@ -196,16 +197,5 @@ def _tell(text: str) -> None:
 COMMAND = Command(OPTIONS, run, __doc__.partition("\n")[2])
 
 
-def main(arguments: list[str]) -> int:
-    if any(argument in ("-h", "-help", "--help") for argument in arguments):
-        print(help_of("side_by_side", "jaxserve beside other engines", COMMAND))
-        return 0
-    try:
-        return run(parse(COMMAND, arguments))
-    except (UsageError, ConfigError, InstallError, EngineError) as error:
-        _tell(f"side_by_side: {error}")
-        return 2
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command_line("side_by_side", "jaxserve beside other engines", COMMAND, sys.argv[1:], InstallError, EngineError))

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.medha import summary
-from experiments.medha.figure import OPTIONS, Figure, command_line, make, settings_of
+from experiments.medha.figure import OPTIONS, Figure, make, settings_of
+from experiments.script import command_line
 from jaxserve.config import ConfigError
 from jaxserve.flags import Command
 from jaxserve.options import Option
@@ -39,7 +40,7 @@ def run(values: dict[str, Any]) -> int:
     return 0
 
 
-COMMAND = Command({"what is made": [*OPTIONS, CHOICE]}, run, "All figures of Medha's evaluation, and summary.md.")
+COMMAND = Command({"what is made": [*OPTIONS, CHOICE]}, run, __doc__.partition("\n")[2])
 
 if __name__ == "__main__":
-    sys.exit(command_line("medha", COMMAND, sys.argv[1:]))
+    sys.exit(command_line("medha", "all figures of Medha's evaluation", COMMAND, sys.argv[1:]))

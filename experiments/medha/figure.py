@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.script import command_line
 from jaxserve.commands.display import table
 from jaxserve.commands.files import figure_class
 from jaxserve.config import ConfigError
-from jaxserve.flags import Command, UsageError, help_of, parse
+from jaxserve.flags import Command
 from jaxserve.options import Option
 
 Cell = float | str
@@ -230,23 +231,11 @@ def settings_of(values: dict[str, Any]) -> Settings:
     return settings
 
 
-def command_line(name: str, command: Command, arguments: Sequence[str]) -> int:
-    """Runs a command of this folder; what is wrong with its arguments is one line on stderr."""
-    if any(argument in ("-h", "-help", "--help") for argument in arguments):
-        print(help_of(name, command.about.partition("\n")[0], command))
-        return 0
-    try:
-        return command.run(parse(command, arguments))
-    except (UsageError, ConfigError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 2
-
-
 def main(figure: Figure, arguments: Sequence[str] | None = None) -> None:
     """The command line of one figure's file."""
     def run(values: dict[str, Any]) -> int:
         print(make(figure, settings_of(values), Path(values["out"])))
         return 0
 
-    command = Command({"what is made": OPTIONS}, run, figure.title)
-    sys.exit(command_line(figure.name, command, sys.argv[1:] if arguments is None else arguments))
+    command = Command({"what is made": OPTIONS}, run)
+    sys.exit(command_line(figure.name, figure.title, command, sys.argv[1:] if arguments is None else arguments))

@@ -19,8 +19,9 @@ import numpy as np
 
 from experiments.profiles import aiconfigurator, llmservingsim, parts, served, vidur
 from experiments.profiles.parts import DEGREES, ENGINES, LLAMA, LONG, OTHER, VIDUR
+from experiments.script import command_line
 from jaxserve.config import ConfigError
-from jaxserve.flags import Command, UsageError, help_of, parse
+from jaxserve.flags import Command
 from jaxserve.options import Option
 from jaxserve.scheduling import profiles
 from jaxserve.scheduling.predictor import Costs
@@ -217,16 +218,5 @@ def _percent(errors: dict[str, float], key: str) -> str:
 COMMAND = Command(OPTIONS, run, __doc__.partition("\n")[2])
 
 
-def main(arguments: list[str]) -> int:
-    if any(argument in ("-h", "-help", "--help") for argument in arguments):
-        print(help_of("fit", "costs of steps, fitted to public measurements", COMMAND))
-        return 0
-    try:
-        return run(parse(COMMAND, arguments))
-    except (UsageError, ConfigError, FileNotFoundError) as error:
-        print(f"fit: {error}", file=sys.stderr)
-        return 2
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command_line("fit", "costs of steps, fitted to public measurements", COMMAND, sys.argv[1:], FileNotFoundError))

@@ -97,15 +97,15 @@ def test_completions_of_one_request_differ_and_come_back_the_same(engines):
 @pytest.mark.parametrize("mesh", ["", "spp=2,kvp=2"])
 def test_sequences_that_lose_their_pages_say_the_same_in_the_end(mesh, engines):
     real = engines[mesh]
-    requests = [(prompt(i, 30 + 5 * i), fields) for i, fields in enumerate(KINDS.values())]
+    requests = [(prompt(i, 10 + 5 * i), fields) for i, fields in enumerate(KINDS.values())]
     right = say(real, requests, max_tokens=60)
-    small = with_pages(real, 8 if not mesh else 4)
+    small = with_pages(real, 6 if not mesh else 3)
     admitted = []
     start = small.scheduler.start
     small.scheduler.start = lambda now: (batch := start(now)) and (admitted.extend(batch.seq[list(batch.admitted)].tolist()), batch)[1]
     assert say(small, requests, max_tokens=60) == right
     again = len(admitted) - len(requests)
-    assert again >= 2, f"only {again} came back"
+    assert again >= 3, f"only {again} came back"
 
 
 # --- when it ends

@@ -9,6 +9,7 @@ import pytest
 from experiments.medha import __main__ as every
 from experiments.medha import figure, summary, systems
 from experiments.medha.figure import Claim, Figure, Panel, Settings, cell, matching, ratio
+from experiments.script import command_line
 
 FIGURES = {made.name: made for made in every.figures()}
 SMALL = Settings(requests=5)                          # generated lengths: the third prompt of seed 0 may be long, or none
@@ -74,7 +75,7 @@ def test_a_picture_is_drawn_and_the_summary_is_made_of_the_csv(tmp_path):
 def test_the_command_makes_figures_and_summary(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     arguments = [f"--out={tmp_path}", "--data=", "--figures=9,20"]
-    assert figure.command_line("medha", every.COMMAND, arguments) == 0
+    assert command_line("medha", "all figures", every.COMMAND, arguments) == 0
     assert {file.name for file in tmp_path.iterdir()} == {"fig9.csv", "fig9.png", "fig20.csv", "fig20.png", "summary.md"}
     assert "fig9, computed" in capsys.readouterr().out
     assert "| 20 | computed | the highest | 92 % |" in (tmp_path / "summary.md").read_text()
@@ -83,7 +84,7 @@ def test_the_command_makes_figures_and_summary(tmp_path, capsys):
 def test_without_matplotlib_it_says_so_before_it_simulates(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setattr(systems, "run", lambda *_: pytest.fail("simulated"))
-    assert figure.command_line("medha", every.COMMAND, [f"--out={tmp_path}", "--data=", "--figures=15"]) == 2
+    assert command_line("medha", "all figures", every.COMMAND, [f"--out={tmp_path}", "--data=", "--figures=15"]) == 2
     assert capsys.readouterr().err == "medha: out: pictures need matplotlib: pip install jaxserve[experiments]\n"
 
 
@@ -93,7 +94,7 @@ def test_without_matplotlib_it_says_so_before_it_simulates(tmp_path, monkeypatch
 ])
 def test_what_is_wrong_is_one_line(arguments, said, tmp_path, capsys):
     arguments = [argument.format(folder=tmp_path) for argument in arguments]
-    assert figure.command_line("medha", every.COMMAND, [f"--out={tmp_path}", *arguments]) == 2
+    assert command_line("medha", "all figures", every.COMMAND, [f"--out={tmp_path}", *arguments]) == 2
     told = capsys.readouterr().err
     assert told.startswith("medha: ") and said.format(folder=tmp_path) in told and told.count("\n") == 1
 
