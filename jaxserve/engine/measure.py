@@ -6,6 +6,7 @@ part. The time of a step is what each further one adds, so that neither the way 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,10 @@ class Point:
     def longest(self) -> int:
         """Tokens of the longest sequence, those of the step included."""
         return max(self.context + 1 if self.decodes else 0, self.cached + self.new if self.chunks else 0)
+
+    def pairs(self) -> int:
+        """Of tokens that attend and tokens before them."""
+        return self.decodes * self.context + self.chunks * self.new * self.cached
 
 
 @dataclass(frozen=True)
@@ -103,23 +108,23 @@ class Meter:
             self._tables.add(slot)
 
 
-def grid(shapes: list[Shape], longest: int, slots: int) -> Iterator[Point]:
-    """Points that tell all of a profile's coefficients apart: every compiled shape without context, then contexts up to `longest`."""
-    contexts = [length for length in (256, 1024, 4096, 16384, 65536, 262144, 1048576) if length < longest - 1]
+def grid(shapes: list[Shape], longest: int, slots: int, pairs: float = float("inf")) -> Iterator[Point]:
+    """Points that tell all of a profile's coefficients apart: every compiled shape without context, then contexts up to what leaves room
+    for a chunk in sequences of `longest` tokens. Points of more `pairs` take too long and are left out."""
     for shape in shapes:
         if not shape.spread:
             yield _full(shape, longest, slots)
     yield Point(decodes=1, context=1, sample=False)
-    many = sorted({1, max(1, slots // 4), slots})
-    for context in contexts:
-        yield from (Point(decodes=count, context=context) for count in many)
     widths = sorted({shape.prefill[1] for shape in shapes if shape.prefill[0] == 1})
-    for cached in contexts:
-        for new in sorted({widths[0], widths[len(widths) // 2], widths[-1]} if widths else ()):
-            if cached + new < longest:
-                yield Point(chunks=1, cached=cached, new=new, sample=False)
-                if slots > 1:
-                    yield Point(decodes=slots - 1, context=cached, chunks=1, cached=cached, new=new)
+    most = longest - 1 - min(widths, default=0)
+    contexts = [4**power for power in range(4, 16) if 2 * 4**power <= most] + [most] * (most > 0)
+    points = [Point(decodes=count, context=context) for context in contexts for count in sorted({1, max(1, slots // 4), slots})]
+    for cached, new in itertools.product(contexts, sorted({widths[0], widths[len(widths) // 2], widths[-1]} if widths else ())):
+        if cached + new < longest:
+            points.append(Point(chunks=1, cached=cached, new=new, sample=False))
+            if slots > 1:
+                points.append(Point(decodes=slots - 1, context=cached, chunks=1, cached=cached, new=new))
+    yield from (point for point in points if point.pairs() <= pairs)
 
 
 def _full(shape: Shape, longest: int, slots: int) -> Point:

@@ -25,8 +25,8 @@ from jaxserve.scheduling.predictor import Costs
 from jaxserve.source import cache_folder
 
 log = logging.getLogger(__name__)
-FORMAT = 1                                            # of the file
-QUICK = 4096                                          # longest sequence that is measured when nobody asked for a profile
+FORMAT = 2                                            # of the file
+QUICK = 2**20                                         # most pairs of a step that is measured when nobody asked for a profile
 
 
 def costs_for(engine: Any, progress: bool) -> Costs | None:
@@ -38,16 +38,17 @@ def costs_for(engine: Any, progress: bool) -> Costs | None:
     file = Path(config.profile) if config.profile != "auto" else kept_file(engine)
     if config.profile != "auto" or file.exists():
         return read(file, engine)
-    found = profiled(engine, QUICK, 1, progress)
+    found = profiled(engine, engine.max_len, 1, progress, QUICK)
     write(file, engine, *found)
     return found[0].costs
 
 
-def profiled(engine: Any, longest: int, repeats: int, progress: bool) -> tuple[Fit, list[Measured]]:
-    """Measures an engine that was not started, with sequences of up to `longest` tokens, and fits its costs."""
+def profiled(engine: Any, longest: int, repeats: int, progress: bool, pairs: float = float("inf")) -> tuple[Fit, list[Measured]]:
+    """Measures an engine that was not started, with sequences of up to `longest` tokens and steps of up to so many `pairs` of tokens that
+    attend and are attended to, and fits its costs."""
     plan = engine.stages.plan
     longest = min(longest, engine.max_len, plan.width * plan.block_size)
-    points = list(grid(plan.shapes, longest, max(1, plan.slots // plan.mesh.kvp)))
+    points = list(grid(plan.shapes, longest, max(1, plan.slots // plan.mesh.kvp), pairs))
     with progress_bar("measuring", len(points), progress) as done:
         found = measure(engine, points, done, repeats)
     return fit([_sample(one) for one in found], plan.model.layers, plan.mesh, longest=_device(engine).platform == "cpu"), found
@@ -69,7 +70,8 @@ def identity(engine: Any) -> dict[str, Any]:
     plan = engine.stages.plan
     shapes = hashlib.sha256(" ".join(map(str, plan.shapes)).encode()).hexdigest()[:8]
     return {"format": FORMAT, "model": plan.model.name, "dtype": str(np.dtype(plan.dtype)), "mesh": str(plan.mesh),
-            "device": _device(engine).device_kind, "cores": os.cpu_count(), "block_size": plan.block_size, "shapes": shapes}
+            "device": _device(engine).device_kind, "cores": os.cpu_count(), "block_size": plan.block_size, "max_len": engine.max_len,
+            "shapes": shapes}
 
 
 def kept_file(engine: Any) -> Path:

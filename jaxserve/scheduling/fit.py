@@ -13,6 +13,8 @@ from scipy.optimize import least_squares, nnls
 from jaxserve.config import ConfigError, MeshConfig
 from jaxserve.scheduling.predictor import Compiled, Costs, Lane, Predictor
 
+FOLDS = 3                                             # into which the points with context are dealt, to see how well others tell them
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -31,7 +33,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Fit:
-    """What was found: `fitted` and `held_out` are mean relative errors of the points used and of those left out (every third one)."""
+    """What was found. `fitted` is the mean relative error of all points; `held_out` that of points with context which a fit to the others
+    has not seen (three folds)."""
 
     costs: Costs
     fitted: float
@@ -44,35 +47,39 @@ def fit(samples: Sequence[Sample], layers: int, mesh: MeshConfig, longest: bool)
     rest = [sample for sample in samples if sample not in base]
     if not any(sample.samples for sample in base) or not any(not sample.samples for sample in base):
         raise ConfigError("profile", "points with and without sampled tokens are needed")
-    kept = [sample for index, sample in enumerate(rest) if index % 3]
     stage = -(-layers // mesh.spp)
-    costs = _attention(Costs(layers=layers, longest=longest), base, kept, stage)
-    costs = _linear(costs, base, stage)
-    errors = lambda of: float(np.mean([abs(predicted(costs, mesh, s) / s.seconds - 1) for s in of])) if of else 0.0
-    return Fit(costs, errors(base + kept), errors([sample for sample in rest if sample not in kept]))
+    fitted = lambda kept: _linear(_attention(Costs(layers=layers, longest=longest), base, kept, stage), base, stage)
+    errors = lambda costs, of: [abs(predicted(costs, mesh, sample) / sample.seconds - 1) for sample in of]
+    costs = fitted(rest)
+    folds = [(rest[fold::FOLDS], [s for index, s in enumerate(rest) if index % FOLDS != fold]) for fold in range(FOLDS)]
+    unseen = [error for left, kept in folds if left for error in errors(fitted(kept), left)]
+    return Fit(costs, float(np.mean(errors(costs, samples))), float(np.mean(unseen or [0.0])))
 
 
 def _attention(costs: Costs, base: Sequence[Sample], rest: Sequence[Sample], stage: int) -> Costs:
     """Attention to what is cached: what a point with context takes beyond the one of the same shape without."""
     bare = {sample.shape: sample.seconds for sample in base if sample.samples or not sample.decodes}
     rest = [sample for sample in rest if sample.shape in bare]
-    alone = [sample for sample in rest if not sample.chunks]
-    chunks = [sample for sample in rest if not sample.decodes]
-    if alone:
-        context = np.array([(s.shape[0] if costs.longest else s.decodes) * s.context * stage / s.seconds for s in alone])
-        extra = np.array([1 - bare[s.shape] / s.seconds for s in alone])
-        costs = dataclasses.replace(costs, decode_kv=max(0.0, float(context @ extra / (context @ context))))
-    if chunks:
-        def errors(logs: np.ndarray) -> list[float]:
-            trial = dataclasses.replace(costs, pair=float(np.exp(logs[0])), read=float(np.exp(logs[1])))
-            more = lambda s: s.chunks * (trial.attend_chunk(s.cached, s.new) - trial.attend_chunk(0, s.new))
-            return [(bare[s.shape] + stage * more(s)) / s.seconds - 1 for s in chunks]
+    if not rest:
+        return costs
 
-        pairs = sum(s.chunks * s.cached * s.new for s in chunks) * stage
-        first = max(sum(s.seconds - bare[s.shape] for s in chunks), 1e-9) / pairs
-        pair, read = np.exp(least_squares(errors, np.log([first, first])).x).tolist()
-        costs = dataclasses.replace(costs, pair=pair, read=read)
-    return costs
+    def trial(logs: np.ndarray) -> Costs:
+        return dataclasses.replace(costs, **dict(zip(("pair", "read", "decode_kv"), np.exp(logs).tolist())))
+
+    def errors(logs: np.ndarray) -> list[float]:
+        return [(bare[sample.shape] + stage * _context(trial(logs), sample)) / sample.seconds - 1 for sample in rest]
+
+    pairs = sum(sample.decodes * sample.context + sample.chunks * sample.new * sample.cached for sample in rest)
+    each = sum(max(sample.seconds - bare[sample.shape], 0.0) for sample in rest) / stage / pairs
+    start = np.log(np.maximum([each, each * min((sample.new for sample in rest if sample.chunks), default=1), each], 1e-15))
+    return trial(least_squares(errors, start).x)
+
+
+def _context(costs: Costs, sample: Sample) -> float:
+    """Seconds per layer that the sample's context adds."""
+    decodes = sample.shape[0] if costs.longest else sample.decodes
+    chunks = sample.chunks * (costs.attend_chunk(sample.cached, sample.new) - costs.attend_chunk(0, sample.new))
+    return chunks + (costs.decode_kv * decodes * sample.context if sample.decodes else 0.0)
 
 
 def _linear(costs: Costs, base: Sequence[Sample], stage: int) -> Costs:
