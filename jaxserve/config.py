@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping
 from typing import Any
+
+CLASS_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class ConfigError(ValueError):
@@ -74,7 +80,18 @@ class CacheConfig(Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class SchedulerConfig(Checked):
+class Objectives(Checked):
+    """What requests of a class are promised."""
+
+    ttft: float = option(2.0, "objective: seconds to the first token, where a request names none", low=0.001)
+    ttft_stretch: float = option(3.0, "objective for long prompts, where higher: this many times its prefill alone", low=1)
+    tpot: float = option(0.1, "objective: seconds per output token, where a request names none", low=0.0001)
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerConfig(Objectives):
+    """How requests are scheduled. Its own objectives are those of requests that name no class."""
+
     policy: str = option("fcfs", "order of prefill: by arrival, deadline, slack in seconds, or slack as a share of the time given",
                          choices=("fcfs", "edf", "lrs", "slack"))
     chunking: str = option("static", "prefill tokens of a step: as many as chunk_tokens, or fewer so that decodes meet their objective",
@@ -82,12 +99,24 @@ class SchedulerConfig(Checked):
     max_seqs: int = option(16, "sequences that run at once", low=1, high=4096)
     chunk_tokens: int = option(512, "most prefill tokens of one step on one lane", low=1, high=65536)
     min_chunk: int = option(64, "fewest prefill tokens of a chunk, and tokens of a row where chunks share a step", low=1)
-    sharing: float = option(0.8, "most of a step's time for others beside a prompt of several steps (adaptive chunks)", low=0, high=1)
-    ttft: float = option(2.0, "objective: seconds to the first token, where a request names none", low=0.001)
-    ttft_stretch: float = option(3.0, "objective for long prompts, where higher: this many times its prefill alone", low=1)
-    tpot: float = option(0.1, "objective: seconds per output token, where a request names none", low=0.0001)
-    step_time: float = option(0.25, "most seconds of a step without decodes (adaptive chunks)", low=0.0001)
+    sharing: float = option(0.95, "most of a step's time for others beside a prompt of several steps (adaptive chunks)", low=0, high=1)
+    classes: str = option("", "objectives of requests that name a class, as chat:ttft=0.5,tpot=0.05;batch:ttft=600,stretch=20,tpot=1; what "
+                              "a class leaves out is as for all others")
+    step_time: float = option(0.25, "most seconds of a step without decodes or of a prompt of several steps (adaptive chunks)", low=0.0001)
     max_queue: int = option(4096, "requests that wait before new ones are refused", low=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.objectives                                 # a mistake in `classes` is told when the object is made
+
+    @functools.cached_property
+    def objectives(self) -> Mapping[str | None, Objectives]:
+        """By class of requests; None: of those that name none."""
+        return {None: self, **_classes(self.classes, self)}
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return tuple(filter(None, self.objectives))
 
     @property
     def tile(self) -> int:
@@ -98,6 +127,38 @@ class SchedulerConfig(Checked):
     def tiles(self) -> int:
         """Rows of a step on one lane."""
         return -(-self.chunk_tokens // self.tile)
+
+
+def _classes(text: str, default: Objectives) -> dict[str, Objectives]:
+    """'chat:ttft=0.5,tpot=0.05;batch:stretch=20' -> objectives by class; what is left out is `default`'s. Errors: ConfigError."""
+    found: dict[str, Objectives] = {}
+    for part in filter(None, map(str.strip, text.split(";"))):
+        name, _, fields = map(str.strip, part.partition(":"))
+        if not CLASS_NAME.fullmatch(name):
+            raise ConfigError("classes", f"{name!r} is not a name of 1 to 64 letters, digits, - and _, as in chat:ttft=0.5,tpot=0.05")
+        if name in found:
+            raise ConfigError("classes", f"{name} is there twice")
+        found[name] = _class(name, fields, default)
+    return found
+
+
+def _class(name: str, text: str, default: Objectives) -> Objectives:
+    names = {"ttft": "ttft", "stretch": "ttft_stretch", "tpot": "tpot"}
+    given: dict[str, float] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        field, _, value = map(str.strip, part.partition("="))
+        if field not in names or names[field] in given:
+            raise ConfigError("classes", f"{name}: {part!r} is not FIELD=NUMBER, each of {', '.join(names)} at most once")
+        try:
+            given[names[field]] = float(value)
+        except ValueError:
+            given[names[field]] = math.nan
+        if not math.isfinite(given[names[field]]):
+            raise ConfigError("classes", f"{name}: {field}: {value!r} is not a number")
+    try:
+        return Objectives(**{own: given.get(own, getattr(default, own)) for own in names.values()})
+    except ConfigError as error:
+        raise ConfigError("classes", f"{name}: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True)

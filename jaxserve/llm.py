@@ -20,7 +20,7 @@ from jaxserve.clock import WallClock
 from jaxserve.completion import Answer, Completion, Delta, Gathered, NoText
 from jaxserve.config import EngineConfig, MeshConfig
 from jaxserve.options import make
-from jaxserve.request import Event, Finished, Request, RequestError, SamplingParams
+from jaxserve.request import Event, Finished, Request, RequestError, SamplingParams, Slo
 from jaxserve.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, str]]
@@ -71,36 +71,39 @@ class LLM:
         self.engine.close()
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                 progress: bool = False, watch: Watch | None = None) -> list[Completion]:
+                 class_name: str | Sequence[str | None] | None = None, progress: bool = False,
+                 watch: Watch | None = None) -> list[Completion]:
         """The completions of all prompts, n for each, in order.
 
         prompts: one prompt or several; a prompt is text, token ids, or chat messages (dicts of role and content). sampling: for all,
-        or one for each. watch: called with a prompt's number and its next tokens, as they come.
+        or one for each; class_name, one of the setting `classes`, the same. watch: called with a prompt's number and its next tokens, as
+        they come.
         Errors: PromptError, before anything runs, where a prompt or its sampling is at fault; RequestError where the engine fails.
         """
-        requests = self._requests(_listed(prompts), sampling)
+        requests = self._requests(_listed(prompts), sampling, class_name)
         with tqdm(total=len(requests), desc="prompts", disable=not progress) as bar:
             return _Run(self.engine, self.tokenizer, requests, watch).completions(bar.update)
 
-    def _requests(self, prompts: list[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
-        each = [sampling or SamplingParams()] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
-        if len(each) != len(prompts):
-            raise RequestError("sampling", f"has {len(each)} entries for {len(prompts)} prompts")
+    def _requests(self, prompts: list[Prompt], sampling: Any, class_name: Any) -> list[Request]:
+        params = _for_each("sampling", SamplingParams() if sampling is None else sampling, SamplingParams, len(prompts))
+        names = _for_each("class_name", class_name, str | None, len(prompts))
         now = WallClock().now()
         requests = []
-        for number, (prompt, params) in enumerate(zip(prompts, each)):
+        for number, prompt in enumerate(prompts):
             try:
-                requests.append(self._request(prompt, params, now))
+                requests.append(self._request(prompt, params[number], names[number], now))
             except RequestError as error:
                 raise PromptError(number, error) from None
         return requests
 
-    def _request(self, prompt: Prompt, sampling: SamplingParams, now: float) -> Request:
+    def _request(self, prompt: Prompt, sampling: SamplingParams, class_name: str | None, now: float) -> Request:
         sampling.check()
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop", "stop strings need text, and this model has no tokenizer")
-        vocab, max_len = self.engine.model.vocab, self.engine.max_len
-        return Request.make(f"llm-{next(self._numbers)}", self._ids(prompt), sampling, vocab=vocab, max_len=max_len, arrival=now)
+        engine = self.engine
+        return Request.make(
+            f"llm-{next(self._numbers)}", self._ids(prompt), sampling, vocab=engine.model.vocab, max_len=engine.max_len,
+            classes=engine.config.scheduler.class_names, arrival=now, slo=Slo(class_name=class_name))
 
     def _ids(self, prompt: Prompt) -> Any:
         if not isinstance(prompt, str) and not (len(prompt) and isinstance(prompt[0], Mapping)):
@@ -148,6 +151,14 @@ class _Run:
             if isinstance(output, Delta) and self._watch is not None:
                 self._watch(number, output)
             self._gathered[number].add(output)
+
+
+def _for_each(name: str, given: Any, kind: Any, count: int) -> list[Any]:
+    """One value for all prompts, or one for each."""
+    each = [given] * count if isinstance(given, kind) else list(given)
+    if len(each) != count:
+        raise RequestError(name, f"has {len(each)} entries for {count} prompts")
+    return each
 
 
 def _listed(prompts: Any) -> list[Prompt]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -105,17 +105,19 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slo:
-    """Latency objectives in seconds: time to first token, time per output token. None: the server's default for the class."""
+    """Latency objectives in seconds: time to first token, time per output token; None: that of the class, one of those the server has.
+    class_name None: the server's own objectives, without a class."""
 
     ttft: float | None = None
     tpot: float | None = None
+    class_name: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """One prompt and what to do with it. `prompt` is int32, its length fits the model; `arrival` and `deadline` are clock seconds.
 
-    priority: each step down halves the server's own objective for the first token, each step up doubles it.
+    priority: each step down halves the class's objective for the first token, each step up doubles it.
     """
 
     id: str
@@ -130,15 +132,18 @@ class Request:
 
     @classmethod
     def make(
-        cls, id: str, prompt: Sequence[int] | np.ndarray, sampling: SamplingParams, *, vocab: int, max_len: int, **rest: Any
+        cls, id: str, prompt: Sequence[int] | np.ndarray, sampling: SamplingParams, *, vocab: int, max_len: int,
+        classes: Collection[str] = (), **rest: Any
     ) -> Request:
-        """A checked request for a model of `vocab` tokens that holds `max_len` tokens a sequence, prompt and output together.
+        """A checked request for a model of `vocab` tokens that holds `max_len` tokens a sequence, prompt and output together, on a server
+        that knows these classes of requests.
 
         `max_tokens` is cut to what the model has room for. Errors: RequestError.
         """
         if not isinstance(id, str) or not 0 < len(id) <= MAX_ID_CHARS:
             raise RequestError("request_id", f"must be a string of 1 to {MAX_ID_CHARS} characters")
         _integer("priority", rest.get("priority", 0), -MAX_PRIORITY, MAX_PRIORITY)
+        _class("slo.class_name", rest.get("slo", Slo()).class_name, classes)
         tokens = prompt_ids(prompt, vocab, max_len)
         for name, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", [token for token, _ in sampling.logit_bias])):
             for token in ids:
@@ -197,7 +202,10 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Accepted:
+    """predicted_ttft: seconds from arrival to the first token, as the queue stands; what comes later may go before it."""
+
     queue_position: int
+    predicted_ttft: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -267,6 +275,12 @@ def _number(name: str, value: Any, low: float, high: float) -> None:
 def _integer(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= high:
         raise RequestError(name, f"must be a whole number from {low} to {high}, not {value!r}")
+
+
+def _class(name: str, value: Any, known: Collection[str]) -> None:
+    if value is not None and value not in known:
+        there = f"known are {', '.join(known)}" if known else "there are none"
+        raise RequestError(name, f"{value!r:.100} is not a class of requests here; {there}")
 
 
 def _limit(name: str, value: tuple, most: int) -> None:

@@ -50,6 +50,7 @@ class Control:
             mesh, scheduler = engine.config.mesh, engine.config.scheduler
             info.mesh.CopyFrom(pb.GetServerInfoResponse.Mesh(spp=mesh.spp, kvp=mesh.kvp, tp=mesh.tp))
             info.max_seqs, info.max_queue = scheduler.max_seqs, scheduler.max_queue
+            info.classes.extend(scheduler.class_names)
             info.details.update({str(name): str(value) for name, value in engine.info().items()})
         return info
 

@@ -25,7 +25,8 @@ def sampling_of(message: pb.SamplingParams) -> SamplingParams:
 
 
 def slo_of(message: pb.Slo) -> Slo:
-    return Slo(*(_seconds(f"slo.{name}", getattr(message, name)) if message.HasField(name) else None for name in ("ttft_ms", "tbt_ms")))
+    ttft, tpot = (_seconds(f"slo.{name}", getattr(message, name)) if message.HasField(name) else None for name in ("ttft_ms", "tbt_ms"))
+    return Slo(ttft, tpot, message.class_name or None)
 
 
 def salt_of(message: pb.KvOptions) -> str:
@@ -87,7 +88,8 @@ def event_message(request_id: str, prompt_tokens: int, output: Output) -> pb.Gen
                 index=output.index, prefilled=output.prefilled, total=output.total, predicted_ttft=output.ttft))
         case Accepted():
             return pb.GenerateEvent(accepted=pb.Accepted(
-                request_id=request_id, queue_position=output.queue_position, prompt_tokens=prompt_tokens))
+                request_id=request_id, queue_position=output.queue_position, prompt_tokens=prompt_tokens,
+                predicted_ttft=output.predicted_ttft))
         case Finished():
             return pb.GenerateEvent(finished=_finished_message(output))
 
@@ -117,7 +119,7 @@ def output_of(event: pb.GenerateEvent) -> Output:
         case "progress":
             return Progress(event.progress.index, event.progress.prefilled, event.progress.total, event.progress.predicted_ttft)
         case "accepted":
-            return Accepted(event.accepted.queue_position)
+            return Accepted(event.accepted.queue_position, event.accepted.predicted_ttft)
         case "finished":
             return _finished_of(event.finished)
     raise RequestError("event", "the server sent an event that this client does not know", "UNIMPLEMENTED")

@@ -94,14 +94,16 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class Slo(_message.Message):
-    __slots__ = ("ttft_ms", "tbt_ms", "priority")
+    __slots__ = ("ttft_ms", "tbt_ms", "priority", "class_name")
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     TBT_MS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CLASS_NAME_FIELD_NUMBER: _ClassVar[int]
     ttft_ms: float
     tbt_ms: float
     priority: int
-    def __init__(self, ttft_ms: _Optional[float] = ..., tbt_ms: _Optional[float] = ..., priority: _Optional[int] = ...) -> None: ...
+    class_name: str
+    def __init__(self, ttft_ms: _Optional[float] = ..., tbt_ms: _Optional[float] = ..., priority: _Optional[int] = ..., class_name: _Optional[str] = ...) -> None: ...
 
 class KvOptions(_message.Message):
     __slots__ = ("cache_salt", "bypass_prefix_cache")
@@ -124,14 +126,16 @@ class GenerateEvent(_message.Message):
     def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., token: _Optional[_Union[Token, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ("request_id", "queue_position", "prompt_tokens")
+    __slots__ = ("request_id", "queue_position", "prompt_tokens", "predicted_ttft")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TTFT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     queue_position: int
     prompt_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., queue_position: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+    predicted_ttft: float
+    def __init__(self, request_id: _Optional[str] = ..., queue_position: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., predicted_ttft: _Optional[float] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("index", "prefilled", "total", "predicted_ttft")
@@ -289,7 +293,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "schema_revision", "state", "mesh", "max_seqs", "max_queue", "max_message_bytes", "details")
+    __slots__ = ("version", "schema_revision", "state", "mesh", "max_seqs", "max_queue", "max_message_bytes", "details", "classes")
     class Mesh(_message.Message):
         __slots__ = ("spp", "kvp", "tp")
         SPP_FIELD_NUMBER: _ClassVar[int]
@@ -314,6 +318,7 @@ class GetServerInfoResponse(_message.Message):
     MAX_QUEUE_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     DETAILS_FIELD_NUMBER: _ClassVar[int]
+    CLASSES_FIELD_NUMBER: _ClassVar[int]
     version: str
     schema_revision: int
     state: str
@@ -322,7 +327,8 @@ class GetServerInfoResponse(_message.Message):
     max_queue: int
     max_message_bytes: int
     details: _containers.ScalarMap[str, str]
-    def __init__(self, version: _Optional[str] = ..., schema_revision: _Optional[int] = ..., state: _Optional[str] = ..., mesh: _Optional[_Union[GetServerInfoResponse.Mesh, _Mapping]] = ..., max_seqs: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., details: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    classes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., schema_revision: _Optional[int] = ..., state: _Optional[str] = ..., mesh: _Optional[_Union[GetServerInfoResponse.Mesh, _Mapping]] = ..., max_seqs: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., details: _Optional[_Mapping[str, str]] = ..., classes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()

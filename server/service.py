@@ -108,8 +108,8 @@ class Inference:
         rest = {"slo": slo_of(message.slo), "priority": message.slo.priority, "cache_salt": salt_of(message.kv)}
         return Request.make(
             message.request_id or f"jaxserve-{secrets.token_hex(8)}", await self._prompt(message), sampling,
-            vocab=engine.model.vocab, max_len=engine.max_len, arrival=now, deadline=None if left is None else now + left,
-            bypass_prefix_cache=message.kv.bypass_prefix_cache, **rest)
+            vocab=engine.model.vocab, max_len=engine.max_len, classes=engine.config.scheduler.class_names, arrival=now,
+            deadline=None if left is None else now + left, bypass_prefix_cache=message.kv.bypass_prefix_cache, **rest)
 
     def _submit(self, message: pb.GenerateRequest, request: Request) -> Stream:
         self.check_open()                               # again: reading the prompt may have taken a while

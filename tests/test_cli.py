@@ -55,7 +55,7 @@ def test_help_shows_defaults_limits_and_choices():
 
 def test_flags_are_the_settings():
     assert set(cli.load("serve").options) == set(options_of(EngineConfig)) | set(options_of(ServerConfig))
-    others = {"prompt", "input", "json", *SamplingParams.__dataclass_fields__}
+    others = {"prompt", "input", "json", "class_name", *SamplingParams.__dataclass_fields__}
     assert set(cli.load("generate").options) == set(options_of(EngineConfig)) | others
 
 
@@ -68,6 +68,7 @@ def test_flags_are_the_settings():
     (["serve", "--host=0.0.0.0"], "jaxserve serve: --host: '0.0.0.0' is not a loopback address"),
     (["serve", "--mesh=tp=0"], "jaxserve serve: --mesh: tp: 0 is below the limit 1"),
     (["serve", "--mesh=ep=2"], "jaxserve serve: --mesh: 'ep=2' is not AXIS=DEGREE"),
+    (["serve", "--classes=chat:ttft=x"], "jaxserve serve: --classes: chat: ttft: 'x' is not a number"),
     (["serve", "now"], "jaxserve serve: 'now' is not a flag"),
     (["fetch"], "jaxserve fetch: give one NAME"),
     (["fetch", "nothing-known"], "jaxserve fetch: model: 'nothing-known'"),
@@ -134,6 +135,31 @@ def test_mistakes_in_the_input_name_line_and_field(capsys, fake, tmp_path, line,
     path.write_text('{"prompt": "fine"}\n' + line + "\n")
     code, out, err = run(capsys, "generate", f"--input={path}", "--json")
     assert code == 2 and not out and f"{path} line 2: {message}" in err, err
+
+
+def test_requests_have_the_class_of_their_line_else_of_the_flag(capsys, monkeypatch, tmp_path):
+    seen = []
+
+    class Engine(FakeEngine):
+        def submit(self, request, sink):
+            seen.append(request.slo.class_name)
+            super().submit(request, sink)
+
+    def open_engine(config, progress, warm_up):
+        engine = Engine()
+        engine.config = config
+        return engine, FakeTokenizer()
+
+    monkeypatch.setattr(llm, "open_engine", open_engine)
+    path, flags = tmp_path / "in.jsonl", ("generate", "--max_tokens=1", "--classes=chat:ttft=0.5;batch:ttft=600")
+    path.write_text('{"prompt": "x"}\n{"prompt": "y", "class_name": "batch"}\n{"prompt": "z", "class_name": null}\n')
+    assert run(capsys, *flags, f"--input={path}", "--class_name=chat")[0] == 0 and seen == ["chat", "batch", None]
+    for unknown in ('"other"', "3", "[]"):
+        path.write_text(f'{{"prompt": "x"}}\n{{"prompt": "y", "class_name": {unknown}}}\n')
+        code, out, err = run(capsys, *flags, f"--input={path}")
+        assert code == 2 and not out and f"{path} line 2: slo.class_name: " in err and "known are chat, batch" in err, err
+    code, out, err = run(capsys, *flags, "--prompt=x", "--class_name=other")
+    assert code == 2 and not out and "slo.class_name: 'other' is not a class of requests here" in err and len(seen) == 3
 
 
 def test_every_sampling_field_has_a_flag_and_help():

@@ -62,6 +62,21 @@ def test_a_fault_in_one_prompt_stops_all_before_they_start(offline):
     assert model.engine.prefill_steps == 0
 
 
+def test_classes_are_for_all_prompts_or_one_for_each(offline):
+    engine, seen = FakeEngine(), []
+    engine.config = llm.make(llm.EngineConfig, {"classes": "chat:ttft=0.5;batch:ttft=600"})
+    submit = engine.submit
+    engine.submit = lambda request, sink: (seen.append(request.slo.class_name), submit(request, sink))
+    with offline(engine) as model:
+        model.generate(["a", "b"], GREEDY, class_name="chat")
+        model.generate(["a", "b"], GREEDY, class_name=["batch", None])
+        with pytest.raises(RequestError, match="class_name: has 1 entries for 2 prompts"):
+            model.generate(["a", "b"], GREEDY, class_name=["chat"])
+        with pytest.raises(RequestError, match=r"slo.class_name: 'x' is not a class") as error:
+            model.generate(["a", "b"], GREEDY, class_name=["chat", "x"])
+    assert (error.value.number, error.value.field) == (1, "slo.class_name") and seen == ["chat", "chat", "batch", None]
+
+
 def test_watch_sees_the_text_as_it_comes(offline):
     seen = ["", ""]
     with offline() as model:

@@ -49,7 +49,7 @@ class Node:
     def token(self, context: int) -> float:
         """Seconds per token of one request that decodes alone, its KV over all lanes."""
         lanes = self._decodes([context], spread=self.mesh.kvp > 1)
-        return self.predictor.latency(self.predictor.stage(lanes), 1)
+        return self.predictor.latency(self.predictor.stage(lanes), 1, samples=1)
 
     def paces(self, tokens: int, chunk: int, decodes: Sequence[int] = ()) -> np.ndarray:
         """Seconds in one stage of the steps of a prefill, at POINTS of them, with short decodes of these contexts beside it."""
@@ -63,7 +63,7 @@ class Node:
         """Seconds of a prefill: all its steps through the first stage, the last one through the others too (Medha, Eq. 4)."""
         paces, steps = self.paces(tokens, chunk, decodes), -(-tokens // chunk)
         predictor = self.predictor
-        return steps * float(paces.mean()) + predictor.latency(float(paces[-1]), chunk) - float(paces[-1])
+        return steps * float(paces.mean()) + predictor.latency(float(paces[-1]), chunk, samples=0) - float(paces[-1])
 
     def mfu(self, tokens: int, chunk: int) -> float:
         """Model FLOP (causal attention) per second of a prefill, as a share of the peak of all devices."""

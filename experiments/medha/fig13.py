@@ -22,7 +22,7 @@ def sweep(settings: Settings) -> Iterator[Row]:
             node = Node("llama3-8b", MeshConfig(spp=4, kvp=lanes, tp=4))
             pace = float(np.percentile(node.paces(PROMPT, chunk, BESIDE), 95))
             yield {"prompt": PROMPT, "kvp": lanes, "chunk": chunk, "ttft_s": node.first_token(PROMPT, chunk, BESIDE),
-                   "decode_p95_s": node.predictor.latency(pace, chunk + len(BESIDE))}
+                   "decode_p95_s": node.predictor.latency(pace, chunk + len(BESIDE), -(-len(BESIDE) // lanes))}
 
 
 def _row(kvp: int, chunk: int = 128) -> Row:

@@ -20,7 +20,8 @@ def sweep(settings: Settings) -> Iterator[Row]:
 
 
 def _least(node: Node) -> float:
-    return node.predictor.latency(float(node.paces(PROMPT, CHUNK, BESIDE)[-1]), CHUNK + len(BESIDE))
+    pace = float(node.paces(PROMPT, CHUNK, BESIDE)[-1])
+    return node.predictor.latency(pace, CHUNK + len(BESIDE), -(-len(BESIDE) // node.mesh.kvp))
 
 
 FIGURE = Figure(

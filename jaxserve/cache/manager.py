@@ -55,6 +55,11 @@ class CacheManager:
         """Pages that can be had on all lanes together, free or by eviction."""
         return sum(self.pages.available())
 
+    @property
+    def reach(self) -> int:
+        """Tokens of a sequence that a lane holds before the next one joins."""
+        return min(self._limit, self.pages.per_lane) * self.block_size
+
     def blocks(self, tokens: int) -> int:
         """Blocks, and so pages, that this many tokens take."""
         return -(-tokens // self.block_size)

@@ -110,7 +110,7 @@ async def _ask(client: Any, talk: Talk, sampling: SamplingParams, view: Streams)
         now = time.monotonic() - began
         match output:
             case Accepted():
-                view.note(talk.name, "accepted")
+                view.note(talk.name, f"accepted, first token expected after {output.predicted_ttft:.2f} s")
             case Progress() if output.total > 1000:
                 view.note(talk.name, f"prefilled {output.prefilled} of {output.total} tokens after {now:.1f} s")
             case Delta():

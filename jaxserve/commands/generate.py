@@ -17,9 +17,10 @@ from jaxserve.options import Option
 from jaxserve.request import Logprobs, RequestError, SamplingParams
 
 PROMPTS = ("prompt", "prompt_ids", "messages")
+KNOWN = (*PROMPTS, "class_name", *NAMES)                # fields of a line
 ABOUT = """\
 Give --prompt, or --input with a file of JSON lines (- for standard input). A line has prompt (text), prompt_ids or messages (a list of \
-{"role": ..., "content": ...}), and sampling fields named as the flags; the flags are the defaults of the lines.
+{"role": ..., "content": ...}), and class_name and sampling fields named as the flags; the flags are the defaults of the lines.
 
 With --json, each completion is a line with prompt_ids, output_ids, text and finish_reason, and logprobs where asked for, in the order of \
 the input.
@@ -31,6 +32,7 @@ INPUT = [
     Option("prompt", str, None, "the text to go on with"),
     Option("input", str, None, "a file with a prompt in each line"),
     Option("json", bool, False, "write JSON lines"),
+    Option("class_name", str, None, "class of the requests, one of --classes"),
 ]
 
 
@@ -40,6 +42,7 @@ class Line:
 
     prompt: Any
     sampling: SamplingParams
+    class_name: str | None
     place: str
 
 
@@ -51,7 +54,8 @@ def run(values: dict[str, Any]) -> int:
         show = _Live() if not values["json"] and sum(line.sampling.n for line in lines) == 1 else None
         try:
             completions = llm.generate([line.prompt for line in lines], [line.sampling for line in lines],
-                                       progress=len(lines) > 1 and sys.stderr.isatty(), watch=show)
+                                       class_name=[line.class_name for line in lines], progress=len(lines) > 1 and sys.stderr.isatty(),
+                                       watch=show)
         except PromptError as error:
             raise _at(lines[error.number].place, error) from None
     if show is not None:
@@ -70,12 +74,13 @@ def read(values: dict[str, Any]) -> list[Line]:
     if (values["prompt"] is None) == (values["input"] is None):
         raise ConfigError("prompt", "give either --prompt or --input")
     if values["prompt"] is not None:
-        return [Line(values["prompt"], SamplingParams.make(**defaults), "")]
+        return [Line(values["prompt"], SamplingParams.make(**defaults), values["class_name"], "")]
     SamplingParams.make(**defaults)
     name = values["input"] if values["input"] != "-" else "standard input"
     try:
         with sys.stdin if values["input"] == "-" else open(name, encoding="utf-8") as file:
-            lines = [parse(text, f"{name} line {number}", defaults) for number, text in enumerate(file, 1) if text.strip()]
+            lines = [parse(text, f"{name} line {number}", defaults, values["class_name"])
+                     for number, text in enumerate(file, 1) if text.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("input", f"{name}: {getattr(error, 'strerror', None) or 'is not UTF-8 text'}") from None
     if not lines:
@@ -83,7 +88,7 @@ def read(values: dict[str, Any]) -> list[Line]:
     return lines
 
 
-def parse(text: str, place: str, defaults: dict[str, Any]) -> Line:
+def parse(text: str, place: str, defaults: dict[str, Any], class_name: str | None = None) -> Line:
     """One line of input. Errors: RequestError with the place and the field."""
     try:
         fields = json.loads(text)
@@ -95,11 +100,12 @@ def parse(text: str, place: str, defaults: dict[str, Any]) -> Line:
     if len(given) != 1:
         raise RequestError("", f"{place}: must have one of {', '.join(PROMPTS)}" + (f", not {' and '.join(given)}" if given else ""))
     for name in fields:
-        if name not in PROMPTS and name not in NAMES:
-            raise RequestError("", f"{place}: unknown field {name!r}; known are {', '.join((*PROMPTS, *NAMES))}")
+        if name not in KNOWN:
+            raise RequestError("", f"{place}: unknown field {name!r}; known are {', '.join(KNOWN)}")
     try:
         _check_prompt(given[0], prompt := fields.pop(given[0]))
-        return Line(prompt, SamplingParams.make(**defaults | fields), place)
+        class_name = fields.pop("class_name", class_name)
+        return Line(prompt, SamplingParams.make(**defaults | fields), class_name, place)
     except RequestError as error:
         raise _at(place, error) from None
 

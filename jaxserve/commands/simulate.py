@@ -61,6 +61,7 @@ def scheduling_options() -> list[Option]:
     """Settings of scheduler and cache, with the defaults of a simulation; chunking is one word."""
     chunking = Option("chunking", str, "adaptive", "adaptive (to the objectives of the decodes), or static:N tokens")
     found = {**options_of(SchedulerConfig), **options_of(CacheConfig), "chunking": chunking}
+    del found["classes"]                                # simulated requests name none
     return [dataclasses.replace(option, default=DEFAULTS.get(name, option.default)) for name, option in found.items()]
 
 
@@ -116,7 +117,8 @@ def configs(values: Mapping[str, Any]) -> tuple[SchedulerConfig, CacheConfig]:
     if tokens and not (kind == "static" and tokens.isdecimal()):
         raise ConfigError("chunking", f"{values['chunking']!r} is neither adaptive nor static:N")
     chosen = {**values, "chunking": kind, **({"chunk_tokens": int(tokens)} if tokens else {})}
-    made = [make(config, {name: chosen[name] for name in options_of(config)}) for config in (SchedulerConfig, CacheConfig)]
+    made = [make(config, {name: chosen[name] for name in options_of(config) if name in chosen})
+            for config in (SchedulerConfig, CacheConfig)]
     return made[0], made[1]
 
 

@@ -2,7 +2,9 @@
 
 A request enters by `submit`, from any thread, and waits in the scheduler. Each turn of the loop takes in what came, starts batches while
 there is room in flight, issues them to the stages, and reads the tokens of the oldest batch: one step behind with one stage, so that the
-device never waits for the host. Events go to each request's sink, from this thread, once per step. The engine knows tokens, not text.
+device never waits for the host. A batch that would wait for the devices is started only shortly before they are predicted to be free:
+what is decided late serves requests that came late. Events go to each request's sink, from this thread, once per step. The engine knows
+tokens, not text.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import dataclasses
 import logging
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -25,6 +28,7 @@ from jaxserve.engine.stages import SCORES, Hidden, Sampled, Stages
 from jaxserve.request import Event, Finished, Logprobs, Request, RequestError
 from jaxserve.scheduling import Batch, Load, Scheduler
 
+TICK = 0.001                                         # seconds between looks at a step that may end early
 log = logging.getLogger(__name__)
 Sink = Callable[[Sequence[Event]], None]
 
@@ -75,6 +79,7 @@ class Engine:
         self._sampled_at = np.zeros(stages.plan.slots, np.int64)      # per slot: the version of `sampled` with its last token
         self._variant = np.zeros(stages.plan.slots, np.int8)          # per slot: what its sampling needs, an index of VARIANTS
         self._read_at = -1.0                                          # clock seconds at which the last batch was read
+        self._free = 0.0                                              # and at which the first stage should be free again
         self._compiles = 0
         self._lock = threading.Condition()
         self._closing = False
@@ -164,15 +169,27 @@ class Engine:
         with self._lock:
             now = self.clock.now()
             self._send(self.scheduler.expire(now))
-            batch = self.scheduler.start(now) if len(self._flights) < self._depth else None
+            pause = self._pause(now)
+            batch = self.scheduler.start(now) if not pause and len(self._flights) < self._depth else None
             if batch is not None:
                 self._flights.append(self._issue(batch))
+                self._free = max(now, self._free) + batch.seconds
         if batch is not None and len(self._flights) < self._depth:
+            return True
+        if pause and not self._flights[0].done.is_ready():
+            time.sleep(min(pause, TICK))
             return True
         if self._flights:
             self._read(self._flights.popleft())
             return True
         return False
+
+    def _pause(self, now: float) -> float:
+        """Seconds until the next batch should be started; 0 where a stage waits for it."""
+        if not self.config.mesh.spp <= len(self._flights) < self._depth:
+            return 0.0
+        early = self.scheduler.predictor.early(self._flights[-1].batch.seconds)
+        return max(0.0, self._free - early - now)
 
     @property
     def _depth(self) -> int:
@@ -234,6 +251,8 @@ class Engine:
         tokens, logprobs = self._fetch(flight)
         scores = self._fetch_scores(flight)
         self._learn(flight)
+        behind = list(self._flights)[self.config.mesh.spp - 1:]        # those that have not left the first stage
+        self._free = self._read_at + sum(other.batch.seconds for other in behind)
         with self._lock:
             self._send(self.scheduler.finish(flight.batch, tokens, self.clock.now(), logprobs, scores))
 

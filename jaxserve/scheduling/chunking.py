@@ -6,29 +6,40 @@ from collections.abc import Callable
 
 from jaxserve.scheduling.predictor import Lane, Predictor
 
+LEAST = 0.25                                          # of the decodes' time that chunks get where decodes alone take all there is
+
 
 class Room:
-    """What a step has room for: per lane, tokens (`left`) and what it does so far (`lanes`); `target` is the step's pace in seconds."""
+    """What a step has room for: per lane, tokens (`left`), what it does so far (`lanes`) and its seconds (`pace`). Paces of the step in
+    seconds: `target`, and `long`, which a prompt of several steps may not exceed, since what arrives meanwhile waits for the step's end."""
 
-    def __init__(self, predictor: Predictor, lanes: list[Lane], tokens: int, tile: int, target: float):
-        self.predictor, self.lanes, self.tile, self.target = predictor, lanes, tile, target
+    def __init__(self, predictor: Predictor, lanes: list[Lane], tokens: int, tile: int, target: float, long: float):
+        self.predictor, self.lanes, self.tile = predictor, lanes, tile
         self.left = [tokens] * len(lanes)
         self.base = [predictor.lane(lane) for lane in lanes]          # seconds before any chunk
-        self.chunks = 0
+        self.pace = self.base.copy()
+        least = (1 + LEAST) * max(self.base)
+        self.target = target if target > max(self.base) else least
+        self.long = min(self.target, max(long, least))
 
     def until(self, home: int, share: float) -> float:
         """The pace at which `share` of what the decodes leave of the target is used up."""
         return self.base[home] + share * max(0.0, self.target - self.base[home])
 
-    def pace(self, home: int, held: list[int] | None, cached: int, new: int) -> float:
-        """Seconds of the step with a chunk more."""
+    def so_far(self, home: int, held: list[int] | None) -> float:
+        """Seconds of the lanes on which a chunk would bear."""
+        return self.pace[home] if held is None else max(self.pace)
+
+    def seconds(self, home: int, held: list[int] | None, cached: int, new: int) -> float:
+        """Seconds of these lanes with a chunk more."""
         return self.predictor.with_chunk(self.lanes, home, held, cached, new)
 
     def take(self, home: int, held: list[int] | None, cached: int, new: int) -> None:
         """A chunk joins the step. Its share of the tokens is in whole tiles, as the device computes them."""
         self.predictor.add_chunk(self.lanes, home, held, cached, new)
+        for lane in range(len(self.lanes)) if held else (home,):
+            self.pace[lane] = self.predictor.lane(self.lanes[lane])
         self.left[home] = max(0, self.left[home] - -(-new // self.tile) * self.tile)
-        self.chunks += 1
 
 
 Chunking = Callable[[Room, int, "list[int] | None", int, int, float], int]
@@ -41,17 +52,17 @@ def static(room: Room, home: int, held: list[int] | None, cached: int, most: int
 
 def adaptive(room: Room, home: int, held: list[int] | None, cached: int, most: int, until: float) -> int:
     """The most tokens, in whole tiles or all that is left, with which the step is done by `until`; 0 where one tile is too much."""
-    above = room.pace(home, held, cached, most)
+    below = room.so_far(home, held)
+    if until <= below:
+        return 0
+    above = room.seconds(home, held, cached, most)
     if above <= until:
         return most
-    if most <= room.tile or until <= room.base[home]:
-        return 0
-    low, high = 0, -(-most // room.tile)                             # `low` tiles fit, `high` do not
-    below, even = room.base[home], False
+    low, high, even = 0, -(-most // room.tile), False                # `low` tiles fit, `high` do not
     while high - low > 1:
         middle = (low + high) // 2 if even else low + int((high - low) * (until - below) / (above - below))
         middle, even = min(max(middle, low + 1), high - 1), not even   # by turns where a line would cross, and half way
-        seconds = room.pace(home, held, cached, middle * room.tile)
+        seconds = room.seconds(home, held, cached, middle * room.tile)
         if seconds <= until:
             low, below = middle, seconds
         else:

@@ -1,9 +1,9 @@
 """What goes into a batch.
 
 Decodes go first and every one that can runs. Then prefill chunks, in the order of the policy, out of what is left of the step's time and
-of its tokens: sequences that are partly prefilled get the next chunk, waiting ones are admitted while there is a slot and there are pages
-for their whole prompt beside one for every decode. A prompt that cannot be finished in this step leaves a share of its time to shorter
-ones, the more the closer those are to their deadlines (prefill-prefill batching, medha.md M9), and takes what they leave.
+of its tokens: sequences that are partly prefilled get the next chunk, waiting ones are admitted while there is a slot and, as `admission`
+says, there are pages. A prompt that cannot be finished in this step leaves a share of its time to much shorter ones, the more the closer
+those are to their deadlines (prefill-prefill batching, medha.md M9), and takes what they leave.
 
 When a decode finds no page, the youngest prefilling sequence leaves, else the youngest decode after it: nothing more of it is issued,
 its tokens in flight still count, and once it is out of flight its pages go back and it waits again. Its output then is part of what it
@@ -17,13 +17,13 @@ stages, unless there is nothing else to do: so P batches in flight fill the stag
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxserve.cache import CacheManager
 from jaxserve.config import MeshConfig, SchedulerConfig
+from jaxserve.scheduling.admission import Admission
 from jaxserve.scheduling.batch import Batch
 from jaxserve.scheduling.chunking import CHUNKING, Room
 from jaxserve.scheduling.line import ARRIVAL, DUE, WORK, ranked
@@ -32,7 +32,8 @@ from jaxserve.scheduling.roster import DECODE, LEAVING, Roster
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slack import POLICIES, relative_slack
 
-GUESTS = 64                                           # prompts that are considered beside one that needs several steps
+SHORTER = 1 / 8                                       # of the work of a prompt that needs several steps: at most that have its guests
+GUESTS = 64                                           # prompts that are considered beside it
 PRESSING = 1 / 8                                      # share of its time that a guest has used up when it gets all that guests may have
 MISSES = 4                                            # of them in a row for which there was no room: no more are asked
 
@@ -71,7 +72,7 @@ class Chunk(NamedTuple):
 class Packer:
     def __init__(self, config: SchedulerConfig, mesh: MeshConfig, cache: CacheManager, roster: Roster, predictor: Predictor):
         self.config, self.mesh, self.cache, self.roster, self.predictor = config, mesh, cache, roster, predictor
-        self._refused = (-1, 0)                       # the waiting sequence that did not fit, and the pages it was offered
+        self.admission = Admission(cache, roster)
 
     def pack(self, number: int, now: float) -> tuple[Batch, list[Chunk]] | None:
         """Batch `number` and its prefill chunks, issued as far as the roster goes; None where nothing can run."""
@@ -81,15 +82,16 @@ class Packer:
         if not chunks and not decodes.size and self.mesh.spp > 1:
             decodes = self._decodes(number, hurry=True)
             room = self._room(decodes)
-        return (self._batch(number, decodes, chunks, self.predictor.stage(room.lanes)), chunks) if chunks or decodes.size else None
+        return (self._batch(number, decodes, chunks, max(room.pace)), chunks) if chunks or decodes.size else None
 
     def _room(self, decodes: np.ndarray) -> Room:
         """What a step with these decodes has room for. A token passes all stages, so a step may take its objective's P-th part."""
         cache = self.cache
         lanes = self.predictor.decodes(self.roster.issued[decodes], cache.home[decodes], cache.spread[decodes], cache.held[decodes])
         running = (self.roster.phase == DECODE) & (self.roster.issued < self.roster.end)
-        target = float(self.roster.tpot[running].min()) if running.any() else self.config.step_time
-        return Room(self.predictor, lanes, self.config.chunk_tokens, self.config.tile, target / self.mesh.spp)
+        long, stages = self.config.step_time, self.mesh.spp
+        target = float(self.roster.tpot[running].min()) if running.any() else long
+        return Room(self.predictor, lanes, self.config.chunk_tokens, self.config.tile, target / stages, long / stages)
 
     def _batch(self, number: int, decodes: np.ndarray, chunks: list[Chunk], seconds: float) -> Batch:
         roster, cache, slots, fed = self.roster, self.cache, decodes, decodes.size
@@ -167,12 +169,12 @@ class Packer:
         left = len(running)
         for index in ranked(POLICIES[self.config.policy](*facts)):
             runs = index < len(running)
-            if turn.closed and not left:
+            if not turn.admission.open and not left:
                 return
-            if turn.closed and not runs:                             # nobody else can come in
+            sequence = running[index] if runs else waiting[index - len(running)]
+            if not runs and not turn.admission.may(sequence):
                 continue
             left -= runs
-            sequence = running[index] if runs else waiting[index - len(running)]
             yield Candidate(sequence, float(fields[WORK, index]), float(slack[index]))
 
     def _clear_way(self) -> None:
@@ -186,17 +188,6 @@ class Packer:
         spare = max(self.cache.available - reserve, 0)
         start, room = int(self.roster.issued[sequence.slot]), int(self.cache.room[sequence.slot])
         return min(sequence.target - start, most, room + spare * self.cache.block_size - start)
-
-    def match(self, sequence: Sequence, spare: int) -> list[int] | None:
-        """Pages that hold a waiting sequence's first blocks; None where there are no pages for the rest of its prompt."""
-        if spare <= (self._refused[1] if self._refused[0] == sequence.number else 0):
-            return None
-        cache = self.cache
-        pages = cache.match(sequence.chain, (sequence.target - 1) // cache.block_size) if sequence.reads_cache else []
-        if cache.blocks(sequence.target) - len(pages) > spare - cache.evictable(pages):
-            self._refused = sequence.number, spare
-            return None
-        return pages
 
     def issue(self, sequence: Sequence, length: int) -> Chunk:
         """Gives the sequence's next tokens pages and counts them as issued."""
@@ -214,7 +205,7 @@ class Packer:
 class Turn:
     """The prefill part of one batch while it is being packed.
 
-    `reserve` pages are kept for decodes, `promised` ones for prompts that were admitted; `pending` is seconds of prefill per home lane.
+    `reserve` pages are kept for decodes; `pending` is seconds of prefill per home lane.
     """
 
     def __init__(self, packer: Packer, room: Room, now: float, reserve: int):
@@ -222,7 +213,8 @@ class Turn:
         self.config, self.cache, self.roster = packer.config, packer.cache, packer.roster
         self.pending = [0.0] * packer.mesh.kvp
         self.chunks: list[Chunk] = []
-        self.closed = not self.roster.free            # whether nobody can be admitted any more
+        self.admission = packer.admission
+        self.admission.begin(reserve)
         self.stuck = False                            # whether a prefilling sequence found no page
 
     def chunks_of(self, order: Iterator[Candidate]) -> list[Chunk]:
@@ -231,11 +223,11 @@ class Turn:
             place = self._place(first.sequence)
             if place is None:
                 continue
-            length = self._length(first.sequence, place, 1.0)
+            length = self._length(first.sequence, place, self.room.target)
             if self.config.chunking == "adaptive" and length < first.sequence.target - place.start:
                 place = self._admit(first.sequence, place)
                 self._share(first, place, order)
-                self._give(first.sequence, place, self._length(first.sequence, place, 1.0), force=True)
+                self._give(first.sequence, place, self._length(first.sequence, place, self.room.long), force=True)
                 break
             self._give(first.sequence, place, length, force=True)
             if self.stuck or not any(self.room.left):
@@ -243,17 +235,19 @@ class Turn:
         return self.chunks
 
     def _share(self, host: Candidate, place: Place, order: Iterator[Candidate]) -> None:
-        """Others in the host's step: on its lane shorter ones, for a share of the time; on other lanes all, for all of it."""
-        missed = 0
-        for guest in islice(order, GUESTS):
+        """Others in the host's step: on its lane much shorter ones, for a share of the time; on other lanes all, for all of it."""
+        missed = asked = 0
+        for guest in order:
             own = self._place(guest.sequence)
             if own is None:
                 continue
+            asked += 1
             apart = own.home != place.home and place.held is None
-            if apart or guest.work < host.work:
+            if apart or guest.work <= SHORTER * host.work:
                 share = 1.0 if apart else self.config.sharing * min(1.0, max(0.0, 1 - guest.slack) / PRESSING)
-                missed = 0 if self._give(guest.sequence, own, self._length(guest.sequence, own, share)) else missed + 1
-            if missed == MISSES or self.stuck:
+                length = self._length(guest.sequence, own, self.room.until(own.home, share))
+                missed = 0 if self._give(guest.sequence, own, length) else missed + 1
+            if missed == MISSES or asked == GUESTS or self.stuck:
                 break
 
     def _place(self, sequence: Sequence) -> Place | None:
@@ -263,24 +257,18 @@ class Turn:
             home = int(cache.home[slot])
             held = cache.held[slot].tolist() if cache.spread[slot] else None
             return Place(home, held, int(self.roster.issued[slot]), None) if room.left[home] else None
-        if self.closed:
-            return None
-        promised = sum(cache.blocks(s.target) - len(cache.tables[s.slot]) for s in self.roster.prefilling)
-        pages = self.packer.match(sequence, cache.available - self.reserve - promised)
         lanes = [lane for lane, left in enumerate(room.left) if left]
-        if pages is None or not lanes:
-            self.closed = True                        # nobody overtakes one that waits for pages: it would wait for ever
+        pages = self.admission.match(sequence) if self.admission.open and lanes else None
+        if pages is None:
             return None
         start = len(pages) * cache.block_size
         need = cache.blocks(min(start + self.config.chunk_tokens, sequence.target)) - len(pages)
         home = cache.choose_home(pages, lanes, need, self.pending)
         return Place(home, None, start, pages)
 
-    def _length(self, sequence: Sequence, place: Place, share: float) -> int:
+    def _length(self, sequence: Sequence, place: Place, until: float) -> int:
         most = min(sequence.target - place.start, self.room.left[place.home])
-        if most <= 0:
-            return 0
-        return CHUNKING[self.config.chunking](self.room, place.home, place.held, place.start, most, self.room.until(place.home, share))
+        return CHUNKING[self.config.chunking](self.room, place.home, place.held, place.start, most, until) if most > 0 else 0
 
     def _give(self, sequence: Sequence, place: Place, length: int, force: bool = False) -> bool:
         """The sequence's next chunk, of so many tokens; by `force`, if it is the first of the batch, of a tile at least."""
@@ -300,11 +288,11 @@ class Turn:
         """Gives a waiting sequence its slot and the pages that hold its first blocks; nothing for one that has them. Returns its place."""
         if place.pages is None:
             return place
-        tpot = sequence.request.slo.tpot
-        slot = self.roster.enter(sequence, place.start, self.config.tpot if tpot is None else tpot)
+        large = self.admission.large(sequence, len(place.pages))
+        slot = self.roster.enter(sequence, place.start, sequence.tpot, large)
         self.cache.admit(slot, place.pages, place.home)
         self.pending[place.home] += self.roster.work(place.start, sequence.target)
-        self.closed = not self.roster.free
+        self.admission.entered()
         if sequence.started is None:
             sequence.started, sequence.cached = self.now, place.start
         return self._place(sequence) or place._replace(pages=None)

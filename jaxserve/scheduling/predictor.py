@@ -18,6 +18,8 @@ from jaxserve.config import MeshConfig
 from jaxserve.scheduling.batch import Batch
 
 SHARPNESS = 4                                         # of the bend between two limits: (a^4 + b^4)^(1/4)
+HOST = 0.003                                          # seconds in which the host decides and issues a step
+ERRS = 0.1                                            # share by which a step may end before its predicted time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +98,12 @@ def _shares(held: Sequence[int]) -> list[float]:
     return [blocks / whole for blocks in held]
 
 
+def _fullest(reach: float, lanes: int, first: float, last: float) -> float:
+    """Tokens on the fullest lane, on average while a context grows from `first` to `last`: `reach`, and once all hold that, a share."""
+    even = min(max(first, reach * lanes), last)                       # from here on all lanes hold as much
+    return (reach * (even - first) + (last - even) * (even + last) / 2 / lanes) / (last - first)
+
+
 def bend(a: float, b: float) -> float:
     """The greater of two, with a smooth change from one to the other: where they are equal, 19 % above."""
     low, high = (a, b) if a < b else (b, a)
@@ -121,15 +129,22 @@ class Lane:
 
 
 class Predictor:
-    """Seconds of batches on a mesh. `scale` is what the online correction has learnt: it starts at 1."""
+    """Seconds of batches on a mesh. `reach` is how many tokens of a sequence a lane holds before the next one joins. `scale` is what the
+    online correction has learnt: it starts at 1."""
 
-    def __init__(self, costs: Costs, mesh: MeshConfig, memory: float = 0.05):
+    def __init__(self, costs: Costs, mesh: MeshConfig, reach: float = math.inf, memory: float = 0.05):
         self.mesh, self.memory = mesh, memory
+        self.reach = reach if mesh.kvp > 1 else math.inf
         self.use(costs)
 
     def use(self, costs: Costs) -> None:
         """Predicts with these costs from now on, as they are."""
         self.costs, self.layers, self.scale = costs, -(-costs.layers // self.mesh.spp), 1.0
+
+    def early(self, seconds: float) -> float:
+        """How long before its predicted end a step's successor is decided, so that it is issued in time: later, and the devices may wait;
+        earlier, and requests that come in between do. At once with NOMINAL costs, for they are not seconds."""
+        return math.inf if self.costs is NOMINAL else HOST + ERRS * seconds
 
     # --- one step
 
@@ -147,13 +162,20 @@ class Predictor:
         layer += costs.attention(lane.attention, costs.attend_decodes(count, context))
         if lane.spread:
             layer += costs.kvp + costs.kvp_token * lane.spread
-        head = costs.head + costs.head_token * lane.samples if lane.samples else 0.0
-        return (costs.launch + self.layers * layer + head) * self.scale
+        return (costs.launch + self.layers * layer) * self.scale + self.head(lane.samples)
 
-    def latency(self, stage: float, tokens: int) -> float:
-        """Seconds from a step's start to its tokens, given `stage` and its tokens: all stages, and the hops between them."""
-        costs, hops = self.costs, self.mesh.spp - 1
-        return self.mesh.spp * stage + hops * (costs.hop + costs.hop_token * tokens)
+    def head(self, samples: int) -> float:
+        """Seconds by which the last stage, where tokens are sampled, is slower than the others."""
+        return (self.costs.head + self.costs.head_token * samples) * self.scale if samples else 0.0
+
+    def hop(self, tokens: int) -> float:
+        """Seconds from one stage to the next."""
+        return self.costs.hop + self.costs.hop_token * tokens
+
+    def latency(self, stage: float, tokens: int, samples: int) -> float:
+        """Seconds from a step's start to its tokens, given `stage`, its tokens and how many a lane samples: through all stages, and the
+        hops between them."""
+        return stage + (self.mesh.spp - 1) * (stage - self.head(samples) + self.hop(tokens))
 
     def lanes(self, batch: Batch) -> list[Lane]:
         """A batch as the work of each lane."""
@@ -206,15 +228,24 @@ class Predictor:
 
     def prefill(self, cached: int, total: int, chunk: int) -> float:
         """Seconds to prefill tokens `cached` to before `total` alone, in chunks of `chunk`: the sum of the steps' paces (Medha, Eq. 4)."""
-        new = total - cached
-        if new <= 0:
+        if total <= cached:
             return 0.0
-        costs, steps = self.costs, math.ceil(new / chunk)
+        far = min(max(cached, self.reach), total)                     # from here on the context is spread over lanes
+        return self._chunks(cached, far, chunk, spread=False) + self._chunks(far, total, chunk, spread=True) + self.head(1)
+
+    def _chunks(self, cached: float, total: float, chunk: int, spread: bool) -> float:
+        if total <= cached:
+            return 0.0
+        costs, new, lanes = self.costs, total - cached, self.mesh.kvp if spread else 1
+        steps = math.ceil(new / chunk)
         size = new / steps
-        pairs = costs.pair * (cached + new / 2) * new
-        reads = costs.read * steps * (cached + (new + size) / 2)
-        layer = steps * (costs.linear(math.ceil(size)) + costs.chunk) + costs.chunk_token * new + bend(pairs, reads)
-        return (steps * costs.launch + self.layers * layer + costs.head + costs.head_token) * self.scale
+        context = _fullest(self.reach, lanes, cached, total) if spread else (cached + total) / 2
+        own = size / lanes
+        layer = steps * (costs.linear(math.ceil(own)) + costs.chunk) + costs.chunk_token * new
+        layer += bend(costs.pair * context * new, costs.read * steps * (context + own / 2))
+        if spread:
+            layer += steps * costs.kvp + costs.kvp_token * new
+        return (steps * costs.launch + self.layers * layer) * self.scale
 
     # --- learning while serving
 

@@ -34,6 +34,7 @@ class Roster:
         self.tpot = np.zeros(slots)                   # objective, seconds per output token
         self.flying = np.zeros(slots, np.int32)       # batches in flight that contain it
         self.last = np.zeros(slots, np.int64)         # batch it was last part of
+        self.large = np.zeros(slots, bool)            # see `admission`
         self.sequence: dict[int, Sequence] = {}       # by slot
         self.free = list(range(slots - 1, -1, -1))
         self.new: set[int] = set()                    # slots of which no batch has told yet
@@ -55,14 +56,14 @@ class Roster:
         line.remove(sequence)
         del self.sequences[sequence.number]
 
-    def enter(self, sequence: Sequence, issued: int, tpot: float) -> int:
+    def enter(self, sequence: Sequence, issued: int, tpot: float, large: bool) -> int:
         """One of the queue gets a slot; its first `issued` positions are in the cache."""
         self.queue.remove(sequence)
         slot = self.free.pop()
         self.new.add(slot)
         sequence.slot, self.sequence[slot] = slot, sequence
         self.phase[slot], self.number[slot], self.issued[slot], self.end[slot] = PREFILL, sequence.number, issued, sequence.end
-        self.tpot[slot] = tpot
+        self.tpot[slot], self.large[slot] = tpot, large
         insort(self.prefilling, sequence, key=age)
         return slot
 

@@ -17,11 +17,12 @@ from jaxserve.cache import CacheManager
 from jaxserve.config import MeshConfig, SchedulerConfig
 from jaxserve.request import Accepted, Event, Logprobs, Progress, Request, RequestError, Token
 from jaxserve.scheduling.batch import Batch
-from jaxserve.scheduling.line import WORK
+from jaxserve.scheduling.line import ARRIVAL, DUE, WORK
 from jaxserve.scheduling.packing import Packer
 from jaxserve.scheduling.predictor import NOMINAL, Costs, Predictor
 from jaxserve.scheduling.roster import ENDED, Roster
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
+from jaxserve.scheduling.slack import POLICIES
 
 Events = list[tuple[str, Event]]                      # request id, event
 NOT_FINITE = RequestError("", "the model's logits were not finite", "INTERNAL")
@@ -58,7 +59,7 @@ class Scheduler:
         costs: Costs = NOMINAL,
     ):
         self.config, self.cache, self.max_len = config, cache, max_len
-        self.predictor = Predictor(costs, mesh)
+        self.predictor = Predictor(costs, mesh, cache.reach)
         self._eos = frozenset(eos_ids)
         self._roster = Roster(config.max_seqs, cache, self._work)
         self.packer = Packer(config, mesh, cache, self._roster, self.predictor)
@@ -85,8 +86,7 @@ class Scheduler:
 
     def load(self) -> Load:
         free, cached, _ = self.cache.counts()
-        seconds = float(self._roster.queue.fields[WORK].sum())
-        seconds += sum(self._work(int(self._roster.issued[sequence.slot]), sequence.target) for sequence in self._roster.prefilling)
+        seconds = float(self._roster.queue.fields[WORK].sum()) + sum(map(self._left, self._roster.prefilling))
         started = sum(sequence.target - int(self._roster.issued[sequence.slot]) for sequence in self._roster.prefilling)
         return Load(self.running, self.waiting, started + self._roster.queue.tokens, seconds, free, self.cache.total, cached)
 
@@ -104,7 +104,7 @@ class Scheduler:
         if request.deadline is not None:
             insort(self._deadlines, (request.deadline, group[0].number, request.id))
         self._roster.wait(group[0])
-        return [Accepted(ahead)]
+        return [Accepted(ahead, self._predicted_ttft(group[0]))]
 
     def _sequences(self, request: Request) -> list[Sequence]:
         sampling, prompt = request.sampling, len(request.prompt)
@@ -116,7 +116,35 @@ class Scheduler:
             raise RequestError("prompt", f"with max_tokens {limit} it needs {need} pages, the cache has {self.cache.total}")
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
         due = request.arrival + max(self.objective(request), self._work(0, prompt))
-        return [Sequence(self._born + index, index, request, limit, stops, self.cache, due) for index in range(sampling.n)]
+        tpot = self.config.objectives[request.slo.class_name].tpot if request.slo.tpot is None else request.slo.tpot
+        return [Sequence(self._born + index, index, request, limit, stops, self.cache, due, tpot) for index in range(sampling.n)]
+
+    def _predicted_ttft(self, sequence: Sequence) -> float:
+        """Seconds from arrival to the first token of one that has just joined the queue: half of the step that was issued last, then what
+        the policy ranks before it now, shared by the lanes, then its own prefill. Decodes that share its steps do not count."""
+        roster, config = self._roster, self.config
+        begun = self._flight[-1].seconds / 2 if self._flight else 0.0
+        prefilling = [(other.request.arrival, other.due, self._left(other)) for other in roster.prefilling]
+        fields = np.concatenate([np.array(prefilling).reshape(-1, 3).T, roster.queue.fields], 1)
+        key, work = POLICIES[config.policy](sequence.request.arrival, fields[ARRIVAL], fields[DUE], fields[WORK]), fields[WORK]
+        own = float(work[-1])                                    # the youngest: those of equal rank go before it
+        ahead = work[:-1][key[:-1] <= key[-1]]
+        if config.chunking == "adaptive" and config.sharing > 0:
+            beside = own * (1 - config.sharing) / config.sharing         # what a longer prompt takes of the steps that both are in
+            ahead = np.where(ahead > own, np.minimum(ahead, beside), ahead)
+        return begun + float(ahead.sum()) / self.predictor.mesh.kvp + own + self._passage(sequence.target)
+
+    def _passage(self, prompt: int) -> float:
+        """Seconds that the last chunk of a prompt takes through the stages after the first."""
+        chunk = min(prompt, self.config.chunk_tokens)
+        pace = self._work(prompt - chunk, prompt)
+        if self.config.chunking == "adaptive":
+            pace = min(pace, self.config.step_time / self.predictor.mesh.spp)
+        return self.predictor.latency(pace, chunk, 1) - pace
+
+    def _left(self, sequence: Sequence) -> float:
+        """Seconds of prefill that are left of a running sequence."""
+        return self._work(int(self._roster.issued[sequence.slot]), sequence.target)
 
     def _work(self, cached: int, total: int) -> float:
         """Seconds to prefill tokens `cached` to before `total` in the largest chunks."""
@@ -124,12 +152,13 @@ class Scheduler:
 
     def objective(self, request: Request) -> float:
         """Seconds that the request gives us to its first token."""
-        own = self.first_token_in(len(request.prompt)) * 2.0**request.priority
-        return own if request.slo.ttft is None else request.slo.ttft
+        given = self.first_token_in(len(request.prompt), request.slo.class_name) * 2.0**request.priority
+        return given if request.slo.ttft is None else request.slo.ttft
 
-    def first_token_in(self, prompt: int) -> float:
-        """The objective for the first token after so many, where the request names none."""
-        return max(self.config.ttft, self.config.ttft_stretch * self._work(0, prompt))
+    def first_token_in(self, prompt: int, class_name: str | None = None) -> float:
+        """The objective for the first token after so many, where a request of the class names none."""
+        given = self.config.objectives[class_name]
+        return max(given.ttft, given.ttft_stretch * self._work(0, prompt))
 
     def start(self, now: float) -> Batch | None:
         """The next batch, to be run after all batches before it; None where nothing can be issued now."""

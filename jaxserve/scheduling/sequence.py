@@ -36,9 +36,11 @@ class Sequence:
     tokens were known when it was last queued: these are prefilled, and what is sampled after the last of them is fed on the device.
     """
 
-    def __init__(self, number: int, index: int, request: Request, limit: int, stops: frozenset[int], cache: CacheManager, due: float):
+    def __init__(self, number: int, index: int, request: Request, limit: int, stops: frozenset[int], cache: CacheManager, due: float,
+                 tpot: float):
         self.number, self.index, self.request, self.id = number, index, request, request.id
         self.due = due                                # clock seconds at which its first token should come
+        self.tpot = tpot                              # objective, seconds per output token
         self.limit, self.end, self.stops = limit, len(request.prompt) + limit - 1, stops
         self.history = History(request.prompt)
         self.output = self.history.output

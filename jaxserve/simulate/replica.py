@@ -1,7 +1,7 @@
 """A virtual replica: the scheduler's batches pass through virtual stages, each for as long as the predictor says.
 
-Batches are issued as the live engine issues them, up to `lookahead` ahead of the stages, so what is decided when is the same. A stage
-runs one batch at a time; the next one enters as soon as the one before has left it (Medha 3.3).
+Batches are issued as the live engine issues them, up to `lookahead` ahead of the stages and no earlier than need be, so what is decided
+when is the same. A stage runs one batch at a time; the next one enters as soon as the one before has left it (Medha 3.3).
 """
 
 from __future__ import annotations
@@ -64,12 +64,13 @@ class Pipeline:
 
     def enter(self, now: float, batch: Batch) -> tuple[float, float]:
         """When the batch enters the first stage and leaves the last."""
-        costs, tokens = self.predictor.costs, int(batch.length.sum())
+        tokens = int(batch.length.sum())
+        hop, head = self.predictor.hop(tokens), self.predictor.head(int(np.bincount(batch.lane[batch.feed]).max(initial=0)))
         began = at = max(now, self.free[0], float(self.left[batch.slot[batch.feed]].max(initial=0.0)))
         for stage, free in enumerate(self.free):
-            at = max(at, free) + batch.seconds
-            self.free[stage] = at
-            at += costs.hop + costs.hop_token * tokens if stage + 1 < len(self.free) else 0.0
+            last = stage + 1 == len(self.free)
+            self.free[stage] = at = max(at, free) + batch.seconds - (0.0 if last else head)
+            at += 0.0 if last else hop
         self.left[batch.slot[batch.sample]] = at
         return began, at
 
@@ -95,17 +96,18 @@ class VirtualReplica:
 
     def run(self, requests: Iterable[tuple[Request, str]], until: float = float("inf")) -> None:
         """Executes (request, kind) pairs in the order of their arrival, to the end or to clock second `until`."""
-        coming = iter(requests)
+        coming, now = iter(requests), 0.0
         following = next(coming, None)
         while following is not None or self._flights:
             landing = self._flights[0][0] if self._flights else float("inf")
-            now = min(landing, following[0].arrival if following is not None else float("inf"))
+            arrival = following[0].arrival if following is not None else float("inf")
+            now = min(landing, arrival, self._due if self._due > now else float("inf"))
             if now > until:
                 return
-            if following is not None and following[0].arrival <= landing:
+            if arrival <= now:
                 self._add(*following)
                 following = next(coming, None)
-            else:
+            elif landing <= now:
                 self._land(now)
             self._issue(now)
 
@@ -124,7 +126,7 @@ class VirtualReplica:
             self.records.append(Record(request.id, kind, len(request.prompt), 0, 0, at, at, at, at, "refused"))
 
     def _issue(self, now: float) -> None:
-        while len(self._flights) < self.mesh.spp + self.lookahead:
+        while len(self._flights) < self.mesh.spp + self.lookahead and self._due <= now:
             batch = self.scheduler.start(now)
             if batch is None:
                 return
@@ -133,6 +135,13 @@ class VirtualReplica:
             self.busy += batch.seconds
             if self.keep_steps:
                 self.steps.append(_step(batch, start, end))
+
+    @property
+    def _due(self) -> float:
+        """Clock second from which on the next batch may be issued: at once, unless it would wait for the stages."""
+        if len(self._flights) < self.mesh.spp:
+            return 0.0
+        return self._pipeline.free[0] - self.scheduler.predictor.early(self._flights[-1][1].seconds)
 
     def _land(self, now: float) -> None:
         _, batch = self._flights.popleft()

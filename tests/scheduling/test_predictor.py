@@ -169,8 +169,15 @@ def test_layers_are_divided_over_the_stages_and_the_largest_share_counts():
 
 def test_a_step_goes_through_all_stages_and_the_hops_between_them():
     predictor = Predictor(Costs(layers=1, hop=5, hop_token=0.5), MeshConfig(spp=4))
-    assert predictor.latency(10.0, 6) == 4 * 10 + 3 * (5 + 3)
-    assert Predictor(Costs(layers=1, hop=5), MeshConfig()).latency(10.0, 6) == 10
+    assert predictor.latency(10.0, 6, samples=0) == 4 * 10 + 3 * (5 + 3)
+    assert Predictor(Costs(layers=1, hop=5), MeshConfig()).latency(10.0, 6, samples=0) == 10
+
+
+def test_tokens_are_sampled_in_the_last_stage_only():
+    predictor = Predictor(Costs(layers=4, linear_token=1, head=5, head_token=0.5), MeshConfig(spp=4))
+    step = [Lane(decodes=2, samples=2)]
+    assert predictor.stage(step) == 2 + 5 + 1                                                    # the pace is that of the slowest stage
+    assert predictor.latency(predictor.stage(step), 2, samples=2) == 4 * 2 + 5 + 1
 
 
 def test_prefill_falls_with_the_stages_but_for_the_hand_off():
@@ -181,7 +188,7 @@ def test_prefill_falls_with_the_stages_but_for_the_hand_off():
         predictor = Predictor(made, MeshConfig(spp=stages))
         assert predictor.prefill(0, total, chunk) == pytest.approx(whole / stages)
         pace = predictor.with_chunk([Lane()], 0, None, total - chunk, chunk)
-        first_token = whole / stages + predictor.latency(pace, chunk) - pace
+        first_token = whole / stages + predictor.latency(pace, chunk, samples=0) - pace
         assert first_token == pytest.approx(whole / stages + (stages - 1) * (pace + 7))
         assert first_token < whole / stages * 1.5 or stages == 1
 
@@ -233,6 +240,26 @@ def test_prefill_of_whole_chunks_is_exact_where_attention_has_one_limit(total):
     predictor = Predictor(Costs(layers=3, launch=1, linear_floor=4, linear_token=0.01, chunk=2, chunk_token=0.1, pair=1e-4, head=5,
                                 head_token=6), MeshConfig())
     assert predictor.prefill(0, total, 512) == pytest.approx(alone(predictor, total, 512))
+
+
+def grown(context: int, reach: int, lanes: int) -> list[int]:
+    """Tokens per lane when lanes join one by one, each with its share, and fill up evenly once all have theirs."""
+    if context >= reach * lanes:
+        return [context // lanes] * lanes
+    return [min(max(context - lane * reach, 0), reach) for lane in range(lanes)]
+
+
+@pytest.mark.parametrize("lanes", [2, 4])
+@pytest.mark.parametrize("total", [1000, 4096, 6144, 16384, 65536])
+def test_prefill_over_lanes_is_the_sum_of_its_steps(total, lanes):
+    """Local up to 4096 tokens, then dealt over all lanes, of which the fullest decides; two lanes hold 2 x 4096, four 4 x 4096."""
+    made, reach, chunk = Costs(layers=2, linear_token=1, pair=1e-3, chunk=1, launch=3, kvp=7, kvp_token=0.25), 4096, 512
+    predictor, steps = Predictor(made, MeshConfig(kvp=lanes), reach), 0.0
+    for start in range(0, total, chunk):
+        held, new = grown(start, reach, lanes), min(chunk, total - start)
+        steps += predictor.with_chunk([Lane()] * lanes, 0, held if start >= reach else None, start, new)
+    assert predictor.prefill(0, total, chunk) == pytest.approx(steps, rel=0.03)
+    assert predictor.prefill(0, total, chunk) <= Predictor(made, MeshConfig()).prefill(0, total, chunk) + 128 * 2 * (7 + 0.25 * chunk)
 
 
 def test_prefill_goes_on_from_what_is_cached():

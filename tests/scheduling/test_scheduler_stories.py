@@ -29,7 +29,8 @@ def test_a_prompt_is_prefilled_in_chunks_then_decoded():
     assert chunks(replica.step()) == [(0, 11, 1, "decode")]
     assert replica.start() is None
     accepted, progress, *tokens, finished = replica.heard["r0"]
-    assert (accepted, progress) == (Accepted(0), Progress(0, 6, 10, progress.ttft))
+    assert (accepted, progress) == (Accepted(0, accepted.predicted_ttft), Progress(0, 6, 10, progress.ttft))
+    assert accepted.predicted_ttft == pytest.approx(1e-3)                              # ten tokens, at a nominal 0.1 ms each
     assert progress.ttft == pytest.approx(4e-4, rel=0.1)                               # the four tokens left, at a nominal 0.1 ms each
     assert [type(token) for token in tokens] == [Token] * 3 and (finished.reason, finished.usage.completion) == ("length", 3)
 

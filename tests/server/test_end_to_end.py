@@ -9,10 +9,12 @@ from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.llm import open_engine
 from jaxserve.options import make
 from jaxserve.request import RequestError, SamplingParams
+from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import Client
 from jaxserve.server.launch import Background
 
-SETTINGS = {"model": "random:tiny", "max_model_len": 256, "chunk_tokens": 16, "max_seqs": 4, "pages": 80, "max_queue": 64}
+SETTINGS = {"model": "random:tiny", "max_model_len": 256, "chunk_tokens": 16, "max_seqs": 4, "pages": 80, "max_queue": 64,
+            "classes": "chat:ttft=0.5,tpot=0.05;batch:ttft=600"}
 PROMPTS = [[i + 3, *range(5, 5 + 7 * i)] for i in range(1, 9)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
 
@@ -46,6 +48,15 @@ def test_the_server_gives_the_tokens_of_offline_use(client, offline):
         assert completion.ids == wanted.ids and completion.reason == wanted.reason == "length"
         assert [p.top[0][0] for p in completion.logprobs] == completion.ids
         assert [p.chosen for p in completion.logprobs] == pytest.approx([p.chosen for p in wanted.logprobs], abs=1e-4)
+
+
+def test_a_request_of_a_class_gives_the_same_tokens_and_hears_when_the_first_is_expected(client, offline):
+    for name, prompt, wanted in zip(("chat", "batch"), PROMPTS, offline):
+        accepted, *_, finished = client.generate(prompt, GREEDY, slo=pb.Slo(class_name=name))
+        assert accepted.predicted_ttft > 0 and finished.usage.completion == 12
+        assert client.complete(prompt, GREEDY, slo=pb.Slo(class_name=name))[0].ids == wanted.ids
+    with pytest.raises(RequestError, match="known are chat, batch"):
+        client.complete(PROMPTS[0], GREEDY, slo=pb.Slo(class_name="other"))
 
 
 def test_cancelled_requests_leave_every_page(client):

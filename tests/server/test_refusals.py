@@ -8,6 +8,8 @@ import time
 import grpc
 import pytest
 
+from jaxserve.config import EngineConfig
+from jaxserve.options import make
 from jaxserve.request import RequestError, SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import Client, ServerError
@@ -37,6 +39,8 @@ BAD_REQUESTS = [
     ("messages", {"chat": pb.Chat()}), ("messages", {"chat": pb.Chat(messages=[pb.Chat.Message(role="user")] * 10_001)}),
     ("request_id", {"text": "x", "request_id": "x" * 300}),
     ("slo.ttft_ms", {"text": "x", "slo": pb.Slo(ttft_ms=-1)}), ("slo.tbt_ms", {"text": "x", "slo": pb.Slo(tbt_ms=NAN)}),
+    ("slo.class_name", {"text": "x", "slo": pb.Slo(class_name="chat")}),
+    ("slo.class_name", {"text": "x", "slo": pb.Slo(class_name="x" * 10**6)}),
     ("kv.cache_salt", {"text": "x", "kv": pb.KvOptions(cache_salt="x" * 2000)}),
     ("stop", {"text": "x", "ids_only": True, "sampling": pb.SamplingParams(stop=["x"])}),
 ]
@@ -61,6 +65,20 @@ def test_the_field_at_fault_is_in_the_metadata(serve):
     with pytest.raises(ServerError, match="top_p") as error:
         serve().client.complete("x", SamplingParams(top_p=7))
     assert (error.value.field, error.value.status) == ("top_p", "INVALID_ARGUMENT")
+
+
+def test_a_class_that_the_server_does_not_have_is_refused_with_those_that_it_has_and_leaves_nothing(serve):
+    engine = FakeEngine()
+    engine.config = make(EngineConfig, {"classes": "chat:ttft=0.5;batch:ttft=600"})
+    served = serve(engine)
+    for name in ("Chat", "chat ", "secret", "\n\0\u20ac"):
+        with pytest.raises(ServerError) as error:
+            served.client.complete("x", request_id="r", slo=pb.Slo(class_name=name))
+        assert (error.value.field, error.value.status) == ("slo.class_name", "INVALID_ARGUMENT")
+        assert str(error.value) == f"slo.class_name: {name!r} is not a class of requests here; known are chat, batch"
+    assert not engine.requests and not served.server.server.inference.streams and engine.prefill_steps == 0
+    for name in ("chat", "batch", ""):
+        assert served.client.complete("x", SamplingParams(max_tokens=1), request_id="r", slo=pb.Slo(class_name=name))
 
 
 def test_unset_sampling_takes_the_defaults_not_zero(serve):

@@ -1,8 +1,12 @@
 import pytest
 
 from jaxserve.completion import Delta
-from jaxserve.request import Accepted, Finished, Progress, SamplingParams
+from jaxserve.config import EngineConfig
+from jaxserve.options import make
+from jaxserve.request import Accepted, Finished, Progress, SamplingParams, Slo
+from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import ServerError
+from jaxserve.server.convert import event_message, output_of
 from tests.server.fakes import EOS, FakeEngine, expected
 
 GREEDY = {"temperature": 0, "max_tokens": 5}
@@ -72,6 +76,23 @@ def test_the_server_tells_about_itself(serve):
     assert (info.state, info.mesh.spp, info.details["devices"]) == ("serving", 1, "1")
     assert (model.vocab, model.max_len, list(model.eos_ids), model.has_tokenizer) == (257, 4096, [EOS], True)
     assert client.load().pages_total == 10
+
+
+def test_the_server_tells_its_classes_and_a_request_keeps_its_own_with_its_objectives(serve):
+    engine, seen = FakeEngine(), []
+    engine.config = make(EngineConfig, {"classes": "chat:ttft=0.5;batch:ttft=600"})
+    served, submit = serve(engine), engine.submit
+    engine.submit = lambda request, sink: (seen.append(request.slo), submit(request, sink))
+    assert list(served.client.server_info().classes) == ["chat", "batch"]
+    for slo in (pb.Slo(class_name="batch", ttft_ms=1500), pb.Slo(class_name="chat", tbt_ms=20), pb.Slo()):
+        served.client.complete("hi", SamplingParams.make(**GREEDY), slo=slo)
+    assert seen == [Slo(1.5, None, "batch"), Slo(None, 0.02, "chat"), Slo()]
+
+
+def test_the_predicted_time_to_the_first_token_survives_the_wire():
+    message = event_message("r", 7, Accepted(3, 1.25))
+    assert (message.accepted.request_id, message.accepted.prompt_tokens, message.accepted.predicted_ttft) == ("r", 7, 1.25)
+    assert output_of(message) == Accepted(3, 1.25)
 
 
 def test_silence_is_broken_by_progress(serve):

@@ -85,10 +85,13 @@ def test_a_second_request_joins_the_step_after_it_came():
     assert times(play(made(), (0.0, 100, 3), (0.7, 10, 3))) == [(1.0, 1.13), (1.11, 1.14)]
 
 
-def test_with_a_step_of_lookahead_it_joins_one_step_later():
-    """The step after 1.0 was issued at 0.64, before the second request came at 0.7: it is a decode alone."""
-    assert times(play(made(lookahead=1), (0.0, 100, 4), (0.7, 10, 2))) == [(1.0, 1.14), (1.12, 1.14)]
-    assert times(play(made(lookahead=0), (0.0, 100, 4), (0.7, 10, 2))) == [(1.0, 1.14), (1.11, 1.13)]
+@pytest.mark.parametrize("came, lookahead, second", [
+    (0.70, 0, (1.11, 1.13)), (0.97, 0, (1.11, 1.13)),
+    (0.70, 1, (1.11, 1.13)), (0.96, 1, (1.11, 1.13)), (0.97, 1, (1.12, 1.14)),
+])
+def test_a_step_ahead_is_decided_shortly_before_the_stages_are_free(came, lookahead, second):
+    """The step of 0.36 s before 1.0 has its successor issued 3 ms and a tenth of it earlier, at 0.961: who comes later joins the next."""
+    assert times(play(made(lookahead=lookahead), (0.0, 100, 4), (came, 10, 2))) == [(1.0, 1.14), second]
 
 
 def test_three_requests_first_come_first_served():
@@ -269,7 +272,8 @@ def test_every_decode_is_part_of_every_step(chunking):
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_with_stages_every_decode_runs_in_one_of_so_many_steps(stages):
-    """A batch takes a P-th of the decodes, those that have waited longest; one more step, where their number changes."""
+    """A batch takes a P-th of the decodes, those that have waited longest: every P-th step, and up to P - 1 steps later where others have
+    ended, until those of one batch are spread over P."""
     replica = made(mesh=MeshConfig(spp=stages), policy="slack", max_seqs=32, lookahead=1, scheduler=Watched)
     play(replica, *mixed(np.random.default_rng(5), 80, 0.5))
     last: dict[int, int] = {}
@@ -279,7 +283,7 @@ def test_with_stages_every_decode_runs_in_one_of_so_many_steps(stages):
             waits += [batch.number - last[seq]] if feed else []
             if sample:
                 last[seq] = batch.number
-    assert len(waits) > 400 and max(waits) <= stages + 1 and min(waits) >= 1
+    assert len(waits) > 400 and max(waits) <= 2 * stages - 1 and min(waits) >= 1 and np.mean(waits) < stages + 0.1
 
 
 # --- objectives
