@@ -25,6 +25,7 @@ setup(
         "jax>=0.10.2", "flax>=0.12", "orbax-checkpoint>=0.11", "numpy>=1.26", "ml_dtypes>=0.4",
         "grpcio>=1.67.1", "grpcio-health-checking>=1.67.1", "grpcio-reflection>=1.67.1", "protobuf>=5.27.2",
         "absl-py>=2.1", "tokenizers>=0.20", "gguf>=0.10", "jinja2>=3.1", "tqdm>=4.66", "scipy>=1.11",
+        "prometheus-client>=0.20",
     ],
     extras_require={"test": TEST, "dev": [*TEST, "grpcio-tools>=1.67.1", "mypy>=1.11"], "hub": ["huggingface_hub>=0.24"],
                     "experiments": ["matplotlib>=3.8", "pandas>=2.1", "pyarrow>=14", "scipy>=1.11"]},

@@ -112,7 +112,7 @@ class SchedulerConfig(Objectives):
     @functools.cached_property
     def objectives(self) -> Mapping[str | None, Objectives]:
         """By class of requests; None: of those that name none."""
-        return {None: self, **_classes(self.classes, self)}
+        return _classes(self.classes, self)
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -129,9 +129,9 @@ class SchedulerConfig(Objectives):
         return -(-self.chunk_tokens // self.tile)
 
 
-def _classes(text: str, default: Objectives) -> dict[str, Objectives]:
-    """'chat:ttft=0.5,tpot=0.05;batch:stretch=20' -> objectives by class; what is left out is `default`'s. Errors: ConfigError."""
-    found: dict[str, Objectives] = {}
+def _classes(text: str, default: Objectives) -> dict[str | None, Objectives]:
+    """'chat:ttft=0.5,tpot=0.05;batch:stretch=20' -> objectives by class, None's too; the rest is `default`'s. Errors: ConfigError."""
+    found: dict[str | None, Objectives] = {None: default}
     for part in filter(None, map(str.strip, text.split(";"))):
         name, _, fields = map(str.strip, part.partition(":"))
         if not CLASS_NAME.fullmatch(name):
@@ -185,6 +185,8 @@ class EngineConfig(Checked):
 class ServerConfig(Checked):
     host: str = option("127.0.0.1", "address to listen on; addresses beyond loopback need insecure=true until authentication exists")
     port: int = option(8470, "gRPC port; 0 takes a free one", low=0, high=65535)
+    metrics_port: int | None = option(None, "port of /metrics for Prometheus, over HTTP on the same address; 0 takes a free one and logs "
+                                            "which; default: none", low=0, high=65535)
     insecure: bool = option(False, "allow a non-loopback address without authentication")
     reflection: bool = option(True, "serve gRPC reflection")
     max_message_mib: int = option(256, "largest gRPC message, in MiB", low=1, high=2047)

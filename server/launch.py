@@ -24,6 +24,7 @@ from jaxserve.request import RequestError
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.control import Control
 from jaxserve.server.door import CONTROL_LIMIT, handlers
+from jaxserve.server.scrape import Scrape
 from jaxserve.server.service import DRAINING, SERVING, STARTING, Inference
 
 log = logging.getLogger(__name__)
@@ -60,11 +61,12 @@ def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
 
 
 class Server:
-    """A server on the running event loop. `port` is the one it listens on."""
+    """A server on the running event loop. `port` is the one it listens on; `scrape` serves its metrics, if it has a port for them."""
 
     def __init__(self, config: ServerConfig):
         check_host(config)
         self.config, self.inference, self.port = config, Inference(config), 0
+        self.scrape: Scrape | None = None
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(options=channel_options(config))
         self._server.add_generic_rpc_handlers((
@@ -84,11 +86,16 @@ class Server:
             self.port = self._server.add_insecure_port(f"{host}:{self.config.port}")
         except RuntimeError:
             raise ConfigError("port", f"cannot listen on {host}:{self.config.port}: is it taken?") from None
+        if self.config.metrics_port is not None:
+            self.scrape = Scrape(self.config.host, self.config.metrics_port)
+            log.info("metrics on http://%s:%d/metrics", host, self.scrape.port)
         await self._server.start()
         self._watcher = asyncio.create_task(self._watch())
 
     async def open(self, engine: Any, tokenizer: Any) -> None:
         self.inference.open(engine, tokenizer)
+        if self.scrape is not None:
+            self.scrape.registry = engine.metrics.registry
         await self._tell_health()
         log.info("serving on %s:%d", self.config.host, self.port)
 
@@ -108,6 +115,8 @@ class Server:
     async def stop(self) -> None:
         self._watcher.cancel()
         await self._server.stop(STOP_SECONDS)
+        if self.scrape is not None:
+            await asyncio.to_thread(self.scrape.close)
 
     async def _watch(self) -> None:
         period = min(0.25, self.config.progress_interval / 4)

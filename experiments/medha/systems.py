@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -28,12 +27,6 @@ SMALL = System(shape_of("llama3-8b"), "a100", MeshConfig(tp=8, spp=2))          
 LARGE_2D = System(shape_of("llama3-70b"), "h100", MeshConfig(tp=8, spp=8))          # Medha 5.3: eight DGX-H100
 LARGE_3D = System(shape_of("llama3-70b"), "h100", MeshConfig(tp=8, spp=4, kvp=2))
 
-# Settings of our scheduler that make it a system of the paper; others are rows of BASELINES there. The paper's LRS ranks by relative slack,
-# without space sharing (5.4); its Medha-FCFS keeps adaptive chunks.
-VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "medha": {},
-    "lrs": dict(sharing=0.0),
-}
 
 
 @dataclass(frozen=True)
@@ -80,7 +73,7 @@ class Run:
 
 
 def run(name: str, case: Case, settings: Settings, system: System = SMALL) -> Run:
-    """`name`: a row of VARIANTS or of jaxserve's BASELINES."""
+    """`name`: medha, or a row of jaxserve's BASELINES."""
     return _run(name, case, settings, system)
 
 
@@ -88,8 +81,8 @@ def run(name: str, case: Case, settings: Settings, system: System = SMALL) -> Ru
 def _run(name: str, case: Case, settings: Settings, system: System) -> Run:
     scheduler, cache = configs({option.name: option.default for option in scheduling_options()})
     arrivals = case.arrivals(settings)
-    if name in VARIANTS:
-        outcome = execute(system.replica(replace(scheduler, **VARIANTS[name]), cache), arrivals, until=case.seconds)
+    if name == "medha":
+        outcome = execute(system.replica(scheduler, cache), arrivals, until=case.seconds)
     else:
         outcome = compare(name, system, scheduler, cache, arrivals, until=case.seconds)
     end = min(case.seconds, max((record.end for record in outcome.records), default=0.0))

@@ -93,14 +93,14 @@ class CacheManager:
     def admit(self, slot: int, pages: list[int], home: int) -> None:
         """Gives an empty slot the matched `pages` and its home lane."""
         assert not self.tables[slot], f"slot {slot} is taken"
-        self.pages.hold(pages)
-        matched = self._by_lane(pages)
         self.home[slot] = self._lane[slot] = home
-        self.held[slot] = matched
-        self.spread[slot] = matched.sum() > matched[home]
+        self.held[slot], self.spread[slot] = 0, False
         self.tables[slot] = list(pages)
         self.room[slot] = len(pages) * self.block_size
         if pages:
+            self.pages.hold(pages)
+            self.held[slot] = matched = self._by_lane(pages)
+            self.spread[slot] = matched.sum() > matched[home]
             self._hits.append(self._rows(slot, np.asarray(pages, np.intp)))
 
     def _by_lane(self, pages: list[int]) -> np.ndarray:
@@ -122,7 +122,8 @@ class CacheManager:
         held, lane = self.held[slot].tolist(), self._lane[slot]
         for _ in range(blocks):
             block = len(table)
-            lane = self._place(View(self.pages.available(), held, lane, self._limit, block, slot))
+            if len(held) > 1:
+                lane = self._place(View(self.pages.available(), held, lane, self._limit, block, slot))
             page = self.pages.take(lane)
             self._deltas += (lane, slot, held[lane], page - lane * per_lane, block)
             held[lane] += 1

@@ -231,7 +231,7 @@ def _fill_singles(batch: Batch, view: dict[str, np.ndarray], shape: Shape, last:
         ids[given] = batch.tokens[_tokens_at(batch)[given]]
     local, spread = (0, 0), _sizes(shape.local)
     for flag, (row, token), (rows, _) in ((False, local, shape.decode), (True, spread, shape.spread_decode)):
-        group = np.flatnonzero(single & (batch.spread == flag)) if rows else ()
+        group = np.flatnonzero(single & (batch.spread == flag)) if rows else np.empty(0, np.intp)
         for lane, mine in enumerate(_per_lane(group, batch.lane[group], lanes) if len(group) else ()):
             where = view["rows"][lane, row : row + len(mine)]
             where[:, 0], where[:, 1], where[:, 2] = batch.slot[mine], batch.start[mine], 1

@@ -14,8 +14,8 @@ import logging
 import random
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc, deque
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -25,12 +25,14 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import sampling
 from jaxserve.engine.arrays import Arrays, Piece, Work, to_arrays
 from jaxserve.engine.stages import SCORES, Hidden, Sampled, Stages
+from jaxserve.metrics import Metrics
 from jaxserve.request import Event, Finished, Logprobs, Request, RequestError
 from jaxserve.scheduling import Batch, Load, Scheduler
+from jaxserve.scheduling.sequence import Sequence
 
 TICK = 0.001                                         # seconds between looks at a step that may end early
 log = logging.getLogger(__name__)
-Sink = Callable[[Sequence[Event]], None]
+Sink = Callable[[abc.Sequence[Event]], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +47,15 @@ class Score:
 
 @dataclasses.dataclass
 class Caller:
-    """Who hears of a request: its sink, its seed, and how many of its completions have not ended."""
+    """Who hears of a request: its sink, its seed, how many of its completions have not ended, and whether one of them has begun. `due` is
+    the clock second for its first token."""
 
+    request: Request
     sink: Sink
     seed: int
     left: int
+    due: float
+    begun: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +90,7 @@ class Engine:
         self._lock = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.metrics = Metrics(stages.plan.slots, config.scheduler.class_names, self._readings)
 
     @property
     def _platform(self) -> str:
@@ -105,7 +112,7 @@ class Engine:
                 raise RequestError("", "the engine is not running", "UNAVAILABLE")
             events = self.scheduler.add(request)
             seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
-            self._callers[request.id] = Caller(sink, seed, request.sampling.n)
+            self._callers[request.id] = Caller(request, sink, seed, request.sampling.n, self.scheduler.due(request))
             self._lock.notify()
             self._send([(request.id, event) for event in events])
 
@@ -128,6 +135,16 @@ class Engine:
     def load(self) -> Load:
         with self._lock:
             return self.scheduler.load()
+
+    def _readings(self) -> dict[str, float]:
+        """See metrics.READ."""
+        load = self.load()
+        return {
+            "num_requests_running": load.running, "num_requests_waiting": load.waiting,
+            "kv_cache_usage_perc": (load.pages_total - load.pages_free - load.pages_cached) / load.pages_total,
+            "queued_prefill_seconds": load.queued_prefill_seconds, "predictor_scale": self.scheduler.predictor.scale,
+            "xla_compiles": self.stages.programs.compiles,
+        }
 
     def info(self) -> dict:
         """What runs here: mesh, model, type, pages, programs."""
@@ -176,7 +193,7 @@ class Engine:
                 self._free = max(now, self._free) + batch.seconds
         if batch is not None and len(self._flights) < self._depth:
             return True
-        if pause and not self._flights[0].done.is_ready():
+        if pause and not self._flights[0].done.is_ready():                   # type: ignore[attr-defined]
             time.sleep(min(pause, TICK))
             return True
         if self._flights:
@@ -222,6 +239,7 @@ class Engine:
         for launch in sampling.admissions(params, int(batch.lane[chunk]), int(batch.slot[chunk]), sequence.request.prompt,
                                           sequence.output, seed, self._eos):
             self.stages.admit(launch)
+        self.metrics.admitted(int(batch.slot[chunk]), sequence.tpot, sequence.request.slo.class_name, sequence.last)
         self._variant[batch.slot[chunk]] = 2 if params.logprobs is not None else 0 if params.greedy else 1
 
     def _scores(self, batch: Batch, arrays: Arrays, hidden: Hidden) -> list[Score]:
@@ -254,15 +272,57 @@ class Engine:
         behind = list(self._flights)[self.config.mesh.spp - 1:]        # those that have not left the first stage
         self._free = self._read_at + sum(other.batch.seconds for other in behind)
         with self._lock:
-            self._send(self.scheduler.finish(flight.batch, tokens, self.clock.now(), logprobs, scores))
+            now, prefilled = self.clock.now(), self._prefilled(flight.batch)
+            events = self.scheduler.finish(flight.batch, tokens, now, logprobs, scores)
+            self._count(flight.batch, prefilled, now)
+            self._send(events)
 
     def _learn(self, flight: Flight) -> None:
         """Tells the predictor how long a step took: since it was issued, or since the one before it left the stages."""
         now, before = self.clock.now(), max(self._read_at, flight.issued)
         compiles, self._compiles = self._compiles, self.stages.programs.compiles
         self._read_at = now
-        if compiles == self._compiles and (self.config.mesh.spp == 1 or before > flight.issued):
+        comparable = compiles == self._compiles and (self.config.mesh.spp == 1 or before > flight.issued)
+        self.metrics.step(flight.batch.seconds, now - before, comparable)
+        if comparable:
             self.scheduler.predictor.seen(flight.batch.seconds, now - before)
+
+    def _prefilled(self, batch: Batch) -> list[Sequence]:
+        """Sequences that may get their first token from this batch."""
+        if not batch.tokens.size:
+            return []
+        numbers = batch.seq[batch.sample & ~batch.feed].tolist()
+        return [sequence for number in numbers if (sequence := self.scheduler.sequences[number]).first is None]
+
+    def _count(self, batch: Batch, prefilled: list[Sequence], now: float) -> None:
+        """The metrics of a batch of which the scheduler has heard."""
+        self.metrics.tokens(self.scheduler.spoke, now)
+        if batch.tokens.size:
+            chunks = ~batch.feed
+            self.metrics.chunks(batch.length[chunks], np.count_nonzero(batch.held[chunks], axis=1))
+        for sequence in prefilled:
+            if sequence.first is not None and not (caller := self._callers[sequence.id]).begun:
+                caller.begun = True
+                self._count_first(sequence, caller.due, now)
+
+    def _count_first(self, sequence: Sequence, due: float, now: float) -> None:
+        """The metrics of a request that has its first token."""
+        request, started = sequence.request, now if sequence.started is None else sequence.started
+        looked_up = len(request.prompt) if sequence.reads_cache and self.config.cache.prefix_caching else 0
+        self.metrics.first_token(now - request.arrival, started - request.arrival, due - now, len(request.prompt), looked_up,
+                                 sequence.cached, request.slo.class_name)
+
+    def _count_ends(self, caller: Caller, ends: list[Finished]) -> None:
+        """The metrics of completions of a request that ended; where it has no other ones, those of the request."""
+        for event in ends:
+            self.metrics.sequence_ended(event.reason)
+        if caller.left:
+            return
+        total = ends[-1].timing.total
+        if ends[-1].reason in ("stop", "length"):
+            self.metrics.request_completed(total)
+        if not caller.begun and caller.request.arrival + total > caller.due:
+            self.metrics.late(caller.request.slo.class_name)
 
     def _send(self, events: list[tuple[str, Event]]) -> None:
         """Events to their sinks, one call per request; a request whose last completion ended is forgotten."""
@@ -271,7 +331,9 @@ class Engine:
             by_request.setdefault(request_id, []).append(event)
         callers = [self._callers[request_id] for request_id in by_request]
         for caller, (request_id, mine) in zip(callers, by_request.items()):
-            caller.left -= sum(isinstance(event, Finished) for event in mine)
+            if ends := [event for event in mine if isinstance(event, Finished)]:
+                caller.left -= len(ends)
+                self._count_ends(caller, ends)
             if not caller.left:
                 del self._callers[request_id]
         for caller, (request_id, mine) in zip(callers, by_request.items()):

@@ -28,15 +28,18 @@ class Admission:
         """A step in which decodes need `reserve` pages."""
         self._before, self._refused = self._refused, {}
         self._reserve, self._waits = reserve, self.cache.total        # `_waits`: pages for small ones while a large one waits
-        self.entered()
-
-    def entered(self) -> None:
-        """A sequence has got its slot: what there is for others is counted again."""
         roster, cache, large = self.roster, self.cache, self.roster.large
         promised = [(cache.blocks(s.target) - len(cache.tables[s.slot]), bool(large[s.slot])) for s in roster.prefilling]
         self._spare = cache.available - self._reserve - sum(pages for pages, _ in promised)
         self._small = int(cache.held[~large].sum()) + sum(pages for pages, big in promised if not big)
         self.open = bool(roster.free)
+
+    def entered(self, sequence: Sequence, large: bool, held: int) -> None:
+        """A sequence has got its slot, and with its first blocks so many pages that were nobody's: there are fewer for others."""
+        blocks = self.cache.blocks(sequence.target)
+        self._spare -= held + blocks - len(self.cache.tables[sequence.slot])
+        self._small += 0 if large else blocks
+        self.open = bool(self.roster.free)
 
     def may(self, sequence: Sequence) -> bool:
         """Whether it is worth asking for a waiting sequence: a long one is passed over while a large one waits, cached or not."""
@@ -51,12 +54,14 @@ class Admission:
         cache, need = self.cache, self.cache.blocks(sequence.target)
         large, offered = self._before.get(sequence.number, (False, -2))
         if self._offer(need, large) <= offered:                                    # no more than when it did not fit
-            return self._refuse(sequence, need, large, offered)
+            self._refuse(sequence, need, large, offered)
+            return None
         pages = cache.match(sequence.chain, (sequence.target - 1) // cache.block_size) if sequence.reads_cache else []
         large = self.large(sequence, len(pages))
         offer = self._offer(need, large)
         if need - len(pages) > offer - cache.evictable(pages):
-            return self._refuse(sequence, need, large, offer)
+            self._refuse(sequence, need, large, offer)
+            return None
         return pages
 
     def _kept(self, need: int) -> int:

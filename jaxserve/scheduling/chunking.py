@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from jaxserve.scheduling.predictor import Lane, Predictor
 
@@ -18,6 +19,7 @@ class Room:
         self.left = [tokens] * len(lanes)
         self.base = [predictor.lane(lane) for lane in lanes]          # seconds before any chunk
         self.pace = self.base.copy()
+        self._tried: tuple[tuple, list[tuple[int, Lane, float]]] = ((), [])    # the last chunk asked about, and the lanes with it
         least = (1 + LEAST) * max(self.base)
         self.target = target if target > max(self.base) else least
         self.long = min(self.target, max(long, least))
@@ -32,13 +34,19 @@ class Room:
 
     def seconds(self, home: int, held: list[int] | None, cached: int, new: int) -> float:
         """Seconds of these lanes with a chunk more."""
-        return self.predictor.with_chunk(self.lanes, home, held, cached, new)
+        return max(seconds for _, _, seconds in self._with(home, held, cached, new))
+
+    def _with(self, *chunk: Any) -> list[tuple[int, Lane, float]]:
+        if self._tried[0] != chunk:
+            joined = self.predictor.joined(self.lanes, *chunk)
+            self._tried = chunk, [(index, lane, self.predictor.lane(lane)) for index, lane in joined]
+        return self._tried[1]
 
     def take(self, home: int, held: list[int] | None, cached: int, new: int) -> None:
         """A chunk joins the step. Its share of the tokens is in whole tiles, as the device computes them."""
-        self.predictor.add_chunk(self.lanes, home, held, cached, new)
-        for lane in range(len(self.lanes)) if held else (home,):
-            self.pace[lane] = self.predictor.lane(self.lanes[lane])
+        for index, lane, seconds in self._with(home, held, cached, new):
+            self.lanes[index], self.pace[index] = lane, seconds
+        self._tried = (), []
         self.left[home] = max(0, self.left[home] - -(-new // self.tile) * self.tile)
 
 

@@ -94,8 +94,7 @@ def _linear(costs: Costs, base: Sequence[Sample], stage: int) -> Costs:
             seconds = (sample.seconds - (head if sample.samples else 0.0)) / stage - attention
             shapes.append(Compiled(*sample.shape, max(seconds, 0.0)))
     tokens = np.array([shape.decodes + shape.rows * shape.width for shape in shapes])
-    seconds = np.array([shape.seconds for shape in shapes])
-    weight = 1 / np.maximum(seconds, 1e-12)
+    weight = 1 / np.maximum([shape.seconds for shape in shapes], 1e-12)
     level, slope = nnls(np.stack([weight, tokens * weight], 1), np.ones(len(shapes)))[0].tolist()
     tile = min((shape.width for shape in shapes if shape.rows > 1), default=max((shape.width for shape in shapes), default=1))
     return dataclasses.replace(costs, head=head, shapes=tuple(shapes), tile=max(tile, 1), linear_base=level, linear_token=slope)

@@ -39,12 +39,12 @@ class Line:
     def fields(self) -> np.ndarray:
         return self._fields[:, : len(self._sequences)]
 
-    def add(self, sequence: Sequence, work: float) -> None:
+    def add(self, sequence: Sequence) -> None:
         count, at = len(self), bisect_left(self._sequences, sequence.number, key=age)
         if count == self._fields.shape[1]:
             self._fields = np.concatenate([self._fields, np.empty_like(self._fields)], 1)
         self._fields[:, at + 1 : count + 1] = self._fields[:, at:count]
-        self._fields[:, at] = sequence.request.arrival, sequence.due, work
+        self._fields[:, at] = sequence.request.arrival, sequence.due, sequence.left
         self._sequences.insert(at, sequence)
         self.tokens += sequence.target
 

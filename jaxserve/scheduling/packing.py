@@ -16,7 +16,7 @@ stages, unless there is nothing else to do: so P batches in flight fill the stag
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -26,15 +26,14 @@ from jaxserve.config import MeshConfig, SchedulerConfig
 from jaxserve.scheduling.admission import Admission
 from jaxserve.scheduling.batch import Batch
 from jaxserve.scheduling.chunking import CHUNKING, Room
-from jaxserve.scheduling.line import ARRIVAL, DUE, WORK, ranked
+from jaxserve.scheduling.order import Candidate, Order
 from jaxserve.scheduling.predictor import Predictor
 from jaxserve.scheduling.roster import DECODE, LEAVING, Roster
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
-from jaxserve.scheduling.slack import POLICIES, relative_slack
 
 SHORTER = 1 / 8                                       # of the work of a prompt that needs several steps: at most that have its guests
 GUESTS = 64                                           # prompts that are considered beside it
-PRESSING = 1 / 8                                      # share of its time that a guest has used up when it gets all that guests may have
+PRESSING = 1 / 32                                     # share of its time that a guest has used up when it gets all that guests may have
 MISSES = 4                                            # of them in a row for which there was no room: no more are asked
 
 
@@ -46,14 +45,6 @@ class Place(NamedTuple):
     held: list[int] | None
     start: int
     pages: list[int] | None
-
-
-class Candidate(NamedTuple):
-    """A sequence that may be prefilled next: seconds of prefill that are left, and its relative slack."""
-
-    sequence: Sequence
-    work: float
-    slack: float
 
 
 class Chunk(NamedTuple):
@@ -155,27 +146,7 @@ class Packer:
         turn = Turn(self, room, now, int(np.count_nonzero(roster.phase == DECODE)))
         if not turn.reserve:
             self._clear_way()
-        return turn.chunks_of(self._order(now, turn))
-
-    def _order(self, now: float, turn: Turn) -> Iterator[Candidate]:
-        """Prefilling sequences and those that wait, as the policy ranks them."""
-        roster, running, waiting = self.roster, tuple(self.roster.prefilling), self.roster.queue.copy()
-        mine = [(s.request.arrival, s.due, roster.work(int(roster.issued[s.slot]), s.target)) for s in running]
-        for sequence, (_, _, work) in zip(running, mine):
-            turn.pending[self.cache.home[sequence.slot]] += work
-        fields = np.concatenate([np.array(mine).reshape(-1, 3).T, roster.queue.fields], 1)
-        facts = now, fields[ARRIVAL], fields[DUE], fields[WORK]
-        slack = relative_slack(*facts)
-        left = len(running)
-        for index in ranked(POLICIES[self.config.policy](*facts)):
-            runs = index < len(running)
-            if not turn.admission.open and not left:
-                return
-            sequence = running[index] if runs else waiting[index - len(running)]
-            if not runs and not turn.admission.may(sequence):
-                continue
-            left -= runs
-            yield Candidate(sequence, float(fields[WORK, index]), float(slack[index]))
+        return turn.chunks_of(Order(self.config.policy, now, roster, self.admission))
 
     def _clear_way(self) -> None:
         """Without decodes the oldest prefilling sequence must go on: the youngest leave until there is a page for it."""
@@ -196,6 +167,7 @@ class Packer:
         roster.new.discard(slot)
         cache.extend(slot, cache.blocks(chunk.stop) - len(cache.tables[slot]))
         roster.issued[slot] = chunk.stop
+        sequence.left = roster.work(chunk.stop, sequence.target)
         if chunk.stop == sequence.target:
             roster.phase[slot] = DECODE
             roster.prefilling.remove(sequence)
@@ -212,20 +184,23 @@ class Turn:
         self.packer, self.room, self.now, self.reserve = packer, room, now, reserve
         self.config, self.cache, self.roster = packer.config, packer.cache, packer.roster
         self.pending = [0.0] * packer.mesh.kvp
+        for sequence in self.roster.prefilling:
+            self.pending[self.cache.home[sequence.slot]] += sequence.left
         self.chunks: list[Chunk] = []
         self.admission = packer.admission
         self.admission.begin(reserve)
         self.stuck = False                            # whether a prefilling sequence found no page
 
-    def chunks_of(self, order: Iterator[Candidate]) -> list[Chunk]:
+    def chunks_of(self, order: Order) -> list[Chunk]:
         """Fills the room. The first prompt that cannot be finished shares the step with those after it, then takes the rest."""
-        for first in order:
+        for first in order.candidates():
             place = self._place(first.sequence)
             if place is None:
                 continue
             length = self._length(first.sequence, place, self.room.target)
             if self.config.chunking == "adaptive" and length < first.sequence.target - place.start:
-                place = self._admit(first.sequence, place)
+                self._admit(first.sequence, place)
+                place = self._place(first.sequence) or place._replace(pages=None)
                 self._share(first, place, order)
                 self._give(first.sequence, place, self._length(first.sequence, place, self.room.long), force=True)
                 break
@@ -234,16 +209,17 @@ class Turn:
                 break
         return self.chunks
 
-    def _share(self, host: Candidate, place: Place, order: Iterator[Candidate]) -> None:
+    def _share(self, host: Candidate, place: Place, order: Order) -> None:
         """Others in the host's step: on its lane much shorter ones, for a share of the time; on other lanes all, for all of it."""
         missed = asked = 0
-        for guest in order:
+        shorter, lanes = SHORTER * host.work, len(self.room.lanes)
+        for guest in order.candidates(shorter if lanes == 1 or place.held else math.inf):
             own = self._place(guest.sequence)
             if own is None:
                 continue
             asked += 1
             apart = own.home != place.home and place.held is None
-            if apart or guest.work <= SHORTER * host.work:
+            if apart or guest.work <= shorter:
                 share = 1.0 if apart else self.config.sharing * min(1.0, max(0.0, 1 - guest.slack) / PRESSING)
                 length = self._length(guest.sequence, own, self.room.until(own.home, share))
                 missed = 0 if self._give(guest.sequence, own, length) else missed + 1
@@ -284,15 +260,17 @@ class Turn:
         self.chunks.append(self.packer.issue(sequence, length))
         return True
 
-    def _admit(self, sequence: Sequence, place: Place) -> Place:
-        """Gives a waiting sequence its slot and the pages that hold its first blocks; nothing for one that has them. Returns its place."""
+    def _admit(self, sequence: Sequence, place: Place) -> None:
+        """Gives a waiting sequence its slot and the pages that hold its first blocks; nothing for one that has them."""
         if place.pages is None:
-            return place
+            return
         large = self.admission.large(sequence, len(place.pages))
         slot = self.roster.enter(sequence, place.start, sequence.tpot, large)
+        held = self.cache.evictable(place.pages)
         self.cache.admit(slot, place.pages, place.home)
-        self.pending[place.home] += self.roster.work(place.start, sequence.target)
-        self.admission.entered()
+        self.admission.entered(sequence, large, held)
+        if place.start:
+            sequence.left = self.roster.work(place.start, sequence.target)
+        self.pending[place.home] += sequence.left
         if sequence.started is None:
             sequence.started, sequence.cached = self.now, place.start
-        return self._place(sequence) or place._replace(pages=None)

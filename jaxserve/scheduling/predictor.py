@@ -199,14 +199,14 @@ class Predictor:
 
     def add_chunk(self, lanes: list[Lane], home: int, held: Sequence[int] | None, cached: int, new: int) -> None:
         """A prefill chunk joins what the lanes do. held: blocks on each lane of a spread sequence, None for a local one."""
-        for index, lane in self._with(lanes, home, held, cached, new):
+        for index, lane in self.joined(lanes, home, held, cached, new):
             lanes[index] = lane
 
     def with_chunk(self, lanes: list[Lane], home: int, held: Sequence[int] | None, cached: int, new: int) -> float:
         """Seconds of the step, on the lanes that it bears on, if the chunk joined."""
-        return max(self.lane(lane) for _, lane in self._with(lanes, home, held, cached, new))
+        return max(self.lane(lane) for _, lane in self.joined(lanes, home, held, cached, new))
 
-    def _with(self, lanes: list[Lane], home: int, held: Sequence[int] | None, cached: int, new: int) -> list[tuple[int, Lane]]:
+    def joined(self, lanes: list[Lane], home: int, held: Sequence[int] | None, cached: int, new: int) -> list[tuple[int, Lane]]:
         """The lanes that a chunk bears on, with it. The tokens of a spread one are dealt over the lanes; each lane attends, for all of
         them, over what it holds."""
         if held is None:

@@ -49,7 +49,13 @@ class Roster:
 
     def wait(self, sequence: Sequence) -> None:
         sequence.target = len(sequence.history)
-        self.queue.add(sequence, self.work(0, sequence.target))
+        sequence.left = self.work(0, sequence.target)
+        self.queue.add(sequence)
+
+    def facts(self) -> np.ndarray:
+        """What policies look at, [3, n] as in Line.fields: the prefilling sequences, then those that wait."""
+        mine = [(sequence.request.arrival, sequence.due, sequence.left) for sequence in self.prefilling]
+        return np.concatenate([np.array(mine).reshape(-1, 3).T, self.queue.fields], 1)
 
     def forget(self, sequence: Sequence, line: Line | list[Sequence]) -> None:
         """A sequence that waits in `line` has ended."""

@@ -17,8 +17,8 @@ from jaxserve.cache import CacheManager
 from jaxserve.config import MeshConfig, SchedulerConfig
 from jaxserve.request import Accepted, Event, Logprobs, Progress, Request, RequestError, Token
 from jaxserve.scheduling.batch import Batch
-from jaxserve.scheduling.line import ARRIVAL, DUE, WORK
-from jaxserve.scheduling.packing import Packer
+from jaxserve.scheduling.line import WORK
+from jaxserve.scheduling.packing import SHORTER, Packer
 from jaxserve.scheduling.predictor import NOMINAL, Costs, Predictor
 from jaxserve.scheduling.roster import ENDED, Roster
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
@@ -52,7 +52,8 @@ class Entry:
 
 
 class Scheduler:
-    """See the package. `sequences` holds, by number, every sequence that waits or that a batch in flight contains."""
+    """See the package. `sequences` holds, by number, every sequence that waits or that a batch in flight contains; `spoke` the slots [n]
+    int32 to which the last `finish` gave a token."""
 
     def __init__(
         self, config: SchedulerConfig, cache: CacheManager, mesh: MeshConfig, max_len: int, eos_ids: Iterable[int] = (),
@@ -69,6 +70,7 @@ class Scheduler:
         self._born = 0
         self._batches = 0
         self.sequences = self._roster.sequences
+        self.spoke = np.empty(0, np.int32)
 
     def use(self, costs: Costs) -> None:
         """Predicts with these costs from now on. Nothing may be waiting or running."""
@@ -86,7 +88,7 @@ class Scheduler:
 
     def load(self) -> Load:
         free, cached, _ = self.cache.counts()
-        seconds = float(self._roster.queue.fields[WORK].sum()) + sum(map(self._left, self._roster.prefilling))
+        seconds = float(self._roster.queue.fields[WORK].sum()) + sum(sequence.left for sequence in self._roster.prefilling)
         started = sum(sequence.target - int(self._roster.issued[sequence.slot]) for sequence in self._roster.prefilling)
         return Load(self.running, self.waiting, started + self._roster.queue.tokens, seconds, free, self.cache.total, cached)
 
@@ -115,7 +117,7 @@ class Scheduler:
         if need > self.cache.total:
             raise RequestError("prompt", f"with max_tokens {limit} it needs {need} pages, the cache has {self.cache.total}")
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
-        due = request.arrival + max(self.objective(request), self._work(0, prompt))
+        due = self.due(request)
         tpot = self.config.objectives[request.slo.class_name].tpot if request.slo.tpot is None else request.slo.tpot
         return [Sequence(self._born + index, index, request, limit, stops, self.cache, due, tpot) for index in range(sampling.n)]
 
@@ -124,14 +126,13 @@ class Scheduler:
         the policy ranks before it now, shared by the lanes, then its own prefill. Decodes that share its steps do not count."""
         roster, config = self._roster, self.config
         begun = self._flight[-1].seconds / 2 if self._flight else 0.0
-        prefilling = [(other.request.arrival, other.due, self._left(other)) for other in roster.prefilling]
-        fields = np.concatenate([np.array(prefilling).reshape(-1, 3).T, roster.queue.fields], 1)
-        key, work = POLICIES[config.policy](sequence.request.arrival, fields[ARRIVAL], fields[DUE], fields[WORK]), fields[WORK]
+        fields = roster.facts()
+        key, work = POLICIES[config.policy](sequence.request.arrival, *fields), fields[WORK]
         own = float(work[-1])                                    # the youngest: those of equal rank go before it
         ahead = work[:-1][key[:-1] <= key[-1]]
         if config.chunking == "adaptive" and config.sharing > 0:
             beside = own * (1 - config.sharing) / config.sharing         # what a longer prompt takes of the steps that both are in
-            ahead = np.where(ahead > own, np.minimum(ahead, beside), ahead)
+            ahead = np.where(SHORTER * ahead >= own, np.minimum(ahead, beside), ahead)
         return begun + float(ahead.sum()) / self.predictor.mesh.kvp + own + self._passage(sequence.target)
 
     def _passage(self, prompt: int) -> float:
@@ -142,13 +143,13 @@ class Scheduler:
             pace = min(pace, self.config.step_time / self.predictor.mesh.spp)
         return self.predictor.latency(pace, chunk, 1) - pace
 
-    def _left(self, sequence: Sequence) -> float:
-        """Seconds of prefill that are left of a running sequence."""
-        return self._work(int(self._roster.issued[sequence.slot]), sequence.target)
-
     def _work(self, cached: int, total: int) -> float:
         """Seconds to prefill tokens `cached` to before `total` in the largest chunks."""
         return self.predictor.prefill(cached, total, self.config.chunk_tokens)
+
+    def due(self, request: Request) -> float:
+        """Clock seconds at which the request's first token should come: no prompt is given less than it takes alone."""
+        return request.arrival + max(self.objective(request), self._work(0, len(request.prompt)))
 
     def objective(self, request: Request) -> float:
         """Seconds that the request gives us to its first token."""
@@ -227,11 +228,13 @@ class Scheduler:
 
     def _read(self, batch: Batch, live: np.ndarray, tokens: np.ndarray, logprobs: list[Logprobs | None] | None, now: float) -> Events:
         rows = np.flatnonzero(live & batch.sample)
+        self.spoke = batch.slot[rows]
         events: Events = []
-        for row, slot, token in zip(rows.tolist(), batch.slot[rows].tolist(), np.asarray(tokens)[rows].tolist()):
+        for row, slot, token in zip(rows.tolist(), self.spoke.tolist(), np.asarray(tokens)[rows].tolist()):
             sequence = self._roster.sequence[slot]
             if token < 0:
                 self.cache.retract(slot)
+                self.spoke = self.spoke[self.spoke != slot]
                 events.append((sequence.id, self._end(sequence, "error", now, NOT_FINITE)))
                 continue
             events.append((sequence.id, Token(sequence.index, token, logprobs[row] if logprobs else None)))

@@ -46,10 +46,12 @@ class Sequence:
         self.output = self.history.output
         self.chain = cache.chain(request.cache_salt, self.history)
         self.target = len(request.prompt)
+        self.left = 0.0                               # predicted seconds of the rest of its prefill
         self.slot = NO_SLOT
         self.cached = 0
         self.started: float | None = None
         self.first: float | None = None
+        self.last: float | None = None                # clock seconds at which its last token came
         wanted = request.sampling.prompt_logprobs is not None
         self.prompt_logprobs: list[Logprobs | None] | None = [None] * len(request.prompt) if wanted else None
 
@@ -66,6 +68,7 @@ class Sequence:
     def put_out(self, token: int, now: float) -> str | None:
         """One more token; the reason where it is the last."""
         self.output.append(token)
+        self.last = now
         if self.first is None:
             self.first = now
         if token in self.stops and len(self.output) >= self.request.sampling.min_tokens:

@@ -37,10 +37,10 @@ def slack(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) ->
     all others. Once it needs `PATIENCE` times what it was given it goes first, so that nothing starves.
     """
     left = relative_slack(now, arrival, due, work)
-    if (left >= 0).all():
+    if not left.size or left.min() >= 0:
         return left
     need = 1 - left                                                                  # of the time it was given
-    again = need / np.exp2(np.ceil(np.log2(np.maximum(need, 1))))                    # in (1/2, 1]
+    again, _ = np.frexp(need)                                                        # need over a power of two, in [1/2, 1)
     return np.where(left >= 0, left, np.where(need < PATIENCE, 2 - again, -need))
 
 

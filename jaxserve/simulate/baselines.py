@@ -16,12 +16,14 @@ from jaxserve.simulate.loongserve import LoongServe, Pool
 from jaxserve.simulate.run import Outcome, System, ended, execute
 from jaxserve.simulate.workload import Arrival
 
-SCHEDULERS: Mapping[str, Mapping[str, Any]] = {       # settings that make our scheduler another one
+# Settings that make our scheduler another one. Medha's LRS ranks by relative slack as Medha does, but lets no prompts share a step (5.4);
+# `--policy=lrs` ranks by slack in seconds.
+SCHEDULERS: Mapping[str, Mapping[str, Any]] = {
     "sarathi-512": dict(policy="fcfs", chunking="static", chunk_tokens=512),
     "sarathi-2048": dict(policy="fcfs", chunking="static", chunk_tokens=2048),
     "fcfs": dict(policy="fcfs", chunking="adaptive", sharing=0.0),
     "edf": dict(policy="edf", chunking="adaptive", sharing=0.0),
-    "lrs": dict(policy="lrs", chunking="adaptive", sharing=0.0),
+    "lrs": dict(policy="slack", chunking="adaptive", sharing=0.0),
 }
 POOLS: Mapping[str, Mapping[str, Any]] = {            # LoongServe: ranks of an instance, share of the instances kept for short prompts
     "loongserve": dict(tp=2, reserved=0.0),

@@ -181,7 +181,8 @@ class LoongServe:
         if self._running:
             degree = min(self._decoders(), self.pool.count)
             seconds = self.pool.decode(len(self._running), sum(r.context for r in self._running), degree)
-            self.busy += seconds * degree / self.pool.count
+            own = min(degree, self.pool.count - sum(self._in_use.values()))              # those borrowed are busy with a prefill
+            self.busy += seconds * max(own, 0) / self.pool.count
             self._step = now + seconds
 
     def _decoded(self, now: float) -> None:

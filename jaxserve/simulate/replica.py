@@ -104,7 +104,7 @@ class VirtualReplica:
             now = min(landing, arrival, self._due if self._due > now else float("inf"))
             if now > until:
                 return
-            if arrival <= now:
+            if following is not None and arrival <= now:
                 self._add(*following)
                 following = next(coming, None)
             elif landing <= now:
@@ -115,7 +115,8 @@ class VirtualReplica:
         """Notes those that have not ended by then: 'unfinished', with what they had put out."""
         for id, (request, _) in list(self._requests.items()):
             for _, event in self.scheduler.cancel(id, max(now, request.arrival), "unfinished"):
-                self._note(id, event)
+                if isinstance(event, Finished):
+                    self._note(id, event)
 
     def _add(self, request: Request, kind: str) -> None:
         try:

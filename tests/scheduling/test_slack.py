@@ -97,7 +97,8 @@ def test_asking_for_the_first_few_sorts_only_these(monkeypatch):
 
 
 def sequence(number: int) -> SimpleNamespace:
-    return SimpleNamespace(number=number, request=SimpleNamespace(arrival=number / 2), due=number * 3.0, target=number + 1)
+    return SimpleNamespace(number=number, request=SimpleNamespace(arrival=number / 2), due=number * 3.0, target=number + 1,
+                           left=number * 7.0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -110,7 +111,7 @@ def test_the_line_keeps_the_order_of_age_with_what_a_policy_looks_at(numbers):
             line.remove(there.pop(number))
         else:
             there[number] = sequence(number)
-            line.add(there[number], number * 7.0)
+            line.add(there[number])
     waiting = sorted(there)
     assert [found.number for found in line] == [line[place].number for place in range(len(line))] == waiting
     assert line.fields.T.tolist() == [[number / 2, number * 3.0, number * 7.0] for number in waiting]
@@ -120,5 +121,5 @@ def test_the_line_keeps_the_order_of_age_with_what_a_policy_looks_at(numbers):
 def test_a_line_grows_beyond_its_first_room():
     line = Line()
     for number in reversed(range(1000)):
-        line.add(sequence(number), float(number))
-    assert line.fields.shape == (3, 1000) and line.fields[2].tolist() == list(range(1000))
+        line.add(sequence(number))
+    assert line.fields.shape == (3, 1000) and line.fields[2].tolist() == [7.0 * number for number in range(1000)]

@@ -235,3 +235,11 @@ def test_every_baseline_serves_the_same_arrivals(name):
 def test_an_unknown_baseline_is_named():
     with pytest.raises(ConfigError, match="baseline: 'vllm' is not one of sarathi-512"):
         compare("vllm", SYSTEM, SchedulerConfig(), CacheConfig(), [Arrival(0.0, 1, 1)])
+
+
+def test_instances_that_decodes_borrow_from_a_prefill_are_busy_once():
+    """Both prefill 3990 tokens for 19.95 s; then one has a prefill of 10 s while 1000 decodes of 10 ms soon take the KV of both."""
+    server = LoongServe(simple(2, capacity=4000), lambda prompt: 1.0)
+    server.run([Arrival(0.0, 3990, 1001), Arrival(20.0, 1000, 1)])
+    assert max(record.end for record in server.records) == pytest.approx(30, rel=0.01)
+    assert server.busy == pytest.approx(30, rel=0.01)

@@ -175,6 +175,50 @@ def test_a_prompt_does_not_wait_for_steps_that_a_lone_decode_was_issued_ahead(st
     assert records[1].ttft <= 3 * stages
 
 
+# --- late decisions
+
+def compared(arrivals: list, costs: Costs, mesh: MeshConfig, **settings) -> list[VirtualReplica]:
+    """The same arrivals without a step ahead, and with one that is decided late."""
+    replicas = [made(costs, mesh, lookahead, max_seqs=32, step_time=0.65, **settings) for lookahead in (0, 1)]
+    for replica in replicas:
+        play(replica, *arrivals)
+    return replicas
+
+
+LATE = given(seed=st.integers(0, 2**16), gap=st.sampled_from([0.05, 0.3, 1.0, 3.0]), policy=st.sampled_from(sorted(POLICIES)),
+             chunking=st.sampled_from(sorted(CHUNKING)))
+
+
+@settings(max_examples=40, deadline=None)
+@LATE
+def test_a_step_decided_late_makes_no_stage_wait(seed, gap, policy, chunking):
+    """Where steps take what their tokens take, and nothing else, work is never longer for being split otherwise: what is done with a step
+    ahead ends when it does without."""
+    arrivals = mixed(np.random.default_rng(seed), 25, gap, 600)
+    at_once, late = compared(arrivals, TOKEN, ONE, policy=policy, chunking=chunking)
+    assert late.steps[-1].end == pytest.approx(at_once.steps[-1].end) and late.busy == pytest.approx(at_once.busy)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**16), gap=st.sampled_from([0.05, 0.3, 1.0, 3.0]), policy=st.sampled_from(sorted(POLICIES)),
+       chunking=st.sampled_from(sorted(CHUNKING)), launch=st.sampled_from([0.0, 0.2]), stages=st.sampled_from([1, 1, 2, 4]))
+def test_the_first_stage_rests_only_where_nobody_can_be_prefilled(seed, gap, policy, chunking, launch, stages):
+    """With a step ahead: a step begins when the one before has left the first stage, unless all that came has ended. With several stages,
+    unless all that came has been prefilled, or the step waits for tokens to feed, or as many are on their way as may be."""
+    arrivals = mixed(np.random.default_rng(seed), 25, gap, 600)
+    _, late = compared(arrivals, Costs(layers=1, launch=launch, linear_token=0.01), MeshConfig(spp=stages), policy=policy,
+                   chunking=chunking)
+    begun = {int(record.id): (record.arrival, record.end if stages == 1 else None) for record in late.records}
+    prefilled = {seq: step.start for step in late.steps for seq, _, _ in step.chunks}          # when its last chunk began
+    for count, (step, after) in enumerate(zip(late.steps, late.steps[1:]), 1):
+        free = step.start + step.pace
+        if after.start > free + 1e-9 and (stages == 1 or not after.decodes):
+            waiting = [seq for seq, (arrival, end) in begun.items() if arrival < after.start - 1e-9 and
+                       (prefilled[seq] if end is None else end) > free + 1e-9]
+            flying = sum(other.end > free + 1e-9 for other in late.steps[:count])
+            assert not waiting or flying > stages, f"{waiting} wait from {free} to {after.start}"
+
+
 # --- ends
 
 def test_every_request_ends_once_with_what_was_asked():
