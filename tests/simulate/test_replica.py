@@ -219,6 +219,25 @@ def test_the_first_stage_rests_only_where_nobody_can_be_prefilled(seed, gap, pol
             assert not waiting or flying > stages, f"{waiting} wait from {free} to {after.start}"
 
 
+BESIDE = st.lists(st.tuples(st.just(0.0), st.integers(1, 40), st.integers(50, 200)), min_size=1, max_size=4)
+
+
+@settings(max_examples=80, deadline=None)
+@given(beside=BESIDE, long=st.integers(100, 2000), part=st.floats(0.01, 1), prompt=st.integers(1, 60), costs=st.sampled_from([
+           (TOKEN, 1), (Costs(layers=1, launch=0.2, linear_token=0.01), 1), (STEP, 1), (STEP, 2), (STEP, 4)]),
+       policy=st.sampled_from(sorted(POLICIES)), chunking=st.sampled_from(sorted(CHUNKING)))
+def test_who_comes_before_a_step_is_decided_late_hears_as_soon_as_without_a_step_ahead(beside, long, part, prompt, costs, policy, chunking):
+    """Who comes after that, one step later at most. By slack also others, since the order depends on when it is asked for."""
+    costs, stages = costs
+    arrival = part * 20 * (1 if costs.linear_token else 10)
+    at_once, late = compared([*beside, (0.0, long, 2), (arrival, prompt, 1)], costs, MeshConfig(spp=stages), policy=policy, chunking=chunking)
+    first, then = (next(record.ttft for record in replica.records if record.arrival == arrival) for replica in (at_once, late))
+    assert then <= first + max(step.end - step.start for step in at_once.steps + late.steps) + 1e-9
+    early = late.scheduler.predictor.early
+    decided = any(step.start + step.pace - early(step.pace) <= arrival < step.start + step.pace for step in late.steps)
+    assert decided or policy == "slack" or then == pytest.approx(first)
+
+
 # --- ends
 
 def test_every_request_ends_once_with_what_was_asked():
