@@ -6,6 +6,7 @@ since the last batch is told in deltas, so that what is sent per step does not d
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -20,7 +21,7 @@ class CacheManager:
     """Pages of `lanes` lanes for sequences in `slots` slots. `config.pages` is per lane and must be given.
 
     Arrays by slot, for all to read: `home` (lane), `spread` (has blocks elsewhere than at home), `held` [slots, lanes] (blocks per
-    lane) and `room` (tokens that the slot's pages hold).
+    lane), `room` (tokens that the slot's pages hold) and `small` (one of those whose pages `small_pages` counts, each once).
     """
 
     def __init__(
@@ -35,6 +36,9 @@ class CacheManager:
         self.held = np.zeros((slots, lanes), np.int32)
         self.room = np.zeros(slots, np.int32)
         self.tables: list[list[int]] = [[] for _ in range(slots)]      # page of every block, in order
+        self.small = np.zeros(slots, bool)
+        self.small_pages = 0
+        self._small_refs = np.zeros_like(self.pages.refs)
         self._identity = (fingerprint, dtype, config.block_size)
         self._place = PLACEMENTS[placement] if isinstance(placement, str) else placement
         self._limit = 2**31 if config.lane_tokens is None else -(-config.lane_tokens // config.block_size)
@@ -64,20 +68,30 @@ class CacheManager:
         """Blocks, and so pages, that this many tokens take."""
         return -(-tokens // self.block_size)
 
-    def match(self, chain: Chain, blocks: int) -> list[int]:
-        """Pages that hold the first blocks of a sequence, at most `blocks` of them."""
+    def match(self, chain: Chain, blocks: int) -> np.ndarray:
+        """Pages [n] that hold the first blocks of a sequence, at most `blocks` of them."""
+        if not self.prefix_caching:
+            return chain.pages
+        page_of, stamps, last = self.pages.page_of, self.pages.stamps, chain.pages      # only what changed is looked up again
+        same = stamps[last] == chain.stamps
+        known = len(last) if same.all() else int(same.argmin())
         found: list[int] = []
-        if self.prefix_caching:
-            page_of = self.pages.page_of
-            while len(found) < blocks and (page := page_of.get(chain[len(found)])) is not None:
-                found.append(page)
-        return found
+        while known + len(found) < blocks and (page := page_of.get(chain[known + len(found)])) is not None:
+            found.append(page)
+        if found or known < len(last):
+            chain.pages = np.concatenate([last[:known], np.array(found, np.intp)])
+            chain.stamps = stamps[chain.pages]
+        return chain.pages[:blocks]
 
-    def evictable(self, pages: list[int]) -> int:
+    def evictable(self, pages: np.ndarray) -> int:
         """How many of these nobody holds: taking them makes that many fewer available."""
-        return int(np.count_nonzero(self.pages.refs[np.asarray(pages, np.intp)] == 0)) if pages else 0
+        return int(np.count_nonzero(self.pages.refs[pages] == 0))
 
-    def choose_home(self, pages: list[int], lanes: list[int], need: int, pending: list[float]) -> int:
+    def in_small(self, pages: np.ndarray) -> int:
+        """How many of these are part of `small_pages`."""
+        return int(np.count_nonzero(self._small_refs[pages]))
+
+    def choose_home(self, pages: np.ndarray, lanes: list[int], need: int, pending: list[float]) -> int:
         """A home out of `lanes` for a sequence with these matched `pages`, whose next chunk will `need` that many more (medha.md M12).
 
         The lane with most of the matched pages, if it has room for the chunk; else, of those with room, the one with the least `pending`
@@ -90,21 +104,25 @@ class CacheManager:
         fits = [lane_room >= need for lane_room in room]
         return max(lanes, key=lambda lane: (matched[lane] if fits[lane] else 0, fits[lane], -pending[lane], room[lane], -lane))
 
-    def admit(self, slot: int, pages: list[int], home: int) -> None:
+    def admit(self, slot: int, pages: np.ndarray, home: int, small: bool = False) -> None:
         """Gives an empty slot the matched `pages` and its home lane."""
         assert not self.tables[slot], f"slot {slot} is taken"
         self.home[slot] = self._lane[slot] = home
         self.held[slot], self.spread[slot] = 0, False
-        self.tables[slot] = list(pages)
+        self.tables[slot] = pages.tolist()
         self.room[slot] = len(pages) * self.block_size
-        if pages:
+        self.small[slot] = small
+        if len(pages):
             self.pages.hold(pages)
+            if small:
+                self.small_pages += len(pages) - self.in_small(pages)
+                self._small_refs[pages] += 1
             self.held[slot] = matched = self._by_lane(pages)
             self.spread[slot] = matched.sum() > matched[home]
-            self._hits.append(self._rows(slot, np.asarray(pages, np.intp)))
+            self._hits.append(self._rows(slot, pages))
 
-    def _by_lane(self, pages: list[int]) -> np.ndarray:
-        return np.bincount(np.asarray(pages, np.intp) // self.pages.per_lane, minlength=self.pages.lanes)
+    def _by_lane(self, pages: np.ndarray) -> np.ndarray:
+        return np.bincount(pages // self.pages.per_lane, minlength=self.pages.lanes)
 
     def _rows(self, slot: int, ids: np.ndarray) -> np.ndarray:
         """Deltas [m, 5] of a slot's first blocks."""
@@ -128,6 +146,9 @@ class CacheManager:
             self._deltas += (lane, slot, held[lane], page - lane * per_lane, block)
             held[lane] += 1
             table.append(page)
+        if self.small[slot]:
+            self.small_pages += blocks
+            self._small_refs[table[len(table) - blocks :]] = 1
         self._lane[slot] = lane
         self.held[slot] = held
         self.room[slot] = len(table) * self.block_size
@@ -146,6 +167,10 @@ class CacheManager:
     def release(self, slot: int) -> None:
         """Empties the slot."""
         self.pages.drop(self.tables[slot])
+        if self.small[slot]:
+            ids = np.asarray(self.tables[slot], np.intp)
+            self._small_refs[ids] -= 1
+            self.small_pages -= len(ids) - self.in_small(ids)
         self.tables[slot] = []
         self.held[slot], self.room[slot], self.spread[slot] = 0, 0, False
 
@@ -164,6 +189,9 @@ class CacheManager:
     def check(self) -> None:
         """Errors: AssertionError with what differs."""
         self.pages.check(page for table in self.tables for page in table)
+        counted = Counter(page for slot in np.flatnonzero(self.small).tolist() for page in self.tables[slot])
+        assert self.small_pages == len(counted), f"{self.small_pages} pages of small ones, counted {len(counted)}"
+        assert {page: int(self._small_refs[page]) for page in np.flatnonzero(self._small_refs).tolist()} == counted, "of small ones"
         for slot, table in enumerate(self.tables):
             on = np.bincount(np.asarray(table, np.intp) // self.pages.per_lane, minlength=self.pages.lanes)
             assert (on == self.held[slot]).all(), f"slot {slot}: held {self.held[slot]} but its pages are on {on}"

@@ -19,6 +19,7 @@ class Pages:
     def __init__(self, lanes: int, per_lane: int):
         self.lanes, self.per_lane = lanes, per_lane
         self.refs = np.zeros(lanes * per_lane, np.int32)
+        self.stamps = np.zeros(lanes * per_lane, np.int32)        # how often a page has lost its key
         self.free = [list(range((lane + 1) * per_lane - 1, lane * per_lane - 1, -1)) for lane in range(lanes)]
         self.cached: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(lanes)]   # least recently used first
         self.page_of: dict[bytes, int] = {}
@@ -34,13 +35,12 @@ class Pages:
             page = self.free[lane].pop()
         else:
             page, _ = self.cached[lane].popitem(last=False)
-            del self.page_of[self.key_of.pop(page)]
+            self._lose_key(page)
         self.refs[page] = 1
         return page
 
-    def hold(self, pages: Sequence[int]) -> None:
-        """One more holder for each of these published pages, all different."""
-        ids = np.asarray(pages, np.intp)
+    def hold(self, ids: np.ndarray) -> None:
+        """One more holder for each of these published pages [n], all different."""
         for page in ids[self.refs[ids] == 0].tolist():
             del self.cached[page // self.per_lane][page]
         self.refs[ids] += 1
@@ -65,8 +65,12 @@ class Pages:
     def retract(self, pages: Iterable[int]) -> None:
         """What is on these held pages must not be wanted again."""
         for page in pages:
-            if (key := self.key_of.pop(page, None)) is not None:
-                del self.page_of[key]
+            if page in self.key_of:
+                self._lose_key(page)
+
+    def _lose_key(self, page: int) -> None:
+        del self.page_of[self.key_of.pop(page)]
+        self.stamps[page] += 1
 
     def check(self, holders: Iterable[int]) -> None:
         """`holders` names each page once for every sequence that holds it. Errors: AssertionError with what differs."""

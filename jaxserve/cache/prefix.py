@@ -23,12 +23,16 @@ def block_key(parent: bytes, tokens: np.ndarray) -> bytes:
 
 
 class Chain:
-    """The keys of one sequence's blocks, each computed when it is first asked for. `tokens(a, b)` gives the sequence's tokens [b - a]."""
+    """The keys of one sequence's blocks, each computed when it is first asked for. `tokens(a, b)` gives the sequence's tokens [b - a].
+
+    `pages` [n] is what CacheManager.match found last, with the `stamps` [n] that these pages had then.
+    """
 
     def __init__(self, root: bytes, block_size: int, tokens: Callable[[int, int], np.ndarray]):
         self.tokens = tokens
         self._size = block_size
         self._keys = [root]
+        self.pages, self.stamps = np.empty(0, np.intp), np.empty(0, np.int32)
 
     def __getitem__(self, block: int) -> bytes:
         while len(self._keys) < block + 2:

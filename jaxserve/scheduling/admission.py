@@ -1,82 +1,86 @@
 """Whether there are pages for a prompt that waits.
 
 A prompt is admitted when there are pages for all of it, beside what was promised to those admitted before and one for every decode: so no
-prefill has to evict another. Large prompts leave a part of the pages to small ones, and small ones pass a large one that waits for pages
-as long as together they hold no more than that part: a document that does not fit yet holds up no chat, and no stream of chats keeps a
-document out. Among the large, and among the small, nobody passes one that waits.
+prefill has to evict another. Those that take many leave a part of them to small prompts. A large prompt whose turn has come and that does
+not fit claims the pages that come free: from then on, until it has come in, small ones hold no more than that part, whoever's turn it is.
+So a document that does not fit yet holds up no chat, and no stream of chats keeps a document out. Among the large, and among the small,
+nobody passes one that waits.
 """
 
 from __future__ import annotations
 
+import numpy as np
+
 from jaxserve.cache import CacheManager
 from jaxserve.scheduling.roster import Roster
-from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 
-LARGE = 1 / 64                                        # of all pages: prompts that take more are large
+LARGE = 1 / 64                                        # of all pages: prompts that take more, cached or not, are large
 KEPT = 1 / 8                                          # of all pages, which large prompts leave to small ones
 
 
 class Admission:
-    """`open` tells whether anybody can still be admitted in this step; see `begin`."""
+    """Asked for one prompt after the other, in the order of the policy. `small_tokens` is how long a small prompt is at most."""
 
     def __init__(self, cache: CacheManager, roster: Roster):
         self.cache, self.roster = cache, roster
-        self.open = True
-        self._refused: dict[int, tuple[bool, int]] = {}       # who did not fit, by number: if it is large, the pages it was offered
+        self._few = int(LARGE * cache.total)
+        self.small_tokens = self._few * cache.block_size
+        self._open = {True: True, False: True}        # whether any more small prompts, and any large ones, can come in in this step
+        self._claim: Sequence | None = None           # a large one that waits for pages
 
     def begin(self, reserve: int) -> None:
         """A step in which decodes need `reserve` pages."""
-        self._before, self._refused = self._refused, {}
-        self._reserve, self._waits = reserve, self.cache.total        # `_waits`: pages for small ones while a large one waits
-        roster, cache, large = self.roster, self.cache, self.roster.large
-        promised = [(cache.blocks(s.target) - len(cache.tables[s.slot]), bool(large[s.slot])) for s in roster.prefilling]
-        self._spare = cache.available - self._reserve - sum(pages for pages, _ in promised)
-        self._small = int(cache.held[~large].sum()) + sum(pages for pages, big in promised if not big)
-        self.open = bool(roster.free)
+        roster, cache = self.roster, self.cache
+        promised = [(cache.blocks(s.target) - len(cache.tables[s.slot]), bool(cache.small[s.slot])) for s in roster.prefilling]
+        self._reserve = reserve
+        self._spare = cache.available - reserve - sum(pages for pages, _ in promised)
+        self._small = cache.small_pages + sum(pages for pages, small in promised if small)
+        self._open = dict.fromkeys(self._open, bool(roster.free))
+        if self._claim is not None and (self._claim.slot != NO_SLOT or self._claim.number not in roster.sequences):
+            self._claim = None
 
-    def entered(self, sequence: Sequence, large: bool, held: int) -> None:
-        """A sequence has got its slot, and with its first blocks so many pages that were nobody's: there are fewer for others."""
-        blocks = self.cache.blocks(sequence.target)
-        self._spare -= held + blocks - len(self.cache.tables[sequence.slot])
-        self._small += 0 if large else blocks
-        self.open = bool(self.roster.free)
+    @property
+    def open(self) -> bool:
+        """Whether anybody can still be admitted in this step."""
+        return any(self._open.values())
+
+    def is_small(self, sequence: Sequence) -> bool:
+        return sequence.target <= self.small_tokens
 
     def may(self, sequence: Sequence) -> bool:
-        """Whether it is worth asking for a waiting sequence: a long one is passed over while a large one waits, cached or not."""
-        return self.open and (self._waits == self.cache.total or sequence.target <= LARGE * self.cache.total * self.cache.block_size)
+        """Whether it is worth asking for a waiting sequence."""
+        return self._open[self.is_small(sequence)]
 
-    def large(self, sequence: Sequence, cached: int) -> bool:
-        """Whether its prompt is, apart from the first `cached` blocks."""
-        return self.cache.blocks(sequence.target) - cached > LARGE * self.cache.total
-
-    def match(self, sequence: Sequence) -> list[int] | None:
+    def match(self, sequence: Sequence) -> np.ndarray | None:
         """Pages that hold a waiting sequence's first blocks; None where it has to wait on."""
-        cache, need = self.cache, self.cache.blocks(sequence.target)
-        large, offered = self._before.get(sequence.number, (False, -2))
-        if self._offer(need, large) <= offered:                                    # no more than when it did not fit
-            self._refuse(sequence, need, large, offered)
-            return None
-        pages = cache.match(sequence.chain, (sequence.target - 1) // cache.block_size) if sequence.reads_cache else []
-        large = self.large(sequence, len(pages))
-        offer = self._offer(need, large)
-        if need - len(pages) > offer - cache.evictable(pages):
-            self._refuse(sequence, need, large, offer)
-            return None
-        return pages
-
-    def _kept(self, need: int) -> int:
-        """Pages that small prompts may hold while a large one waits; fewer than KEPT where it could not run beside them."""
-        return max(0, min(int(KEPT * self.cache.total), self.cache.total - need - self._reserve))
-
-    def _offer(self, need: int, large: bool) -> int:
-        """Pages for a prompt; -1 where another one comes first."""
-        if not large:
-            return min(self._spare, self._waits - self._small)
-        return self._spare - max(0, self._kept(need) - self._small) if self._waits == self.cache.total else -1
-
-    def _refuse(self, sequence: Sequence, need: int, large: bool, offer: int) -> None:
-        self._refused[sequence.number] = large, offer
-        if large:
-            self._waits = min(self._waits, self._kept(need))
+        cache, small, need = self.cache, self.is_small(sequence), self.cache.blocks(sequence.target)
+        pages = cache.match(sequence.chain, (sequence.target - 1) // cache.block_size if sequence.reads_cache else 0)
+        left = max(0, self._kept(sequence if not small else self._claim) - self._small)      # for small ones
+        takes = need - len(pages) + cache.evictable(pages)
+        spare = self._spare - (left if takes > self._few else 0)
+        if small and self._claim is not None and need - cache.in_small(pages) > left:
+            self._open[True] = False
+        elif takes <= spare:
+            return pages
+        elif small:
+            self._open = dict.fromkeys(self._open, False)
         else:
-            self.open = False
+            self._claim, self._open[False] = sequence, False
+        return None
+
+    def admit(self, sequence: Sequence, pages: np.ndarray, home: int) -> None:
+        """Gives a waiting sequence its slot, its home lane and the matched pages."""
+        cache, small, blocks = self.cache, self.is_small(sequence), self.cache.blocks(sequence.target)
+        self._spare -= blocks - len(pages) + cache.evictable(pages)
+        self._small += blocks - cache.in_small(pages) if small else 0
+        slot = self.roster.enter(sequence, len(pages) * cache.block_size)
+        cache.admit(slot, pages, home, small)
+        self._open = {kind: open and bool(self.roster.free) for kind, open in self._open.items()}
+        self._claim = None if self._claim is sequence else self._claim
+
+    def _kept(self, large: Sequence | None) -> int:
+        """Pages that small prompts may hold while a large one waits; fewer than KEPT where it could not run beside them."""
+        if large is None:
+            return self.cache.total
+        return max(0, min(int(KEPT * self.cache.total), self.cache.total - self.cache.blocks(large.target) - self._reserve))

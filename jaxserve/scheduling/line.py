@@ -11,17 +11,16 @@ import numpy as np
 from jaxserve.scheduling.sequence import Sequence
 
 age = attrgetter("number")
-ARRIVAL, DUE, WORK = range(3)
+ARRIVAL, DUE, WORK, TOKENS = range(4)
 
 
 class Line:
-    """Waiting sequences, oldest first. `fields` [3, n] f64: clock seconds of arrival and of the first token's deadline, and seconds of
-    prefill that are left. `tokens` is how many are to be prefilled in all."""
+    """Waiting sequences, oldest first. `fields` [4, n] f64: clock seconds of arrival and of the first token's deadline, seconds of
+    prefill that are left, and the prompt's tokens."""
 
     def __init__(self) -> None:
-        self.tokens = 0
         self._sequences: list[Sequence] = []
-        self._fields = np.empty((3, 64))
+        self._fields = np.empty((4, 64))
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -44,15 +43,13 @@ class Line:
         if count == self._fields.shape[1]:
             self._fields = np.concatenate([self._fields, np.empty_like(self._fields)], 1)
         self._fields[:, at + 1 : count + 1] = self._fields[:, at:count]
-        self._fields[:, at] = sequence.request.arrival, sequence.due, sequence.left
+        self._fields[:, at] = sequence.request.arrival, sequence.due, sequence.left, sequence.target
         self._sequences.insert(at, sequence)
-        self.tokens += sequence.target
 
     def remove(self, sequence: Sequence) -> None:
         count, at = len(self), bisect_left(self._sequences, sequence.number, key=age)
         assert self._sequences.pop(at) is sequence
         self._fields[:, at : count - 1] = self._fields[:, at + 1 : count]
-        self.tokens -= sequence.target
 
 
 def ranked(key: np.ndarray, few: int = 16) -> Iterator[int]:

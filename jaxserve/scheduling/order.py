@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.scheduling.admission import Admission
-from jaxserve.scheduling.line import WORK, ranked
+from jaxserve.scheduling.line import TOKENS, WORK, ranked
 from jaxserve.scheduling.roster import Roster
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slack import POLICIES, relative_slack
@@ -30,12 +30,14 @@ class Order:
         self.admission = admission
         self._running, self._waiting = tuple(roster.prefilling), roster.queue.copy()
         fields = roster.facts()
-        self._work, self._slack, self._key = fields[WORK], relative_slack(now, *fields), POLICIES[policy](now, *fields)
+        times = fields[:TOKENS]
+        self._work, self._slack, self._key = fields[WORK], relative_slack(now, *times), POLICIES[policy](now, *times)
+        self._tokens = fields[TOKENS]
         self._left = np.ones(len(self._key), bool)
 
     def candidates(self, most: float = math.inf) -> Iterator[Candidate]:
-        """Those that have not come yet, of at most so many seconds of work."""
-        some = np.flatnonzero(self._left & (self._work <= most))
+        """Those that have not come yet, of at most so many seconds of work, and the first large prompt that waits: it may claim pages."""
+        some = np.flatnonzero(self._left if most == math.inf else self._left & (self._work <= most) | self._first_large())
         count = len(self._running)
         runs = int(np.searchsorted(some, count))                     # candidates that have a slot
         for place in ranked(self._key[some]):
@@ -50,3 +52,12 @@ class Order:
                 return
             self._left[index] = False
             yield Candidate(sequence, float(self._work[index]), float(self._slack[index]))
+
+    def _first_large(self) -> np.ndarray:
+        """Where it is: [n] bool."""
+        large = self._left & (self._tokens > self.admission.small_tokens)
+        large[: len(self._running)] = False
+        out = np.zeros_like(large)
+        if large.any():
+            out[np.argmin(np.where(large, self._key, math.inf))] = True
+        return out

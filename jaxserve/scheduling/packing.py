@@ -44,7 +44,7 @@ class Place(NamedTuple):
     home: int
     held: list[int] | None
     start: int
-    pages: list[int] | None
+    pages: np.ndarray | None
 
 
 class Chunk(NamedTuple):
@@ -197,7 +197,7 @@ class Turn:
             place = self._place(first.sequence)
             if place is None:
                 continue
-            length = self._length(first.sequence, place, self.room.target)
+            length = self._length(first.sequence, place, self.room.long if place.pages is None else self.room.target)
             if self.config.chunking == "adaptive" and length < first.sequence.target - place.start:
                 self._admit(first.sequence, place)
                 place = self._place(first.sequence) or place._replace(pages=None)
@@ -210,10 +210,16 @@ class Turn:
         return self.chunks
 
     def _share(self, host: Candidate, place: Place, order: Order) -> None:
-        """Others in the host's step: on its lane much shorter ones, for a share of the time; on other lanes all, for all of it."""
+        """Others in the host's step: on other lanes all, for all of its time; then, on its lane, much shorter ones for a share of it."""
+        if len(self.room.lanes) > 1 and place.held is None:
+            self._ask(host, place, order, math.inf)
+        self._ask(host, place, order, SHORTER * host.work)
+
+    def _ask(self, host: Candidate, place: Place, order: Order, most: float) -> None:
+        """Guests of at most so many seconds of work."""
         missed = asked = 0
-        shorter, lanes = SHORTER * host.work, len(self.room.lanes)
-        for guest in order.candidates(shorter if lanes == 1 or place.held else math.inf):
+        shorter = SHORTER * host.work
+        for guest in order.candidates(most):
             own = self._place(guest.sequence)
             if own is None:
                 continue
@@ -264,11 +270,7 @@ class Turn:
         """Gives a waiting sequence its slot and the pages that hold its first blocks; nothing for one that has them."""
         if place.pages is None:
             return
-        large = self.admission.large(sequence, len(place.pages))
-        slot = self.roster.enter(sequence, place.start, sequence.tpot, large)
-        held = self.cache.evictable(place.pages)
-        self.cache.admit(slot, place.pages, place.home)
-        self.admission.entered(sequence, large, held)
+        self.admission.admit(sequence, place.pages, place.home)
         if place.start:
             sequence.left = self.roster.work(place.start, sequence.target)
         self.pending[place.home] += sequence.left

@@ -34,7 +34,6 @@ class Roster:
         self.tpot = np.zeros(slots)                   # objective, seconds per output token
         self.flying = np.zeros(slots, np.int32)       # batches in flight that contain it
         self.last = np.zeros(slots, np.int64)         # batch it was last part of
-        self.large = np.zeros(slots, bool)            # see `admission`
         self.sequence: dict[int, Sequence] = {}       # by slot
         self.free = list(range(slots - 1, -1, -1))
         self.new: set[int] = set()                    # slots of which no batch has told yet
@@ -53,23 +52,23 @@ class Roster:
         self.queue.add(sequence)
 
     def facts(self) -> np.ndarray:
-        """What policies look at, [3, n] as in Line.fields: the prefilling sequences, then those that wait."""
-        mine = [(sequence.request.arrival, sequence.due, sequence.left) for sequence in self.prefilling]
-        return np.concatenate([np.array(mine).reshape(-1, 3).T, self.queue.fields], 1)
+        """What policies look at, [4, n] as in Line.fields: the prefilling sequences, then those that wait."""
+        mine = [(sequence.request.arrival, sequence.due, sequence.left, sequence.target) for sequence in self.prefilling]
+        return np.concatenate([np.array(mine).reshape(-1, 4).T, self.queue.fields], 1)
 
     def forget(self, sequence: Sequence, line: Line | list[Sequence]) -> None:
         """A sequence that waits in `line` has ended."""
         line.remove(sequence)
         del self.sequences[sequence.number]
 
-    def enter(self, sequence: Sequence, issued: int, tpot: float, large: bool) -> int:
+    def enter(self, sequence: Sequence, issued: int) -> int:
         """One of the queue gets a slot; its first `issued` positions are in the cache."""
         self.queue.remove(sequence)
         slot = self.free.pop()
         self.new.add(slot)
         sequence.slot, self.sequence[slot] = slot, sequence
         self.phase[slot], self.number[slot], self.issued[slot], self.end[slot] = PREFILL, sequence.number, issued, sequence.end
-        self.tpot[slot], self.large[slot] = tpot, large
+        self.tpot[slot] = sequence.tpot
         insort(self.prefilling, sequence, key=age)
         return slot
 

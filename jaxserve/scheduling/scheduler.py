@@ -17,7 +17,7 @@ from jaxserve.cache import CacheManager
 from jaxserve.config import MeshConfig, SchedulerConfig
 from jaxserve.request import Accepted, Event, Logprobs, Progress, Request, RequestError, Token
 from jaxserve.scheduling.batch import Batch
-from jaxserve.scheduling.line import WORK
+from jaxserve.scheduling.line import TOKENS, WORK
 from jaxserve.scheduling.packing import SHORTER, Packer
 from jaxserve.scheduling.predictor import NOMINAL, Costs, Predictor
 from jaxserve.scheduling.roster import ENDED, Roster
@@ -89,8 +89,9 @@ class Scheduler:
     def load(self) -> Load:
         free, cached, _ = self.cache.counts()
         seconds = float(self._roster.queue.fields[WORK].sum()) + sum(sequence.left for sequence in self._roster.prefilling)
-        started = sum(sequence.target - int(self._roster.issued[sequence.slot]) for sequence in self._roster.prefilling)
-        return Load(self.running, self.waiting, started + self._roster.queue.tokens, seconds, free, self.cache.total, cached)
+        tokens = sum(sequence.target - int(self._roster.issued[sequence.slot]) for sequence in self._roster.prefilling)
+        tokens += int(self._roster.queue.fields[TOKENS].sum())
+        return Load(self.running, self.waiting, tokens, seconds, free, self.cache.total, cached)
 
     def add(self, request: Request) -> list[Event]:
         """Queues a request. Errors: RequestError for an id in use, a full queue, or a request that can never fit."""
@@ -127,7 +128,7 @@ class Scheduler:
         roster, config = self._roster, self.config
         begun = self._flight[-1].seconds / 2 if self._flight else 0.0
         fields = roster.facts()
-        key, work = POLICIES[config.policy](sequence.request.arrival, *fields), fields[WORK]
+        key, work = POLICIES[config.policy](sequence.request.arrival, *fields[:TOKENS]), fields[WORK]
         own = float(work[-1])                                    # the youngest: those of equal rank go before it
         ahead = work[:-1][key[:-1] <= key[-1]]
         if config.chunking == "adaptive" and config.sharing > 0:

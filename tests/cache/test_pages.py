@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from jaxserve.cache.pages import Pages
@@ -20,11 +21,11 @@ def test_a_page_with_two_holders_is_kept_for_the_second():
     pages = Pages(1, 2)
     page = pages.take(0)
     pages.publish(page, b"a")
-    pages.hold([page])
+    pages.hold(np.array([page]))
     pages.drop([page])
     pages.check([page])
     pages.drop([page])
-    pages.hold([page])                                            # out of the cache again
+    pages.hold(np.array([page]))                                  # out of the cache again
     pages.check([page])
 
 
@@ -35,7 +36,7 @@ def test_free_pages_go_first_then_the_least_recently_used_deepest_block_first():
         pages.publish(page, bytes([page]))
     pages.drop(first)
     pages.drop(second)
-    pages.hold(first[:1])                                         # used again
+    pages.hold(np.array(first[:1]))                                         # used again
     pages.drop(first[:1])
     assert [pages.take(0) for _ in range(4)] == [3, first[1], second[0], first[0]]
     assert pages.page_of == pages.key_of == {}
@@ -63,7 +64,7 @@ def test_a_retracted_page_is_not_found_again_and_is_free_once_dropped():
     pages = Pages(1, 3)
     one, two = pages.take(0), pages.take(0)
     pages.publish(one, b"a")
-    pages.hold([one])
+    pages.hold(np.array([one]))
     pages.retract([one, two])
     assert pages.page_of == {}
     pages.drop([one, two])

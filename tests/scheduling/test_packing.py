@@ -55,7 +55,6 @@ def test_a_prompt_of_several_steps_makes_none_longer_than_step_time_though_the_d
         assert shares(batch) == {10: 240} and batch.seconds == pytest.approx(0.25) and batch.feed.sum() == 10
 
 
-@pytest.mark.xfail(strict=True, reason="what is left goes into one step as soon as it fits into the decodes' objective")
 def test_the_last_step_of_a_prompt_of_several_is_no_longer_than_the_others():
     replica = decoding(made(), 10)
     ask(replica, 1000)
@@ -155,10 +154,7 @@ def test_on_another_lane_any_prompt_runs_beside_a_long_one():
     assert shares(batch) == {0: 248, 1: 248} and sorted(batch.lane.tolist()) == [0, 1]
 
 
-FEW = pytest.mark.xfail(strict=True, reason="of 64 that are considered, all are too long for the host's lane, and the other one is full")
-
-
-@pytest.mark.parametrize("ahead, lanes", [(5, 1), (64, 1), (65, 1), (200, 1), (5, 2), (64, 2), pytest.param(65, 2, marks=FEW)])
+@pytest.mark.parametrize("ahead, lanes", [(5, 1), (64, 1), (65, 1), (200, 1), (5, 2), (64, 2), (65, 2), (200, 2)])
 def test_a_short_prompt_rides_along_however_many_long_ones_wait_before_it(ahead, lanes):
     replica = made(kvp=lanes)
     ask(replica, *[1000] * ahead, 20)
