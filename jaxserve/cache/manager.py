@@ -85,11 +85,11 @@ class CacheManager:
 
     def evictable(self, pages: np.ndarray) -> int:
         """How many of these nobody holds: taking them makes that many fewer available."""
-        return int(np.count_nonzero(self.pages.refs[pages] == 0))
+        return int(np.count_nonzero(self.pages.refs[pages] == 0)) if len(pages) else 0
 
     def in_small(self, pages: np.ndarray) -> int:
         """How many of these are part of `small_pages`."""
-        return int(np.count_nonzero(self._small_refs[pages]))
+        return int(np.count_nonzero(self._small_refs[pages])) if len(pages) else 0
 
     def choose_home(self, pages: np.ndarray, lanes: list[int], need: int, pending: list[float]) -> int:
         """A home out of `lanes` for a sequence with these matched `pages`, whose next chunk will `need` that many more (medha.md M12).
@@ -137,7 +137,7 @@ class CacheManager:
     def extend(self, slot: int, blocks: int) -> None:
         """Pages for the next `blocks` blocks of the slot, which must be available."""
         table, per_lane = self.tables[slot], self.pages.per_lane
-        held, lane = self.held[slot].tolist(), self._lane[slot]
+        held, lane, small = self.held[slot].tolist(), self._lane[slot], bool(self.small[slot])
         for _ in range(blocks):
             block = len(table)
             if len(held) > 1:
@@ -146,9 +146,9 @@ class CacheManager:
             self._deltas += (lane, slot, held[lane], page - lane * per_lane, block)
             held[lane] += 1
             table.append(page)
-        if self.small[slot]:
-            self.small_pages += blocks
-            self._small_refs[table[len(table) - blocks :]] = 1
+            if small:
+                self._small_refs[page] = 1
+        self.small_pages += blocks if small else 0
         self._lane[slot] = lane
         self.held[slot] = held
         self.room[slot] = len(table) * self.block_size

@@ -17,6 +17,7 @@ from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 
 LARGE = 1 / 64                                        # of all pages: prompts that take more, cached or not, are large
 KEPT = 1 / 8                                          # of all pages, which large prompts leave to small ones
+ALL, NOBODY = (True, True), (False, False)            # whether any more large prompts, and any small ones, can come in in this step
 
 
 class Admission:
@@ -26,7 +27,7 @@ class Admission:
         self.cache, self.roster = cache, roster
         self._few = int(LARGE * cache.total)
         self.small_tokens = self._few * cache.block_size
-        self._open = {True: True, False: True}        # whether any more small prompts, and any large ones, can come in in this step
+        self._open = ALL
         self._claim: Sequence | None = None           # a large one that waits for pages
 
     def begin(self, reserve: int) -> None:
@@ -36,14 +37,14 @@ class Admission:
         self._reserve = reserve
         self._spare = cache.available - reserve - sum(pages for pages, _ in promised)
         self._small = cache.small_pages + sum(pages for pages, small in promised if small)
-        self._open = dict.fromkeys(self._open, bool(roster.free))
+        self._open = ALL if roster.free else NOBODY
         if self._claim is not None and (self._claim.slot != NO_SLOT or self._claim.number not in roster.sequences):
             self._claim = None
 
     @property
     def open(self) -> bool:
         """Whether anybody can still be admitted in this step."""
-        return any(self._open.values())
+        return any(self._open)
 
     def is_small(self, sequence: Sequence) -> bool:
         return sequence.target <= self.small_tokens
@@ -60,13 +61,13 @@ class Admission:
         takes = need - len(pages) + cache.evictable(pages)
         spare = self._spare - (left if takes > self._few else 0)
         if small and self._claim is not None and need - cache.in_small(pages) > left:
-            self._open[True] = False
+            self._open = self._open[0], False
         elif takes <= spare:
             return pages
         elif small:
-            self._open = dict.fromkeys(self._open, False)
+            self._open = NOBODY
         else:
-            self._claim, self._open[False] = sequence, False
+            self._claim, self._open = sequence, (False, self._open[1])
         return None
 
     def admit(self, sequence: Sequence, pages: np.ndarray, home: int) -> None:
@@ -76,7 +77,7 @@ class Admission:
         self._small += blocks - cache.in_small(pages) if small else 0
         slot = self.roster.enter(sequence, len(pages) * cache.block_size)
         cache.admit(slot, pages, home, small)
-        self._open = {kind: open and bool(self.roster.free) for kind, open in self._open.items()}
+        self._open = self._open if self.roster.free else NOBODY
         self._claim = None if self._claim is sequence else self._claim
 
     def _kept(self, large: Sequence | None) -> int:

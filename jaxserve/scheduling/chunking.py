@@ -34,7 +34,8 @@ class Room:
 
     def seconds(self, home: int, held: list[int] | None, cached: int, new: int) -> float:
         """Seconds of these lanes with a chunk more."""
-        return max(seconds for _, _, seconds in self._with(home, held, cached, new))
+        lanes = self._with(home, held, cached, new)
+        return lanes[0][2] if held is None else max(seconds for _, _, seconds in lanes)
 
     def _with(self, *chunk: Any) -> list[tuple[int, Lane, float]]:
         if self._tried[0] != chunk:

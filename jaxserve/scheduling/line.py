@@ -47,7 +47,7 @@ class Line:
         self._sequences.insert(at, sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        count, at = len(self), bisect_left(self._sequences, sequence.number, key=age)
+        count, at = len(self._sequences), bisect_left(self._sequences, sequence.number, key=age)
         assert self._sequences.pop(at) is sequence
         self._fields[:, at : count - 1] = self._fields[:, at + 1 : count]
 

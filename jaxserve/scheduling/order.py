@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -12,15 +11,7 @@ from jaxserve.scheduling.admission import Admission
 from jaxserve.scheduling.line import TOKENS, WORK, ranked
 from jaxserve.scheduling.roster import Roster
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.scheduling.slack import POLICIES, relative_slack
-
-
-class Candidate(NamedTuple):
-    """A sequence that may be prefilled next: seconds of prefill that are left, and its relative slack."""
-
-    sequence: Sequence
-    work: float
-    slack: float
+from jaxserve.scheduling.slack import POLICIES
 
 
 class Order:
@@ -30,14 +21,12 @@ class Order:
         self.admission = admission
         self._running, self._waiting = tuple(roster.prefilling), roster.queue.copy()
         fields = roster.facts()
-        times = fields[:TOKENS]
-        self._work, self._slack, self._key = fields[WORK], relative_slack(now, *times), POLICIES[policy](now, *times)
-        self._tokens = fields[TOKENS]
-        self._left = np.ones(len(self._key), bool)
+        self._work, self._tokens, self._key = fields[WORK], fields[TOKENS], POLICIES[policy](now, *fields[:TOKENS])
+        self._left = np.ones(self._key.size, bool)
 
-    def candidates(self, most: float = math.inf) -> Iterator[Candidate]:
+    def candidates(self, most: float = math.inf) -> Iterator[Sequence]:
         """Those that have not come yet, of at most so many seconds of work, and the first large prompt that waits: it may claim pages."""
-        some = np.flatnonzero(self._left if most == math.inf else self._left & (self._work <= most) | self._first_large())
+        some = (self._left if most == math.inf else self._left & (self._work <= most) | self._first_large()).nonzero()[0]
         count = len(self._running)
         runs = int(np.searchsorted(some, count))                     # candidates that have a slot
         for place in ranked(self._key[some]):
@@ -51,7 +40,7 @@ class Order:
             else:
                 return
             self._left[index] = False
-            yield Candidate(sequence, float(self._work[index]), float(self._slack[index]))
+            yield sequence
 
     def _first_large(self) -> np.ndarray:
         """Where it is: [n] bool."""

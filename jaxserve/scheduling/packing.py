@@ -16,7 +16,7 @@ stages, unless there is nothing else to do: so P batches in flight fill the stag
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -26,10 +26,11 @@ from jaxserve.config import MeshConfig, SchedulerConfig
 from jaxserve.scheduling.admission import Admission
 from jaxserve.scheduling.batch import Batch
 from jaxserve.scheduling.chunking import CHUNKING, Room
-from jaxserve.scheduling.order import Candidate, Order
+from jaxserve.scheduling.order import Order
 from jaxserve.scheduling.predictor import Predictor
 from jaxserve.scheduling.roster import DECODE, LEAVING, Roster
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
+from jaxserve.scheduling.slack import relative_slack
 
 SHORTER = 1 / 8                                       # of the work of a prompt that needs several steps: at most that have its guests
 GUESTS = 64                                           # prompts that are considered beside it
@@ -52,12 +53,8 @@ class Chunk(NamedTuple):
 
     slot: int
     start: int
-    length: int
+    stop: int
     admitted: bool
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.length
 
 
 class Packer:
@@ -91,7 +88,7 @@ class Packer:
         start, length, feed = roster.issued[slots], np.ones(slots.size, np.int32), np.ones(slots.size, bool)
         tokens = np.empty(0, np.int32)
         if chunks:
-            start[fed:], length[fed:], feed[fed:] = [chunk.start for chunk in chunks], [chunk.length for chunk in chunks], False
+            start[fed:], length[fed:], feed[fed:] = [chunk.start for chunk in chunks], [chunk.stop - chunk.start for chunk in chunks], False
             tokens = np.concatenate([roster.sequence[chunk.slot].history(chunk.start, chunk.stop) for chunk in chunks])
         roster.issued[decodes] += 1
         roster.flying[slots] += 1
@@ -163,13 +160,15 @@ class Packer:
     def issue(self, sequence: Sequence, length: int) -> Chunk:
         """Gives the sequence's next tokens pages and counts them as issued."""
         slot, roster, cache = sequence.slot, self.roster, self.cache
-        chunk = Chunk(slot, int(roster.issued[slot]), length, slot in roster.new)
+        start = int(roster.issued[slot])
+        chunk = Chunk(slot, start, start + length, slot in roster.new)
         roster.new.discard(slot)
         cache.extend(slot, cache.blocks(chunk.stop) - len(cache.tables[slot]))
         roster.issued[slot] = chunk.stop
-        sequence.left = roster.work(chunk.stop, sequence.target)
-        if chunk.stop == sequence.target:
-            roster.phase[slot] = DECODE
+        if chunk.stop < sequence.target:
+            sequence.left = roster.work(chunk.stop, sequence.target)
+        else:
+            sequence.left, roster.phase[slot] = 0.0, DECODE
             roster.prefilling.remove(sequence)
         return chunk
 
@@ -194,43 +193,46 @@ class Turn:
     def chunks_of(self, order: Order) -> list[Chunk]:
         """Fills the room. The first prompt that cannot be finished shares the step with those after it, then takes the rest."""
         for first in order.candidates():
-            place = self._place(first.sequence)
+            place = self._place(first)
             if place is None:
                 continue
-            length = self._length(first.sequence, place, self.room.long if place.pages is None else self.room.target)
-            if self.config.chunking == "adaptive" and length < first.sequence.target - place.start:
-                self._admit(first.sequence, place)
-                place = self._place(first.sequence) or place._replace(pages=None)
+            length = self._length(first, place, self.room.long if place.pages is None else self.room.target)
+            if self.config.chunking == "adaptive" and length < first.target - place.start:
+                self._admit(first, place)
+                place = self._place(first) or place._replace(pages=None)
                 self._share(first, place, order)
-                self._give(first.sequence, place, self._length(first.sequence, place, self.room.long), force=True)
+                self._give(first, place, self._length(first, place, self.room.long), force=True)
                 break
-            self._give(first.sequence, place, length, force=True)
+            self._give(first, place, length, force=True)
             if self.stuck or not any(self.room.left):
                 break
         return self.chunks
 
-    def _share(self, host: Candidate, place: Place, order: Order) -> None:
+    def _share(self, host: Sequence, place: Place, order: Order) -> None:
         """Others in the host's step: on other lanes all, for all of its time; then, on its lane, much shorter ones for a share of it."""
         if len(self.room.lanes) > 1 and place.held is None:
-            self._ask(host, place, order, math.inf)
-        self._ask(host, place, order, SHORTER * host.work)
+            self._ask(host, place, order.candidates())
+        self._ask(host, place, order.candidates(SHORTER * host.left))
 
-    def _ask(self, host: Candidate, place: Place, order: Order, most: float) -> None:
-        """Guests of at most so many seconds of work."""
+    def _ask(self, host: Sequence, place: Place, guests: Iterable[Sequence]) -> None:
         missed = asked = 0
-        shorter = SHORTER * host.work
-        for guest in order.candidates(most):
-            own = self._place(guest.sequence)
+        shorter = SHORTER * host.left
+        for guest in guests:
+            own = self._place(guest)
             if own is None:
                 continue
             asked += 1
             apart = own.home != place.home and place.held is None
-            if apart or guest.work <= shorter:
-                share = 1.0 if apart else self.config.sharing * min(1.0, max(0.0, 1 - guest.slack) / PRESSING)
-                length = self._length(guest.sequence, own, self.room.until(own.home, share))
-                missed = 0 if self._give(guest.sequence, own, length) else missed + 1
+            if apart or guest.left <= shorter:
+                length = self._length(guest, own, self.room.until(own.home, 1.0 if apart else self._share_of(guest)))
+                missed = 0 if self._give(guest, own, length) else missed + 1
             if missed == MISSES or asked == GUESTS or self.stuck:
                 break
+
+    def _share_of(self, guest: Sequence) -> float:
+        """The part of the host's step that a guest may use."""
+        slack = float(relative_slack(self.now, guest.request.arrival, guest.due, guest.left))
+        return self.config.sharing * min(1.0, max(0.0, 1 - slack) / PRESSING)
 
     def _place(self, sequence: Sequence) -> Place | None:
         """Where the sequence's next chunk would run; None where it cannot."""

@@ -17,7 +17,6 @@ import numpy as np
 from jaxserve.config import MeshConfig
 from jaxserve.scheduling.batch import Batch
 
-SHARPNESS = 4                                         # of the bend between two limits: (a^4 + b^4)^(1/4)
 HOST = 0.003                                          # seconds in which the host decides and issues a step
 ERRS = 0.1                                            # share by which a step may end before its predicted time
 
@@ -105,9 +104,12 @@ def _fullest(reach: float, lanes: int, first: float, last: float) -> float:
 
 
 def bend(a: float, b: float) -> float:
-    """The greater of two, with a smooth change from one to the other: where they are equal, 19 % above."""
+    """The greater of two, with a smooth change from one to the other: (a^4 + b^4)^(1/4), 19 % above where they are equal."""
     low, high = (a, b) if a < b else (b, a)
-    return high * math.sqrt(math.sqrt(1 + (low / high) ** SHARPNESS)) if high > 0 else 0.0
+    if high <= 0:
+        return 0.0
+    square = (low / high) ** 2
+    return high * math.sqrt(math.sqrt(1 + square * square))
 
 
 NOMINAL = Costs(layers=1, linear_token=1e-4)          # where nothing was measured: work is counted in tokens

@@ -7,6 +7,7 @@ the rest of their prefill will take. Ties go to the older sequence.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -44,8 +45,8 @@ def slack(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) ->
     return np.where(left >= 0, left, np.where(need < PATIENCE, 2 - again, -need))
 
 
-def relative_slack(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) -> np.ndarray:
-    """(due - now - work) / (due - arrival): 1 with all time left, below 0 where the deadline cannot be met (Medha, Eq. 7)."""
+def relative_slack(now: float, arrival: Any, due: Any, work: Any) -> Any:
+    """(due - now - work) / (due - arrival), of arrays or numbers: 1 with all time left, below 0 where it is too late (Medha, Eq. 7)."""
     return (due - now - work) / np.maximum(due - arrival, 1e-9)
 
 
