@@ -36,7 +36,7 @@ OPTIONS = {"fidelity": [
     Option("model", str, "smollm2-135m", "model: a fetched name, a folder or a .gguf file"),
     Option("workload", str, "poisson:prompt=lognormal:300:1:16:3000,output=lognormal:24:0.5:4:64", "arrivals, as for jaxserve simulate"),
     Option("qps", float, 0.5, "requests per second", 0.001),
-    Option("requests", int, 40, "how many", 1),
+    Option("requests", int, 100, "how many", 1),
     Option("seed", int, 0, "of arrivals and lengths", 0),
     Option("policy", str, "slack", "order of prefill", choices=("fcfs", "edf", "lrs", "slack")),
     Option("chunking", str, "adaptive", "prefill tokens of a step", choices=("static", "adaptive")),

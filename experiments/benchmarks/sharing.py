@@ -32,9 +32,9 @@ OPTIONS = {"sharing": [
     Option("every", float, 0.7, "seconds from one short request to the next", 0.01),
     Option("decodes", int, 2, "sequences that decode meanwhile", 1),
     Option("ttft", float, 0.15, "objective of the short requests, seconds to the first token", 0.001),
-    Option("tpot", float, 0.085, "objective of the decodes, seconds per token", 0.001),
-    Option("step_time", float, 0.1, "most seconds of a step without decodes", 0.001),
-    Option("min_chunk", int, 16, "fewest tokens of a chunk where steps are shared", 1),
+    Option("tpot", float, 0.1, "objective of the decodes, seconds per token", 0.001),
+    Option("step_time", float, 0.06, "most seconds of a step without decodes", 0.001),
+    Option("min_chunk", int, 8, "fewest tokens of a chunk where steps are shared", 1),
     Option("json", str, None, "file for all figures"),
 ]}
 OUTPUT = 8                                              # tokens of a short request and of the long one
