@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 CLASS_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+DEFAULT_CLASS = "default"                                   # what requests that name no class are called in metrics
 
 
 class ConfigError(ValueError):
@@ -136,6 +137,8 @@ def _classes(text: str, default: Objectives) -> dict[str | None, Objectives]:
         name, _, fields = map(str.strip, part.partition(":"))
         if not CLASS_NAME.fullmatch(name):
             raise ConfigError("classes", f"{name!r} is not a name of 1 to 64 letters, digits, - and _, as in chat:ttft=0.5,tpot=0.05")
+        if name == DEFAULT_CLASS:
+            raise ConfigError("classes", f"{name} stands for requests that name no class")
         if name in found:
             raise ConfigError("classes", f"{name} is there twice")
         found[name] = _class(name, fields, default)

@@ -14,8 +14,9 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from jaxserve.config import DEFAULT_CLASS
+
 PREFIX = "jaxserve:"
-DEFAULT = "default"                                  # the label of requests that name no class
 REASONS = ("stop", "length", "cancelled", "deadline", "error")
 OTHER = "other"                                      # the label of any other reason
 
@@ -74,7 +75,7 @@ class Metrics:
 
     def __init__(self, slots: int, classes: Iterable[str], read: Callable[[], Mapping[str, float]]):
         self.registry, self._read = CollectorRegistry(auto_describe=True), read
-        labels = list(dict.fromkeys((DEFAULT, *classes)))
+        labels = [DEFAULT_CLASS, *classes]
         self._class = {label: index for index, label in enumerate(labels)}
         self._token_at = np.zeros(slots)                              # per slot: clock seconds of the last token, infinity before the first
         self._tpot = np.full(slots, np.inf)                           # and its objective
@@ -212,4 +213,4 @@ class Metrics:
 
     def _index(self, class_name: str | None) -> int:
         """The label of a class: whatever requests say, there are no more labels than classes and the default."""
-        return self._class.get(DEFAULT if class_name is None else class_name, 0)
+        return self._class.get(DEFAULT_CLASS if class_name is None else class_name, 0)

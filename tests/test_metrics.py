@@ -280,13 +280,6 @@ def test_labels_are_bounded_whatever_requests_say(real):
     assert value(real, "ttft_slo_violations_total", **{"class": "default"}) == len(hostile)
 
 
-def test_a_class_named_default_shares_its_label():
-    metrics = Metrics(2, ("default", "chat"), lambda: dict.fromkeys(READ, 0.0))
-    metrics.late("default")
-    metrics.late(None)
-    assert value(metrics, "ttft_slo_violations_total", **{"class": "default"}) == 2
-
-
 # --- gaps between tokens
 
 @dataclasses.dataclass

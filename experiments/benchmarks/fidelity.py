@@ -28,8 +28,8 @@ from jaxserve.options import Option
 from jaxserve.request import Finished, Request
 from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.predictor import Costs
+from jaxserve.simulate.arrival import Arrival, to_request
 from jaxserve.simulate.replica import VirtualReplica
-from jaxserve.simulate.workload import Arrival, to_request
 from jaxserve.simulate.workload import parse as workload
 
 OPTIONS = {"fidelity": [

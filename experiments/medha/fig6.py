@@ -11,8 +11,8 @@ import numpy as np
 from experiments.medha.figure import Claim, Figure, Panel, Row, Rows, Settings, cell, main, matching
 from jaxserve.commands.simulate import configs, scheduling_options, shape_of
 from jaxserve.config import MeshConfig
+from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.run import System, execute
-from jaxserve.simulate.workload import Arrival
 
 SYSTEM = System(shape_of("llama3-8b"), "h100", MeshConfig(tp=8))
 PROMPT = 1_000_000

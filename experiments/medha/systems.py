@@ -15,10 +15,11 @@ import numpy as np
 from experiments.medha.figure import Row, Settings
 from jaxserve.commands.simulate import configs, scheduling_options, shape_of
 from jaxserve.config import MeshConfig
+from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.baselines import compare
 from jaxserve.simulate.replica import Record
 from jaxserve.simulate.run import System, execute
-from jaxserve.simulate.workload import Arrival, parse
+from jaxserve.simulate.workload import parse
 
 HOUR = 3600.0                                         # seconds; the paper's profiling window
 LOADS = (0.25, 0.75, 1.25, 1.75)                      # queries per second (Medha 5.2)

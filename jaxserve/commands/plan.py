@@ -16,9 +16,10 @@ from jaxserve.flags import Command
 from jaxserve.options import Option
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling.profiles import devices
+from jaxserve.simulate.arrival import summary as workload_summary
+from jaxserve.simulate.mixes import MIXES
 from jaxserve.simulate.plan import CHUNKS, GIB, Answer, Question, Trial, meshes, plans, search, simulations
-from jaxserve.simulate.workload import MIXES, parse
-from jaxserve.simulate.workload import summary as workload_summary
+from jaxserve.simulate.workload import parse
 
 ABOUT = f"""\
 Every mesh of so many GPUs is simulated with {', '.join(f'{kind}:{tokens}' for kind, tokens in CHUNKS)} chunks on a part of the workload, \

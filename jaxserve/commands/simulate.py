@@ -17,12 +17,14 @@ from jaxserve.flags import Command
 from jaxserve.models.zoo import MODELS
 from jaxserve.options import Option, make, options_of
 from jaxserve.scheduling.profiles import ModelShape, devices
+from jaxserve.simulate.arrival import Arrival
+from jaxserve.simulate.arrival import summary as workload_summary
 from jaxserve.simulate.baselines import BASELINES, compare
+from jaxserve.simulate.mixes import MIXES
 from jaxserve.simulate.replica import Record
 from jaxserve.simulate.run import Outcome, System, execute
 from jaxserve.simulate.run import summary as figures_of
-from jaxserve.simulate.workload import MIXES, Arrival, parse
-from jaxserve.simulate.workload import summary as workload_summary
+from jaxserve.simulate.workload import parse
 
 ABOUT = f"""\
 The scheduler and the cache are those that serve; a step takes as long as coefficients say that were fitted to public measurements of the \

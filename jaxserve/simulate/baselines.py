@@ -12,9 +12,9 @@ from typing import Any
 from jaxserve.config import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 from jaxserve.request import Slo
 from jaxserve.scheduling.profiles import devices
+from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.loongserve import LoongServe, Pool
 from jaxserve.simulate.run import Outcome, System, ended, execute
-from jaxserve.simulate.workload import Arrival
 
 # Settings that make our scheduler another one. Medha's LRS ranks by relative slack as Medha does, but lets no prompts share a step (5.4);
 # `--policy=lrs` ranks by slack in seconds.

@@ -19,8 +19,8 @@ import numpy as np
 
 from jaxserve.scheduling.predictor import Costs, bend
 from jaxserve.scheduling.profiles import Link
+from jaxserve.simulate.arrival import Arrival, class_of
 from jaxserve.simulate.replica import Record
-from jaxserve.simulate.workload import Arrival, class_of
 
 CONSIDERED = 16                                       # waiting prompts that the dynamic program looks at
 

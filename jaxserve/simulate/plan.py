@@ -19,9 +19,9 @@ from jaxserve.config import CacheConfig, ConfigError, MeshConfig, SchedulerConfi
 from jaxserve.request import Slo
 from jaxserve.scheduling.predictor import Predictor
 from jaxserve.scheduling.profiles import ModelShape, devices
+from jaxserve.simulate.arrival import Arrival, class_of, to_request
 from jaxserve.simulate.replica import Record
 from jaxserve.simulate.run import Outcome, System, summary
-from jaxserve.simulate.workload import Arrival, class_of, to_request
 
 NODE = 8                                              # devices of one node: ranks do not go beyond
 CHUNKS = (("adaptive", 8192), ("static", 2048), ("static", 512))

@@ -14,8 +14,8 @@ from jaxserve.request import Request, Slo
 from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.predictor import Costs
 from jaxserve.scheduling.profiles import ModelShape, costs, devices
+from jaxserve.simulate.arrival import Arrival, class_of, to_request
 from jaxserve.simulate.replica import Record, Step, VirtualReplica
-from jaxserve.simulate.workload import Arrival, class_of, to_request
 
 MEMORY = 0.9                                          # share of a device's memory for weights and KV
 PERCENTILES = (50, 90, 99)

@@ -21,7 +21,7 @@ from jaxserve.scheduling.predictor import Costs
 from jaxserve.scheduling.roster import LEAVING
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slack import PATIENCE, POLICIES
-from jaxserve.simulate.workload import Arrival, to_request
+from jaxserve.simulate.arrival import Arrival, to_request
 from tests.scheduling.fakes import Replica, chunks
 from tests.simulate.test_replica import Watched, made
 

@@ -60,7 +60,7 @@ def test_a_class_has_the_servers_own_objectives_for_what_it_leaves_out():
     ("chat:ttft=0", "chat: ttft: 0.0 is below the limit 0.001"),
     ("fine;chat:tpot=-1", "chat: tpot: -1.0 is below the limit 0.0001"),
     ("chat:stretch=0.5", "chat: ttft_stretch: 0.5 is below the limit 1"),
-    ("chat:ttft=1;batch;chat:tpot=1", "chat is there twice"),
+    ("chat:ttft=1;batch;chat:tpot=1", "chat is there twice"), ("default:ttft=1", "default stands for requests that name no class"),
     ("ttft=0.5,tpot=0.1", "'ttft=0.5,tpot=0.1' is not a name of 1 to 64 letters, digits, - and _"),
     (":ttft=1", "'' is not a name"), ("my chat:ttft=1", "'my chat' is not a name"), ("schön", "'schön' is not a name"),
     ("x" * 65, "is not a name"),

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from jaxserve.config import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 from jaxserve.scheduling.predictor import Costs
 from jaxserve.scheduling.profiles import Link, costs, shapes
+from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.baselines import BASELINES, compare, pool
 from jaxserve.simulate.loongserve import LoongServe, Pool, plan
 from jaxserve.simulate.replica import Record
 from jaxserve.simulate.run import System, execute
-from jaxserve.simulate.workload import Arrival, parse
+from jaxserve.simulate.workload import parse
 
 FREE = Link(0.0, 1e30)                                # nothing to send
 REAL = Pool(4, costs("a100", shapes()["llama3-8b"], 2), 500_000, 2048.0, Link(1e-5, 1e11))

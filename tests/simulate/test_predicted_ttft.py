@@ -11,9 +11,9 @@ from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
 from jaxserve.request import Slo
 from jaxserve.scheduling.predictor import NOMINAL, Costs
 from jaxserve.scheduling.profiles import shapes
+from jaxserve.simulate.arrival import Arrival, to_request
 from jaxserve.simulate.replica import VirtualReplica
 from jaxserve.simulate.run import System
-from jaxserve.simulate.workload import Arrival, to_request
 
 MAX_LEN = 2**30
 LONG = 60_000

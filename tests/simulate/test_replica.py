@@ -19,9 +19,9 @@ from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.chunking import CHUNKING
 from jaxserve.scheduling.predictor import Costs
 from jaxserve.scheduling.slack import POLICIES
+from jaxserve.simulate.arrival import Arrival, to_request
 from jaxserve.simulate.replica import Record, VirtualReplica
 from jaxserve.simulate.run import execute
-from jaxserve.simulate.workload import Arrival, to_request
 
 TOKEN = Costs(layers=1, linear_token=0.01)
 STEP = Costs(layers=1, launch=1.0)                    # a step takes a second in every stage, whatever it does

@@ -10,9 +10,10 @@ import pytest
 from jaxserve.config import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 from jaxserve.request import Slo
 from jaxserve.scheduling.profiles import ModelShape, devices, shapes
+from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.replica import Record
 from jaxserve.simulate.run import MEMORY, Outcome, System, execute, summary
-from jaxserve.simulate.workload import Arrival, parse
+from jaxserve.simulate.workload import parse
 
 # 16 layers of 8 * (2 * 4 + 2 * 2) * 2 + 3 * 8 * 16 = 576 weights, and twice 8 * 100 for the vocabulary
 SHAPE = ModelShape(layers=16, d_model=8, heads=4, kv_heads=2, head_dim=2, d_ff=16, vocab=100)

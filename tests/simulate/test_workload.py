@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from jaxserve.config import ConfigError
 from jaxserve.request import Request, RequestError, Slo
-from jaxserve.simulate.workload import BLOCK, LONG, MIXES, Arrival, parse, summary, to_request
+from jaxserve.simulate.arrival import BLOCK, LONG, Arrival, summary, to_request
+from jaxserve.simulate.mixes import MIXES
+from jaxserve.simulate.workload import parse
 
 DATA = Path(os.environ.get("JAXSERVE_DATA") or Path(__file__).parents[2] / ".." / "shared" / "data")
 MAX_LEN = 2**21

@@ -17,8 +17,9 @@ from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
 from jaxserve.request import Request
 from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.profiles import costs, shapes
+from jaxserve.simulate.arrival import Arrival, to_request
 from jaxserve.simulate.run import System, execute
-from jaxserve.simulate.workload import Arrival, parse, to_request
+from jaxserve.simulate.workload import parse
 
 SHAPE = shapes()["llama3-8b"]
 MAX_LEN = 2**31 - 1
