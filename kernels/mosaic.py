@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LOG2E = math.log2(math.e)
+TILE, ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)          # of registers: [rows, columns], [rows]
 LOWEST = -1e30                                       # stands for -inf where a difference with -inf would give NaN
 ROWS = 64                                            # of a warpgroup: what one wgmma has
 NEVER = 2**30                                        # a position after all others
@@ -71,10 +72,8 @@ def attend(
     packing = pack(T, K, G, tiles.warpgroups)
     q_rows, pos = _to_rows(q.astype(pages.dtype), q_pos, packing)
     line = _line(pos, table, rows, count, P, size, window, packing, tiles)
-    out, lse, pieces, piece_lse = _launch(q_rows, pos, pages, table, line, scale=scale, window=window, dtype=dtype, packing=packing,
-                                          tiles=tiles, interpret=interpret)
-    out, lse = _merge(out, lse, pieces, piece_lse, line, packing, tiles)
-    return _from_rows(out, lse, q.shape, packing)
+    setting = Setting(scale * LOG2E, window, packing, tiles, R, size, bool(interpret))
+    return _from_rows(*_launch(q_rows, pos, pages, table, line, setting, dtype, interpret), q.shape, packing)
 
 
 def check(q: jax.Array, pages: jax.Array, tiles: Tiles) -> None:
@@ -155,221 +154,363 @@ def _line(pos: jax.Array, table: jax.Array, rows: jax.Array, count: jax.Array, p
     return Line(tile, jnp.stack([low, high, first_tile, tiles_of], 1).astype(jnp.int32), total[None])
 
 
-def _launch(q: jax.Array, pos: jax.Array, pages: jax.Array, table: jax.Array, line: Line, *, scale: float, window: int | None, dtype: Any,
-            packing: Packing, tiles: Tiles, interpret: Any) -> tuple[jax.Array, ...]:
+def _launch(q: jax.Array, pos: jax.Array, pages: jax.Array, table: jax.Array, line: Line, setting: Setting,
+            dtype: Any, interpret: Any) -> tuple[jax.Array, jax.Array]:
+    """out [R, M, heads, H], lse [R, heads, M]."""
     R, M, heads, H = q.shape
-    K, size = pages.shape[1], pages.shape[3]
+    tiles, blocks = setting.tiles, setting.tiles.blocks
     wgs, keys, stages = tiles.warpgroups, tiles.keys, tiles.stages
-    wide = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    smem = functools.partial(plgpu.SMEM, dtype=pages.dtype, transforms=wide)
-    out_type = [
-        jax.ShapeDtypeStruct((R, M, heads, H), dtype), jax.ShapeDtypeStruct((R, heads, M), jnp.float32),
-        jax.ShapeDtypeStruct((tiles.blocks, 2, wgs, ROWS, H), jnp.float32), jax.ShapeDtypeStruct((tiles.blocks, 2, wgs, ROWS), jnp.float32),
-    ]
-    scratch = dict(
-        q_s=smem((wgs, ROWS, H)), k_s=smem((stages, keys, H)), v_s=smem((stages, keys, H)),
-        q_bar=plgpu.Barrier(num_barriers=wgs), k_bar=plgpu.Barrier(num_barriers=stages, num_arrivals=max(1, keys // size)),
-        v_bar=plgpu.Barrier(num_barriers=stages, num_arrivals=max(1, keys // size)),
-        clean=plgpu.Barrier(num_arrivals=wgs), k_free=plgpu.Barrier(num_arrivals=wgs, num_barriers=stages), v_free=plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
-    )
-    if interpret:
-        scratch["p_s"] = smem((wgs, ROWS, keys))
-    body = functools.partial(_body, scale=scale * LOG2E, window=window, packing=packing, tiles=tiles, shape=(R, M, K, H, size),
-                             interpret=bool(interpret))
-    return plgpu.kernel(body, out_type=out_type, grid=(tiles.blocks,), grid_names=("block",), num_threads=wgs + 1, thread_name="wg",
-                        scratch_types=scratch, compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret or None)(
-        q, pos, pages, table, *line)
+    smem = functools.partial(plgpu.SMEM, dtype=pages.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    here = plgpu.Barrier(num_barriers=stages, num_arrivals=setting.per)
+    free = plgpu.Barrier(num_barriers=stages, num_arrivals=wgs)
+    shared = dict(q=smem((wgs, ROWS, H)), k=smem((stages, keys, H)), v=smem((stages, keys, H)), q_here=plgpu.Barrier(num_barriers=wgs),
+                  k_here=here, v_here=here, k_free=free, v_free=free, clean=plgpu.Barrier(num_arrivals=wgs))
+    if setting.interpret:
+        shared["p"] = smem((wgs, ROWS, keys))
+    out_type = [jax.ShapeDtypeStruct(shape, type) for shape, type in (
+        ((R, M, heads, H), dtype), ((R, heads, M), jnp.float32), ((blocks, 2, wgs, ROWS, H), jnp.float32),
+        ((blocks, 2, wgs, ROWS), jnp.float32))]
+    run = _kernel(functools.partial(_attention, setting=setting), out_type, shared, {"block": blocks}, wgs + 1, interpret)
+    out, lse, *pieces = run(q, pos, pages, table, *line)
+    out, lse = jax.new_ref(out), jax.new_ref(lse)
+    _kernel(functools.partial(_join, setting=setting), (), {}, {"block": blocks, "of": wgs, "column": H // 64}, 1, interpret)(
+        *pieces, *line, out, lse)
+    return jax.freeze(out), jax.freeze(lse)
 
 
-def _body(q_g, pos_g, pages_g, table_g, tile_g, block_g, total_g, out_g, lse_g, piece_g, piece_lse_g, *, q_s, k_s, v_s, q_bar, k_bar, v_bar,
-          clean, k_free, v_free, p_s=None, scale, window, packing, tiles, shape, interpret):
-    R, M, K, H, size = shape
-    wgs, keys, stages, side = tiles.warpgroups, tiles.keys, tiles.stages, packing.side
-    per, parts, height = max(1, keys // size), max(1, size // keys), ROWS * wgs // packing.side
-    n_tiles = R * (M // height)
-    block, wg = lax.axis_index("block"), lax.axis_index("wg")
-    low, high, first, number, total = block_g[block, 0], block_g[block, 1], block_g[block, 2], block_g[block, 3], total_g[0]
-    TILE, ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
-    cast = (lambda x, _: x) if interpret else plgpu.layout_cast                      # the interpreter has no layouts
-    iota = (lambda shape, axis: lax.broadcasted_iota(jnp.int32, shape, axis)) if interpret else (
-        lambda shape, axis: plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE))
-    load = (lambda ref, _: ref[...]) if interpret else (lambda ref, layout: plgpu.load(ref, layout=layout, optimized=False))
+def _kernel(body: Any, out_type: Any, scratch: dict[str, Any], grid: dict[str, int], threads: int, interpret: Any) -> Any:
+    """A Mosaic kernel; unlike plgpu.kernel it takes refs among its arguments, which it may write in place."""
+    mesh = plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid), num_threads=threads, thread_name="wg")
 
-    def segment(index):
-        """One query tile's part in this block: its number among row tiles, its heads' number, its place, and its key tiles from and to."""
-        at = first + index
-        row_tile, heads = lax.rem(at, n_tiles), lax.div(at, n_tiles)
-        place = heads * total + tile_g[row_tile, START]
-        return row_tile, heads, place, jnp.maximum(low - place, 0), jnp.minimum(high - place, tile_g[row_tile, NUMBER])
+    def scoped(*refs: Any) -> None:
+        pl.run_scoped(functools.partial(body, *refs), collective_axes="wg", **scratch)
 
-    def entry(row_tile, t, i):
-        """Index of the table entry of part i of a key tile, and where in its page the part begins."""
-        t = tile_g[row_tile, BEGIN] + t
-        return (lax.div(t, parts), lax.rem(t, parts) * keys) if parts > 1 else (t * per + i, 0)
+    return pl.kernel(scoped, out_type=out_type, mesh=mesh, compiler_params=plgpu.CompilerParams(approx_math=True),
+                     interpret=interpret or False)
 
-    def positions(row_tile, t, slot, entries):
-        """Per part of a key tile: position of its first key, less the part's first column; beyond all others where it does not hold."""
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a kernel is compiled for."""
+
+    scale: float                                     # of scores, times log2 e
+    window: int | None
+    packing: Packing
+    tiles: Tiles
+    rows: int                                        # R
+    size: int                                        # C
+    interpret: bool
+
+    @property
+    def per(self) -> int:
+        """Pages of a key tile, and copies."""
+        return max(1, self.tiles.keys // self.size)
+
+    @property
+    def parts(self) -> int:
+        """Key tiles of a page."""
+        return max(1, self.size // self.tiles.keys)
+
+    @property
+    def height(self) -> int:
+        """Rows of a query tile."""
+        return ROWS * self.tiles.warpgroups // self.packing.side
+
+    @property
+    def across(self) -> int:
+        """Query tiles of the M rows of one of R."""
+        return self.packing.rows // self.height
+
+    # What the interpreter lacks: layouts, and products of registers.
+
+    def cast(self, x: jax.Array, layout: Any) -> jax.Array:
+        return x if self.interpret else plgpu.layout_cast(x, layout)
+
+    def iota(self, shape: tuple[int, ...], axis: int) -> jax.Array:
+        if self.interpret:
+            return lax.broadcasted_iota(jnp.int32, shape, axis)
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE)
+
+    def load(self, ref: Any, layout: Any) -> jax.Array:
+        return ref[...] if self.interpret else plgpu.load(ref, layout=layout, optimized=False)
+
+
+class Stretch:
+    """The stretch of the line that block `block` takes, as the kernels see it. Units are key tiles of one query tile."""
+
+    def __init__(self, setting: Setting, line: Line, block: Any):
+        self.setting, self.line, self.block = setting, line, block
+        self.low, self.high, self.first, self.number = (line.block[block, i] for i in range(4))
+
+    def part(self, index: Any) -> Part:
+        """Of query tile `index` of this block."""
+        setting, at = self.setting, self.first + index
+        tiles = setting.rows * setting.across
+        row_tile, heads = lax.rem(at, tiles), lax.div(at, tiles)
+        place = heads * self.line.total[0] + self.line.tile[row_tile, START]
+        number = self.line.tile[row_tile, NUMBER]
+        return Part(row_tile, heads, place, number, jnp.maximum(self.low - place, 0), jnp.minimum(self.high - place, number))
+
+    def where(self, part: Part, wg: Any) -> tuple[Any, Any, Any]:
+        """Row of R, first of the M rows, and head, of a warpgroup."""
+        across, side = self.setting.across, self.setting.packing.side
+        row0 = lax.rem(part.row_tile, across) * self.setting.height + lax.div(wg, side) * ROWS
+        return lax.div(part.row_tile, across), row0, part.heads * side + lax.rem(wg, side)
+
+
+class Part(NamedTuple):
+    """A query tile's part in a stretch: which row tile, of which heads; its place in the line and its key tiles; those from `begin` to
+    before `end` belong to the stretch."""
+
+    row_tile: Any
+    heads: Any
+    place: Any
+    number: Any
+    begin: Any
+    end: Any
+
+
+class Keys:
+    """Where the keys of a query tile are."""
+
+    def __init__(self, setting: Setting, table: Any, line: Line, row_tile: Any):
+        self.setting, self.table = setting, table
+        self.slot, self.first, self.entries, self.last = (line.tile[row_tile, i] for i in (SLOT, BEGIN, ENTRIES, LAST))
+
+    def entry(self, tile: Any, copy: int) -> tuple[Any, Any]:
+        """Index of the table entry that a copy of a key tile reads, and the token of its page at which it begins."""
+        tile, setting = self.first + tile, self.setting
+        if setting.parts > 1:
+            return lax.div(tile, setting.parts), lax.rem(tile, setting.parts) * setting.tiles.keys
+        return tile * setting.per + copy, 0
+
+    def held(self, which: int, entry: Any) -> Any:
+        """Page (0) or block (1) of an entry; of the last one where it is beyond the table."""
+        return self.table[which, self.slot, jnp.minimum(entry, self.table.shape[2] - 1)]
+
+    def origins(self, tile: Any) -> list[Any]:
+        """Per copy of a key tile: the position that column 0 would have; beyond all others where the entry does not hold."""
         out = []
-        for i in range(per):
-            at, inside = entry(row_tile, t, i)
-            held = table_g[1, slot, jnp.minimum(at, table_g.shape[2] - 1)] * size + inside - i * size
-            out.append(jnp.where(at < entries, held, NEVER))
+        for copy in range(self.setting.per):
+            entry, inside = self.entry(tile, copy)
+            origin = self.held(1, entry) * self.setting.size + inside - copy * self.setting.size
+            out.append(jnp.where(entry < self.entries, origin, NEVER))
         return out
 
-    def spread(column, ends):
-        """Positions of keys by column."""
-        out = column + ends[0]
-        for i in range(1, per):
-            out = jnp.where(column >= i * size, column + ends[i], out)
+    def positions(self, columns: jax.Array, origins: list[Any]) -> jax.Array:
+        """Of the keys in these columns."""
+        out = columns + origins[0]
+        for copy, origin in enumerate(origins[1:], 1):
+            out = jnp.where(columns >= copy * self.setting.size, columns + origin, out)
         return out
 
-    def seen(query, key):
+    def sees(self, query: jax.Array, key: jax.Array) -> jax.Array:
+        window = self.setting.window
         return (key <= query) if window is None else (key <= query) & (query - key < window)
 
-    def forget(values, ends, last):
-        """What pages hold behind the last position may be NaN, and 0 x NaN is NaN: such rows become 0."""
-        @pl.when(ends[-1] + keys - 1 > last)
-        def _():
-            mine = values.at[pl.ds(wg * (keys // wgs), keys // wgs)]
-            x = load(mine, TILE)
-            at = spread(iota(x.shape, 0) + wg * (keys // wgs), ends)
-            mine[...] = jnp.where(at <= last, x, jnp.zeros_like(x))
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(clean)
-            plgpu.barrier_wait(clean)
 
-    @pl.when(wg < wgs)
-    def _compute():
-        if not interpret:
-            plgpu.set_max_registers(240 if wgs == 2 else 232, action="increase")
+class Buffers(NamedTuple):
+    """What the warpgroups of a block share."""
 
-        def one(index, _):
-            row_tile, heads, place, begin, end = segment(index)
-            row = lax.div(row_tile, M // height)
-            row0 = lax.rem(row_tile, M // height) * height + lax.div(wg, side) * ROWS
-            head = heads * side + lax.rem(wg, side)
-            plgpu.copy_gmem_to_smem(q_g.at[row, pl.ds(row0, ROWS), head], q_s.at[wg], q_bar.at[wg])
-            pos = load(pos_g.at[row, pl.ds(row0, ROWS)], ROW)
-            entries, last, slot = tile_g[row_tile, ENTRIES], tile_g[row_tile, LAST], tile_g[row_tile, SLOT]
-            plgpu.barrier_wait(q_bar.at[wg])
+    q: Any                                           # [warpgroups, ROWS, H]
+    k: Any                                           # [stages, keys, H]
+    v: Any
+    p: Any                                           # [warpgroups, ROWS, keys], or None: in registers
+    q_here: Any                                      # barriers
+    k_here: Any
+    v_here: Any
+    k_free: Any
+    v_free: Any
+    clean: Any
 
-            def step(t, carry, masked):
-                acc, top, sum_ = carry
-                stage = lax.rem(place + t - low, stages)
-                plgpu.barrier_wait(k_bar.at[stage])
 
-                def scores(ref):
-                    plgpu.wgmma(ref, q_s.at[wg], k_s.at[stage].transpose((1, 0)))
-                    return ref[...]
-                s = pl.run_scoped(scores, plgpu.ACC((ROWS, keys), jnp.float32)) * scale
-                plgpu.barrier_arrive(k_free.at[stage])
-                plgpu.barrier_wait(v_bar.at[stage])
-                if masked:
-                    ends = positions(row_tile, t, slot, entries)
-                    s = jnp.where(seen(lax.broadcast_in_dim(pos, s.shape, [0]), spread(iota(s.shape, 1), ends)), s, -jnp.inf)
-                    forget(v_s.at[stage], ends, last)
-                new = jnp.maximum(top, s.max(axis=1))
-                shrink = jnp.exp2(top - new)
-                p = jnp.exp2(s - lax.broadcast_in_dim(new, s.shape, [0]))
-                sum_ = sum_ * shrink + p.sum(axis=1)
-                p16 = p.astype(q_s.dtype)
+def _attention(q_g, pos_g, pages_g, table_g, tile_g, block_g, total_g, out_g, lse_g, piece_g, piece_lse_g, *, setting: Setting,
+               **shared: Any) -> None:
+    """One block: a warpgroup fetches keys and values, the others compute."""
+    wg, computing = lax.axis_index("wg"), setting.tiles.warpgroups
+    line, buffers = Line(tile_g, block_g, total_g), Buffers(**{"p": None, **shared})
+    stretch = Stretch(setting, line, lax.axis_index("block"))
 
-                def values(ref):
-                    if p_s is None:
-                        plgpu.wgmma(ref, p16, v_s.at[stage])
-                    else:                                                            # the interpreter multiplies from SMEM only
-                        p_s.at[wg][...] = p16
-                        plgpu.commit_smem()
-                        plgpu.wgmma(ref, p_s.at[wg], v_s.at[stage])
-                    return ref[...]
-                piece = pl.run_scoped(values, plgpu.ACC((ROWS, H), jnp.float32))
-                plgpu.barrier_arrive(v_free.at[stage])
-                return acc * lax.broadcast_in_dim(shrink, acc.shape, [0]) + piece, new, sum_
+    @pl.when(wg < computing)
+    def _() -> None:
+        if not setting.interpret:
+            plgpu.set_max_registers(240, action="increase")
 
-            start = (cast(jnp.zeros((ROWS, H), jnp.float32), TILE), cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW),
-                     cast(jnp.zeros((ROWS,), jnp.float32), ROW))
-            whole = jnp.clip(tile_g[row_tile, SEEN], begin, end)
-            carry = lax.fori_loop(begin, whole, functools.partial(step, masked=False), start)
-            acc, top, sum_ = lax.fori_loop(whole, end, functools.partial(step, masked=True), carry)
-            there = (pos >= 0) & (sum_ > 0)
-            safe = jnp.where(there, sum_, 1.0)
-            acc = acc * lax.broadcast_in_dim(jnp.where(there, 1.0 / safe, 0.0), acc.shape, [0])
-            lse = jnp.where(there, top * (1 / LOG2E) + jnp.log(safe), -jnp.inf)
-            done = (begin == 0) & (end == tile_g[row_tile, NUMBER])
-
-            @pl.when(done)
-            def _():
-                out_g.at[row, pl.ds(row0, ROWS), head][...] = acc.astype(out_g.dtype)
-                lse_g.at[row, head, pl.ds(row0, ROWS)][...] = lse
-
-            @pl.when(~done)
-            def _():
-                which = jnp.where(begin > 0, 0, 1)
-                piece_g.at[block, which, wg][...] = acc
-                piece_lse_g.at[block, which, wg][...] = lse
+        def one(index: Any, _: Any) -> tuple:
+            part = stretch.part(index)
+            keys, (row, row0, head) = Keys(setting, table_g, line, part.row_tile), stretch.where(part, wg)
+            plgpu.copy_gmem_to_smem(q_g.at[row, pl.ds(row0, ROWS), head], buffers.q.at[wg], buffers.q_here.at[wg])
+            pos = setting.load(pos_g.at[row, pl.ds(row0, ROWS)], ROW)
+            plgpu.barrier_wait(buffers.q_here.at[wg])
+            acc, lse = _softmax(setting, stretch, part, keys, buffers, pos, wg, tile_g[part.row_tile, SEEN])
+            _put(stretch, part, acc, lse, (out_g.at[row, pl.ds(row0, ROWS), head], lse_g.at[row, head, pl.ds(row0, ROWS)]),
+                 (piece_g, piece_lse_g), wg)
             return ()
 
-        lax.fori_loop(0, number, one, ())
+        lax.fori_loop(0, stretch.number, one, ())
 
-    @pl.when(wg == wgs)
-    def _fetch():
-        if not interpret:
-            plgpu.set_max_registers(24 if wgs == 2 else 40, action="decrease")
+    @pl.when(wg == computing)
+    def _() -> None:
+        if not setting.interpret:
+            plgpu.set_max_registers(24 if computing > 1 else 40, action="decrease")
+        _fetch(setting, stretch, line, table_g, pages_g, buffers)
 
-        def one(index, _):
-            row_tile, heads, place, begin, end = segment(index)
-            head = lax.div(heads * side, packing.group)
-            slot = tile_g[row_tile, SLOT]
 
-            def fetch(t, _):
-                stage = lax.rem(place + t - low, stages)
-                for which, free, bar, to in ((0, k_free, k_bar, k_s), (1, v_free, v_bar, v_s)):
-                    @pl.when(place + t - low >= stages)
-                    def _():
-                        plgpu.barrier_wait(free.at[stage])
-                    for i in range(per):
-                        at, inside = entry(row_tile, t, i)
-                        page = jnp.clip(table_g[0, slot, jnp.minimum(at, table_g.shape[2] - 1)], 0, pages_g.shape[0] - 1)
-                        from_ = pages_g.at[page, head, which, pl.ds(inside, keys // per)] if parts > 1 else pages_g.at[page, head, which]
-                        plgpu.copy_gmem_to_smem(from_, to.at[stage, pl.ds(i * size, size)] if per > 1 else to.at[stage], bar.at[stage])
-                return ()
-            lax.fori_loop(begin, end, fetch, ())
+def _fetch(setting: Setting, stretch: Stretch, line: Line, table_g: Any, pages_g: Any, buffers: Buffers) -> None:
+    """Keys and values of all of the stretch, as buffers become free."""
+    stages, per, size = setting.tiles.stages, setting.per, setting.size
+
+    def one(index: Any, _: Any) -> tuple:
+        part = stretch.part(index)
+        keys, head = Keys(setting, table_g, line, part.row_tile), lax.div(part.heads * setting.packing.side, setting.packing.group)
+
+        def fetch(tile: Any, _: Any) -> tuple:
+            at = part.place + tile - stretch.low
+            stage = lax.rem(at, stages)
+            for which, free, here, buffer in ((0, buffers.k_free, buffers.k_here, buffers.k), (1, buffers.v_free, buffers.v_here, buffers.v)):
+                @pl.when(at >= stages)
+                def _() -> None:
+                    plgpu.barrier_wait(free.at[stage])                               # noqa: B023 (runs at once)
+                for copy in range(per):
+                    entry, inside = keys.entry(tile, copy)
+                    page = pages_g.at[jnp.clip(keys.held(0, entry), 0, pages_g.shape[0] - 1), head, which]
+                    source = page.at[pl.ds(inside, setting.tiles.keys)] if setting.parts > 1 else page
+                    target = buffer.at[stage, pl.ds(copy * size, size)] if per > 1 else buffer.at[stage]
+                    plgpu.copy_gmem_to_smem(source, target, here.at[stage])
             return ()
-        lax.fori_loop(0, number, one, ())
+        lax.fori_loop(part.begin, part.end, fetch, ())
+        return ()
 
-        def drain(at, _):                                                            # a barrier may not be left with arrivals nobody saw
-            plgpu.barrier_wait(k_free.at[lax.rem(at, stages)])
-            plgpu.barrier_wait(v_free.at[lax.rem(at, stages)])
-            return ()
-        lax.fori_loop(jnp.maximum(high - low - stages, 0), high - low, drain, ())
+    def drain(at: Any, _: Any) -> tuple:                                             # no barrier is left with arrivals that nobody saw
+        plgpu.barrier_wait(buffers.k_free.at[lax.rem(at, stages)])
+        plgpu.barrier_wait(buffers.v_free.at[lax.rem(at, stages)])
+        return ()
+
+    units = stretch.high - stretch.low
+    lax.fori_loop(0, stretch.number, one, ())
+    lax.fori_loop(jnp.maximum(units - stages, 0), units, drain, ())
 
 
-def _merge(out: jax.Array, lse: jax.Array, pieces: jax.Array, piece_lse: jax.Array, line: Line, packing: Packing,
-           tiles: Tiles) -> tuple[jax.Array, jax.Array]:
-    """The query tiles whose keys lie in several stretches of the line, merged and put where they belong."""
-    R, M, heads, H = out.shape
-    blocks, wgs, side = tiles.blocks, tiles.warpgroups, packing.side
-    height = ROWS * wgs // side
-    low, high, first, number = line.block.T
-    share = jnp.maximum(high[0] - low[0], 1)
+def _softmax(setting: Setting, stretch: Stretch, part: Part, keys: Keys, buffers: Buffers, pos: jax.Array, wg: Any,
+             seen: Any) -> tuple[jax.Array, jax.Array]:
+    """Online softmax of a warpgroup's rows over its part's key tiles: out [ROWS, H] and natural-log lse [ROWS], f32."""
+    H, width = buffers.v.shape[2], setting.tiles.keys
 
-    def place(at):
-        return at // len(line.tile) * line.total[0] + line.tile[at % len(line.tile), START]
+    def step(tile: Any, carry: Any, masked: bool) -> Any:
+        acc, top, total = carry
+        stage = lax.rem(part.place + tile - stretch.low, setting.tiles.stages)
+        plgpu.barrier_wait(buffers.k_here.at[stage])
 
-    final = first + jnp.maximum(number, 1) - 1
-    busy = number > 0
-    head = busy & (place(first) < low)                                               # the block goes on with what others began
-    tail = busy & (place(final) >= low) & (place(final) + line.tile[final % len(line.tile), NUMBER] > high)
-    group = jnp.stack([jnp.where(head, place(first) // share, blocks), jnp.where(tail, jnp.arange(blocks), blocks)], 1).reshape(-1)
-    weigh = piece_lse.reshape(blocks * 2, wgs, ROWS)
-    top = jnp.maximum(jax.ops.segment_max(weigh, group, blocks), LOWEST)
-    weight = jnp.exp(weigh - top[group])
-    sum_ = jax.ops.segment_sum(weight, group, blocks)
-    safe = jnp.where(sum_ > 0, sum_, 1)
-    merged = jax.ops.segment_sum(pieces.reshape(blocks * 2, wgs, ROWS, H) * weight[..., None], group, blocks) / safe[..., None]
-    row_tile, wg = final % len(line.tile), jnp.arange(wgs)
-    row = jnp.where(tail, row_tile // (M // height), R)[:, None, None]
-    at = (row_tile % (M // height) * height)[:, None, None] + (wg // side * ROWS)[None, :, None] + jnp.arange(ROWS)
-    of = (final // len(line.tile) * side)[:, None, None] + (wg % side)[None, :, None]
-    out = out.at[row, at, of].set(merged.astype(out.dtype), mode="drop", unique_indices=True)
-    return out, lse.at[row, of, at].set(jnp.where(sum_ > 0, top + jnp.log(safe), -jnp.inf), mode="drop", unique_indices=True)
+        def score(ref: Any) -> jax.Array:
+            plgpu.wgmma(ref, buffers.q.at[wg], buffers.k.at[stage].transpose((1, 0)))
+            return ref[...]
+
+        s = pl.run_scoped(score, plgpu.ACC((ROWS, width), jnp.float32))
+        plgpu.barrier_arrive(buffers.k_free.at[stage])
+        if masked:
+            origins = keys.origins(tile)
+            visible = keys.sees(lax.broadcast_in_dim(pos, s.shape, [0]), keys.positions(setting.iota(s.shape, 1), origins))
+            s = jnp.where(visible, s, -jnp.inf)
+        new = jnp.maximum(top, s.max(axis=1) * setting.scale)
+        shrink = jnp.exp2(top - new)
+        p = jnp.exp2(s * setting.scale - lax.broadcast_in_dim(new, s.shape, [0]))
+        total = total * shrink + p.sum(axis=1)
+        acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
+        p = p.astype(buffers.q.dtype)
+        plgpu.barrier_wait(buffers.v_here.at[stage])
+        if masked:
+            _forget(setting, keys, buffers, stage, origins, wg)
+        acc = _accumulate(setting, acc, p, buffers, stage, wg)
+        plgpu.barrier_arrive(buffers.v_free.at[stage])
+        return acc, new, total
+
+    start = (setting.cast(jnp.zeros((ROWS, H), jnp.float32), TILE), setting.cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW),
+             setting.cast(jnp.zeros((ROWS,), jnp.float32), ROW))
+    whole = jnp.clip(seen, part.begin, part.end)
+    carry = lax.fori_loop(part.begin, whole, functools.partial(step, masked=False), start)
+    acc, top, total = lax.fori_loop(whole, part.end, functools.partial(step, masked=True), carry)
+    some = (pos >= 0) & (total > 0)
+    safe = jnp.where(some, total, 1.0)
+    acc = acc * lax.broadcast_in_dim(jnp.where(some, 1.0 / safe, 0.0), acc.shape, [0])
+    return acc, jnp.where(some, top * (1 / LOG2E) + jnp.log(safe), -jnp.inf)
+
+
+def _accumulate(setting: Setting, acc: jax.Array, p: jax.Array, buffers: Buffers, stage: Any, wg: Any) -> jax.Array:
+    """acc + p v."""
+    if not setting.interpret:
+        return pl.run_state(lambda ref: plgpu.wgmma(ref, p, buffers.v.at[stage]))(plgpu.ACC.init(acc))
+    buffers.p.at[wg][...] = p
+    plgpu.commit_smem()
+
+    def product(ref: Any) -> jax.Array:
+        plgpu.wgmma(ref, buffers.p.at[wg], buffers.v.at[stage])
+        return ref[...]
+    return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+
+
+def _forget(setting: Setting, keys: Keys, buffers: Buffers, stage: Any, origins: list[Any], wg: Any) -> None:
+    """What pages hold behind the last position may be NaN, and 0 x NaN is NaN: such values become 0. Each warpgroup does its share."""
+    width, share = setting.tiles.keys, setting.tiles.keys // setting.tiles.warpgroups
+
+    @pl.when(origins[-1] + width - 1 > keys.last)
+    def _() -> None:
+        mine = buffers.v.at[stage, pl.ds(wg * share, share)]
+        x = setting.load(mine, TILE)
+        at = keys.positions(setting.iota(x.shape, 0) + wg * share, origins)
+        mine[...] = jnp.where(at <= keys.last, x, jnp.zeros_like(x))
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(buffers.clean)
+        plgpu.barrier_wait(buffers.clean)
+
+
+def _put(stretch: Stretch, part: Part, acc: jax.Array, lse: jax.Array, whole: tuple[Any, Any], pieces: tuple[Any, Any], wg: Any) -> None:
+    """To the result where all of the query tile's keys were here; else to the block's pieces: 0 goes on with what others began."""
+    done = (part.begin == 0) & (part.end == part.number)
+    which = jnp.where(part.begin > 0, 0, 1)
+
+    @pl.when(done)
+    def _() -> None:
+        whole[0][...], whole[1][...] = acc.astype(whole[0].dtype), lse
+
+    @pl.when(~done)
+    def _() -> None:
+        pieces[0].at[stretch.block, which, wg][...], pieces[1].at[stretch.block, which, wg][...] = acc, lse
+
+
+def _join(piece_g, piece_lse_g, tile_g, block_g, total_g, out_g, lse_g, *, setting: Setting) -> None:
+    """The query tile with which a block's stretch ends, where others go on with it: its pieces are merged and put in their place."""
+    line, wg, column = Line(tile_g, block_g, total_g), lax.axis_index("of"), lax.axis_index("column")
+    stretch = Stretch(setting, line, lax.axis_index("block"))
+
+    @pl.when(stretch.number > 0)
+    def _() -> None:
+        part = stretch.part(stretch.number - 1)
+
+        @pl.when((part.begin == 0) & (part.end < part.number))
+        def _() -> None:
+            share = block_g[0, 1] - block_g[0, 0]
+            last = lax.div(part.place + part.number - 1, share)
+
+            def piece(block: Any, which: int) -> tuple[jax.Array, jax.Array]:
+                at = block, which, wg
+                return setting.load(piece_g.at[(*at, slice(None), pl.ds(column * 64, 64))], TILE), setting.load(piece_lse_g.at[at], ROW)
+
+            def more(block: Any, carry: Any) -> Any:
+                acc, top, total = carry
+                out, lse = piece(block, 0)
+                new = jnp.maximum(top, lse)
+                shrink, weight = jnp.exp(top - new), jnp.exp(lse - new)
+                acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0]) + out * lax.broadcast_in_dim(weight, acc.shape, [0])
+                return acc, new, total * shrink + weight
+
+            out, lse = piece(stretch.block, 1)
+            top = jnp.maximum(lse, LOWEST)
+            acc, top, total = lax.fori_loop(stretch.block + 1, last + 1, more, (out, top, jnp.exp(lse - top)))
+            safe = jnp.where(total > 0, total, 1.0)
+            row, row0, head = stretch.where(part, wg)
+            acc = acc * lax.broadcast_in_dim(1.0 / safe, acc.shape, [0])
+            out_g.at[row, pl.ds(row0, ROWS), head, pl.ds(column * 64, 64)][...] = acc.astype(out_g.dtype)
+
+            @pl.when(column == 0)
+            def _() -> None:
+                lse_g.at[row, head, pl.ds(row0, ROWS)][...] = jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
