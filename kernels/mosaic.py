@@ -164,7 +164,7 @@ def _launch(q: jax.Array, pos: jax.Array, pages: jax.Array, table: jax.Array, li
     here = plgpu.Barrier(num_barriers=stages, num_arrivals=setting.per)
     free = plgpu.Barrier(num_barriers=stages, num_arrivals=wgs)
     shared = dict(q=smem((wgs, ROWS, H)), k=smem((stages, keys, H)), v=smem((stages, keys, H)), q_here=plgpu.Barrier(num_barriers=wgs),
-                  k_here=here, v_here=here, k_free=free, v_free=free, clean=plgpu.Barrier(num_arrivals=wgs))
+                  k_here=here, v_here=here, k_free=free, v_free=free, turn=plgpu.Barrier(num_arrivals=wgs))
     if setting.interpret:
         shared["p"] = smem((wgs, ROWS, keys))
     out_type = [jax.ShapeDtypeStruct(shape, type) for shape, type in (
@@ -321,7 +321,11 @@ class Buffers(NamedTuple):
     v_here: Any
     k_free: Any
     v_free: Any
-    clean: Any
+    turn: Any                                        # two warpgroups multiply by turns: one does while the other is at its softmax
+
+    def take_turn(self) -> None:
+        plgpu.barrier_arrive(self.turn)
+        plgpu.barrier_wait(self.turn)
 
 
 def _attention(q_g, pos_g, pages_g, table_g, tile_g, block_g, total_g, out_g, lse_g, piece_g, piece_lse_g, *, setting: Setting,
@@ -347,7 +351,9 @@ def _attention(q_g, pos_g, pages_g, table_g, tile_g, block_g, total_g, out_g, ls
                  (piece_g, piece_lse_g), wg)
             return ()
 
+        pl.when(wg == 1)(buffers.take_turn)                                          # one step behind
         lax.fori_loop(0, stretch.number, one, ())
+        pl.when(wg == computing - 2)(buffers.take_turn)
 
     @pl.when(wg == computing)
     def _() -> None:
@@ -403,6 +409,7 @@ def _softmax(setting: Setting, stretch: Stretch, part: Part, keys: Keys, buffers
 
         def score(ref: Any) -> jax.Array:
             plgpu.wgmma(ref, buffers.q.at[wg], buffers.k.at[stage].transpose((1, 0)))
+            buffers.take_turn()
             return ref[...]
 
         s = pl.run_scoped(score, plgpu.ACC((ROWS, width), jnp.float32))
@@ -417,9 +424,13 @@ def _softmax(setting: Setting, stretch: Stretch, part: Part, keys: Keys, buffers
         total = total * shrink + p.sum(axis=1)
         acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
         p = p.astype(buffers.q.dtype)
+        if not setting.interpret:                                                    # the softmax ends before the turn does
+            acc, new, total, p = lax.optimization_barrier((acc, new, total, p))
+        plgpu.barrier_arrive(buffers.turn)
         plgpu.barrier_wait(buffers.v_here.at[stage])
+        plgpu.barrier_wait(buffers.turn)
         if masked:
-            _forget(setting, keys, buffers, stage, origins, wg)
+            _forget(setting, keys, buffers.v.at[stage], origins, wg)
         acc = _accumulate(setting, acc, p, buffers, stage, wg)
         plgpu.barrier_arrive(buffers.v_free.at[stage])
         return acc, new, total
@@ -448,19 +459,16 @@ def _accumulate(setting: Setting, acc: jax.Array, p: jax.Array, buffers: Buffers
     return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
 
 
-def _forget(setting: Setting, keys: Keys, buffers: Buffers, stage: Any, origins: list[Any], wg: Any) -> None:
-    """What pages hold behind the last position may be NaN, and 0 x NaN is NaN: such values become 0. Each warpgroup does its share."""
-    width, share = setting.tiles.keys, setting.tiles.keys // setting.tiles.warpgroups
-
-    @pl.when(origins[-1] + width - 1 > keys.last)
+def _forget(setting: Setting, keys: Keys, values: Any, origins: list[Any], wg: Any) -> None:
+    """What pages hold behind the last position may be NaN, and 0 x NaN is NaN: such values [keys, H] become 0. The first warpgroup does
+    it, whose turn comes first."""
+    @pl.when((wg == 0) & (origins[-1] + setting.tiles.keys - 1 > keys.last))
     def _() -> None:
-        mine = buffers.v.at[stage, pl.ds(wg * share, share)]
-        x = setting.load(mine, TILE)
-        at = keys.positions(setting.iota(x.shape, 0) + wg * share, origins)
-        mine[...] = jnp.where(at <= keys.last, x, jnp.zeros_like(x))
+        for row in range(0, setting.tiles.keys, ROWS):
+            some = values.at[pl.ds(row, ROWS)]
+            x = setting.load(some, TILE)
+            some[...] = jnp.where(keys.positions(setting.iota(x.shape, 0) + row, origins) <= keys.last, x, jnp.zeros_like(x))
         plgpu.commit_smem()
-        plgpu.barrier_arrive(buffers.clean)
-        plgpu.barrier_wait(buffers.clean)
 
 
 def _put(stretch: Stretch, part: Part, acc: jax.Array, lse: jax.Array, whole: tuple[Any, Any], pieces: tuple[Any, Any], wg: Any) -> None:
