@@ -23,11 +23,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxserve.kernels.table import below
+
 LOG2E = math.log2(math.e)
 TILE, ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)          # of registers: [rows, columns], [rows]
 LOWEST = -1e30                                       # stands for -inf where a difference with -inf would give NaN
 ROWS = 64                                            # of a warpgroup: what one wgmma has
-NEVER = 2**30                                        # a position after all others
+NEVER = 2**31 - 512                                    # a position after all others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,13 +134,11 @@ def _line(pos: jax.Array, table: jax.Array, rows: jax.Array, count: jax.Array, p
     parts = max(1, size // tiles.keys)
     end = -(-entries // per) * parts
     begin, seen = jnp.zeros_like(end), jnp.zeros_like(end)
-    blocks = table[1][rows][:, None]                                                 # [R, 1, W]
-    held = jnp.arange(table.shape[2]) < entries[..., None]
+    before = lambda pos: below(table[1], rows, entries, jnp.maximum(pos, 0) // size) // per * parts    # key tiles wholly before a position
     if window is None:
-        seen = (held & ((blocks + 1) * size - 1 <= first[..., None])).sum(2) // per * parts
+        seen = before(jnp.minimum(first, last) + 1)
     else:
-        before = (held & ((blocks + 1) * size - 1 <= first[..., None] - window)).sum(2)
-        begin = jnp.minimum(before // per * parts, jnp.maximum(end - 1, 0))
+        begin = jnp.minimum(before(jnp.minimum(first, last) - window + 1), jnp.maximum(end - 1, 0))
     number = jnp.maximum(end - begin, 1)                                             # one without keys is written too
     start = jnp.cumsum(number.reshape(-1)) - number.reshape(-1)
     slot = jnp.broadcast_to(rows[:, None], end.shape)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.kernels.merge import LOWEST
+from jaxserve.kernels.table import below
 
 QUERY_TILE = 256                                     # query tokens of one tile
 KEY_TILE = 256                                       # keys of one tile, per row (at least one page)
@@ -93,7 +94,7 @@ def _first_tile(table, rows, count, q_pos, size, span, window):
     """The first tile in which a key lies within the window of any query. Queries at negative positions do not count."""
     first = jnp.where(q_pos < 0, jnp.iinfo(jnp.int32).max, q_pos).min(1)
     block = jnp.maximum(first - window + 1, 0) // size                               # [R]
-    before = ((table[1][rows] < block[:, None]) & (jnp.arange(table.shape[2]) < count[:, None])).sum(1)
+    before = below(table[1], rows, count[:, None], block[:, None])[:, 0]
     return jnp.where(count > 0, before, count.max()).min() // span
 
 

@@ -17,6 +17,7 @@ from jax import lax
 
 from jaxserve.kernels import ops
 from jaxserve.kernels.merge import merge
+from jaxserve.kernels.table import below
 from jaxserve.sharding.mesh import KVP
 
 
@@ -62,7 +63,7 @@ def spread_rows(
     """Rows of sequences of which this lane holds some blocks: `held` [R] of them, ascending."""
     pos = _positions(start, length, width)
     block = jnp.maximum(pos, 0) // size
-    index = _find(table[1], slot, held, block)
+    index = below(table[1], slot, held[:, None], block)
     here = (index < held[:, None]) & (table[1][slot[:, None], index] == block) & (pos >= 0)
     return Rows(slot, pos, held, jnp.where(here, table[0][slot[:, None], index], pages))
 
@@ -93,19 +94,6 @@ def attention(
 def _positions(start: jax.Array, length: jax.Array, width: int) -> jax.Array:
     step = jnp.arange(width, dtype=jnp.int32)
     return jnp.where(step < length[:, None], start[:, None] + step, -1)
-
-
-def _find(blocks: jax.Array, slot: jax.Array, held: jax.Array, wanted: jax.Array) -> jax.Array:
-    """Index of the first of the `held` ascending entries of blocks[slot] that is not below `wanted` [R, T]. Binary search: its cost does
-    not grow with the tables' width, as a comparison with every entry would."""
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds
-        middle = (low + high) // 2
-        right = (low < high) & (blocks[slot[:, None], middle] < wanted)
-        return jnp.where(right, middle + 1, low), jnp.where(right, high, middle)
-
-    start = jnp.zeros_like(wanted), jnp.broadcast_to(held[:, None], wanted.shape)
-    return lax.fori_loop(0, blocks.shape[1].bit_length(), halve, start)[0]           # unrolled it would take XLA minutes to compile
 
 
 def _split(x: jax.Array, groups: tuple[Rows, ...], lanes: int) -> list[jax.Array]:

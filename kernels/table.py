@@ -1,0 +1,23 @@
+"""Looking things up in page tables: their blocks ascend."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def below(blocks: jax.Array, slot: jax.Array, held: jax.Array, wanted: jax.Array) -> jax.Array:
+    """How many of the first `held` blocks of table row `slot` are below `wanted`.
+
+    blocks [slots, W], slot [R], held and wanted [R, n] (or held [R, 1]) -> [R, n]. A binary search: its cost does not grow with the tables'
+    width, as a comparison with every entry would.
+    """
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = (low + high) // 2
+        right = (low < high) & (blocks[slot[:, None], middle] < wanted)
+        return jnp.where(right, middle + 1, low), jnp.where(right, high, middle)
+
+    start = jnp.zeros_like(wanted), jnp.broadcast_to(held, wanted.shape)
+    return lax.fori_loop(0, blocks.shape[1].bit_length(), halve, start)[0]           # unrolled it would take XLA minutes to compile

@@ -1,0 +1,114 @@
+"""The kernel for Hopper means what the reference means, in the interpreter, which also finds races between its warpgroups."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from tests.kernels.test_attend import Case, Shape, dense, make_case
+
+if jax.__version_info__ < (0, 11, 2):
+    pytest.skip("Mosaic GPU kernels need jax 0.11.2", allow_module_level=True)
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxserve.kernels import mosaic
+from jaxserve.kernels.mosaic import Tiles
+
+SMALL = Tiles(keys=64, warpgroups=1, stages=2, blocks=3)
+TWO = dataclasses.replace(SMALL, warpgroups=2)
+
+
+def rounded(case: Case, dtype: str = "bfloat16") -> Case:
+    return Case(*(x.astype(dtype).astype(np.float32) if x.dtype == np.float32 else x for x in case.arguments))
+
+
+@functools.cache
+def compiled(tiles: Tiles, window: int | None, races: bool, dtype: str):
+    interpret = plgpu.InterpretGPUParams(detect_races=races)
+    return jax.jit(functools.partial(mosaic.attend, scale=0.3, window=window, tiles=tiles, interpret=interpret, dtype=dtype))
+
+
+def assert_means_dense(case: Case, tiles: Tiles, window: int | None = None, races: bool = False, dtype: str = "bfloat16",
+                       out_dtype: str = "float32") -> None:
+    case = rounded(case, dtype)
+    arguments = [x.astype(dtype) if x.dtype == np.float32 else x for x in case.arguments]
+    out, lse = map(np.asarray, compiled(tiles, window, races, out_dtype)(*arguments))
+    right_out, right_lse = dense(case, 0.3, window)
+    assert out.dtype == out_dtype and lse.dtype == np.float32
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(right_lse))
+    np.testing.assert_allclose(lse, right_lse, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(out.astype(np.float32), right_out, atol=0.02)          # weights are rounded to the pages' type
+
+
+SHAPES = [
+    (Shape(1, H=64), SMALL), (Shape(1, H=64, K=1, G=16, window=40), SMALL), (Shape(1, H=128, G=1, C=64, W=6), SMALL),
+    (Shape(5, H=64, G=7, K=1), SMALL), (Shape(5, H=64, C=8, W=40, R=2), SMALL), (Shape(32, H=64, G=4, K=1, R=2), TWO),
+    (Shape(64, H=64, G=2, K=1, C=64, W=6, R=2), TWO), (Shape(64, H=64, G=3, K=1, C=32, W=9, R=2), TWO),
+    (Shape(130, H=64, G=2, K=1, C=128, W=4, R=1, window=70), TWO), (Shape(70, H=64, G=1, K=2, C=256, W=3, R=2), TWO),
+    (Shape(64, H=128, G=4, K=1, C=128, W=4, R=1), dataclasses.replace(TWO, keys=128)),
+    (Shape(3, H=256, G=4, K=1, C=16, R=2), SMALL),
+]
+
+
+@pytest.mark.parametrize("shape, tiles", SHAPES, ids=str)
+def test_the_kernel_is_dense_attention(shape, tiles):
+    for seed in range(3):
+        assert_means_dense(make_case(shape, seed), tiles, shape.window)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5, 16, 60])
+def test_the_result_does_not_depend_on_how_many_blocks_share_the_work(blocks):
+    """With sixty of them some have nothing to do, and a query tile is in as many pieces as it has key tiles."""
+    for shape, tiles in ((Shape(5, H=64, W=24), SMALL), (Shape(64, H=64, G=2, K=1, C=32, W=9, R=2), TWO)):
+        assert_means_dense(make_case(shape, blocks), dataclasses.replace(tiles, blocks=blocks))
+
+
+@pytest.mark.parametrize("shape, tiles", [(Shape(1, H=64), SMALL), (Shape(64, H=64, G=2, K=1, C=32, W=9, R=2), TWO),
+                                          (Shape(70, H=64, G=1, K=1, C=128, W=3, R=2), dataclasses.replace(TWO, stages=3))], ids=str)
+def test_no_warpgroup_reads_what_another_has_not_finished(shape, tiles):
+    assert_means_dense(make_case(shape, 1), tiles, races=True)
+
+
+@pytest.mark.parametrize("shape", [Shape(1, H=64), Shape(64, H=64, C=256, W=4, K=1, G=2), Shape(64, H=64, K=1, G=2, window=40)], ids=str)
+def test_positions_of_ten_million_tokens_fit(shape):
+    for last in (10_000_000, 2**31 - 1025):
+        assert_means_dense(make_case(shape, 1, last // shape.C - shape.W), TWO, shape.window)
+
+
+def test_blocks_that_lie_millions_apart_meet_in_one_row():
+    case = make_case(Shape(5, H=64), 2)
+    row = case.count.argmax()
+    case.table[1, case.rows[row], : case.count[row]] += np.linspace(0, 620_000, case.count[row]).astype(np.int32)
+    case.q_pos[row] = 10_000_000 + np.arange(5)
+    case.pages[:] = np.random.default_rng(0).standard_normal(case.pages.shape)
+    assert_means_dense(case, SMALL)
+    assert_means_dense(case, SMALL, 4_000_000)
+
+
+def test_where_nothing_is_seen_the_result_is_zero_with_lse_of_minus_infinity():
+    for window in (None, 40):
+        case = make_case(Shape(3, H=64), 1)
+        case.q_pos[0], case.count[1] = -1, 0                                        # no query; no key
+        case.table[1, case.rows[2], : case.count[2]] += 1000                        # only later keys
+        assert_means_dense(case, SMALL, window)
+
+
+@pytest.mark.parametrize("dtype, out", [("float16", "float16"), ("bfloat16", "bfloat16"), ("float16", "float32")])
+def test_types_of_pages_and_of_results(dtype, out):
+    assert_means_dense(make_case(Shape(5, H=64), 3), SMALL, dtype=dtype, out_dtype=out)
+
+
+@pytest.mark.parametrize("shape, dtype, message", [
+    (Shape(1, H=64), "float32", "pages of float32"), (Shape(1, H=16), "bfloat16", "a head dim of 16"),
+    (Shape(1, H=64, C=4, W=60), "bfloat16", "pages of 4 tokens"), (Shape(1, H=64, C=48, W=9), "bfloat16", "pages of 48 tokens"),
+])
+def test_what_the_kernel_lacks_is_refused_with_the_reason(shape, dtype, message):
+    case = make_case(shape, 1)
+    arguments = [x.astype(dtype) if x.dtype == np.float32 else x for x in case.arguments]
+    with pytest.raises(NotImplementedError, match=message):
+        mosaic.attend(*arguments, scale=1.0)
