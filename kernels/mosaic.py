@@ -29,17 +29,29 @@ LOG2E = math.log2(math.e)
 TILE, ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)          # of registers: [rows, columns], [rows]
 LOWEST = -1e30                                       # stands for -inf where a difference with -inf would give NaN
 ROWS = 64                                            # of a warpgroup: what one wgmma has
+SHARED = 224 * 1024                                  # bytes of shared memory that a block may have, and a little less
 NEVER = 2**31 - 512                                    # a position after all others
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """`keys` of a key tile, `warpgroups` that compute, `stages` of keys and values in flight, `blocks` that the device runs at once."""
+    """`keys` of a key tile, `warpgroups` that compute (1 or 2), `stages` of key tiles in flight, `blocks` that the device runs at once."""
 
-    keys: int = 128
-    warpgroups: int = 2
-    stages: int = 2
-    blocks: int = 132
+    keys: int
+    warpgroups: int
+    stages: int
+    blocks: int = 132                                # H100 SXM, H200
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Shared memory of a block, without barriers."""
+        return 2 * head_dim * (self.warpgroups * ROWS + 2 * self.stages * self.keys)
+
+
+def default_tiles(rows: int, head_dim: int, blocks: int = 132) -> Tiles:
+    """For so many query rows of a kv head: one warpgroup and deep buffers where one tile holds them, since bytes are what takes time."""
+    tiles = Tiles(keys=128 if head_dim <= 128 else 64, warpgroups=1 if rows <= ROWS else 2, stages=2, blocks=blocks)
+    deeper = (dataclasses.replace(tiles, stages=stages) for stages in (6, 5, 4, 3))
+    return next((tiles for tiles in deeper if tiles.warpgroups == 1 and tiles.shared_bytes(head_dim) <= SHARED), tiles)
 
 
 class Packing(NamedTuple):
@@ -54,7 +66,7 @@ class Packing(NamedTuple):
 
 
 def pack(T: int, K: int, G: int, warpgroups: int) -> Packing:
-    if T * G <= ROWS * warpgroups or T < ROWS:
+    if T < ROWS:
         return Packing(True, -(-T * G // (ROWS * warpgroups)) * ROWS * warpgroups, K, 1, 1)
     side = math.gcd(G, warpgroups)
     step = ROWS * (warpgroups // side)
@@ -63,30 +75,34 @@ def pack(T: int, K: int, G: int, warpgroups: int) -> Packing:
 
 def attend(
     q: jax.Array, q_pos: jax.Array, pages: jax.Array, table: jax.Array, rows: jax.Array, count: jax.Array,
-    *, scale: float, window: int | None = None, dtype: Any = jnp.float32, tiles: Tiles | None = None, interpret: Any = False,
+    *, scale: float, window: int | None = None, dtype: Any = jnp.float32, before: tuple[jax.Array, jax.Array] | None = None,
+    tiles: Tiles | None = None, interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `reference.attend`, but for `out`, which is of type `dtype`. Errors: NotImplementedError, with the reason."""
+    """As `reference.attend`, but for `out`, which is of type `dtype`; merged with `before`, an (out, lse) over other keys, where there is
+    one: a hop of a ring. Errors: NotImplementedError, with the reason."""
     R, T, K, G, H = q.shape
     P, size = pages.shape[0], pages.shape[3]
-    if tiles is None:
-        tiles = Tiles(warpgroups=1, stages=4) if T * G <= ROWS else Tiles()
-    check(q, pages, tiles)
+    tiles = default_tiles(T * G, H) if tiles is None else tiles
+    check(pages, tiles)
     packing = pack(T, K, G, tiles.warpgroups)
-    q_rows, pos = _to_rows(q.astype(pages.dtype), q_pos, packing)
+    q_rows, pos = _to_rows(q.astype(pages.dtype), packing), _to_rows(q_pos[..., None, None, None], packing, -1, G)[..., 0, 0]
+    earlier = () if before is None else (_to_rows(before[0].astype(jnp.float32), packing),
+                                         _to_rows(before[1][..., None], packing, -jnp.inf)[..., 0].transpose(0, 2, 1))
     line = _line(pos, table, rows, count, P, size, window, packing, tiles)
     setting = Setting(scale * LOG2E, window, packing, tiles, R, size, bool(interpret))
-    return _from_rows(*_launch(q_rows, pos, pages, table, line, setting, dtype, interpret), q.shape, packing)
+    return _from_rows(*_launch(q_rows, pos, pages, table, line, earlier, setting, dtype, interpret), q.shape, packing)
 
 
-def check(q: jax.Array, pages: jax.Array, tiles: Tiles) -> None:
+def check(pages: jax.Array | jax.ShapeDtypeStruct, tiles: Tiles | None = None) -> None:
     """Errors: NotImplementedError where the kernel lacks these types or shapes."""
     H, size = pages.shape[4], pages.shape[3]
+    tiles = default_tiles(ROWS, H) if tiles is None else tiles
     if pages.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"pages of {pages.dtype}; the kernel multiplies bfloat16 and float16")
     if H not in (64, 128, 256):
         raise NotImplementedError(f"a head dim of {H}; the kernel has 64, 128 and 256")
     if size % 8 or (tiles.keys % size and size % tiles.keys):
-        raise NotImplementedError(f"pages of {size} tokens; with key tiles of {tiles.keys} the size is a divisor or a multiple, and whole eights")
+        raise NotImplementedError(f"pages of {size} tokens; they must be whole eights that divide key tiles of {tiles.keys}, or multiples")
 
 
 SLOT, BEGIN, NUMBER, ENTRIES, SEEN, LAST, START = range(7)          # of a query tile: row of the table, first key tile, key tiles, entries
@@ -101,15 +117,15 @@ class Line(NamedTuple):
     total: jax.Array                                 # [1] key tiles of one kv head
 
 
-def _to_rows(q: jax.Array, q_pos: jax.Array, packing: Packing) -> tuple[jax.Array, jax.Array]:
-    """q [R, M, heads, H], positions [R, M] int32, -1 where there is no token."""
-    R, T, K, G, H = q.shape
+def _to_rows(x: jax.Array, packing: Packing, fill: float = 0, repeat: int = 1) -> jax.Array:
+    """x [R, T, K, G, H] -> [R, M, heads, H]. What all heads have alike has K = G = 1, and where they are rows is repeated for each."""
+    R, T, K, G, H = x.shape
     if packing.packed:
-        q, q_pos = q.transpose(0, 1, 3, 2, 4).reshape(R, T * G, K, H), jnp.repeat(q_pos, G, 1)
+        x = jnp.repeat(x, repeat, 3).transpose(0, 1, 3, 2, 4).reshape(R, -1, K, H)
     else:
-        q = q.reshape(R, T, K * G, H)
-    lack = packing.rows - q.shape[1]
-    return (jnp.pad(q, ((0, 0), (0, lack), (0, 0), (0, 0))), jnp.pad(q_pos, ((0, 0), (0, lack)), constant_values=-1)) if lack else (q, q_pos)
+        x = x.reshape(R, T, K * G, H)
+    lack = packing.rows - x.shape[1]
+    return jnp.pad(x, ((0, 0), (0, lack), (0, 0), (0, 0)), constant_values=fill) if lack else x
 
 
 def _from_rows(out: jax.Array, lse: jax.Array, shape: tuple[int, ...], packing: Packing) -> tuple[jax.Array, jax.Array]:
@@ -154,9 +170,9 @@ def _line(pos: jax.Array, table: jax.Array, rows: jax.Array, count: jax.Array, p
     return Line(tile, jnp.stack([low, high, first_tile, tiles_of], 1).astype(jnp.int32), total[None])
 
 
-def _launch(q: jax.Array, pos: jax.Array, pages: jax.Array, table: jax.Array, line: Line, setting: Setting,
+def _launch(q: jax.Array, pos: jax.Array, pages: jax.Array, table: jax.Array, line: Line, before: tuple[jax.Array, ...], setting: Setting,
             dtype: Any, interpret: Any) -> tuple[jax.Array, jax.Array]:
-    """out [R, M, heads, H], lse [R, heads, M]."""
+    """out [R, M, heads, H], lse [R, heads, M], as those of `before`, if any."""
     R, M, heads, H = q.shape
     tiles, blocks = setting.tiles, setting.tiles.blocks
     wgs, keys, stages = tiles.warpgroups, tiles.keys, tiles.stages
@@ -171,7 +187,7 @@ def _launch(q: jax.Array, pos: jax.Array, pages: jax.Array, table: jax.Array, li
         ((R, M, heads, H), dtype), ((R, heads, M), jnp.float32), ((blocks, 2, wgs, ROWS, H), jnp.float32),
         ((blocks, 2, wgs, ROWS), jnp.float32))]
     run = _kernel(functools.partial(_attention, setting=setting), out_type, shared, {"block": blocks}, wgs + 1, interpret)
-    out, lse, *pieces = run(q, pos, pages, table, *line)
+    out, lse, *pieces = run(q, pos, pages, table, *line, *before)
     out, lse = jax.new_ref(out), jax.new_ref(lse)
     _kernel(functools.partial(_join, setting=setting), (), {}, {"block": blocks, "of": wgs, "column": H // 64}, 1, interpret)(
         *pieces, *line, out, lse)
@@ -232,7 +248,7 @@ class Setting:
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE)
 
     def load(self, ref: Any, layout: Any) -> jax.Array:
-        return ref[...] if self.interpret else plgpu.load(ref, layout=layout, optimized=False)
+        return ref[...] if self.interpret else plgpu.load(ref, layout=layout, optimized=False)    # type: ignore[call-arg]
 
 
 class Stretch:
@@ -328,9 +344,9 @@ class Buffers(NamedTuple):
         plgpu.barrier_wait(self.turn)
 
 
-def _attention(q_g, pos_g, pages_g, table_g, tile_g, block_g, total_g, out_g, lse_g, piece_g, piece_lse_g, *, setting: Setting,
-               **shared: Any) -> None:
+def _attention(q_g, pos_g, pages_g, table_g, tile_g, block_g, total_g, *rest: Any, setting: Setting, **shared: Any) -> None:
     """One block: a warpgroup fetches keys and values, the others compute."""
+    *before, out_g, lse_g, piece_g, piece_lse_g = rest
     wg, computing = lax.axis_index("wg"), setting.tiles.warpgroups
     line, buffers = Line(tile_g, block_g, total_g), Buffers(**{"p": None, **shared})
     stretch = Stretch(setting, line, lax.axis_index("block"))
@@ -345,9 +361,11 @@ def _attention(q_g, pos_g, pages_g, table_g, tile_g, block_g, total_g, out_g, ls
             keys, (row, row0, head) = Keys(setting, table_g, line, part.row_tile), stretch.where(part, wg)
             plgpu.copy_gmem_to_smem(q_g.at[row, pl.ds(row0, ROWS), head], buffers.q.at[wg], buffers.q_here.at[wg])
             pos = setting.load(pos_g.at[row, pl.ds(row0, ROWS)], ROW)
+            rows = (row, pl.ds(row0, ROWS), head), (row, head, pl.ds(row0, ROWS))
+            begin = _begin(setting, [ref.at[place] for ref, place in zip(before, rows)], part, buffers.v.shape[2])
             plgpu.barrier_wait(buffers.q_here.at[wg])
-            acc, lse = _softmax(setting, stretch, part, keys, buffers, pos, wg, tile_g[part.row_tile, SEEN])
-            _put(stretch, part, acc, lse, (out_g.at[row, pl.ds(row0, ROWS), head], lse_g.at[row, head, pl.ds(row0, ROWS)]),
+            acc, lse = _softmax(setting, stretch, part, keys, buffers, pos, wg, tile_g[part.row_tile, SEEN], begin)
+            _put(stretch, part, acc, lse, (out_g.at[rows[0]], lse_g.at[rows[1]]),
                  (piece_g, piece_lse_g), wg)
             return ()
 
@@ -373,7 +391,8 @@ def _fetch(setting: Setting, stretch: Stretch, line: Line, table_g: Any, pages_g
         def fetch(tile: Any, _: Any) -> tuple:
             at = part.place + tile - stretch.low
             stage = lax.rem(at, stages)
-            for which, free, here, buffer in ((0, buffers.k_free, buffers.k_here, buffers.k), (1, buffers.v_free, buffers.v_here, buffers.v)):
+            for which, (buffer, here, free) in enumerate(((buffers.k, buffers.k_here, buffers.k_free),
+                                                          (buffers.v, buffers.v_here, buffers.v_free))):
                 @pl.when(at >= stages)
                 def _() -> None:
                     plgpu.barrier_wait(free.at[stage])                               # noqa: B023 (runs at once)
@@ -397,10 +416,21 @@ def _fetch(setting: Setting, stretch: Stretch, line: Line, table_g: Any, pages_g
     lax.fori_loop(jnp.maximum(units - stages, 0), units, drain, ())
 
 
-def _softmax(setting: Setting, stretch: Stretch, part: Part, keys: Keys, buffers: Buffers, pos: jax.Array, wg: Any,
-             seen: Any) -> tuple[jax.Array, jax.Array]:
+def _begin(setting: Setting, before: list[Any], part: Part, head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Weighted values [ROWS, H], greatest score and sum of weights [ROWS] of no keys, or of those before the query tile's first part."""
+    if not before:
+        return (setting.cast(jnp.zeros((ROWS, head_dim), jnp.float32), TILE), setting.cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW),
+                setting.cast(jnp.zeros((ROWS,), jnp.float32), ROW))
+    acc, lse = setting.load(before[0], TILE), setting.load(before[1], ROW)
+    some = (lse > LOWEST) & (part.begin == 0)
+    total = jnp.where(some, 1.0, jnp.zeros_like(lse))
+    return acc * lax.broadcast_in_dim(total, acc.shape, [0]), jnp.where(some, lse * LOG2E, jnp.full_like(lse, LOWEST)), total
+
+
+def _softmax(setting: Setting, stretch: Stretch, part: Part, keys: Keys, buffers: Buffers, pos: jax.Array, wg: Any, seen: Any,
+             start: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     """Online softmax of a warpgroup's rows over its part's key tiles: out [ROWS, H] and natural-log lse [ROWS], f32."""
-    H, width = buffers.v.shape[2], setting.tiles.keys
+    width = setting.tiles.keys
 
     def step(tile: Any, carry: Any, masked: bool) -> Any:
         acc, top, total = carry
@@ -435,8 +465,6 @@ def _softmax(setting: Setting, stretch: Stretch, part: Part, keys: Keys, buffers
         plgpu.barrier_arrive(buffers.v_free.at[stage])
         return acc, new, total
 
-    start = (setting.cast(jnp.zeros((ROWS, H), jnp.float32), TILE), setting.cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW),
-             setting.cast(jnp.zeros((ROWS,), jnp.float32), ROW))
     whole = jnp.clip(seen, part.begin, part.end)
     carry = lax.fori_loop(part.begin, whole, functools.partial(step, masked=False), start)
     acc, top, total = lax.fori_loop(whole, part.end, functools.partial(step, masked=True), carry)
@@ -456,7 +484,7 @@ def _accumulate(setting: Setting, acc: jax.Array, p: jax.Array, buffers: Buffers
     def product(ref: Any) -> jax.Array:
         plgpu.wgmma(ref, buffers.p.at[wg], buffers.v.at[stage])
         return ref[...]
-    return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+    return acc + pl.run_scoped(product, plgpu.ACC((ROWS, buffers.v.shape[2]), jnp.float32))
 
 
 def _forget(setting: Setting, keys: Keys, values: Any, origins: list[Any], wg: Any) -> None:

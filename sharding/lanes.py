@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,10 +86,11 @@ def attention(
         far_groups = _split(far, groups.spread, lanes)
         for rows, x in zip(groups.spread, far_groups):
             pages = _write(pages, x[:, :, -2:], (rows,))
-    outs = [attend(x, rows, pages)[0] for rows, x in zip(groups.local, _split(q[None, :tokens], groups.local, 1))]
+    outs = [attend(x, rows, pages, dtype=q.dtype)[0] for rows, x in zip(groups.local, _split(q[None, :tokens], groups.local, 1))]
     if groups.spread:
-        outs.append(_meet([attend(x[:, :, :-2], rows, pages) for rows, x in zip(groups.spread, far_groups)]))
-    return (jnp.concatenate(outs) if len(outs) > 1 else outs[0]).astype(q.dtype), pages
+        far_outs = [attend(x[:, :, :-2], rows, pages) for rows, x in zip(groups.spread, far_groups)]
+        outs.append(_meet(far_outs).astype(q.dtype))
+    return jnp.concatenate(outs) if len(outs) > 1 else outs[0], pages
 
 
 def _positions(start: jax.Array, length: jax.Array, width: int) -> jax.Array:
@@ -123,11 +125,11 @@ def _write(pages: jax.Array, kv: jax.Array, groups: tuple[Rows, ...]) -> jax.Arr
 
 
 def _attend(
-    q: jax.Array, rows: Rows, pages: jax.Array, *, table: jax.Array, scale: float, window: int | None
+    q: jax.Array, rows: Rows, pages: jax.Array, *, table: jax.Array, scale: float, window: int | None, dtype: Any = jnp.float32
 ) -> tuple[jax.Array, jax.Array]:
-    """q [R * T, K, G, H] -> out [R * T, K, G, H], lse [R * T, K, G], both f32."""
+    """q [R * T, K, G, H] -> out [R * T, K, G, H] of type `dtype`, lse [R * T, K, G] f32."""
     q_rows = q.reshape(*rows.shape, *q.shape[1:])
-    out, lse = ops.attend(q_rows, rows.pos, pages[0], table, rows.slot, rows.held, scale=scale, window=window)
+    out, lse = ops.attend(q_rows, rows.pos, pages[0], table, rows.slot, rows.held, scale=scale, window=window, dtype=dtype)
     return out.reshape(q.shape), lse.reshape(q.shape[:-1])
 
 

@@ -112,3 +112,21 @@ def test_what_the_kernel_lacks_is_refused_with_the_reason(shape, dtype, message)
     arguments = [x.astype(dtype) if x.dtype == np.float32 else x for x in case.arguments]
     with pytest.raises(NotImplementedError, match=message):
         mosaic.attend(*arguments, scale=1.0)
+
+
+@pytest.mark.parametrize("shape, tiles", [(Shape(5, H=64), SMALL), (Shape(64, H=64, G=2, K=1, C=32, W=9, R=2), TWO)], ids=str)
+def test_a_hop_of_a_ring_goes_on_from_the_keys_before(shape, tiles):
+    """Each row's entries are dealt to two hops: the second, given what the first returned, returns what all of them give."""
+    case = rounded(make_case(shape, 2))
+    hops = [Case(*(np.copy(x) for x in case.arguments)) for _ in range(2)]
+    for row, slot in enumerate(case.rows):
+        held = np.arange(case.count[row])
+        for hop, mine in zip(hops, (held % 3 == 0, held % 3 != 0)):
+            hop.count[row] = mine.sum()
+            hop.table[:, slot, : mine.sum()] = case.table[:, slot, : case.count[row]][:, mine]
+    attend = functools.partial(mosaic.attend, scale=0.3, tiles=tiles, interpret=plgpu.InterpretGPUParams())
+    first, second = ([x.astype("bfloat16") if x.dtype == np.float32 else x for x in hop.arguments] for hop in hops)
+    out, lse = map(np.asarray, jax.jit(lambda first, second: attend(*second, before=attend(*first)))(first, second))
+    right_out, right_lse = dense(case, 0.3, None)
+    np.testing.assert_allclose(lse, right_lse, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(out, right_out, atol=0.02)
