@@ -10,6 +10,7 @@ import functools
 import math
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ import pytest
 if jax.__version_info__ < (0, 11, 2):
     pytest.skip("Mosaic GPU kernels need jax 0.11.2", allow_module_level=True)
 
-from jaxserve.kernels import mosaic
+from jaxserve.kernels import mosaic, ops
 from jaxserve.kernels.mosaic import Tiles
 from jaxserve.sharding import lanes
 from tests.kernels import cuda
@@ -29,7 +30,8 @@ needs_compiler = pytest.mark.skipif(cuda.lacking() is not None, reason=str(cuda.
 
 @dataclass(frozen=True)
 class Shape:
-    """As of tests.kernels.test_attend, of types `dtype` of queries and pages and `out`; `spilled`: the most bytes of spills in a kernel."""
+    """As of tests.kernels.test_attend, of types `dtype` of queries and pages and `out`; `hop`: results are merged with earlier ones;
+    `spilled`: the most bytes of spills in a kernel."""
 
     R: int
     T: int
@@ -42,6 +44,7 @@ class Shape:
     dtype: str = "bfloat16"
     out: str = "bfloat16"
     tiles: Tiles | None = None
+    hop: bool = False
     spilled: int = 0
 
     @property
@@ -55,23 +58,29 @@ class Shape:
     @property
     def temp(self) -> int:
         """Bytes beside arguments and results: two pieces of f32 per block; queries and results as whole tiles where the heads of a kv head
-        are rows; and little for the line of key tiles."""
-        warpgroups = 1 if self.T * self.G <= mosaic.ROWS else 2
-        packing = mosaic.pack(self.T, self.K, self.G, warpgroups)
-        packed = self.R * packing.rows * packing.heads * self.H * (np.dtype(self.dtype).itemsize + np.dtype(self.out).itemsize)
-        return 132 * 2 * warpgroups * mosaic.ROWS * (self.H + 1) * 4 + packing.packed * packed + 2**18
+        are rows; lse transposed; and little for the line of key tiles."""
+        tile = 64 if self.T * self.G <= 64 else 128
+        rows = -(-self.T * self.G // tile) * tile if self.T < 64 else 0
+        width = np.dtype(self.dtype).itemsize + np.dtype(self.out).itemsize + 4 * self.hop
+        return 132 * 2 * tile * (self.H + 1) * 4 + self.R * rows * self.K * self.H * width + 8 * math.prod(self.q[:-1]) + 2**18
 
     def arguments(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Of mosaic.attend."""
+        """Of `attend`."""
         pos, table, row = array((self.R, self.T)), array((2, self.R, self.W)), array((self.R,))
-        return array(self.q, self.dtype), pos, array(self.pool, self.dtype), table, row, row
+        before = (array(self.q, "float32"), array(self.q[:-1], "float32")) if self.hop else ()
+        return array(self.q, self.dtype), pos, array(self.pool, self.dtype), table, row, row, *before
 
     def attend(self) -> Any:
-        return functools.partial(mosaic.attend, scale=0.1, window=self.window, dtype=np.dtype(self.out), tiles=self.tiles)
+        return functools.partial(attend, scale=0.1, window=self.window, dtype=np.dtype(self.out), tiles=self.tiles)
 
 
 def array(shape: tuple[int, ...], dtype: str = "int32") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, np.dtype(dtype))
+
+
+def attend(q: jax.Array, q_pos: jax.Array, pages: jax.Array, table: jax.Array, rows: jax.Array, count: jax.Array, *before: jax.Array,
+           **settings: Any) -> tuple[jax.Array, jax.Array]:
+    return mosaic.attend(q, q_pos, pages, table, rows, count, before=before or None, **settings)
 
 
 SHAPES = {
@@ -83,6 +92,8 @@ SHAPES = {
     "prefill, G of 16": Shape(1, 512, 2, 16, 128, 16, 512, spilled=112),
     "prefill, H of 64": Shape(4, 256, 2, 8, 64, 256, 128),
     "prefill, H of 256": Shape(4, 256, 2, 8, 256, 64, 128, tiles=Tiles(64, 2, 2, 132), spilled=360),
+    "hop": Shape(1, 2048, 8, 4, 128, 64, 2048, out="float32", hop=True, spilled=80),
+    "hop, 32 tokens": Shape(1, 32, 8, 4, 128, 64, 2048, out="float32", hop=True, spilled=64),
     "64 tokens": Shape(1, 64, 8, 4, 128, 64, 512, spilled=64),
     "32 tokens": Shape(1, 32, 8, 4, 128, 16, 65536, spilled=160),
     "decode": Shape(16, 1, 8, 4, 128, 64, 2048, spilled=56),
@@ -124,29 +135,44 @@ def test_compiles_without_many_spills_or_a_copy_of_the_pool(shape):
 @pytest.mark.parametrize("name", ["prefill", "32 tokens", "decode"])
 def test_a_donated_pool_is_written_and_attended_to_in_place(name):
     shape = SHAPES[name]
-    compiled = cuda.compile(*writing(shape), donate=(0,))
+    compiled = cuda.compile(*step_of(shape), donate=(0,))
     assert compiled.aliased == math.prod(shape.pool) * 2
     assert compiled.made(math.prod(shape.pool)) == {"scatter", "fusion"}             # of the scatter, which writes its operand
     assert compiled.temp <= shape.temp
 
 
 @needs_compiler
+def test_a_pool_of_several_lanes_is_written_in_place():
+    """Decodes of one sequence each, and 512 new tokens of a sequence that is spread over two lanes of two ranks."""
+    shape = SHAPES["decode"]
+    compiled = cuda.compile(*step_of(shape, spread=512), donate=(0,), mesh=(2, 2))
+    assert len(compiled.kernels) == 4 and "all-gather" in compiled.hlo and "all-to-all" in compiled.hlo
+    assert compiled.aliased == math.prod(shape.pool) * 2
+    assert compiled.made(math.prod(shape.pool)) == {"scatter", "fusion"}
+    assert compiled.temp <= 2**26
+
+
+@needs_compiler
 def test_a_copy_of_the_pool_would_be_found():
     shape = SHAPES["decode"]
-    compiled = cuda.compile(*writing(shape))                                         # not donated
+    compiled = cuda.compile(*step_of(shape))                                         # not donated
     assert compiled.aliased == 0 and "copy" in compiled.made(math.prod(shape.pool))
 
 
-def writing(shape: Shape) -> tuple[Any, ...]:
-    """Write and attend, with its arguments: the pool, keys and values, queries, table, and per row its slot, start and length."""
-    q, _, pool, table, row, _ = shape.arguments()
-    pages, kv = array((1, *pool.shape), shape.dtype), array((shape.R * shape.T, shape.K, 2, shape.H), shape.dtype)
-    return functools.partial(write_and_attend, attend=shape.attend()), pages, kv, q, table, row, row, row
+def step_of(shape: Shape, spread: int = 0) -> tuple[Any, ...]:
+    """`step` and its arguments; spread: new tokens of a sequence on two lanes, one half from each."""
+    _, _, pool, table, row, _ = shape.arguments()
+    tokens, one = shape.R * shape.T + spread // 2, array((2,))
+    pages, kv, q = (array(x, shape.dtype) for x in ((1, *pool.shape), (tokens, shape.K, 2, shape.H), (tokens, *shape.q[2:])))
+    f = functools.partial(step, width=shape.T, spread_width=spread // 2)
+    return f, pages, kv, q, table, (row, row, row), (one, one, one, one) if spread else ()
 
 
-def write_and_attend(pages: jax.Array, kv: jax.Array, q: jax.Array, table: jax.Array, slot: jax.Array, start: jax.Array, length: jax.Array,
-                     *, attend: Any) -> tuple[jax.Array, ...]:
-    """As sharding.lanes does for local rows."""
-    rows = lanes.local_rows(slot, start, length, q.shape[1], table, pages.shape[1], pages.shape[4])
-    pages = lanes._write(pages, kv, (rows,))
-    return pages, *attend(q, rows.pos, pages[0], table, rows.slot, rows.held)
+def step(pages: jax.Array, kv: jax.Array, q: jax.Array, table: jax.Array, local: Any, spread: Any, *, width: int,
+         spread_width: int) -> tuple[jax.Array, jax.Array]:
+    """A layer's attention on one lane; local: slot, start and length of its rows; spread: these and how many entries are held."""
+    P, size = pages.shape[1], pages.shape[4]
+    local_rows = (lanes.local_rows(*local, width, table, P, size),)
+    spread_rows = (lanes.spread_rows(*spread, spread_width, table, P, size),) if spread else ()
+    with mock.patch.dict(ops.ATTEND, xla=mosaic.attend):                             # which is what a CPU chooses
+        return lanes.attention(q, kv, pages, None, lanes.Groups(local_rows, spread_rows, table), 0.1)
