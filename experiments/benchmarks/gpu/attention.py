@@ -1,0 +1,295 @@
+"""The speed of attention over pages on its own, beside its peers and the machine's ceilings."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.benchmarks.gpu.checks import hopper, product
+from experiments.benchmarks.gpu.timing import Launches, Timed, faster, in_turns, launches
+from experiments.benchmarks.gpu.torch_peer import BACKENDS, TorchPeer
+from experiments.benchmarks.gpu.worker import Case, Row, Run
+
+PAGE = 64                                               # tokens of a page, unless said otherwise
+OURS = f"pages of {PAGE}"
+L2 = 400e6                                              # bytes that successive launches should differ in, so that no cache serves them
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """K kv heads of G query heads each, of dimension H."""
+
+    K: int = 8
+    G: int = 4
+    H: int = 128
+
+    @property
+    def N(self) -> int:
+        return self.K * self.G
+
+    @property
+    def token(self) -> int:
+        """KV elements of a token."""
+        return self.K * 2 * self.H
+
+    def flops(self, pairs: float) -> float:
+        return 4.0 * self.N * self.H * pairs
+
+    @classmethod
+    def of(cls, run: Run, G: int = 4) -> Heads:
+        return cls(1, min(G, 2), 64) if run.rehearse else cls(G=G)
+
+
+def attend(heads: Heads, size: int, run: Run, tiles: Any = None) -> Any:
+    """Our kernel over a flat pool of pages of `size` tokens; the result is of the pool's type."""
+    kernel = hopper(run.rehearse, tiles)
+
+    def f(flat: jax.Array, q: jax.Array, q_pos: jax.Array, table: jax.Array, rows: jax.Array, count: jax.Array) -> tuple:
+        pages = flat.reshape(-1, heads.K, 2, size, heads.H)
+        return kernel(q, q_pos, pages, table, rows, count, scale=heads.H**-0.5, dtype=flat.dtype)
+    return jax.jit(f)
+
+
+def made(shape: tuple[int, ...], seed: int) -> jax.Array:
+    return jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))(jax.random.key(seed))
+
+
+def cudnn(heads: Heads, B: int, T: int, S: int, causal: bool) -> Launches:
+    q, k, v = (made((B, length, n, heads.H), 7 + i) for i, (length, n) in enumerate(((T, heads.N), (S, heads.K), (S, heads.K))))
+    return launches(jax.jit(functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn")), (q, k, v))
+
+
+class Peers:
+    """Launches of all peers that are there, and why others are not."""
+
+    def __init__(self, run: Run):
+        self.torch = TorchPeer(run.torch_python)
+
+    def entries(self, heads: Heads, B: int, T: int, S: int, causal: bool, faults: dict[str, str]) -> dict[str, Launches]:
+        """B rows of T queries over S keys. faults: hears why some are absent."""
+        found = {"cudnn by jax": cudnn(heads, B, T, S, causal)}
+        self.torch.forget()
+        for backend in BACKENDS:
+            try:
+                shape = dict(B=B, T=T, S=S, N=heads.N, K=heads.K, H=heads.H, causal=causal)
+                found[f"{backend} by torch"] = self.torch.prepare(backend, backend, **shape)
+            except RuntimeError as error:
+                faults[f"{backend} by torch"] = str(error)
+        return found
+
+
+def absent(case: str, faults: dict[str, str]) -> list[Row]:
+    return [{"case": f"{case}, {name}", "status": "absent" if " by " in name else "failed", "why": why}
+            for name, why in faults.items()]
+
+
+# --- prefill
+
+def prefill(run: Run) -> Iterator[Case]:
+    peers = Peers(run)
+    for length, G in itertools.product((128,) if run.rehearse else (8192, 32768), (2,) if run.rehearse else (4, 8)):
+        yield f"{length} causal, GQA {G}", functools.partial(_prefill, length, Heads.of(run, G), run, peers)
+
+
+def _prefill(length: int, heads: Heads, run: Run, peers: Peers) -> list[Row]:
+    case, faults = f"{length} causal, GQA {heads.G}", {}
+    entries = {f"pages of {size}": _pages_of(size, length, heads, run) for size in ((32, PAGE) if run.rehearse else (16, PAGE, 128, 256))}
+    entries |= peers.entries(heads, 1, length, length, True, faults)
+    f, arguments = product(*[256 if run.rehearse else 8192] * 3)
+    timed, more = in_turns(entries | {"matrix product": launches(f, arguments)}, run.pace)
+    rows = []
+    for name, one in timed.items():
+        flops = 2.0 * arguments[0].shape[0]**3 if name == "matrix product" else heads.flops(length * (length + 1) / 2)
+        row: Row = {"case": f"{case}, {name}", "ms": one.spread(1e3), "TF/s": flops / one.median / 1e12}
+        if OURS in timed and name != OURS:
+            row["speed of ours / it"] = faster(timed[OURS], one, heads.flops(length * (length + 1) / 2) / flops)
+        rows.append(row)
+    return rows + absent(case, faults | more)
+
+
+def _pages_of(size: int, length: int, heads: Heads, run: Run) -> Launches:
+    count = -(-length // size)
+    flat, q = made((count * size * heads.token,), 1), made((1, length, heads.K, heads.G, heads.H), 2)
+    table = np.stack([np.random.default_rng(run.seed).permutation(count), np.arange(count)]).astype(np.int32)[:, None]
+    rest = jnp.arange(length)[None], jnp.asarray(table), jnp.zeros(1, jnp.int32), jnp.full(1, count, jnp.int32)
+    return launches(attend(heads, size, run), (flat, q, *rest))
+
+
+# --- over a large pool
+
+class Pool:
+    """Pages for sequences of many lengths: a flat array of random numbers, which repeat, and tables that point all over it."""
+
+    def __init__(self, heads: Heads, tokens: int, run: Run):
+        self.heads, self.run, self.tokens = heads, run, tokens
+        tape = min(tokens, 2**17)
+        self.flat = jax.jit(lambda x: jnp.tile(x, tokens // tape))(made((tape * heads.token,), 3))
+        self.order = np.random.default_rng(run.seed).permutation(tokens // PAGE).astype(np.int32)
+
+    def arguments(self, contexts: list[int], T: int) -> list[tuple[Any, ...]]:
+        """What `attend` takes for rows of the last T of so many tokens each, and again over other pages where a cache would serve them."""
+        count = np.array([-(-context // PAGE) for context in contexts], np.int32)
+        last = np.array(contexts, np.int32)
+        q_pos = last[:, None] - T + np.arange(T, dtype=np.int32)
+        q = made((len(contexts), T, self.heads.K, self.heads.G, self.heads.H), 4)
+        copies = 1 if self.run.rehearse else int(np.clip(np.ceil(L2 / self.bytes(contexts)), 1, 32))
+        rest = jnp.arange(len(contexts), dtype=jnp.int32), jnp.asarray(count)
+        out, at = [], 0
+        for _ in range(copies):
+            table = np.zeros((2, len(contexts), count.max()), np.int32)
+            for row, held in enumerate(count):
+                table[0, row, :held] = self.order[(at + np.arange(held)) % len(self.order)]
+                at += int(held)
+            table[1] = np.arange(count.max())
+            out.append((self.flat, q, jnp.asarray(q_pos), jnp.asarray(table), *rest))
+        return out
+
+    def bytes(self, contexts: list[int]) -> float:
+        return float(sum(contexts)) * self.heads.token * 2
+
+    def launches(self, contexts: list[int], T: int, tiles: Any = None) -> Launches:
+        return launches(attend(self.heads, PAGE, self.run, tiles), *self.arguments(contexts, T))
+
+
+class Lazily:
+    """A pool that is made when it is first used."""
+
+    def __init__(self, run: Run, tokens: int):
+        self._run, self._tokens = run, 512 if run.rehearse else tokens
+
+    @functools.cached_property
+    def pool(self) -> Pool:
+        return Pool(Heads.of(self._run), self._tokens, self._run)
+
+
+def kilo(tokens: int) -> str:
+    for unit, name in ((2**20, "M"), (2**10, "K")):
+        if tokens >= unit and tokens % unit == 0:
+            return f"{tokens // unit}{name}"
+    return str(tokens)
+
+
+def chunks(run: Run) -> Iterator[Case]:
+    lazily = Lazily(run, 2**21)
+    news = (8, 64) if run.rehearse else (32, 128, 512, 2048)
+    for cached in (128,) if run.rehearse else (2**17, 2**20):
+        yield f"after {kilo(cached)}", functools.partial(_chunks, lazily, cached, news, run)
+
+
+def _chunks(lazily: Lazily, cached: int, news: tuple[int, ...], run: Run) -> list[Row]:
+    pool = lazily.pool
+    entries = {f"{new} new": pool.launches([cached + new], new) for new in news}
+    if cached <= 2**17:                                                              # the nearest thing that others have
+        entries |= {f"{new} new, cudnn by jax, no mask": cudnn(pool.heads, 1, new, cached, False) for new in (news[0], news[-1])}
+    timed, faults = in_turns(entries, run.pace)
+    base, rows = timed.get(f"{news[-1]} new"), []
+    for name, one in timed.items():
+        new = int(name.split()[0])
+        pairs = new * cached + (0 if "mask" in name else new * (new + 1) / 2)
+        row: Row = {"case": f"{name} after {kilo(cached)}", "ms": one.spread(1e3), "us/token": one.median / new * 1e6,
+                    "TF/s": pool.heads.flops(pairs) / one.median / 1e12, "KV GB/s": pool.bytes([cached + new]) / one.median / 1e9}
+        if base is not None:
+            row[f"time per token / that of {news[-1]}"] = faster(base, one, news[-1] / new)
+        rows.append(row)
+    return rows + absent(f"after {kilo(cached)}", faults)
+
+
+# --- decode
+
+def decode(run: Run) -> Iterator[Case]:
+    lazily, peers = Lazily(run, 2**23), Peers(run)
+    K = 2**10
+    if run.rehearse:
+        plan = {"1 x 256": [256], "4 x 20 to 130": [20, 47, 90, 130]}
+    else:
+        each = {1: (K, 8 * K, 64 * K, 256 * K, K * K), 8: (K, 8 * K, 64 * K, 512 * K), 64: (K, 8 * K, 64 * K), 256: (K, 8 * K, 32 * K)}
+        plan = {f"{batch} x {kilo(context)}": [context] * batch for batch, contexts in each.items() for context in contexts}
+        ragged = np.random.default_rng(run.seed)
+        plan["64 x 1K to 256K"] = (K * 256**ragged.random(64)).astype(int).tolist()
+        plan["256 x 1K to 8K, one 1M"] = [K * K, *ragged.integers(K, 8 * K, 255).tolist()]
+    for name, contexts in plan.items():
+        yield name, functools.partial(_decode, name, contexts, lazily, peers, run)
+
+
+BESIDE = ("1 x 256", "1 x 64K", "8 x 64K", "64 x 8K")   # decodes that are measured beside peers
+
+
+def _decode(name: str, contexts: list[int], lazily: Lazily, peers: Peers, run: Run) -> list[Row]:
+    pool, faults = lazily.pool, {}
+    entries = {OURS: pool.launches(contexts, 1)}
+    if name in BESIDE:
+        entries |= peers.entries(pool.heads, len(contexts), 1, contexts[0], False, faults)
+    timed, more = in_turns(entries, run.pace)
+    copy, rows = run.figure("ceilings", "copy", "GB/s"), []
+    for which, one in timed.items():
+        speed = pool.bytes(contexts) / one.median / 1e9
+        row: Row = {"case": name if which == OURS else f"{name}, {which}", "us": one.spread(1e6), "KV GB/s": speed}
+        row |= {"of copy": speed / copy} if copy else {}
+        if which != OURS and OURS in timed:
+            row["speed of ours / it"] = faster(timed[OURS], one)
+        rows.append(row)
+    return rows + absent(name, faults | more)
+
+
+# --- block shapes
+
+def tiles(run: Run) -> Iterator[Case]:
+    lazily = Lazily(run, 2**21)
+    if run.rehearse:
+        plan: dict[str, tuple[int, list[int]]] = {"chunk 8 after 128": (8, [136])}
+    else:
+        K = 2**10
+        plan = {"chunk 8K after 0": (8 * K, [8 * K]), "decode 64 x 8K": (1, [8 * K] * 64), "chunk 32 after 128K": (32, [128 * K + 32]),
+                "decode 1 x 1M": (1, [K * K]), "chunk 512 after 128K": (512, [128 * K + 512]), "decode 1 x 8K": (1, [8 * K])}
+    for name, (T, contexts) in plan.items():
+        yield name, functools.partial(_tiles, T, contexts, lazily, run)
+
+
+def shapes_to_try(rows: int, head_dim: int, rehearse: bool) -> dict[str, Any]:
+    """Block shapes by name, for so many query rows of a kv head; None is what the kernel takes by itself."""
+    from jaxserve.kernels import mosaic
+
+    cores = getattr(jax.devices()[0], "core_count", None) or 132
+    base = mosaic.default_tiles(rows, head_dim, 2 if rehearse else cores)
+    found: dict[str, Any] = {"its own": None}
+    for warpgroups, keys, stages in itertools.product((1, 2), (64,) if rehearse else (64, 128), (2,) if rehearse else (2, 3, 4)):
+        one = dataclasses.replace(base, keys=keys, warpgroups=warpgroups, stages=stages)
+        room = mosaic.SHARED // one.shared_bytes(head_dim)                           # blocks that fit a core
+        if room:
+            found[f"keys {keys} warpgroups {warpgroups} stages {stages}"] = one
+        if room > 1 and warpgroups == 1 and not rehearse:
+            found[f"keys {keys} warpgroups 1 stages {stages}, twice the blocks"] = dataclasses.replace(one, blocks=2 * base.blocks)
+    return found
+
+
+def _tiles(T: int, contexts: list[int], lazily: Lazily, run: Run) -> Row:
+    pool = lazily.pool
+    shapes = shapes_to_try(T * pool.heads.G, pool.heads.H, run.rehearse)
+    pace = dataclasses.replace(run.pace, rounds=min(3, run.pace.rounds), seconds=run.pace.seconds / 2)
+    arguments = pool.arguments(contexts, T)
+    timed: dict[str, Timed] = {}
+    faults: dict[str, str] = {}
+    names = iter(shapes)
+    while batch := list(itertools.islice(names, 4)):                                 # some at a time, for time may run out
+        if run.left < 0:
+            faults |= dict.fromkeys([*batch, *names], "out of time")
+            break
+        entries = {name: launches(attend(pool.heads, PAGE, run, shapes[name]), *arguments) for name in batch}
+        more, why = in_turns(entries, pace)
+        timed, faults = timed | more, faults | why
+    if not timed:
+        raise RuntimeError("; ".join(dict.fromkeys(faults.values())))
+    best = min(timed, key=lambda name: timed[name].median)
+    row: Row = {"best": best, "best us": timed[best].median * 1e6}
+    if "its own" in timed:
+        row |= {"its own us": timed["its own"].median * 1e6, "its own / best": timed["its own"].median / timed[best].median}
+    every = {name: one.spread(1e6) for name, one in timed.items()}
+    chosen = shapes[best]
+    return {**row, "tried": len(timed), "every": [every], "faults": [faults], "tiles": [dataclasses.asdict(chosen) if chosen else None]}

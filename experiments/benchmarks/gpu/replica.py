@@ -1,0 +1,350 @@
+"""The whole engine on one device with random weights, and what its pools cost in memory.
+
+The engine is the project's own (`engine.build`); only its weights are made on the device instead of on the host, which would take minutes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.benchmarks.gpu.attention import Heads, attend, kilo, made
+from experiments.benchmarks.gpu.timing import Pace, Timed, in_turns, launches
+from experiments.benchmarks.gpu.worker import Case, Row, Run, stand_in
+
+PEAK = {"NVIDIA H200": (989.4, 4800.0), "NVIDIA H100 80GB HBM3": (989.4, 3350.0)}   # dense bf16 TF/s and GB/s of the data sheet
+PROMPTS = {8192: (512, 2048, 8192), 32768: (512, 2048, 8192), 131072: (2048,)}
+TAPE = 2**22 - 3                                        # odd, so that rows of no width repeat soon
+DECODES = {1: (1024, 8192, 32768), 8: (1024, 8192, 32768), 64: (1024, 8192, 32768)}
+
+
+class Replica:
+    """An engine that was not started, and steps on it. Errors of its making come again whenever it is asked for."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.model = "tiny" if run.rehearse else "llama3.1-8b"                       # Llama 3 in shape, with room for long contexts
+        self.longest = 512 if run.rehearse else 131072
+        self.chunk = 64 if run.rehearse else 8192
+
+    @functools.cached_property
+    def engine(self) -> Any:
+        stand_in()
+        from jaxserve.config import CacheConfig, EngineConfig, ModelSource, SchedulerConfig
+        from jaxserve.engine import build
+
+        cache = Path(self.run.folder) / "xla"
+        cache.mkdir(mode=0o700, exist_ok=True)
+        tiny = self.run.rehearse
+        pages = CacheConfig(pages=128, block_size=16) if tiny else CacheConfig(kv_memory_gib=48.0, block_size=64)
+        scheduler = SchedulerConfig(max_seqs=4 if tiny else 64, chunk_tokens=self.chunk, min_chunk=16 if tiny else 64)
+        source = ModelSource(f"random:{self.model}", "bfloat16", self.longest)
+        config = EngineConfig(source, cache=pages, scheduler=scheduler, profile="none", compile_cache=str(cache))
+        with mock.patch.object(build, "load", on_device):
+            return build.build(config, progress=False, warm_up=False)
+
+    @functools.cached_property
+    def steps(self) -> Any:
+        from jaxserve.engine.arrays import Work, to_arrays
+        from jaxserve.engine.measure import Meter, Point
+
+        class Steps(Meter):
+            """Steps by what they hold, ready to be issued."""
+
+            def arrays(self, **point: Any) -> Any:
+                batch = self._batch(Point(**point))
+                work = Work.of(batch, 1)
+                shape = self.stages.plan.shape_for(work)
+                if shape is None:
+                    raise ValueError(f"no compiled shape holds {point}")
+                self._write_table(int(batch.slot.max()) + 1)
+                return to_arrays(batch, work, shape, 1, self.stages.plan.block_size)
+
+            def launches(self, arrays: list[Any], sample: bool) -> Any:
+                """Launches of these steps in a row; a token is sampled after each, or after the last."""
+                def run(count: int) -> float:
+                    began, done = time.perf_counter(), None
+                    for _ in range(count):
+                        for number, one in enumerate(arrays):
+                            hidden = self.stages.step(one, 0)
+                            last = sample or number == len(arrays) - 1
+                            done = self.stages.sample(hidden, "greedy").tokens if last else hidden.ints
+                    jax.block_until_ready(done)
+                    return time.perf_counter() - began
+                return run
+        return Steps(self.engine)
+
+    def flops(self, tokens: int, pairs: float, samples: int) -> float:
+        """Of the products with weights, and of attention; the head is applied where a token is sampled."""
+        config = self.engine.model
+        table = config.vocab * config.d_model
+        inner = config.parameters - table * (1 if config.tied else 2)
+        return 2.0 * (inner * tokens + table * samples) + 4.0 * config.layers * config.heads * config.head_dim * pairs
+
+    def bytes(self, tokens: float) -> float:
+        """That a step must read: weights once, and KV of so many tokens."""
+        config = self.engine.model
+        weights = config.parameters - (0 if config.tied else config.vocab * config.d_model)
+        return 2.0 * weights + config.kv_bytes_per_token(2) * tokens
+
+    def compile(self, arrays: list[Any]) -> float:
+        """Compiles what these steps need, several at a time; returns the seconds."""
+        stages, began = self.engine.stages, time.perf_counter()
+        wanted = {f"layers_0_{one.shape}" for one in arrays} | {f"head_greedy_{one.shape.samples}" for one in arrays}
+        programs = dict(stages.all_programs(("greedy",)))
+        stages.programs.warm_up({name: programs[name] for name in sorted(wanted)}, lambda name: None)
+        return time.perf_counter() - began
+
+
+def on_device(checkpoint: Any, model: Any, declared: Mapping[str, Any], shardings: Mapping[str, Any], dtype: Any,
+              progress: bool = True) -> dict[str, jax.Array]:
+    """In place of `weights.load`: norms one, all others from one tape of normal numbers of deviation 0.02, which repeats."""
+    tape = 0.02 * jax.random.normal(jax.random.key(0), (TAPE,), dtype)
+
+    @functools.cache
+    def maker(shape: tuple[int, ...], where: Any, norm: bool) -> Any:
+        def f(tape: jax.Array) -> jax.Array:
+            size = math.prod(shape)
+            return jnp.ones(shape, dtype) if norm else jnp.tile(tape, -(-size // TAPE))[:size].reshape(shape)
+        return jax.jit(f, out_shardings=where)
+
+    return {path: maker(one.shape, shardings[path], "norm" in path)(tape) for path, one in declared.items()}
+
+
+def engine(run: Run) -> Iterator[Case]:
+    replica = Replica(run)
+    prompts = {64: (16, 64)} if run.rehearse else PROMPTS
+    decodes = {1: (32,), 4: (32, 300)} if run.rehearse else DECODES
+    yield "build", functools.partial(_build, replica)
+    yield "compile", functools.partial(_compile, replica, prompts, decodes)
+    for batch, contexts in decodes.items():
+        for context in contexts:
+            yield f"decode {batch} x {kilo(context)}", functools.partial(_decode, replica, batch, context)
+    passes = [(length, chunk) for length, chunks in prompts.items() for chunk in chunks]
+    case = lambda length, chunk: (f"prefill {kilo(length)} by {chunk}", functools.partial(_prefill, replica, length, chunk))
+    yield from (case(*one) for one in passes if one[0] <= 2**15)
+    yield "memory of steps", functools.partial(_memory_of_steps, replica)
+    yield "requests", functools.partial(_requests, replica)
+    yield "host time", functools.partial(_host_time, replica)
+    yield from (case(*one) for one in passes if one[0] > 2**15)
+
+
+def _build(replica: Replica) -> Row:
+    from jaxserve.kernels import ops
+
+    began = time.perf_counter()
+    built = replica.engine
+    jax.block_until_ready([stage.values for stage in built.stages.stages])
+    seconds = time.perf_counter() - began
+    weights = sum(value.nbytes for stage in built.stages.stages for value in stage.values)
+    pool = sum(page.nbytes for stage in built.stages.stages for page in stage.pages)
+    return {"s": seconds, "GiB": weights / 2**30, "pool GiB": pool / 2**30, "model": replica.model,
+            "attention": "+".join(sorted(ops.ATTEND))}
+
+
+def _compile(replica: Replica, prompts: Mapping[int, Any], decodes: Mapping[int, Any]) -> Row:
+    steps = replica.steps
+    arrays = [steps.arrays(decodes=batch, context=1) for batch in decodes]
+    every = sorted({chunk for chunks in prompts.values() for chunk in chunks})
+    arrays += [steps.arrays(chunks=1, new=chunk, sample=False) for chunk in every]
+    return {"s": replica.compile(arrays), "programs": replica.engine.stages.programs.compiles}
+
+
+def _pace(run: Run, once: float) -> Pace:
+    """Of what takes so many seconds: as many rounds as a third of the time left allows; a launch that is long is a round."""
+    least = 1 if run.rehearse or once > 0.3 else 2
+    rounds = int(np.clip(run.left / 3 / max(least * once, 1e-9), 1, 2 if run.rehearse else 3 if once > 0.3 else 5))
+    return Pace(rounds, 0.1 if once < 0.1 else 0.0, least)
+
+
+def _timed(replica: Replica, launch: Any) -> Timed:
+    launch(1)
+    return in_turns({"it": launch}, _pace(replica.run, launch(1)))[0]["it"]
+
+
+def _shares(replica: Replica, flops: float | None, moved: float | None, seconds: float) -> Row:
+    """MFU and MBU: shares of what was measured here, and of the data sheet."""
+    run, row = replica.run, {}
+    sheet = PEAK.get(jax.devices()[0].device_kind)
+    if flops is not None:
+        product = run.figure("ceilings", "matrix product 8192x8192x8192", "TF/s")
+        row["TF/s"] = flops / seconds / 1e12
+        row |= {"MFU of measured": row["TF/s"] / product} if product else {}
+        row |= {"MFU of sheet": row["TF/s"] / sheet[0]} if sheet else {}
+    if moved is not None:
+        copy = run.figure("ceilings", "copy", "GB/s")
+        row["GB/s"] = moved / seconds / 1e9
+        row |= {"MBU of copy": row["GB/s"] / copy} if copy else {}
+        row |= {"MBU of sheet": row["GB/s"] / sheet[1]} if sheet else {}
+    return row
+
+
+def _decode(replica: Replica, batch: int, context: int) -> Row:
+    launch = replica.steps.launches([replica.steps.arrays(decodes=batch, context=context)], True)
+    timed = _timed(replica, launch)
+    moved = replica.bytes(batch * context)
+    return {"ms": timed.spread(1e3), "tokens/s": batch / timed.median, **_shares(replica, None, moved, timed.median)}
+
+
+def _prefill(replica: Replica, length: int, chunk: int) -> Row:
+    steps, run = replica.steps, replica.run
+    arrays = [steps.arrays(chunks=1, cached=at, new=chunk, sample=False) for at in range(0, length, chunk)]
+    last = steps.launches([arrays[-1]], False)
+    last(1)
+    once = last(1) * len(arrays)                                                     # at most
+    if once > run.left:
+        raise TimeoutError(f"the last chunk takes {1e3 * once / len(arrays):.0f} ms; {len(arrays)} of them take longer than there is time")
+    launch = steps.launches(arrays, False)
+    timed = in_turns({"it": launch}, _pace(run, once))[0]["it"] if once < run.left / 6 else Timed((launch(1),), 1)
+    flops = replica.flops(length, length * (length + 1) / 2, 1)
+    return {"ms": timed.spread(1e3), "tokens/s": length / timed.median, **_shares(replica, flops, None, timed.median)}
+
+
+def _requests(replica: Replica) -> Row:
+    """Two requests, one after the other, through all of the engine but its thread."""
+    from jaxserve.request import Finished, Request, SamplingParams
+
+    built, ends = replica.engine, []
+    length, output = (40, 6) if replica.run.rehearse else (2048, 64)
+    sampling = SamplingParams.make(temperature=0, max_tokens=output, ignore_eos=True)
+    for number in range(2):                                                          # the first one may compile
+        prompt = np.random.default_rng(number).integers(0, built.model.vocab, length)
+        request = Request.make(str(number), prompt, sampling, vocab=built.model.vocab, max_len=built.max_len, arrival=built.clock.now())
+        built.submit(request, lambda events: ends.extend(event for event in events if isinstance(event, Finished)))
+        while built.turn():
+            pass
+    end = ends[-1]
+    if (end.reason, end.usage.completion) != ("length", output):
+        raise RuntimeError(f"ended with {end.reason} after {end.usage.completion} tokens of {output}")
+    return {"prompt": length, "ttft ms": 1e3 * end.timing.first_token, "tpot ms": 1e3 * end.timing.tpot(output)}
+
+
+def _host_time(replica: Replica) -> list[Row]:
+    """The host's microseconds per decode step: medians, and of the total the 90th of a hundred."""
+    from jaxserve.commands.host_time import Crowd, host_time
+
+    rows = []
+    for crowd in (Crowd(4, 32, 8),) if replica.run.rehearse else (Crowd(1, 1024, 60), Crowd(64, 1024, 60)):
+        measured = host_time(replica.engine, crowd, lambda name: None).record()
+        micros = {f"{part} us": x["p50"] for part, x in measured["micros"].items()} | {"total p90 us": measured["micros"]["total"]["p90"]}
+        rows.append({"case": f"host time {crowd.sequences} x {kilo(crowd.context)}", **micros, "bytes": measured["bytes_per_step"]["p50"]})
+    return rows
+
+
+def command_buffers(run: Run) -> Iterator[Case]:
+    """Decode steps and the host's time under the XLA flags that this process was started with."""
+    replica = Replica(run)
+    for batch, context in ((1, 32),) if run.rehearse else ((1, 1024), (64, 1024)):
+        yield f"decode {batch} x {kilo(context)}", functools.partial(_decode, replica, batch, context)
+    yield "host time", functools.partial(_host_time, replica)
+
+
+# --- memory
+
+def _peak() -> int:
+    return int((jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0))
+
+
+def _analysed(name: str, compiled: Any, pool: int, shapes: tuple[str, ...]) -> Row:
+    """What a compiled program takes; a hidden copy of a pool would be in temp, or be a copy of such a shape in its text."""
+    found, text = compiled.memory_analysis(), compiled.as_text()
+    copies = [line for line in text.splitlines() if re.search(r"= .*\bcopy(-start)?\(", line)]
+    copied = sum(any(shape in line.split("copy")[0] for shape in shapes) for line in copies)
+    row: Row = {"case": name, "pool GiB": pool / 2**30, "alias GiB": found.alias_size_in_bytes / 2**30,
+                "temp MiB": found.temp_size_in_bytes / 2**20, "copies of pools": copied}
+    if copied or found.alias_size_in_bytes < pool:
+        row |= {"status": "wrong", "why": "a pool is copied" if copied else "a pool is not reused for the result"}
+    return row
+
+
+def _memory_of_steps(replica: Replica) -> list[Row]:
+    stage = replica.engine.stages.stages[0]
+    pool, one = sum(page.nbytes for page in stage.pages), stage.pages[0]
+    shape = f"bf16[{','.join(map(str, one.shape))}]", f"bf16[{','.join(map(str, one.shape[1:]))}]"
+    programs = replica.engine.stages.programs.compiled
+    rows = [_analysed(name, program, pool, shape) for name, program in programs.items() if name.startswith("layers")]
+    weights = sum(value.nbytes for value in [*stage.values, *replica.engine.stages.head_values])
+    return [*rows, {"case": "all steps", "pool GiB": pool / 2**30, "peak - weights - pool GiB": (_peak() - weights - pool) / 2**30}]
+
+
+def pools(run: Run) -> Iterator[Case]:
+    yield "donated pools", functools.partial(_donated, run)
+    size = 2**22 if run.rehearse else 2**30
+    yield "to pinned host memory", functools.partial(_to_host, run, size)
+    yield "from pinned host memory", functools.partial(_from_host, run, size)
+    yield "pages to pinned host memory", functools.partial(_pages_to_host, run, size)
+
+
+def _donated(run: Run) -> list[Row]:
+    """Our kernel alone in a step that appends to donated pools and attends over them, layer by layer."""
+    heads, layers, size, T = Heads.of(run), 2 if run.rehearse else 4, 64, 8 if run.rehearse else 512
+    tokens, context = (256, 128) if run.rehearse else (2**21, 2**15)
+    f = attend(heads, size, run)
+
+    def step(flats: list[jax.Array], q: jax.Array, kv: jax.Array, pages: jax.Array, rest: tuple) -> tuple:
+        out = q
+        for i, flat in enumerate(flats):
+            pool = flat.reshape(-1, heads.K, 2, size, heads.H)
+            at = jnp.arange(context - T, context)
+            pool = pool.at[pages[at // size], :, :, at % size].set(kv)
+            flats[i] = pool.reshape(flat.shape)
+            out = f(flats[i], out, *rest)[0]
+        return out, flats
+
+    blocks = context // size
+    table = jnp.stack([jnp.asarray(np.random.default_rng(run.seed).permutation(tokens // size)[:blocks], jnp.int32), jnp.arange(blocks)])
+    rest = jnp.arange(context - T, context)[None], table[:, None], jnp.zeros(1, jnp.int32), jnp.full(1, blocks)
+    flats = [made((tokens * heads.token,), i) if run.rehearse else jnp.zeros(tokens * heads.token, jnp.bfloat16) for i in range(layers)]
+    q, kv = made((1, T, heads.K, heads.G, heads.H), 1), made((T, heads.K, 2, heads.H), 2)
+    compiled = jax.jit(step, donate_argnums=0).lower(flats, q, kv, table[0], rest).compile()
+    pool = sum(flat.nbytes for flat in flats)
+    row = _analysed("append and attend", compiled, pool, (f"bf16[{tokens // size},{heads.K},2,{size},{heads.H}]", f"bf16[{flats[0].size}]"))
+    before = _peak()
+    state = {"flats": flats}
+    del flats
+
+    def once() -> jax.Array:
+        out, state["flats"] = compiled(state["flats"], q, kv, table[0], rest)
+        return out
+    timed = in_turns({"it": launches(once, ())}, run.pace)[0]["it"]
+    return [{**row, "ms": timed.spread(1e3), "peak grew MiB": (_peak() - before) / 2**20}]
+
+
+def _memory(kind: str) -> Any:
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
+
+
+def _copied(run: Run, x: jax.Array, launch: Any) -> Row:
+    timed = in_turns({"it": launch}, run.pace)[0]["it"]
+    return {"GiB": x.nbytes / 2**30, "ms": timed.spread(1e3), "GB/s": x.nbytes / timed.median / 1e9}
+
+
+def _to_host(run: Run, size: int) -> Row:
+    x = made((size // 2,), 1)
+    return _copied(run, x, launches(lambda x: jax.device_put(x, _memory("pinned_host")), (x,)))
+
+
+def _from_host(run: Run, size: int) -> Row:
+    x = jax.block_until_ready(jax.device_put(made((size // 2,), 1), _memory("pinned_host")))
+    return _copied(run, x, launches(lambda x: jax.device_put(x, _memory("device")), (x,)))
+
+
+def _pages_to_host(run: Run, size: int) -> Row:
+    """Pages from all over a pool: gathered on the device, then copied."""
+    heads = Heads.of(run)
+    count = size // (heads.token * 64 * 2)
+    pool = made((4 * count, heads.K, 2, 64, heads.H), 1)
+    pages = jnp.asarray(np.random.default_rng(run.seed).permutation(4 * count)[:count].astype(np.int32))
+    gather = jax.jit(lambda pool, pages: pool[pages])
+    x = gather(pool, pages)
+    return _copied(run, x, launches(lambda: jax.device_put(gather(pool, pages), _memory("pinned_host")), ()))

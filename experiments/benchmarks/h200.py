@@ -1,0 +1,284 @@
+"""Everything that needs a GPU, measured by one command in under nine minutes on a machine that has little but JAX.
+
+    python -m experiments.benchmarks.h200 --json=h200.json
+
+Correctness first: every kernel against attention computed in f64 on fresh random inputs. Then the machine's ceilings, attention beside its
+peers, the whole engine with random weights, and memory. Each section is a process of its own with a budget of seconds; time that one
+leaves goes to those after it. A case that fails, hangs or takes its process along is a row that says so; the others go on without it. The
+file is written after each case. `--rehearse` does all of it with tiny shapes on a CPU, kernels in the interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.benchmarks.gpu.worker import SECTIONS
+from experiments.script import command_line
+from jaxserve.commands.display import table
+from jaxserve.commands.machine import described, machine
+from jaxserve.config import ConfigError
+from jaxserve.flags import Command
+from jaxserve.options import Option
+
+ROOT = Path(__file__).parents[2]
+ALL_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+OPTIONS = {"h200": [
+    Option("json", str, "h200.json", "file for all figures"),
+    Option("rehearse", bool, False, "tiny shapes on the CPU, kernels in the interpreter"),
+    Option("only", str, "", f"sections, comma-separated: {', '.join(SECTIONS)}"),
+    Option("seconds", float, 510.0, "for everything", 10.0),
+    Option("seed", int, None, "of all random inputs; default: a fresh one", 0),
+    Option("most", int, 1000, "most cases of each section", 1),
+    Option("torch_python", str, sys.executable, "python that has PyTorch, where it is another one"),
+    Option("inject", str, "", "a fault on purpose, raise:SECTION, crash:SECTION or hang:SECTION, to see that the others go on"),
+]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """seconds: its budget; case: after which a case counts as hung; memory: the share of the device that JAX takes at once."""
+
+    title: str
+    seconds: float
+    case: float = 60.0
+    memory: float = 0.85
+    flags: str = ""
+
+
+PLAN = {
+    "environment": Section("environment", 20),
+    "kernels": Section("kernels against f64: largest error of out and of lse", 80, 45),
+    "ceilings": Section("ceilings of this machine", 20, 40),
+    "prefill": Section("attention, prefill of one prompt", 70, memory=0.6),
+    "chunks": Section("attention, chunks of a prompt after many cached tokens", 40, memory=0.6),
+    "decode": Section("attention, decode: batch x context", 55, memory=0.6),
+    "tiles": Section("attention, block shapes", 45, 90),
+    "engine": Section("engine, Llama 3 8B in bf16, random weights", 115, 120, memory=0.92),
+    "no_command_buffers": Section("engine without command buffers", 30, 60, 0.92, "--xla_gpu_enable_command_buffer="),
+    "all_command_buffers": Section("engine, everything in command buffers", 30, 60, 0.92,
+                                   f"--xla_gpu_enable_command_buffer={ALL_BUFFERS} --xla_gpu_graph_min_graph_size=1"),
+    "pools": Section("donated pools, and copies to the host", 25),
+}
+
+
+class Report:
+    """What was found so far, kept in a file."""
+
+    def __init__(self, file: Path, **header: Any):
+        self.file = file
+        self.found: dict[str, Any] = {**header, "sections": {name: {"status": "left out", "rows": []} for name in PLAN}}
+
+    def section(self, name: str) -> dict[str, Any]:
+        return self.found["sections"][name]
+
+    def rows(self) -> dict[str, list[dict[str, Any]]]:
+        return {name: section["rows"] for name, section in self.found["sections"].items()}
+
+    def keep(self) -> None:
+        """Whole or not at all. NaN is no JSON: it becomes text."""
+        part = self.file.with_name(self.file.name + ".part")
+        part.write_text(json.dumps(_plain(self.found), indent=1, allow_nan=False) + "\n")
+        part.replace(self.file)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Child:
+    """A process that works on a section, and what it told so far."""
+
+    def __init__(self, name: str, values: dict[str, Any], skip: list[str], until: float, report: Report, folder: Path):
+        self.file, self.log = folder / f"{name}.rows", folder / f"{name}.log"
+        self.file.write_text("")
+        self.name, self.began, self.case, self.seen = name, time.time(), "", 0
+        run = {"section": name, "rehearse": values["rehearse"], "seed": report.found["seed"], "until": until, "folder": str(folder),
+               "torch_python": values["torch_python"], "found": report.rows()}
+        task = folder / f"{name}.task"
+        task.write_text(json.dumps({"run": run, "rows": str(self.file), "skip": skip, "most": values["most"], "inject": values["inject"]}))
+        self.process = subprocess.Popen([sys.executable, "-m", "experiments.benchmarks.gpu.worker", str(task)], cwd=ROOT, env=_environment(
+            PLAN[name], values["rehearse"]), stdout=self.log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
+
+    def heard(self) -> list[dict[str, Any]]:
+        """New whole lines."""
+        lines = self.file.read_text().split("\n")[:-1]
+        new, self.seen = lines[self.seen :], len(lines)
+        return [json.loads(line) for line in new]
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def last_words(self) -> str:
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return " | ".join(lines[-3:])[-400:]
+
+
+def _environment(section: Section, rehearse: bool) -> dict[str, str]:
+    flags = " ".join(filter(None, [os.environ.get("XLA_FLAGS", ""), section.flags]))
+    more = {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_MEM_FRACTION": str(section.memory), "PYTHONUNBUFFERED": "1"}
+    return os.environ | more | ({"JAX_PLATFORMS": "cpu"} if rehearse else {})
+
+
+def measure(name: str, values: dict[str, Any], until: float, report: Report, folder: Path) -> None:
+    """A section, in as many processes as cases break."""
+    section, into = PLAN[name], report.section(name)
+    began, skip = time.time(), []
+    into["status"] = "running"
+    while True:
+        child = Child(name, values, skip, until, report, folder)
+        fault = follow(child, section, until, into, skip, report)
+        if not fault:
+            break
+        row = {"case": child.case or "(start)", "status": "failed", "why": fault}
+        into["rows"].append(row)
+        report.keep()
+        _say(f"  {row['case']}: {fault}")
+        if not child.case or time.time() > until:
+            break
+    bad = sum(row["status"] in ("failed", "wrong") for row in into["rows"])
+    into["status"] = f"{bad} failed" if bad else "ok"
+    into["seconds"] = round(time.time() - began, 1)
+    report.keep()
+
+
+def follow(child: Child, section: Section, until: float, into: dict[str, Any], skip: list[str], report: Report) -> str:
+    """Takes in rows until the process ends; returns why it broke at child.case, '' where it did not."""
+    while True:
+        ended = child.process.poll() is not None
+        for line in child.heard():
+            if "begin" in line:
+                child.case, child.began = line["begin"], time.time()
+                skip.append(child.case)
+            else:
+                into["rows"] += line["rows"]
+                child.case, child.began = "", time.time()
+                report.keep()
+        now = time.time()
+        if ended:
+            code = child.process.returncode
+            if code == 0:
+                return ""
+            child.kill()
+            return f"the process ended with {code}: {child.last_words()}"
+        if now - child.began > section.case or now > until + (section.case / 2 if child.case else 5):
+            child.kill()
+            return f"stopped after {now - child.began:.0f} s: {child.last_words()}"
+        time.sleep(0.05)
+
+
+def shown(report: Report) -> str:
+    """All sections as tables; lists of details are in the file only."""
+    parts = []
+    for name, section in report.found["sections"].items():
+        head = f"{PLAN[name].title} [{name}: {section['status']}" + (f", {section['seconds']:.0f} s]" if "seconds" in section else "]")
+        parts.append("\n".join([head, *map(_table, _alike(section["rows"]))]))
+    return "\n\n".join(parts)
+
+
+def _columns(row: dict[str, Any]) -> list[str]:
+    return [key for key, value in row.items() if not isinstance(value, list) and key not in ("case", "status", "why")]
+
+
+def _alike(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Stretches of rows that have half of their columns in common."""
+    out: list[list[dict[str, Any]]] = []
+    known: set[str] = set()
+    for row in rows:
+        mine = set(_columns(row))
+        if not out or (known and 2 * len(mine & known) < len(mine)):
+            out.append([])
+            known = set()
+        out[-1].append(row)
+        known |= mine
+    return out
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    columns = list(dict.fromkeys(column for row in rows for column in _columns(row)))
+    told = any(row["status"] != "ok" for row in rows)
+    lines = [[row["case"], *(_cell(row.get(column)) for column in columns)] + [_fault(row)] * told for row in rows]
+    return table(["case", *columns] + ["remark"] * told, lines)
+
+
+def _fault(row: dict[str, Any]) -> str:
+    if row["status"] == "ok":
+        return ""
+    why = row.get("why", "")
+    return f"{row['status']}: {why[:90]}" if why else row["status"]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{_cell(value['median'])} ({_cell(value['low'])} to {_cell(value['high'])})"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "" if value is None else str(value)
+
+
+def best_tiles(report: Report) -> dict[str, Any]:
+    """The block shapes that were fastest, by kind of device and case."""
+    kind = next((row["value"] for row in report.section("environment")["rows"] if row["case"] == "device"), "unknown")
+    rows = [row for row in report.section("tiles")["rows"] if row["status"] == "ok"]
+    one = lambda row: {"tiles": row["tiles"][0], "us": row["best us"], "its own / best": row.get("its own / best")}
+    return {kind: {row["case"]: one(row) for row in rows}}
+
+
+def run(values: dict[str, Any]) -> int:
+    only = [name for name in values["only"].split(",") if name] or list(PLAN)
+    if unknown := [name for name in only if name not in PLAN]:
+        raise ConfigError("only", f"{unknown[0]!r} is not one of {', '.join(PLAN)}")
+    began = time.time()
+    seed = secrets.randbelow(2**31) if values["seed"] is None else values["seed"]
+    when = time.strftime("%Y-%m-%d %H:%M:%S")
+    report = Report(Path(values["json"]), machine=machine(), began=when, seed=seed, rehearse=values["rehearse"])
+    report.keep()
+    _say(described(report.found["machine"]) + f"; seed {seed}")
+    chosen = [name for name in PLAN if name in only]
+    end, due = began + values["seconds"], began
+    total = sum(PLAN[name].seconds for name in chosen)
+    with tempfile.TemporaryDirectory(prefix="h200-") as folder:
+        for name in chosen:
+            due += PLAN[name].seconds * values["seconds"] / total                   # budgets fill the time that there is
+            _say(f"{name}: until second {min(due, end) - began:.0f}")
+            try:
+                measure(name, values, min(due, end), report, Path(folder))
+            except Exception as error:                                              # a fault of this program itself
+                report.section(name)["status"] = f"failed: {type(error).__name__}: {error}"
+            _say(f"{name}: {report.section(name)['status']}, second {time.time() - began:.0f}")
+    report.found["tiles"] = best_tiles(report)
+    report.found["seconds"] = round(time.time() - began, 1)
+    report.keep()
+    print(f"\n{shown(report)}\n\n{report.found['seconds']:.0f} s; all figures in {report.file}")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    return command_line("h200", "kernels and engine on a GPU: correctness, ceilings, speed", Command(OPTIONS, run), given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
