@@ -39,7 +39,7 @@ OPTIONS = {"h200": [
     Option("json", str, "h200.json", "file for all figures"),
     Option("rehearse", bool, False, "tiny shapes on the CPU, kernels in the interpreter"),
     Option("only", str, "", f"sections, comma-separated: {', '.join(SECTIONS)}"),
-    Option("seconds", float, 510.0, "for everything", 10.0),
+    Option("seconds", float, 500.0, "for everything", 10.0),
     Option("seed", int, None, "of all random inputs; default: a fresh one", 0),
     Option("most", int, 1000, "most cases of each section", 1),
     Option("torch_python", str, sys.executable, "python that has PyTorch, where it is another one"),

@@ -1,4 +1,8 @@
-"""The speed of attention over pages on its own, beside its peers and the machine's ceilings."""
+"""The speed of attention over pages on its own, beside its peers and the machine's ceilings.
+
+Our kernel is timed in programs of several layers, each with pages of its own and the queries that the one before returned, as in the
+engine: what is prepared for the kernel is the same in all layers, and the compiler does it once. `alone` is a program of one layer.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,9 @@ from experiments.benchmarks.gpu.timing import Launches, Timed, faster, in_turns,
 from experiments.benchmarks.gpu.torch_peer import BACKENDS, TorchPeer
 from experiments.benchmarks.gpu.worker import Case, Row, Run
 
+LAYERS = 4                                              # of a program
 PAGE = 64                                               # tokens of a page, unless said otherwise
-OURS = f"pages of {PAGE}"
+OURS, ALONE = f"pages of {PAGE}", "alone"
 L2 = 400e6                                              # bytes that successive launches should differ in, so that no cache serves them
 
 
@@ -48,13 +53,24 @@ class Heads:
 
 
 def attend(heads: Heads, size: int, run: Run, tiles: Any = None) -> Any:
-    """Our kernel over a flat pool of pages of `size` tokens; the result is of the pool's type."""
+    """Our kernel, layer by layer: over flat pools of pages of `size` tokens."""
     kernel = hopper(run.rehearse, tiles)
 
-    def f(flat: jax.Array, q: jax.Array, q_pos: jax.Array, table: jax.Array, rows: jax.Array, count: jax.Array) -> tuple:
+    @jax.jit                                                                         # traced once for all layers
+    def layer(flat: jax.Array, q: jax.Array, *rest: jax.Array) -> jax.Array:
+        q_pos, table, rows, count = rest
         pages = flat.reshape(-1, heads.K, 2, size, heads.H)
-        return kernel(q, q_pos, pages, table, rows, count, scale=heads.H**-0.5, dtype=flat.dtype)
+        return kernel(q, q_pos, pages, table, rows, count, scale=heads.H**-0.5, dtype=flat.dtype)[0]
+
+    def f(flats: list[jax.Array], q: jax.Array, *rest: jax.Array) -> jax.Array:
+        for flat in flats:
+            q = layer(flat, q, *rest)
+        return q
     return jax.jit(f)
+
+
+def layers(run: Run) -> int:
+    return 1 if run.rehearse else LAYERS
 
 
 def made(shape: tuple[int, ...], seed: int) -> jax.Array:
@@ -119,19 +135,20 @@ def _pages_of(size: int, length: int, heads: Heads, run: Run) -> Launches:
     flat, q = made((count * size * heads.token,), 1), made((1, length, heads.K, heads.G, heads.H), 2)
     table = np.stack([np.random.default_rng(run.seed).permutation(count), np.arange(count)]).astype(np.int32)[:, None]
     rest = jnp.arange(length)[None], jnp.asarray(table), jnp.zeros(1, jnp.int32), jnp.full(1, count, jnp.int32)
-    return launches(attend(heads, size, run), (flat, q, *rest))
+    return launches(attend(heads, size, run), ([flat] * layers(run), q, *rest), each=layers(run))
 
 
 # --- over a large pool
 
 class Pool:
-    """Pages for sequences of many lengths: a flat array of random numbers, which repeat, and tables that point all over it."""
+    """Pages of several layers, for sequences of many lengths: flat arrays of random numbers, which repeat, and tables that point all over
+    them. Longer sequences than there is room for have pages in common, at places that are far apart."""
 
     def __init__(self, heads: Heads, tokens: int, run: Run):
-        self.heads, self.run, self.tokens = heads, run, tokens
+        self.heads, self.run, self.pages = heads, run, tokens // PAGE
         tape = min(tokens, 2**17)
-        self.flat = jax.jit(lambda x: jnp.tile(x, tokens // tape))(made((tape * heads.token,), 3))
-        self.order = np.random.default_rng(run.seed).permutation(tokens // PAGE).astype(np.int32)
+        fill = jax.jit(lambda x: jnp.tile(x, tokens // tape))
+        self.flats = [fill(made((tape * heads.token,), layer)) for layer in range(layers(run))]
 
     def arguments(self, contexts: list[int], T: int) -> list[tuple[Any, ...]]:
         """What `attend` takes for rows of the last T of so many tokens each, and again over other pages where a cache would serve them."""
@@ -139,23 +156,25 @@ class Pool:
         last = np.array(contexts, np.int32)
         q_pos = last[:, None] - T + np.arange(T, dtype=np.int32)
         q = made((len(contexts), T, self.heads.K, self.heads.G, self.heads.H), 4)
-        copies = 1 if self.run.rehearse else int(np.clip(np.ceil(L2 / self.bytes(contexts)), 1, 32))
-        rest = jnp.arange(len(contexts), dtype=jnp.int32), jnp.asarray(count)
-        out, at = [], 0
+        copies = 1 if self.run.rehearse else int(np.clip(np.ceil(L2 / self.bytes(contexts) / LAYERS), 1, 16))
+        rest, dice, out = (jnp.arange(len(contexts), dtype=jnp.int32), jnp.asarray(count)), np.random.default_rng(self.run.seed), []
         for _ in range(copies):
+            laps = -(-int(count.sum()) // self.pages)
+            order = np.concatenate([dice.permutation(self.pages) for _ in range(laps)]).astype(np.int32)
             table = np.zeros((2, len(contexts), count.max()), np.int32)
-            for row, held in enumerate(count):
-                table[0, row, :held] = self.order[(at + np.arange(held)) % len(self.order)]
-                at += int(held)
+            table[0, np.arange(count.max()) < count[:, None]] = order[: count.sum()]
             table[1] = np.arange(count.max())
-            out.append((self.flat, q, jnp.asarray(q_pos), jnp.asarray(table), *rest))
+            out.append((self.flats, q, jnp.asarray(q_pos), jnp.asarray(table), *rest))
         return out
 
     def bytes(self, contexts: list[int]) -> float:
         return float(sum(contexts)) * self.heads.token * 2
 
-    def launches(self, contexts: list[int], T: int, tiles: Any = None) -> Launches:
-        return launches(attend(self.heads, PAGE, self.run, tiles), *self.arguments(contexts, T))
+    def launches(self, contexts: list[int], T: int) -> dict[str, Launches]:
+        """All layers, and one of them alone."""
+        f, arguments = attend(self.heads, PAGE, self.run), self.arguments(contexts, T)
+        alone = [(flats[:1], *rest) for flats, *rest in arguments]
+        return {OURS: launches(f, *arguments, each=layers(self.run)), ALONE: launches(f, *alone)}
 
 
 class Lazily:
@@ -185,7 +204,7 @@ def chunks(run: Run) -> Iterator[Case]:
 
 def _chunks(lazily: Lazily, cached: int, news: tuple[int, ...], run: Run) -> list[Row]:
     pool = lazily.pool
-    entries = {f"{new} new": pool.launches([cached + new], new) for new in news}
+    entries = {f"{new} new": pool.launches([cached + new], new)[OURS] for new in news}
     if cached <= 2**17:                                                              # the nearest thing that others have
         entries |= {f"{new} new, cudnn by jax, no mask": cudnn(pool.heads, 1, new, cached, False) for new in (news[0], news[-1])}
     timed, faults = in_turns(entries, run.pace)
@@ -204,7 +223,7 @@ def _chunks(lazily: Lazily, cached: int, news: tuple[int, ...], run: Run) -> lis
 # --- decode
 
 def decode(run: Run) -> Iterator[Case]:
-    lazily, peers = Lazily(run, 2**23), Peers(run)
+    lazily, peers = Lazily(run, 2**21), Peers(run)
     K = 2**10
     if run.rehearse:
         plan = {"1 x 256": [256], "4 x 20 to 130": [20, 47, 90, 130]}
@@ -223,15 +242,16 @@ BESIDE = ("1 x 256", "1 x 64K", "8 x 64K", "64 x 8K")   # decodes that are measu
 
 def _decode(name: str, contexts: list[int], lazily: Lazily, peers: Peers, run: Run) -> list[Row]:
     pool, faults = lazily.pool, {}
-    entries = {OURS: pool.launches(contexts, 1)}
+    entries = pool.launches(contexts, 1)
     if name in BESIDE:
         entries |= peers.entries(pool.heads, len(contexts), 1, contexts[0], False, faults)
     timed, more = in_turns(entries, run.pace)
-    copy, rows = run.figure("ceilings", "copy", "GB/s"), []
+    copy, rows, alone = run.figure("ceilings", "copy", "GB/s"), [], timed.pop(ALONE, None)
     for which, one in timed.items():
         speed = pool.bytes(contexts) / one.median / 1e9
         row: Row = {"case": name if which == OURS else f"{name}, {which}", "us": one.spread(1e6), "KV GB/s": speed}
         row |= {"of copy": speed / copy} if copy else {}
+        row |= {"alone us": alone.median * 1e6} if alone and which == OURS else {}
         if which != OURS and OURS in timed:
             row["speed of ours / it"] = faster(timed[OURS], one)
         rows.append(row)
@@ -281,7 +301,7 @@ def _tiles(T: int, contexts: list[int], lazily: Lazily, run: Run) -> Row:
         if run.left < 0:
             faults |= dict.fromkeys([*batch, *names], "out of time")
             break
-        entries = {name: launches(attend(pool.heads, PAGE, run, shapes[name]), *arguments) for name in batch}
+        entries = {name: launches(attend(pool.heads, PAGE, run, shapes[name]), *arguments, each=layers(run)) for name in batch}
         more, why = in_turns(entries, pace)
         timed, faults = timed | more, faults | why
     if not timed:

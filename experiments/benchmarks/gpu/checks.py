@@ -20,6 +20,7 @@ from experiments.benchmarks.gpu.worker import OPTIONAL, Case, Row, Run, is_there
 
 DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
 TOLERANCE = {"bf16": 2.0**-6, "f16": 2.0**-9}            # of out and lse: two roundings of numbers around one, and some for sums
+OURS = ("mosaic", "two hops")
 AGAIN = 3                                               # runs on the same inputs, which must agree in every bit
 SLOTS, HUGE = 6, 2**31 - 1
 
@@ -230,7 +231,8 @@ def _checked(shape: Shape, rng: np.random.Generator, run: Run) -> Row:
         row[f"{name} out"], row[f"{name} lse"] = errors(*found[0], right_out, right_lse)
         if not (row[f"{name} out"] <= tolerance and row[f"{name} lse"] <= tolerance):
             wrong.append(f"{name}: beyond tolerance")
-        if any(not np.array_equal(a, b, equal_nan=True) for other in found[1:] for a, b in zip(found[0], other)):
+        same = all(np.array_equal(a, b, equal_nan=True) for other in found[1:] for a, b in zip(found[0], other))
+        if name in OURS and not same:
             wrong.append(f"{name}: differs from run to run")
     return {**row, "status": "wrong", "why": "; ".join(wrong)} if wrong else row
 

@@ -140,16 +140,13 @@ def engine(run: Run) -> Iterator[Case]:
 
 
 def _build(replica: Replica) -> Row:
-    from jaxserve.kernels import ops
-
     began = time.perf_counter()
     built = replica.engine
     jax.block_until_ready([stage.values for stage in built.stages.stages])
     seconds = time.perf_counter() - began
     weights = sum(value.nbytes for stage in built.stages.stages for value in stage.values)
     pool = sum(page.nbytes for stage in built.stages.stages for page in stage.pages)
-    return {"s": seconds, "GiB": weights / 2**30, "pool GiB": pool / 2**30, "model": replica.model,
-            "attention": "+".join(sorted(ops.ATTEND))}
+    return {"s": seconds, "GiB": weights / 2**30, "pool GiB": pool / 2**30, "model": replica.model}
 
 
 def _compile(replica: Replica, prompts: Mapping[int, Any], decodes: Mapping[int, Any]) -> Row:
@@ -157,7 +154,9 @@ def _compile(replica: Replica, prompts: Mapping[int, Any], decodes: Mapping[int,
     arrays = [steps.arrays(decodes=batch, context=1) for batch in decodes]
     every = sorted({chunk for chunks in prompts.values() for chunk in chunks})
     arrays += [steps.arrays(chunks=1, new=chunk, sample=False) for chunk in every]
-    return {"s": replica.compile(arrays), "programs": replica.engine.stages.programs.compiles}
+    seconds, programs = replica.compile(arrays), replica.engine.stages.programs.compiled
+    ours = sum("mosaic" in program.as_text() for name, program in programs.items() if name.startswith("layers"))
+    return {"s": seconds, "programs": len(programs), "with our kernel": ours}
 
 
 def _pace(run: Run, once: float) -> Pace:
@@ -285,28 +284,27 @@ def pools(run: Run) -> Iterator[Case]:
     yield "pages to pinned host memory", functools.partial(_pages_to_host, run, size)
 
 
+def append_and_attend(f: Any, page: tuple[int, ...], flats: list[jax.Array], q: jax.Array, kv: jax.Array, *rest: jax.Array) -> tuple:
+    """kv [T, K, 2, H] of the tokens of q go to the pages of each layer, then q attends over them: f, an `attend`. Returns out and pools."""
+    at, pages, size, out = rest[0][0], rest[1][0, 0], page[2], []
+    for flat in flats:
+        flat = flat.reshape(-1, *page).at[pages[at // size], :, :, at % size].set(kv).reshape(flat.shape)
+        q = f([flat], q, *rest)
+        out.append(flat)
+    return q, out
+
+
 def _donated(run: Run) -> list[Row]:
     """Our kernel alone in a step that appends to donated pools and attends over them, layer by layer."""
     heads, layers, size, T = Heads.of(run), 2 if run.rehearse else 4, 64, 8 if run.rehearse else 512
     tokens, context = (256, 128) if run.rehearse else (2**21, 2**15)
-    f = attend(heads, size, run)
-
-    def step(flats: list[jax.Array], q: jax.Array, kv: jax.Array, pages: jax.Array, rest: tuple) -> tuple:
-        out = q
-        for i, flat in enumerate(flats):
-            pool = flat.reshape(-1, heads.K, 2, size, heads.H)
-            at = jnp.arange(context - T, context)
-            pool = pool.at[pages[at // size], :, :, at % size].set(kv)
-            flats[i] = pool.reshape(flat.shape)
-            out = f(flats[i], out, *rest)[0]
-        return out, flats
-
+    step = functools.partial(append_and_attend, attend(heads, size, run), (heads.K, 2, size, heads.H))
     blocks = context // size
     table = jnp.stack([jnp.asarray(np.random.default_rng(run.seed).permutation(tokens // size)[:blocks], jnp.int32), jnp.arange(blocks)])
     rest = jnp.arange(context - T, context)[None], table[:, None], jnp.zeros(1, jnp.int32), jnp.full(1, blocks)
     flats = [made((tokens * heads.token,), i) if run.rehearse else jnp.zeros(tokens * heads.token, jnp.bfloat16) for i in range(layers)]
     q, kv = made((1, T, heads.K, heads.G, heads.H), 1), made((T, heads.K, 2, heads.H), 2)
-    compiled = jax.jit(step, donate_argnums=0).lower(flats, q, kv, table[0], rest).compile()
+    compiled = jax.jit(step, donate_argnums=0).lower(flats, q, kv, *rest).compile()
     pool = sum(flat.nbytes for flat in flats)
     row = _analysed("append and attend", compiled, pool, (f"bf16[{tokens // size},{heads.K},2,{size},{heads.H}]", f"bf16[{flats[0].size}]"))
     before = _peak()
@@ -314,7 +312,7 @@ def _donated(run: Run) -> list[Row]:
     del flats
 
     def once() -> jax.Array:
-        out, state["flats"] = compiled(state["flats"], q, kv, table[0], rest)
+        out, state["flats"] = compiled(state["flats"], q, kv, *rest)
         return out
     timed = in_turns({"it": launches(once, ())}, run.pace)[0]["it"]
     return [{**row, "ms": timed.spread(1e3), "peak grew MiB": (_peak() - before) / 2**20}]

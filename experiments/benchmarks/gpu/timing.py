@@ -46,18 +46,19 @@ def faster(one: Timed, other: Timed, work: float = 1.0) -> dict[str, float]:
     return spread([work * b / a for a, b in zip(one.rounds, other.rounds)])
 
 
-def launches(f: Callable[..., Any], *variants: tuple[Any, ...]) -> Launches:
-    """Launches of f, with these arguments in turn."""
+def launches(f: Callable[..., Any], *variants: tuple[Any, ...], each: int = 1) -> Launches:
+    """Launches of f, with these arguments in turn. f does `each` times what is timed: as many launches as hold `count` are made."""
     import jax
 
     turns = itertools.cycle(variants)
 
     def run(count: int) -> float:
         began, out = time.perf_counter(), None
-        for _ in range(count):
+        whole = -(-count // each)
+        for _ in range(whole):
             out = f(*next(turns))
         jax.block_until_ready(out)
-        return time.perf_counter() - began
+        return (time.perf_counter() - began) * count / (whole * each)
     return run
 
 
