@@ -141,7 +141,7 @@ def _environment(section: Section, rehearse: bool) -> dict[str, str]:
 def measure(name: str, values: dict[str, Any], until: float, report: Report, folder: Path) -> None:
     """A section, in as many processes as cases break."""
     section, into = PLAN[name], report.section(name)
-    began, skip = time.time(), []
+    began, skip = time.time(), list[str]()
     into["status"] = "running"
     while True:
         child = Child(name, values, skip, until, report, folder)

@@ -115,7 +115,7 @@ def prefill(run: Run) -> Iterator[Case]:
 
 
 def _prefill(length: int, heads: Heads, run: Run, peers: Peers) -> list[Row]:
-    case, faults = f"{length} causal, GQA {heads.G}", {}
+    case, faults = f"{length} causal, GQA {heads.G}", dict[str, str]()
     entries = {f"pages of {size}": _pages_of(size, length, heads, run) for size in ((32, PAGE) if run.rehearse else (16, PAGE, 128, 256))}
     entries |= peers.entries(heads, 1, length, length, True, faults)
     f, arguments = product(*[256 if run.rehearse else 8192] * 3)
@@ -241,7 +241,7 @@ BESIDE = ("1 x 256", "1 x 64K", "8 x 64K", "64 x 8K")   # decodes that are measu
 
 
 def _decode(name: str, contexts: list[int], lazily: Lazily, peers: Peers, run: Run) -> list[Row]:
-    pool, faults = lazily.pool, {}
+    pool, faults = lazily.pool, dict[str, str]()
     entries = pool.launches(contexts, 1)
     if name in BESIDE:
         entries |= peers.entries(pool.heads, len(contexts), 1, contexts[0], False, faults)

@@ -211,8 +211,8 @@ def kernels(run: Run) -> Iterator[Case]:
 def _checked(shape: Shape, rng: np.random.Generator, run: Run) -> Row:
     inputs, scale = make(shape, rng), shape.H**-0.5
     right_out, right_lse = truth(inputs, scale, shape.window)
-    tolerance, row, wrong = TOLERANCE[shape.dtype], {}, []
-    row["tolerance"] = tolerance
+    tolerance, wrong = TOLERANCE[shape.dtype], []
+    row: Row = {"tolerance": tolerance}
     placed = [jnp.asarray(array) for array in inputs.all]
     for name, attend in implementations(run.rehearse).items():
         if name == "reference" and shape.W * shape.C * shape.T > 2**19:              # dense in memory
@@ -228,7 +228,7 @@ def _checked(shape: Shape, rng: np.random.Generator, run: Run) -> Row:
             row[f"{name} out"] = "failed"
             wrong.append(f"{name}: {said(error)}")
             continue
-        row[f"{name} out"], row[f"{name} lse"] = errors(*found[0], right_out, right_lse)
+        row[f"{name} out"], row[f"{name} lse"] = errors(found[0][0], found[0][1], right_out, right_lse)
         if not (row[f"{name} out"] <= tolerance and row[f"{name} lse"] <= tolerance):
             wrong.append(f"{name}: beyond tolerance")
         same = all(np.array_equal(a, b, equal_nan=True) for other in found[1:] for a, b in zip(found[0], other))
@@ -256,8 +256,9 @@ def _merge(rng: np.random.Generator) -> Row:
     weights = np.exp(lses - top)
     total = weights.sum(0)
     safe = np.where(total > 0, total, 1)
-    right = (outs * weights[..., None]).sum(0) / safe[..., None], np.where(total > 0, top + np.log(safe), -np.inf)
-    out, lse = errors(*(np.asarray(x) for x in merge(jnp.asarray(outs), jnp.asarray(lses))), *right)
+    right_out, right_lse = (outs * weights[..., None]).sum(0) / safe[..., None], np.where(total > 0, top + np.log(safe), -np.inf)
+    found_out, found_lse = map(np.asarray, merge(jnp.asarray(outs), jnp.asarray(lses)))
+    out, lse = errors(found_out, found_lse, right_out, right_lse)
     ok = max(out, lse) < 2e-5
     return {"tolerance": 2e-5, "merge out": out, "merge lse": lse} | ({} if ok else {"status": "wrong", "why": "beyond tolerance"})
 

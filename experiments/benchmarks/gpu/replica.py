@@ -213,7 +213,7 @@ def _requests(replica: Replica) -> Row:
     """Two requests, one after the other, through all of the engine but its thread."""
     from jaxserve.request import Finished, Request, SamplingParams
 
-    built, ends = replica.engine, []
+    built, ends = replica.engine, list[Any]()
     length, output = (40, 6) if replica.run.rehearse else (2048, 64)
     sampling = SamplingParams.make(temperature=0, max_tokens=output, ignore_eos=True)
     for number in range(2):                                                          # the first one may compile
