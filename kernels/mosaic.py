@@ -29,7 +29,7 @@ LOG2E = math.log2(math.e)
 TILE, ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)          # of registers: [rows, columns], [rows]
 LOWEST = -1e30                                       # stands for -inf where a difference with -inf would give NaN
 ROWS = 64                                            # of a warpgroup: what one wgmma has
-SHARED = 224 * 1024                                  # bytes of shared memory that a block may have, and a little less
+SHARED = 220 * 1024                                  # bytes of shared memory for tiles: a block has 227 KiB, and some for barriers
 NEVER = 2**31 - 512                                    # a position after all others
 
 
@@ -43,7 +43,7 @@ class Tiles:
     blocks: int = 132                                # H100 SXM, H200
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Shared memory of a block, without barriers."""
+        """Shared memory of a block, without barriers, where results are of the pages' type."""
         return 2 * head_dim * (self.warpgroups * ROWS + 2 * self.stages * self.keys)
 
 
@@ -59,13 +59,16 @@ class Packing(NamedTuple):
     different heads, and the others different rows."""
 
     packed: bool                                     # the G heads of a kv head are rows, token by token
-    rows: int                                        # M, whole tiles
+    rows: int                                        # M, whole tiles, or whole eights where that is less than one
     heads: int
     group: int
     side: int
 
 
-def pack(T: int, K: int, G: int, warpgroups: int) -> Packing:
+def pack(T: int, K: int, G: int, warpgroups: int, thin: bool) -> Packing:
+    """`thin`: less than a tile may be less than ROWS; results are of the queries' type then, and go through their buffer."""
+    if thin and T * G <= ROWS - 8:
+        return Packing(True, -(-T * G // 8) * 8, K, 1, 1)
     if T < ROWS:
         return Packing(True, -(-T * G // (ROWS * warpgroups)) * ROWS * warpgroups, K, 1, 1)
     side = math.gcd(G, warpgroups)
@@ -84,8 +87,9 @@ def attend(
     P, size = pages.shape[0], pages.shape[3]
     tiles = default_tiles(T * G, H) if tiles is None else tiles
     check(pages, tiles)
-    packing = pack(T, K, G, tiles.warpgroups)
-    q_rows, pos = _to_rows(q.astype(pages.dtype), packing), _to_rows(q_pos[..., None, None, None], packing, -1, G)[..., 0, 0]
+    packing = pack(T, K, G, tiles.warpgroups, thin=before is None and jnp.dtype(dtype) == pages.dtype)
+    tall = packing._replace(rows=max(packing.rows, ROWS * tiles.warpgroups // packing.side))
+    q_rows, pos = _to_rows(q.astype(pages.dtype), packing), _to_rows(q_pos[..., None, None, None], tall, -1, G)[..., 0, 0]
     earlier = () if before is None else (_to_rows(before[0].astype(jnp.float32), packing),
                                          _to_rows(before[1][..., None], packing, -jnp.inf)[..., 0].transpose(0, 2, 1))
     line = _line(pos, table, rows, count, P, size, window, packing, tiles)
@@ -183,14 +187,17 @@ def _launch(q: jax.Array, pos: jax.Array, pages: jax.Array, table: jax.Array, li
                   k_here=here, v_here=here, k_free=free, v_free=free, turn=plgpu.Barrier(num_arrivals=wgs))
     if setting.interpret:
         shared["p"] = smem((wgs, ROWS, keys))
+    if setting.thin:
+        shared["lse"] = plgpu.SMEM((ROWS,), jnp.float32)
     out_type = [jax.ShapeDtypeStruct(shape, type) for shape, type in (
         ((R, M, heads, H), dtype), ((R, heads, M), jnp.float32), ((blocks, 2, wgs, ROWS, H), jnp.float32),
         ((blocks, 2, wgs, ROWS), jnp.float32))]
     run = _kernel(functools.partial(_attention, setting=setting), out_type, shared, {"block": blocks}, wgs + 1, interpret)
     out, lse, *pieces = run(q, pos, pages, table, *line, *before)
     out, lse = jax.new_ref(out), jax.new_ref(lse)
-    _kernel(functools.partial(_join, setting=setting), (), {}, {"block": blocks, "of": wgs, "column": H // 64}, 1, interpret)(
-        *pieces, *line, out, lse)
+    staging = dict(out=plgpu.SMEM((ROWS, 64), dtype), lse=plgpu.SMEM((ROWS,), jnp.float32)) if setting.thin else {}
+    join = _kernel(functools.partial(_join, setting=setting), (), staging, {"block": blocks, "of": wgs, "column": H // 64}, 1, interpret)
+    join(*pieces, *line, out, lse)
     return jax.freeze(out), jax.freeze(lse)
 
 
@@ -235,7 +242,16 @@ class Setting:
     @property
     def across(self) -> int:
         """Query tiles of the M rows of one of R."""
-        return self.packing.rows // self.height
+        return max(1, self.packing.rows // self.height)
+
+    @property
+    def thin(self) -> bool:
+        return self.packing.rows < ROWS
+
+    @property
+    def stored(self) -> int:
+        """Rows of a warpgroup that there are."""
+        return min(ROWS, self.packing.rows)
 
     # What the interpreter lacks: layouts, and products of registers.
 
@@ -332,6 +348,7 @@ class Buffers(NamedTuple):
     k: Any                                           # [stages, keys, H]
     v: Any
     p: Any                                           # [warpgroups, ROWS, keys], or None: in registers
+    lse: Any                                         # [ROWS], or None
     q_here: Any                                      # barriers
     k_here: Any
     v_here: Any
@@ -348,25 +365,34 @@ def _attention(q_g, pos_g, pages_g, table_g, tile_g, block_g, total_g, *rest: An
     """One block: a warpgroup fetches keys and values, the others compute."""
     *before, out_g, lse_g, piece_g, piece_lse_g = rest
     wg, computing = lax.axis_index("wg"), setting.tiles.warpgroups
-    line, buffers = Line(tile_g, block_g, total_g), Buffers(**{"p": None, **shared})
+    line, buffers = Line(tile_g, block_g, total_g), Buffers(**{"p": None, "lse": None, **shared})
     stretch = Stretch(setting, line, lax.axis_index("block"))
 
     @pl.when(wg < computing)
     def _() -> None:
-        if not setting.interpret:
+        if computing > 1 and not setting.interpret:                                  # with one there are enough for all
             plgpu.set_max_registers(240, action="increase")
 
         def one(index: Any, _: Any) -> tuple:
             part = stretch.part(index)
             keys, (row, row0, head) = Keys(setting, table_g, line, part.row_tile), stretch.where(part, wg)
-            plgpu.copy_gmem_to_smem(q_g.at[row, pl.ds(row0, ROWS), head], buffers.q.at[wg], buffers.q_here.at[wg])
+            rows = (row, pl.ds(row0, setting.stored), head), (row, head, pl.ds(row0, setting.stored))
+            plgpu.copy_gmem_to_smem(q_g.at[rows[0]], buffers.q.at[wg, pl.ds(0, setting.stored)], buffers.q_here.at[wg])
             pos = setting.load(pos_g.at[row, pl.ds(row0, ROWS)], ROW)
-            rows = (row, pl.ds(row0, ROWS), head), (row, head, pl.ds(row0, ROWS))
             begin = _begin(setting, [ref.at[place] for ref, place in zip(before, rows)], part, buffers.v.shape[2])
             plgpu.barrier_wait(buffers.q_here.at[wg])
             acc, lse = _softmax(setting, stretch, part, keys, buffers, pos, wg, tile_g[part.row_tile, SEEN], begin)
-            _put(stretch, part, acc, lse, (out_g.at[rows[0]], lse_g.at[rows[1]]),
-                 (piece_g, piece_lse_g), wg)
+            done = (part.begin == 0) & (part.end == part.number)
+
+            @pl.when(done)
+            def whole() -> None:
+                _store(setting, acc, out_g.at[rows[0]], buffers.q.at[wg])                    # the queries have been used
+                _store(setting, lse, lse_g.at[rows[1]], buffers.lse)
+
+            @pl.when(~done)
+            def part_of_it() -> None:
+                piece = stretch.block, jnp.where(part.begin > 0, 0, 1), wg           # 0 goes on with what others began
+                piece_g.at[piece][...], piece_lse_g.at[piece][...] = acc, lse
             return ()
 
         pl.when(wg == 1)(buffers.take_turn)                                          # one step behind
@@ -375,8 +401,8 @@ def _attention(q_g, pos_g, pages_g, table_g, tile_g, block_g, total_g, *rest: An
 
     @pl.when(wg == computing)
     def _() -> None:
-        if not setting.interpret:
-            plgpu.set_max_registers(24 if computing > 1 else 40, action="decrease")
+        if computing > 1 and not setting.interpret:
+            plgpu.set_max_registers(24, action="decrease")
         _fetch(setting, stretch, line, table_g, pages_g, buffers)
 
 
@@ -499,21 +525,18 @@ def _forget(setting: Setting, keys: Keys, values: Any, origins: list[Any], wg: A
         plgpu.commit_smem()
 
 
-def _put(stretch: Stretch, part: Part, acc: jax.Array, lse: jax.Array, whole: tuple[Any, Any], pieces: tuple[Any, Any], wg: Any) -> None:
-    """To the result where all of the query tile's keys were here; else to the block's pieces: 0 goes on with what others began."""
-    done = (part.begin == 0) & (part.end == part.number)
-    which = jnp.where(part.begin > 0, 0, 1)
-
-    @pl.when(done)
-    def _() -> None:
-        whole[0][...], whole[1][...] = acc.astype(whole[0].dtype), lse
-
-    @pl.when(~done)
-    def _() -> None:
-        pieces[0].at[stretch.block, which, wg][...], pieces[1].at[stretch.block, which, wg][...] = acc, lse
+def _store(setting: Setting, x: jax.Array, to: Any, staging: Any) -> None:
+    """Registers [ROWS, ...] to device memory, as many rows as there are."""
+    if not setting.thin:
+        to[...] = x.astype(to.dtype)
+        return
+    staging[...] = x.astype(to.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, setting.stored)], to)
+    plgpu.wait_smem_to_gmem(0)
 
 
-def _join(piece_g, piece_lse_g, tile_g, block_g, total_g, out_g, lse_g, *, setting: Setting) -> None:
+def _join(piece_g, piece_lse_g, tile_g, block_g, total_g, out_g, lse_g, *, setting: Setting, out: Any = None, lse: Any = None) -> None:
     """The query tile with which a block's stretch ends, where others go on with it: its pieces are merged and put in their place."""
     line, wg, column = Line(tile_g, block_g, total_g), lax.axis_index("of"), lax.axis_index("column")
     stretch = Stretch(setting, line, lax.axis_index("block"))
@@ -533,20 +556,21 @@ def _join(piece_g, piece_lse_g, tile_g, block_g, total_g, out_g, lse_g, *, setti
 
             def more(block: Any, carry: Any) -> Any:
                 acc, top, total = carry
-                out, lse = piece(block, 0)
-                new = jnp.maximum(top, lse)
-                shrink, weight = jnp.exp(top - new), jnp.exp(lse - new)
-                acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0]) + out * lax.broadcast_in_dim(weight, acc.shape, [0])
+                more, score = piece(block, 0)
+                new = jnp.maximum(top, score)
+                shrink, weight = jnp.exp(top - new), jnp.exp(score - new)
+                acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0]) + more * lax.broadcast_in_dim(weight, acc.shape, [0])
                 return acc, new, total * shrink + weight
 
-            out, lse = piece(stretch.block, 1)
-            top = jnp.maximum(lse, LOWEST)
-            acc, top, total = lax.fori_loop(stretch.block + 1, last + 1, more, (out, top, jnp.exp(lse - top)))
+            acc, score = piece(stretch.block, 1)
+            top = jnp.maximum(score, LOWEST)
+            acc, top, total = lax.fori_loop(stretch.block + 1, last + 1, more, (acc, top, jnp.exp(score - top)))
             safe = jnp.where(total > 0, total, 1.0)
             row, row0, head = stretch.where(part, wg)
             acc = acc * lax.broadcast_in_dim(1.0 / safe, acc.shape, [0])
-            out_g.at[row, pl.ds(row0, ROWS), head, pl.ds(column * 64, 64)][...] = acc.astype(out_g.dtype)
+            _store(setting, acc, out_g.at[row, pl.ds(row0, setting.stored), head, pl.ds(column * 64, 64)], out)
 
             @pl.when(column == 0)
             def _() -> None:
-                lse_g.at[row, head, pl.ds(row0, ROWS)][...] = jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
+                merged = jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
+                _store(setting, merged, lse_g.at[row, head, pl.ds(row0, setting.stored)], lse)
