@@ -1,0 +1,77 @@
+"""How queries become rows, and how large the tiles are."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+ROWS = 64                                            # of a warpgroup: what one wgmma has
+SHARED = 220 * 1024                                  # bytes of shared memory for tiles: a block has 227 KiB, and some for barriers
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """`keys` of a key tile, `warpgroups` that compute (1 or 2), `stages` of key tiles in flight, `blocks` that the device runs at once."""
+
+    keys: int
+    warpgroups: int
+    stages: int
+    blocks: int = 132                                # H100 SXM, H200
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Shared memory of a block, without barriers, where results are of the pages' type."""
+        return 2 * head_dim * (self.warpgroups * ROWS + 2 * self.stages * self.keys)
+
+
+def default_tiles(rows: int, head_dim: int, blocks: int = 132) -> Tiles:
+    """For so many query rows of a kv head: one warpgroup and deep buffers where one tile holds them, since bytes are what takes time."""
+    tiles = Tiles(keys=128 if head_dim <= 128 else 64, warpgroups=1 if rows <= ROWS else 2, stages=2, blocks=blocks)
+    deeper = (dataclasses.replace(tiles, stages=stages) for stages in (6, 5, 4, 3))
+    return next((tiles for tiles in deeper if tiles.warpgroups == 1 and tiles.shared_bytes(head_dim) <= SHARED), tiles)
+
+
+class Packing(NamedTuple):
+    """How queries [R, T, K, G, H] become rows [R, M, heads, H]; a kv head has `group` of these heads. Of a block's warpgroups `side` take
+    different heads, and the others different rows."""
+
+    packed: bool                                     # the G heads of a kv head are rows, token by token
+    rows: int                                        # M, whole tiles, or whole eights where that is less than one
+    heads: int
+    group: int
+    side: int
+
+
+def pack(T: int, K: int, G: int, warpgroups: int, thin: bool) -> Packing:
+    """`thin`: less than a tile may be less than ROWS; results are of the queries' type then, and go through their buffer."""
+    if thin and T * G <= ROWS - 8:
+        return Packing(True, -(-T * G // 8) * 8, K, 1, 1)
+    if T < ROWS:
+        return Packing(True, -(-T * G // (ROWS * warpgroups)) * ROWS * warpgroups, K, 1, 1)
+    side = math.gcd(G, warpgroups)
+    step = ROWS * (warpgroups // side)
+    return Packing(False, -(-T // step) * step, K * G, G, side)
+
+
+def to_rows(x: jax.Array, packing: Packing, fill: float = 0, repeat: int = 1) -> jax.Array:
+    """x [R, T, K, G, H] -> [R, M, heads, H]. What all heads have alike has K = G = 1, and where they are rows is repeated for each."""
+    R, T, K, G, H = x.shape
+    if packing.packed:
+        x = jnp.repeat(x, repeat, 3).transpose(0, 1, 3, 2, 4).reshape(R, -1, K, H)
+    else:
+        x = x.reshape(R, T, K * G, H)
+    lack = packing.rows - x.shape[1]
+    return jnp.pad(x, ((0, 0), (0, lack), (0, 0), (0, 0)), constant_values=fill) if lack else x
+
+
+def from_rows(out: jax.Array, lse: jax.Array, shape: tuple[int, ...], packing: Packing) -> tuple[jax.Array, jax.Array]:
+    """out [R, M, heads, H], lse [R, heads, M] -> as the queries were."""
+    R, T, K, G, H = shape
+    lse = lse.transpose(0, 2, 1)
+    if packing.packed:
+        out, lse = out[:, : T * G].reshape(R, T, G, K, H), lse[:, : T * G].reshape(R, T, G, K)
+        return out.transpose(0, 1, 3, 2, 4), lse.transpose(0, 1, 3, 2)
+    return out[:, :T].reshape(shape), lse[:, :T].reshape(shape[:-1])
