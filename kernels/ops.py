@@ -30,19 +30,26 @@ def attend(q: jax.Array, q_pos: jax.Array, pages: jax.Array, table: jax.Array, r
 @functools.lru_cache
 def choose(platform: str, tokens: int, pages: jax.ShapeDtypeStruct) -> str:
     """The kernel of the platform where there is one for these pages, else XLA's form."""
-    lacks = {"mosaic": _mosaic_lacks(platform, pages)}
+    lacks = {"mosaic": _mosaic_lacks(pages)}
     name = next((name for name, reason in lacks.items() if reason is None), "xla")
     reasons = "".join(f"; not {other}: {reason}" for other, reason in lacks.items() if reason is not None)
     log.info("attention over pages on %s, rows of %d tokens: %s%s", platform, tokens, name, reasons)
     return name
 
 
-def _mosaic_lacks(platform: str, pages: jax.ShapeDtypeStruct) -> str | None:
-    """Why the kernel for Hopper cannot be had; None where it can."""
-    if platform not in ("gpu", "cuda") or getattr(jax.devices()[0], "compute_capability", "") != HOPPER:
+def on_hopper() -> str | None:
+    """Why kernels for Hopper cannot run here; None where they can."""
+    if jax.default_backend() not in ("gpu", "cuda") or getattr(jax.devices()[0], "compute_capability", "") != HOPPER:
         return "it needs a Hopper GPU"
     if jax.__version_info__ < (0, 11, 2):
         return f"it needs jax 0.11.2, and this is {jax.__version__}"
+    return None
+
+
+def _mosaic_lacks(pages: jax.ShapeDtypeStruct) -> str | None:
+    """Why the kernel for Hopper cannot be had for these pages; None where it can."""
+    if reason := on_hopper():
+        return reason
     from jaxserve.kernels import mosaic
 
     try:
