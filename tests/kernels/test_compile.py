@@ -6,6 +6,7 @@ suffice, and a pool of pages that is copied; the figures that are limits here ar
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -19,8 +20,13 @@ import pytest
 if jax.__version_info__ < (0, 11, 2):
     pytest.skip("Mosaic GPU kernels need jax 0.11.2", allow_module_level=True)
 
+from jaxserve.engine.arrays import Shape as StepShape
+from jaxserve.engine.arrays import layout
+from jaxserve.engine.step import Weights, layers
 from jaxserve.kernels import mosaic, ops
 from jaxserve.kernels.mosaic import Tiles, copy
+from jaxserve.models.decoder import stage_modules
+from jaxserve.models.zoo import MODELS
 from jaxserve.sharding import lanes
 from tests.kernels import cuda
 
@@ -185,3 +191,29 @@ def test_pages_are_copied_in_place():
     back = cuda.compile(copy.scatter, pool, ids, these, donate=(0,))
     assert back.aliased == math.prod(pool.shape) * 2 and out.temp < 2**16 and back.temp < 2**16
     assert out.made(math.prod(pool.shape)) <= {"bitcast"} and [kernel.spilled for kernel in (*out.kernels, *back.kernels)] == [0, 0]
+
+
+LLAMA = dataclasses.replace(MODELS["llama3-8b"], layers=2)
+SLOTS, WIDTH, POOL, BLOCK = 16, 2048, 8192, 64
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape, launches", [(StepShape(decode=(16, 1), samples=16), 2), (StepShape(prefill=(1, 2048)), 2),
+                                             (StepShape(decode=(16, 1), prefill=(4, 512), samples=16), 4)], ids=str)
+def test_a_step_of_a_model_runs_on_the_kernels_and_copies_no_pages(shape, launches):
+    """Two layers of Llama 3 8B, the step as the engine compiles it: per layer `launches` kernels. What XLA makes besides is small."""
+    stage, _ = stage_modules(LLAMA, range(LLAMA.layers), 1)
+    values = [array(param.shape, "bfloat16") for _, param in Weights.of(stage).flat]
+    pool = array((1, POOL, LLAMA.kv_heads, 2, BLOCK, LLAMA.head_dim), "bfloat16")
+    rest = array((1, 2, SLOTS, WIDTH)), array((1, layout(shape, 1, BLOCK).size)), array((1, SLOTS))
+    compiled = cuda.compile(functools.partial(model_step, shape), values, [pool, pool], *rest, donate=(1, 2))
+    assert compiled.hlo.count('custom_call_target="mosaic_gpu_v2"') == LLAMA.layers * launches
+    assert len(compiled.kernels) == launches and compiled.aliased >= 2 * math.prod(pool.shape) * 2
+    assert compiled.made(math.prod(pool.shape)) == {"fusion", "scatter"}                # in place, as `aliased` says
+    assert compiled.temp < 2 * shape.tokens * LLAMA.d_ff * 2 * 3 + 64 * 2**20
+
+
+def model_step(shape: StepShape, values: list[jax.Array], pages: list[jax.Array], *rest: jax.Array) -> tuple[Any, ...]:
+    stage, _ = stage_modules(LLAMA, range(LLAMA.layers), 1)
+    with mock.patch.dict(ops.ATTEND, xla=mosaic.attend):
+        return layers(Weights.of(stage), LLAMA, shape, True, values, pages, *rest)
