@@ -12,11 +12,14 @@ from jax.experimental import pallas as pl
 from jaxserve.kernels.merge import LOWEST
 from jaxserve.kernels.mosaic.line import Line, Stretch
 from jaxserve.kernels.mosaic.setting import ROW, TILE, Setting
+from jaxserve.kernels.mosaic.tiles import column
 
 
 def join(piece_g, piece_lse_g, tile_g, block_g, total_g, out_g, lse_g, *, setting: Setting, out: Any = None, lse: Any = None) -> None:
     """The query tile with which a block's stretch ends, where others go on with it: its pieces are merged and put in their place."""
-    line, wg, column = Line(tile_g, block_g, total_g), lax.axis_index("of"), lax.axis_index("column")
+    line, wg, across = Line(tile_g, block_g, total_g), lax.axis_index("of"), lax.axis_index("column")
+    width = column(piece_g.shape[4])
+    columns = pl.ds(across * width, width)
     stretch = Stretch(setting, line, lax.axis_index("block"))
 
     @pl.when(stretch.number > 0)
@@ -30,7 +33,7 @@ def join(piece_g, piece_lse_g, tile_g, block_g, total_g, out_g, lse_g, *, settin
 
             def piece(block: Any, which: int) -> tuple[jax.Array, jax.Array]:
                 at = block, which, wg
-                return setting.load(piece_g.at[(*at, slice(None), pl.ds(column * 64, 64))], TILE), setting.load(piece_lse_g.at[at], ROW)
+                return setting.load(piece_g.at[(*at, slice(None), columns)], TILE), setting.load(piece_lse_g.at[at], ROW)
 
             def more(block: Any, carry: Any) -> Any:
                 acc, top, total = carry
@@ -46,9 +49,9 @@ def join(piece_g, piece_lse_g, tile_g, block_g, total_g, out_g, lse_g, *, settin
             safe = jnp.where(total > 0, total, 1.0)
             row, row0, head = stretch.where(part, wg)
             acc = acc * lax.broadcast_in_dim(1.0 / safe, acc.shape, [0])
-            setting.store(acc, out_g.at[row, pl.ds(row0, setting.stored), head, pl.ds(column * 64, 64)], out)
+            setting.store(acc, out_g.at[row, pl.ds(row0, setting.stored), head, columns], out)
 
-            @pl.when(column == 0)
+            @pl.when(across == 0)
             def _() -> None:
                 merged = jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
                 setting.store(merged, lse_g.at[row, head, pl.ds(row0, setting.stored)], lse)

@@ -13,7 +13,7 @@ from jaxserve.kernels.mosaic.attention import LOG2E, attention
 from jaxserve.kernels.mosaic.join import join
 from jaxserve.kernels.mosaic.line import Line, line_of
 from jaxserve.kernels.mosaic.setting import Setting, kernel
-from jaxserve.kernels.mosaic.tiles import ROWS, Tiles, default_tiles, from_rows, pack, to_rows
+from jaxserve.kernels.mosaic.tiles import HEAD_DIMS, ROWS, Tiles, column, default_tiles, from_rows, pack, to_rows
 
 
 def attend(
@@ -43,8 +43,8 @@ def check(pages: jax.Array | jax.ShapeDtypeStruct, tiles: Tiles | None = None) -
     tiles = default_tiles(ROWS, H) if tiles is None else tiles
     if pages.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"pages of {pages.dtype}; the kernel multiplies bfloat16 and float16")
-    if H not in (64, 128, 256):
-        raise NotImplementedError(f"a head dim of {H}; the kernel has 64, 128 and 256")
+    if H not in HEAD_DIMS:
+        raise NotImplementedError(f"a head dim of {H}; the kernel has {', '.join(map(str, HEAD_DIMS))}")
     if size % 8 or (tiles.keys % size and size % tiles.keys):
         raise NotImplementedError(f"pages of {size} tokens; they must be whole eights that divide key tiles of {tiles.keys}, or multiples")
 
@@ -55,7 +55,9 @@ def _launch(q: jax.Array, pos: jax.Array, pages: jax.Array, table: jax.Array, li
     R, M, heads, H = q.shape
     tiles, blocks = setting.tiles, setting.tiles.blocks
     wgs, keys, stages = tiles.warpgroups, tiles.keys, tiles.stages
-    smem = functools.partial(plgpu.SMEM, dtype=pages.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    columns = column(H)
+    smem = functools.partial(plgpu.SMEM, dtype=pages.dtype, transforms=(plgpu.TilingTransform((8, columns)),
+                                                                        plgpu.SwizzleTransform(2 * columns)))
     here = plgpu.Barrier(num_barriers=stages, num_arrivals=setting.per)
     free = plgpu.Barrier(num_barriers=stages, num_arrivals=wgs)
     shared = dict(q=smem((wgs, ROWS, H)), k=smem((stages, keys, H)), v=smem((stages, keys, H)), q_here=plgpu.Barrier(num_barriers=wgs),
@@ -70,7 +72,8 @@ def _launch(q: jax.Array, pos: jax.Array, pages: jax.Array, table: jax.Array, li
     run = kernel(functools.partial(attention, setting=setting), out_type, shared, {"block": blocks}, wgs + 1, interpret)
     out, lse, *pieces = run(q, pos, pages, table, *line, *before)
     out, lse = jax.new_ref(out), jax.new_ref(lse)
-    staging = dict(out=plgpu.SMEM((ROWS, 64), dtype), lse=plgpu.SMEM((ROWS,), jnp.float32)) if setting.thin else {}
-    merge = kernel(functools.partial(join, setting=setting), (), staging, {"block": blocks, "of": wgs, "column": H // 64}, 1, interpret)
+    staging = dict(out=plgpu.SMEM((ROWS, columns), dtype), lse=plgpu.SMEM((ROWS,), jnp.float32)) if setting.thin else {}
+    grid = {"block": blocks, "of": wgs, "column": H // columns}
+    merge = kernel(functools.partial(join, setting=setting), (), staging, grid, 1, interpret)
     merge(*pieces, *line, out, lse)
     return jax.freeze(out), jax.freeze(lse)

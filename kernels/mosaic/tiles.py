@@ -11,6 +11,12 @@ import jax.numpy as jnp
 
 ROWS = 64                                            # of a warpgroup: what one wgmma has
 SHARED = 220 * 1024                                  # bytes of shared memory for tiles: a block has 227 KiB, and some for barriers
+HEAD_DIMS = (64, 96, 128, 256)
+
+
+def column(head_dim: int) -> int:
+    """Columns of a head that lie side by side in shared memory: 128 bytes of them, or 64."""
+    return 64 if head_dim % 64 == 0 else 32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,6 +98,8 @@ SHAPES = {
     "prefill, G of 16": Shape(1, 512, 2, 16, 128, 16, 512, spilled=112),
     "prefill, H of 64": Shape(4, 256, 2, 8, 64, 256, 128),
     "prefill, H of 256": Shape(4, 256, 2, 8, 256, 64, 128, tiles=Tiles(64, 2, 2, 132), spilled=360),
+    "prefill, H of 96": Shape(4, 256, 2, 8, 96, 64, 128),
+    "decode, H of 96": Shape(8, 1, 8, 4, 96, 64, 128),
     "hop": Shape(1, 2048, 8, 4, 128, 64, 2048, out="float32", hop=True, spilled=80),
     "hop, 32 tokens": Shape(1, 32, 8, 4, 128, 64, 2048, out="float32", hop=True, spilled=64),
     "64 tokens": Shape(1, 64, 8, 4, 128, 64, 512, spilled=64),

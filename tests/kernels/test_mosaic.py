@@ -51,7 +51,8 @@ SHAPES = [
     (Shape(64, H=64, G=2, K=1, C=64, W=6, R=2), TWO), (Shape(64, H=64, G=3, K=1, C=32, W=9, R=2), TWO),
     (Shape(130, H=64, G=2, K=1, C=128, W=4, R=1, window=70), TWO), (Shape(70, H=64, G=1, K=2, C=256, W=3, R=2), TWO),
     (Shape(64, H=128, G=4, K=1, C=128, W=4, R=1), dataclasses.replace(TWO, keys=128)),
-    (Shape(3, H=256, G=4, K=1, C=16, R=2), SMALL),
+    (Shape(3, H=256, G=4, K=1, C=16, R=2), SMALL), (Shape(3, H=96, G=4, K=1, C=16, R=2), SMALL),
+    (Shape(64, H=96, G=2, K=1, C=32, W=9, R=2), TWO),
 ]
 
 
