@@ -39,6 +39,11 @@ class Keys:
         """Page (0) or block (1) of an entry; of the last one where it is beyond the table."""
         return self.table[which, self.slot, jnp.minimum(entry, self.table.shape[2] - 1)]
 
+    def pages(self, tile: Any, count: int) -> tuple[Any, ...]:
+        """Per copy of a key tile: its page, out of `count`; entries that do not hold have one too."""
+        held = [self.held(0, self.entry(tile, copy)[0]) for copy in range(self.setting.per)]
+        return tuple(jnp.clip(page, 0, count - 1) for page in held)
+
     def origins(self, tile: Any) -> list[Any]:
         """Per copy of a key tile: the position that column 0 would have; beyond all others where the entry does not hold."""
         out = []
@@ -127,28 +132,30 @@ def attention(q_g, pos_g, pages_g, table_g, tile_g, block_g, total_g, *rest: Any
 
 def _fetch(setting: Setting, stretch: Stretch, line: Line, table_g: Any, pages_g: Any, buffers: Buffers) -> None:
     """Keys and values of all of the stretch, as buffers become free."""
-    stages, per, size = setting.tiles.stages, setting.per, setting.size
+    stages, per, size, total = setting.tiles.stages, setting.per, setting.size, pages_g.shape[0]
 
     def one(index: Any, _: Any) -> tuple:
         part = stretch.part(index)
         keys, head = Keys(setting, table_g, line, part.row_tile), lax.div(part.heads * setting.packing.side, setting.packing.group)
 
-        def fetch(tile: Any, _: Any) -> tuple:
+        def fetch(tile: Any, ids: tuple[Any, ...]) -> tuple[Any, ...]:
+            later = keys.pages(jnp.minimum(tile + 1, part.end - 1), total)            # read while this tile waits for its buffers
             at = part.place + tile - stretch.low
             stage = lax.rem(at, stages)
+            inside = keys.entry(tile, 0)[1]
             for which, (buffer, here, free) in enumerate(((buffers.k, buffers.k_here, buffers.k_free),
                                                           (buffers.v, buffers.v_here, buffers.v_free))):
                 @pl.when(at >= stages)
                 def _() -> None:
                     plgpu.barrier_wait(free.at[stage])                               # noqa: B023 (runs at once)
-                for copy in range(per):
-                    entry, inside = keys.entry(tile, copy)
-                    page = pages_g.at[jnp.clip(keys.held(0, entry), 0, pages_g.shape[0] - 1), head, which]
+                for copy, id in enumerate(ids):
+                    page = pages_g.at[id, head, which]
                     source = page.at[pl.ds(inside, setting.tiles.keys)] if setting.parts > 1 else page
                     target = buffer.at[stage, pl.ds(copy * size, size)] if per > 1 else buffer.at[stage]
                     plgpu.copy_gmem_to_smem(source, target, here.at[stage])
-            return ()
-        lax.fori_loop(part.begin, part.end, fetch, ())
+            return later
+
+        lax.fori_loop(part.begin, part.end, fetch, keys.pages(part.begin, total))
         return ()
 
     def drain(at: Any, _: Any) -> tuple:                                             # no barrier is left with arrivals that nobody saw

@@ -27,14 +27,17 @@ def attend(
     P, size = pages.shape[0], pages.shape[3]
     tiles = default_tiles(T * G, H) if tiles is None else tiles
     check(pages, tiles)
-    packing = pack(T, K, G, tiles.warpgroups, thin=before is None and jnp.dtype(dtype) == pages.dtype)
+    own = jnp.dtype(dtype) == pages.dtype                                            # results go through the queries' buffer
+    packing = pack(T, K, G, tiles.warpgroups, thin=before is None and own)
     tall = packing._replace(rows=max(packing.rows, ROWS * tiles.warpgroups // packing.side))
     q_rows, pos = to_rows(q.astype(pages.dtype), packing), to_rows(q_pos[..., None, None, None], tall, -1, G)[..., 0, 0]
     earlier = () if before is None else (to_rows(before[0].astype(jnp.float32), packing),
                                          to_rows(before[1][..., None], packing, -jnp.inf)[..., 0].transpose(0, 2, 1))
     line = line_of(pos, table, rows, count, P, size, window, packing, tiles)
     setting = Setting(scale * LOG2E, window, packing, tiles, R, size, bool(interpret))
-    return from_rows(*_launch(q_rows, pos, pages, table, line, earlier, setting, dtype, interpret), q.shape, packing)
+    type_ = dtype if own else jnp.float32
+    out, lse = from_rows(*_launch(q_rows, pos, pages, table, line, earlier, setting, type_, interpret), q.shape, packing)
+    return out.astype(dtype), lse
 
 
 def check(pages: jax.Array | jax.ShapeDtypeStruct, tiles: Tiles | None = None) -> None:
@@ -72,7 +75,8 @@ def _launch(q: jax.Array, pos: jax.Array, pages: jax.Array, table: jax.Array, li
     run = kernel(functools.partial(attention, setting=setting), out_type, shared, {"block": blocks}, wgs + 1, interpret)
     out, lse, *pieces = run(q, pos, pages, table, *line, *before)
     out, lse = jax.new_ref(out), jax.new_ref(lse)
-    staging = dict(out=plgpu.SMEM((ROWS, columns), dtype), lse=plgpu.SMEM((ROWS,), jnp.float32)) if setting.thin else {}
+    staging = dict(out=plgpu.SMEM((ROWS, columns), dtype)) if dtype != jnp.float32 else {}
+    staging |= dict(lse=plgpu.SMEM((ROWS,), jnp.float32)) if setting.thin else {}
     grid = {"block": blocks, "of": wgs, "column": H // columns}
     merge = kernel(functools.partial(join, setting=setting), (), staging, grid, 1, interpret)
     merge(*pieces, *line, out, lse)

@@ -70,9 +70,9 @@ class Setting:
         return ref[...] if self.interpret else plgpu.load(ref, layout=layout, optimized=False)    # type: ignore[call-arg]
 
     def store(self, x: jax.Array, to: Any, staging: Any) -> None:
-        """Registers [ROWS, ...] to device memory, as many rows as there are."""
-        if not self.thin:
-            to[...] = x.astype(to.dtype)
+        """Registers [ROWS, ...] to device memory, as many rows as there are: by way of shared memory, unless whole sectors are written."""
+        if not self.thin and to.dtype.itemsize == 4:
+            to[...] = x
             return
         staging[...] = x.astype(to.dtype)
         plgpu.commit_smem()
