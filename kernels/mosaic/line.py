@@ -19,13 +19,14 @@ SLOT, BEGIN, NUMBER, ENTRIES, SEEN, LAST, START = range(7)          # of a query
 class Line(NamedTuple):
     """The line of key tiles. Query tiles are numbered row tile by row tile for the first kv head (or `side` heads), then for the next."""
 
-    tile: jax.Array                                  # [n, 7] by row tile, see below
+    tile: jax.Array                                  # [n, 7] by row tile: see the names above
     block: jax.Array                                 # [blocks, 4]: first unit, unit after the last, first query tile, query tiles
     total: jax.Array                                 # [1] key tiles of one kv head
 
 
-def line_of(pos: jax.Array, table: jax.Array, rows: jax.Array, count: jax.Array, pages: int, size: int, window: int | None,
-          packing: Packing, tiles: Tiles) -> Line:
+def line_of(pos: jax.Array, table: jax.Array, rows: jax.Array, count: jax.Array, size: int, window: int | None, packing: Packing,
+            tiles: Tiles) -> Line:
+    """pos [R, M], -1 where there is no token; table, rows and count as of `reference.attend`; size: tokens of a page."""
     R, M = pos.shape
     height = ROWS * tiles.warpgroups // packing.side
     pos = pos.reshape(R, M // height, height)
