@@ -37,7 +37,7 @@ def choose(platform: str, tokens: int, pages: jax.ShapeDtypeStruct) -> str:
     return name
 
 
-def on_hopper() -> str | None:
+def hopper_lacks() -> str | None:
     """Why kernels for Hopper cannot run here; None where they can."""
     if jax.default_backend() not in ("gpu", "cuda") or getattr(jax.devices()[0], "compute_capability", "") != HOPPER:
         return "it needs a Hopper GPU"
@@ -48,7 +48,7 @@ def on_hopper() -> str | None:
 
 def _mosaic_lacks(pages: jax.ShapeDtypeStruct) -> str | None:
     """Why the kernel for Hopper cannot be had for these pages; None where it can."""
-    if reason := on_hopper():
+    if reason := hopper_lacks():
         return reason
     from jaxserve.kernels import mosaic
 

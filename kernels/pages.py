@@ -9,7 +9,7 @@ from jaxserve.kernels import ops
 
 def gather(pages: jax.Array, ids: jax.Array) -> jax.Array:
     """pages [P, ...], ids [n] int32, all in range -> [n, ...], side by side, as a transfer wants them."""
-    if ops.on_hopper() is None:
+    if ops.hopper_lacks() is None:
         from jaxserve.kernels.mosaic import copy
 
         return copy.gather(pages, ids)
@@ -18,7 +18,7 @@ def gather(pages: jax.Array, ids: jax.Array) -> jax.Array:
 
 def scatter(pages: jax.Array, ids: jax.Array, these: jax.Array) -> jax.Array:
     """These [n, ...] go to the pages `ids` [n] int32, all different, in place where `pages` is donated; those out of range nowhere."""
-    if ops.on_hopper() is None:
+    if ops.hopper_lacks() is None:
         from jaxserve.kernels.mosaic import copy
 
         return copy.scatter(pages, ids, these)

@@ -54,11 +54,11 @@ def test_a_section_that_breaks_takes_no_other_along(tmp_path):
 
 
 def test_what_is_called_the_truth_is_attention(tmp_path):
-    from experiments.benchmarks.gpu import checks
+    from experiments.benchmarks.gpu import cases, checks
 
     shape = checks.Shape(3, G=2, H=64, C=16, W=4, window=20)
     inputs = checks.make(shape, np.random.default_rng(0))
-    out, lse = checks.truth(inputs, 0.1, shape.window)
+    out, lse = cases.truth(inputs, 0.1, shape.window)
     pages, blocks = inputs.table[:, inputs.rows[0], : inputs.count[0]]
     position = inputs.q_pos[0, 2]
     weights, values = [], []

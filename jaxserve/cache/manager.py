@@ -108,7 +108,6 @@ class CacheManager:
         """Gives an empty slot the matched `pages` and its home lane."""
         assert not self.tables[slot], f"slot {slot} is taken"
         self.home[slot] = self._lane[slot] = home
-        self.held[slot], self.spread[slot] = 0, False
         self.tables[slot] = pages.tolist()
         self.room[slot] = len(pages) * self.block_size
         self.small[slot] = small

@@ -24,17 +24,16 @@ def attend(
     """As `reference.attend`, but for `out`, which is of type `dtype`; merged with `before`, an (out, lse) over other keys, where there is
     one: a hop of a ring. Errors: NotImplementedError, with the reason."""
     R, T, K, G, H = q.shape
-    size = pages.shape[3]
     tiles = default_tiles(T * G, H) if tiles is None else tiles
     check(pages, tiles)
     own = jnp.dtype(dtype) == pages.dtype                                            # results go through the queries' buffer
     packing = pack(T, K, G, tiles.warpgroups, thin=before is None and own)
-    tall = packing._replace(rows=max(packing.rows, ROWS * tiles.warpgroups // packing.side))
+    setting = Setting(scale * LOG2E, window, packing, tiles, R, pages.shape[3], bool(interpret))
+    tall = packing._replace(rows=setting.across * setting.height)
     q_rows, pos = to_rows(q.astype(pages.dtype), packing), to_rows(q_pos[..., None, None, None], tall, -1, G)[..., 0, 0]
     earlier = () if before is None else (to_rows(before[0].astype(jnp.float32), packing),
                                          to_rows(before[1][..., None], packing, -jnp.inf)[..., 0].transpose(0, 2, 1))
-    line = line_of(pos, table, rows, count, size, window, packing, tiles)
-    setting = Setting(scale * LOG2E, window, packing, tiles, R, size, bool(interpret))
+    line = line_of(pos, table, rows, count, setting)
     type_ = dtype if own else jnp.float32
     out, lse = from_rows(*_launch(q_rows, pos, pages, table, line, earlier, setting, type_, interpret), q.shape, packing)
     return out.astype(dtype), lse

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.kernels.mosaic.setting import Setting
-from jaxserve.kernels.mosaic.tiles import ROWS, Packing, Tiles
+from jaxserve.kernels.mosaic.tiles import ROWS
 from jaxserve.kernels.table import below
 
 SLOT, BEGIN, NUMBER, ENTRIES, SEEN, LAST, START = range(7)          # of a query tile: row of the table, first key tile, key tiles, entries
@@ -24,17 +24,14 @@ class Line(NamedTuple):
     total: jax.Array                                 # [1] key tiles of one kv head
 
 
-def line_of(pos: jax.Array, table: jax.Array, rows: jax.Array, count: jax.Array, size: int, window: int | None, packing: Packing,
-            tiles: Tiles) -> Line:
-    """pos [R, M], -1 where there is no token; table, rows and count as of `reference.attend`; size: tokens of a page."""
-    R, M = pos.shape
-    height = ROWS * tiles.warpgroups // packing.side
-    pos = pos.reshape(R, M // height, height)
+def line_of(pos: jax.Array, table: jax.Array, rows: jax.Array, count: jax.Array, setting: Setting) -> Line:
+    """pos [R, M], -1 where there is no token; table, rows and count as of `reference.attend`."""
+    size, window, per, parts, packing, blocks = (setting.size, setting.window, setting.per, setting.parts, setting.packing,
+                                                 setting.tiles.blocks)
+    pos = pos.reshape(setting.rows, setting.across, setting.height)
     last = pos.max(2)
     first = jnp.where(pos < 0, jnp.iinfo(jnp.int32).max, pos).min(2)
     entries = jnp.where(last < 0, 0, jnp.minimum(count[:, None], last // size + 1))         # of the table that any of these rows sees
-    per = max(1, tiles.keys // size)                                                 # entries of a key tile, key tiles of an entry
-    parts = max(1, size // tiles.keys)
     end = -(-entries // per) * parts
     begin, seen = jnp.zeros_like(end), jnp.zeros_like(end)
     before = lambda pos: below(table[1], rows, entries, jnp.maximum(pos, 0) // size) // per * parts    # key tiles wholly before a position
@@ -48,8 +45,8 @@ def line_of(pos: jax.Array, table: jax.Array, rows: jax.Array, count: jax.Array,
     tile = jnp.stack([x.reshape(-1) for x in (slot, begin, number, entries, seen, last)] + [start], 1).astype(jnp.int32)
     total = number.sum(dtype=jnp.int32)
     units = total * (packing.heads // packing.side)
-    share = -(-units // tiles.blocks)
-    low = jnp.minimum(jnp.arange(tiles.blocks, dtype=jnp.int32) * share, units)
+    share = -(-units // blocks)
+    low = jnp.minimum(jnp.arange(blocks, dtype=jnp.int32) * share, units)
     high = jnp.minimum(low + share, units)
     of = lambda unit: unit // total * len(tile) + jnp.searchsorted(start, unit % total, side="right", method="compare_all") - 1
     first_tile = of(low)

@@ -9,12 +9,11 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.benchmarks.gpu.cases import HUGE, Case, draw, truth
 from jaxserve.kernels import ops, xla
 
 TOLERANCE = dict(rtol=2e-5, atol=2e-5)
-SLOTS = 6
 PORTABLE = ["reference", "xla"]                         # the others have tests of their own
-HUGE = 2**31 - 1
 
 
 @dataclass
@@ -41,63 +40,16 @@ SHAPES = [
 ]
 
 
-@dataclass
-class Case:
-    q: np.ndarray
-    q_pos: np.ndarray
-    pages: np.ndarray
-    table: np.ndarray
-    rows: np.ndarray
-    count: np.ndarray
-
-    @property
-    def arguments(self):
-        return self.q, self.q_pos, self.pages, self.table, self.rows, self.count
-
-
 def make_case(shape: Shape, seed: int, first_block: int = 0) -> Case:
     """Rows of random lengths at random positions, over random subsets of their blocks, on permuted pages. What is not written is NaN,
     and what is not a table entry is nonsense. The last row is empty, and so is the table of the first row of every third case."""
     rng = np.random.default_rng([seed, shape.T])
-    T, C, W = shape.T, shape.C, shape.W
-    total = shape.R * W + 3
-    free = iter(rng.permutation(total).tolist())
-    pages = np.full((total, shape.K, 2, C, shape.H), np.nan, np.float32)
-    table = rng.choice(np.array([0, 1, total + 5, HUGE, -1, -HUGE], np.int32), (2, SLOTS, W))
-    rows, count = rng.permutation(SLOTS)[: shape.R].astype(np.int32), np.zeros(shape.R, np.int32)
-    q_pos = np.full((shape.R, T), -1, np.int32)
-    for row in range(shape.R):
-        length = 0 if row == shape.R - 1 > 0 else int(rng.integers(1, T + 1))
-        end = int(rng.integers(length, W * C + 1))
-        q_pos[row, :length] = first_block * C + np.arange(end - length, end)
-        blocks = [block for block in range(-(-end // C)) if rng.random() < 0.8 and (row or seed % 3)]
-        count[row] = len(blocks)
-        for entry, block in enumerate(blocks):
-            page = next(free)
-            table[:, rows[row], entry] = page, first_block + block
-            pages[page, :, :, : end - block * C] = rng.standard_normal((shape.K, 2, min(C, end - block * C), shape.H))
-    q = rng.standard_normal((shape.R, T, shape.K, shape.G, shape.H)).astype(np.float32)
-    return Case(q, q_pos, pages, table, rows, count)
 
+    def span(row: int) -> tuple[int, int]:
+        length = 0 if row == shape.R - 1 > 0 else int(rng.integers(1, shape.T + 1))
+        return length, int(rng.integers(length, shape.W * shape.C + 1))
 
-def dense(case: Case, scale: float, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Attention in f64, one query at a time, by what the words say."""
-    size = case.pages.shape[3]
-    out, lse = np.zeros(case.q.shape), np.full(case.q.shape[:-1], -np.inf)
-    for row, slot in enumerate(case.rows):
-        pages, blocks = case.table[:, slot, : case.count[row]].astype(np.int64)
-        k_pos = (blocks[:, None] * size + np.arange(size)).ravel()
-        k, v = np.moveaxis(case.pages[pages].astype(np.float64), (2, 1), (0, 1)).reshape(2, case.pages.shape[1], -1, case.pages.shape[4])
-        for t, position in enumerate(case.q_pos[row]):
-            seen = (k_pos <= position) & (position - k_pos < (window or HUGE))
-            if seen.any():
-                scores = np.einsum("kgh,ksh->kgs", case.q[row, t].astype(np.float64) * scale, k[:, seen])
-                top = scores.max(-1, keepdims=True)
-                weights = np.exp(scores - top)
-                total = weights.sum(-1)
-                out[row, t] = np.einsum("kgs,ksh->kgh", weights / total[..., None], v[:, seen])
-                lse[row, t] = top[..., 0] + np.log(total)
-    return out, lse
+    return draw(shape, rng, span, lambda row: rng.random() < 0.8 and bool(row or seed % 3), first_block)
 
 
 @functools.cache
@@ -105,9 +57,9 @@ def compiled(name: str, window: int | None):
     return jax.jit(functools.partial(ops.attend, scale=0.3, window=window, implementation=name))
 
 
-def assert_means_dense(name: str, case: Case, window: int | None) -> None:
+def assert_means_truth(name: str, case: Case, window: int | None) -> None:
     out, lse = map(np.asarray, compiled(name, window)(*case.arguments))
-    right_out, right_lse = dense(case, 0.3, window)
+    right_out, right_lse = truth(case, 0.3, window)
     assert out.dtype == lse.dtype == np.float32
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(right_lse))
     np.testing.assert_allclose(lse, right_lse, **TOLERANCE)
@@ -118,14 +70,14 @@ def assert_means_dense(name: str, case: Case, window: int | None) -> None:
 @pytest.mark.parametrize("name", PORTABLE)
 def test_attention_over_pages_is_dense_attention(name, shape):
     for seed in range(6):
-        assert_means_dense(name, make_case(shape, seed), shape.window)
+        assert_means_truth(name, make_case(shape, seed), shape.window)
 
 
 @pytest.mark.parametrize("shape", [Shape(1), Shape(1, C=256, W=4), Shape(64, C=256, W=4), Shape(64, window=40)], ids=str)
 @pytest.mark.parametrize("name", PORTABLE)
 def test_positions_of_ten_million_tokens_fit(name, shape):
     for last in (10_000_000, HUGE - 1024):
-        assert_means_dense(name, make_case(shape, 1, last // shape.C - shape.W), shape.window)
+        assert_means_truth(name, make_case(shape, 1, last // shape.C - shape.W), shape.window)
 
 
 @pytest.mark.parametrize("name", PORTABLE)
@@ -136,8 +88,8 @@ def test_blocks_that_lie_millions_apart_meet_in_one_row(name):
     case.q_pos[row] = 10_000_000 + np.arange(5)
     case.pages[:] = np.random.default_rng(0).standard_normal(case.pages.shape)
     assert case.count[row] > 5
-    assert_means_dense(name, case, None)
-    assert_means_dense(name, case, 4_000_000)
+    assert_means_truth(name, case, None)
+    assert_means_truth(name, case, 4_000_000)
 
 
 @pytest.mark.parametrize("name", PORTABLE)
@@ -178,7 +130,7 @@ def test_half_precision_pages_differ_by_rounding_only(name):
     case = make_case(Shape(64), 3)
     half = [x.astype("bfloat16") if x.dtype == np.float32 else x for x in case.arguments]
     out, lse = compiled(name, None)(*half)
-    right_out, right_lse = dense(Case(*(x.astype(np.float32) if x.dtype.itemsize == 2 else x for x in half)), 0.3, None)
+    right_out, right_lse = truth(Case(*(x.astype(np.float32) if x.dtype.itemsize == 2 else x for x in half)), 0.3, None)
     np.testing.assert_allclose(out, right_out, atol=0.03)
     np.testing.assert_allclose(lse, right_lse, atol=0.03)
 

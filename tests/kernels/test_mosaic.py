@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests.kernels.test_attend import Case, Shape, dense, make_case
+from experiments.benchmarks.gpu.cases import Case, truth
+from tests.kernels.test_attend import Shape, make_case
 
 if jax.__version_info__ < (0, 11, 2):
     pytest.skip("Mosaic GPU kernels need jax 0.11.2", allow_module_level=True)
@@ -38,7 +39,7 @@ def assert_means_dense(case: Case, tiles: Tiles, window: int | None = None, race
     case = rounded(case, dtype)
     arguments = [x.astype(dtype) if x.dtype == np.float32 else x for x in case.arguments]
     out, lse = map(np.asarray, compiled(tiles, window, races, out_dtype)(*arguments))
-    right_out, right_lse = dense(case, 0.3, window)
+    right_out, right_lse = truth(case, 0.3, window)
     assert out.dtype == out_dtype and lse.dtype == np.float32
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(right_lse))
     np.testing.assert_allclose(lse, right_lse, rtol=2e-5, atol=2e-5)
@@ -129,6 +130,6 @@ def test_a_hop_of_a_ring_goes_on_from_the_keys_before(shape, tiles):
     attend = functools.partial(mosaic.attend, scale=0.3, tiles=tiles, interpret=plgpu.InterpretGPUParams())
     first, second = ([x.astype("bfloat16") if x.dtype == np.float32 else x for x in hop.arguments] for hop in hops)
     out, lse = map(np.asarray, jax.jit(lambda first, second: attend(*second, before=attend(*first)))(first, second))
-    right_out, right_lse = dense(case, 0.3, None)
+    right_out, right_lse = truth(case, 0.3, None)
     np.testing.assert_allclose(lse, right_lse, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(out, right_out, atol=0.02)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from experiments.benchmarks.gpu import cases
 from experiments.benchmarks.gpu.timing import in_turns, launches, said
 from experiments.benchmarks.gpu.worker import OPTIONAL, Case, Row, Run, is_there
 
@@ -22,7 +23,6 @@ DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
 TOLERANCE = {"bf16": 2.0**-6, "f16": 2.0**-9}            # of out and lse: two roundings of numbers around one, and some for sums
 OURS = ("mosaic", "two hops")
 AGAIN = 3                                               # runs on the same inputs, which must agree in every bit
-SLOTS, HUGE = 6, 2**31 - 1
 
 
 # --- what is here
@@ -100,69 +100,13 @@ def drawn(rng: np.random.Generator) -> Shape:
                  pick(0, 0, 5000), pick(1, 2, 3), pick(1, 3, 5))
 
 
-@dataclass(frozen=True)
-class Inputs:
-    q: np.ndarray
-    q_pos: np.ndarray
-    pages: np.ndarray
-    table: np.ndarray
-    rows: np.ndarray
-    count: np.ndarray
+def make(shape: Shape, rng: np.random.Generator) -> cases.Case:
+    """Rows of random lengths and contexts over most of their blocks. The last of several rows is empty; the first fills its table."""
+    def span(row: int) -> tuple[int, int]:
+        length = 0 if row == shape.R - 1 > 0 else int(rng.integers(1, shape.T + 1)) if row else shape.T
+        return length, shape.W * shape.C if row == 0 else int(rng.integers(length, shape.W * shape.C + 1))
 
-    @property
-    def all(self) -> tuple[np.ndarray, ...]:
-        return self.q, self.q_pos, self.pages, self.table, self.rows, self.count
-
-
-def make(shape: Shape, rng: np.random.Generator) -> Inputs:
-    """Rows of random lengths and contexts over most of their blocks, on permuted pages. What nobody wrote is NaN, and nonsense in the
-    table. The last of several rows is empty; another fills its table."""
-    T, C, W, dtype = shape.T, shape.C, shape.W, DTYPES[shape.dtype]
-    total = shape.R * W + 3
-    free = iter(rng.permutation(total).tolist())
-    pages = np.full((total, shape.K, 2, C, shape.H), np.nan, dtype)
-    table = rng.choice(np.array([0, 1, total + 5, HUGE, -1, -HUGE], np.int32), (2, SLOTS, W))
-    rows, count = rng.permutation(SLOTS)[: shape.R].astype(np.int32), np.zeros(shape.R, np.int32)
-    q_pos = np.full((shape.R, T), -1, np.int32)
-    for row in range(shape.R):
-        length = 0 if row == shape.R - 1 > 0 else int(rng.integers(1, T + 1)) if row else T
-        end = W * C if row == 0 else int(rng.integers(length, W * C + 1))
-        q_pos[row, :length] = shape.first * C + np.arange(end - length, end)
-        blocks = [block for block in range(-(-end // C)) if row == 0 or rng.random() < 0.9]
-        count[row] = len(blocks)
-        for entry, block in enumerate(blocks):
-            page = next(free)
-            table[:, rows[row], entry] = page, shape.first + block
-            held = min(C, end - block * C)
-            pages[page, :, :, :held] = rng.standard_normal((shape.K, 2, held, shape.H), np.float32).astype(dtype)
-    q = rng.standard_normal((shape.R, T, shape.K, shape.G, shape.H), np.float32).astype(dtype)
-    return Inputs(q, q_pos, pages, table, rows, count)
-
-
-def truth(inputs: Inputs, scale: float, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Attention in f64, by what the words say."""
-    R, T, K, G, H = inputs.q.shape
-    size = inputs.pages.shape[3]
-    out, lse = np.zeros(inputs.q.shape), np.full(inputs.q.shape[:-1], -np.inf)
-    for row, slot in enumerate(inputs.rows):
-        pages, blocks = inputs.table[:, slot, : inputs.count[row]].astype(np.int64)
-        k_pos, pos = (blocks[:, None] * size + np.arange(size)).ravel(), inputs.q_pos[row]
-        live = np.flatnonzero(k_pos <= pos.max())
-        if not len(live):
-            continue
-        k_pos = k_pos[live]
-        seen = (k_pos <= pos[:, None]) & (pos[:, None] - k_pos < (window or HUGE)) & (pos >= 0)[:, None]           # [T, S]
-        for head in range(K):
-            k, v = inputs.pages[pages, head].astype(np.float64).swapaxes(0, 1).reshape(2, -1, H)[:, live]
-            q = inputs.q[row, :, head].astype(np.float64).reshape(T * G, H) * scale
-            scores = np.where(seen[:, None], (q @ k.T).reshape(T, G, -1), -np.inf)
-            top = np.maximum(scores.max(-1, keepdims=True), -1e300)
-            weights = np.exp(scores - top)
-            total = weights.sum(-1)
-            some = total > 0
-            lse[row, :, head][some] = (top[..., 0] + np.log(np.where(some, total, 1)))[some]
-            out[row, :, head] = (weights.reshape(T * G, -1) @ v).reshape(T, G, H) / np.where(some, total, 1)[..., None]
-    return out, lse
+    return cases.draw(shape, rng, span, lambda row: row == 0 or rng.random() < 0.9, shape.first, DTYPES[shape.dtype])
 
 
 def implementations(rehearse: bool) -> dict[str, Callable]:
@@ -210,10 +154,10 @@ def kernels(run: Run) -> Iterator[Case]:
 
 def _checked(shape: Shape, rng: np.random.Generator, run: Run) -> Row:
     inputs, scale = make(shape, rng), shape.H**-0.5
-    right_out, right_lse = truth(inputs, scale, shape.window)
+    right_out, right_lse = cases.truth(inputs, scale, shape.window)
     tolerance, wrong = TOLERANCE[shape.dtype], []
     row: Row = {"tolerance": tolerance}
-    placed = [jnp.asarray(array) for array in inputs.all]
+    placed = [jnp.asarray(array) for array in inputs.arguments]
     for name, attend in implementations(run.rehearse).items():
         if name == "reference" and shape.W * shape.C * shape.T > 2**19:              # dense in memory
             continue
