@@ -78,6 +78,8 @@ class CacheConfig(Checked):
     kv_memory_gib: float = option(1.0, "memory for KV pages per device, in GiB, where pages is not given", low=0.001)
     lane_tokens: int | None = option(None, "tokens of a request that a lane holds before the next joins; default: as many as fit", low=1)
     prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
+    kv_cache_dtype: str = option("auto", "type of KV: auto, that of the weights, or fp8 (e4m3 with a scale for each vector), half the "
+                                         "bytes of bfloat16 and 4 significant bits", choices=("auto", "fp8"))
 
 
 @dataclasses.dataclass(frozen=True)

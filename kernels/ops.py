@@ -11,26 +11,27 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.kernels import reference, xla
+from jaxserve.kernels.pool import Pool
 
 log = logging.getLogger(__name__)
 HOPPER = "9.0"                                       # compute capability of H100, H200 and GH200
 
 
-def attend(q: jax.Array, q_pos: jax.Array, pages: jax.Array, table: jax.Array, rows: jax.Array, count: jax.Array,
+def attend(q: jax.Array, q_pos: jax.Array, pages: Pool, table: jax.Array, rows: jax.Array, count: jax.Array,
            *, scale: float, window: int | None = None, dtype: Any = jnp.float32,
            implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
     """Attention over pages; arguments and results as `reference.attend`, but for `out`, which is of type `dtype`.
 
     implementation: a name in `ATTEND`; None chooses. Errors: NotImplementedError, with the reason, where the named one lacks the shape.
     """
-    name = implementation or choose(jax.default_backend(), q.shape[1], jax.ShapeDtypeStruct(pages.shape, pages.dtype))
+    name = implementation or choose(jax.default_backend(), q.shape[1], jax.ShapeDtypeStruct(pages.kv.shape, pages.kv.dtype))
     return ATTEND[name](q, q_pos, pages, table, rows, count, scale=scale, window=window, dtype=dtype)
 
 
 @functools.lru_cache
-def choose(platform: str, tokens: int, pages: jax.ShapeDtypeStruct) -> str:
+def choose(platform: str, tokens: int, kv: jax.ShapeDtypeStruct) -> str:
     """The kernel of the platform where there is one for these pages, else XLA's form."""
-    lacks = {"mosaic": _mosaic_lacks(pages)}
+    lacks = {"mosaic": _mosaic_lacks(kv)}
     name = next((name for name, reason in lacks.items() if reason is None), "xla")
     reasons = "".join(f"; not {other}: {reason}" for other, reason in lacks.items() if reason is not None)
     log.info("attention over pages on %s, rows of %d tokens: %s%s", platform, tokens, name, reasons)
@@ -46,24 +47,24 @@ def hopper_lacks() -> str | None:
     return None
 
 
-def _mosaic_lacks(pages: jax.ShapeDtypeStruct) -> str | None:
+def _mosaic_lacks(kv: jax.ShapeDtypeStruct) -> str | None:
     """Why the kernel for Hopper cannot be had for these pages; None where it can."""
     if reason := hopper_lacks():
         return reason
     from jaxserve.kernels import mosaic
 
     try:
-        mosaic.check(pages)
+        mosaic.check(kv)
     except NotImplementedError as error:
         return str(error)
     return None
 
 
-def _mosaic(q: jax.Array, *arguments: jax.Array, **settings: Any) -> tuple[jax.Array, jax.Array]:
+def _mosaic(q: jax.Array, q_pos: jax.Array, pages: Pool, *arguments: jax.Array, **settings: Any) -> tuple[jax.Array, jax.Array]:
     from jaxserve.kernels import mosaic  # not to be had with older versions of jax
 
-    tiles = mosaic.default_tiles(q.shape[1] * q.shape[3], q.shape[4], jax.devices()[0].core_count)
-    return mosaic.attend(q, *arguments, tiles=tiles, **settings)
+    tiles = mosaic.default_tiles(q.shape[1] * q.shape[3], q.shape[4], pages.kv.dtype, jax.devices()[0].core_count)
+    return mosaic.attend(q, q_pos, pages, *arguments, tiles=tiles, **settings)
 
 
 def _in_f32(attend: Callable) -> Callable:

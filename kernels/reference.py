@@ -5,16 +5,18 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxserve.kernels.pool import Pool
+
 
 def attend(
-    q: jax.Array, q_pos: jax.Array, pages: jax.Array, table: jax.Array, rows: jax.Array, count: jax.Array,
+    q: jax.Array, q_pos: jax.Array, pages: Pool, table: jax.Array, rows: jax.Array, count: jax.Array,
     *, scale: float, window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of rows of queries over the pages of their sequences, causal by position.
 
     q      [R, T, K, G, H]   queries, rotated
     q_pos  [R, T] int32      their positions; a negative position sees nothing
-    pages  [P, K, 2, C, H]   keys and values
+    pages  P of C tokens     keys and values of K heads
     table  [2, slots, W] int32   per sequence, in ascending block order: page, block (position // C)
     rows   [R] int32         which sequence of the table each row belongs to
     count  [R] int32         how many of its W entries hold
@@ -23,7 +25,7 @@ def attend(
     does not matter, NaN included. Returns out f32 [R, T, K, G, H] and natural-log lse f32 [R, T, K, G]; 0 and -inf where nothing is seen.
     """
     page, block = table[0, rows], table[1, rows]                                     # [R, W]
-    size = pages.shape[3]
+    size = pages.kv.shape[3]
     k_pos = block[:, :, None] * size + jnp.arange(size)                              # [R, W, C]
     live = jnp.broadcast_to((jnp.arange(page.shape[1]) < count[:, None])[:, :, None], k_pos.shape)
     distance = q_pos[:, :, None, None] - k_pos[:, None]                              # [R, T, W, C]
@@ -31,8 +33,8 @@ def attend(
     if window is not None:
         seen &= distance < window
     used = seen.any(1)[:, :, None, :, None]                                          # [R, W, 1, C, 1]
-    k = jnp.where(used, pages[page, :, 0], 0).astype(jnp.float32)                       # [R, W, K, C, H]
-    v = jnp.where(used, pages[page, :, 1], 0).astype(jnp.float32)
+    kv = jnp.where(used[:, :, :, None], pages.take(page).wide(jnp.float32).astype(jnp.float32), 0)   # [R, W, K, 2, C, H]
+    k, v = kv[:, :, :, 0], kv[:, :, :, 1]
     scores = jnp.einsum("rtkgh,rwkch->rtkgwc", q.astype(jnp.float32) * scale, k)
     scores = jnp.where(seen[:, :, None, None], scores, -jnp.inf)
     lse = jax.nn.logsumexp(scores, (-2, -1))

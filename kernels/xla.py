@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.kernels.merge import LOWEST
+from jaxserve.kernels.pool import Pool
 from jaxserve.kernels.table import below
 
 QUERY_TILE = 256                                     # query tokens of one tile
@@ -21,7 +22,7 @@ TILE_KEYS = 2048                                     # keys of one tile, all row
 
 
 def attend(
-    q: jax.Array, q_pos: jax.Array, pages: jax.Array, table: jax.Array, rows: jax.Array, count: jax.Array,
+    q: jax.Array, q_pos: jax.Array, pages: Pool, table: jax.Array, rows: jax.Array, count: jax.Array,
     *, scale: float, window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """As `reference.attend`."""
@@ -48,7 +49,7 @@ def _map(f, xs):
 def _loop(q, q_pos, rows, count, *, pages, table, scale, window):
     """Online softmax over the tiles of keys that any of these rows can see."""
     R, T, K, G, H = q.shape
-    size = pages.shape[3]
+    size = pages.kv.shape[3]
     span = max(1, min(KEY_TILE, TILE_KEYS // R) // size)
     last = q_pos.max(1)                                                             # [R]
     count = jnp.where(last < 0, 0, jnp.minimum(count, last // size + 1))
@@ -57,7 +58,7 @@ def _loop(q, q_pos, rows, count, *, pages, table, scale, window):
 
     def tile(i, carry):
         out, top, total = carry
-        k, v, k_pos = _keys(pages, table, rows, count, last, i * span + jnp.arange(span))
+        k, v, k_pos = _keys(pages, q.dtype, table, rows, count, last, i * span + jnp.arange(span))
         scores = jnp.einsum("rkmh,rksh->rkms", q, k, preferred_element_type=jnp.float32)
         seen = k_pos <= limit
         if window is not None:
@@ -77,14 +78,14 @@ def _loop(q, q_pos, rows, count, *, pages, table, scale, window):
     return _back(out / safe[..., None], T), _back(jnp.where(total == 0, -jnp.inf, top + jnp.log(safe)), T)
 
 
-def _keys(pages, table, rows, count, last, at):
+def _keys(pages, dtype, table, rows, count, last, at):
     """Keys and values [R, K, S, H] of table entries `at`, and their positions [R, 1, 1, S]; values that no row may use are zero."""
-    R, K, size, H = rows.shape[0], pages.shape[1], pages.shape[3], pages.shape[4]
+    R, (_, K, _, size, H) = len(rows), pages.kv.shape
     page, block = table[0][rows[:, None], at], table[1][rows[:, None], at]           # [R, span]
     live = (at < count[:, None])[..., None]
     k_pos = jnp.where(live, block[..., None] * size + jnp.arange(size), jnp.iinfo(jnp.int32).max)
     heads = jnp.arange(K)[None, :, None]
-    k, v = (pages[page[:, None], heads, j].reshape(R, K, -1, H) for j in (0, 1))
+    k, v = (pages.take((page[:, None], heads, j)).wide(dtype).reshape(R, K, -1, H) for j in (0, 1))
     k_pos = k_pos.reshape(R, 1, 1, -1)
     v = jnp.where((k_pos <= last[:, None, None, None]).reshape(R, 1, -1, 1), v, 0)   # 0 * NaN is NaN
     return k, v, k_pos

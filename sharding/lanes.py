@@ -18,6 +18,7 @@ from jax import lax
 
 from jaxserve.kernels import ops
 from jaxserve.kernels.merge import merge
+from jaxserve.kernels.pool import Pool, narrow
 from jaxserve.kernels.table import below
 from jaxserve.sharding.mesh import KVP
 
@@ -75,9 +76,9 @@ def gather_rows(x: jax.Array) -> jax.Array:
 
 
 def attention(
-    q: jax.Array, kv: jax.Array, pages: jax.Array, window: int | None, groups: Groups, scale: float
-) -> tuple[jax.Array, jax.Array]:
-    """q [T, K, G, H], kv [T, K, 2, H] of this lane's tokens, local ones first; pages [1, P, K, 2, C, H] -> out like q, pages with kv."""
+    q: jax.Array, kv: jax.Array, pages: Pool, window: int | None, groups: Groups, scale: float
+) -> tuple[jax.Array, Pool]:
+    """q [T, K, G, H], kv [T, K, 2, H] of this lane's tokens, local ones first; pages with a first axis of 1 -> out like q, pages."""
     attend = functools.partial(_attend, table=groups.table, scale=scale, window=window)
     tokens, lanes = groups.local_tokens(), lax.axis_size(KVP)
     pages = _write(pages, kv[:tokens], groups.local)
@@ -108,7 +109,7 @@ def _split(x: jax.Array, groups: tuple[Rows, ...], lanes: int) -> list[jax.Array
     return out
 
 
-def _write(pages: jax.Array, kv: jax.Array, groups: tuple[Rows, ...]) -> jax.Array:
+def _write(pages: Pool, kv: jax.Array, groups: tuple[Rows, ...]) -> Pool:
     """kv [T, K, 2, H] to its pages, in place.
 
     A scatter of one token would become a dynamic-update-slice, which XLA's CPU compiler fuses with its readers at the price of copies of
@@ -116,20 +117,21 @@ def _write(pages: jax.Array, kv: jax.Array, groups: tuple[Rows, ...]) -> jax.Arr
     """
     if not groups:
         return pages
-    count, size = pages.shape[1], pages.shape[4]
+    count, size = pages.kv.shape[1], pages.kv.shape[4]
     page = jnp.concatenate([rows.page.reshape(-1) for rows in groups])
     offset = jnp.concatenate([rows.pos.reshape(-1) % size for rows in groups])
     if len(page) == 1:
         page, offset, kv = jnp.append(page, count), jnp.append(offset, 0), jnp.concatenate([kv, kv])
-    return pages.at[0, page, :, :, offset].set(kv, mode="drop")
+    stored = Pool(kv) if pages.scales is None else narrow(kv)
+    return jax.tree.map(lambda pool, x: pool.at[0, page, :, :, offset].set(x, mode="drop"), pages, stored)
 
 
 def _attend(
-    q: jax.Array, rows: Rows, pages: jax.Array, *, table: jax.Array, scale: float, window: int | None, dtype: Any = jnp.float32
+    q: jax.Array, rows: Rows, pages: Pool, *, table: jax.Array, scale: float, window: int | None, dtype: Any = jnp.float32
 ) -> tuple[jax.Array, jax.Array]:
     """q [R * T, K, G, H] -> out [R * T, K, G, H] of type `dtype`, lse [R * T, K, G] f32."""
     q_rows = q.reshape(*rows.shape, *q.shape[1:])
-    out, lse = ops.attend(q_rows, rows.pos, pages[0], table, rows.slot, rows.held, scale=scale, window=window, dtype=dtype)
+    out, lse = ops.attend(q_rows, rows.pos, pages.take(0), table, rows.slot, rows.held, scale=scale, window=window, dtype=dtype)
     return out.reshape(q.shape), lse.reshape(q.shape[:-1])
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -14,6 +16,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.profile import costs_for
 from jaxserve.engine.programs import keep_compiled
 from jaxserve.engine.stages import Plan, Stages
+from jaxserve.kernels.pool import NARROW, pool_shapes
 from jaxserve.models.zoo import ModelConfig, layers_of
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling import Scheduler
@@ -38,7 +41,8 @@ def build(config: EngineConfig, progress: bool = True, warm_up: bool = True, pla
         with progress_bar("compiling", len(dict(stages.all_programs())), progress) as step:
             stages.warm_up(step)
     sized = dataclasses.replace(config.cache, pages=plan.pages)
-    cache = CacheManager(sized, config.mesh.kvp, plan.slots, str(checkpoint.config), config.source.dtype, placement)
+    stored = f"{config.source.dtype} {plan.kv_dtype}"
+    cache = CacheManager(sized, config.mesh.kvp, plan.slots, str(checkpoint.config), stored, placement)
     engine = Engine(config, stages, Scheduler(config.scheduler, cache, config.mesh, _max_len(config, model), model.eos_ids), model.eos_ids)
     if costs := costs_for(engine, progress):
         engine.scheduler.use(costs)
@@ -50,14 +54,16 @@ def make_plan(config: EngineConfig, model: ModelConfig) -> Plan:
     dtype, size, length = DTYPES[config.source.dtype], config.cache.block_size, _max_len(config, model)
     layers = max(map(len, layers_of(model, config.mesh.spp)))
     blocks = -(-length // size)
+    kv_dtype = NARROW if config.cache.kv_cache_dtype == "fp8" else dtype
     pages = config.cache.pages
     if pages is None:
-        page = layers * 2 * model.kv_heads // config.mesh.tp * size * model.head_dim * dtype.itemsize
+        one = pool_shapes((2, model.kv_heads // config.mesh.tp, size, model.head_dim), kv_dtype)
+        page = layers * sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(one))
         pages = min(int(config.cache.kv_memory_gib * 2**30) // page, blocks * config.scheduler.max_seqs)
         if pages < 2:
             said = f"{config.cache.kv_memory_gib} GiB hold {pages} pages of {page} bytes; at least 2 are needed"
             raise ConfigError("kv_memory_gib", said)
-    return Plan(model, config.mesh, dtype, pages, size, config.scheduler.max_seqs, min(blocks, pages),
+    return Plan(model, config.mesh, dtype, kv_dtype, pages, size, config.scheduler.max_seqs, min(blocks, pages),
                 shapes(config.scheduler, config.mesh.kvp), sample_sizes(config.scheduler))
 
 

@@ -150,8 +150,9 @@ class Engine:
         """What runs here: mesh, model, type, pages, programs."""
         plan = self.stages.plan
         return {
-            "model": self.model.name, "mesh": str(plan.mesh), "dtype": str(np.dtype(plan.dtype)), "devices": plan.mesh.devices,
-            "platform": self._platform, "max_model_len": self.max_len, "pages_per_lane": plan.pages,
+            "model": self.model.name, "mesh": str(plan.mesh), "dtype": str(np.dtype(plan.dtype)),
+            "kv_dtype": str(np.dtype(plan.kv_dtype)), "devices": plan.mesh.devices, "platform": self._platform,
+            "max_model_len": self.max_len, "pages_per_lane": plan.pages,
             "block_size": plan.block_size, "capacity_tokens": plan.pages * plan.block_size * plan.mesh.kvp,
             "compiles": self.stages.programs.compiles, "max_seqs": plan.slots,
         }

@@ -25,7 +25,7 @@ from jaxserve.scheduling.predictor import Costs
 from jaxserve.source import cache_folder
 
 log = logging.getLogger(__name__)
-FORMAT = 2                                            # of the file
+FORMAT = 3                                            # of the file
 QUICK = 2**20                                         # most pairs of a step that is measured when nobody asked for a profile
 
 
@@ -69,7 +69,8 @@ def identity(engine: Any) -> dict[str, Any]:
     """What a profile belongs to."""
     plan = engine.stages.plan
     shapes = hashlib.sha256(" ".join(map(str, plan.shapes)).encode()).hexdigest()[:8]
-    return {"format": FORMAT, "model": plan.model.name, "dtype": str(np.dtype(plan.dtype)), "mesh": str(plan.mesh),
+    return {"format": FORMAT, "model": plan.model.name, "dtype": str(np.dtype(plan.dtype)), "kv_dtype": str(np.dtype(plan.kv_dtype)),
+            "mesh": str(plan.mesh),
             "device": _device(engine).device_kind, "cores": os.cpu_count(), "block_size": plan.block_size, "max_len": engine.max_len,
             "shapes": shapes}
 

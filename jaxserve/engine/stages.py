@@ -24,6 +24,7 @@ from jaxserve.engine import sampling
 from jaxserve.engine.arrays import NOWHERE, Arrays, Shape, Work, layout
 from jaxserve.engine.programs import Lower, Programs
 from jaxserve.engine.step import Weights, head, layers, score, write_table
+from jaxserve.kernels.pool import Pool, pool_shapes
 from jaxserve.models.decoder import declare, padded_vocab, parameters, stage_modules
 from jaxserve.models.zoo import ModelConfig, layers_of
 from jaxserve.sharding.mesh import stage_meshes
@@ -41,6 +42,7 @@ class Plan:
     model: ModelConfig
     mesh: MeshConfig
     dtype: Any
+    kv_dtype: Any
     pages: int                                       # per lane
     block_size: int
     slots: int
@@ -52,9 +54,10 @@ class Plan:
         """The cheapest compiled shape that holds it; None where none does. Every batch of the scheduler fits one."""
         return next((shape for shape in self.shapes if work.fits(shape)), None)
 
-    def pool_shape(self) -> tuple[int, ...]:
-        """One layer's pages: [lanes, P, K, 2, C, H]."""
-        return self.mesh.kvp, self.pages, self.model.kv_heads, 2, self.block_size, self.model.head_dim
+    def pool(self) -> Pool:
+        """Shapes of one layer's pages, on all lanes."""
+        vectors = self.mesh.kvp, self.pages, self.model.kv_heads, 2, self.block_size
+        return pool_shapes((*vectors, self.model.head_dim), self.kv_dtype)
 
 
 POOL_AXES = ("lanes", None, "kv_heads")
@@ -69,7 +72,7 @@ class Stage:
     lanes: NamedSharding                             # of arrays split over lanes and equal on all ranks
     weights: Weights
     values: list[jax.Array]
-    pages: list[jax.Array]
+    pages: list[Pool]
     table: jax.Array                                 # [lanes, 2, slots, W]
 
 
@@ -119,7 +122,7 @@ class Stages:
             self.head, self.head_values = Weights.of(head), [arrays[path] for path, _ in parameters(head)]
         values = [arrays[path] for path, _ in parameters(module, part.start)]
         pool = sharding(mesh, *POOL_AXES)
-        pages = [_zeros(pool, plan.pool_shape(), plan.dtype) for _ in part]
+        pages = [jax.tree.map(lambda x: _zeros(pool, x.shape, x.dtype), plan.pool()) for _ in part]
         table = _zeros(sharding(mesh, "lanes"), (plan.mesh.kvp, 2, plan.slots, plan.width), jnp.int32)
         return Stage(index, mesh, sharding(mesh, "lanes"), Weights.of(module), values, pages, table)
 

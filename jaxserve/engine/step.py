@@ -16,6 +16,7 @@ from flax import nnx
 
 from jaxserve.engine import sampling
 from jaxserve.engine.arrays import Shape, layout
+from jaxserve.kernels.pool import Pool
 from jaxserve.models.decoder import Head, Stage, run_layers
 from jaxserve.models.zoo import ModelConfig
 from jaxserve.sharding import lanes
@@ -40,19 +41,19 @@ class Weights:
 
 
 def layers(
-    weights: Weights, model: ModelConfig, shape: Shape, last: bool, values: list[jax.Array], pages: list[jax.Array],
+    weights: Weights, model: ModelConfig, shape: Shape, last: bool, values: list[jax.Array], pages: list[Pool],
     table: jax.Array, ints: jax.Array, x: jax.Array,
-) -> tuple[jax.Array | tuple, list[jax.Array], jax.Array]:
-    """pages: per layer [1, P, K, 2, C, H]; table [1, 2, slots, W]; ints [1, size]; x: hidden states [1, T, D], or in the first stage the
+) -> tuple[jax.Array | tuple, list[Pool], jax.Array]:
+    """pages: per layer, with a first axis of 1; table [1, 2, slots, W]; ints [1, size]; x: hidden states [1, T, D], in the first stage the
     tokens sampled last [1, slots]. Returns hidden states [1, T, D], pages, table. The last stage returns, in place of hidden states,
     also those of the tokens to sample after [1, S, D] and what says for whom [1, S, 3]."""
     stage: Stage = weights.module(values)
-    size, count = pages[0].shape[4], pages[0].shape[1]
+    size, count = pages[0].kv.shape[4], pages[0].kv.shape[1]
     view = layout(shape, jax.lax.axis_size(KVP), size).views(ints[0])
     table = write_table(table, view["deltas"])
     groups = _groups(view, shape, table[0], count, size)
     x = stage.embed_tokens(_tokens(view, shape, x[0])) if hasattr(stage, "embed") else x[0]
-    x, pages = run_layers(stage, model, x.astype(pages[0].dtype), _positions(view, shape), groups, pages)
+    x, pages = run_layers(stage, model, x.astype(values[0].dtype), _positions(view, shape), groups, pages)
     out = (x[None], x[view["samples"][:, 0]][None], view["samples"][None]) if last else x[None]
     return out, pages, table
 

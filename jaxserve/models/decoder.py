@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxserve.kernels.pool import Pool
 from jaxserve.models.layers import rms_norm, rotate, swiglu, turn
 from jaxserve.models.zoo import ModelConfig
 from jaxserve.sharding import lanes
@@ -53,8 +54,8 @@ class Layer(nnx.Module):
         self.gate_up = _declare((D, 2, F), ("embed", None, "ffn"))
         self.down = _declare((F, D), ("ffn", "embed"))
 
-    def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], groups: lanes.Groups, pages: jax.Array):
-        """x [T, D], pages [1, P, K, 2, C, H] -> the same."""
+    def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], groups: lanes.Groups, pages: Pool):
+        """x [T, D], pages with a first axis of 1 -> the same."""
         q, kv = self._project(rms_norm(x, self.norm1[...], self.eps), turns)
         out, pages = lanes.attention(q, kv, pages, self.window, groups, self.scale)
         x = x + axis_sum(_matmul(out.reshape(len(x), -1), self.o, 3), TP)
@@ -126,7 +127,7 @@ def parameters(module: nnx.Module, first_layer: int = 0) -> Iterator[tuple[str, 
         yield ".".join(str(k + first_layer) if isinstance(k, int) else str(k) for k in keys), param
 
 
-def run_layers(stage: Stage, config: ModelConfig, x: jax.Array, positions: jax.Array, groups: lanes.Groups, pages: list[jax.Array]):
+def run_layers(stage: Stage, config: ModelConfig, x: jax.Array, positions: jax.Array, groups: lanes.Groups, pages: list[Pool]):
     """x [T, D] at positions [T] through the stage's layers; pages: one pool per layer. Returns x and the pools."""
     turns = turn(jnp.maximum(positions, 0), config)
     pages = list(pages)
@@ -136,7 +137,7 @@ def run_layers(stage: Stage, config: ModelConfig, x: jax.Array, positions: jax.A
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_layer(graphdef: Any, state: Any, x: jax.Array, turns: tuple[jax.Array, jax.Array], groups: lanes.Groups, pages: jax.Array):
+def _run_layer(graphdef: Any, state: Any, x: jax.Array, turns: tuple[jax.Array, jax.Array], groups: lanes.Groups, pages: Pool):
     """One layer. A function of its own, so that layers that differ in nothing but values are traced once; the compiler inlines it."""
     return nnx.merge(graphdef, state)(x, turns, groups, pages)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,8 +49,9 @@ class System:
     def replica(self, scheduler: SchedulerConfig, cache: CacheConfig, lookahead: int = 1, keep_steps: bool = False) -> VirtualReplica:
         """A virtual replica of this system; without `cache.pages`, as many as fit in memory."""
         pages = cache.pages or self.kv_tokens() // cache.block_size
-        room = CacheConfig(cache.block_size, pages, cache.kv_memory_gib, cache.lane_tokens, cache.prefix_caching)
-        manager = CacheManager(room, self.mesh.kvp, scheduler.max_seqs)
+        if cache.kv_cache_dtype != "auto":
+            raise ConfigError("kv_cache_dtype", f"{cache.kv_cache_dtype}: steps were measured with KV of bfloat16; only auto is known")
+        manager = CacheManager(dataclasses.replace(cache, pages=pages), self.mesh.kvp, scheduler.max_seqs)
         return VirtualReplica(Scheduler(scheduler, manager, self.mesh, 2**31 - 1, costs=self.costs), self.mesh, lookahead, keep_steps)
 
 

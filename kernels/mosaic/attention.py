@@ -1,10 +1,10 @@
-"""The kernel: keys and values are fetched by one warpgroup, online softmax by the others."""
+"""The kernel: each warpgroup of a block has its part. Here is what those that compute do: online softmax over what the others supply."""
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,89 +13,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.kernels.merge import LOWEST
-from jaxserve.kernels.mosaic.line import BEGIN, ENTRIES, LAST, SEEN, SLOT, Line, Part, Stretch
+from jaxserve.kernels.mosaic.keys import Keys
+from jaxserve.kernels.mosaic.line import SEEN, Line, Part, Stretch
 from jaxserve.kernels.mosaic.setting import ROW, TILE, Setting
+from jaxserve.kernels.mosaic.supply import Buffers, fetch, widen
 from jaxserve.kernels.mosaic.tiles import ROWS
 
 LOG2E = math.log2(math.e)
-NEVER = 2**31 - 512                                  # a position after all others
 
 
-class Keys:
-    """Where the keys of a query tile are."""
-
-    def __init__(self, setting: Setting, table: Any, line: Line, row_tile: Any):
-        self.setting, self.table = setting, table
-        self.slot, self.first, self.entries, self.last = (line.tile[row_tile, i] for i in (SLOT, BEGIN, ENTRIES, LAST))
-
-    def entry(self, tile: Any, copy: int) -> tuple[Any, Any]:
-        """Index of the table entry that a copy of a key tile reads, and the token of its page at which it begins."""
-        tile, setting = self.first + tile, self.setting
-        if setting.parts > 1:
-            return lax.div(tile, setting.parts), lax.rem(tile, setting.parts) * setting.tiles.keys
-        return tile * setting.per + copy, 0
-
-    def held(self, which: int, entry: Any) -> Any:
-        """Page (0) or block (1) of an entry; of the last one where it is beyond the table."""
-        return self.table[which, self.slot, jnp.minimum(entry, self.table.shape[2] - 1)]
-
-    def pages(self, tile: Any, count: int) -> tuple[Any, ...]:
-        """Per copy of a key tile: its page, out of `count`; entries that do not hold have one too."""
-        held = [self.held(0, self.entry(tile, copy)[0]) for copy in range(self.setting.per)]
-        return tuple(jnp.clip(page, 0, count - 1) for page in held)
-
-    def origins(self, tile: Any) -> list[Any]:
-        """Per copy of a key tile: the position that column 0 would have; beyond all others where the entry does not hold."""
-        out = []
-        for copy in range(self.setting.per):
-            entry, inside = self.entry(tile, copy)
-            origin = self.held(1, entry) * self.setting.size + inside - copy * self.setting.size
-            out.append(jnp.where(entry < self.entries, origin, NEVER))
-        return out
-
-    def positions(self, columns: jax.Array, origins: list[Any]) -> jax.Array:
-        """Of the keys in these columns."""
-        out = columns + origins[0]
-        for copy, origin in enumerate(origins[1:], 1):
-            out = jnp.where(columns >= copy * self.setting.size, columns + origin, out)
-        return out
-
-    def sees(self, query: jax.Array, key: jax.Array) -> jax.Array:
-        window = self.setting.window
-        return (key <= query) if window is None else (key <= query) & (query - key < window)
-
-
-class Buffers(NamedTuple):
-    """What the warpgroups of a block share."""
-
-    q: Any                                           # [warpgroups, ROWS, H]
-    k: Any                                           # [stages, keys, H]
-    v: Any
-    p: Any                                           # [warpgroups, ROWS, keys], or None: in registers
-    lse: Any                                         # [ROWS], or None
-    q_here: Any                                      # barriers
-    k_here: Any
-    v_here: Any
-    k_free: Any
-    v_free: Any
-    turn: Any                                        # two warpgroups multiply by turns: one does while the other is at its softmax
-
-    def take_turn(self) -> None:
-        plgpu.barrier_arrive(self.turn)
-        plgpu.barrier_wait(self.turn)
-
-
-def attention(q_g, pos_g, pages_g, table_g, tile_g, block_g, total_g, *rest: Any, setting: Setting, **shared: Any) -> None:
-    """One block: a warpgroup fetches keys and values, the others compute."""
-    *before, out_g, lse_g, piece_g, piece_lse_g = rest
+def attention(q_g, pos_g, table_g, tile_g, block_g, total_g, *rest: Any, setting: Setting, pools: int, **shared: Any) -> None:
+    """One block. rest: arrays of the pool of pages, `before`, results."""
+    pools_g, before, (out_g, lse_g, piece_g, piece_lse_g) = rest[:pools], rest[pools:-4], rest[-4:]
     wg, computing = lax.axis_index("wg"), setting.tiles.warpgroups
-    line, buffers = Line(tile_g, block_g, total_g), Buffers(**{"p": None, "lse": None, **shared})
+    line, buffers = Line(tile_g, block_g, total_g), Buffers(**shared)
     stretch = Stretch(setting, line, lax.axis_index("block"))
 
     @pl.when(wg < computing)
     def _() -> None:
-        if computing > 1 and not setting.interpret:                                  # with one there are enough for all
-            plgpu.set_max_registers(240, action="increase")
+        if setting.registers:
+            plgpu.set_max_registers(setting.registers[0], action="increase")
 
         def one(index: Any, _: Any) -> tuple:
             part = stretch.part(index)
@@ -125,47 +62,16 @@ def attention(q_g, pos_g, pages_g, table_g, tile_g, block_g, total_g, *rest: Any
 
     @pl.when(wg == computing)
     def _() -> None:
-        if computing > 1 and not setting.interpret:
-            plgpu.set_max_registers(24, action="decrease")
-        _fetch(setting, stretch, line, table_g, pages_g, buffers)
+        if setting.registers:
+            plgpu.set_max_registers(setting.registers[1], action="decrease")
+        fetch(setting, stretch, line, table_g, pools_g, buffers)
 
-
-def _fetch(setting: Setting, stretch: Stretch, line: Line, table_g: Any, pages_g: Any, buffers: Buffers) -> None:
-    """Keys and values of all of the stretch, as buffers become free."""
-    stages, per, size, total = setting.tiles.stages, setting.per, setting.size, pages_g.shape[0]
-
-    def one(index: Any, _: Any) -> tuple:
-        part = stretch.part(index)
-        keys, head = Keys(setting, table_g, line, part.row_tile), lax.div(part.heads * setting.packing.side, setting.packing.group)
-
-        def fetch(tile: Any, ids: tuple[Any, ...]) -> tuple[Any, ...]:
-            later = keys.pages(jnp.minimum(tile + 1, part.end - 1), total)            # read while this tile waits for its buffers
-            at = part.place + tile - stretch.low
-            stage = lax.rem(at, stages)
-            inside = keys.entry(tile, 0)[1]
-            for which, (buffer, here, free) in enumerate(((buffers.k, buffers.k_here, buffers.k_free),
-                                                          (buffers.v, buffers.v_here, buffers.v_free))):
-                @pl.when(at >= stages)
-                def _() -> None:
-                    plgpu.barrier_wait(free.at[stage])                               # noqa: B023 (runs at once)
-                for copy, id in enumerate(ids):
-                    page = pages_g.at[id, head, which]
-                    source = page.at[pl.ds(inside, setting.tiles.keys)] if setting.parts > 1 else page
-                    target = buffer.at[stage, pl.ds(copy * size, size)] if per > 1 else buffer.at[stage]
-                    plgpu.copy_gmem_to_smem(source, target, here.at[stage])
-            return later
-
-        lax.fori_loop(part.begin, part.end, fetch, keys.pages(part.begin, total))
-        return ()
-
-    def drain(at: Any, _: Any) -> tuple:                                             # no barrier is left with arrivals that nobody saw
-        plgpu.barrier_wait(buffers.k_free.at[lax.rem(at, stages)])
-        plgpu.barrier_wait(buffers.v_free.at[lax.rem(at, stages)])
-        return ()
-
-    units = stretch.high - stretch.low
-    lax.fori_loop(0, stretch.number, one, ())
-    lax.fori_loop(jnp.maximum(units - stages, 0), units, drain, ())
+    if setting.tiles.narrow:
+        @pl.when(wg == computing + 1)
+        def _() -> None:
+            if setting.registers:
+                plgpu.set_max_registers(setting.registers[2], action="decrease")
+            widen(setting, stretch, buffers)
 
 
 def _begin(setting: Setting, before: list[Any], part: Part, head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -19,7 +19,7 @@ ROWS = 256                                           # of one copy, at most
 
 
 def gather(pages: jax.Array, ids: jax.Array, *, blocks: int = 132, interpret: Any = False) -> jax.Array:
-    """As `pages.gather`."""
+    """As `copy.gather`."""
     source = _flat(pages)
     out = jax.ShapeDtypeStruct((len(ids), *source.shape[1:]), pages.dtype)
     copied = _kernel(source, out, len(ids), blocks, interpret)(source, ids, jnp.arange(len(ids), dtype=jnp.int32))
@@ -27,7 +27,7 @@ def gather(pages: jax.Array, ids: jax.Array, *, blocks: int = 132, interpret: An
 
 
 def scatter(pages: jax.Array, ids: jax.Array, these: jax.Array, *, blocks: int = 132, interpret: Any = False) -> jax.Array:
-    """As `pages.scatter`."""
+    """As `copy.scatter`."""
     target = jax.new_ref(_flat(pages))
     _kernel(_flat(these), (), len(ids), blocks, interpret)(_flat(these), jnp.arange(len(ids), dtype=jnp.int32), ids, target)
     return jax.freeze(target).reshape(pages.shape)

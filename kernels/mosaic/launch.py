@@ -13,24 +13,26 @@ from jaxserve.kernels.mosaic.attention import LOG2E, attention
 from jaxserve.kernels.mosaic.join import join
 from jaxserve.kernels.mosaic.line import Line, line_of
 from jaxserve.kernels.mosaic.setting import Setting, kernel
-from jaxserve.kernels.mosaic.tiles import HEAD_DIMS, ROWS, Tiles, column, default_tiles, from_rows, pack, to_rows
+from jaxserve.kernels.mosaic.tiles import HEAD_DIMS, ROWS, WIDE, Tiles, column, default_tiles, from_rows, pack, to_rows
+from jaxserve.kernels.pool import NARROW, SCALE, Pool
 
 
 def attend(
-    q: jax.Array, q_pos: jax.Array, pages: jax.Array, table: jax.Array, rows: jax.Array, count: jax.Array,
+    q: jax.Array, q_pos: jax.Array, pages: Pool, table: jax.Array, rows: jax.Array, count: jax.Array,
     *, scale: float, window: int | None = None, dtype: Any = jnp.float32, before: tuple[jax.Array, jax.Array] | None = None,
     tiles: Tiles | None = None, interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """As `reference.attend`, but for `out`, which is of type `dtype`; merged with `before`, an (out, lse) over other keys, where there is
     one: a hop of a ring. Errors: NotImplementedError, with the reason."""
     R, T, K, G, H = q.shape
-    tiles = default_tiles(T * G, H) if tiles is None else tiles
-    check(pages, tiles)
-    own = jnp.dtype(dtype) == pages.dtype                                            # results go through the queries' buffer
+    tiles = default_tiles(T * G, H, pages.kv.dtype) if tiles is None else tiles
+    check(pages.kv, tiles)
+    computed = pages.kv.dtype if pages.scales is None else q.dtype if q.dtype in WIDE else WIDE[0]
+    own = jnp.dtype(dtype) == computed                                               # results go through the queries' buffer
     packing = pack(T, K, G, tiles.warpgroups, thin=before is None and own)
-    setting = Setting(scale * LOG2E, window, packing, tiles, R, pages.shape[3], bool(interpret))
+    setting = Setting(scale * LOG2E, window, packing, tiles, R, pages.kv.shape[3], bool(interpret))
     tall = packing._replace(rows=setting.across * setting.height)
-    q_rows, pos = to_rows(q.astype(pages.dtype), packing), to_rows(q_pos[..., None, None, None], tall, -1, G)[..., 0, 0]
+    q_rows, pos = to_rows(q.astype(computed), packing), to_rows(q_pos[..., None, None, None], tall, -1, G)[..., 0, 0]
     earlier = () if before is None else (to_rows(before[0].astype(jnp.float32), packing),
                                          to_rows(before[1][..., None], packing, -jnp.inf)[..., 0].transpose(0, 2, 1))
     line = line_of(pos, table, rows, count, setting)
@@ -39,40 +41,47 @@ def attend(
     return out.astype(dtype), lse
 
 
-def check(pages: jax.Array | jax.ShapeDtypeStruct, tiles: Tiles | None = None) -> None:
+def check(kv: jax.Array | jax.ShapeDtypeStruct, tiles: Tiles | None = None) -> None:
     """Errors: NotImplementedError where the kernel lacks these types or shapes."""
-    H, size = pages.shape[4], pages.shape[3]
-    tiles = default_tiles(ROWS, H) if tiles is None else tiles
-    if pages.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"pages of {pages.dtype}; the kernel multiplies bfloat16 and float16")
+    H, size = kv.shape[4], kv.shape[3]
+    tiles = default_tiles(ROWS, H, kv.dtype) if tiles is None else tiles
+    if kv.dtype not in (*WIDE, NARROW):
+        raise NotImplementedError(f"pages of {kv.dtype}; the kernel has {', '.join(map(str, (*WIDE, NARROW)))}")
+    if bool(tiles.narrow) != (kv.dtype == NARROW):
+        raise NotImplementedError(f"{tiles.narrow} narrow tiles for pages of {kv.dtype}; there are some where pages are of {NARROW}")
+    if tiles.narrow and tiles.warpgroups > 1 and H > 128:
+        raise NotImplementedError(f"pages of {kv.dtype} and a head dim of {H} with two computing warpgroups, for lack of registers")
     if H not in HEAD_DIMS:
         raise NotImplementedError(f"a head dim of {H}; the kernel has {', '.join(map(str, HEAD_DIMS))}")
     if size % 8 or (tiles.keys % size and size % tiles.keys):
         raise NotImplementedError(f"pages of {size} tokens; they must be whole eights that divide key tiles of {tiles.keys}, or multiples")
 
 
-def _launch(q: jax.Array, pos: jax.Array, pages: jax.Array, table: jax.Array, line: Line, before: tuple[jax.Array, ...], setting: Setting,
+def _launch(q: jax.Array, pos: jax.Array, pages: Pool, table: jax.Array, line: Line, before: tuple[jax.Array, ...], setting: Setting,
             dtype: Any, interpret: Any) -> tuple[jax.Array, jax.Array]:
     """out [R, M, heads, H], lse [R, heads, M], as those of `before`, if any."""
     R, M, heads, H = q.shape
     tiles, blocks = setting.tiles, setting.tiles.blocks
     wgs, keys, stages = tiles.warpgroups, tiles.keys, tiles.stages
-    columns = column(H)
-    smem = functools.partial(plgpu.SMEM, dtype=pages.dtype, transforms=(plgpu.TilingTransform((8, columns)),
-                                                                        plgpu.SwizzleTransform(2 * columns)))
-    here = plgpu.Barrier(num_barriers=stages, num_arrivals=setting.per)
+    pools, columns = tuple(jax.tree.leaves(pages)), column(H)
+    here = plgpu.Barrier(num_barriers=stages, num_arrivals=1 if tiles.narrow else setting.per)
     free = plgpu.Barrier(num_barriers=stages, num_arrivals=wgs)
-    shared = dict(q=smem((wgs, ROWS, H)), k=smem((stages, keys, H)), v=smem((stages, keys, H)), q_here=plgpu.Barrier(num_barriers=wgs),
-                  k_here=here, v_here=here, k_free=free, v_free=free, turn=plgpu.Barrier(num_arrivals=wgs))
+    shared = dict(q=_smem((wgs, ROWS, H), q.dtype), k=_smem((stages, keys, H), q.dtype), v=_smem((stages, keys, H), q.dtype),
+                  q_here=plgpu.Barrier(num_barriers=wgs), k_here=here, v_here=here, k_free=free, v_free=free,
+                  turn=plgpu.Barrier(num_arrivals=wgs))
+    if tiles.narrow:
+        shared |= dict(narrow=_smem((tiles.narrow, keys, H), NARROW), scales=plgpu.SMEM((tiles.narrow, keys), SCALE),
+                       narrow_here=plgpu.Barrier(num_barriers=tiles.narrow, num_arrivals=2 * setting.per),
+                       narrow_free=plgpu.Barrier(num_barriers=tiles.narrow))
     if setting.interpret:
-        shared["p"] = smem((wgs, ROWS, keys))
+        shared["p"] = _smem((wgs, ROWS, keys), q.dtype)
     if setting.thin:
         shared["lse"] = plgpu.SMEM((ROWS,), jnp.float32)
     out_type = [jax.ShapeDtypeStruct(shape, type) for shape, type in (
         ((R, M, heads, H), dtype), ((R, heads, M), jnp.float32), ((blocks, 2, wgs, ROWS, H), jnp.float32),
         ((blocks, 2, wgs, ROWS), jnp.float32))]
-    run = kernel(functools.partial(attention, setting=setting), out_type, shared, {"block": blocks}, wgs + 1, interpret)
-    out, lse, *pieces = run(q, pos, pages, table, *line, *before)
+    body, threads = functools.partial(attention, setting=setting, pools=len(pools)), wgs + 1 + bool(tiles.narrow)
+    out, lse, *pieces = kernel(body, out_type, shared, {"block": blocks}, threads, interpret)(q, pos, table, *line, *pools, *before)
     out, lse = jax.new_ref(out), jax.new_ref(lse)
     staging = dict(out=plgpu.SMEM((ROWS, columns), dtype)) if dtype != jnp.float32 else {}
     staging |= dict(lse=plgpu.SMEM((ROWS,), jnp.float32)) if setting.thin else {}
@@ -80,3 +89,10 @@ def _launch(q: jax.Array, pos: jax.Array, pages: jax.Array, table: jax.Array, li
     merge = kernel(functools.partial(join, setting=setting), (), staging, grid, 1, interpret)
     merge(*pieces, *line, out, lse)
     return jax.freeze(out), jax.freeze(lse)
+
+
+def _smem(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory of [..., rows, columns] as wgmma and the copy engine want it."""
+    itemsize = jnp.dtype(dtype).itemsize
+    columns = column(shape[-1], itemsize)
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * itemsize)))

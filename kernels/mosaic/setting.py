@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxserve.kernels.mosaic.tiles import ROWS, Packing, Tiles
 
 TILE, ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)          # of registers: [rows, columns], [rows]
+EIGHT, EIGHT_ROW = plgpu.Layout.WGMMA_UPCAST_2X, plgpu.Layout.WGMMA_UPCAST_2X.reduce(1)    # the same, of numbers that were of 8 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,13 @@ class Setting:
     def stored(self) -> int:
         """Rows of a warpgroup that there are."""
         return min(ROWS, self.packing.rows)
+
+    @property
+    def registers(self) -> tuple[int, int, int] | None:
+        """Of a thread that computes, fetches, widens; they share 65,536. None: as many as all can have, which is enough."""
+        two, narrow = self.tiles.warpgroups > 1, bool(self.tiles.narrow)
+        shares = {(True, False): (240, 24, 0), (True, True): (216, 24, 56), (False, True): (240, 24, 160)}
+        return None if self.interpret else shares.get((two, narrow))
 
     def cast(self, x: jax.Array, layout: Any) -> jax.Array:
         return x if self.interpret else plgpu.layout_cast(x, layout)

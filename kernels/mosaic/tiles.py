@@ -4,40 +4,50 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxserve.kernels.pool import NARROW, SCALE
+
 ROWS = 64                                            # of a warpgroup: what one wgmma has
 SHARED = 220 * 1024                                  # bytes of shared memory for tiles: a block has 227 KiB, and some for barriers
 HEAD_DIMS = (64, 96, 128, 256)
+WIDE = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)               # types that are multiplied
 
 
-def column(head_dim: int) -> int:
-    """Columns of a head that lie side by side in shared memory: 128 bytes of them, or 64."""
-    return 64 if head_dim % 64 == 0 else 32
+def column(width: int, itemsize: int = 2) -> int:
+    """Columns of so wide a row that lie side by side in shared memory: 128 bytes of them, or what divides both."""
+    return math.gcd(width * itemsize, 128) // itemsize
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """`keys` of a key tile, `warpgroups` that compute (1 or 2), `stages` of key tiles in flight, `blocks` that the device runs at once."""
+    """`keys` of a key tile, `warpgroups` that compute (1 or 2), `stages` of key tiles in flight, `blocks` that the device runs at once;
+    `narrow` tiles of keys or values in flight before they are widened, where pages are of 8 bits."""
 
     keys: int
     warpgroups: int
     stages: int
     blocks: int = 132                                # H100 SXM, H200
+    narrow: int = 0
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Shared memory of a block, without barriers, where results are of the pages' type."""
-        return 2 * head_dim * (self.warpgroups * ROWS + 2 * self.stages * self.keys)
+        """Shared memory of a block, without barriers, where results are of 16 bits."""
+        wide = 2 * head_dim * (self.warpgroups * ROWS + 2 * self.stages * self.keys)
+        return wide + self.narrow * self.keys * (head_dim + SCALE.itemsize)
 
 
-def default_tiles(rows: int, head_dim: int, blocks: int = 132) -> Tiles:
-    """For so many query rows of a kv head: one warpgroup and deep buffers where one tile holds them, since bytes are what takes time."""
-    tiles = Tiles(keys=128 if head_dim <= 128 else 64, warpgroups=1 if rows <= ROWS else 2, stages=2, blocks=blocks)
-    deeper = (dataclasses.replace(tiles, stages=stages) for stages in (6, 5, 4, 3))
-    return next((tiles for tiles in deeper if tiles.warpgroups == 1 and tiles.shared_bytes(head_dim) <= SHARED), tiles)
+def default_tiles(rows: int, head_dim: int, dtype: Any = jnp.bfloat16, blocks: int = 132) -> Tiles:
+    """For so many query rows of a kv head and pages of this type: one warpgroup where one tile holds them, and as many key tiles in flight
+    as there is room for where bytes are what takes time. A product with 256 columns needs more registers than four warpgroups leave it."""
+    narrow = jnp.dtype(dtype) == NARROW
+    warpgroups = 1 if rows <= ROWS or (narrow and head_dim > 128) else 2
+    tiles = Tiles(128 if head_dim <= 128 else 64, warpgroups, stages=2, blocks=blocks, narrow=int(narrow))
+    field = "narrow" if narrow else "stages"
+    deeper = (dataclasses.replace(tiles, **{field: deep}) for deep in (6, 5, 4, 3, 2) if narrow or tiles.warpgroups == 1)
+    return next((tiles for tiles in deeper if tiles.shared_bytes(head_dim) <= SHARED), tiles)
 
 
 class Packing(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -280,7 +281,7 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(real, fields)
         real.turn()
     slot = next(sequence.slot for sequence in real.scheduler.sequences.values() if sequence.id == "bad")
     stage, page = real.stages.stages[0], real.scheduler.cache.tables[slot][0]
-    stage.pages[0] = stage.pages[0].at[0, page].set(jnp.nan)
+    stage.pages[0] = jax.tree.map(lambda pool: pool.at[0, page].set(jnp.nan), stage.pages[0])
     while real.turn():
         real.scheduler.check()
     ended = bad.finished()
@@ -292,7 +293,7 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(real, fields)
         real.scheduler.check()
     assert again.finished().reason == "length" and again.finished().usage.cached == 0    # nothing of it was kept
     assert_empty(real)
-    stage.pages[0] = jnp.zeros_like(stage.pages[0])
+    stage.pages[0] = jax.tree.map(jnp.zeros_like, stage.pages[0])
 
 
 def test_pages_that_held_what_is_not_finite_do_no_harm_to_their_next_holder(real):
@@ -301,10 +302,10 @@ def test_pages_that_held_what_is_not_finite_do_no_harm_to_their_next_holder(real
         pass
     stage = real.stages.stages[0]
     clean = list(stage.pages)
-    stage.pages = [jnp.full_like(pool, jnp.nan) for pool in clean]
+    stage.pages = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), clean)
     again = fresh(real, "grow")
     listener = ask(again, "b", 100, max_tokens=20)
     while again.turn():
         pass
     assert listener.tokens == right.tokens and len(right.tokens) == 20
-    stage.pages = [jnp.zeros_like(pool) for pool in clean]
+    stage.pages = jax.tree.map(jnp.zeros_like, clean)

@@ -129,3 +129,25 @@ def test_a_safetensors_folder_says_the_same_as_the_gguf(golden, smollm2_folder):
     ids = [submit(runner, case) for case in golden["cases"][:5]]
     runner.run()
     assert [runner.ids(id) for id in ids] == [case["output_ids"] for case in golden["cases"][:5]]
+
+
+def log_probabilities(real, cases) -> list[np.ndarray]:
+    """Of each token of prompt and reference output, after those before it."""
+    runner = Runner(real)
+    ids = [runner.submit(case["prompt_ids"] + case["output_ids"], max_tokens=1, prompt_logprobs=0) for case in cases]
+    runner.run()
+    assert_empty(real)
+    return [np.array([token.chosen for token in runner.completion(id).finished.prompt_logprobs[1:]]) for id in ids]
+
+
+def test_kv_of_eight_bits_costs_little_likelihood(golden, smollm2_gguf, plain):
+    """The mean log-probability of 600 tokens; single ones differ by what 4 significant bits of keys and values make of them."""
+    cases = [case for case in golden["cases"] if len(case["prompt_ids"]) < 400]
+    right = log_probabilities(plain, cases)
+    for mesh, placement in (("", "grow"), ("spp=2,kvp=2,tp=3", "random")):
+        real = engine(smollm2_gguf, mesh, chunk=64, seqs=8, pages=640, max_len=8192, placement=placement, kv_cache_dtype="fp8")
+        pools = real.stages.stages[0].pages[0]
+        assert str(pools.kv.dtype) == "float8_e4m3fn" and pools.kv.nbytes == 32 * pools.scales.nbytes
+        differences = np.concatenate([one - other for one, other in zip(log_probabilities(real, cases), right)])
+        assert len(differences) > 600
+        assert abs(differences.mean()) < 0.03 and 0.01 < np.abs(differences).mean() < 0.2

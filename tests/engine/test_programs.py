@@ -77,7 +77,8 @@ def test_shapes_without_spread_rows_need_no_other_lane(lanes):
 @pytest.mark.parametrize("which", ["alone", "lanes"])
 def test_pages_are_donated_and_never_copied_in_any_shape(which, request):
     small, large = request.getfixturevalue(which)
-    one, other = (sum(pool.nbytes for pool in real.stages.stages[0].pages) // real.config.mesh.kvp for real in (small, large))
+    held = lambda real: sum(pool.nbytes for pool in jax.tree.leaves(real.stages.stages[0].pages)) // real.config.mesh.kvp
+    one, other = held(small), held(large)
     for shape in small.stages.plan.shapes:
         for real, pools in ((small, one), (large, other)):
             assert program_of(real, shape).memory_analysis().alias_size_in_bytes >= pools
@@ -87,8 +88,8 @@ def test_pages_are_donated_and_never_copied_in_any_shape(which, request):
 
 def test_pages_stay_where_they_are_while_steps_run(alone):
     real = fresh(alone[0], "grow")
-    places = lambda: [pool.addressable_shards[0].data.unsafe_buffer_pointer() for pool in real.stages.stages[0].pages]
-    before, pools = places(), list(real.stages.stages[0].pages)
+    places = lambda: [pool.addressable_shards[0].data.unsafe_buffer_pointer() for pool in jax.tree.leaves(real.stages.stages[0].pages)]
+    before, pools = places(), jax.tree.leaves(real.stages.stages[0].pages)
     runner = Runner(real)
     runner.submit(range(3, 100), max_tokens=5)
     runner.submit(range(3, 20), max_tokens=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -58,7 +59,7 @@ def compiled(name: str, window: int | None):
 
 
 def assert_means_truth(name: str, case: Case, window: int | None) -> None:
-    out, lse = map(np.asarray, compiled(name, window)(*case.arguments))
+    out, lse = map(np.asarray, compiled(name, window)(*case.arguments()))
     right_out, right_lse = truth(case, 0.3, window)
     assert out.dtype == lse.dtype == np.float32
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(right_lse))
@@ -99,7 +100,7 @@ def test_where_nothing_is_seen_the_result_is_zero_with_lse_of_minus_infinity(nam
             case = make_case(Shape(T), 1)
             case.q_pos[0], case.count[1] = -1, 0                                    # no query; no key
             case.table[1, case.rows[2], : case.count[2]] += 1000                    # only later keys
-            out, lse = map(np.asarray, compiled(name, window)(*case.arguments))
+            out, lse = map(np.asarray, compiled(name, window)(*case.arguments()))
             assert (out == 0).all() and np.isneginf(lse).all()
 
 
@@ -107,10 +108,10 @@ def test_where_nothing_is_seen_the_result_is_zero_with_lse_of_minus_infinity(nam
 def test_every_column_of_a_row_is_its_own_query(name):
     """A row's answer is that of its tokens one by one: nothing leaks between the tokens of a row, or from row to row."""
     case = make_case(Shape(5), 4)
-    out, lse = map(np.asarray, compiled(name, None)(*case.arguments))
+    out, lse = map(np.asarray, compiled(name, None)(*case.arguments()))
     for t in range(5):
-        alone = Case(case.q[:, t : t + 1], case.q_pos[:, t : t + 1], *case.arguments[2:])
-        one_out, one_lse = map(np.asarray, compiled(name, None)(*alone.arguments))
+        alone = dataclasses.replace(case, q=case.q[:, t : t + 1], q_pos=case.q_pos[:, t : t + 1])
+        one_out, one_lse = map(np.asarray, compiled(name, None)(*alone.arguments()))
         np.testing.assert_allclose(one_out[:, 0], out[:, t], **TOLERANCE)
         np.testing.assert_allclose(one_lse[:, 0], lse[:, t], **TOLERANCE)
 
@@ -119,8 +120,8 @@ def test_every_column_of_a_row_is_its_own_query(name):
 def test_several_rows_may_be_of_one_sequence(name):
     case = make_case(Shape(64, R=1), 5)
     q, q_pos = case.q.reshape(2, 32, *case.q.shape[2:]), case.q_pos.reshape(2, 32)
-    halves = Case(q, q_pos, case.pages, case.table, case.rows.repeat(2), case.count.repeat(2))
-    whole, split = compiled(name, None)(*case.arguments), compiled(name, None)(*halves.arguments)
+    halves = dataclasses.replace(case, q=q, q_pos=q_pos, rows=case.rows.repeat(2), count=case.count.repeat(2))
+    whole, split = compiled(name, None)(*case.arguments()), compiled(name, None)(*halves.arguments())
     for a, b in zip(whole, split):
         np.testing.assert_allclose(np.asarray(a).reshape(b.shape), b, **TOLERANCE)
 
@@ -128,19 +129,28 @@ def test_several_rows_may_be_of_one_sequence(name):
 @pytest.mark.parametrize("name", PORTABLE)
 def test_half_precision_pages_differ_by_rounding_only(name):
     case = make_case(Shape(64), 3)
-    half = [x.astype("bfloat16") if x.dtype == np.float32 else x for x in case.arguments]
-    out, lse = compiled(name, None)(*half)
-    right_out, right_lse = truth(Case(*(x.astype(np.float32) if x.dtype.itemsize == 2 else x for x in half)), 0.3, None)
+    out, lse = compiled(name, None)(*case.arguments("bfloat16"))
+    right_out, right_lse = truth(case.rounded("bfloat16"), 0.3, None)
     np.testing.assert_allclose(out, right_out, atol=0.03)
     np.testing.assert_allclose(lse, right_lse, atol=0.03)
+
+
+@pytest.mark.parametrize("shape", [Shape(1), Shape(5, C=4, W=90, window=7), Shape(64, C=64, W=6)], ids=str)
+@pytest.mark.parametrize("name", PORTABLE)
+def test_pages_of_eight_bits_mean_what_they_say(name, shape):
+    case = make_case(shape, 3)
+    out, lse = map(np.asarray, compiled(name, shape.window)(*case.arguments(narrowed=True)))
+    right_out, right_lse = truth(case.rounded(narrowed=True), 0.3, shape.window)
+    np.testing.assert_allclose(lse, right_lse, **TOLERANCE)
+    np.testing.assert_allclose(out, right_out, **TOLERANCE)
 
 
 def test_a_shape_that_an_implementation_lacks_is_refused_with_the_reason():
     case = make_case(Shape(xla.QUERY_TILE + 1, R=1, W=60), 1)
     with pytest.raises(NotImplementedError, match=f"rows of {xla.QUERY_TILE + 1} tokens"):
-        ops.attend(*case.arguments, scale=1.0, implementation="xla")
+        ops.attend(*case.arguments(), scale=1.0, implementation="xla")
 
 
 def test_a_name_that_is_no_implementation_is_an_error():
     with pytest.raises(KeyError, match="fastest"):
-        ops.attend(*make_case(Shape(1), 1).arguments, scale=1.0, implementation="fastest")
+        ops.attend(*make_case(Shape(1), 1).arguments(), scale=1.0, implementation="fastest")

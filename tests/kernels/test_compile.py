@@ -24,7 +24,8 @@ from jaxserve.engine.arrays import Shape as StepShape
 from jaxserve.engine.arrays import layout
 from jaxserve.engine.step import Weights, layers
 from jaxserve.kernels import mosaic, ops
-from jaxserve.kernels.mosaic import Tiles, copy
+from jaxserve.kernels.mosaic import ROWS, Tiles, copy, default_tiles
+from jaxserve.kernels.pool import Pool, pool_shapes
 from jaxserve.models.decoder import stage_modules
 from jaxserve.models.zoo import MODELS
 from jaxserve.sharding import lanes
@@ -48,6 +49,7 @@ class Shape:
     W: int
     window: int | None = None
     dtype: str = "bfloat16"
+    kv: str | None = None                            # type of the pages, where another
     out: str = "bfloat16"
     tiles: Tiles | None = None
     hop: bool = False
@@ -58,14 +60,23 @@ class Shape:
         return self.R, self.T, self.K, self.G, self.H
 
     @property
-    def pool(self) -> tuple[int, ...]:
-        return PAGES, self.K, 2, self.C, self.H
+    def pool(self) -> Pool:
+        return pool_shapes((PAGES, self.K, 2, self.C, self.H), np.dtype(self.kv or self.dtype))
+
+    @property
+    def numbers(self) -> int:
+        """Of a pool."""
+        return math.prod(self.pool.kv.shape)
+
+    @property
+    def bytes(self) -> int:
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self.pool))
 
     @property
     def temp(self) -> int:
         """Bytes beside arguments and results: two pieces of f32 per block; queries and results as whole tiles where the heads of a kv head
         are rows; lse transposed; and little for the line of key tiles."""
-        tile = 64 if self.T * self.G <= 64 else 128
+        tile = ROWS * default_tiles(self.T * self.G, self.H, self.kv or self.dtype).warpgroups
         rows = -(-self.T * self.G // tile) * tile if self.T < 64 else 0
         width = np.dtype(self.dtype).itemsize + np.dtype(self.out).itemsize + 4 * self.hop
         return 132 * 2 * tile * (self.H + 1) * 4 + self.R * rows * self.K * self.H * width + 8 * math.prod(self.q[:-1]) + 2**18
@@ -74,7 +85,7 @@ class Shape:
         """Of `attend`."""
         pos, table, row = array((self.R, self.T)), array((2, self.R, self.W)), array((self.R,))
         before = (array(self.q, "float32"), array(self.q[:-1], "float32")) if self.hop else ()
-        return array(self.q, self.dtype), pos, array(self.pool, self.dtype), table, row, row, *before
+        return array(self.q, self.dtype), pos, self.pool, table, row, row, *before
 
     def attend(self) -> Any:
         return functools.partial(attend, scale=0.1, window=self.window, dtype=np.dtype(self.out), tiles=self.tiles)
@@ -84,7 +95,7 @@ def array(shape: tuple[int, ...], dtype: str = "int32") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, np.dtype(dtype))
 
 
-def attend(q: jax.Array, q_pos: jax.Array, pages: jax.Array, table: jax.Array, rows: jax.Array, count: jax.Array, *before: jax.Array,
+def attend(q: jax.Array, q_pos: jax.Array, pages: Pool, table: jax.Array, rows: jax.Array, count: jax.Array, *before: jax.Array,
            **settings: Any) -> tuple[jax.Array, jax.Array]:
     return mosaic.attend(q, q_pos, pages, table, rows, count, before=before or None, **settings)
 
@@ -111,6 +122,14 @@ SHAPES = {
     "decode, G of 16": Shape(8, 1, 1, 16, 128, 16, 512),
     "decode, H of 64": Shape(8, 1, 8, 4, 64, 256, 128),
     "decode, H of 256": Shape(8, 1, 8, 4, 256, 64, 128, spilled=208),
+    "prefill, 8 bits": Shape(1, 2048, 8, 4, 128, 64, 2048, kv="float8_e4m3fn", spilled=180),
+    "prefill, 8 bits, float16": Shape(1, 2048, 8, 4, 128, 64, 2048, dtype="float16", out="float16", kv="float8_e4m3fn", spilled=180),
+    "prefill, 8 bits, H of 64": Shape(4, 256, 2, 8, 64, 256, 128, kv="float8_e4m3fn"),
+    "prefill, 8 bits, H of 256": Shape(4, 256, 2, 8, 256, 64, 128, kv="float8_e4m3fn", spilled=436),
+    "32 tokens, 8 bits": Shape(1, 32, 8, 4, 128, 16, 65536, kv="float8_e4m3fn", spilled=424),
+    "decode, 8 bits": Shape(16, 1, 8, 4, 128, 64, 2048, kv="float8_e4m3fn", spilled=84),
+    "decode, 8 bits, H of 96": Shape(8, 1, 8, 4, 96, 64, 128, kv="float8_e4m3fn"),
+    "decode, 8 bits, H of 256": Shape(8, 1, 8, 4, 256, 16, 128, kv="float8_e4m3fn", spilled=388),
 }
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
@@ -135,17 +154,17 @@ def test_compiles_without_many_spills_or_a_copy_of_the_pool(shape):
     compiled = cuda.compile(shape.attend(), *shape.arguments())
     assert len(compiled.kernels) == 2 and max(kernel.spilled for kernel in compiled.kernels) <= shape.spilled
     assert 0 < max(compiled.shared) <= 227 * 1024
-    assert compiled.made(math.prod(shape.pool)) == set()
+    assert compiled.made(shape.numbers) == set()
     assert compiled.temp <= shape.temp
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["prefill", "32 tokens", "decode"])
+@pytest.mark.parametrize("name", ["prefill", "32 tokens", "decode", "decode, 8 bits"])
 def test_a_donated_pool_is_written_and_attended_to_in_place(name):
     shape = SHAPES[name]
     compiled = cuda.compile(*step_of(shape), donate=(0,))
-    assert compiled.aliased == math.prod(shape.pool) * 2
-    assert compiled.made(math.prod(shape.pool)) == {"scatter", "fusion"}             # of the scatter, which writes its operand
+    assert compiled.aliased == shape.bytes
+    assert compiled.made(shape.numbers) == {"scatter", "fusion"}             # of the scatter, which writes its operand
     assert compiled.temp <= shape.temp
 
 
@@ -155,8 +174,8 @@ def test_a_pool_of_several_lanes_is_written_in_place():
     shape = SHAPES["decode"]
     compiled = cuda.compile(*step_of(shape, spread=512), donate=(0,), mesh=(2, 2))
     assert len(compiled.kernels) == 4 and "all-gather" in compiled.hlo and "all-to-all" in compiled.hlo
-    assert compiled.aliased == math.prod(shape.pool) * 2
-    assert compiled.made(math.prod(shape.pool)) == {"scatter", "fusion"}
+    assert compiled.aliased == shape.bytes
+    assert compiled.made(shape.numbers) == {"scatter", "fusion"}
     assert compiled.temp <= 2**26
 
 
@@ -164,22 +183,23 @@ def test_a_pool_of_several_lanes_is_written_in_place():
 def test_a_copy_of_the_pool_would_be_found():
     shape = SHAPES["decode"]
     compiled = cuda.compile(*step_of(shape))                                         # not donated
-    assert compiled.aliased == 0 and "copy" in compiled.made(math.prod(shape.pool))
+    assert compiled.aliased == 0 and "copy" in compiled.made(shape.numbers)
 
 
 def step_of(shape: Shape, spread: int = 0) -> tuple[Any, ...]:
     """`step` and its arguments; spread: new tokens of a sequence on two lanes, one half from each."""
     _, _, pool, table, row, _ = shape.arguments()
     tokens, one = shape.R * shape.T + spread // 2, array((2,))
-    pages, kv, q = (array(x, shape.dtype) for x in ((1, *pool.shape), (tokens, shape.K, 2, shape.H), (tokens, *shape.q[2:])))
+    pages = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), pool)
+    kv, q = (array(x, shape.dtype) for x in ((tokens, shape.K, 2, shape.H), (tokens, *shape.q[2:])))
     f = functools.partial(step, width=shape.T, spread_width=spread // 2)
     return f, pages, kv, q, table, (row, row, row), (one, one, one, one) if spread else ()
 
 
-def step(pages: jax.Array, kv: jax.Array, q: jax.Array, table: jax.Array, local: Any, spread: Any, *, width: int,
-         spread_width: int) -> tuple[jax.Array, jax.Array]:
+def step(pages: Pool, kv: jax.Array, q: jax.Array, table: jax.Array, local: Any, spread: Any, *, width: int,
+         spread_width: int) -> tuple[jax.Array, Pool]:
     """A layer's attention on one lane; local: slot, start and length of its rows; spread: these and how many entries are held."""
-    P, size = pages.shape[1], pages.shape[4]
+    P, size = pages.kv.shape[1], pages.kv.shape[4]
     local_rows = (lanes.local_rows(*local, width, table, P, size),)
     spread_rows = (lanes.spread_rows(*spread, spread_width, table, P, size),) if spread else ()
     with mock.patch.dict(ops.ATTEND, xla=mosaic.attend):                             # which is what a CPU chooses
@@ -206,16 +226,17 @@ def test_a_step_of_a_model_runs_on_the_kernels_and_copies_no_pages(shape, launch
     """Two layers of Llama 3 8B, the step as the engine compiles it: per layer `launches` kernels. What XLA makes besides is small."""
     stage, _ = stage_modules(LLAMA, range(LLAMA.layers), 1)
     values = [array(param.shape, "bfloat16") for _, param in Weights.of(stage).flat]
-    pool = array((1, POOL, LLAMA.kv_heads, 2, BLOCK, LLAMA.head_dim), "bfloat16")
+    pool = pool_shapes((1, POOL, LLAMA.kv_heads, 2, BLOCK, LLAMA.head_dim), np.dtype("bfloat16"))
+    numbers = math.prod(pool.kv.shape)
     rest = array((1, 2, SLOTS, WIDTH)), array((1, layout(shape, 1, BLOCK).size)), array((1, SLOTS))
     compiled = cuda.compile(functools.partial(model_step, shape), values, [pool, pool], *rest, donate=(1, 2))
     assert compiled.hlo.count('custom_call_target="mosaic_gpu_v2"') == LLAMA.layers * launches
-    assert len(compiled.kernels) == launches and compiled.aliased >= 2 * math.prod(pool.shape) * 2
-    assert compiled.made(math.prod(pool.shape)) == {"fusion", "scatter"}                # in place, as `aliased` says
+    assert len(compiled.kernels) == launches and compiled.aliased >= 2 * numbers * 2
+    assert compiled.made(numbers) == {"fusion", "scatter"}                # in place, as `aliased` says
     assert compiled.temp < 2 * shape.tokens * LLAMA.d_ff * 2 * 3 + 64 * 2**20
 
 
-def model_step(shape: StepShape, values: list[jax.Array], pages: list[jax.Array], *rest: jax.Array) -> tuple[Any, ...]:
+def model_step(shape: StepShape, values: list[jax.Array], pages: list[Pool], *rest: jax.Array) -> tuple[Any, ...]:
     stage, _ = stage_modules(LLAMA, range(LLAMA.layers), 1)
     with mock.patch.dict(ops.ATTEND, xla=mosaic.attend):
         return layers(Weights.of(stage), LLAMA, shape, True, values, pages, *rest)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.kernels.merge import merge
+from jaxserve.kernels.pool import Pool
 from jaxserve.kernels.reference import attend
 
 TOLERANCE = dict(rtol=1e-5, atol=1e-5)
@@ -73,7 +74,7 @@ def test_the_merge_over_any_partition_of_the_blocks_is_attention_over_all(seed, 
     K, G, T = 2, 3, 5
     q = rng.standard_normal((1, T, K, G, H)).astype(np.float32)
     q_pos = rng.integers(0, BLOCKS * C, (1, T)).astype(np.int32)
-    pages = rng.standard_normal((BLOCKS, K, 2, C, H)).astype(np.float32)
+    pages = Pool(rng.standard_normal((BLOCKS, K, 2, C, H)).astype(np.float32))
     page = rng.permutation(BLOCKS)
     pieces = []
     for piece in (range(PIECES), *range(PIECES)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 
@@ -24,10 +25,6 @@ SMALL = Tiles(keys=64, warpgroups=1, stages=2, blocks=3)
 TWO = dataclasses.replace(SMALL, warpgroups=2)
 
 
-def rounded(case: Case, dtype: str = "bfloat16") -> Case:
-    return Case(*(x.astype(dtype).astype(np.float32) if x.dtype == np.float32 else x for x in case.arguments))
-
-
 @functools.cache
 def compiled(tiles: Tiles, window: int | None, races: bool, dtype: str):
     interpret = plgpu.InterpretGPUParams(detect_races=races)
@@ -36,10 +33,9 @@ def compiled(tiles: Tiles, window: int | None, races: bool, dtype: str):
 
 def assert_means_dense(case: Case, tiles: Tiles, window: int | None = None, races: bool = False, dtype: str = "bfloat16",
                        out_dtype: str = "float32") -> None:
-    case = rounded(case, dtype)
-    arguments = [x.astype(dtype) if x.dtype == np.float32 else x for x in case.arguments]
-    out, lse = map(np.asarray, compiled(tiles, window, races, out_dtype)(*arguments))
-    right_out, right_lse = truth(case, 0.3, window)
+    narrowed = tiles.narrow > 0
+    out, lse = map(np.asarray, compiled(tiles, window, races, out_dtype)(*case.arguments(dtype, narrowed)))
+    right_out, right_lse = truth(case.rounded(dtype, narrowed), 0.3, window)
     assert out.dtype == out_dtype and lse.dtype == np.float32
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(right_lse))
     np.testing.assert_allclose(lse, right_lse, rtol=2e-5, atol=2e-5)
@@ -106,30 +102,47 @@ def test_types_of_pages_and_of_results(dtype, out):
     assert_means_dense(make_case(Shape(5, H=64), 3), SMALL, dtype=dtype, out_dtype=out)
 
 
+EIGHT = dict(narrow=3, stages=2)
+NARROW = [
+    (Shape(1, H=64), SMALL), (Shape(1, H=128, G=8, K=1, C=64, W=6, window=70), SMALL), (Shape(5, H=64, C=8, W=40, R=2), SMALL),
+    (Shape(64, H=64, G=2, K=1, C=32, W=9, R=2), TWO), (Shape(70, H=96, G=1, K=2, C=128, W=3, R=2), TWO),
+]
+
+
+@pytest.mark.parametrize("shape, tiles", NARROW, ids=str)
+def test_pages_of_eight_bits_are_widened_on_their_way(shape, tiles):
+    for out in ("float32", "bfloat16"):
+        assert_means_dense(make_case(shape, 1), dataclasses.replace(tiles, **EIGHT), shape.window, out_dtype=out)
+
+
+@pytest.mark.parametrize("shape, tiles", [NARROW[0], NARROW[3]], ids=str)
+def test_nobody_reads_what_is_not_yet_widened(shape, tiles):
+    assert_means_dense(make_case(shape, 1), dataclasses.replace(tiles, narrow=2), shape.window, races=True, out_dtype="bfloat16")
+
+
 @pytest.mark.parametrize("shape, dtype, message", [
     (Shape(1, H=64), "float32", "pages of float32"), (Shape(1, H=16), "bfloat16", "a head dim of 16"),
     (Shape(1, H=64, C=4, W=60), "bfloat16", "pages of 4 tokens"), (Shape(1, H=64, C=48, W=9), "bfloat16", "pages of 48 tokens"),
 ])
 def test_what_the_kernel_lacks_is_refused_with_the_reason(shape, dtype, message):
     case = make_case(shape, 1)
-    arguments = [x.astype(dtype) if x.dtype == np.float32 else x for x in case.arguments]
     with pytest.raises(NotImplementedError, match=message):
-        mosaic.attend(*arguments, scale=1.0)
+        mosaic.attend(*case.arguments(dtype), scale=1.0)
 
 
 @pytest.mark.parametrize("shape, tiles", [(Shape(5, H=64), SMALL), (Shape(64, H=64, G=2, K=1, C=32, W=9, R=2), TWO)], ids=str)
 def test_a_hop_of_a_ring_goes_on_from_the_keys_before(shape, tiles):
     """Each row's entries are dealt to two hops: the second, given what the first returned, returns what all of them give."""
-    case = rounded(make_case(shape, 2))
-    hops = [Case(*(np.copy(x) for x in case.arguments)) for _ in range(2)]
+    case = make_case(shape, 2)
+    hops = [copy.deepcopy(case) for _ in range(2)]
     for row, slot in enumerate(case.rows):
         held = np.arange(case.count[row])
         for hop, mine in zip(hops, (held % 3 == 0, held % 3 != 0)):
             hop.count[row] = mine.sum()
             hop.table[:, slot, : mine.sum()] = case.table[:, slot, : case.count[row]][:, mine]
     attend = functools.partial(mosaic.attend, scale=0.3, tiles=tiles, interpret=plgpu.InterpretGPUParams())
-    first, second = ([x.astype("bfloat16") if x.dtype == np.float32 else x for x in hop.arguments] for hop in hops)
+    first, second = (hop.arguments("bfloat16") for hop in hops)
     out, lse = map(np.asarray, jax.jit(lambda first, second: attend(*second, before=attend(*first)))(first, second))
-    right_out, right_lse = truth(case, 0.3, None)
+    right_out, right_lse = truth(case.rounded("bfloat16"), 0.3, None)
     np.testing.assert_allclose(lse, right_lse, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(out, right_out, atol=0.02)

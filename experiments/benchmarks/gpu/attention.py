@@ -20,6 +20,7 @@ from experiments.benchmarks.gpu.checks import hopper, product
 from experiments.benchmarks.gpu.timing import Launches, Timed, faster, in_turns, launches
 from experiments.benchmarks.gpu.torch_peer import BACKENDS, TorchPeer
 from experiments.benchmarks.gpu.worker import Case, Row, Run
+from jaxserve.kernels.pool import Pool
 
 LAYERS = 4                                              # of a program
 PAGE = 64                                               # tokens of a page, unless said otherwise
@@ -59,7 +60,7 @@ def attend(heads: Heads, size: int, run: Run, tiles: Any = None) -> Any:
     @jax.jit                                                                         # traced once for all layers
     def layer(flat: jax.Array, q: jax.Array, *rest: jax.Array) -> jax.Array:
         q_pos, table, rows, count = rest
-        pages = flat.reshape(-1, heads.K, 2, size, heads.H)
+        pages = Pool(flat.reshape(-1, heads.K, 2, size, heads.H))
         return kernel(q, q_pos, pages, table, rows, count, scale=heads.H**-0.5, dtype=flat.dtype)[0]
 
     def f(flats: list[jax.Array], q: jax.Array, *rest: jax.Array) -> jax.Array:
@@ -140,7 +141,7 @@ def _pages_of(size: int, length: int, heads: Heads, run: Run) -> Launches:
 
 # --- over a large pool
 
-class Pool:
+class Filled:
     """Pages of several layers, for sequences of many lengths: flat arrays of random numbers, which repeat, and tables that point all over
     them. Longer sequences than there is room for have pages in common, at places that are far apart."""
 
@@ -184,8 +185,8 @@ class Lazily:
         self._run, self._tokens = run, 512 if run.rehearse else tokens
 
     @functools.cached_property
-    def pool(self) -> Pool:
-        return Pool(Heads.of(self._run), self._tokens, self._run)
+    def pool(self) -> Filled:
+        return Filled(Heads.of(self._run), self._tokens, self._run)
 
 
 def kilo(tokens: int) -> str:

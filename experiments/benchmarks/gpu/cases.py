@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
+
+from jaxserve.kernels.pool import Pool, narrow
 
 SLOTS = 6                                               # rows of the page table
 HUGE = 2**31 - 1
@@ -14,7 +18,7 @@ HUGE = 2**31 - 1
 
 @dataclass
 class Case:
-    """Arguments of `reference.attend`."""
+    """Arguments of `reference.attend`, in f32."""
 
     q: np.ndarray
     q_pos: np.ndarray
@@ -23,13 +27,19 @@ class Case:
     rows: np.ndarray
     count: np.ndarray
 
-    @property
-    def arguments(self) -> tuple[np.ndarray, ...]:
-        return self.q, self.q_pos, self.pages, self.table, self.rows, self.count
+    def arguments(self, dtype: Any = np.float32, narrowed: bool = False) -> tuple[Any, ...]:
+        """Of an implementation: floats of this type; pages of 8 bits where `narrowed`."""
+        pool = jax.tree.map(np.asarray, narrow(self.pages)) if narrowed else Pool(self.pages.astype(dtype))
+        return self.q.astype(dtype), self.q_pos, pool, self.table, self.rows, self.count
+
+    def rounded(self, dtype: Any = np.float32, narrowed: bool = False) -> Case:
+        """The same with numbers as those arguments have them, in f32."""
+        pages = narrow(self.pages).wide(np.float32) if narrowed else self.pages.astype(dtype)
+        return dataclasses.replace(self, q=self.q.astype(dtype).astype(np.float32), pages=np.asarray(pages, np.float32))
 
 
-def draw(shape: Any, rng: np.random.Generator, span: Callable[[int], tuple[int, int]], keeps: Callable[[int], bool], first: int = 0,
-         dtype: Any = np.float32) -> Case:
+def draw(shape: Any, rng: np.random.Generator, span: Callable[[int], tuple[int, int]], keeps: Callable[[int], bool],
+         first: int = 0) -> Case:
     """Rows on permuted pages. What nobody wrote is NaN, and what is no table entry is nonsense.
 
     shape: has R, T, K, G, H, C and W. span: of a row, its query tokens and the tokens up to the last of them. keeps: whether a block of a
@@ -38,7 +48,7 @@ def draw(shape: Any, rng: np.random.Generator, span: Callable[[int], tuple[int, 
     T, C, W = shape.T, shape.C, shape.W
     total = shape.R * W + 3
     free = iter(rng.permutation(total).tolist())
-    pages = np.full((total, shape.K, 2, C, shape.H), np.nan, dtype)
+    pages = np.full((total, shape.K, 2, C, shape.H), np.nan, np.float32)
     table = rng.choice(np.array([0, 1, total + 5, HUGE, -1, -HUGE], np.int32), (2, SLOTS, W))
     rows, count = rng.permutation(SLOTS)[: shape.R].astype(np.int32), np.zeros(shape.R, np.int32)
     q_pos = np.full((shape.R, T), -1, np.int32)
@@ -50,8 +60,8 @@ def draw(shape: Any, rng: np.random.Generator, span: Callable[[int], tuple[int, 
         for entry, block in enumerate(blocks):
             page, held = next(free), min(C, end - block * C)
             table[:, rows[row], entry] = page, first + block
-            pages[page, :, :, :held] = rng.standard_normal((shape.K, 2, held, shape.H)).astype(dtype)
-    q = rng.standard_normal((shape.R, T, shape.K, shape.G, shape.H)).astype(dtype)
+            pages[page, :, :, :held] = rng.standard_normal((shape.K, 2, held, shape.H))
+    q = rng.standard_normal((shape.R, T, shape.K, shape.G, shape.H)).astype(np.float32)
     return Case(q, q_pos, pages, table, rows, count)
 
 

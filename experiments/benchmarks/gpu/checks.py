@@ -18,9 +18,12 @@ import numpy as np
 from experiments.benchmarks.gpu import cases
 from experiments.benchmarks.gpu.timing import in_turns, launches, said
 from experiments.benchmarks.gpu.worker import OPTIONAL, Case, Row, Run, is_there
+from jaxserve.kernels.pool import Pool
 
-DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
-TOLERANCE = {"bf16": 2.0**-6, "f16": 2.0**-9}            # of out and lse: two roundings of numbers around one, and some for sums
+BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
+# of queries and pages: a type of 16 bits, and whether pages are of 8
+DTYPES = {"bf16": (BF16, False), "f16": (F16, False), "fp8": (BF16, True)}
+TOLERANCE = {"bf16": 2.0**-6, "f16": 2.0**-9, "fp8": 2.0**-6}             # of out and lse: two roundings and some sums
 OURS = ("mosaic", "two hops")
 AGAIN = 3                                               # runs on the same inputs, which must agree in every bit
 
@@ -87,8 +90,11 @@ FIXED = (
     Shape(64, G=1, H=64, C=16, W=80), Shape(128, G=8, dtype="f16"), Shape(256, C=128, W=12, dtype="f16"), Shape(256, H=256, C=256, W=6),
     Shape(256, G=16), Shape(200, G=2, C=32, W=40, window=300), Shape(200, G=3, H=64, C=32, W=40), Shape(512, G=8, W=24, window=256),
     Shape(32, W=2048, R=2), Shape(1, W=4096, R=3), Shape(128, first=156_000), Shape(1, first=156_000, window=500),
+    Shape(1, dtype="fp8", W=64), Shape(512, dtype="fp8", W=24), Shape(40, G=3, H=64, C=16, W=80, dtype="fp8", window=300),
+    Shape(1, G=8, H=256, C=16, W=100, dtype="fp8"),
 )
-TINY = (Shape(1, H=64, C=16, W=6, K=1, R=2), Shape(40, G=2, H=64, C=32, W=4, K=1, R=2, dtype="f16", window=50))
+TINY = (Shape(1, H=64, C=16, W=6, K=1, R=2), Shape(40, G=2, H=64, C=32, W=4, K=1, R=2, dtype="f16", window=50),
+        Shape(1, H=64, C=16, W=6, K=1, R=2, dtype="fp8"))
 
 
 def drawn(rng: np.random.Generator) -> Shape:
@@ -96,7 +102,7 @@ def drawn(rng: np.random.Generator) -> Shape:
     pick = lambda *values: values[rng.integers(len(values))]
     C = pick(16, 32, 64, 128, 256)
     T, G, H = pick(1, 1, 2, 8, 32, 48, 64, 100, 128, 384), pick(1, 2, 3, 4, 5, 7, 8, 12, 16), pick(64, 128, 256)
-    return Shape(T, G, H, C, -(-pick(512, 1024, 3000) // C), pick("bf16", "f16"), pick(None, None, 33, 400),
+    return Shape(T, G, H, C, -(-pick(512, 1024, 3000) // C), pick("bf16", "f16", "fp8"), pick(None, None, 33, 400),
                  pick(0, 0, 5000), pick(1, 2, 3), pick(1, 3, 5))
 
 
@@ -106,7 +112,7 @@ def make(shape: Shape, rng: np.random.Generator) -> cases.Case:
         length = 0 if row == shape.R - 1 > 0 else int(rng.integers(1, shape.T + 1)) if row else shape.T
         return length, shape.W * shape.C if row == 0 else int(rng.integers(length, shape.W * shape.C + 1))
 
-    return cases.draw(shape, rng, span, lambda row: row == 0 or rng.random() < 0.9, shape.first, DTYPES[shape.dtype])
+    return cases.draw(shape, rng, span, lambda row: row == 0 or rng.random() < 0.9, shape.first)
 
 
 def implementations(rehearse: bool) -> dict[str, Callable]:
@@ -125,12 +131,13 @@ def hopper(rehearse: bool, tiles: Any = None, whole: bool = False) -> Callable:
     from jaxserve.kernels import mosaic, ops
 
     if rehearse:
-        tiles = tiles or mosaic.Tiles(keys=64, warpgroups=1, stages=2, blocks=2)
-        return functools.partial(mosaic.attend, tiles=tiles, interpret=plgpu.InterpretGPUParams())
+        small = lambda pages: tiles or mosaic.Tiles(keys=64, warpgroups=1, stages=2, blocks=2, narrow=0 if pages.scales is None else 2)
+        interpreted = functools.partial(mosaic.attend, interpret=plgpu.InterpretGPUParams())
+        return lambda q, q_pos, pages, *rest, **settings: interpreted(q, q_pos, pages, *rest, tiles=small(pages), **settings)
     return functools.partial(mosaic.attend, tiles=tiles) if tiles or whole else functools.partial(ops.attend, implementation="mosaic")
 
 
-def _hops(attend: Callable, q: jax.Array, q_pos: jax.Array, pages: jax.Array, table: jax.Array, rows: jax.Array, count: jax.Array,
+def _hops(attend: Callable, q: jax.Array, q_pos: jax.Array, pages: Pool, table: jax.Array, rows: jax.Array, count: jax.Array,
           **settings: Any) -> tuple[jax.Array, jax.Array]:
     """Over the first half of each row's entries, then on from there over the second."""
     half = count // 2
@@ -154,10 +161,10 @@ def kernels(run: Run) -> Iterator[Case]:
 
 def _checked(shape: Shape, rng: np.random.Generator, run: Run) -> Row:
     inputs, scale = make(shape, rng), shape.H**-0.5
-    right_out, right_lse = cases.truth(inputs, scale, shape.window)
+    right_out, right_lse = cases.truth(inputs.rounded(*DTYPES[shape.dtype]), scale, shape.window)
     tolerance, wrong = TOLERANCE[shape.dtype], []
     row: Row = {"tolerance": tolerance}
-    placed = [jnp.asarray(array) for array in inputs.arguments]
+    placed = jax.tree.map(jnp.asarray, inputs.arguments(*DTYPES[shape.dtype]))
     for name, attend in implementations(run.rehearse).items():
         if name == "reference" and shape.W * shape.C * shape.T > 2**19:              # dense in memory
             continue

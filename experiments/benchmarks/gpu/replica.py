@@ -145,7 +145,7 @@ def _build(replica: Replica) -> Row:
     jax.block_until_ready([stage.values for stage in built.stages.stages])
     seconds = time.perf_counter() - began
     weights = sum(value.nbytes for stage in built.stages.stages for value in stage.values)
-    pool = sum(page.nbytes for stage in built.stages.stages for page in stage.pages)
+    pool = sum(array.nbytes for stage in built.stages.stages for array in jax.tree.leaves(stage.pages))
     return {"s": seconds, "GiB": weights / 2**30, "pool GiB": pool / 2**30, "model": replica.model}
 
 
@@ -268,7 +268,7 @@ def _analysed(name: str, compiled: Any, pool: int, shapes: tuple[str, ...]) -> R
 
 def _memory_of_steps(replica: Replica) -> list[Row]:
     stage = replica.engine.stages.stages[0]
-    pool, one = sum(page.nbytes for page in stage.pages), stage.pages[0]
+    pool, one = sum(array.nbytes for array in jax.tree.leaves(stage.pages)), stage.pages[0].kv
     shape = f"bf16[{','.join(map(str, one.shape))}]", f"bf16[{','.join(map(str, one.shape[1:]))}]"
     programs = replica.engine.stages.programs.compiled
     rows = [_analysed(name, program, pool, shape) for name, program in programs.items() if name.startswith("layers")]
