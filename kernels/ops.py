@@ -63,7 +63,8 @@ def _mosaic_lacks(kv: jax.ShapeDtypeStruct) -> str | None:
 def _mosaic(q: jax.Array, q_pos: jax.Array, pages: Pool, *arguments: jax.Array, **settings: Any) -> tuple[jax.Array, jax.Array]:
     from jaxserve.kernels import mosaic  # not to be had with older versions of jax
 
-    tiles = mosaic.default_tiles(q.shape[1] * q.shape[3], q.shape[4], pages.kv.dtype, jax.devices()[0].core_count)
+    device = jax.devices()[0]
+    tiles = mosaic.tiles_for(device.device_kind, device.core_count, q.shape[1] * q.shape[3], q.shape[4], pages.kv.dtype)
     return mosaic.attend(q, q_pos, pages, *arguments, tiles=tiles, **settings)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -51,6 +52,48 @@ def test_a_section_that_breaks_takes_no_other_along(tmp_path):
     (row,) = sections["kernels"]["rows"]
     assert 0 < row["mosaic out"] < row["tolerance"] and 0 < row["xla out"] < row["tolerance"]
     assert sections["engine"]["rows"][0]["model"] == "tiny"
+
+
+def test_the_block_shape_that_is_kept_is_the_best_over_all_cases_of_its_rows(tmp_path, monkeypatch):
+    from experiments.benchmarks import h200
+    from jaxserve.kernels import mosaic
+    from jaxserve.kernels.mosaic import tiles
+
+    shapes = {"default": dict(keys=128, warpgroups=1, stages=3, blocks=132, narrow=0),
+              "few": dict(keys=64, warpgroups=1, stages=2, blocks=264, narrow=0)}
+    case = lambda name, rows, **times: {
+        "case": name, "status": "ok", "shape": [dict(rows=rows, head_dim=128, dtype="bfloat16")], "tiles": [shapes],
+        "every": [{name: {"median": time} for name, time in times.items()}]}
+    report = h200.Report(tmp_path / "h200.json")
+    report.section("environment")["rows"] = [{"case": "device", "value": "NVIDIA H200", "status": "ok"}]
+    report.section("tiles")["rows"] = [case("1 x 1M", 4, default=100.0, few=90.0), case("64 x 8K", 4, default=50.0, few=60.0),
+                                       case("8K", 32768, default=70.0, few=40.0), {"case": "broken", "status": "failed"}]
+    report.found["tiles"] = h200.best_tiles(report)
+    decode, prefill = report.found["tiles"]["NVIDIA H200"]
+    assert (decode["keys"], decode["blocks_per_core"], decode["slower"]) == (128, 1, pytest.approx(100 / 90))
+    assert (prefill["keys"], prefill["blocks_per_core"], prefill["slower"]) == (64, 2, 1.0)
+
+    file = tmp_path / "tuned.json"
+    file.write_text('{"another": []}')
+    monkeypatch.setattr(h200, "TUNED", file)
+    h200.keep_tiles(report)
+    monkeypatch.setattr(tiles, "tuned", lambda: json.loads(file.read_text()))
+    found = functools.partial(mosaic.tiles_for, "NVIDIA H200", 132)
+    assert set(tiles.tuned()) == {"another", "NVIDIA H200"}
+    assert found(8, 128, "bfloat16") == mosaic.Tiles(128, 1, 3, 132) and found(100_000, 128, "bfloat16") == mosaic.Tiles(64, 1, 2, 264)
+    for rows, head_dim, dtype in ((8, 64, "bfloat16"), (8, 128, "float16")):         # nothing was measured
+        assert found(rows, head_dim, dtype) == mosaic.default_tiles(rows, head_dim, dtype)
+
+
+def test_every_block_shape_that_is_kept_is_one_that_the_kernel_has():
+    from jaxserve.kernels import mosaic
+    from jaxserve.kernels.mosaic.tiles import SHARED, tuned
+
+    for kind, rows in tuned().items():
+        for row in rows:
+            chosen = mosaic.tiles_for(kind, 132, row["rows"], row["head_dim"], row["dtype"])
+            assert chosen.shared_bytes(row["head_dim"]) <= SHARED
+            mosaic.check(jax.ShapeDtypeStruct((8, 2, 2, 64, row["head_dim"]), row["dtype"]), chosen)
 
 
 def test_what_is_called_the_truth_is_attention(tmp_path):

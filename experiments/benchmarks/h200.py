@@ -34,12 +34,14 @@ from jaxserve.flags import Command
 from jaxserve.options import Option
 
 ROOT = Path(__file__).parents[2]
+TUNED = ROOT / "kernels" / "mosaic" / "tuned.json"
 ALL_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 OPTIONS = {"h200": [
     Option("json", str, "h200.json", "file for all figures"),
     Option("rehearse", bool, False, "tiny shapes on the CPU, kernels in the interpreter"),
     Option("only", str, "", f"sections, comma-separated: {', '.join(SECTIONS)}"),
     Option("seconds", float, 500.0, "for everything", 10.0),
+    Option("keep_tiles", bool, False, "write the fastest block shapes where the kernels look for them"),
     Option("seed", int, None, "of all random inputs; default: a fresh one", 0),
     Option("most", int, 1000, "most cases of each section", 1),
     Option("torch_python", str, sys.executable, "python that has PyTorch, where it is another one"),
@@ -60,15 +62,17 @@ class Section:
 
 PLAN = {
     "environment": Section("environment", 20),
-    "kernels": Section("kernels against f64: largest error of out and of lse", 80, 45),
+    "kernels": Section("kernels against f64: largest error of out and of lse", 70, 45),
     "ceilings": Section("ceilings of this machine", 20, 40),
     "prefill": Section("attention, prefill of one prompt", 70, memory=0.6),
     "chunks": Section("attention, chunks of a prompt after many cached tokens", 40, memory=0.6),
     "decode": Section("attention, decode: batch x context", 55, memory=0.6),
     "tiles": Section("attention, block shapes", 45, 90),
-    "engine": Section("engine, Llama 3 8B in bf16, random weights", 115, 120, memory=0.92),
-    "no_command_buffers": Section("engine without command buffers", 30, 60, 0.92, "--xla_gpu_enable_command_buffer="),
-    "all_command_buffers": Section("engine, everything in command buffers", 30, 60, 0.92,
+    "engine": Section("engine, Llama 3 8B in bf16, random weights", 105, 120, memory=0.92),
+    "engine_1m": Section("engine, Llama 3 8B with KV of 8 bits, to a million tokens", 45, 90, memory=0.94),
+    "engine_10m": Section("engine, two layers of Llama 3 8B, to ten million tokens", 30, 90, memory=0.94),
+    "no_command_buffers": Section("engine without command buffers", 25, 60, 0.92, "--xla_gpu_enable_command_buffer="),
+    "all_command_buffers": Section("engine, everything in command buffers", 25, 60, 0.92,
                                    f"--xla_gpu_enable_command_buffer={ALL_BUFFERS} --xla_gpu_graph_min_graph_size=1"),
     "pools": Section("donated pools, and copies to the host", 25),
 }
@@ -234,12 +238,33 @@ def _cell(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def best_tiles(report: Report) -> dict[str, Any]:
-    """The block shapes that were fastest, by kind of device and case."""
-    kind = next((row["value"] for row in report.section("environment")["rows"] if row["case"] == "device"), "unknown")
-    rows = [row for row in report.section("tiles")["rows"] if row["status"] == "ok"]
-    one = lambda row: {"tiles": row["tiles"][0], "us": row["best us"], "its own / best": row.get("its own / best")}
-    return {kind: {row["case"]: one(row) for row in rows}}
+def best_tiles(report: Report) -> dict[str, list[dict[str, Any]]]:
+    """As in `kernels/mosaic/tuned.json`: for each number of query rows that was measured the block shape that is fastest over all cases, in
+    the geometric mean; `slower`: how much it is than the best of a case, at most."""
+    told = {row["case"]: row["value"] for row in report.section("environment")["rows"] if "value" in row}
+    cases: dict[tuple[Any, ...], list[dict[str, float]]] = {}
+    shapes: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in report.section("tiles")["rows"]:
+        if row["status"] == "ok":
+            key = tuple(row["shape"][0].items())
+            times = {name: spread["median"] for name, spread in row["every"][0].items()}
+            cases.setdefault(key, []).append({name: time / min(times.values()) for name, time in times.items()})
+            shapes[key] = row["tiles"][0]
+    found = []
+    for key, ratios in cases.items():
+        common = set.intersection(*map(set, ratios))
+        best = min(sorted(common), key=lambda name: math.prod(one[name] for one in ratios), default=None)
+        if best is not None:
+            tiles = {name: value for name, value in shapes[key][best].items() if name != "blocks"}
+            per_core = shapes[key][best]["blocks"] // shapes[key]["default"]["blocks"]
+            found.append({**dict(key), **tiles, "blocks_per_core": per_core, "slower": max(one[best] for one in ratios)})
+    return {told.get("device", "unknown"): found}
+
+
+def keep_tiles(report: Report) -> None:
+    """What was found for this kind of device replaces what the kernels know of it."""
+    known = json.loads(TUNED.read_text()) | {kind: rows for kind, rows in report.found["tiles"].items() if rows}
+    TUNED.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def run(values: dict[str, Any]) -> int:
@@ -265,6 +290,8 @@ def run(values: dict[str, Any]) -> int:
                 report.section(name)["status"] = f"failed: {type(error).__name__}: {error}"
             _say(f"{name}: {report.section(name)['status']}, second {time.time() - began:.0f}")
     report.found["tiles"] = best_tiles(report)
+    if values["keep_tiles"]:
+        keep_tiles(report)
     report.found["seconds"] = round(time.time() - began, 1)
     report.keep()
     print(f"\n{shown(report)}\n\n{report.found['seconds']:.0f} s; all figures in {report.file}")

@@ -10,7 +10,7 @@ which one has ten million, fill the machine alike. A query tile whose keys lie i
 are written as pieces, at most two per block, which a second kernel merges in place (`join`).
 """
 
-from jaxserve.kernels.mosaic.launch import attend, check
-from jaxserve.kernels.mosaic.tiles import ROWS, Tiles, default_tiles, pack
+from jaxserve.kernels.mosaic.launch import attend, attend_and_send, check
+from jaxserve.kernels.mosaic.tiles import ROWS, Tiles, default_tiles, pack, tiles_for
 
-__all__ = ["ROWS", "Tiles", "attend", "check", "default_tiles", "pack"]
+__all__ = ["ROWS", "Tiles", "attend", "attend_and_send", "check", "default_tiles", "pack", "tiles_for"]

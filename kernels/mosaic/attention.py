@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.kernels.merge import LOWEST
+from jaxserve.kernels.mosaic.hop import send_on
 from jaxserve.kernels.mosaic.keys import Keys
 from jaxserve.kernels.mosaic.line import SEEN, Line, Part, Stretch
 from jaxserve.kernels.mosaic.setting import ROW, TILE, Setting
@@ -22,14 +23,19 @@ from jaxserve.kernels.mosaic.tiles import ROWS
 LOG2E = math.log2(math.e)
 
 
-def attention(q_g, pos_g, table_g, tile_g, block_g, total_g, *rest: Any, setting: Setting, pools: int, **shared: Any) -> None:
-    """One block. rest: arrays of the pool of pages, `before`, results."""
-    pools_g, before, (out_g, lse_g, piece_g, piece_lse_g) = rest[:pools], rest[pools:-4], rest[-4:]
-    wg, computing = lax.axis_index("wg"), setting.tiles.warpgroups
+def attention(q_g, pos_g, table_g, tile_g, block_g, total_g, *rest: Any, setting: Setting, pools: int, continues: bool,
+              **shared: Any) -> None:
+    """One block. rest: arrays of the pool of pages, `before`, results, and where pages that are sent here arrive."""
+    received_g, results = (rest[-1], rest[-5:-1]) if setting.senders else (None, rest[-4:])
+    pools_g, before, (out_g, lse_g, piece_g, piece_lse_g) = rest[:pools], rest[pools : pools + 2 * continues], results
+    wg: Any = lax.axis_index("wg")
+    block: Any = lax.axis_index("block")
+    computing, blocks = setting.tiles.warpgroups, setting.tiles.blocks
     line, buffers = Line(tile_g, block_g, total_g), Buffers(**shared)
-    stretch = Stretch(setting, line, lax.axis_index("block"))
+    stretch = Stretch(setting, line, jnp.minimum(block, blocks - 1))
+    attends = block < blocks
 
-    @pl.when(wg < computing)
+    @pl.when(attends & (wg < computing))
     def _() -> None:
         if setting.registers:
             plgpu.set_max_registers(setting.registers[0], action="increase")
@@ -60,18 +66,23 @@ def attention(q_g, pos_g, table_g, tile_g, block_g, total_g, *rest: Any, setting
         lax.fori_loop(0, stretch.number, one, ())
         pl.when(wg == computing - 2)(buffers.take_turn)
 
-    @pl.when(wg == computing)
+    @pl.when(attends & (wg == computing))
     def _() -> None:
         if setting.registers:
             plgpu.set_max_registers(setting.registers[1], action="decrease")
         fetch(setting, stretch, line, table_g, pools_g, buffers)
 
     if setting.tiles.narrow:
-        @pl.when(wg == computing + 1)
+        @pl.when(attends & (wg == computing + 1))
         def _() -> None:
             if setting.registers:
                 plgpu.set_max_registers(setting.registers[2], action="decrease")
             widen(setting, stretch, buffers)
+
+    if setting.senders:
+        @pl.when((block >= blocks) & (wg == computing))
+        def send() -> None:
+            send_on(setting, block - blocks, pools_g[0], received_g, **buffers.sent)
 
 
 def _begin(setting: Setting, before: list[Any], part: Part, head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxserve.kernels.mosaic import hop
 from jaxserve.kernels.mosaic.attention import LOG2E, attention
 from jaxserve.kernels.mosaic.join import join
 from jaxserve.kernels.mosaic.line import Line, line_of
@@ -17,28 +19,47 @@ from jaxserve.kernels.mosaic.tiles import HEAD_DIMS, ROWS, WIDE, Tiles, column, 
 from jaxserve.kernels.pool import NARROW, SCALE, Pool
 
 
-def attend(
+def attend(q: jax.Array, q_pos: jax.Array, pages: Pool, table: jax.Array, rows: jax.Array, count: jax.Array,
+           **settings: Any) -> tuple[jax.Array, jax.Array]:
+    """As `reference.attend`, but for `out`, which is of type `dtype`; settings: of `_attend`. Errors: NotImplementedError, with the reason.
+    """
+    out, lse, _ = _attend(q, q_pos, pages, table, rows, count, **settings)
+    return out, lse
+
+
+def attend_and_send(q: jax.Array, q_pos: jax.Array, pages: Pool, table: jax.Array, rows: jax.Array, count: jax.Array, *,
+                    ring: str | None, senders: int = 8, **settings: Any) -> tuple[jax.Array, jax.Array, Pool]:
+    """A hop of a ring in one launch: as `attend`, while `senders` blocks send the pages to the next lane of mesh axis `ring` (None: to this
+    one); with the pages of the lane before. Needs NVLink between all lanes of the axis. Errors: NotImplementedError, with the reason."""
+    if pages.scales is not None:
+        raise NotImplementedError(f"pages of {pages.kv.dtype} that are sent on")
+    return _attend(q, q_pos, pages, table, rows, count, ring=ring, senders=senders, **settings)
+
+
+def _attend(
     q: jax.Array, q_pos: jax.Array, pages: Pool, table: jax.Array, rows: jax.Array, count: jax.Array,
     *, scale: float, window: int | None = None, dtype: Any = jnp.float32, before: tuple[jax.Array, jax.Array] | None = None,
-    tiles: Tiles | None = None, interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:
-    """As `reference.attend`, but for `out`, which is of type `dtype`; merged with `before`, an (out, lse) over other keys, where there is
-    one: a hop of a ring. Errors: NotImplementedError, with the reason."""
+    tiles: Tiles | None = None, ring: str | None = None, senders: int = 0, interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, Pool]:
+    """Merged with `before`, an (out, lse) over other keys, where there is one: a hop of a ring."""
     R, T, K, G, H = q.shape
     tiles = default_tiles(T * G, H, pages.kv.dtype) if tiles is None else tiles
+    if senders:
+        tiles = dataclasses.replace(tiles, blocks=tiles.blocks - senders)            # all must run at once
     check(pages.kv, tiles)
     computed = pages.kv.dtype if pages.scales is None else q.dtype if q.dtype in WIDE else WIDE[0]
     own = jnp.dtype(dtype) == computed                                               # results go through the queries' buffer
     packing = pack(T, K, G, tiles.warpgroups, thin=before is None and own)
-    setting = Setting(scale * LOG2E, window, packing, tiles, R, pages.kv.shape[3], bool(interpret))
+    setting = Setting(scale * LOG2E, window, packing, tiles, R, pages.kv.shape[3], bool(interpret), senders, ring)
     tall = packing._replace(rows=setting.across * setting.height)
     q_rows, pos = to_rows(q.astype(computed), packing), to_rows(q_pos[..., None, None, None], tall, -1, G)[..., 0, 0]
     earlier = () if before is None else (to_rows(before[0].astype(jnp.float32), packing),
                                          to_rows(before[1][..., None], packing, -jnp.inf)[..., 0].transpose(0, 2, 1))
     line = line_of(pos, table, rows, count, setting)
     type_ = dtype if own else jnp.float32
-    out, lse = from_rows(*_launch(q_rows, pos, pages, table, line, earlier, setting, type_, interpret), q.shape, packing)
-    return out.astype(dtype), lse
+    out, lse, received = _launch(q_rows, pos, pages, table, line, earlier, setting, type_, interpret)
+    out, lse = from_rows(out, lse, q.shape, packing)
+    return out.astype(dtype), lse, received
 
 
 def check(kv: jax.Array | jax.ShapeDtypeStruct, tiles: Tiles | None = None) -> None:
@@ -58,8 +79,8 @@ def check(kv: jax.Array | jax.ShapeDtypeStruct, tiles: Tiles | None = None) -> N
 
 
 def _launch(q: jax.Array, pos: jax.Array, pages: Pool, table: jax.Array, line: Line, before: tuple[jax.Array, ...], setting: Setting,
-            dtype: Any, interpret: Any) -> tuple[jax.Array, jax.Array]:
-    """out [R, M, heads, H], lse [R, heads, M], as those of `before`, if any."""
+            dtype: Any, interpret: Any) -> tuple[jax.Array, jax.Array, Pool]:
+    """out [R, M, heads, H], lse [R, heads, M], as those of `before`, if any; pages that were received, or those that are here."""
     R, M, heads, H = q.shape
     tiles, blocks = setting.tiles, setting.tiles.blocks
     wgs, keys, stages = tiles.warpgroups, tiles.keys, tiles.stages
@@ -77,18 +98,21 @@ def _launch(q: jax.Array, pos: jax.Array, pages: Pool, table: jax.Array, line: L
         shared["p"] = _smem((wgs, ROWS, keys), q.dtype)
     if setting.thin:
         shared["lse"] = plgpu.SMEM((ROWS,), jnp.float32)
+    if setting.senders:
+        shared["sent"] = hop.buffers(pages.kv)
     out_type = [jax.ShapeDtypeStruct(shape, type) for shape, type in (
         ((R, M, heads, H), dtype), ((R, heads, M), jnp.float32), ((blocks, 2, wgs, ROWS, H), jnp.float32),
-        ((blocks, 2, wgs, ROWS), jnp.float32))]
-    body, threads = functools.partial(attention, setting=setting, pools=len(pools)), wgs + 1 + bool(tiles.narrow)
-    out, lse, *pieces = kernel(body, out_type, shared, {"block": blocks}, threads, interpret)(q, pos, table, *line, *pools, *before)
+        ((blocks, 2, wgs, ROWS), jnp.float32), *[(pages.kv.shape, pages.kv.dtype)] * bool(setting.senders))]
+    body = functools.partial(attention, setting=setting, pools=len(pools), continues=bool(before))
+    run = kernel(body, out_type, shared, {"block": blocks + setting.senders}, wgs + 1 + bool(tiles.narrow), interpret)
+    out, lse, piece, piece_lse, *received = run(q, pos, table, *line, *pools, *before)
     out, lse = jax.new_ref(out), jax.new_ref(lse)
     staging = dict(out=plgpu.SMEM((ROWS, columns), dtype)) if dtype != jnp.float32 else {}
     staging |= dict(lse=plgpu.SMEM((ROWS,), jnp.float32)) if setting.thin else {}
     grid = {"block": blocks, "of": wgs, "column": H // columns}
     merge = kernel(functools.partial(join, setting=setting), (), staging, grid, 1, interpret)
-    merge(*pieces, *line, out, lse)
-    return jax.freeze(out), jax.freeze(lse)
+    merge(piece, piece_lse, *line, out, lse)
+    return jax.freeze(out), jax.freeze(lse), Pool(*received) if received else pages
 
 
 def _smem(shape: tuple[int, ...], dtype: Any) -> Any:

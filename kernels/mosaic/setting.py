@@ -29,6 +29,8 @@ class Setting:
     rows: int                                        # R
     size: int                                        # C
     interpret: bool
+    senders: int = 0                                 # blocks that send the pages on, beside those that attend: see `hop`
+    ring: str | None = None                          # the mesh axis to whose next lane; None: to this one
 
     @property
     def per(self) -> int:

@@ -34,6 +34,7 @@ class Buffers(NamedTuple):
     narrow_free: Any = None
     p: Any = None                                    # [warpgroups, ROWS, keys] in the interpreter; else in registers
     lse: Any = None                                  # [ROWS], where rows are thin
+    sent: Any = None                                 # of a block that sends pages on: see `hop`
 
     @property
     def wide(self) -> tuple[Any, ...]:

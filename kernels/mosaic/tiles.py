@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -48,6 +51,23 @@ def default_tiles(rows: int, head_dim: int, dtype: Any = jnp.bfloat16, blocks: i
     field = "narrow" if narrow else "stages"
     deeper = (dataclasses.replace(tiles, **{field: deep}) for deep in (6, 5, 4, 3, 2) if narrow or tiles.warpgroups == 1)
     return next((tiles for tiles in deeper if tiles.shared_bytes(head_dim) <= SHARED), tiles)
+
+
+def tiles_for(kind: str, cores: int, rows: int, head_dim: int, dtype: Any) -> Tiles:
+    """What was fastest on this kind of device for the nearest number of query rows, where it was measured (`tuned.json`, which
+    `python -m experiments.benchmarks.h200 --keep_tiles` writes); else the default."""
+    like = lambda row: (row["head_dim"], row["dtype"], row["rows"] <= ROWS) == (head_dim, str(dtype), rows <= ROWS)
+    alike = list(filter(like, tuned().get(kind, ())))
+    if not alike:
+        return default_tiles(rows, head_dim, dtype, cores)
+    row = min(alike, key=lambda row: abs(math.log2(row["rows"] / rows)))
+    return Tiles(row["keys"], row["warpgroups"], row["stages"], row["blocks_per_core"] * cores, row["narrow"])
+
+
+@functools.cache
+def tuned() -> dict[str, list[dict[str, Any]]]:
+    """Block shapes by kind of device."""
+    return json.loads(Path(__file__).with_name("tuned.json").read_text())
 
 
 class Packing(NamedTuple):

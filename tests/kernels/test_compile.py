@@ -240,3 +240,19 @@ def model_step(shape: StepShape, values: list[jax.Array], pages: list[Pool], *re
     stage, _ = stage_modules(LLAMA, range(LLAMA.layers), 1)
     with mock.patch.dict(ops.ATTEND, xla=mosaic.attend):
         return layers(Weights.of(stage), LLAMA, shape, True, values, pages, *rest)
+
+
+@needs_compiler
+def test_a_hop_sends_its_pages_on_in_the_kernel_that_attends_over_them():
+    """Four lanes: compiled as far as that goes without them; all launches are two kernels, and nothing is permuted besides."""
+    shape = dataclasses.replace(SHAPES["hop"], R=1, W=32)
+    q, pos, _, table, row, _, *before = shape.arguments()
+    pages = pool_shapes((32, *shape.pool.kv.shape[1:]), np.dtype("bfloat16"))
+    compiled = cuda.compile(hop_of, q, pos, pages, table, row, row, *before, mesh=(4, 1))
+    assert len(compiled.kernels) == 2 and max(kernel.spilled for kernel in compiled.kernels) <= shape.spilled
+    assert max(compiled.shared) <= 227 * 1024 and "collective-permute" not in compiled.hlo
+    assert "collective_metadata_used" in compiled.hlo                                # pointers of the other lanes
+
+
+def hop_of(q: jax.Array, q_pos: jax.Array, pages: Pool, table: jax.Array, rows: jax.Array, count: jax.Array, *before: jax.Array) -> Any:
+    return mosaic.attend_and_send(q, q_pos, pages, table, rows, count, before=before, scale=0.1, ring=lanes.KVP)

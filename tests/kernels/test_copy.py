@@ -19,13 +19,13 @@ def implementations():
     if NEWER:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        from jaxserve.kernels import mosaic
+        from jaxserve.kernels.mosaic import copy as hopper
 
         def gather(pages, ids, **settings):
-            return jax.tree.map(lambda pool: mosaic.copy.gather(pool, ids, **settings), pages)
+            return jax.tree.map(lambda pool: hopper.gather(pool, ids, **settings), pages)
 
         def scatter(pages, ids, these, **settings):
-            return jax.tree.map(lambda pool, some: mosaic.copy.scatter(pool, ids, some, **settings), pages, these)
+            return jax.tree.map(lambda pool, some: hopper.scatter(pool, ids, some, **settings), pages, these)
 
         for blocks in (1, 3, 40):
             settings = dict(blocks=blocks, interpret=plgpu.InterpretGPUParams(detect_races=True))

@@ -146,3 +146,18 @@ def test_a_hop_of_a_ring_goes_on_from_the_keys_before(shape, tiles):
     right_out, right_lse = truth(case.rounded("bfloat16"), 0.3, None)
     np.testing.assert_allclose(lse, right_lse, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(out, right_out, atol=0.02)
+
+
+@pytest.mark.parametrize("shape, tiles", [(Shape(5, H=64), SMALL), (Shape(64, H=64, G=2, K=1, C=256, W=4, R=2), TWO)], ids=str)
+def test_pages_are_sent_on_while_they_are_attended_over(shape, tiles):
+    """To the same device: one that is elsewhere is beyond the interpreter."""
+    case = make_case(shape, 1)
+    case.pages[:] = np.random.default_rng(0).standard_normal(case.pages.shape)
+    send = functools.partial(mosaic.attend_and_send, scale=0.3, tiles=dataclasses.replace(tiles, blocks=5), ring=None, senders=2,
+                             interpret=plgpu.InterpretGPUParams(detect_races=True))
+    arguments = case.arguments("bfloat16")
+    out, lse, received = jax.jit(send)(*arguments)
+    right_out, right_lse = truth(case.rounded("bfloat16"), 0.3, None)
+    np.testing.assert_allclose(lse, right_lse, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(out, right_out, atol=0.02)
+    np.testing.assert_array_equal(np.asarray(received.kv), arguments[2].kv)

@@ -20,7 +20,7 @@ from experiments.benchmarks.gpu.checks import hopper, product
 from experiments.benchmarks.gpu.timing import Launches, Timed, faster, in_turns, launches
 from experiments.benchmarks.gpu.torch_peer import BACKENDS, TorchPeer
 from experiments.benchmarks.gpu.worker import Case, Row, Run
-from jaxserve.kernels.pool import Pool
+from jaxserve.kernels.pool import NARROW, Pool, narrow
 
 LAYERS = 4                                              # of a program
 PAGE = 64                                               # tokens of a page, unless said otherwise
@@ -48,6 +48,11 @@ class Heads:
     def flops(self, pairs: float) -> float:
         return 4.0 * self.N * self.H * pairs
 
+    def paged(self, flat: Pool, size: int) -> Pool:
+        """Flat arrays as pages of so many tokens."""
+        vectors = -1, self.K, 2, size
+        return Pool(flat.kv.reshape(*vectors, self.H), None if flat.scales is None else flat.scales.reshape(vectors))
+
     @classmethod
     def of(cls, run: Run, G: int = 4) -> Heads:
         return cls(1, min(G, 2), 64) if run.rehearse else cls(G=G)
@@ -58,12 +63,11 @@ def attend(heads: Heads, size: int, run: Run, tiles: Any = None) -> Any:
     kernel = hopper(run.rehearse, tiles)
 
     @jax.jit                                                                         # traced once for all layers
-    def layer(flat: jax.Array, q: jax.Array, *rest: jax.Array) -> jax.Array:
+    def layer(flat: Pool, q: jax.Array, *rest: jax.Array) -> jax.Array:
         q_pos, table, rows, count = rest
-        pages = Pool(flat.reshape(-1, heads.K, 2, size, heads.H))
-        return kernel(q, q_pos, pages, table, rows, count, scale=heads.H**-0.5, dtype=flat.dtype)[0]
+        return kernel(q, q_pos, heads.paged(flat, size), table, rows, count, scale=heads.H**-0.5, dtype=q.dtype)[0]
 
-    def f(flats: list[jax.Array], q: jax.Array, *rest: jax.Array) -> jax.Array:
+    def f(flats: list[Pool], q: jax.Array, *rest: jax.Array) -> jax.Array:
         for flat in flats:
             q = layer(flat, q, *rest)
         return q
@@ -133,7 +137,7 @@ def _prefill(length: int, heads: Heads, run: Run, peers: Peers) -> list[Row]:
 
 def _pages_of(size: int, length: int, heads: Heads, run: Run) -> Launches:
     count = -(-length // size)
-    flat, q = made((count * size * heads.token,), 1), made((1, length, heads.K, heads.G, heads.H), 2)
+    flat, q = Pool(made((count * size * heads.token,), 1)), made((1, length, heads.K, heads.G, heads.H), 2)
     table = np.stack([np.random.default_rng(run.seed).permutation(count), np.arange(count)]).astype(np.int32)[:, None]
     rest = jnp.arange(length)[None], jnp.asarray(table), jnp.zeros(1, jnp.int32), jnp.full(1, count, jnp.int32)
     return launches(attend(heads, size, run), ([flat] * layers(run), q, *rest), each=layers(run))
@@ -143,13 +147,18 @@ def _pages_of(size: int, length: int, heads: Heads, run: Run) -> Launches:
 
 class Filled:
     """Pages of several layers, for sequences of many lengths: flat arrays of random numbers, which repeat, and tables that point all over
-    them. Longer sequences than there is room for have pages in common, at places that are far apart."""
+    them. Longer sequences than there is room for have pages in common, at places that are far apart. narrowed: of 8 bits."""
 
-    def __init__(self, heads: Heads, tokens: int, run: Run):
+    def __init__(self, heads: Heads, tokens: int, run: Run, narrowed: bool):
         self.heads, self.run, self.pages = heads, run, tokens // PAGE
         tape = min(tokens, 2**17)
-        fill = jax.jit(lambda x: jnp.tile(x, tokens // tape))
+
+        @jax.jit
+        def fill(x: jax.Array) -> Pool:
+            one = narrow(x.reshape(-1, heads.H)) if narrowed else Pool(x)
+            return jax.tree.map(lambda x: jnp.tile(x.reshape(-1), tokens // tape), one)
         self.flats = [fill(made((tape * heads.token,), layer)) for layer in range(layers(run))]
+        self.dtype = self.flats[0].kv.dtype
 
     def arguments(self, contexts: list[int], T: int) -> list[tuple[Any, ...]]:
         """What `attend` takes for rows of the last T of so many tokens each, and again over other pages where a cache would serve them."""
@@ -169,7 +178,7 @@ class Filled:
         return out
 
     def bytes(self, contexts: list[int]) -> float:
-        return float(sum(contexts)) * self.heads.token * 2
+        return float(sum(contexts)) * self.heads.token / self.heads.H * (2 + self.heads.H if self.dtype == NARROW else 2 * self.heads.H)
 
     def launches(self, contexts: list[int], T: int) -> dict[str, Launches]:
         """All layers, and one of them alone."""
@@ -181,12 +190,15 @@ class Filled:
 class Lazily:
     """A pool that is made when it is first used."""
 
-    def __init__(self, run: Run, tokens: int):
-        self._run, self._tokens = run, 512 if run.rehearse else tokens
+    def __init__(self, run: Run, tokens: int, narrowed: bool = False):
+        self._run, self._tokens, self.narrowed = run, 512 if run.rehearse else tokens, narrowed
+
+    def named(self, case: str) -> str:
+        return f"{case}, fp8" if self.narrowed else case
 
     @functools.cached_property
     def pool(self) -> Filled:
-        return Filled(Heads.of(self._run), self._tokens, self._run)
+        return Filled(Heads.of(self._run), self._tokens, self._run, self.narrowed)
 
 
 def kilo(tokens: int) -> str:
@@ -197,45 +209,49 @@ def kilo(tokens: int) -> str:
 
 
 def chunks(run: Run) -> Iterator[Case]:
-    lazily = Lazily(run, 2**21)
     news = (8, 64) if run.rehearse else (32, 128, 512, 2048)
-    for cached in (128,) if run.rehearse else (2**17, 2**20):
-        yield f"after {kilo(cached)}", functools.partial(_chunks, lazily, cached, news, run)
+    for lazily in (Lazily(run, 2**21), Lazily(run, 2**21, narrowed=True)):
+        for cached in (128,) if run.rehearse else (2**17, 2**20):
+            yield lazily.named(f"after {kilo(cached)}"), functools.partial(_chunks, lazily, cached, news, run)
 
 
 def _chunks(lazily: Lazily, cached: int, news: tuple[int, ...], run: Run) -> list[Row]:
     pool = lazily.pool
     entries = {f"{new} new": pool.launches([cached + new], new)[OURS] for new in news}
-    if cached <= 2**17:                                                              # the nearest thing that others have
+    if cached <= 2**17 and not lazily.narrowed:                                      # the nearest thing that others have
         entries |= {f"{new} new, cudnn by jax, no mask": cudnn(pool.heads, 1, new, cached, False) for new in (news[0], news[-1])}
     timed, faults = in_turns(entries, run.pace)
     base, rows = timed.get(f"{news[-1]} new"), []
     for name, one in timed.items():
         new = int(name.split()[0])
         pairs = new * cached + (0 if "mask" in name else new * (new + 1) / 2)
-        row: Row = {"case": f"{name} after {kilo(cached)}", "ms": one.spread(1e3), "us/token": one.median / new * 1e6,
+        row: Row = {"case": lazily.named(f"{name} after {kilo(cached)}"), "ms": one.spread(1e3), "us/token": one.median / new * 1e6,
                     "TF/s": pool.heads.flops(pairs) / one.median / 1e12, "KV GB/s": pool.bytes([cached + new]) / one.median / 1e9}
         if base is not None:
             row[f"time per token / that of {news[-1]}"] = faster(base, one, news[-1] / new)
         rows.append(row)
-    return rows + absent(f"after {kilo(cached)}", faults)
+    return rows + absent(lazily.named(f"after {kilo(cached)}"), faults)
 
 
 # --- decode
 
 def decode(run: Run) -> Iterator[Case]:
-    lazily, peers = Lazily(run, 2**21), Peers(run)
+    wide, eight, peers = Lazily(run, 2**21), Lazily(run, 2**21, narrowed=True), Peers(run)
     K = 2**10
     if run.rehearse:
         plan = {"1 x 256": [256], "4 x 20 to 130": [20, 47, 90, 130]}
+        narrowed = ["4 x 20 to 130"]
     else:
         each = {1: (K, 8 * K, 64 * K, 256 * K, K * K), 8: (K, 8 * K, 64 * K, 512 * K), 64: (K, 8 * K, 64 * K), 256: (K, 8 * K, 32 * K)}
         plan = {f"{batch} x {kilo(context)}": [context] * batch for batch, contexts in each.items() for context in contexts}
         ragged = np.random.default_rng(run.seed)
         plan["64 x 1K to 256K"] = (K * 256**ragged.random(64)).astype(int).tolist()
         plan["256 x 1K to 8K, one 1M"] = [K * K, *ragged.integers(K, 8 * K, 255).tolist()]
+        narrowed = ["1 x 1M", "8 x 64K", "64 x 8K", "64 x 1K to 256K"]
     for name, contexts in plan.items():
-        yield name, functools.partial(_decode, name, contexts, lazily, peers, run)
+        yield name, functools.partial(_decode, name, contexts, wide, peers, run)
+    for name in narrowed:
+        yield eight.named(name), functools.partial(_decode, eight.named(name), plan[name], eight, peers, run)
 
 
 BESIDE = ("1 x 256", "1 x 64K", "8 x 64K", "64 x 8K")   # decodes that are measured beside peers
@@ -262,37 +278,44 @@ def _decode(name: str, contexts: list[int], lazily: Lazily, peers: Peers, run: R
 # --- block shapes
 
 def tiles(run: Run) -> Iterator[Case]:
-    lazily = Lazily(run, 2**21)
+    wide, eight = Lazily(run, 2**21), Lazily(run, 2**21, narrowed=True)
     if run.rehearse:
         plan: dict[str, tuple[int, list[int]]] = {"chunk 8 after 128": (8, [136])}
+        narrowed = list(plan)
     else:
         K = 2**10
         plan = {"chunk 8K after 0": (8 * K, [8 * K]), "decode 64 x 8K": (1, [8 * K] * 64), "chunk 32 after 128K": (32, [128 * K + 32]),
                 "decode 1 x 1M": (1, [K * K]), "chunk 512 after 128K": (512, [128 * K + 512]), "decode 1 x 8K": (1, [8 * K])}
+        narrowed = ["chunk 512 after 128K", "decode 64 x 8K"]
     for name, (T, contexts) in plan.items():
-        yield name, functools.partial(_tiles, T, contexts, lazily, run)
+        yield name, functools.partial(_tiles, T, contexts, wide, run)
+    for name in narrowed:
+        yield eight.named(name), functools.partial(_tiles, *plan[name], eight, run)
 
 
-def shapes_to_try(rows: int, head_dim: int, rehearse: bool) -> dict[str, Any]:
-    """Block shapes by name, for so many query rows of a kv head; None is what the kernel takes by itself."""
+def shapes_to_try(rows: int, head_dim: int, dtype: Any, rehearse: bool) -> dict[str, Any]:
+    """Block shapes by name, for so many query rows of a kv head and pages of a type; the first is the default."""
     from jaxserve.kernels import mosaic
+    from jaxserve.kernels.mosaic.tiles import SHARED
 
     cores = getattr(jax.devices()[0], "core_count", None) or 132
-    base = mosaic.default_tiles(rows, head_dim, 2 if rehearse else cores)
-    found: dict[str, Any] = {"its own": None}
-    for warpgroups, keys, stages in itertools.product((1, 2), (64,) if rehearse else (64, 128), (2,) if rehearse else (2, 3, 4)):
-        one = dataclasses.replace(base, keys=keys, warpgroups=warpgroups, stages=stages)
-        room = mosaic.SHARED // one.shared_bytes(head_dim)                           # blocks that fit a core
+    base = mosaic.default_tiles(rows, head_dim, dtype, 2 if rehearse else cores)
+    found: dict[str, Any] = {"default": base}
+    all_keys, all_stages, all_narrow = ((64,), (2,), (2,)) if rehearse else ((64, 128), (2, 3, 4), (1, 2, 4))
+    for warpgroups, keys, stages, held in itertools.product((1, 2), all_keys, all_stages, all_narrow if base.narrow else (0,)):
+        one = dataclasses.replace(base, keys=keys, warpgroups=warpgroups, stages=stages, narrow=held)
+        room = SHARED // one.shared_bytes(head_dim)                           # blocks that fit a core
+        name = f"keys {keys} warpgroups {warpgroups} stages {stages}" + (f" narrow {held}" if held else "")
         if room:
-            found[f"keys {keys} warpgroups {warpgroups} stages {stages}"] = one
+            found[name] = one
         if room > 1 and warpgroups == 1 and not rehearse:
-            found[f"keys {keys} warpgroups 1 stages {stages}, twice the blocks"] = dataclasses.replace(one, blocks=2 * base.blocks)
+            found[f"{name}, twice the blocks"] = dataclasses.replace(one, blocks=2 * base.blocks)
     return found
 
 
 def _tiles(T: int, contexts: list[int], lazily: Lazily, run: Run) -> Row:
     pool = lazily.pool
-    shapes = shapes_to_try(T * pool.heads.G, pool.heads.H, run.rehearse)
+    shapes = shapes_to_try(T * pool.heads.G, pool.heads.H, pool.dtype, run.rehearse)
     pace = dataclasses.replace(run.pace, rounds=min(3, run.pace.rounds), seconds=run.pace.seconds / 2)
     arguments = pool.arguments(contexts, T)
     timed: dict[str, Timed] = {}
@@ -309,8 +332,9 @@ def _tiles(T: int, contexts: list[int], lazily: Lazily, run: Run) -> Row:
         raise RuntimeError("; ".join(dict.fromkeys(faults.values())))
     best = min(timed, key=lambda name: timed[name].median)
     row: Row = {"best": best, "best us": timed[best].median * 1e6}
-    if "its own" in timed:
-        row |= {"its own us": timed["its own"].median * 1e6, "its own / best": timed["its own"].median / timed[best].median}
+    if "default" in timed:
+        row |= {"default us": timed["default"].median * 1e6, "default / best": timed["default"].median / timed[best].median}
     every = {name: one.spread(1e6) for name, one in timed.items()}
-    chosen = shapes[best]
-    return {**row, "tried": len(timed), "every": [every], "faults": [faults], "tiles": [dataclasses.asdict(chosen) if chosen else None]}
+    shape = {"rows": T * pool.heads.G, "head_dim": pool.heads.H, "dtype": str(pool.dtype)}
+    return {**row, "tried": len(timed), "every": [every], "faults": [faults], "shape": [shape],
+            "tiles": [{name: dataclasses.asdict(one) for name, one in shapes.items()}]}

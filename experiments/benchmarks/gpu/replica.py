@@ -5,11 +5,12 @@ The engine is the project's own (`engine.build`); only its weights are made on t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ import numpy as np
 from experiments.benchmarks.gpu.attention import Heads, attend, kilo, made
 from experiments.benchmarks.gpu.timing import Pace, Timed, in_turns, launches
 from experiments.benchmarks.gpu.worker import Case, Row, Run, stand_in
+from jaxserve.kernels.pool import Pool
 
 PEAK = {"NVIDIA H200": (989.4, 4800.0), "NVIDIA H100 80GB HBM3": (989.4, 3350.0)}   # dense bf16 TF/s and GB/s of the data sheet
 PROMPTS = {8192: (512, 2048, 8192), 32768: (512, 2048, 8192), 131072: (2048,)}
@@ -28,29 +30,49 @@ TAPE = 2**22 - 3                                        # odd, so that rows of n
 DECODES = {1: (1024, 8192, 32768), 8: (1024, 8192, 32768), 64: (1024, 8192, 32768)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Of a replica: tokens of the longest sequence and of a step, sequences, GiB of KV and its type, and layers where not all."""
+
+    longest: int
+    chunk: int
+    seqs: int
+    gib: float
+    least: int = 64                                     # tokens of a row where chunks share a step
+    kv: str = "auto"
+    layers: int | None = None
+
+
+WHOLE = Size(2**17, 8192, 64, 48.0)
+EIGHT = Size(2**20, 2048, 64, 72.0, 32, "fp8")          # a million tokens of KV beside all weights
+SLICE = Size(10 * 2**20, 2048, 2, 84.0, 32, layers=2)   # ten million tokens, in as many layers as there is memory for
+TINY = Size(512, 64, 4, 0.01, 16)
+
+
 class Replica:
     """An engine that was not started, and steps on it. Errors of its making come again whenever it is asked for."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, size: Size = WHOLE):
         self.run = run
+        self.size = dataclasses.replace(TINY, kv=size.kv, layers=size.layers and 1) if run.rehearse else size
         self.model = "tiny" if run.rehearse else "llama3.1-8b"                       # Llama 3 in shape, with room for long contexts
-        self.longest = 512 if run.rehearse else 131072
-        self.chunk = 64 if run.rehearse else 8192
 
     @functools.cached_property
     def engine(self) -> Any:
         stand_in()
         from jaxserve.config import CacheConfig, EngineConfig, ModelSource, SchedulerConfig
         from jaxserve.engine import build
+        from jaxserve.models.zoo import MODELS
 
         cache = Path(self.run.folder) / "xla"
         cache.mkdir(mode=0o700, exist_ok=True)
-        tiny = self.run.rehearse
-        pages = CacheConfig(pages=128, block_size=16) if tiny else CacheConfig(kv_memory_gib=48.0, block_size=64)
-        scheduler = SchedulerConfig(max_seqs=4 if tiny else 64, chunk_tokens=self.chunk, min_chunk=16 if tiny else 64)
-        source = ModelSource(f"random:{self.model}", "bfloat16", self.longest)
+        tiny, size, whole = self.run.rehearse, self.size, MODELS[self.model]
+        shape = dataclasses.replace(whole, layers=size.layers or whole.layers, max_len=max(whole.max_len, size.longest))
+        pages = CacheConfig(kv_memory_gib=size.gib, block_size=16 if tiny else 64, kv_cache_dtype=size.kv)
+        scheduler = SchedulerConfig(max_seqs=size.seqs, chunk_tokens=size.chunk, min_chunk=size.least)
+        source = ModelSource(f"random:{self.model}", "bfloat16", size.longest)
         config = EngineConfig(source, cache=pages, scheduler=scheduler, profile="none", compile_cache=str(cache))
-        with mock.patch.object(build, "load", on_device):
+        with mock.patch.object(build, "load", on_device), mock.patch.dict(MODELS, {self.model: shape}):
             return build.build(config, progress=False, warm_up=False)
 
     @functools.cached_property
@@ -95,7 +117,8 @@ class Replica:
         """That a step must read: weights once, and KV of so many tokens."""
         config = self.engine.model
         weights = config.parameters - (0 if config.tied else config.vocab * config.d_model)
-        return 2.0 * weights + config.kv_bytes_per_token(2) * tokens
+        vector = config.head_dim + 2 if self.size.kv == "fp8" else 2 * config.head_dim
+        return 2.0 * weights + config.kv_bytes_per_token(vector) // config.head_dim * tokens
 
     def compile(self, arrays: list[Any]) -> float:
         """Compiles what these steps need, several at a time; returns the seconds."""
@@ -126,7 +149,7 @@ def engine(run: Run) -> Iterator[Case]:
     prompts = {64: (16, 64)} if run.rehearse else PROMPTS
     decodes = {1: (32,), 4: (32, 300)} if run.rehearse else DECODES
     yield "build", functools.partial(_build, replica)
-    yield "compile", functools.partial(_compile, replica, prompts, decodes)
+    yield "compile", functools.partial(_compile, replica, sorted({chunk for chunks in prompts.values() for chunk in chunks}), decodes)
     for batch, contexts in decodes.items():
         for context in contexts:
             yield f"decode {batch} x {kilo(context)}", functools.partial(_decode, replica, batch, context)
@@ -139,6 +162,28 @@ def engine(run: Run) -> Iterator[Case]:
     yield from (case(*one) for one in passes if one[0] > 2**15)
 
 
+def long(run: Run, size: Size, contexts: tuple[int, ...], batches: tuple[int, ...]) -> Iterator[Case]:
+    """Steps of sequences that are as long as `size` allows: chunks of a prompt after so many cached tokens, and decodes."""
+    replica, news = Replica(run, size), (32, 512, 2048)
+    if run.rehearse:
+        contexts, news, batches = (300,), (16, 64), batches[:1]
+    yield "build", functools.partial(_build, replica)
+    yield "compile", functools.partial(_compile, replica, news, batches)
+    for cached in contexts:
+        for new in news:
+            yield f"chunk {new} after {kilo(cached)}", functools.partial(_chunk, replica, cached, new)
+        for batch in batches:
+            yield f"decode {batch} x {kilo(cached)}", functools.partial(_decode, replica, batch, cached)
+
+
+def engine_1m(run: Run) -> Iterator[Case]:
+    yield from long(run, EIGHT, (2**17, 2**19, 2**20 - 2048), (1, 8, 64))
+
+
+def engine_10m(run: Run) -> Iterator[Case]:
+    yield from long(run, SLICE, (2**20, 10 * 2**20 - 2048), (1,))
+
+
 def _build(replica: Replica) -> Row:
     began = time.perf_counter()
     built = replica.engine
@@ -149,11 +194,10 @@ def _build(replica: Replica) -> Row:
     return {"s": seconds, "GiB": weights / 2**30, "pool GiB": pool / 2**30, "model": replica.model}
 
 
-def _compile(replica: Replica, prompts: Mapping[int, Any], decodes: Mapping[int, Any]) -> Row:
+def _compile(replica: Replica, chunks: Iterable[int], batches: Iterable[int]) -> Row:
     steps = replica.steps
-    arrays = [steps.arrays(decodes=batch, context=1) for batch in decodes]
-    every = sorted({chunk for chunks in prompts.values() for chunk in chunks})
-    arrays += [steps.arrays(chunks=1, new=chunk, sample=False) for chunk in every]
+    arrays = [steps.arrays(decodes=batch, context=1) for batch in batches]
+    arrays += [steps.arrays(chunks=1, new=chunk, sample=False) for chunk in chunks]
     seconds, programs = replica.compile(arrays), replica.engine.stages.programs.compiled
     ours = sum("mosaic" in program.as_text() for name, program in programs.items() if name.startswith("layers"))
     return {"s": seconds, "programs": len(programs), "with our kernel": ours}
@@ -207,6 +251,13 @@ def _prefill(replica: Replica, length: int, chunk: int) -> Row:
     timed = in_turns({"it": launch}, _pace(run, once))[0]["it"] if once < run.left / 6 else Timed((launch(1),), 1)
     flops = replica.flops(length, length * (length + 1) / 2, 1)
     return {"ms": timed.spread(1e3), "tokens/s": length / timed.median, **_shares(replica, flops, None, timed.median)}
+
+
+def _chunk(replica: Replica, cached: int, new: int) -> Row:
+    timed = _timed(replica, replica.steps.launches([replica.steps.arrays(chunks=1, cached=cached, new=new, sample=False)], False))
+    flops = replica.flops(new, new * (cached + new / 2), 0)
+    return {"ms": timed.spread(1e3), "us/token": timed.median / new * 1e6,
+            **_shares(replica, flops, replica.bytes(cached + new), timed.median)}
 
 
 def _requests(replica: Replica) -> Row:
@@ -289,7 +340,7 @@ def append_and_attend(f: Any, page: tuple[int, ...], flats: list[jax.Array], q: 
     at, pages, size, out = rest[0][0], rest[1][0, 0], page[2], []
     for flat in flats:
         flat = flat.reshape(-1, *page).at[pages[at // size], :, :, at % size].set(kv).reshape(flat.shape)
-        q = f([flat], q, *rest)
+        q = f([Pool(flat)], q, *rest)
         out.append(flat)
     return q, out
 

@@ -31,7 +31,7 @@ SECTIONS = {                                            # where each one's cases
     "environment": "checks:environment", "kernels": "checks:kernels", "ceilings": "checks:ceilings",
     "prefill": "attention:prefill", "chunks": "attention:chunks", "decode": "attention:decode", "tiles": "attention:tiles",
     "engine": "replica:engine", "no_command_buffers": "replica:command_buffers", "all_command_buffers": "replica:command_buffers",
-    "pools": "replica:pools",
+    "engine_1m": "replica:engine_1m", "engine_10m": "replica:engine_10m", "pools": "replica:pools",
 }
 OPTIONAL = ("gguf", "tqdm", "tokenizers", "jinja2", "grpc", "grpc_health", "grpc_reflection", "prometheus_client", "safetensors", "psutil")
 
