@@ -59,6 +59,12 @@ class Compiled:
     aliased: int
     hlo: str
 
+    @property
+    def launches(self) -> int:
+        """What the program starts, one after the other."""
+        entry = self.hlo[self.hlo.index("\nENTRY") :]
+        return sum(operation not in BOOKKEEPING | {"constant"} for operation in re.findall(r"^  .*? = .*? ([a-z][\w-]*)\(", entry, re.M))
+
     def made(self, elements: int) -> set[str]:
         """The HLO operations, also inside fusions, that produce an array of this many elements."""
         out = set()

@@ -27,7 +27,7 @@ from jaxserve.kernels import mosaic, ops
 from jaxserve.kernels.mosaic import ROWS, Tiles, copy, default_tiles
 from jaxserve.kernels.pool import Pool, pool_shapes
 from jaxserve.models.decoder import stage_modules
-from jaxserve.models.zoo import MODELS
+from jaxserve.models.zoo import MODELS, ModelConfig
 from jaxserve.sharding import lanes
 from tests.kernels import cuda
 
@@ -224,22 +224,35 @@ SLOTS, WIDTH, POOL, BLOCK = 16, 2048, 8192, 64
                                              (StepShape(decode=(16, 1), prefill=(4, 512), samples=16), 4)], ids=str)
 def test_a_step_of_a_model_runs_on_the_kernels_and_copies_no_pages(shape, launches):
     """Two layers of Llama 3 8B, the step as the engine compiles it: per layer `launches` kernels. What XLA makes besides is small."""
-    stage, _ = stage_modules(LLAMA, range(LLAMA.layers), 1)
-    values = [array(param.shape, "bfloat16") for _, param in Weights.of(stage).flat]
-    pool = pool_shapes((1, POOL, LLAMA.kv_heads, 2, BLOCK, LLAMA.head_dim), np.dtype("bfloat16"))
-    numbers = math.prod(pool.kv.shape)
-    rest = array((1, 2, SLOTS, WIDTH)), array((1, layout(shape, 1, BLOCK).size)), array((1, SLOTS))
-    compiled = cuda.compile(functools.partial(model_step, shape), values, [pool, pool], *rest, donate=(1, 2))
+    compiled = step_of_model(LLAMA, shape)
+    numbers = POOL * LLAMA.kv_heads * 2 * BLOCK * LLAMA.head_dim
     assert compiled.hlo.count('custom_call_target="mosaic_gpu_v2"') == LLAMA.layers * launches
     assert len(compiled.kernels) == launches and compiled.aliased >= 2 * numbers * 2
     assert compiled.made(numbers) == {"fusion", "scatter"}                # in place, as `aliased` says
     assert compiled.temp < 2 * shape.tokens * LLAMA.d_ff * 2 * 3 + 64 * 2**20
 
 
-def model_step(shape: StepShape, values: list[jax.Array], pages: list[Pool], *rest: jax.Array) -> tuple[Any, ...]:
-    stage, _ = stage_modules(LLAMA, range(LLAMA.layers), 1)
+@needs_compiler
+@pytest.mark.parametrize("kv, most", [("bfloat16", 14), ("float8_e4m3fn", 16)])
+def test_a_layer_that_decodes_is_few_launches(kv, most):
+    """One rotates the keys, adds up the product they come from, and writes them; with 8 bits one more finds the scales, and one writes
+    them. Counted as what a second layer adds."""
+    one, two = (step_of_model(dataclasses.replace(LLAMA, layers=layers), StepShape(decode=(16, 1), samples=16), kv) for layers in (1, 2))
+    assert two.launches - one.launches <= most
+
+
+def step_of_model(model: ModelConfig, shape: StepShape, kv: str = "bfloat16") -> cuda.Compiled:
+    stage, _ = stage_modules(model, range(model.layers), 1)
+    values = [array(param.shape, "bfloat16") for _, param in Weights.of(stage).flat]
+    pools = [pool_shapes((1, POOL, model.kv_heads, 2, BLOCK, model.head_dim), np.dtype(kv))] * model.layers
+    rest = array((1, 2, SLOTS, WIDTH)), array((1, layout(shape, 1, BLOCK).size)), array((1, SLOTS))
+    return cuda.compile(functools.partial(model_step, model, shape), values, pools, *rest, donate=(1, 2))
+
+
+def model_step(model: ModelConfig, shape: StepShape, values: list[jax.Array], pages: list[Pool], *rest: jax.Array) -> tuple[Any, ...]:
+    stage, _ = stage_modules(model, range(model.layers), 1)
     with mock.patch.dict(ops.ATTEND, xla=mosaic.attend):
-        return layers(Weights.of(stage), LLAMA, shape, True, values, pages, *rest)
+        return layers(Weights.of(stage), model, shape, True, values, pages, *rest)
 
 
 @needs_compiler
