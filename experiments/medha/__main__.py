@@ -5,42 +5,25 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-import time
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-from experiments.medha import summary
-from experiments.medha.figure import OPTIONS, Figure, make, settings_of
-from experiments.script import command_line
-from jaxserve.config import ConfigError
-from jaxserve.flags import Command
-from jaxserve.options import Option
+from experiments.figures import main_of_all
+from experiments.medha.figure import OPTIONS, settings_of
 
 NUMBERS = ("1", "5b", "6", "8", "9", "10", "11", "13", "15", "16", "17", "18", "19", "20", "21", "22", "23")
-CHOICE = Option("figures", str, ",".join(NUMBERS), "which, as N,N; the summary has all whose CSV is in the folder")
+HEAD = """\
+# Medha's figures, again
+
+Made by `python -m experiments.medha`. Nothing here was measured on a GPU. *simulated*: the real scheduler on a virtual clock, where a step
+takes what coefficients say that were fitted to public measurements; *computed*: read off these coefficients alone. Baselines are
+simulated over the same arrivals, with the same coefficients. Runs under load last an hour, those of figures 17 and 18 ten minutes.
+"""
 
 
-def figures(numbers: str = ",".join(NUMBERS)) -> list[Figure]:
-    """Errors: ConfigError for a figure that there is not."""
-    wanted = [number for number in numbers.replace(" ", "").split(",") if number]
-    if unknown := [number for number in wanted if number not in NUMBERS]:
-        raise ConfigError("figures", f"{', '.join(unknown)}: known are {', '.join(NUMBERS)}")
-    return [importlib.import_module(f"experiments.medha.fig{number}").FIGURE for number in wanted]
+def main(arguments: Sequence[str]) -> int:
+    return main_of_all("medha", NUMBERS, OPTIONS, settings_of, HEAD, arguments)
 
-
-def run(values: dict[str, Any]) -> int:
-    out, settings = Path(values["out"]), settings_of(values)
-    for figure in figures(values["figures"]):
-        began = time.monotonic()
-        print(make(figure, settings, out), end="\n\n", flush=True)
-        print(f"{figure.name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-    (out / "summary.md").write_text(summary.text(figures(), out))
-    return 0
-
-
-COMMAND = Command({"what is made": [*OPTIONS, CHOICE]}, run, __doc__.partition("\n")[2])
 
 if __name__ == "__main__":
-    sys.exit(command_line("medha", "all figures of Medha's evaluation", COMMAND, sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

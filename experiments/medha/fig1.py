@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from experiments.medha.figure import Claim, Figure, Panel, Row, Settings, main, ratio
+from experiments.figures import Claim, Figure, Panel, Row, ratio
+from experiments.medha.figure import Settings, main
 from experiments.medha.systems import LOADS, Case, rows_of
 
 SYSTEMS = {0: ("loongserve",), 5: ("medha", "loongserve")}          # by percent of long requests

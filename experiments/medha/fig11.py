@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
 from experiments.medha.closed import Node
-from experiments.medha.figure import Claim, Figure, Panel, Row, Rows, Settings, cell, main, ratio
+from experiments.medha.figure import Settings, main
 from jaxserve.config import MeshConfig
 
 MILLION = 1_000_000

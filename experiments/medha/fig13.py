@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from experiments.figures import Claim, Figure, Panel, Row, cell, ratio
 from experiments.medha.closed import Node
-from experiments.medha.figure import Claim, Figure, Panel, Row, Settings, cell, main, ratio
+from experiments.medha.figure import Settings, main
 from jaxserve.config import MeshConfig
 
 PROMPT = 4_000_000

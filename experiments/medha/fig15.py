@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from experiments.medha.figure import Claim, Figure, Panel, Row, Rows, Settings, cell, main, ratio
+from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
+from experiments.medha.figure import Settings, main
 from experiments.medha.systems import LOADS, Case, capacity, rows_of
 
 SYSTEMS = {"medha": (*LOADS, 2.5, 3.5), "loongserve": (0.25, 0.5, 0.75, 1.25, 1.75), "fcfs": (0.25, 0.75, 1.75),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from experiments.figures import Claim, Figure, Panel, Row, cell, ratio
 from experiments.medha import fig15
 from experiments.medha.fig15 import row
-from experiments.medha.figure import Claim, Figure, Panel, Row, Settings, cell, main, ratio
+from experiments.medha.figure import Settings, main
 from experiments.medha.systems import LOADS, rows_of
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from experiments.medha.figure import Claim, Figure, Panel, Row, Settings, main, ratio
+from experiments.figures import Claim, Figure, Panel, Row, ratio
+from experiments.medha.figure import Settings, main
 from experiments.medha.systems import LARGE_2D, LARGE_3D, Case, rows_of
 
 SYSTEMS = {"2D: SPP8 TP8": LARGE_2D, "3D: SPP4 KVP2 TP8": LARGE_3D}

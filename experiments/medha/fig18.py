@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from experiments.figures import Claim, Figure, Panel, Row, ratio
 from experiments.medha import fig17
 from experiments.medha.closed import Node
 from experiments.medha.fig17 import DEEP, FLAT, LOADS, SYSTEMS, row
-from experiments.medha.figure import Claim, Figure, Panel, Row, Settings, main, ratio
+from experiments.medha.figure import Settings, main
 
 PROMPT, CHUNK = 2_000_000, 64                         # the longest prompt, and the least chunk of it
 BESIDE = (1000,) * 16                                 # contexts of decodes in its steps, in tokens

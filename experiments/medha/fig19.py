@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.medha.closed import Node
-from experiments.medha.figure import Claim, Figure, Panel, Row, Settings, cell, main
+from experiments.medha.figure import Settings, main
 from jaxserve.config import MeshConfig
 
 DEPTHS = (1, 2, 4, 8, 16)

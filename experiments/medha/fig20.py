@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from experiments.figures import Claim, Figure, Panel, Row
 from experiments.medha.closed import Node
-from experiments.medha.figure import Claim, Figure, Panel, Row, Settings, main
+from experiments.medha.figure import Settings, main
 from jaxserve.config import MeshConfig
 
 LANES = (1, 2, 4, 8, 16)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.medha.figure import Claim, Figure, Panel, Row, Rows, Settings, main, matching
+from experiments.figures import Claim, Figure, Panel, Row, Rows, matching
+from experiments.medha.figure import Settings, main
 from experiments.medha.systems import Case, Run, run
 
 QPS = 0.75

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.medha.figure import Claim, Figure, Panel, Row, Settings, main, ratio
+from experiments.figures import Claim, Figure, Panel, Row, ratio
+from experiments.medha.figure import Settings, main
 from experiments.medha.systems import PERCENTS, Case, distribution, run
 
 SYSTEMS = {0.25: ("fcfs", "edf", "lrs", "medha"), 0.75: ("fcfs", "lrs", "medha"), 1.75: ("fcfs", "edf", "lrs", "medha")}

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.medha.figure import Claim, Figure, Panel, Row, Rows, Settings, cell, main, matching
+from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
+from experiments.medha.figure import Settings, main
 from jaxserve.commands.simulate import configs, scheduling_options, shape_of
 from jaxserve.config import MeshConfig
 from jaxserve.simulate.arrival import Arrival

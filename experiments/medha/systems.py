@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from experiments.medha.figure import Row, Settings
+from experiments.figures import Row
+from experiments.medha.figure import Settings
 from jaxserve.commands.simulate import configs, scheduling_options, shape_of
 from jaxserve.config import MeshConfig
 from jaxserve.simulate.arrival import Arrival

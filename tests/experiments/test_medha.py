@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from experiments import figures
+from experiments.figures import Claim, Figure, Panel, cell, matching, ratio
 from experiments.medha import __main__ as every
-from experiments.medha import figure, summary, systems
-from experiments.medha.figure import Claim, Figure, Panel, Settings, cell, matching, ratio
-from experiments.script import command_line
+from experiments.medha import figure, systems
+from experiments.medha.figure import Settings
 
-FIGURES = {made.name: made for made in every.figures()}
+FIGURES = {made.name: made for made in figures.figures_of("medha", every.NUMBERS)}
 SMALL = Settings(requests=5)                          # generated lengths: the third prompt of seed 0 may be long, or none
 CLAIM = Claim("gain", 4.0, lambda rows: ratio(rows, "y", dict(x=2.0), dict(x=1.0)), "1.2", better="higher", remark="why")
 TINY = Figure("tiny", "Tiny", "computed", lambda settings: iter([{"x": 1, "y": 2.0, "name": "a"}, {"x": 2, "y": 6.0, "name": "a"}]),
@@ -28,10 +29,10 @@ def test_there_is_a_file_for_every_figure_and_it_has_the_papers_numbers():
 
 @pytest.mark.parametrize("made", FIGURES.values(), ids=FIGURES)
 def test_a_figure_in_miniature_gives_csv_and_table(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(figure, "draw", lambda *_: None)
-    monkeypatch.setattr(figure, "canvas", lambda: None)
-    shown = figure.make(made, SMALL, tmp_path)
-    rows = figure.read_csv(tmp_path / f"{made.name}.csv")
+    monkeypatch.setattr(figures, "draw", lambda *_: None)
+    monkeypatch.setattr(figures, "canvas", lambda: None)
+    shown = figures.make(made, SMALL, tmp_path)
+    rows = figures.read_csv(tmp_path / f"{made.name}.csv")
     assert made.kind in shown and all(claim.what in shown for claim in made.claims)
     for panel in made.panels:
         assert {panel.x, panel.y, panel.by} <= set(rows[0]) and matching(rows, **dict(panel.where)), panel
@@ -59,23 +60,23 @@ def test_cells_and_ratios():
 
 def test_csv_comes_back_as_it_was(tmp_path):
     rows = [{"name": "medha", "ttft_s": 0.25, "capacity": ""}, {"name": "fcfs", "ttft_s": 3.0, "capacity": 2.0}]
-    figure.write_csv(tmp_path / "a.csv", rows)
-    assert figure.read_csv(tmp_path / "a.csv") == rows
+    figures.write_csv(tmp_path / "a.csv", rows)
+    assert figures.read_csv(tmp_path / "a.csv") == rows
 
 
 def test_a_picture_is_drawn_and_the_summary_is_made_of_the_csv(tmp_path):
     pytest.importorskip("matplotlib")
-    assert "3x" in figure.make(TINY, SMALL, tmp_path)
+    assert "3x" in figures.make(TINY, SMALL, tmp_path)
     assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "tiny.csv").write_text("x,y,name\n1,2,a\n2,18,a\n")
-    text = summary.text([TINY, FIGURES["fig1"]], tmp_path)
+    text = figures.summary([TINY, FIGURES["fig1"]], tmp_path, "Head.")
     assert "| tiny | computed | gain | 4x | 1.2 | 9x | 2.25 | better | why |" in text and "| 1 |" not in text
 
 
 def test_the_command_makes_figures_and_summary(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     arguments = [f"--out={tmp_path}", "--data=", "--figures=9,20"]
-    assert command_line("medha", "all figures", every.COMMAND, arguments) == 0
+    assert every.main(arguments) == 0
     assert {file.name for file in tmp_path.iterdir()} == {"fig9.csv", "fig9.png", "fig20.csv", "fig20.png", "summary.md"}
     assert "fig9, computed" in capsys.readouterr().out
     assert "| 20 | computed | the highest | 92 % |" in (tmp_path / "summary.md").read_text()
@@ -84,7 +85,7 @@ def test_the_command_makes_figures_and_summary(tmp_path, capsys):
 def test_without_matplotlib_it_says_so_before_it_simulates(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setattr(systems, "run", lambda *_: pytest.fail("simulated"))
-    assert command_line("medha", "all figures", every.COMMAND, [f"--out={tmp_path}", "--data=", "--figures=15"]) == 2
+    assert every.main([f"--out={tmp_path}", "--data=", "--figures=15"]) == 2
     assert capsys.readouterr().err == "medha: out: pictures need matplotlib: pip install jaxserve[experiments]\n"
 
 
@@ -94,7 +95,7 @@ def test_without_matplotlib_it_says_so_before_it_simulates(tmp_path, monkeypatch
 ])
 def test_what_is_wrong_is_one_line(arguments, said, tmp_path, capsys):
     arguments = [argument.format(folder=tmp_path) for argument in arguments]
-    assert command_line("medha", "all figures", every.COMMAND, [f"--out={tmp_path}", *arguments]) == 2
+    assert every.main([f"--out={tmp_path}", *arguments]) == 2
     told = capsys.readouterr().err
     assert told.startswith("medha: ") and said.format(folder=tmp_path) in told and told.count("\n") == 1
 

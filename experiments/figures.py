@@ -1,0 +1,262 @@
+"""What the papers' figures share: rows to CSV and back, the paper's numbers beside ours, pictures, the command line, the summary.
+
+A figure is a file: a sweep that yields rows, claims read off the rows, panels to draw. What a sweep is given is up to its paper.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import importlib
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.script import command_line
+from jaxserve.commands.display import table
+from jaxserve.commands.files import figure_class
+from jaxserve.config import ConfigError
+from jaxserve.flags import Command
+from jaxserve.options import Option
+
+Cell = float | str
+Row = dict[str, Cell]
+Rows = Sequence[Row]
+
+CLOSE = 1.25                                          # a ratio to the paper's number within this, either way, is close
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A number of the paper, where it stands, and how ours is read off the rows.
+
+    better: 'higher' or 'lower' where one is better, 'equal' where neither is. limit: the paper says at most (or at least) so much.
+    remark: why ours differs, or what the paper says twice.
+    """
+
+    what: str
+    paper: float
+    ours: Callable[[Rows], float]
+    source: str
+    unit: str = "x"
+    better: str = "equal"
+    limit: bool = False
+    remark: str = ""
+
+    def verdict(self, ours: float) -> str:
+        if not math.isfinite(ours):
+            return "nothing to compare"
+        ratio = ours / self.paper
+        ahead = ratio > 1 if self.better == "higher" else ratio < 1
+        if self.limit:
+            return "holds" if ahead else "does not hold"
+        if 1 / CLOSE <= ratio <= CLOSE:
+            return "close"
+        if self.better == "equal":
+            return "higher" if ratio > 1 else "lower"
+        return "better" if ahead else "worse"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture: y over x, a line for each value of `by`, of the rows whose columns equal `where`."""
+
+    title: str
+    x: str
+    y: str
+    by: str
+    where: tuple[tuple[str, Cell], ...] = ()
+    log: str = ""                                     # axes that are logarithmic: 'x', 'y', 'xy'
+    marker: str = "o"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of the paper. kind: 'simulated', or 'computed' where it is closed-form from the predictor."""
+
+    name: str
+    title: str
+    kind: str
+    sweep: Callable[[Any], Iterable[Row]]
+    claims: tuple[Claim, ...]
+    panels: tuple[Panel, ...]
+
+
+# --- rows
+
+def matching(rows: Rows, **where: Cell) -> list[Row]:
+    return [row for row in rows if all(row[name] == value for name, value in where.items())]
+
+
+def cell(rows: Rows, column: str, **where: Cell) -> float:
+    """The one number of `column` in the row where the other columns are so; NaN where there is none. Errors: ValueError for several."""
+    found = matching(rows, **where)
+    if len(found) > 1:
+        raise ValueError(f"{len(found)} rows have {where}")
+    value = found[0][column] if found else math.nan
+    return value if isinstance(value, float | int) else math.nan
+
+
+def ratio(rows: Rows, column: str, above: Row, below: Row) -> float:
+    """The quotient of two cells of a column; NaN where one is missing or the lower one is 0."""
+    upper, lower = (cell(rows, column, **where) for where in (above, below))
+    return upper / lower if lower else math.nan
+
+
+def write_csv(path: Path, rows: Rows) -> None:
+    with path.open("w", newline="") as file:
+        out = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        out.writeheader()
+        out.writerows({name: f"{value:.5g}" if isinstance(value, float) else value for name, value in row.items()} for row in rows)
+
+
+def read_csv(path: Path) -> list[Row]:
+    with path.open(newline="") as file:
+        return [{name: _value(text) for name, text in row.items()} for row in csv.DictReader(file)]
+
+
+def _value(text: str) -> Cell:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+# --- the paper's numbers beside ours
+
+def number(value: float, unit: str) -> str:
+    """A number as people write it: 3.4x, 92 %, 15 s."""
+    if not math.isfinite(value):
+        return "-"
+    if unit == "%":
+        return f"{100 * value:.3g} %"
+    return f"{value:.3g}{'' if unit == 'x' else ' '}{unit}"
+
+
+def compared(figure: Figure, rows: Rows) -> str:
+    """The claims as a table for the terminal."""
+    lines = []
+    for claim in figure.claims:
+        ours = claim.ours(rows)
+        sign = {"higher": ">", "lower": "<"}.get(claim.better, "") if claim.limit else ""
+        lines.append([claim.what, sign + number(claim.paper, claim.unit), number(ours, claim.unit), claim.verdict(ours)])
+    return table([f"{figure.name}, {figure.kind}", "paper", "ours", ""], lines)
+
+
+# --- pictures
+
+canvas = functools.partial(figure_class, "out", "pictures need")         # gives matplotlib's Figure
+
+
+def draw(path: Path, figure: Figure, rows: Rows) -> None:
+    """All panels side by side. Errors: ConfigError without matplotlib."""
+    columns = min(4, len(figure.panels))
+    lines = -(-len(figure.panels) // columns)
+    picture = canvas()(figsize=(4 * columns, 3.2 * lines), dpi=70, layout="constrained")
+    picture.suptitle(f"{figure.title} ({figure.kind})", fontsize=11)
+    for axes, panel in zip(picture.subplots(lines, columns, squeeze=False).flat, figure.panels):
+        _draw_panel(axes, panel, rows)
+    picture.savefig(path)
+
+
+def _draw_panel(axes: Any, panel: Panel, rows: Rows) -> None:
+    """Equal values of `by` have equal colours in all panels."""
+    for place, value in enumerate(dict.fromkeys(row[panel.by] for row in rows)):
+        chosen = matching(rows, **dict(panel.where), **{panel.by: value})
+        points = [(row[panel.x], row[panel.y]) for row in chosen if row[panel.y] != ""]
+        if points:
+            axes.plot(*zip(*points), color=f"C{place}", marker=panel.marker, markersize=3, linewidth=1.2,
+                      label=value if isinstance(value, str) else f"{panel.by} {value:g}")
+    axes.set_xlabel(panel.x, fontsize=9)
+    axes.set_ylabel(panel.y, fontsize=9)
+    axes.set_title(panel.title, fontsize=9)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend(fontsize=7)
+    for axis in panel.log:
+        getattr(axes, f"set_{axis}scale")("log")
+
+
+# --- running
+
+def make(figure: Figure, settings: Any, out: Path) -> str:
+    """Writes the figure's CSV and PNG; returns its table, made from the CSV. Errors: ConfigError without matplotlib."""
+    canvas()                                          # before the sweep, which may take minutes
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / f"{figure.name}.csv"
+    write_csv(file, list(figure.sweep(settings)))
+    rows = read_csv(file)
+    draw(out / f"{figure.name}.png", figure, rows)
+    return compared(figure, rows)
+
+
+def main(figure: Figure, options: Sequence[Option], settings_of: Callable[[dict[str, Any]], Any],
+         arguments: Sequence[str] | None = None) -> None:
+    """The command line of one figure's file; options: `out` and what `settings_of` makes the sweep's settings of."""
+    def run(values: dict[str, Any]) -> int:
+        print(make(figure, settings_of(values), Path(values["out"])))
+        return 0
+
+    command = Command({"what is made": list(options)}, run)
+    sys.exit(command_line(figure.name, figure.title, command, sys.argv[1:] if arguments is None else arguments))
+
+
+def main_of_all(paper: str, numbers: Sequence[str], options: Sequence[Option], settings_of: Callable[[dict[str, Any]], Any], head: str,
+                arguments: Sequence[str]) -> int:
+    """The command line of `python -m experiments.PAPER`: figures by number, each a module `figN` or `tableN`, and summary.md."""
+    choice = Option("figures", str, ",".join(numbers), "which, as N,N; the summary has all whose CSV is in the folder")
+
+    def run(values: dict[str, Any]) -> int:
+        out, settings = Path(values["out"]), settings_of(values)
+        for figure in figures_of(paper, numbers, values["figures"]):
+            began = time.monotonic()
+            print(make(figure, settings, out), end="\n\n", flush=True)
+            print(f"{figure.name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+        (out / "summary.md").write_text(summary(figures_of(paper, numbers), out, head))
+        return 0
+
+    command = Command({"what is made": [*options, choice]}, run, f"python -m experiments.{paper} --out=DIR")
+    return command_line(paper, f"all figures of experiments/{paper}", command, arguments)
+
+
+def figures_of(paper: str, numbers: Sequence[str], wanted: str | None = None) -> list[Figure]:
+    """The figures of a paper; wanted: only these, as 'N,N'. Errors: ConfigError for one that there is not."""
+    chosen = list(numbers) if wanted is None else [number for number in wanted.replace(" ", "").split(",") if number]
+    if unknown := [number for number in chosen if number not in numbers]:
+        raise ConfigError("figures", f"{', '.join(unknown)}: known are {', '.join(numbers)}")
+    name = lambda number: number if number.startswith("table") else f"fig{number}"
+    return [importlib.import_module(f"experiments.{paper}.{name(number)}").FIGURE for number in chosen]
+
+
+# --- the summary
+
+COLUMNS = ("figure", "how", "what", "paper", "where", "ours", "ours / paper", "verdict", "remark")
+VERDICTS = """\
+*close*: within a factor of 1.25 of the paper's number. > and < are limits: the paper gives a direction or a bound, not a number.
+"""
+
+
+def summary(figures: Sequence[Figure], folder: Path, head: str) -> str:
+    """summary.md: the paper's numbers and ours in one table, of those figures whose CSV is in the folder."""
+    made = [(figure, read_csv(file)) for figure in figures if (file := folder / f"{figure.name}.csv").is_file()]
+    lengths = sorted({str(row["lengths"]) for _, rows in made for row in rows if "lengths" in row})
+    told = [f"Lengths of the requests: {', '.join(lengths) or 'none'}.", ""]
+    lines = [_line(COLUMNS), _line("---" for _ in COLUMNS), *(_line(cells) for figure, rows in made for cells in _summed(figure, rows))]
+    return "\n".join([head + "\n" + VERDICTS, *told, *lines]) + "\n"
+
+
+def _summed(figure: Figure, rows: Rows) -> Iterator[Sequence[str]]:
+    for claim in figure.claims:
+        ours = claim.ours(rows)
+        share = f"{ours / claim.paper:.2f}" if math.isfinite(ours) and not claim.limit else ""
+        sign = {"higher": "> ", "lower": "< "}.get(claim.better, "") if claim.limit else ""
+        yield (figure.name.removeprefix("fig"), figure.kind, claim.what, sign + number(claim.paper, claim.unit), claim.source,
+               number(ours, claim.unit), share, claim.verdict(ours), claim.remark)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
