@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.kernels import reference, xla
+from jaxserve.kernels.merge import merge
 from jaxserve.kernels.pool import Pool
 
 log = logging.getLogger(__name__)
@@ -18,14 +19,15 @@ HOPPER = "9.0"                                       # compute capability of H10
 
 
 def attend(q: jax.Array, q_pos: jax.Array, pages: Pool, table: jax.Array, rows: jax.Array, count: jax.Array,
-           *, scale: float, window: int | None = None, dtype: Any = jnp.float32,
+           *, scale: float, window: int | None = None, dtype: Any = jnp.float32, before: tuple[jax.Array, jax.Array] | None = None,
            implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
-    """Attention over pages; arguments and results as `reference.attend`, but for `out`, which is of type `dtype`.
+    """Attention over pages; arguments and results as `reference.attend`, but for `out`, which is of type `dtype`; merged with `before`, an
+    (out, lse) over other keys, where there is one: a hop of a ring.
 
     implementation: a name in `ATTEND`; None chooses. Errors: NotImplementedError, with the reason, where the named one lacks the shape.
     """
     name = implementation or choose(jax.default_backend(), q.shape[1], jax.ShapeDtypeStruct(pages.kv.shape, pages.kv.dtype))
-    return ATTEND[name](q, q_pos, pages, table, rows, count, scale=scale, window=window, dtype=dtype)
+    return ATTEND[name](q, q_pos, pages, table, rows, count, scale=scale, window=window, dtype=dtype, before=before)
 
 
 @functools.lru_cache
@@ -69,8 +71,10 @@ def _mosaic(q: jax.Array, q_pos: jax.Array, pages: Pool, *arguments: jax.Array, 
 
 
 def _in_f32(attend: Callable) -> Callable:
-    def cast(*arguments: jax.Array, dtype: Any, **settings: Any) -> tuple[jax.Array, jax.Array]:
+    def cast(*arguments: jax.Array, dtype: Any, before: tuple[jax.Array, jax.Array] | None, **settings: Any) -> tuple[jax.Array, jax.Array]:
         out, lse = attend(*arguments, **settings)
+        if before is not None:
+            out, lse = merge(*(jnp.stack(both) for both in zip(before, (out, lse))))
         return out.astype(dtype), lse
     return cast
 

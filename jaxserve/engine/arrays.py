@@ -31,6 +31,7 @@ class Shape:
     spread_decode: tuple[int, int] = (0, 0)
     spread_prefill: tuple[int, int] = (0, 0)
     samples: int = 1                                 # tokens it may sample per lane
+    exchange: str = "gather"                         # how spread rows and blocks on other lanes meet: see sharding.exchange
 
     @property
     def local(self) -> tuple[tuple[int, int], ...]:
@@ -54,7 +55,8 @@ class Shape:
     @functools.cached_property
     def _name(self) -> str:
         name = lambda groups: "+".join(f"{rows}x{width}" for rows, width in groups)
-        return name(self.local) + (f"_spread_{name(self.spread)}" if self.spread else "")
+        exchange = "" if self.exchange == "gather" else f"_{self.exchange}"
+        return name(self.local) + (f"_spread_{name(self.spread)}{exchange}" if self.spread else "")
 
 
 def shapes(config: SchedulerConfig, lanes: int) -> list[Shape]:

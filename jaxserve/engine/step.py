@@ -19,8 +19,8 @@ from jaxserve.engine.arrays import Shape, layout
 from jaxserve.kernels.pool import Pool
 from jaxserve.models.decoder import Head, Stage, run_layers
 from jaxserve.models.zoo import ModelConfig
-from jaxserve.sharding import lanes
 from jaxserve.sharding.mesh import KVP
+from jaxserve.sharding.rows import Groups, gather_rows, local_rows, spread_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,18 +105,17 @@ def _positions(view: dict[str, jax.Array], shape: Shape) -> jax.Array:
     return jnp.where(within < _expand(view, shape, 2), _expand(view, shape, 1) + within, -1)
 
 
-def _groups(view: dict[str, jax.Array], shape: Shape, table: jax.Array, pages: int, size: int) -> lanes.Groups:
+def _groups(view: dict[str, jax.Array], shape: Shape, table: jax.Array, pages: int, size: int) -> Groups:
     local, spread, row = [], [], 0
     for rows, width in shape.local:
         slot, start, length = view["rows"][row : row + rows].T
-        local.append(lanes.local_rows(slot, start, length, width, table, pages, size))
+        local.append(local_rows(slot, start, length, width, table, pages, size))
         row += rows
     first = row
     for rows, width in shape.spread:
         mine = jnp.concatenate([view["rows"][row : row + rows], view["held"][row - first : row - first + rows]], 1)
-        mine = lanes.gather_rows(mine)                                               # every lane needs all spread rows
-        slot, start, length = mine[:, :3].T
-        held = mine[:, 3 + jax.lax.axis_index(KVP)]
-        spread.append(lanes.spread_rows(slot, start, length, held, width, table, pages, size))
+        mine = gather_rows(mine)                                                     # every lane needs all spread rows
+        settled = shape.exchange != "gather" and width > 1
+        spread.append(spread_rows(*mine[:, :3].T, mine[:, 3:], jax.lax.axis_index(KVP), width, table, pages, size, settled))
         row += rows
-    return lanes.Groups(tuple(local), tuple(spread), table)
+    return Groups(tuple(local), tuple(spread), table, shape.exchange)

@@ -21,6 +21,7 @@ from jaxserve.models.layers import rms_norm, rotate, swiglu, turn
 from jaxserve.models.zoo import ModelConfig
 from jaxserve.sharding import lanes
 from jaxserve.sharding.mesh import TP, axis_sum
+from jaxserve.sharding.rows import Groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Layer(nnx.Module):
         self.gate_up = _declare((D, 2, F), ("embed", None, "ffn"))
         self.down = _declare((F, D), ("ffn", "embed"))
 
-    def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], groups: lanes.Groups, pages: Pool):
+    def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], groups: Groups, pages: Pool):
         """x [T, D], pages with a first axis of 1 -> the same."""
         q, kv = self._project(rms_norm(x, self.norm1[...], self.eps), turns)
         out, pages = lanes.attention(q, kv, pages, self.window, groups, self.scale)
@@ -127,7 +128,7 @@ def parameters(module: nnx.Module, first_layer: int = 0) -> Iterator[tuple[str, 
         yield ".".join(str(k + first_layer) if isinstance(k, int) else str(k) for k in keys), param
 
 
-def run_layers(stage: Stage, config: ModelConfig, x: jax.Array, positions: jax.Array, groups: lanes.Groups, pages: list[Pool]):
+def run_layers(stage: Stage, config: ModelConfig, x: jax.Array, positions: jax.Array, groups: Groups, pages: list[Pool]):
     """x [T, D] at positions [T] through the stage's layers; pages: one pool per layer. Returns x and the pools."""
     turns = turn(jnp.maximum(positions, 0), config)
     pages = list(pages)
@@ -137,7 +138,7 @@ def run_layers(stage: Stage, config: ModelConfig, x: jax.Array, positions: jax.A
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_layer(graphdef: Any, state: Any, x: jax.Array, turns: tuple[jax.Array, jax.Array], groups: lanes.Groups, pages: Pool):
+def _run_layer(graphdef: Any, state: Any, x: jax.Array, turns: tuple[jax.Array, jax.Array], groups: Groups, pages: Pool):
     """One layer. A function of its own, so that layers that differ in nothing but values are traced once; the compiler inlines it."""
     return nnx.merge(graphdef, state)(x, turns, groups, pages)
 

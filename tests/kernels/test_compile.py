@@ -29,6 +29,8 @@ from jaxserve.kernels.pool import Pool, pool_shapes
 from jaxserve.models.decoder import stage_modules
 from jaxserve.models.zoo import MODELS, ModelConfig
 from jaxserve.sharding import lanes
+from jaxserve.sharding.mesh import KVP
+from jaxserve.sharding.rows import Groups, local_rows, spread_rows
 from tests.kernels import cuda
 
 PAGES = 4096
@@ -193,17 +195,17 @@ def step_of(shape: Shape, spread: int = 0) -> tuple[Any, ...]:
     pages = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), pool)
     kv, q = (array(x, shape.dtype) for x in ((tokens, shape.K, 2, shape.H), (tokens, *shape.q[2:])))
     f = functools.partial(step, width=shape.T, spread_width=spread // 2)
-    return f, pages, kv, q, table, (row, row, row), (one, one, one, one) if spread else ()
+    return f, pages, kv, q, table, (row, row, row), (one, one, one, array((2, 2))) if spread else ()
 
 
 def step(pages: Pool, kv: jax.Array, q: jax.Array, table: jax.Array, local: Any, spread: Any, *, width: int,
          spread_width: int) -> tuple[jax.Array, Pool]:
     """A layer's attention on one lane; local: slot, start and length of its rows; spread: these and how many entries are held."""
     P, size = pages.kv.shape[1], pages.kv.shape[4]
-    local_rows = (lanes.local_rows(*local, width, table, P, size),)
-    spread_rows = (lanes.spread_rows(*spread, spread_width, table, P, size),) if spread else ()
+    groups = Groups((local_rows(*local, width, table, P, size),),
+                    (spread_rows(*spread, jax.lax.axis_index(KVP), spread_width, table, P, size),) if spread else (), table)
     with mock.patch.dict(ops.ATTEND, xla=mosaic.attend):                             # which is what a CPU chooses
-        return lanes.attention(q, kv, pages, None, lanes.Groups(local_rows, spread_rows, table), 0.1)
+        return lanes.attention(q, kv, pages, None, groups, 0.1)
 
 
 @needs_compiler
@@ -268,4 +270,4 @@ def test_a_hop_sends_its_pages_on_in_the_kernel_that_attends_over_them():
 
 
 def hop_of(q: jax.Array, q_pos: jax.Array, pages: Pool, table: jax.Array, rows: jax.Array, count: jax.Array, *before: jax.Array) -> Any:
-    return mosaic.attend_and_send(q, q_pos, pages, table, rows, count, before=before, scale=0.1, ring=lanes.KVP)
+    return mosaic.attend_and_send(q, q_pos, pages, table, rows, count, before=before, scale=0.1, ring=KVP)

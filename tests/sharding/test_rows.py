@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.sharding.lanes import local_rows, spread_rows
+from jaxserve.sharding.rows import local_rows, spread_rows
 
 PAGES = 50
 
@@ -20,6 +20,10 @@ def int32(*values) -> list[np.ndarray]:
 @functools.cache
 def compiled(f, width: int, size: int):
     return jax.jit(lambda *args: f(*args[:-1], width, args[-1], PAGES, size))
+
+
+def on_one_lane(slot, start, length, held, *rest):
+    return spread_rows(slot, start, length, held[:, None], 0, *rest)
 
 
 @pytest.mark.parametrize("width", [1, 40])
@@ -46,7 +50,7 @@ def test_a_spread_token_goes_to_the_page_of_its_block_where_this_lane_has_it(wid
     held = int32([12, 7, 0, 12])[0]
     slot, length = int32([0, 1, 2, 3], np.minimum([width, max(1, width - 7), width, width], ends))
     start = (ends - length).astype(np.int32)
-    rows = compiled(spread_rows, width, size)(slot, start, length, held, table)
+    rows = compiled(on_one_lane, width, size)(slot, start, length, held, table)
     hits = 0
     for r in range(4):
         for t in range(width):
@@ -64,7 +68,7 @@ def test_entries_are_found_in_a_table_of_ten_million_tokens():
     blocks = np.arange(count, dtype=np.int32) * 2                                    # the even ones are here
     table = np.stack([blocks[::-1] % PAGES, blocks])[:, None]
     start = int32([0, size, 2 * size * 311_111, 2 * size * (count - 1), size * (2 * count - 1)])[0]
-    rows = compiled(spread_rows, 1, size)(*int32([0] * 5, start, [1] * 5), int32([count] * 5)[0], table)
+    rows = compiled(on_one_lane, 1, size)(*int32([0] * 5, start, [1] * 5), int32([count] * 5)[0], table)
     entry = start // size // 2
     np.testing.assert_array_equal(rows.page[:, 0], np.where(start // size % 2 == 0, table[0, 0, entry], PAGES))
     assert (np.asarray(rows.page[:, 0]) < PAGES).tolist() == [True, False, True, True, False]
