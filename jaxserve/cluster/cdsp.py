@@ -73,7 +73,7 @@ def fit(points: Iterable[Point]) -> dict[int, Latency]:
 def _fit(size: int, points: np.ndarray) -> Latency:
     history, tokens, seconds = points.T
     columns = np.stack([np.ones_like(tokens), tokens, history * tokens, tokens * tokens])
-    used: np.ndarray = columns.any(axis=1)
+    used = columns.max(axis=1) > 0
     if len(np.unique(points[:, :2], axis=0)) < used.sum():
         raise ConfigError("points", f"group size {size} has fewer lengths than the {used.sum()} coefficients to find")
     scale = columns.max(axis=1, keepdims=True) + ~used[:, None]           # seconds and their products with squares of tokens: comparable
@@ -251,7 +251,8 @@ Part = tuple[int, int, Group, float, float]           # a chunk as it is searche
 def _planned(instances: Instances, queues: Queues, tokens: int, rate: float, chunked: bool) -> Plan:
     _check(instances, queues, tokens, rate)
     search = _Search(instances, queues, tokens, rate)
-    parts = search.chunked(0, search.groups.none, 0, 0.0, math.inf) if chunked else search.whole(0, search.groups.none, 0, 0.0)[1]
+    none, last = search.groups.none, len(search.sizes) - 1
+    parts = search.chunked(0, none, 0, last, 0.0, math.inf) if chunked else search.whole(0, none, 0, last, 0.0)[1]
     return Plan(tuple(Chunk(history, count, search.groups.members(group), start, end) for history, count, group, start, end in parts))
 
 
@@ -265,10 +266,10 @@ class _Search:
         self.total, self.block, self.keep = tokens, instances.block, 1 - rate
         self.least = [_least(self.latencies[index:]) for index in range(len(self.sizes))]
 
-    def whole(self, history: int, before: Group, first: int, now: float) -> tuple[int, list[Part]]:
-        """Alg. 2: what is left as one chunk, on a group of at least the size with index `first`. Returns the index of its size, and it."""
+    def whole(self, history: int, before: Group, first: int, last: int, now: float) -> tuple[int, list[Part]]:
+        """Alg. 2: what is left as one chunk, on a group of the sizes with index `first` to `last`. Returns its size's index, and it."""
         left, best, chosen, place = self.total - history, math.inf, None, first
-        for index in range(first, len(self.sizes)):
+        for index in range(first, last + 1):
             group = self.groups.extended(before, self.sizes[index])
             start = max(now, group[1])
             seconds = start - now + self.latencies[index](history, left)
@@ -277,9 +278,10 @@ class _Search:
         assert chosen is not None
         return place, [chosen]
 
-    def chunked(self, history: int, before: Group, first: int, now: float, limit: float) -> list[Part]:
-        """Alg. 1: the chunks of what is left. Gives up the search, not the answer, for what cannot end before `limit`."""
-        last, best = self.whole(history, before, first, now)
+    def chunked(self, history: int, before: Group, first: int, last: int, now: float, limit: float) -> list[Part]:
+        """Alg. 1: the chunks of what is left. None is on a larger group than Alg. 2 gives to all of it, which is where the load comes in.
+        Gives up the search, not the answer, for what cannot end before `limit`."""
+        last, best = self.whole(history, before, first, last, now)
         for current in range(first, last):
             group = self.groups.extended(before, self.sizes[current])
             start = max(now, group[1])
@@ -290,7 +292,7 @@ class _Search:
                 done, end = history + count, start + self.latencies[current](history, count)
                 if end + self.least[following](done, self.total - done) >= min(best[-1][4], limit):
                     continue
-                rest = self.chunked(done, group, following, end, min(best[-1][4], limit))
+                rest = self.chunked(done, group, following, last, end, min(best[-1][4], limit))
                 if rest[-1][4] < best[-1][4]:
                     best = [(history, count, group, start, end), *rest]
         return best

@@ -165,7 +165,8 @@ def exhaustive(instances: Instances, queues: list[float], first: list[float], gr
             if smaller and instances.latencies[max(smaller)](history, count) <= took:
                 continue
             after = [0.0 if i in now else max(0.0, queue - (wait + took)) for i, queue in enumerate(queues)]
-            rest = exhaustive(instances, after, first, now, [s for s in sizes if s >= following], history + count, left - count, rate)
+            useful = [size for size in sizes if following <= size <= largest]
+            rest = exhaustive(instances, after, first, now, useful, history + count, left - count, rate)
             best = min(best, wait + took + rest)
     return best
 

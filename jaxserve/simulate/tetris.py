@@ -1,0 +1,73 @@
+"""Prefill instances under arrivals, planned by a policy of `cluster.cdsp` as each request comes (Tetris and what it is compared with).
+
+A request is planned once, when it arrives, against the queue times that the plans before it left; chunks take what the latency model
+says, so that a plan is also what happens. Moving KV to instances that join is hidden behind compute and costs nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.cluster.cdsp import Instances, Policy, cdsp, occupied
+from jaxserve.simulate.arrival import Arrival
+
+RATES = tuple(round(0.05 * n, 2) for n in range(1, 16))              # improvement rates that are tried: 0.05 to 0.75 (Tetris, 7.1)
+
+Rate = Callable[[float], float]                       # improvement rate for a request that comes at this second
+Held = Callable[[Arrival], float]                     # seconds for which a request keeps one of its instances after its first token
+
+
+def constant(rate: float) -> Rate:
+    return lambda now: rate
+
+
+@dataclass(frozen=True)
+class Served:
+    """What came of arrivals. ttft: [requests] seconds; busy: the share of the instances' time, from the first arrival to the last end, in
+    which they computed; tokens_per_s: of prompts, over the same time."""
+
+    ttft: np.ndarray
+    busy: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """`count` instances and the policy that plans for them. held: None where requests decode elsewhere."""
+
+    instances: Instances
+    count: int
+    policy: Policy
+    rate: Rate
+    held: Held | None = None
+
+    def run(self, arrivals: Sequence[Arrival]) -> Served:
+        """Serves arrivals in the order of their time. Errors: ConfigError, of the policy."""
+        free, computed = np.zeros(self.count), 0.0
+        ttft = np.empty(len(arrivals))
+        for number, arrival in enumerate(arrivals):
+            now = arrival.time
+            queues = np.maximum(free - now, 0.0)
+            plan = self.policy(self.instances, queues, arrival.prompt, self.rate(now))
+            free = now + occupied(queues, plan)
+            ttft[number] = plan.ttft
+            computed += sum((chunk.end - chunk.start) * len(chunk.group) for chunk in plan.chunks)
+            if self.held:
+                free[plan.chunks[-1].group[0]] += self.held(arrival)
+        ends = np.array([arrival.time for arrival in arrivals]) + ttft
+        span = float(ends.max() - arrivals[0].time)
+        return Served(ttft, computed / span / self.count, sum(arrival.prompt for arrival in arrivals) / span)
+
+
+def profile(
+    instances: Instances, count: int, arrivals: Callable[[float], Sequence[Arrival]], loads: Iterable[float],
+    rates: Sequence[float] = RATES,
+) -> dict[float, float]:
+    """The improvement rate with the least mean TTFT at each load (Tetris, 5.1). arrivals: a sample of requests at so many per second."""
+    def mean(load: float, rate: float) -> float:
+        return float(Prefill(instances, count, cdsp, constant(rate)).run(arrivals(load)).ttft.mean())
+
+    return {load: min(rates, key=lambda rate: mean(load, rate)) for load in loads}
