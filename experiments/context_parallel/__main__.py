@@ -1,0 +1,30 @@
+"""All tables and figures of the context parallel paper, and summary.md.
+
+    python -m experiments.context_parallel --out=DIR
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from experiments.context_parallel.figure import OPTIONS, settings_of
+from experiments.figures import main_of_all
+
+NUMBERS = ("table4", "table5", "table6", "table7", "table8", "6", "7", "8", "9", "10")
+HEAD = """\
+# Context parallel inference, again
+
+Made by `python -m experiments.context_parallel`. Nothing here was measured on a GPU: all is *computed* from the model by which jaxserve
+chooses how lanes exchange (`jaxserve/scheduling/exchange.py`), calibrated on the paper's tables 5, 6 and 8 alone
+(`experiments/context_parallel/system.py`). Tables 5, 6 and 8 therefore show how well it fits, tables 4 and 7 and the figures what it
+predicts. *gather* is jaxserve's third strategy, which the paper does not have.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    return main_of_all("context_parallel", NUMBERS, OPTIONS, settings_of, HEAD, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
