@@ -107,6 +107,20 @@ def ratio(rows: Rows, column: str, above: Row, below: Row) -> float:
     return upper / lower if lower else math.nan
 
 
+def capacity(points: Sequence[tuple[float, float]], limit: float) -> float:
+    """The load at which a time, known in seconds at some loads, reaches the limit: between loads its logarithm is a straight line. The
+    lowest load where it is above the limit there, the highest where it never is."""
+    before = None
+    for load, seconds in points:
+        if seconds > limit:
+            if before is None:
+                return load
+            share = math.log(limit / before[1]) / math.log(seconds / before[1])
+            return before[0] + share * (load - before[0])
+        before = load, seconds
+    return points[-1][0]
+
+
 def write_csv(path: Path, rows: Rows) -> None:
     with path.open("w", newline="") as file:
         out = csv.DictWriter(file, list(rows[0]), lineterminator="\n")

@@ -77,6 +77,8 @@ class CacheConfig(Checked):
     pages: int | None = option(None, "KV pages per lane; default: from kv_memory_gib", low=2)
     kv_memory_gib: float = option(1.0, "memory for KV pages per device, in GiB, where pages is not given", low=0.001)
     lane_tokens: int | None = option(None, "tokens of a request that a lane holds before the next joins; default: as many as fit", low=1)
+    placement: str = option("grow", "where a prompt goes that is longer than lane_tokens: lane after lane (grow), or evenly over all lanes "
+                                    "(striped, zigzag), which a ring needs", choices=("grow", "striped", "zigzag", "round_robin", "random"))
     prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
     kv_cache_dtype: str = option("auto", "type of KV: auto, that of the weights, or fp8 (e4m3 with a scale for each vector), half the "
                                          "bytes of bfloat16 and 4 significant bits", choices=("auto", "fp8"))
@@ -105,6 +107,9 @@ class SchedulerConfig(Objectives):
     sharing: float = option(0.95, "most of a step's time for others beside a prompt of several steps (adaptive chunks)", low=0, high=1)
     classes: str = option("", "objectives of requests that name a class, as chat:ttft=0.5,tpot=0.05;batch:ttft=600,stretch=20,tpot=1; what "
                               "a class leaves out is as for all others")
+    exchange: str = option("gather", "how queries of a prompt on several lanes and its blocks meet: queries go to all lanes (gather) or "
+                                     "round a ring (pass_q), blocks round a ring (pass_kv), or what is fastest in each step (auto)",
+                           choices=("gather", "pass_q", "pass_kv", "auto"))
     step_time: float = option(0.25, "most seconds of a step without decodes or of a prompt of several steps (adaptive chunks)", low=0.0001)
     max_queue: int = option(4096, "requests that wait before new ones are refused", low=1)
 

@@ -41,7 +41,7 @@ def pass_q(q: jax.Array, kv: jax.Array, pages: Pool, groups: Groups, attend: Att
     pages, lanes, lane = _store(kv, pages, groups), lax.axis_size(KVP), lax.axis_index(KVP)
     found = []
     for hop in range(lanes):
-        later = _onward(q) if hop < lanes - 1 else None                              # issued before what hides it
+        later = _onward(q) if hop < lanes - 1 else q                                 # issued before what hides it
         whose = (lane - hop) % lanes
         partials = [attend(x, rows.of(whose), pages.take(0), groups.table)
                     for rows, x in zip(groups.spread, split(q[None], groups.spread, lanes))]
@@ -66,7 +66,7 @@ def pass_kv(q: jax.Array, kv: jax.Array, pages: Pool, groups: Groups, attend: At
         first = index * width
         here = _piece(pages, groups.table, held[:, lane], ends[:, lane], first + jnp.arange(width))
         for hop in range(lanes):
-            later = jax.tree.map(_onward, here) if hop < lanes - 1 else None         # issued before what hides it
+            later = jax.tree.map(_onward, here) if hop < lanes - 1 else here         # issued before what hides it
             whose, (some, blocks) = (lane - hop) % lanes, here
             stop = jnp.clip(ends[:, whose] - first, 0, width)
             start = jnp.clip(ends[:, whose] - held[:, whose] - first, 0, width)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
+from experiments.figures import Claim, Figure, Panel, Row, Rows, capacity, cell, ratio
 from experiments.medha.figure import Settings, main
-from experiments.medha.systems import LOADS, Case, capacity, rows_of
+from experiments.medha.systems import LOADS, Case, rows_of
 
 SYSTEMS = {"medha": (*LOADS, 2.5, 3.5), "loongserve": (0.25, 0.5, 0.75, 1.25, 1.75), "fcfs": (0.25, 0.75, 1.75),
            "sarathi-512": (0.25, 0.75), "sarathi-2048": (0.75,)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -105,17 +105,3 @@ def rows_of(name: str, case: Case, settings: Settings, system: System = SMALL, l
         yield {"lengths": settings.lengths, "system": label or name, "long_percent": case.percent, "qps": case.qps, "percent": percent,
                "ttft_s": float(ttft), "tpot_s": float(tpot), "gap_s": float(gap),
                "finished": result.finished(kind), "requests": len(result.ttft(kind))}
-
-
-def capacity(points: Sequence[tuple[float, float]], limit: float) -> float:
-    """The load in queries per second at which a time, known in seconds at some loads, reaches the limit: between loads its logarithm is a
-    straight line. The lowest load where it is above the limit there, the highest where it never is."""
-    before = None
-    for load, seconds in points:
-        if seconds > limit:
-            if before is None:
-                return load
-            share = math.log(limit / before[1]) / math.log(seconds / before[1])
-            return before[0] + share * (load - before[0])
-        before = load, seconds
-    return points[-1][0]

@@ -25,7 +25,8 @@ class CacheManager:
     """
 
     def __init__(
-        self, config: CacheConfig, lanes: int, slots: int, fingerprint: str = "", dtype: str = "", placement: str | Placement = "grow"
+        self, config: CacheConfig, lanes: int, slots: int, fingerprint: str = "", dtype: str = "", placement: str | Placement | None = None,
+        stripe: int = 1,
     ):
         if config.pages is None:
             raise ConfigError("pages", "must be known before the cache is made")
@@ -40,7 +41,9 @@ class CacheManager:
         self.small_pages = 0
         self._small_refs = np.zeros_like(self.pages.refs)
         self._identity = (fingerprint, dtype, config.block_size)
+        placement = config.placement if placement is None else placement
         self._place = PLACEMENTS[placement] if isinstance(placement, str) else placement
+        self._stripe, self._group, self._blocks = stripe, [tuple(range(lanes))] * slots, [0] * slots
         self._limit = 2**31 if config.lane_tokens is None else -(-config.lane_tokens // config.block_size)
         self._lane = [0] * slots
         self._hits: list[np.ndarray] = []
@@ -104,13 +107,14 @@ class CacheManager:
         fits = [lane_room >= need for lane_room in room]
         return max(lanes, key=lambda lane: (matched[lane] if fits[lane] else 0, fits[lane], -pending[lane], room[lane], -lane))
 
-    def admit(self, slot: int, pages: np.ndarray, home: int, small: bool = False) -> None:
-        """Gives an empty slot the matched `pages` and its home lane."""
+    def admit(self, slot: int, pages: np.ndarray, home: int, small: bool = False, blocks: int = 0) -> None:
+        """Gives an empty slot the matched `pages` and its home lane; blocks: of the whole prompt."""
         assert not self.tables[slot], f"slot {slot} is taken"
         self.home[slot] = self._lane[slot] = home
         self.tables[slot] = pages.tolist()
         self.room[slot] = len(pages) * self.block_size
         self.small[slot] = small
+        self._blocks[slot], self._group[slot] = blocks, tuple(range(self.pages.lanes))
         if len(pages):
             self.pages.hold(pages)
             if small:
@@ -137,10 +141,11 @@ class CacheManager:
         """Pages for the next `blocks` blocks of the slot, which must be available."""
         table, per_lane = self.tables[slot], self.pages.per_lane
         held, lane, small = self.held[slot].tolist(), self._lane[slot], bool(self.small[slot])
+        fixed = int(self.home[slot]), self._blocks[slot], self._group[slot], self._stripe
         for _ in range(blocks):
             block = len(table)
             if len(held) > 1:
-                lane = self._place(View(self.pages.available(), held, lane, self._limit, block, slot))
+                lane = self._place(View(self.pages.available(), held, lane, self._limit, block, slot, *fixed))
             page = self.pages.take(lane)
             self._deltas += (lane, slot, held[lane], page - lane * per_lane, block)
             held[lane] += 1
@@ -152,6 +157,10 @@ class CacheManager:
         self.held[slot] = held
         self.room[slot] = len(table) * self.block_size
         self.spread[slot] = held[self.home[slot]] < len(table)
+
+    def lanes_of(self, slot: int, first: int, last: int) -> np.ndarray:
+        """The lane of each of the slot's blocks `first` to before `last`."""
+        return np.asarray(self.tables[slot][first:last], np.int32) // self.pages.per_lane
 
     def publish(self, slot: int, first: int, last: int, chain: Chain) -> None:
         """Blocks `first` to before `last` of the slot are full and part of an issued batch: later batches may share them."""

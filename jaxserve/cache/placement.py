@@ -20,6 +20,10 @@ class View(NamedTuple):
     limit: int                                       # blocks of a sequence on a lane before the next lane joins
     block: int
     slot: int
+    home: int
+    blocks: int                                      # of the whole prompt
+    group: tuple[int, ...]                           # the lanes over which a prompt goes that is dealt out evenly
+    stripe: int                                      # blocks that such a prompt has in a row on a lane
 
 
 def grow(view: View) -> int:
@@ -39,6 +43,26 @@ def round_robin(view: View) -> int:
     return next(lane % lanes for lane in range(view.block, view.block + lanes) if view.available[lane % lanes])
 
 
+def striped(view: View) -> int:
+    """Prompts that one lane shall not hold: stripe by stripe over the lanes of the group. Others as `grow`."""
+    return _dealt(view, view.block // view.stripe % len(view.group))
+
+
+def zigzag(view: View) -> int:
+    """As `striped`, but there and back again, so that lanes have as much of what comes early as of what comes late and sees all before it:
+    causal attention is even too (context parallel paper, 3.5.1)."""
+    place = view.block // view.stripe % (2 * len(view.group))
+    return _dealt(view, min(place, 2 * len(view.group) - 1 - place))
+
+
+def _dealt(view: View, index: int) -> int:
+    """The prompt's last block is at home, where the token after it is sampled."""
+    if view.blocks <= view.limit:
+        return grow(view)
+    lane = view.home if view.block == view.blocks - 1 else view.group[index]
+    return lane if view.available[lane] else grow(view)
+
+
 def scatter(view: View) -> int:
     """Anywhere, but the same anywhere in every run."""
     lanes = [lane for lane, pages in enumerate(view.available) if pages]
@@ -46,4 +70,5 @@ def scatter(view: View) -> int:
 
 
 Placement = Callable[[View], int]
-PLACEMENTS: dict[str, Placement] = {"grow": grow, "round_robin": round_robin, "random": scatter}
+PLACEMENTS: dict[str, Placement] = {
+    "grow": grow, "striped": striped, "zigzag": zigzag, "round_robin": round_robin, "random": scatter}

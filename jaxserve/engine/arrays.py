@@ -72,10 +72,18 @@ def shapes(config: SchedulerConfig, lanes: int) -> list[Shape]:
         dealt = -(-tiles // lanes)
         out += [Shape(most, (0, 0), most), Shape(most, (0, 0), most, (dealt, tile)), Shape(most, (tiles, tile), most, (dealt, tile))]
         out += [Shape(most, (tiles, tile), most, (tiles, tile))]
+        ring = [(min(tiles, dealt + 1), tile), (tiles, tile)] if tile > 1 else []        # cut where lanes change: some rows are short
+        out += [Shape(most, local, most, group, exchange=exchange) for group in ring for local in ((0, 0), (tiles, tile))
+                for exchange in rings(config)]
     sizes = sample_sizes(config)
     fit = lambda shape: next((size for size in sizes if size >= shape.rows), sizes[-1])
     out = [dataclasses.replace(shape, samples=fit(shape)) for shape in dict.fromkeys(out)]
     return sorted(out, key=lambda shape: (bool(shape.spread), shape.tokens, shape.rows))
+
+
+def rings(config: SchedulerConfig) -> tuple[str, ...]:
+    """The exchanges around a ring that steps may choose."""
+    return ("pass_q", "pass_kv") if config.exchange == "auto" else () if config.exchange == "gather" else (config.exchange,)
 
 
 def sample_sizes(config: SchedulerConfig) -> list[int]:
@@ -138,6 +146,7 @@ class Work:
         return cls(local, spread, tuple((row, *chunk) for row, chunk in zip(at.tolist(), long)), lanes)
 
     def fits(self, shape: Shape) -> bool:
+        """Whether the shape holds it; rows of a ring are dealt by where blocks are (`settled`), which is looked at elsewhere."""
         if self.local > shape.decode[0] or self.spread > shape.spread_decode[0]:
             return False
         return not self.long or (self._fits(shape.prefill, False) and self._fits(shape.spread_prefill, True))
@@ -167,6 +176,35 @@ class Piece:
     token: int
 
 
+def settled(batch: Batch, work: Work, width: int, block: int) -> list[tuple[int, int, int, int]]:
+    """The spread chunks of more than one token in rows of at most `width` tokens, each on the lane that holds its blocks: (chunk, offset,
+    size, lane). Rows end where lanes change and where whole rows from the start of the sequence do."""
+    out, at = [], 0
+    for chunk, _, length, spread in work.long:
+        if not spread:
+            continue
+        start, offset = int(batch.start[chunk]), 0
+        first = start // block
+        lanes = batch.owner[at : at + (start + length - 1) // block - first + 1]
+        at += len(lanes)
+        changes = (np.flatnonzero(np.diff(lanes)) + 1 + first) * block - start
+        ends = np.unique(np.concatenate([changes, np.arange(width - start % width, length, width), [length]]))
+        for end in ends.tolist():
+            out.append((chunk, offset, end - offset, int(lanes[(start + offset) // block - first])))
+            offset = end
+    return out
+
+
+def ring_rows(batch: Batch, work: Work, width: int, block: int) -> int | None:
+    """Rows on the fullest lane if rows are dealt by where blocks are; None where a ring cannot be: nothing is spread but decodes, or a
+    token is to be sampled elsewhere than at home."""
+    rows = settled(batch, work, width, block)
+    ends = {chunk: lane for chunk, _, _, lane in rows}
+    if not rows or any(batch.sample[chunk] and batch.lane[chunk] != lane for chunk, lane in ends.items()):
+        return None
+    return int(np.bincount([lane for *_, lane in rows]).max())
+
+
 @dataclasses.dataclass(frozen=True)
 class Arrays:
     """A batch in a shape."""
@@ -185,7 +223,7 @@ def to_arrays(batch: Batch, work: Work, shape: Shape, lanes: int, block: int) ->
     view = lay.views(ints)
     last = np.zeros(len(batch.slot), np.int32)
     _fill_singles(batch, view, shape, last)
-    pieces = _deal(work, shape, lanes) if work.long else []
+    pieces = _deal(batch, work, shape, lanes, block) if work.long else []
     if pieces:
         _fill_pieces(batch, view, shape, pieces, last)
     return Arrays(shape, ints, last, _fill_samples(batch, view["samples"], last), pieces, _fill_deltas(batch.deltas, view["deltas"]))
@@ -247,13 +285,19 @@ def _sizes(groups: tuple[tuple[int, int], ...]) -> tuple[int, int]:
     return sum(rows for rows, _ in groups), sum(rows * width for rows, width in groups)
 
 
-def _deal(work: Work, shape: Shape, lanes: int) -> list[Piece]:
-    """Rows for the long chunks. A local chunk's rows follow each other on its lane; a spread one's go where most rows are free."""
+def _deal(batch: Batch, work: Work, shape: Shape, lanes: int, block: int) -> list[Piece]:
+    """Rows for the long chunks. A local chunk's rows follow each other on its lane; a spread one's go where most rows are free, or around
+    a ring where its blocks are."""
     out = []
     tokens = {False: shape.decode[0], True: _sizes(shape.local)[1] + shape.spread_decode[0]}
     for flag, (rows, width) in ((False, shape.prefill), (True, shape.spread_prefill)):
         chunks = [(chunk, lane, length) for chunk, lane, length, spread in work.long if spread == flag]
         used = [0] * lanes
+        if flag and shape.exchange != "gather":
+            for chunk, offset, size, lane in settled(batch, work, width, block):
+                out.append(Piece(chunk, offset, size, lane, tokens[flag] + used[lane] * width))
+                used[lane] += 1
+            continue
         kept = [sum(lane == home for _, home, _ in chunks) if flag else 0 for lane in range(lanes)]   # rows for last pieces
         for chunk, home, length in chunks:
             for offset in range(0, length, width):

@@ -13,7 +13,7 @@ from jaxserve.cache import CacheManager
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.arrays import sample_sizes, shapes
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.profile import costs_for
+from jaxserve.engine.profile import profile_for
 from jaxserve.engine.programs import keep_compiled
 from jaxserve.engine.stages import Plan, Stages
 from jaxserve.kernels.pool import NARROW, pool_shapes
@@ -26,8 +26,8 @@ from jaxserve.weights import load, open_checkpoint
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
-def build(config: EngineConfig, progress: bool = True, warm_up: bool = True, placement: str = "grow") -> Engine:
-    """An engine that is ready to start. placement: where blocks go, a name in cache.PLACEMENTS.
+def build(config: EngineConfig, progress: bool = True, warm_up: bool = True, placement: str | None = None) -> Engine:
+    """An engine that is ready to start. placement: where blocks go, in place of `config.cache.placement`.
 
     Errors: ConfigError for settings that cannot work, CheckpointError for a checkpoint that cannot be read.
     """
@@ -42,11 +42,21 @@ def build(config: EngineConfig, progress: bool = True, warm_up: bool = True, pla
             stages.warm_up(step)
     sized = dataclasses.replace(config.cache, pages=plan.pages)
     stored = f"{config.source.dtype} {plan.kv_dtype}"
-    cache = CacheManager(sized, config.mesh.kvp, plan.slots, str(checkpoint.config), stored, placement)
+    cache = CacheManager(sized, config.mesh.kvp, plan.slots, str(checkpoint.config), stored, placement,
+                         stripe_of(config))
     engine = Engine(config, stages, Scheduler(config.scheduler, cache, config.mesh, _max_len(config, model), model.eos_ids), model.eos_ids)
-    if costs := costs_for(engine, progress):
-        engine.scheduler.use(costs)
+    if profile := profile_for(engine, progress):
+        engine.scheduler.use(profile.costs)
+    if config.scheduler.exchange == "auto" and config.mesh.kvp > 1:
+        if profile is None:
+            raise ConfigError("exchange", "auto chooses by a profile; give one, or profile=auto")
+        engine.exchange = profile.exchange(engine)
     return engine
+
+
+def stripe_of(config: EngineConfig) -> int:
+    """Blocks that a prompt dealt out over lanes has in a row on each: as many as a row of a step has tokens."""
+    return max(1, config.scheduler.tile // config.cache.block_size)
 
 
 def make_plan(config: EngineConfig, model: ModelConfig) -> Plan:

@@ -23,11 +23,12 @@ import numpy as np
 from jaxserve.clock import Clock, WallClock
 from jaxserve.config import EngineConfig
 from jaxserve.engine import sampling
-from jaxserve.engine.arrays import Arrays, Piece, Work, to_arrays
+from jaxserve.engine.arrays import Arrays, Piece, Shape, Work, ring_rows, to_arrays
 from jaxserve.engine.stages import SCORES, Hidden, Sampled, Stages
 from jaxserve.metrics import Metrics
 from jaxserve.request import Event, Finished, Logprobs, Request, RequestError
 from jaxserve.scheduling import Batch, Load, Scheduler
+from jaxserve.scheduling.exchange import Exchange
 from jaxserve.scheduling.sequence import Sequence
 
 TICK = 0.001                                         # seconds between looks at a step that may end early
@@ -78,6 +79,7 @@ class Engine:
         self.model, self.max_len = stages.plan.model, scheduler.max_len
         self.clock = clock or WallClock()
         self.alive = True
+        self.exchange: Exchange | None = None                         # chooses, where a step's exchange between lanes is not set
         self._eos = eos_ids
         self._far = self._platform != "cpu"                           # tokens are copied from the devices, not read in place
         self._callers: dict[str, Caller] = {}
@@ -219,8 +221,7 @@ class Engine:
         for chunk in batch.admitted:
             self._admit(batch, chunk)
         work = Work.of(batch, lanes)
-        shape = self.stages.plan.shape_for(work)
-        assert shape is not None, f"no compiled shape holds {work}"
+        shape = self._shape_for(batch, work)
         arrays = to_arrays(batch, work, shape, lanes, self.stages.plan.block_size)
         fed = batch.slot[batch.feed]
         hidden = self.stages.step(arrays, int(self._sampled_at[fed].max(initial=0)))
@@ -232,6 +233,27 @@ class Engine:
             if self._far:
                 sampled.tokens.copy_to_host_async()
         return Flight(batch, arrays, hidden.ints, sampled, self._scores(batch, arrays, hidden), self.clock.now())
+
+    def _shape_for(self, batch: Batch, work: Work) -> Shape:
+        """The cheapest compiled shape; one with a ring where that is faster and the blocks of all spread chunks lie as a ring needs."""
+        plan, config = self.stages.plan, self.config.scheduler
+        shape, rows = plan.shape_for(work), None
+        assert shape is not None, f"no compiled shape holds {work}"
+        if config.exchange != "gather":
+            rows = ring_rows(batch, work, config.tile, plan.block_size)
+        if rows is None:
+            return shape
+        exchange = config.exchange if self.exchange is None else self._chosen(batch, self.exchange)
+        return plan.shape_for(work, exchange, rows) or shape
+
+    def _chosen(self, batch: Batch, exchange: Exchange) -> str:
+        """The fastest exchange for the spread chunks of a batch; the decision is logged."""
+        far = np.flatnonzero(batch.spread)
+        chunks = list(zip(batch.start[far].tolist(), batch.length[far].tolist()))
+        shards = (batch.held[far].max(1) * self.stages.plan.block_size).tolist()
+        decision = exchange.choose(chunks, shards)
+        log.debug("batch %d: %s out of %s seconds per layer", batch.number, decision.strategy, decision.seconds)
+        return decision.strategy
 
     def _admit(self, batch: Batch, chunk: int) -> None:
         sequence = self.scheduler.sequences[int(batch.seq[chunk])]

@@ -18,10 +18,14 @@ import jax
 import numpy as np
 
 from jaxserve.config import ConfigError
+from jaxserve.engine.links import measure_links
 from jaxserve.engine.measure import Measured, grid, measure
 from jaxserve.progress import progress_bar
+from jaxserve.scheduling.exchange import Exchange, Heads, rates_of
 from jaxserve.scheduling.fit import Fit, Sample, fit, from_json, to_json
 from jaxserve.scheduling.predictor import Costs
+from jaxserve.scheduling.profiles import Link
+from jaxserve.sharding.exchange import PIECE
 from jaxserve.source import cache_folder
 
 log = logging.getLogger(__name__)
@@ -29,18 +33,33 @@ FORMAT = 3                                            # of the file
 QUICK = 2**20                                         # most pairs of a step that is measured when nobody asked for a profile
 
 
-def costs_for(engine: Any, progress: bool) -> Costs | None:
-    """The costs that the engine's settings ask for; None where its scheduler does without. Errors: ConfigError."""
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What steps cost, and how fast lanes talk to each other; empty where there is one."""
+
+    costs: Costs
+    links: dict[str, Link]
+
+    def exchange(self, engine: Any) -> Exchange:
+        """Chooses how spread sequences and their blocks meet."""
+        plan = engine.stages.plan
+        model, tp = plan.model, plan.mesh.tp
+        heads = Heads(model.heads // tp, model.kv_heads // tp, model.head_dim, np.dtype(plan.dtype).itemsize)
+        links: dict[str, Any] = self.links
+        return Exchange(plan.mesh.kvp, heads, dataclasses.replace(rates_of(self.costs, heads), **links), piece=PIECE)
+
+
+def profile_for(engine: Any, progress: bool) -> Profile | None:
+    """The profile that the engine's settings ask for; None where its scheduler does without. Errors: ConfigError."""
     config = engine.config
-    timeless = config.scheduler.policy == "fcfs" and config.scheduler.chunking == "static"
+    timeless = config.scheduler.policy == "fcfs" and config.scheduler.chunking == "static" and config.scheduler.exchange != "auto"
     if config.profile == "none" or (config.profile == "auto" and timeless):
         return None
     file = Path(config.profile) if config.profile != "auto" else kept_file(engine)
     if config.profile != "auto" or file.exists():
         return read(file, engine)
     found = profiled(engine, engine.max_len, 1, progress, QUICK)
-    write(file, engine, *found)
-    return found[0].costs
+    return write(file, engine, *found)
 
 
 def profiled(engine: Any, longest: int, repeats: int, progress: bool, pairs: float = float("inf")) -> tuple[Fit, list[Measured]]:
@@ -82,11 +101,13 @@ def kept_file(engine: Any) -> Path:
     return cache_folder() / "profiles" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 
 
-def write(file: Path, engine: Any, found: Fit, points: list[Measured]) -> None:
-    """Writes a profile, whole or not at all. Errors: ConfigError where it cannot be written."""
+def write(file: Path, engine: Any, found: Fit, points: list[Measured]) -> Profile:
+    """Writes a profile, whole or not at all; lanes are timed for it. Errors: ConfigError where it cannot be written."""
+    links = measure_links(engine.stages.last_mesh) if engine.stages.plan.mesh.kvp > 1 else {}
     rows = [{**dataclasses.asdict(one.point), "shape": str(one.shape), "seconds": one.seconds} for one in points]
     text = json.dumps({**identity(engine), "fitted_error": found.fitted, "held_out_error": found.held_out,
-                       "costs": to_json(found.costs), "points": rows}, indent=1)
+                       "costs": to_json(found.costs), "links": {name: dataclasses.astuple(link) for name, link in links.items()},
+                       "points": rows}, indent=1)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as out:
@@ -94,13 +115,15 @@ def write(file: Path, engine: Any, found: Fit, points: list[Measured]) -> None:
         os.replace(out.name, file)
     except OSError as error:
         raise ConfigError("profile", f"{file}: {error.strerror}") from None
+    return Profile(found.costs, links)
 
 
-def read(file: Path, engine: Any) -> Costs:
-    """The costs in a profile. Errors: ConfigError where it cannot be read or belongs to another engine."""
+def read(file: Path, engine: Any) -> Profile:
+    """A profile that was kept. Errors: ConfigError where it cannot be read or belongs to another engine."""
     try:
         found = json.loads(file.read_text())
         own, costs = {name: found[name] for name in identity(engine)}, found["costs"]
+        links = {name: Link(*map(float, values)) for name, values in found["links"].items()}
     except OSError as error:
         raise ConfigError("profile", f"{file}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -108,4 +131,4 @@ def read(file: Path, engine: Any) -> Costs:
     for name, value in identity(engine).items():
         if own[name] != value:
             raise ConfigError("profile", f"{file} was measured with {name} {own[name]!r}; here it is {value!r}")
-    return from_json(costs)
+    return Profile(from_json(costs), links)

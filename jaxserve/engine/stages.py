@@ -50,9 +50,11 @@ class Plan:
     shapes: list[Shape]
     samples: list[int]
 
-    def shape_for(self, work: Work) -> Shape | None:
-        """The cheapest compiled shape that holds it; None where none does. Every batch of the scheduler fits one."""
-        return next((shape for shape in self.shapes if work.fits(shape)), None)
+    def shape_for(self, work: Work, exchange: str = "gather", rows: int = 0) -> Shape | None:
+        """The cheapest compiled shape with this exchange that holds it, and so many rows of spread chunks on a lane; None where none does.
+        Every batch of the scheduler fits one that gathers queries."""
+        return next((shape for shape in self.shapes
+                     if shape.exchange == exchange and rows <= shape.spread_prefill[0] and work.fits(shape)), None)
 
     def pool(self) -> Pool:
         """Shapes of one layer's pages, on all lanes."""

@@ -116,6 +116,7 @@ def _groups(view: dict[str, jax.Array], shape: Shape, table: jax.Array, pages: i
         mine = jnp.concatenate([view["rows"][row : row + rows], view["held"][row - first : row - first + rows]], 1)
         mine = gather_rows(mine)                                                     # every lane needs all spread rows
         settled = shape.exchange != "gather" and width > 1
-        spread.append(spread_rows(*mine[:, :3].T, mine[:, 3:], jax.lax.axis_index(KVP), width, table, pages, size, settled))
+        slot, start, length = mine[:, :3].T
+        spread.append(spread_rows(slot, start, length, mine[:, 3:], jax.lax.axis_index(KVP), width, table, pages, size, settled))
         row += rows
     return Groups(tuple(local), tuple(spread), table, shape.exchange)

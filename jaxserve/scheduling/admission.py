@@ -76,7 +76,7 @@ class Admission:
         self._spare -= blocks - len(pages) + cache.evictable(pages)
         self._small += blocks - cache.in_small(pages) if small else 0
         slot = self.roster.enter(sequence, len(pages) * cache.block_size)
-        cache.admit(slot, pages, home, small)
+        cache.admit(slot, pages, home, small, blocks)
         self._open = self._open if self.roster.free else NOBODY
         self._claim = None if self._claim is sequence else self._claim
 

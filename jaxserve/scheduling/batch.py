@@ -28,6 +28,7 @@ class Batch:
     sample: np.ndarray       # [n] bool; a token is sampled after the chunk's last one
     spread: np.ndarray       # [n] bool; blocks lie on more than the home lane
     held: np.ndarray         # [n, lanes] blocks of the sequence on each lane, those of this step included
+    owner: np.ndarray        # [k] lane of each block that tokens of spread chunks of more than one token fall in, chunk after chunk
     tokens: np.ndarray       # [sum of length where not feed] token ids, chunk after chunk
     deltas: np.ndarray       # [m, 5] new page table entries: lane, slot, index in the row, page, block; ascending blocks per row
     seconds: float           # predicted time in the slowest stage

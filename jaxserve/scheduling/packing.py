@@ -86,16 +86,20 @@ class Packer:
         if chunks:
             slots = np.concatenate([decodes, np.array([chunk.slot for chunk in chunks], np.intp)])
         start, length, feed = roster.issued[slots], np.ones(slots.size, np.int32), np.ones(slots.size, bool)
-        tokens = np.empty(0, np.int32)
+        tokens = owner = np.empty(0, np.int32)
         if chunks:
             start[fed:], length[fed:], feed[fed:] = [chunk.start for chunk in chunks], [chunk.stop - chunk.start for chunk in chunks], False
             tokens = np.concatenate([roster.sequence[chunk.slot].history(chunk.start, chunk.stop) for chunk in chunks])
+            far = [chunk for chunk in chunks if cache.spread[chunk.slot] and chunk.stop - chunk.start > 1]
+            if far:
+                size = cache.block_size
+                owner = np.concatenate([cache.lanes_of(chunk.slot, chunk.start // size, cache.blocks(chunk.stop)) for chunk in far])
         roster.issued[decodes] += 1
         roster.flying[slots] += 1
         roster.last[slots] = number
         return Batch(
             number=number, seq=roster.number[slots], slot=slots.astype(np.int32), lane=cache.home[slots], start=start, length=length,
-            feed=feed, sample=roster.phase[slots] == DECODE, spread=cache.spread[slots], held=cache.held[slots], tokens=tokens,
+            feed=feed, sample=roster.phase[slots] == DECODE, spread=cache.spread[slots], held=cache.held[slots], owner=owner, tokens=tokens,
             deltas=cache.take_deltas(), seconds=seconds, admitted=tuple(row for row, chunk in enumerate(chunks, fed) if chunk.admitted),
         )
 

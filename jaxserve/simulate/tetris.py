@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.cluster.cdsp import Instances, Policy, cdsp, occupied
+from jaxserve.cluster.cdsp import Instances, Policy, occupied
 from jaxserve.simulate.arrival import Arrival
 
 RATES = tuple(round(0.05 * n, 2) for n in range(1, 16))              # improvement rates that are tried: 0.05 to 0.75 (Tetris, 7.1)
@@ -63,11 +63,11 @@ class Prefill:
 
 
 def profile(
-    instances: Instances, count: int, arrivals: Callable[[float], Sequence[Arrival]], loads: Iterable[float],
+    instances: Instances, count: int, policy: Policy, arrivals: Callable[[float], Sequence[Arrival]], loads: Iterable[float],
     rates: Sequence[float] = RATES,
 ) -> dict[float, float]:
     """The improvement rate with the least mean TTFT at each load (Tetris, 5.1). arrivals: a sample of requests at so many per second."""
-    def mean(load: float, rate: float) -> float:
-        return float(Prefill(instances, count, cdsp, constant(rate)).run(arrivals(load)).ttft.mean())
+    def best(sample: Sequence[Arrival]) -> float:
+        return min(rates, key=lambda rate: Prefill(instances, count, policy, constant(rate)).run(sample).ttft.mean())
 
-    return {load: min(rates, key=lambda rate: mean(load, rate)) for load in loads}
+    return {load: best(arrivals(load)) for load in loads}

@@ -78,6 +78,19 @@ def test_a_sequence_goes_where_its_prefix_lies_if_its_chunk_fits_there():
     cache.check()
 
 
+@pytest.mark.parametrize(("placement", "right"), [("striped", [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2, 1, 0]),
+                                                  ("zigzag", [0, 0, 1, 1, 2, 2, 2, 2, 1, 1, 0, 0, 1, 0])])
+def test_a_prompt_that_one_lane_shall_not_hold_is_dealt_out_and_ends_at_home(placement, right):
+    """Stripes of two blocks; the last block of its thirteen is at home, and what it generates goes on as before."""
+    cache = CacheManager(CacheConfig(block_size=4, pages=9, lane_tokens=8), 3, 3, placement=placement, stripe=2)
+    for slot, blocks in ((0, 13), (1, 2)):
+        cache.admit(slot, np.empty(0, np.intp), 1, blocks=blocks)
+        cache.extend(slot, blocks)
+    cache.extend(0, 1)
+    assert cache.lanes_of(0, 0, 14).tolist() == right and cache.lanes_of(1, 0, 2).tolist() == [1, 1]
+    cache.check()
+
+
 @pytest.mark.parametrize(("placement", "lanes"), [("round_robin", [0, 1, 2, 0, 1, 2]), ("random", None)])
 def test_placements_scatter_blocks_and_rows_stay_ascending(placement, lanes):
     cache = manager(3, placement=placement)

@@ -17,12 +17,12 @@ from jaxserve.scheduling import Scheduler
 
 
 def engine(model: str = "random:tiny", mesh: str = "", *, chunk: int = 64, seqs: int = 8, pages: int = 256, block: int = 16,
-           max_len: int = 2048, placement: str = "grow", **cache) -> Engine:
+           max_len: int = 2048, exchange: str = "gather", **cache) -> Engine:
     """An engine whose programs are compiled when first used."""
     config = EngineConfig(
         ModelSource(model=str(model), max_model_len=max_len), MeshConfig.parse(mesh), CacheConfig(block_size=block, pages=pages, **cache),
-        SchedulerConfig(max_seqs=seqs, chunk_tokens=chunk))
-    return build(config, progress=False, warm_up=False, placement=placement)
+        SchedulerConfig(max_seqs=seqs, chunk_tokens=chunk, exchange=exchange))
+    return build(config, progress=False, warm_up=False)
 
 
 def fresh(old: Engine, placement: str) -> Engine:

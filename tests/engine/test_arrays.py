@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.cache import CacheManager
 from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.engine.arrays import FEED, NOWHERE, Arrays, Work, layout, sample_sizes, shapes, to_arrays
+from jaxserve.engine.arrays import FEED, NOWHERE, Arrays, Work, layout, ring_rows, sample_sizes, shapes, to_arrays
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling import Batch, Scheduler
 
@@ -135,6 +135,39 @@ def test_every_batch_fits_a_shape_that_says_all_of_it(lanes, seqs, chunk, placem
             spread += int(batch.spread.any())
             check_message(batch, to_arrays(batch, work, shape, lanes, BLOCK), lanes)
     assert len(used) >= min(2, len(compiled)) and (spread > 20 or lanes == 1)
+
+
+@pytest.mark.parametrize("placement", ["striped", "zigzag", "random"])
+def test_around_a_ring_each_token_is_computed_where_its_block_is(placement):
+    config, lanes, rings = SchedulerConfig(max_seqs=8, chunk_tokens=96, min_chunk=16, exchange="pass_q"), 4, 0
+    compiled = shapes(config, lanes)
+    for seed in range(6):
+        where = {}                                                                   # slot, block -> lane
+        for batch in traffic(config, lanes, placement, 32, seed):
+            where |= {(slot, block): lane for lane, slot, _, _, block in batch.deltas.tolist()}
+            work = Work.of(batch, lanes)
+            rows = ring_rows(batch, work, config.tile, BLOCK)
+            fitting = (shape for shape in compiled if shape.exchange == "pass_q" and work.fits(shape))
+            shape = next((shape for shape in fitting if rows is not None and rows <= shape.spread_prefill[0]), None)
+            if shape is None:
+                continue
+            rings += 1
+            arrays = to_arrays(batch, work, shape, lanes, BLOCK)
+            assert said(arrays, lanes) == meant(batch)
+            far = {int(chunk) for chunk in np.flatnonzero(batch.spread & (batch.length > 1))}
+            assert {piece.chunk for piece in arrays.pieces if batch.spread[piece.chunk]} == far
+            for piece in arrays.pieces:
+                if piece.chunk in far:
+                    slot, first = int(batch.slot[piece.chunk]), int(batch.start[piece.chunk]) + piece.offset
+                    blocks = range(first // BLOCK, (first + piece.size - 1) // BLOCK + 1)
+                    assert {where[slot, block] for block in blocks} == {piece.lane}
+            for chunk in np.flatnonzero(batch.sample):
+                lane, place = int(batch.lane[chunk]), int(arrays.sampled[chunk])
+                view = layout(shape, lanes, BLOCK).views(arrays.ints)
+                end = int(batch.start[chunk] + batch.length[chunk])
+                assert view["samples"][lane, place].tolist() == [arrays.last[chunk], int(batch.slot[chunk]), end]
+                assert row_tokens(arrays, view)[lane, int(arrays.last[chunk])] == (int(batch.slot[chunk]), end - 1)
+    assert rings > 10
 
 
 @pytest.mark.parametrize("lanes, seqs, chunk, placement, lane_tokens", CONFIGS)

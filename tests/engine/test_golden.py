@@ -57,6 +57,23 @@ def test_tokens_equal_the_reference_on_every_mesh(mesh, golden, smollm2_gguf):
     assert_golden(mesh, golden, smollm2_gguf, modes + ([("64", "grow"), ("mixed", "grow")] if mesh[1] > 1 else []))
 
 
+@pytest.mark.parametrize("mesh, exchange, placement, chunks", [
+    ("kvp=4", "pass_q", "zigzag", "mixed"), ("kvp=4", "pass_kv", "striped", "512"), ("spp=2,kvp=2,tp=3", "pass_kv", "zigzag", "512"),
+])
+def test_tokens_equal_the_reference_around_a_ring(mesh, exchange, placement, chunks, golden, smollm2_gguf):
+    """Prompts of more than 64 tokens lie on all lanes, and steps that may go round a ring do."""
+    real = engine(smollm2_gguf, mesh, chunk=512, seqs=8, pages=128, max_len=2048, exchange=exchange, placement=placement, lane_tokens=64)
+    shapes, chosen = [], real._shape_for
+    real._shape_for = lambda *work: shapes.append(chosen(*work)) or shapes[-1]
+    cases = [case for case in golden["cases"] if len(case["prompt_ids"]) <= 400]
+    runner = Runner(real)
+    ids = [submit(runner, case) for case in cases]
+    runner.run(CHUNKS[chunks])
+    assert [runner.ids(id) for id in ids] == [case["output_ids"] for case in cases]
+    assert exchange in {shape.exchange for shape in shapes}
+    assert_empty(real)
+
+
 @pytest.fixture(scope="module")
 def plain(smollm2_gguf):
     return engine(smollm2_gguf, chunk=64, seqs=8, pages=640, max_len=8192)

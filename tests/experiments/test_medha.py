@@ -115,7 +115,7 @@ def test_the_data_folder_is_the_flag_then_the_environment_then_the_sibling(tmp_p
 
 def test_capacity_is_where_the_line_between_two_loads_reaches_the_limit():
     points = ((1.0, 0.01), (2.0, 1.0), (3.0, 100.0))
-    assert [systems.capacity(points, limit) for limit in (0.001, 0.1, 10.0, 200.0)] == pytest.approx([1.0, 1.5, 2.5, 3.0])
+    assert [figures.capacity(points, limit) for limit in (0.001, 0.1, 10.0, 200.0)] == pytest.approx([1.0, 1.5, 2.5, 3.0])
 
 
 def test_a_run_is_cut_off_and_those_that_wait_count_as_long_as_they_waited():

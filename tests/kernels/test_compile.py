@@ -264,7 +264,7 @@ def test_a_hop_sends_its_pages_on_in_the_kernel_that_attends_over_them():
     q, pos, _, table, row, _, *before = shape.arguments()
     pages = pool_shapes((32, *shape.pool.kv.shape[1:]), np.dtype("bfloat16"))
     compiled = cuda.compile(hop_of, q, pos, pages, table, row, row, *before, mesh=(4, 1))
-    assert len(compiled.kernels) == 2 and max(kernel.spilled for kernel in compiled.kernels) <= shape.spilled
+    assert len(compiled.kernels) == 2 and max(kernel.spilled for kernel in compiled.kernels) <= 104
     assert max(compiled.shared) <= 227 * 1024 and "collective-permute" not in compiled.hlo
     assert "collective_metadata_used" in compiled.hlo                                # pointers of the other lanes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass, field
 
 import jax
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.kernels.pool import Pool
+from jaxserve.scheduling import exchange as traffic
+from jaxserve.scheduling.exchange import Heads, Work
 from jaxserve.sharding import exchange
 from jaxserve.sharding import lanes as meeting
 from jaxserve.sharding.exchange import EXCHANGES
@@ -131,11 +134,14 @@ def assert_dense(case: Case, strategy: str) -> None:
         np.testing.assert_array_equal(stored, truth[slot][position])
 
 
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(exchange, "PIECE", 3 * C)                                    # several of them, the last one not full
+
+
 @pytest.mark.parametrize("lanes", HEADS)
 @pytest.mark.parametrize("strategy", EXCHANGES)
-def test_every_strategy_is_dense_attention(strategy, lanes, monkeypatch):
-    monkeypatch.setattr(exchange, "PIECE", 3 * C)                                    # several pieces, the last of them not full
-
+def test_every_strategy_is_dense_attention(strategy, lanes):
     @settings(max_examples=40, deadline=None, database=None)
     @given(cases(lanes))
     def check(case: Case) -> None:
@@ -150,3 +156,43 @@ def test_a_prompt_of_fewer_tokens_than_lanes_after_a_context_that_one_lane_holds
         case.owner[0][:] = 5
         case.rows = ([], [(0, cached, new, 5)])
         assert_dense(case, strategy)
+
+
+def crossed(strategy: str, lanes: int) -> dict[str, int]:
+    """Bytes that a lane sends to others in the compiled program, by operation; of `pass_kv` those of one piece."""
+    text = compiled(strategy, lanes).lower(*inputs(Case(lanes, [40], [16], 0))[0]).compile().as_text()
+    out = {"all-gather": 0, "all-to-all": 0, "collective-permute": 0}
+    for line in text.splitlines():
+        if found := re.search(r" = (.*?) (all-gather|all-to-all|collective-permute)(?:-start)?\((.*?)\)", line):
+            arrays = [4 * np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"f32\[([\d,]+)\]", found[1])]
+            whole = sum(arrays)                                                      # f32 only: what says which rows there are is small
+            out[found[2]] += whole if found[2] == "collective-permute" else whole * (lanes - 1) // lanes
+    return {name: int(size) for name, size in out.items()}
+
+
+@pytest.mark.parametrize("lanes", [2, 4, 8])
+def test_what_crosses_lanes_is_what_the_formulas_say(lanes):
+    """The chooser's formulas, which are the context parallel paper's, with the rows of a step as its new tokens."""
+    K, G = HEADS[lanes]
+    heads, rows = Heads(K * G, K, H, item=4, partial=4), ROWS * WIDTH
+    new = Work(lanes, tokens=lanes * (rows + DECODES), context=0, pairs=0, share=rows + DECODES, shard=3 * C, touched=0)
+    decodes = (lanes - 1) * DECODES * heads.kv_bytes                                 # their KV may belong anywhere, and is gathered
+    said = traffic.gather(new, heads)
+    assert crossed("gather", lanes) == {"all-gather": said.gathered, "all-to-all": said.exchanged, "collective-permute": 0}
+    said = traffic.pass_q(new, heads)
+    assert crossed("pass_q", lanes) == {"all-gather": decodes, "all-to-all": said.exchanged, "collective-permute": said.hops * said.hop}
+    said = traffic.pass_kv(new, heads, piece=3 * C)
+    assert said.rounds == 1
+    assert crossed("pass_kv", lanes) == {"all-gather": decodes, "all-to-all": 0, "collective-permute": said.hops * said.hop}
+
+
+@pytest.mark.parametrize("strategy", ["pass_q", "pass_kv"])
+def test_a_hop_does_not_wait_for_the_attention_that_it_runs_beside(strategy):
+    """Each hop's operand is what the hop before brought, or what was here: attention is on no path from one to the next."""
+    text = compiled(strategy, 4).lower(*inputs(Case(4, [40], [16], 0))[0]).compile().as_text()
+    made = dict(re.findall(r"^\s*(?:ROOT )?%([\w.-]+) = (.*)$", text, re.M))
+    hops = [name for name, what in made.items() if re.search(r" collective-permute\(", what)]
+    sources = [re.search(r"collective-permute\(%([\w.-]+)\)", made[name])[1] for name in hops]
+    assert len(hops) == 3 * {"pass_q": 1, "pass_kv": 2}[strategy]                    # blocks come with their numbers
+    assert sum(source in hops for source in sources) == len(hops) * 2 // 3
+    assert not any("while" in made[source].split("(")[0] for source in sources)      # of attention's loop over keys

@@ -48,13 +48,13 @@ def arrivals(load: float) -> list[Arrival]:
 
 
 def test_a_lower_rate_is_best_where_instances_idle_and_a_higher_one_where_they_do_not():
-    table = profile(SIMPLE, 4, arrivals, loads=(0.01, 0.12), rates=(0.05, 0.7))
+    table = profile(SIMPLE, 4, POLICIES["cdsp"], arrivals, loads=(0.01, 0.12), rates=(0.05, 0.7))
     assert table == {0.01: 0.05, 0.12: 0.7}
 
 
 def test_a_rate_that_follows_the_load_is_near_the_best_at_every_load():
     loads, rates = (0.01, 0.06, 0.12), (0.05, 0.3, 0.7)
-    table = profile(SIMPLE, 4, arrivals, loads, rates)
+    table = profile(SIMPLE, 4, POLICIES["cdsp"], arrivals, loads, rates)
     mean = lambda load, rate: Prefill(SIMPLE, 4, POLICIES["cdsp"], rate).run(arrivals(load)).ttft.mean()
     for load in loads:
         follows = ImprovementRate(table, window=1000.0, every=100.0)

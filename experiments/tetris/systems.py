@@ -1,0 +1,118 @@
+"""The clusters of Tetris' evaluation, simulated: what a system makes of a trace at a load. Equal runs are simulated once.
+
+Four nodes of eight A100 for 8B and eight for 70B; half of them prefill where prefill and decode are apart (7.1). Systems:
+
+    tetris             chunks of growing groups; the improvement rate follows the load
+    single-chunk       the same without chunks (7.3), with improvement rates profiled for it
+    fixed-8, fixed-16  groups that never change; fixed-4, which the paper leaves out, is the best of them under load
+    loongserve-disagg  each request alone on the group that ends first, whatever that does to others
+    loongserve         the same on all instances, one of which each request keeps while it decodes, for its batch takes no others (2.4)
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+
+from experiments import figures
+from experiments.figures import Row, Rows, matching
+from experiments.tetris.figure import Settings
+from experiments.tetris.model import NODE, TP, instances
+from jaxserve.cluster.cdsp import POLICIES, Policy
+from jaxserve.cluster.improvement import ImprovementRate
+from jaxserve.commands.simulate import shape_of
+from jaxserve.scheduling.profiles import costs
+from jaxserve.simulate.arrival import Arrival
+from jaxserve.simulate.tetris import RATES, Prefill, Served, constant, profile
+
+MODELS = ("llama3-8b", "llama3-70b")
+NODES = {"llama3-8b": 4, "llama3-70b": 8}
+MOST = {                                              # requests per second: about where no system keeps up
+    ("llama3-8b", "short"): 8.0, ("llama3-8b", "medium"): 5.5, ("llama3-8b", "long"): 3.0, ("llama3-8b", "recorded"): 8.0,
+    ("llama3-70b", "short"): 2.0, ("llama3-70b", "medium"): 1.5, ("llama3-70b", "long"): 1.0, ("llama3-70b", "recorded"): 2.0,
+}
+LOADS = 16                                            # that a sweep goes through up to MOST
+STEP = {"llama3-8b": 0.5, "llama3-70b": 0.125}        # requests per second between rows of a table of improvement rates
+PROFILED = 600                                        # requests of a sample, as the table is made
+PATIENCE = 25                                         # times the light-load latency: what counts as served (7.2)
+BASELINES = ("fixed-8", "fixed-16", "loongserve-disagg", "loongserve")
+SYSTEMS = ("tetris", *BASELINES, "fixed-4")
+
+
+def systems(model: str) -> tuple[str, ...]:
+    """Those that the model's cluster can form: 70B has eight prefill instances."""
+    return tuple(name for name in SYSTEMS if not (name == "fixed-16" and prefill_instances(model) < 16))
+
+
+def prefill_instances(model: str) -> int:
+    return NODES[model] * NODE // TP[model] // 2
+
+
+def loads(model: str, trace: str) -> list[float]:
+    return [round(MOST[model, trace] * n / LOADS, 5) for n in range(1, LOADS + 1)]
+
+
+# --- a run
+
+def run(name: str, model: str, trace: str, load: float, settings: Settings, rate: float | None = None) -> Served:
+    """rate: the improvement rate; None for one that follows the load, of systems that have one."""
+    return _run(name, model, trace, load, settings, rate)
+
+
+@functools.cache
+def _run(name: str, model: str, trace: str, load: float, settings: Settings, rate: float | None) -> Served:
+    return server(name, model, trace, settings, rate).run(settings.arrivals(trace, load))
+
+
+POLICY: dict[str, Policy] = POLICIES | {"tetris": POLICIES["cdsp"], "single-chunk": POLICIES["single"]} | dict.fromkeys(
+    ("loongserve", "loongserve-disagg"), POLICIES["single"])
+
+
+def server(name: str, model: str, trace: str, settings: Settings, rate: float | None = None) -> Prefill:
+    count = prefill_instances(model)
+    if name == "loongserve":
+        return Prefill(instances(model), 2 * count, POLICY[name], constant(0.0), functools.partial(decode_seconds, model))
+    if name not in ("tetris", "single-chunk"):
+        return Prefill(instances(model), count, POLICY[name], constant(0.0))
+    follows = constant(rate) if rate is not None else ImprovementRate(rates(name, model, trace, settings)).arrived
+    return Prefill(instances(model), count, POLICY[name], follows)
+
+
+@functools.cache
+def rates(name: str, model: str, trace: str, settings: Settings) -> dict[float, float]:
+    """The improvement rate that was best at each load, for another sample than the one that is served."""
+    sample = replace(settings, seed=settings.seed + 1, requests=min(PROFILED, settings.requests))
+    grid = np.arange(STEP[model], MOST[model, trace] + STEP[model] / 2, STEP[model]).tolist()
+    return profile(instances(model), prefill_instances(model), POLICY[name], lambda load: sample.arrivals(trace, load), grid, RATES)
+
+
+def decode_seconds(model: str, arrival: Arrival) -> float:
+    """How long a request decodes alone on the instance that it prefilled on."""
+    one = costs("a100", shape_of(model), TP[model])
+    step = one.launch + one.layers * (one.linear(1) + one.attend_decodes(1, arrival.prompt)) + one.head + one.head_token
+    return (arrival.output - 1) * step
+
+
+# --- what is read off runs
+
+def light(model: str, trace: str, settings: Settings) -> float:
+    """Mean seconds of a trace's requests, each alone on the group size that is best for it."""
+    found = [min(latency(0, arrival.prompt) for size, latency in instances(model).latencies.items() if size <= prefill_instances(model))
+             for arrival in settings.arrivals(trace, 1.0)]
+    return float(np.mean(found))
+
+
+def rows_of(name: str, model: str, trace: str, load: float, settings: Settings, rate: float | None = None) -> Row:
+    served = run(name, model, trace, load, settings, rate)
+    p50, p99 = np.percentile(served.ttft, (50, 99)).tolist()
+    return {"lengths": settings.lengths, "system": name, "model": model, "trace": trace, "load": load,
+            "light_s": light(model, trace, settings), "mean_s": float(served.ttft.mean()), "p50_s": p50, "p99_s": p99, "busy": served.busy,
+            "tokens_per_s": served.tokens_per_s}
+
+
+def capacity(rows: Rows, system: str, model: str, trace: str, patience: float = PATIENCE) -> float:
+    """The load at which the mean TTFT reaches `patience` times the light-load latency; NaN where the system is not in the rows."""
+    chosen = matching(rows, system=system, model=model, trace=trace)
+    return figures.capacity([(row["load"], row["mean_s"] / row["light_s"]) for row in chosen], patience) if chosen else float("nan")
