@@ -38,17 +38,20 @@ def _need(fits: bool, field: str, value: Any, rule: str) -> None:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heads:
     """Attention heads of one rank. item: bytes of an element of queries, keys and values; partial: of partial outputs and their
-    log-sum-exp, 4 in our engine, `item` in the paper. Errors: ConfigError for a field below 1."""
+    log-sum-exp, 4 in our engine, `item` in the paper; stored: of one key or value as it lies on pages, its scale included; 0: head_dim x
+    item. Errors: ConfigError for a field below 1."""
 
     heads: int
     kv_heads: int
     head_dim: int
     item: int = ITEM
     partial: int = PARTIAL
+    stored: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _need(getattr(self, field.name) >= 1, field.name, getattr(self, field.name), "1 or more")
+            low = 0 if field.name == "stored" else 1
+            _need(getattr(self, field.name) >= low, field.name, getattr(self, field.name), f"{low} or more")
 
     @property
     def query_bytes(self) -> int:
@@ -56,9 +59,14 @@ class Heads:
         return self.heads * self.head_dim * self.item
 
     @property
-    def kv_bytes(self) -> int:
-        """Of a token's key and value."""
+    def new_kv_bytes(self) -> int:
+        """Of a new token's key and value."""
         return 2 * self.kv_heads * self.head_dim * self.item
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of a token's key and value on pages."""
+        return 2 * self.kv_heads * (self.stored or self.head_dim * self.item)
 
     @property
     def partial_bytes(self) -> int:
@@ -137,12 +145,12 @@ class Traffic:
 def gather(work: Work, heads: Heads, piece: int = 0) -> Traffic:
     """(N-1) T/N (N_H + 2 N_KV) H e for queries, keys and values; (N-1) T/N N_H (H + 1) partial for the partials."""
     far = (work.lanes - 1) * work.share
-    return Traffic(work.lanes, gathered=far * (heads.query_bytes + heads.kv_bytes), exchanged=far * heads.partial_bytes)
+    return Traffic(work.lanes, gathered=far * (heads.query_bytes + heads.new_kv_bytes), exchanged=far * heads.partial_bytes)
 
 
 def pass_kv(work: Work, heads: Heads, piece: int = 0) -> Traffic:
-    """(N-1) 2 (T+P)/N N_KV H e, with the fullest lane's shard for (T+P)/N: messages of a ring are of equal size (section 3.5.2). A shard
-    goes round in pieces of `piece` tokens, the last one padded; 0: at once, as in the paper."""
+    """(N-1) 2 (T+P)/N N_KV H e, with the fullest lane's shard for (T+P)/N: messages of a ring are of equal size (section 3.5.2). KV goes
+    as it is stored, in pieces of `piece` tokens, the last one padded; 0: a shard at once, as in the paper."""
     piece = piece or max(work.shard, 1)
     return Traffic(work.lanes, rounds=-(-work.shard // piece), hop=piece * heads.kv_bytes)
 
@@ -187,7 +195,7 @@ class Rates:
 def rates_of(costs: Costs, heads: Heads) -> Rates:
     """Rates that say what a profile's costs of attention and of the exchange between lanes say. What costs nothing is infinitely fast."""
     per = lambda amount, seconds: amount / seconds if seconds > 0 else math.inf
-    token = heads.query_bytes + heads.kv_bytes + heads.partial_bytes
+    token = heads.query_bytes + heads.new_kv_bytes + heads.partial_bytes
     link = Link(costs.kvp / 2, per(token, costs.kvp_token))
     return Rates(per(4 * heads.heads * heads.head_dim, costs.pair), per(heads.kv_bytes, max(costs.read, costs.decode_kv)), costs.chunk,
                  link, link, link)
@@ -292,7 +300,7 @@ class Exchange:
     def hides_pass_kv(self, tokens: int) -> bool:
         """Whether attention of so many new tokens lasts as long as the hops of pass-KV, whatever is cached (Eq. 2)."""
         heads, rates = self.heads, self.rates
-        return tokens * 2 * heads.heads * rates.hop.bytes_per_s >= self.lanes * rates.flops_per_s * heads.kv_heads * heads.item
+        return tokens * 4 * heads.heads * heads.head_dim * rates.hop.bytes_per_s >= self.lanes * rates.flops_per_s * heads.kv_bytes
 
     def hides_pass_q(self, context: int) -> bool:
         """Whether attention lasts as long as the hops of pass-Q, by the length of the whole context (Eq. 3)."""
@@ -301,7 +309,7 @@ class Exchange:
     @property
     def equal_miss(self) -> float:
         """Share of new tokens at which queries are as long as keys and values (Eq. 1)."""
-        return 2 * self.heads.kv_heads / self.heads.heads
+        return self.heads.kv_bytes / self.heads.query_bytes
 
 
 def roofline(exchange: Exchange, work: Work, seconds: Mapping[str, float]) -> str:

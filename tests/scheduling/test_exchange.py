@@ -61,6 +61,14 @@ def test_pass_kv_sends_the_fullest_lanes_shard_in_padded_pieces():
     assert (cut.rounds, cut.hops, cut.bytes) == (4, 4, 4 * 256 * 512)
 
 
+def test_kv_goes_round_as_it_is_stored():
+    """In 8 bits a vector of 128 numbers has 128 bytes and a scale of 2; what is gathered is not stored yet."""
+    work, narrow = work_of([(10_000, 100)], 2), dataclasses.replace(HEADS, stored=130)
+    assert TRAFFIC["pass_kv"](work, narrow).bytes == 5050 * 2 * 130
+    assert all(TRAFFIC[name](work, narrow) == TRAFFIC[name](work, HEADS) for name in ("gather", "pass_q"))
+    assert Exchange(2, narrow, RATES).equal_miss == pytest.approx(0.125 * 130 / 256)
+
+
 @given(CHUNKS, LANES)
 def test_bytes_of_queries_do_not_depend_on_what_is_cached(chunks, lanes):
     bare = work_of([(0, new) for _, new in chunks], lanes)
@@ -205,6 +213,7 @@ def test_points_of_one_length_still_give_a_line():
 @pytest.mark.parametrize("field, make", [
     ("lanes", lambda: work_of([(0, 1)], 0)), ("chunks", lambda: work_of([], 2)), ("cached", lambda: work_of([(-1, 1)], 2)),
     ("new", lambda: work_of([(5, 0)], 2)), ("shards", lambda: work_of([(5, 1)], 2, [3, 3])), ("kv_heads", lambda: Heads(4, 0, 64)),
+    ("stored", lambda: Heads(4, 1, 64, stored=-1)),
     ("flops_per_s", lambda: dataclasses.replace(RATES, flops_per_s=0)), ("hidden", lambda: dataclasses.replace(RATES, hidden=1.1)),
     ("hop", lambda: dataclasses.replace(RATES, hop=Link(0, 0))), ("launch", lambda: dataclasses.replace(RATES, launch=-1)),
     ("chooser", lambda: exchange(chooser="alg2")), ("boundary", lambda: exchange(chooser="fitted")), ("lanes", lambda: exchange(0)),
