@@ -12,6 +12,8 @@ Four nodes of eight A100 for 8B and eight for 70B; half of them prefill where pr
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -35,15 +37,17 @@ MOST = {                                              # requests per second: abo
 }
 LOADS = 16                                            # that a sweep goes through up to MOST
 STEP = {"llama3-8b": 0.5, "llama3-70b": 0.125}        # requests per second between rows of a table of improvement rates
-PROFILED = 600                                        # requests of a sample, as the table is made
-PATIENCE = 25                                         # times the light-load latency: what counts as served (7.2)
-BASELINES = ("fixed-8", "fixed-16", "loongserve-disagg", "loongserve")
-SYSTEMS = ("tetris", *BASELINES, "fixed-4")
+PROFILED = 1500                                       # requests of a sample, as the table is made
+PATIENCE = 25                                         # mean TTFT over light-load latency up to which a load counts as served (7.2)
+LOW = 5                                               # the same, for what 7.3 calls low latency without a number
+PERCENTS = (5, 10, 25, 50, 75, 90, 95, 99)            # at which distributions are noted
+BASELINES = ("fixed-8", "fixed-16", "loongserve-disagg")             # the paper's, on as many prefill instances as Tetris
+SYSTEMS = ("tetris", *BASELINES, "loongserve", "fixed-4")
 
 
-def systems(model: str) -> tuple[str, ...]:
-    """Those that the model's cluster can form: 70B has eight prefill instances."""
-    return tuple(name for name in SYSTEMS if not (name == "fixed-16" and prefill_instances(model) < 16))
+def possible(names: Iterable[str], model: str) -> tuple[str, ...]:
+    """Those of the systems that the model's cluster can form: 70B has eight prefill instances."""
+    return tuple(name for name in names if not (name == "fixed-16" and prefill_instances(model) < 16))
 
 
 def prefill_instances(model: str) -> int:
@@ -63,20 +67,21 @@ def run(name: str, model: str, trace: str, load: float, settings: Settings, rate
 
 @functools.cache
 def _run(name: str, model: str, trace: str, load: float, settings: Settings, rate: float | None) -> Served:
-    return server(name, model, trace, settings, rate).run(settings.arrivals(trace, load))
+    return server(name, model, trace, load, settings, rate).run(settings.arrivals(trace, load))
 
 
 POLICY: dict[str, Policy] = POLICIES | {"tetris": POLICIES["cdsp"], "single-chunk": POLICIES["single"]} | dict.fromkeys(
     ("loongserve", "loongserve-disagg"), POLICIES["single"])
 
 
-def server(name: str, model: str, trace: str, settings: Settings, rate: float | None = None) -> Prefill:
+def server(name: str, model: str, trace: str, load: float, settings: Settings, rate: float | None = None) -> Prefill:
+    """A run begins as if the load had been the same before."""
     count = prefill_instances(model)
     if name == "loongserve":
         return Prefill(instances(model), 2 * count, POLICY[name], constant(0.0), functools.partial(decode_seconds, model))
     if name not in ("tetris", "single-chunk"):
         return Prefill(instances(model), count, POLICY[name], constant(0.0))
-    follows = constant(rate) if rate is not None else ImprovementRate(rates(name, model, trace, settings)).arrived
+    follows = constant(rate) if rate is not None else ImprovementRate(rates(name, model, trace, settings), load).arrived
     return Prefill(instances(model), count, POLICY[name], follows)
 
 
@@ -104,7 +109,7 @@ def light(model: str, trace: str, settings: Settings) -> float:
     return float(np.mean(found))
 
 
-def rows_of(name: str, model: str, trace: str, load: float, settings: Settings, rate: float | None = None) -> Row:
+def row_of(name: str, model: str, trace: str, load: float, settings: Settings, rate: float | None = None) -> Row:
     served = run(name, model, trace, load, settings, rate)
     p50, p99 = np.percentile(served.ttft, (50, 99)).tolist()
     return {"lengths": settings.lengths, "system": name, "model": model, "trace": trace, "load": load,
@@ -112,7 +117,18 @@ def rows_of(name: str, model: str, trace: str, load: float, settings: Settings, 
             "tokens_per_s": served.tokens_per_s}
 
 
-def capacity(rows: Rows, system: str, model: str, trace: str, patience: float = PATIENCE) -> float:
-    """The load at which the mean TTFT reaches `patience` times the light-load latency; NaN where the system is not in the rows."""
+def swept(name: str, model: str, trace: str, settings: Settings) -> Iterator[Row]:
+    """A system at all loads."""
+    yield from (row_of(name, model, trace, load, settings) for load in loads(model, trace))
+
+
+def capacity(rows: Rows, system: str, model: str, trace: str, limit: float = PATIENCE) -> float:
+    """The load at which the mean TTFT reaches `limit` times the light-load latency; NaN where the system is not in the rows."""
     chosen = matching(rows, system=system, model=model, trace=trace)
-    return figures.capacity([(row["load"], row["mean_s"] / row["light_s"]) for row in chosen], patience) if chosen else float("nan")
+    points = [(float(row["load"]), float(row["mean_s"]) / float(row["light_s"])) for row in chosen]
+    return figures.capacity(points, limit) if points else math.nan
+
+
+def critical(name: str, model: str, trace: str, settings: Settings, limit: float = LOW) -> float:
+    """The highest load at which a system keeps its mean TTFT within `limit` times the light-load latency (7.3)."""
+    return capacity(list(swept(name, model, trace, settings)), name, model, trace, limit)

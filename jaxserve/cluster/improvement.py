@@ -13,9 +13,10 @@ from jaxserve.config import ConfigError
 
 
 class ImprovementRate:
-    """table: improvement rate by requests per second. window: seconds over which arrivals are counted; every: seconds between look-ups."""
+    """table: improvement rate by requests per second. load: requests per second for which it is looked up at first; window: seconds over
+    which arrivals are counted; every: seconds between look-ups."""
 
-    def __init__(self, table: Mapping[float, float], window: float = 60.0, every: float = 30.0):
+    def __init__(self, table: Mapping[float, float], load: float = 0.0, window: float = 60.0, every: float = 30.0):
         """Errors: ConfigError for an empty table, rates that are not in [0, 1), or times that are not above 0."""
         if not table or not all(load >= 0 and 0 <= rate < 1 for load, rate in table.items()):
             raise ConfigError("table", f"must map requests per second to rates of at least 0 and below 1, not {dict(table)}")
@@ -23,7 +24,7 @@ class ImprovementRate:
             if not value > 0:
                 raise ConfigError(name, f"must be above 0 seconds, not {value}")
         self.table, self.window, self.every = dict(table), window, every
-        self.value = self.table[min(self.table)]      # in force until the first look-up
+        self.value = self._best(load)                 # in force until the next look-up
         self._seen: deque[float] = deque()
         self._began = self._due = 0.0
 
@@ -34,8 +35,12 @@ class ImprovementRate:
         self._seen.append(now)
         if now >= self._due:
             self._due = now + self.every
-            self.value = self.table[min(self.table, key=lambda load: abs(load - self._load(now)))]
+            self.value = self._best(self._load(now))
         return self.value
+
+    def _best(self, load: float) -> float:
+        """That of the nearest load in the table."""
+        return self.table[min(self.table, key=lambda known: abs(known - load))]
 
     def _load(self, now: float) -> float:
         """Requests per second over the window, or since the first request while that is shorter."""

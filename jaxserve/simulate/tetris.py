@@ -14,7 +14,7 @@ import numpy as np
 from jaxserve.cluster.cdsp import Instances, Policy, occupied
 from jaxserve.simulate.arrival import Arrival
 
-RATES = tuple(round(0.05 * n, 2) for n in range(1, 16))              # improvement rates that are tried: 0.05 to 0.75 (Tetris, 7.1)
+RATES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75)             # improvement rates that are tried (Tetris, 7.1)
 
 Rate = Callable[[float], float]                       # improvement rate for a request that comes at this second
 Held = Callable[[Arrival], float]                     # seconds for which a request keeps one of its instances after its first token

@@ -24,10 +24,12 @@ def test_it_is_looked_up_at_intervals():
 def test_a_start_at_a_late_clock_second_is_a_start():
     rate = ImprovementRate(TABLE, window=20.0, every=10.0)
     assert [rate.arrived(1e6 + n) for n in range(12)] == [0.1] * 10 + [0.3] * 2
+    assert ImprovementRate(TABLE, load=4.0).arrived(1e6) == 0.7
 
 
 @pytest.mark.parametrize("arguments, said", [
-    (({},), "table"), (({1.0: 1.0},), "table"), (({-1.0: 0.1},), "table"), ((TABLE, 0.0), "window"), ((TABLE, 1.0, -1.0), "every"),
+    (({},), "table"), (({1.0: 1.0},), "table"), (({-1.0: 0.1},), "table"),
+    ((TABLE, 0.0, 0.0), "window"), ((TABLE, 0.0, 1.0, -1.0), "every"),
 ])
 def test_what_is_wrong_is_named(arguments, said):
     with pytest.raises(ConfigError, match=said):
