@@ -6,7 +6,8 @@ the ring is issued, which nothing hides, and its all-to-all starts later than th
 
 What is fitted, by relative error: attention to the single calls of tables 5 and 8, a hop and the all-to-all to SendRecv and All2All
 there, how much of a hop is hidden to the sums of table 8; linear parts to TTFT and TTIT of one host in table 6, and the issue of a step to
-the TTFT of two. Table 4, table 7 and the figures are not looked at. The paper has no all-gather: it is given the rates of a hop.
+the TTFT of two. No constant is fitted to table 4, table 7 or the figures; what the model distinguishes was chosen with table 4 known. The
+paper has no all-gather: it is given the rates of a hop.
 """
 
 from __future__ import annotations
