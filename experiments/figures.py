@@ -172,8 +172,11 @@ def draw(path: Path, figure: Figure, rows: Rows) -> None:
     lines = -(-len(figure.panels) // columns)
     picture = canvas()(figsize=(4 * columns, 3.2 * lines), dpi=70, layout="constrained")
     picture.suptitle(f"{figure.title} ({figure.kind})", fontsize=11)
-    for axes, panel in zip(picture.subplots(lines, columns, squeeze=False).flat, figure.panels):
+    places = picture.subplots(lines, columns, squeeze=False).flat
+    for axes, panel in zip(places, figure.panels):
         _draw_panel(axes, panel, rows)
+    for axes in places[len(figure.panels):]:
+        axes.remove()
     picture.savefig(path)
 
 

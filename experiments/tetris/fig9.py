@@ -44,14 +44,16 @@ def over(choose: Callable, model: str, limit: float, percent: int) -> Callable[[
 
 PAPER = {(SMALL, 50): (1.64, 2.78), (LARGE, 50): (2.86, 4.17), (SMALL, 99): (1.52, 3.13), (LARGE, 99): (2.27, 4.35)}
 REMARKS = {LOW: "the paper gives no number for low latency, and the result turns on it: here the best baseline's mean TTFT is 5 times the "
-                "light-load latency", 10: "the same where it is 10 times that"}
+                "light-load latency", 10: "where the best baseline's mean TTFT is 10 times the light-load latency"}
 
 
 def claims(limit: float) -> Iterator[Claim]:
+    """The first of them has the remark."""
     for (model, percent), values in PAPER.items():
         for word, choose, value in zip(("least", "greatest"), (min, max), values):
-            yield Claim(f"P{percent} TTFT, {model[7:].upper()}, best baseline / Tetris, {word} of three traces", value,
-                        over(choose, model, limit, percent), "7.3", better="higher", remark=REMARKS[limit])
+            remark = REMARKS[limit] if (model, percent, word) == (SMALL, 50, "least") else ""
+            yield Claim(f"P{percent} TTFT at {limit:g}x, {model[7:].upper()}, best baseline / Tetris, {word} of three traces", value,
+                        over(choose, model, limit, percent), "7.3", better="higher", remark=remark)
 
 
 FIGURE = Figure(

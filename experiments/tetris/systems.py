@@ -109,12 +109,21 @@ def light(model: str, trace: str, settings: Settings) -> float:
     return float(np.mean(found))
 
 
+def bound(model: str, trace: str, settings: Settings, size: int = 8) -> float:
+    """Over groups of one size, the most that any plans can bear: the instances' time that requests take on groups of this size, over that
+    on those where each takes least of it. Whole prompts: cut ones take more."""
+    found = instances(model).latencies
+    work = lambda prompt, sizes: min(s * found[s](0, prompt) for s in sizes)
+    prompts = [arrival.prompt for arrival in settings.arrivals(trace, 1.0)]
+    return sum(work(prompt, (size,)) for prompt in prompts) / sum(work(prompt, found) for prompt in prompts)
+
+
 def row_of(name: str, model: str, trace: str, load: float, settings: Settings, rate: float | None = None) -> Row:
     served = run(name, model, trace, load, settings, rate)
     p50, p99 = np.percentile(served.ttft, (50, 99)).tolist()
     return {"lengths": settings.lengths, "system": name, "model": model, "trace": trace, "load": load,
             "light_s": light(model, trace, settings), "mean_s": float(served.ttft.mean()), "p50_s": p50, "p99_s": p99, "busy": served.busy,
-            "tokens_per_s": served.tokens_per_s}
+            "idle": served.idle, "tokens_per_s": served.tokens_per_s}
 
 
 def swept(name: str, model: str, trace: str, settings: Settings) -> Iterator[Row]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.cluster.cdsp import Instances, Policy, occupied
+from jaxserve.cluster.cdsp import Instances, Policy
 from jaxserve.simulate.arrival import Arrival
 
 RATES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75)             # improvement rates that are tried (Tetris, 7.1)
@@ -26,11 +26,13 @@ def constant(rate: float) -> Rate:
 
 @dataclass(frozen=True)
 class Served:
-    """What came of arrivals. ttft: [requests] seconds; busy: the share of the instances' time, from the first arrival to the last end, in
-    which they computed; tokens_per_s: of prompts, over the same time."""
+    """What came of arrivals. ttft: [requests] seconds. Of the instances' time from the first arrival to the last end, busy: the share in
+    which they computed; idle: the share in which they were kept for a group whose others were not free. tokens_per_s: of prompts, over
+    the same time."""
 
     ttft: np.ndarray
     busy: float
+    idle: float
     tokens_per_s: float
 
 
@@ -46,20 +48,25 @@ class Prefill:
 
     def run(self, arrivals: Sequence[Arrival]) -> Served:
         """Serves arrivals in the order of their time. Errors: ConfigError, of the policy."""
-        free, computed = np.zeros(self.count), 0.0
+        free, computed, idle = np.zeros(self.count), 0.0, 0.0
         ttft = np.empty(len(arrivals))
         for number, arrival in enumerate(arrivals):
             now = arrival.time
             queues = np.maximum(free - now, 0.0)
             plan = self.policy(self.instances, queues, arrival.prompt, self.rate(now))
-            free = now + occupied(queues, plan)
             ttft[number] = plan.ttft
-            computed += sum((chunk.end - chunk.start) * len(chunk.group) for chunk in plan.chunks)
+            for chunk in plan.chunks:
+                group = list(chunk.group)
+                idle += float((chunk.start - queues[group]).sum())
+                computed += (chunk.end - chunk.start) * len(group)
+                queues[group] = chunk.end
+            free = now + queues
             if self.held:
                 free[plan.chunks[-1].group[0]] += self.held(arrival)
         ends = np.array([arrival.time for arrival in arrivals]) + ttft
         span = float(ends.max() - arrivals[0].time)
-        return Served(ttft, computed / span / self.count, sum(arrival.prompt for arrival in arrivals) / span)
+        time = span * self.count
+        return Served(ttft, computed / time, idle / time, sum(arrival.prompt for arrival in arrivals) / span)
 
 
 def profile(

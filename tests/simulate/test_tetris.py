@@ -41,6 +41,13 @@ def test_an_instance_that_decodes_is_not_free():
 def test_busy_is_what_was_computed():
     served = Prefill(SIMPLE, 4, POLICIES["fixed-2"], constant(0.0)).run([Arrival(0.0, 10, 1), Arrival(0.0, 20, 1)])
     assert served.busy == pytest.approx((2 * 6 + 2 * 11) / (4 * 11)) and served.tokens_per_s == pytest.approx(30 / 11)
+    assert served.idle == 0
+
+
+def test_idle_is_what_a_group_waits_for_its_last_member():
+    """Two tokens run on one instance, then 100 on all four: three wait for 2 s. A chunk before fills that time on two of them."""
+    waits = lambda policy: Prefill(SIMPLE, 4, POLICIES[policy], constant(0.0)).run([Arrival(0.0, 2, 1), Arrival(0.0, 100, 1)])
+    assert waits("single").idle == pytest.approx(3 * 2 / (4 * 31)) and waits("cdsp").idle < waits("single").idle
 
 
 def arrivals(load: float) -> list[Arrival]:
