@@ -33,8 +33,8 @@ def _end(rows: Rows, model: str, first: bool) -> float:
 
 PAPER = {(SMALL, "p50"): (2.33, 4.17), (LARGE, "p50"): (2.71, 4.77), (SMALL, "p99"): (2.64, 3.58), (LARGE, "p99"): (2.43, 3.23)}
 REMARK = ("chunks win back the time in which instances wait for the rest of their group. With plans in one chunk, which avoid busy groups "
-          "already, that is at most 3 % of all instances' time (`idle_whole` in the CSV), at most 1.3 % with chunks: little to win, and only "
-          "near saturation does it multiply. Both sides have improvement rates profiled for them")
+          "already, that is at most 3 % of all instances' time (`idle_whole` in the CSV), with chunks 1.3 %: little to win, and only near "
+          "saturation does it multiply. Both sides have improvement rates profiled for them")
 FIRST = (SMALL, "p50", "least")
 
 FIGURE = Figure(
