@@ -110,6 +110,9 @@ class SchedulerConfig(Objectives):
     exchange: str = option("gather", "how queries of a prompt on several lanes and its blocks meet: queries go to all lanes (gather) or "
                                      "round a ring (pass_q), blocks round a ring (pass_kv), or what is fastest in each step (auto)",
                            choices=("gather", "pass_q", "pass_kv", "auto"))
+    planner: str = option("none", "how many lanes compute a prompt: chunk by chunk, so that it ends soonest (cdsp), as many all "
+                                  "along (single), or what lane_tokens says (none)", choices=("none", "single", "cdsp"))
+    improvement: float = option(0.1, "share of a prompt's time that more lanes must save for it to get them (planner)", low=0, high=0.99)
     step_time: float = option(0.25, "most seconds of a step without decodes or of a prompt of several steps (adaptive chunks)", low=0.0001)
     max_queue: int = option(4096, "requests that wait before new ones are refused", low=1)
 

@@ -43,11 +43,13 @@ class CacheManager:
         self._identity = (fingerprint, dtype, config.block_size)
         placement = config.placement if placement is None else placement
         self._place = PLACEMENTS[placement] if isinstance(placement, str) else placement
-        self._stripe, self._group, self._blocks = stripe, [tuple(range(lanes))] * slots, [0] * slots
+        self._stripe, self._blocks = stripe, [0] * slots
+        self._group: list[tuple[int, ...]] = [()] * slots
         self._limit = 2**31 if config.lane_tokens is None else -(-config.lane_tokens // config.block_size)
         self._lane = [0] * slots
-        self._hits: list[np.ndarray] = []
+        self._told: list[np.ndarray] = []                              # deltas, oldest first; newest are in `_deltas`
         self._deltas: list[int] = []
+        self._moves: list[tuple[int, int, int, int]] = []
 
     def chain(self, salt: str, tokens: Callable[[int, int], np.ndarray]) -> Chain:
         """Block keys of a sequence, in this cache and under this salt. `tokens(a, b)` gives its tokens [b - a] int32."""
@@ -114,7 +116,7 @@ class CacheManager:
         self.tables[slot] = pages.tolist()
         self.room[slot] = len(pages) * self.block_size
         self.small[slot] = small
-        self._blocks[slot], self._group[slot] = blocks, tuple(range(self.pages.lanes))
+        self._blocks[slot], self._group[slot] = blocks, tuple(range(self.pages.lanes)) if blocks > self._limit else ()
         if len(pages):
             self.pages.hold(pages)
             if small:
@@ -122,7 +124,7 @@ class CacheManager:
                 self._small_refs[pages] += 1
             self.held[slot] = matched = self._by_lane(pages)
             self.spread[slot] = matched.sum() > matched[home]
-            self._hits.append(self._rows(slot, pages))
+            self._told.append(self._rows(slot, pages))
 
     def _by_lane(self, pages: np.ndarray) -> np.ndarray:
         return np.bincount(pages // self.pages.per_lane, minlength=self.pages.lanes)
@@ -158,6 +160,52 @@ class CacheManager:
         self.room[slot] = len(table) * self.block_size
         self.spread[slot] = held[self.home[slot]] < len(table)
 
+    def regroup(self, slot: int, group: tuple[int, ...]) -> bool:
+        """The slot's next blocks go over the lanes of `group`, and its blocks so far are moved until those have equally many, but for one:
+        as few as that takes. False, with nothing changed, where a lane has no room (Tetris, section 4.1)."""
+        held, table, per_lane = self.held[slot].tolist(), self.tables[slot], self.pages.per_lane
+        whole, more = divmod(len(table), len(group))
+        target = [0] * len(held)
+        for place, lane in enumerate(sorted(group, key=lambda lane: (-held[lane], lane))):    # the fullest keep the odd blocks
+            target[lane] = whole + (place < more)
+        room = self.pages.available()
+        if any(wanted - has > free for wanted, has, free in zip(target, held, room)):
+            return False
+        takers = [lane for lane in group for _ in range(target[lane] - held[lane])]
+        for block in range(len(table) - 1, -1, -1):
+            page = table[block]
+            if not takers:
+                break
+            if held[page // per_lane] > target[page // per_lane]:
+                held[page // per_lane] -= 1
+                table[block] = self._move(page, takers.pop(), bool(self.small[slot]))
+        self._group[slot] = group
+        ids = np.asarray(table, np.intp)
+        self.held[slot] = self._by_lane(ids)
+        self.spread[slot] = self.held[slot, self.home[slot]] < len(table)
+        if len(table):
+            self._told += [self._grown(), self._rows(slot, ids)]
+        return True
+
+    def _move(self, page: int, lane: int, small: bool) -> int:
+        new, per_lane = self.pages.move(page, lane), self.pages.per_lane
+        if small:
+            self._small_refs[new] = 1
+            self._small_refs[page] -= 1
+            self.small_pages += bool(self._small_refs[page])
+        self._moves.append((page // per_lane, page % per_lane, lane, new % per_lane))
+        return new
+
+    def group(self, slot: int) -> tuple[int, ...]:
+        """The lanes over which the slot's next blocks are dealt out; none where one lane may hold them."""
+        return self._group[slot]
+
+    def take_moves(self) -> np.ndarray:
+        """Pages [m, 4] to be moved before the next batch, in this order: lane, page, to lane, page."""
+        moves = np.array(self._moves, np.int32).reshape(-1, 4)
+        self._moves = []
+        return moves
+
     def lanes_of(self, slot: int, first: int, last: int) -> np.ndarray:
         """The lane of each of the slot's blocks `first` to before `last`."""
         return np.asarray(self.tables[slot][first:last], np.int32) // self.pages.per_lane
@@ -184,9 +232,13 @@ class CacheManager:
 
     def take_deltas(self) -> np.ndarray:
         """New page table entries [m, 5] since the last call: lane, slot, index in the row, page, block; ascending blocks per row."""
-        grown = np.array(self._deltas, np.int32).reshape(-1, 5)
-        deltas = np.concatenate([*self._hits, grown]) if self._hits else grown
-        self._hits, self._deltas = [], []
+        deltas = np.concatenate([*self._told, self._grown()]) if self._told else self._grown()
+        self._told = []
+        return deltas
+
+    def _grown(self) -> np.ndarray:
+        """Entries that `extend` made and nothing else came after."""
+        deltas, self._deltas = np.array(self._deltas, np.int32).reshape(-1, 5), []
         return deltas
 
     def counts(self) -> tuple[int, int, int]:

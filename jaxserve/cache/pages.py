@@ -56,6 +56,19 @@ class Pages:
             else:
                 self.free[lane].append(page)
 
+    def move(self, page: int, lane: int) -> int:
+        """A page of `lane` in place of this held one, for one of its holders: with its key where no other holds it, which frees it; else a
+        copy. Errors: KeyError where there is none."""
+        new = self.take(lane)
+        if self.refs[page] > 1:
+            self.refs[page] -= 1
+            return new
+        if key := self.key_of.get(page):
+            self._lose_key(page)
+            self.publish(new, key)
+        self.drop([page])
+        return new
+
     def publish(self, page: int, key: bytes) -> None:
         """The block with this key is on this held page. Where another page has it already, that one stays."""
         if key not in self.page_of:

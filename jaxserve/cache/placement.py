@@ -22,8 +22,8 @@ class View(NamedTuple):
     slot: int
     home: int
     blocks: int                                      # of the whole prompt
-    group: tuple[int, ...]                           # the lanes over which a prompt goes that is dealt out evenly
-    stripe: int                                      # blocks that such a prompt has in a row on a lane
+    group: tuple[int, ...]                           # lanes over which it shall be dealt out evenly; none: one lane may hold it
+    stripe: int                                      # blocks that a prompt which is dealt out has in a row on a lane
 
 
 def grow(view: View) -> int:
@@ -44,22 +44,21 @@ def round_robin(view: View) -> int:
 
 
 def striped(view: View) -> int:
-    """Prompts that one lane shall not hold: stripe by stripe over the lanes of the group. Others as `grow`."""
-    return _dealt(view, view.block // view.stripe % len(view.group))
+    """Prompts that are dealt out: stripe by stripe over the lanes of the group. Others as `grow`."""
+    return _dealt(view, view.group)
 
 
 def zigzag(view: View) -> int:
     """As `striped`, but there and back again, so that lanes have as much of what comes early as of what comes late and sees all before it:
     causal attention is even too (context parallel paper, 3.5.1)."""
-    place = view.block // view.stripe % (2 * len(view.group))
-    return _dealt(view, min(place, 2 * len(view.group) - 1 - place))
+    return _dealt(view, view.group + view.group[::-1])
 
 
-def _dealt(view: View, index: int) -> int:
+def _dealt(view: View, lanes: tuple[int, ...]) -> int:
     """The prompt's last block is at home, where the token after it is sampled."""
-    if view.blocks <= view.limit:
+    if not lanes:
         return grow(view)
-    lane = view.home if view.block == view.blocks - 1 else view.group[index]
+    lane = view.home if view.block == view.blocks - 1 else lanes[view.block // view.stripe % len(lanes)]
     return lane if view.available[lane] else grow(view)
 
 

@@ -215,6 +215,7 @@ class Arrays:
     sampled: np.ndarray                              # [n] where among its lane's samples a chunk's token will be; -1: it samples none
     pieces: list[Piece]                              # of the chunks of more than one token
     early: np.ndarray                                # [m, 5] table entries (after a long prefix hit) that must be sent before the step
+    moves: np.ndarray                                # [m, 4] as of the batch
 
 
 def to_arrays(batch: Batch, work: Work, shape: Shape, lanes: int, block: int) -> Arrays:
@@ -226,7 +227,8 @@ def to_arrays(batch: Batch, work: Work, shape: Shape, lanes: int, block: int) ->
     pieces = _deal(batch, work, shape, lanes, block) if work.long else []
     if pieces:
         _fill_pieces(batch, view, shape, pieces, last)
-    return Arrays(shape, ints, last, _fill_samples(batch, view["samples"], last), pieces, _fill_deltas(batch.deltas, view["deltas"]))
+    return Arrays(shape, ints, last, _fill_samples(batch, view["samples"], last), pieces, _fill_deltas(batch.deltas, view["deltas"]),
+                  batch.moves)
 
 
 def _per_lane(rows: np.ndarray, lane: np.ndarray, lanes: int) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ from jaxserve.cache import CacheManager
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.arrays import sample_sizes, shapes
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.planning import latencies, planner
 from jaxserve.engine.profile import profile_for
 from jaxserve.engine.programs import keep_compiled
 from jaxserve.engine.stages import Plan, Stages
@@ -51,6 +52,13 @@ def build(config: EngineConfig, progress: bool = True, warm_up: bool = True, pla
         if profile is None:
             raise ConfigError("exchange", "auto chooses by a profile; give one, or profile=auto")
         engine.exchange = profile.exchange(engine)
+    if plan.moves:
+        if profile is None:
+            raise ConfigError("planner", f"{config.scheduler.planner} plans by a profile; give one, or profile=auto")
+        longest = min(engine.max_len, plan.width * plan.block_size * config.mesh.kvp)
+        found = latencies(profile.costs, profile.exchange(engine), longest)
+        scheduler = config.scheduler
+        engine.scheduler.packer.planner = planner(scheduler.planner, scheduler.improvement, found, config.mesh.kvp, plan.block_size)
     return engine
 
 
@@ -74,7 +82,8 @@ def make_plan(config: EngineConfig, model: ModelConfig) -> Plan:
             said = f"{config.cache.kv_memory_gib} GiB hold {pages} pages of {page} bytes; at least 2 are needed"
             raise ConfigError("kv_memory_gib", said)
     return Plan(model, config.mesh, dtype, kv_dtype, pages, size, config.scheduler.max_seqs, min(blocks, pages),
-                shapes(config.scheduler, config.mesh.kvp), sample_sizes(config.scheduler))
+                shapes(config.scheduler, config.mesh.kvp), sample_sizes(config.scheduler),
+                moves=config.scheduler.planner != "none" and config.mesh.kvp > 1)
 
 
 def _max_len(config: EngineConfig, model: ModelConfig) -> int:

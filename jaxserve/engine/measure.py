@@ -96,7 +96,8 @@ class Meter:
             number=0, seq=np.arange(lanes * each), slot=np.arange(lanes * each, dtype=np.int32), lane=lane, start=tile(start),
             length=tile(length), feed=feed, sample=np.full(lanes * each, point.sample), spread=np.zeros(lanes * each, bool), held=held,
             owner=np.empty(0, np.int32),
-            tokens=np.ones(int(tile(length)[~feed].sum()), np.int32), deltas=np.empty((0, 5), np.int32), seconds=0.0, admitted=())
+            tokens=np.ones(int(tile(length)[~feed].sum()), np.int32), moves=np.empty((0, 4), np.int32),
+            deltas=np.empty((0, 5), np.int32), seconds=0.0, admitted=())
 
     def _write_table(self, slots: int) -> None:
         """Rows of the page table with pages from all over the pool, as after hours of serving."""

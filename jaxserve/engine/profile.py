@@ -52,7 +52,8 @@ class Profile:
 def profile_for(engine: Any, progress: bool) -> Profile | None:
     """The profile that the engine's settings ask for; None where its scheduler does without. Errors: ConfigError."""
     config = engine.config
-    timeless = config.scheduler.policy == "fcfs" and config.scheduler.chunking == "static" and config.scheduler.exchange != "auto"
+    timeless = config.scheduler.policy == "fcfs" and config.scheduler.chunking == "static"
+    timeless &= config.scheduler.exchange != "auto" and config.scheduler.planner == "none"
     if config.profile == "none" or (config.profile == "auto" and timeless):
         return None
     file = Path(config.profile) if config.profile != "auto" else kept_file(engine)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,10 +28,12 @@ from jaxserve.kernels.pool import Pool, pool_shapes
 from jaxserve.models.decoder import declare, padded_vocab, parameters, stage_modules
 from jaxserve.models.zoo import ModelConfig, layers_of
 from jaxserve.sharding.mesh import stage_meshes
+from jaxserve.sharding.rebalance import move
 from jaxserve.sharding.rules import sharding, spec
 
 DELTAS = 1024                                        # page table entries set by one launch, where a step has no room for them
 SCORES = 64                                          # prompt tokens whose log-probabilities one launch computes
+MOVES = 32                                           # pages that one launch moves from each lane to each
 KEPT = 16                                            # versions of `sampled` that are kept for steps to read
 
 
@@ -49,6 +51,7 @@ class Plan:
     width: int                                       # page table entries per slot and lane
     shapes: list[Shape]
     samples: list[int]
+    moves: bool = False                              # whether pages may move from lane to lane
 
     def shape_for(self, work: Work, exchange: str = "gather", rows: int = 0) -> Shape | None:
         """The cheapest compiled shape with this exchange that holds it, and so many rows of spread chunks on a lane; None where none does.
@@ -138,6 +141,7 @@ class Stages:
 
     def step(self, arrays: Arrays, needs: int) -> Hidden:
         """Issues a step to all stages. needs: the newest version of `sampled` with a token that this step feeds (0: none)."""
+        self.move(arrays.moves)
         self.set_table(arrays.early)
         x: Any = next(array for version, array in self._sampled if version >= needs)
         for stage in self.stages:
@@ -180,6 +184,13 @@ class Stages:
                 program = self.programs.get(*self._table_program(stage))
                 stage.table = program(stage.table, jax.device_put(ints, sharding(stage.mesh, "lanes")))
 
+    def move(self, moves: np.ndarray) -> None:
+        """moves [m, 4]: lane, page, to lane, page; those of one launch are read before any is written."""
+        for ints in pairwise(moves, self.plan.mesh.kvp, MOVES):
+            for stage in self.stages:
+                program = self.programs.get(*self._move_program(stage))
+                stage.pages = program(stage.pages, jax.device_put(ints, sharding(stage.mesh, "lanes")))
+
     # --- programs: name, and how to lower it
 
     def warm_up(self, done: Callable[[str], None], variants: tuple[str, ...] = sampling.VARIANTS) -> None:
@@ -198,6 +209,8 @@ class Stages:
         yield self._admit_program()
         for stage in self.stages:
             yield self._table_program(stage)
+            if self.plan.moves:
+                yield self._move_program(stage)
 
     def _lower_layers(self, stage: Stage, shape: Shape) -> Any:
         plan, lane, pool = self.plan, spec("lanes"), [spec(*POOL_AXES)] * len(stage.pages)
@@ -251,12 +264,36 @@ class Stages:
             return program.lower(self.sampling_state, blank)
         return "admit", lower
 
+    def _move_program(self, stage: Stage) -> tuple[str, Lower]:
+        def lower() -> Any:
+            lane, pool = spec("lanes"), [spec(*POOL_AXES)] * len(stage.pages)
+            f = lambda pages, ints: move(pages, ints[0])
+            ints = self._last((2, self.plan.mesh.kvp, MOVES), jnp.int32, stage.mesh)
+            return _jit(f, stage.mesh, (pool, lane), pool, donate=(0,)).lower(stage.pages, ints)
+        return f"move_{stage.index}", lower
+
     def _table_program(self, stage: Stage) -> tuple[str, Lower]:
         def lower() -> Any:
             lane = spec("lanes")
             f = lambda table, deltas: write_table(table, deltas[0])
             return _jit(f, stage.mesh, (lane, lane), lane, donate=(0,)).lower(stage.table, self._last((DELTAS, 4), jnp.int32, stage.mesh))
         return f"table_{stage.index}", lower
+
+
+def pairwise(moves: np.ndarray, lanes: int, most: int) -> Iterator[np.ndarray]:
+    """Moves [m, 4], in launches of at most `most` per pair of lanes: [lanes, 2, lanes, most], see `rebalance.move`. In their order: a
+    launch ends before a move that reads, or writes, what another one of it writes."""
+    ints, count, written = np.full((lanes, 2, lanes, most), NOWHERE, np.int32), Counter[tuple[int, int]](), set[tuple[int, int]]()
+    for lane, page, to, new in moves.tolist():
+        if count[lane, to] == most or not written.isdisjoint({(lane, page), (to, new)}):
+            yield ints
+            ints, count, written = np.full_like(ints, NOWHERE), Counter(), set()
+        nth = count[lane, to]
+        ints[lane, 0, to, nth], ints[to, 1, lane, nth] = page, new
+        count[lane, to] += 1
+        written.add((to, new))
+    if written:
+        yield ints
 
 
 def _jit(f: Callable, mesh: Mesh, in_specs: Any, out_specs: Any, donate: tuple[int, ...] = ()) -> Any:

@@ -30,6 +30,7 @@ class Batch:
     held: np.ndarray         # [n, lanes] blocks of the sequence on each lane, those of this step included
     owner: np.ndarray        # [k] lane of each block that tokens of spread chunks of more than one token fall in, chunk after chunk
     tokens: np.ndarray       # [sum of length where not feed] token ids, chunk after chunk
+    moves: np.ndarray        # [m, 4] pages that move before the step, in this order: lane, page, to lane, page
     deltas: np.ndarray       # [m, 5] new page table entries: lane, slot, index in the row, page, block; ascending blocks per row
     seconds: float           # predicted time in the slowest stage
     admitted: tuple[int, ...]  # rows of this batch whose sequence has just got its slot: set its sampling state

@@ -16,7 +16,7 @@ stages, unless there is nothing else to do: so P batches in flight fill the stag
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ from jaxserve.scheduling.chunking import CHUNKING, Room
 from jaxserve.scheduling.order import Order
 from jaxserve.scheduling.predictor import Predictor
 from jaxserve.scheduling.roster import DECODE, LEAVING, Roster
-from jaxserve.scheduling.sequence import NO_SLOT, Sequence
+from jaxserve.scheduling.sequence import NO_SLOT, Part, Sequence
 from jaxserve.scheduling.slack import relative_slack
 
 SHORTER = 1 / 8                                       # of the work of a prompt that needs several steps: at most that have its guests
@@ -57,10 +57,14 @@ class Chunk(NamedTuple):
     admitted: bool
 
 
+Planner = Callable[[list[float], int, int], tuple[Part, ...]]   # seconds of prefill per lane, tokens cached, of all -> a plan
+
+
 class Packer:
     def __init__(self, config: SchedulerConfig, mesh: MeshConfig, cache: CacheManager, roster: Roster, predictor: Predictor):
         self.config, self.mesh, self.cache, self.roster, self.predictor = config, mesh, cache, roster, predictor
         self.admission = Admission(cache, roster)
+        self.planner: Planner | None = None                       # which lanes compute which part of a prompt, where that is planned
 
     def pack(self, number: int, now: float) -> tuple[Batch, list[Chunk]] | None:
         """Batch `number` and its prefill chunks, issued as far as the roster goes; None where nothing can run."""
@@ -100,6 +104,7 @@ class Packer:
         return Batch(
             number=number, seq=roster.number[slots], slot=slots.astype(np.int32), lane=cache.home[slots], start=start, length=length,
             feed=feed, sample=roster.phase[slots] == DECODE, spread=cache.spread[slots], held=cache.held[slots], owner=owner, tokens=tokens,
+            moves=cache.take_moves(),
             deltas=cache.take_deltas(), seconds=seconds, admitted=tuple(row for row, chunk in enumerate(chunks, fed) if chunk.admitted),
         )
 
@@ -167,6 +172,8 @@ class Packer:
         start = int(roster.issued[slot])
         chunk = Chunk(slot, start, start + length, slot in roster.new)
         roster.new.discard(slot)
+        if sequence.plan and (lanes := sequence.plan_at(start).lanes) != cache.group(slot):
+            cache.regroup(slot, lanes)                            # where there is no room it goes on as it was
         cache.extend(slot, cache.blocks(chunk.stop) - len(cache.tables[slot]))
         roster.issued[slot] = chunk.stop
         if chunk.stop < sequence.target:
@@ -250,18 +257,22 @@ class Turn:
         if pages is None:
             return None
         start = len(pages) * cache.block_size
+        if self.packer.planner is not None:
+            sequence.plan = self.packer.planner(self.pending, start, sequence.target)
+            home = sequence.plan[0].lanes[0]
+            return Place(home, None, start, pages) if room.left[home] else None
         need = cache.blocks(min(start + self.config.chunk_tokens, sequence.target)) - len(pages)
         home = cache.choose_home(pages, lanes, need, self.pending)
         return Place(home, None, start, pages)
 
     def _length(self, sequence: Sequence, place: Place, until: float) -> int:
-        most = min(sequence.target - place.start, self.room.left[place.home])
+        most = min(sequence.plan_at(place.start).stop - place.start, self.room.left[place.home])
         return CHUNKING[self.config.chunking](self.room, place.home, place.held, place.start, most, until) if most > 0 else 0
 
     def _give(self, sequence: Sequence, place: Place, length: int, force: bool = False) -> bool:
         """The sequence's next chunk, of so many tokens; by `force`, if it is the first of the batch, of a tile at least."""
         if not length and force and not self.chunks:
-            length = min(self.config.tile, sequence.target - place.start, self.room.left[place.home])
+            length = min(self.config.tile, sequence.plan_at(place.start).stop - place.start, self.room.left[place.home])
         if length and place.pages is None:
             length = self.packer.fitting(sequence, length, self.reserve)
             self.stuck = not length

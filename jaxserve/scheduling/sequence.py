@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from jaxserve.cache import CacheManager
 from jaxserve.request import Finished, Logprobs, Request, RequestError, Timing, Usage
 
 NO_SLOT = -1
+
+
+class Part(NamedTuple):
+    """Part of a plan for a prompt: tokens up to before `stop` are computed by these lanes, which hold all of its blocks by then. The lanes
+    of the parts before are among them (Tetris, section 3.1)."""
+
+    stop: int
+    lanes: tuple[int, ...]
 
 
 class History:
@@ -46,6 +56,7 @@ class Sequence:
         self.output = self.history.output
         self.chain = cache.chain(request.cache_salt, self.history)
         self.target = len(request.prompt)
+        self.plan: tuple[Part, ...] = ()              # the last part ends where the prompt does; none: lanes are chosen block by block
         self.left = 0.0                               # predicted seconds of the rest of its prefill
         self.slot = NO_SLOT
         self.cached = 0
@@ -54,6 +65,10 @@ class Sequence:
         self.last: float | None = None                # clock seconds at which its last token came
         wanted = request.sampling.prompt_logprobs is not None
         self.prompt_logprobs: list[Logprobs | None] | None = [None] * len(request.prompt) if wanted else None
+
+    def plan_at(self, start: int) -> Part:
+        """The part with the token at `start`; all of the prompt where there is no plan."""
+        return next((part for part in self.plan if start < part.stop), Part(self.target, ()))
 
     @property
     def reads_cache(self) -> bool:

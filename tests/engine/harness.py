@@ -14,6 +14,7 @@ from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine
 from jaxserve.request import Event, Finished, Request, SamplingParams, Token
 from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.sequence import Part
 
 
 def engine(model: str = "random:tiny", mesh: str = "", *, chunk: int = 64, seqs: int = 8, pages: int = 256, block: int = 16,
@@ -77,6 +78,24 @@ class Runner:
 
     def ids(self, id: str, index: int = 0) -> list[int]:
         return self.completion(id, index).ids
+
+
+class Plans:
+    """Random plans: chunks of any length, on lanes of which those of the chunk before are some."""
+
+    def __init__(self, seed: int, lanes: int = 8, longest: int = 200):
+        self.rng, self.lanes, self.longest = random.Random(seed), lanes, longest
+
+    def __call__(self, pending: list[float], start: int, target: int, lanes: Sequence[int] = ()) -> tuple[Part, ...]:
+        group, rest, parts, at = list(lanes), [lane for lane in range(self.lanes) if lane not in lanes], [], start
+        self.rng.shuffle(rest)
+        while at < target:
+            size = self.rng.choice([size for size in (1, 2, 4, 8) if max(1, len(group)) <= size <= self.lanes])
+            while len(group) < size:
+                group.append(rest.pop())
+            at = min(target, at + self.rng.randint(1, self.longest))
+            parts.append(Part(at, tuple(group)))
+        return tuple(parts)
 
 
 def generate(engine: Engine, prompts: Sequence[Sequence[int]], chunks: Sequence[int] = (), **fields) -> list[list[int]]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.scheduling.predictor import Costs
-from tests.engine.harness import Runner, assert_empty, engine, fresh
+from tests.engine.harness import Plans, Runner, assert_empty, engine, fresh
 
 MESHES = [mesh for mesh in itertools.product((1, 2, 3, 5), (1, 2, 4), (1, 3)) if np.prod(mesh) <= 12]
 CHUNKS = {"1": (1,), "7": (7,), "64": (64,), "512": (512,), "mixed": (1, 7, 64, 512), "slack": ()}
@@ -72,6 +72,24 @@ def test_tokens_equal_the_reference_around_a_ring(mesh, exchange, placement, chu
     assert [runner.ids(id) for id in ids] == [case["output_ids"] for case in cases]
     assert exchange in {shape.exchange for shape in shapes}
     assert_empty(real)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("exchange, placement", [("pass_q", "striped"), ("pass_kv", "zigzag"), ("gather", "striped")])
+def test_tokens_equal_the_reference_by_random_plans_on_eight_lanes(exchange, placement, golden, smollm2_gguf):
+    real = engine(smollm2_gguf, "kvp=8", chunk=512, seqs=8, pages=100, max_len=2048, exchange=exchange, placement=placement)
+    cases = [case for case in golden["cases"] if len(case["prompt_ids"]) <= 2000]
+    for seed in range(2):
+        real, moved = fresh(real, placement), []
+        real.scheduler.packer.planner = Plans(seed, longest=500)
+        issue = real._issue
+        real._issue = lambda batch, issue=issue, moved=moved: moved.append(len(batch.moves)) or issue(batch)
+        runner = Runner(real)
+        ids = [submit(runner, case) for case in cases]
+        runner.run()
+        assert [runner.ids(id) for id in ids] == [case["output_ids"] for case in cases]
+        assert sum(moved) > 20
+        assert_empty(real)
 
 
 @pytest.fixture(scope="module")

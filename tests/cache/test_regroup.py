@@ -1,0 +1,87 @@
+"""The blocks of a sequence are dealt out anew over more lanes: evenly, by as few moves as that takes, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.cache import CacheManager
+from jaxserve.config import CacheConfig
+
+LANES = 5
+
+
+def fewest(held: list[int], group: tuple[int, ...]) -> int:
+    """Blocks that must move until the lanes of the group have equally many, but for one, and others none: the best of all ways."""
+    whole, more = divmod(sum(held), len(group))
+    ways = itertools.combinations(group, more)
+    return min(sum(max(0, whole + (lane in way) - held[lane]) for lane in group) for way in ways)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 2**32 - 1))
+def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
+    rng = np.random.default_rng(seed)
+    cache = CacheManager(CacheConfig(block_size=4, pages=int(rng.integers(8, 25))), LANES, 4, placement="random")
+    tokens = lambda a, b: np.arange(a, b, dtype=np.int32)
+    chain, content, told = cache.chain("", tokens), {}, {}
+    nothing = np.empty(0, np.intp)
+    for slot in range(3):
+        pages = cache.match(chain, 6) if slot == 1 else nothing                      # shares blocks with the first
+        cache.admit(slot, pages, int(rng.integers(LANES)), small=bool(rng.integers(2)))
+        count = int(rng.integers(1, 14))
+        room = cache.available - 4
+        if count > room:
+            cache.release(slot)
+            continue
+        cache.extend(slot, count)
+        content |= {page: content.get(page, (slot, block)) for block, page in enumerate(cache.tables[slot])}
+        if slot == 0:
+            cache.publish(0, 0, min(6, len(cache.tables[0])), chain)
+    for _ in range(4):
+        slot = int(rng.integers(3))
+        before = [content[page] for page in cache.tables[slot]]
+        group = tuple(rng.permutation(LANES)[: rng.integers(1, LANES + 1)].tolist())
+        held = cache.held[slot].tolist()
+        done = cache.regroup(slot, group)
+        moves, deltas = cache.take_moves(), cache.take_deltas()
+        cache.check()
+        if not done:
+            assert not len(moves) and cache.held[slot].tolist() == held
+            continue
+        per_lane = cache.pages.per_lane
+        for lane, page, to, new in moves.tolist():                                   # one after the other is what their order stands for
+            content[to * per_lane + new] = content[lane * per_lane + page]
+        assert [content[page] for page in cache.tables[slot]] == before
+        assert len(moves) == fewest(held, group)
+        counts = cache.held[slot][list(group)]
+        assert counts.sum() == len(before) and counts.max() - counts.min() <= 1
+        for lane, row, index, page, block in deltas.tolist():
+            told[row, lane, index] = page, block
+        for lane in range(LANES):                                                    # what the device's table says now
+            blocks = [block for block, page in enumerate(cache.tables[slot]) if page // per_lane == lane]
+            assert [told[slot, lane, index] for index in range(len(blocks))] == [
+                (cache.tables[slot][block] % per_lane, block) for block in blocks]
+    for slot in range(3):
+        if cache.tables[slot]:
+            cache.release(slot)
+    cache.check()
+    free, cached, used = cache.counts()
+    assert used == 0 and free + cached == cache.total
+
+
+def test_a_block_that_only_one_sequence_holds_takes_its_key_along():
+    cache = CacheManager(CacheConfig(block_size=4, pages=9), 2, 3)
+    chain = cache.chain("", lambda a, b: np.arange(a, b, dtype=np.int32))
+    cache.admit(0, np.empty(0, np.intp), 0)
+    cache.extend(0, 4)
+    cache.publish(0, 0, 4, chain)
+    assert cache.regroup(0, (0, 1)) and cache.held[0].tolist() == [2, 2] and len(cache.take_moves()) == 2
+    assert cache.match(chain, 4).tolist() == cache.tables[0]
+    cache.admit(1, cache.match(chain, 4), 0)
+    assert cache.regroup(0, (1,)) and cache.held[0].tolist() == [0, 4]                # two are copied: the other holds them where they are
+    assert cache.held[1].tolist() == [2, 2] and cache.match(chain, 4).tolist() == cache.tables[1]
+    cache.check()

@@ -1,0 +1,125 @@
+"""Prompts computed chunk by chunk by growing groups of lanes (Tetris): the same tokens for any legal plan, and no page is lost."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from jaxserve.config import CacheConfig, EngineConfig, MeshConfig, ModelSource, SchedulerConfig
+from jaxserve.engine.arrays import NOWHERE
+from jaxserve.engine.build import build
+from jaxserve.engine.stages import MOVES, pairwise
+from tests.engine.harness import Plans, Runner, assert_empty, engine, fresh, generate
+
+LANES = 8
+PROMPTS = [list(range(3, 3 + n)) for n in (5, 90, 200, 333, 450, 17)]
+
+
+@pytest.fixture(scope="module")
+def right():
+    return generate(engine(max_len=1024), PROMPTS, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def lanes():
+    return engine(mesh=f"kvp={LANES}", chunk=256, seqs=8, pages=60, max_len=1024, exchange="pass_kv", placement="striped")
+
+
+def watched(real) -> list:
+    """The batches that the engine starts from now on; after one that moved pages, lanes of a group differ by a block at most."""
+    batches, issue, cache = [], real._issue, real.scheduler.cache
+
+    def noted(batch):
+        batches.append(batch)
+        return issue(batch)
+    real._issue = noted
+    regroup = cache.regroup
+
+    def checked(slot, group):
+        done = regroup(slot, group)
+        if done:
+            held = cache.held[slot]
+            assert held[list(group)].max() - held[list(group)].min() <= 1 and held.sum() == held[list(group)].sum()
+        return done
+    cache.regroup = checked
+    return batches
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tokens_do_not_depend_on_the_plan(lanes, right, seed):
+    real = fresh(lanes, "striped" if seed % 2 else "zigzag")
+    real.scheduler.packer.planner = plans = Plans(seed)
+    batches, shapes, chosen = watched(real), [], real._shape_for
+    real._shape_for = lambda *work: shapes.append(chosen(*work)) or shapes[-1]
+    runner = Runner(real)
+    ids = [runner.submit(prompt, max_tokens=12) for prompt in PROMPTS]
+    while real.turn():
+        real.scheduler.check()
+        for sequence in real.scheduler.sequences.values():                           # plans change between chunks
+            done = int(real.scheduler.packer.roster.issued[sequence.slot]) if sequence.slot >= 0 else 0
+            if sequence.plan and done < sequence.target and plans.rng.random() < 0.3:
+                sequence.plan = plans([], done, sequence.target, sequence.plan_at(max(0, done - 1)).lanes)
+    assert [runner.ids(id) for id in ids] == right
+    assert sum(len(batch.moves) for batch in batches) > 5 and "pass_kv" in {shape.exchange for shape in shapes}
+    assert_empty(real)
+
+
+def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right):
+    """Cancelled at random moments, or short of pages: then lanes without room take no part, and what runs says what it says alone."""
+    for seed in range(3):
+        rng, real = random.Random(seed), fresh(lanes, "striped")
+        real.scheduler.packer.planner = Plans(seed)
+        watched(real)
+        runner = Runner(real)
+        for lap in range(4):
+            ids = [runner.submit(prompt, max_tokens=12, rest=dict(cache_salt=str(lap % 2))) for prompt in PROMPTS * 2]
+            doomed, turn = set(rng.sample(ids, 5)), 0
+            while real.turn():
+                real.scheduler.check()
+                turn += 1
+                if doomed and rng.random() < 0.3:
+                    real.cancel(doomed.pop())
+            for id, said in zip(ids, right * 2):
+                got = runner.completion(id)
+                assert got.ids == said if got.finished.reason != "cancelled" else got.ids == said[: len(got.ids)]
+            assert_empty(real)
+
+
+def test_the_planner_gives_long_prompts_more_lanes(tmp_path):
+    """As the engine is built: profile, latencies by size of group, plans."""
+    config = EngineConfig(
+        ModelSource("random:tiny", max_model_len=1024), MeshConfig(kvp=4), CacheConfig(pages=100, placement="striped"),
+        SchedulerConfig(max_seqs=2, chunk_tokens=128, exchange="pass_q", planner="cdsp", improvement=0.05), compile_cache=str(tmp_path))
+    real = build(config, progress=False, warm_up=False)
+    plan = real.scheduler.packer.planner
+    for queues in ([0.0] * 4, [0.0, 9.0, 0.0, 9.0]):
+        parts = plan(queues, 32, 1000)
+        assert parts[-1].stop == 1000 and [part.stop for part in parts] == sorted(part.stop for part in parts)
+        assert all(set(one.lanes) <= set(other.lanes) for one, other in zip(parts, parts[1:]))
+        assert all((part.stop - 32) % 16 == 0 for part in parts[:-1]) and parts[0].lanes[0] in (0, 2)
+    said = generate(real, [PROMPTS[3]], max_tokens=4)
+    assert said == generate(engine(max_len=1024), [PROMPTS[3]], max_tokens=4)
+
+
+def test_moves_keep_their_order_over_launches():
+    rng = np.random.default_rng(0)
+    first = {(lane, page): page * 10 + lane for lane in range(3) for page in range(MOVES * 2)}
+    moves, held, device = [], dict(first), dict(first)
+    for _ in range(300):                                                             # pages that were left are used again
+        lane, page = list(held)[rng.integers(len(held))]
+        to = int(rng.integers(3))
+        taken = {page for at, page in held if at == to}
+        new = next(page for page in range(200) if page not in taken)
+        held[to, new] = held.pop((lane, page))
+        moves.append((lane, page, to, new))
+    launches = list(pairwise(np.array(moves, np.int32), 3, MOVES))
+    for ints in launches:
+        places = list(itertools.product(range(3), range(3), range(MOVES)))
+        read = {(lane, to, nth): device.get((lane, int(ints[lane, 0, to, nth]))) for lane, to, nth in places}
+        for lane, to, nth in places:
+            if ints[to, 1, lane, nth] < NOWHERE:
+                device[to, int(ints[to, 1, lane, nth])] = read[lane, to, nth]
+    assert len(launches) > 1 and {place: device[place] for place in held} == held
