@@ -4,7 +4,7 @@ Four nodes of eight A100 for 8B and eight for 70B; half of them prefill where pr
 
     tetris             chunks of growing groups; the improvement rate follows the load
     single-chunk       the same without chunks (7.3), with improvement rates profiled for it
-    fixed-8, fixed-16  groups that never change; fixed-4, which the paper leaves out, is the best of them under load
+    fixed-8, fixed-16  groups that never change; the paper leaves out fixed-4 and fixed-1, slow when idle, which waste less under load
     loongserve-disagg  each request alone on the group that ends first, whatever that does to others
     loongserve         the same on all instances, one of which each request keeps while it decodes, for its batch takes no others (2.4)
 """
@@ -42,7 +42,7 @@ PATIENCE = 25                                         # mean TTFT over light-loa
 LOW = 5                                               # the same, for what 7.3 calls low latency without a number
 PERCENTS = (5, 10, 25, 50, 75, 90, 95, 99)            # at which distributions are noted
 BASELINES = ("fixed-8", "fixed-16", "loongserve-disagg")             # the paper's, on as many prefill instances as Tetris
-SYSTEMS = ("tetris", *BASELINES, "loongserve", "fixed-4")
+SYSTEMS = ("tetris", *BASELINES, "loongserve", "fixed-4", "fixed-1")
 
 
 def possible(names: Iterable[str], model: str) -> tuple[str, ...]:
