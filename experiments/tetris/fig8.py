@@ -41,7 +41,7 @@ def idle(model: str, other: str) -> Callable[[Rows], float]:
 
 
 LEFT_OUT = "not among the paper's baselines"
-SMALLER = ("the smaller a fixed group, the more load it bears, for it wastes less, and the slower it is when idle; a choice for each prompt "
+SMALLER = ("the smaller a fixed group, the more load it bears, for it wastes less, and the slower it is when idle; a choice per prompt "
            "has both")
 BOUND = "bound, by the latencies alone"
 
