@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -19,6 +20,7 @@ from jaxserve.config import SchedulerConfig
 from jaxserve.scheduling import Batch
 
 NOWHERE = np.int32(2**30)                            # a slot that no table has: writes to it are dropped
+MOVES = 32                                           # pages that one launch moves from each lane to each
 FEED = -1                                            # in place of a token id: the one sampled last for the row's slot
 
 
@@ -32,6 +34,7 @@ class Shape:
     spread_prefill: tuple[int, int] = (0, 0)
     samples: int = 1                                 # tokens it may sample per lane
     exchange: str = "gather"                         # how spread rows and blocks on other lanes meet: see sharding.exchange
+    moves: int = 0                                   # pages that it may move from each lane to each, beside its layers
 
     @property
     def local(self) -> tuple[tuple[int, int], ...]:
@@ -56,7 +59,8 @@ class Shape:
     def _name(self) -> str:
         name = lambda groups: "+".join(f"{rows}x{width}" for rows, width in groups)
         exchange = "" if self.exchange == "gather" else f"_{self.exchange}"
-        return name(self.local) + (f"_spread_{name(self.spread)}{exchange}" if self.spread else "")
+        moves = "_moves" if self.moves else ""
+        return name(self.local) + (f"_spread_{name(self.spread)}{exchange}{moves}" if self.spread else "")
 
 
 def shapes(config: SchedulerConfig, lanes: int) -> list[Shape]:
@@ -75,6 +79,8 @@ def shapes(config: SchedulerConfig, lanes: int) -> list[Shape]:
         ring = [(min(tiles, dealt + 1), tile), (tiles, tile)] if tile > 1 else []        # cut where lanes change: some rows are short
         out += [Shape(most, local, most, group, exchange=exchange) for group in ring for local in ((0, 0), (tiles, tile))
                 for exchange in rings(config)]
+    if lanes > 1 and config.planner != "none":
+        out += [dataclasses.replace(shape, moves=MOVES) for shape in out if shape.spread_prefill[0]]
     sizes = sample_sizes(config)
     fit = lambda shape: next((size for size in sizes if size >= shape.rows), sizes[-1])
     out = [dataclasses.replace(shape, samples=fit(shape)) for shape in dict.fromkeys(out)]
@@ -113,12 +119,12 @@ class Layout:
 @functools.cache
 def layout(shape: Shape, lanes: int, block: int) -> Layout:
     """deltas: slot, index, page, block. tokens: ids or FEED. rows: slot, start, length. held: of spread rows, entries per lane.
-    samples: token (of the lane's tokens) to sample after, slot, position of the sampled token."""
+    samples: token (of the lane's tokens) to sample after, slot, position of the sampled token. moves: see `rebalance.move`."""
     spread = sum(rows for rows, _ in shape.spread)
     new = lambda groups: sum(rows * (1 if width == 1 else -(-width // block) + 1) for rows, width in groups)
     sizes: dict[str, tuple[int, ...]] = {
         "deltas": (new(shape.local) + lanes * new(shape.spread), 4), "tokens": (shape.tokens,), "rows": (shape.rows, 3),
-        "held": (spread, lanes), "samples": (shape.samples, 3),
+        "held": (spread, lanes), "samples": (shape.samples, 3), "moves": (2, lanes, shape.moves),
     }
     ends = list(itertools.accumulate(math.prod(size) for size in sizes.values()))
     return Layout({name: (end - math.prod(size), size) for (name, size), end in zip(sizes.items(), ends)}, ends[-1])
@@ -176,6 +182,22 @@ class Piece:
     token: int
 
 
+def launches(moves: np.ndarray, lanes: int, most: int = MOVES) -> Iterator[np.ndarray]:
+    """Moves [m, 4], in launches of at most `most` per pair of lanes: [lanes, 2, lanes, most], see `rebalance.move`. In their order: a
+    launch ends before a move that reads, or writes, what another one of it writes."""
+    ints, count, written = np.full((lanes, 2, lanes, most), NOWHERE, np.int32), Counter[tuple[int, int]](), set[tuple[int, int]]()
+    for lane, page, to, new in moves.tolist():
+        if count[lane, to] == most or not written.isdisjoint({(lane, page), (to, new)}):
+            yield ints
+            ints, count, written = np.full_like(ints, NOWHERE), Counter(), set()
+        nth = count[lane, to]
+        ints[lane, 0, to, nth], ints[to, 1, lane, nth] = page, new
+        count[lane, to] += 1
+        written.add((to, new))
+    if written:
+        yield ints
+
+
 def settled(batch: Batch, work: Work, width: int, block: int) -> list[tuple[int, int, int, int]]:
     """The spread chunks of more than one token in rows of at most `width` tokens, each on the lane that holds its blocks: (chunk, offset,
     size, lane). Rows end where lanes change and where whole rows from the start of the sequence do."""
@@ -215,7 +237,7 @@ class Arrays:
     sampled: np.ndarray                              # [n] where among its lane's samples a chunk's token will be; -1: it samples none
     pieces: list[Piece]                              # of the chunks of more than one token
     early: np.ndarray                                # [m, 5] table entries (after a long prefix hit) that must be sent before the step
-    moves: np.ndarray                                # [m, 4] as of the batch
+    moves: list[np.ndarray]                          # launches of moves before the step: those that do not ride with it
 
 
 def to_arrays(batch: Batch, work: Work, shape: Shape, lanes: int, block: int) -> Arrays:
@@ -224,11 +246,14 @@ def to_arrays(batch: Batch, work: Work, shape: Shape, lanes: int, block: int) ->
     view = lay.views(ints)
     last = np.zeros(len(batch.slot), np.int32)
     _fill_singles(batch, view, shape, last)
+    moves = list(launches(batch.moves, lanes))
+    if shape.moves:
+        view["moves"][:] = moves.pop() if moves else NOWHERE
     pieces = _deal(batch, work, shape, lanes, block) if work.long else []
     if pieces:
         _fill_pieces(batch, view, shape, pieces, last)
     return Arrays(shape, ints, last, _fill_samples(batch, view["samples"], last), pieces, _fill_deltas(batch.deltas, view["deltas"]),
-                  batch.moves)
+                  moves)
 
 
 def _per_lane(rows: np.ndarray, lane: np.ndarray, lanes: int) -> list[np.ndarray]:

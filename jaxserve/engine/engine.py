@@ -237,14 +237,15 @@ class Engine:
     def _shape_for(self, batch: Batch, work: Work) -> Shape:
         """The cheapest compiled shape; one with a ring where that is faster and the blocks of all spread chunks lie as a ring needs."""
         plan, config = self.stages.plan, self.config.scheduler
-        shape, rows = plan.shape_for(work), None
+        moves = bool(len(batch.moves))
+        shape, rows = plan.shape_for(work, moves=moves), None
         assert shape is not None, f"no compiled shape holds {work}"
         if config.exchange != "gather":
             rows = ring_rows(batch, work, config.tile, plan.block_size)
         if rows is None:
             return shape
         exchange = config.exchange if self.exchange is None else self._chosen(batch, self.exchange)
-        return plan.shape_for(work, exchange, rows) or shape
+        return plan.shape_for(work, exchange, rows, moves) or shape
 
     def _chosen(self, batch: Batch, exchange: Exchange) -> str:
         """The fastest exchange for the spread chunks of a batch; the decision is logged."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.config import MeshConfig
 from jaxserve.engine import sampling
-from jaxserve.engine.arrays import NOWHERE, Arrays, Shape, Work, layout
+from jaxserve.engine.arrays import MOVES, NOWHERE, Arrays, Shape, Work, layout
 from jaxserve.engine.programs import Lower, Programs
 from jaxserve.engine.step import Weights, head, layers, score, write_table
 from jaxserve.kernels.pool import Pool, pool_shapes
@@ -33,7 +33,6 @@ from jaxserve.sharding.rules import sharding, spec
 
 DELTAS = 1024                                        # page table entries set by one launch, where a step has no room for them
 SCORES = 64                                          # prompt tokens whose log-probabilities one launch computes
-MOVES = 32                                           # pages that one launch moves from each lane to each
 KEPT = 16                                            # versions of `sampled` that are kept for steps to read
 
 
@@ -53,11 +52,16 @@ class Plan:
     samples: list[int]
     moves: bool = False                              # whether pages may move from lane to lane
 
-    def shape_for(self, work: Work, exchange: str = "gather", rows: int = 0) -> Shape | None:
+    def shape_for(self, work: Work, exchange: str = "gather", rows: int = 0, moves: bool = False) -> Shape | None:
         """The cheapest compiled shape with this exchange that holds it, and so many rows of spread chunks on a lane; None where none does.
-        Every batch of the scheduler fits one that gathers queries."""
-        return next((shape for shape in self.shapes
-                     if shape.exchange == exchange and rows <= shape.spread_prefill[0] and work.fits(shape)), None)
+        Every batch of the scheduler fits one that gathers queries. moves: one that moves pages too, where there is one."""
+        first = None
+        for shape in self.shapes:
+            if shape.exchange == exchange and rows <= shape.spread_prefill[0] and work.fits(shape):
+                if bool(shape.moves) == moves:
+                    return shape
+                first = first or shape
+        return first
 
     def pool(self) -> Pool:
         """Shapes of one layer's pages, on all lanes."""
@@ -184,9 +188,9 @@ class Stages:
                 program = self.programs.get(*self._table_program(stage))
                 stage.table = program(stage.table, jax.device_put(ints, sharding(stage.mesh, "lanes")))
 
-    def move(self, moves: np.ndarray) -> None:
-        """moves [m, 4]: lane, page, to lane, page; those of one launch are read before any is written."""
-        for ints in pairwise(moves, self.plan.mesh.kvp, MOVES):
+    def move(self, launches: list[np.ndarray]) -> None:
+        """Launches of moves, each [lanes, 2, lanes, MOVES]: see `rebalance.move`."""
+        for ints in launches:
             for stage in self.stages:
                 program = self.programs.get(*self._move_program(stage))
                 stage.pages = program(stage.pages, jax.device_put(ints, sharding(stage.mesh, "lanes")))
@@ -278,22 +282,6 @@ class Stages:
             f = lambda table, deltas: write_table(table, deltas[0])
             return _jit(f, stage.mesh, (lane, lane), lane, donate=(0,)).lower(stage.table, self._last((DELTAS, 4), jnp.int32, stage.mesh))
         return f"table_{stage.index}", lower
-
-
-def pairwise(moves: np.ndarray, lanes: int, most: int) -> Iterator[np.ndarray]:
-    """Moves [m, 4], in launches of at most `most` per pair of lanes: [lanes, 2, lanes, most], see `rebalance.move`. In their order: a
-    launch ends before a move that reads, or writes, what another one of it writes."""
-    ints, count, written = np.full((lanes, 2, lanes, most), NOWHERE, np.int32), Counter[tuple[int, int]](), set[tuple[int, int]]()
-    for lane, page, to, new in moves.tolist():
-        if count[lane, to] == most or not written.isdisjoint({(lane, page), (to, new)}):
-            yield ints
-            ints, count, written = np.full_like(ints, NOWHERE), Counter(), set()
-        nth = count[lane, to]
-        ints[lane, 0, to, nth], ints[to, 1, lane, nth] = page, new
-        count[lane, to] += 1
-        written.add((to, new))
-    if written:
-        yield ints
 
 
 def _jit(f: Callable, mesh: Mesh, in_specs: Any, out_specs: Any, donate: tuple[int, ...] = ()) -> Any:

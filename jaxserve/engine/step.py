@@ -53,7 +53,8 @@ def layers(
     table = write_table(table, view["deltas"])
     groups = _groups(view, shape, table[0], count, size)
     x = stage.embed_tokens(_tokens(view, shape, x[0])) if hasattr(stage, "embed") else x[0]
-    x, pages = run_layers(stage, model, x.astype(values[0].dtype), _positions(view, shape), groups, pages)
+    moves = view["moves"] if shape.moves else None
+    x, pages = run_layers(stage, model, x.astype(values[0].dtype), _positions(view, shape), groups, pages, moves)
     out = (x[None], x[view["samples"][:, 0]][None], view["samples"][None]) if last else x[None]
     return out, pages, table
 

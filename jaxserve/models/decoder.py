@@ -21,6 +21,7 @@ from jaxserve.models.layers import rms_norm, rotate, swiglu, turn
 from jaxserve.models.zoo import ModelConfig
 from jaxserve.sharding import lanes
 from jaxserve.sharding.mesh import TP, axis_sum
+from jaxserve.sharding.rebalance import move
 from jaxserve.sharding.rows import Groups
 
 
@@ -128,10 +129,15 @@ def parameters(module: nnx.Module, first_layer: int = 0) -> Iterator[tuple[str, 
         yield ".".join(str(k + first_layer) if isinstance(k, int) else str(k) for k in keys), param
 
 
-def run_layers(stage: Stage, config: ModelConfig, x: jax.Array, positions: jax.Array, groups: Groups, pages: list[Pool]):
-    """x [T, D] at positions [T] through the stage's layers; pages: one pool per layer. Returns x and the pools."""
+def run_layers(stage: Stage, config: ModelConfig, x: jax.Array, positions: jax.Array, groups: Groups, pages: list[Pool],
+               moves: jax.Array | None = None):
+    """x [T, D] at positions [T] through the stage's layers; pages: one pool per layer. Returns x and the pools.
+
+    moves [2, lanes, m], if any: pages that change lanes first. A layer's need nothing of the layer before, so they may move beside its
+    linear parts (Tetris, section 4.1).
+    """
     turns = turn(jnp.maximum(positions, 0), config)
-    pages = list(pages)
+    pages = list(pages) if moves is None else move(pages, moves)
     for i, layer in enumerate(stage.layers):
         x, pages[i] = _run_layer(*nnx.split(layer), x, turns, groups, pages[i])
     return x, pages

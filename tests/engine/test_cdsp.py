@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 
 import numpy as np
 import pytest
 
 from jaxserve.config import CacheConfig, EngineConfig, MeshConfig, ModelSource, SchedulerConfig
-from jaxserve.engine.arrays import NOWHERE
+from jaxserve.engine.arrays import MOVES, NOWHERE, launches
 from jaxserve.engine.build import build
-from jaxserve.engine.stages import MOVES, pairwise
 from tests.engine.harness import Plans, Runner, assert_empty, engine, fresh, generate
 
 LANES = 8
@@ -103,6 +103,29 @@ def test_the_planner_gives_long_prompts_more_lanes(tmp_path):
     said = generate(real, [PROMPTS[3]], max_tokens=4)
     assert said == generate(engine(max_len=1024), [PROMPTS[3]], max_tokens=4)
 
+    real.scheduler.packer.planner = Plans(5, lanes=4)                                # pages move in the programs of steps, beside layers
+    rode, chosen = [], real._shape_for
+    real._shape_for = lambda batch, work: rode.append((chosen(batch, work), len(batch.moves))) or rode[-1][0]
+    prompts = [list(reversed(prompt)) for prompt in PROMPTS]
+    assert generate(real, prompts, max_tokens=6) == generate(engine(max_len=1024), prompts, max_tokens=6)
+    assert sum(moves for shape, moves in rode if shape.moves) > 10
+    program = next(program.as_text() for name, program in real.stages.programs.compiled.items() if "moves" in name)
+    assert_moves_need_no_layer(program, real.stages.plan)
+
+
+def assert_moves_need_no_layer(text: str, plan) -> None:
+    """What is sent of each layer's pages is read off the pages that came in: on no path from a product of the layers."""
+    made = dict(re.findall(r"^\s*(?:ROOT )?%([\w.-]+) = (.*)$", text[text.index("\nENTRY") :], re.M))
+    page = f"{plan.model.kv_heads},2,{plan.block_size},{plan.model.head_dim}]"
+    sends = [name for name, what in made.items() if " all-to-all(" in what and page in what.split(" all-to-all(")[0]]
+    assert len(sends) == plan.model.layers
+    seen, front = set(), set(sends)
+    while front:
+        name = front.pop()
+        seen.add(name)
+        front |= {source for source in re.findall(r"%([\w.-]+)", made[name].split("metadata=")[0]) if source in made} - seen
+    assert not [name for name in seen if re.search(r" (dot|while|all-gather|collective-permute|custom-call)\(", made[name])]
+
 
 def test_moves_keep_their_order_over_launches():
     rng = np.random.default_rng(0)
@@ -115,11 +138,11 @@ def test_moves_keep_their_order_over_launches():
         new = next(page for page in range(200) if page not in taken)
         held[to, new] = held.pop((lane, page))
         moves.append((lane, page, to, new))
-    launches = list(pairwise(np.array(moves, np.int32), 3, MOVES))
-    for ints in launches:
+    all_launches = list(launches(np.array(moves, np.int32), 3))
+    for ints in all_launches:
         places = list(itertools.product(range(3), range(3), range(MOVES)))
         read = {(lane, to, nth): device.get((lane, int(ints[lane, 0, to, nth]))) for lane, to, nth in places}
         for lane, to, nth in places:
             if ints[to, 1, lane, nth] < NOWHERE:
                 device[to, int(ints[to, 1, lane, nth])] = read[lane, to, nth]
-    assert len(launches) > 1 and {place: device[place] for place in held} == held
+    assert len(all_launches) > 1 and {place: device[place] for place in held} == held

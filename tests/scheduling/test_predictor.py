@@ -22,7 +22,8 @@ def chunks(*rows: tuple[int, int, list[int]], home: int = 0) -> Batch:
     held = np.array([row[2] for row in rows], np.int32)
     feed, lane = length == 1, np.full(len(rows), home, np.int32)
     return Batch(0, np.arange(len(rows)), lane, lane, start, length, feed, feed, (held > 0).sum(1) > 1, held,
-                 np.empty(0, np.int32), np.zeros(int(length[~feed].sum()), np.int32), np.empty((0, 4), np.int32), np.empty((0, 5), np.int32), 0.0, ())
+                 np.empty(0, np.int32), np.zeros(int(length[~feed].sum()), np.int32), np.empty((0, 4), np.int32),
+                 np.empty((0, 5), np.int32), 0.0, ())
 
 
 def alone(predictor: Predictor, total: int, chunk: int) -> float:
