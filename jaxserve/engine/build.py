@@ -13,7 +13,7 @@ from jaxserve.cache import CacheManager
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.arrays import sample_sizes, shapes
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.planning import latencies, planner
+from jaxserve.engine.planning import LanePlanner
 from jaxserve.engine.profile import profile_for
 from jaxserve.engine.programs import keep_compiled
 from jaxserve.engine.stages import Plan, Stages
@@ -55,10 +55,8 @@ def build(config: EngineConfig, progress: bool = True, warm_up: bool = True, pla
     if plan.moves:
         if profile is None:
             raise ConfigError("planner", f"{config.scheduler.planner} plans by a profile; give one, or profile=auto")
-        longest = min(engine.max_len, plan.width * plan.block_size * config.mesh.kvp)
-        found = latencies(profile.costs, profile.exchange(engine), longest)
-        scheduler = config.scheduler
-        engine.scheduler.packer.planner = planner(scheduler.planner, scheduler.improvement, found, config.mesh.kvp, plan.block_size)
+        rates = profile.improvement or {0.0: config.scheduler.improvement}
+        engine.scheduler.packer.planner = LanePlanner(config.scheduler.planner, profile.instances(engine), rates)
     return engine
 
 

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 
 from jaxserve.cluster import cdsp
-from jaxserve.cluster.cdsp import Instances, Latency
+from jaxserve.cluster.cdsp import Instances
+from jaxserve.cluster.improvement import ImprovementRate
 from jaxserve.scheduling.exchange import Exchange, work_of
-from jaxserve.scheduling.packing import Planner
 from jaxserve.scheduling.predictor import Costs
 from jaxserve.scheduling.sequence import Part
 
 LENGTHS = 8                                           # at which a chunk is looked at, and histories, each twice the one before
 
 
-def latencies(costs: Costs, exchange: Exchange, longest: int) -> dict[int, Latency]:
-    """Seconds of a chunk after a history by size of group, for contexts up to `longest` tokens."""
+def instances_of(costs: Costs, exchange: Exchange, longest: int, block: int) -> Instances:
+    """The lanes, all in one node, with latencies for contexts up to `longest` tokens. Chunks but the last are of whole blocks."""
     sizes = [2**power for power in range(exchange.lanes.bit_length()) if 2**power <= exchange.lanes]
     lengths = [max(1, longest >> power) for power in range(LENGTHS)]
     points = [(size, history, tokens, _seconds(costs, exchange, size, history, tokens))
               for size, history, tokens in itertools.product(sizes, [0, *lengths], lengths)]
-    return cdsp.fit(points)
+    return Instances(cdsp.fit(points), exchange.lanes, block)
 
 
 def _seconds(costs: Costs, exchange: Exchange, size: int, history: int, tokens: int) -> float:
@@ -34,11 +35,17 @@ def _seconds(costs: Costs, exchange: Exchange, size: int, history: int, tokens: 
     return costs.launch + costs.layers * (costs.linear(-(-tokens // size)) + attention)
 
 
-def planner(policy: str, rate: float, latencies: dict[int, Latency], lanes: int, block: int) -> Planner:
-    """Plans by a policy of `cluster.cdsp`, each chunk but the last of whole blocks; the lanes are one node."""
-    instances = Instances(latencies, lanes, block)
+class LanePlanner:
+    """Plans by a policy of `cluster.cdsp`; the improvement rate follows the load, by a table of rates by requests per second."""
 
-    def plan(pending: list[float], start: int, target: int) -> tuple[Part, ...]:
-        chunks = cdsp.POLICIES[policy](instances, pending, target - start, rate).chunks
+    def __init__(self, policy: str, instances: Instances, rates: Mapping[float, float]):
+        self.instances, self._policy, self._rate = instances, cdsp.POLICIES[policy], ImprovementRate(rates)
+
+    def arrived(self, now: float) -> None:
+        """Notes a request that comes at this clock second."""
+        self._rate.arrived(now)
+
+    def __call__(self, pending: list[float], start: int, target: int) -> tuple[Part, ...]:
+        """A plan for tokens `start` to before `target`; pending: seconds of prefill that each lane has to do first."""
+        chunks = self._policy(self.instances, pending, target - start, self._rate.value).chunks
         return tuple(Part(start + chunk.history + chunk.tokens, chunk.group) for chunk in chunks)
-    return plan

@@ -11,15 +11,19 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxserve.cluster.cdsp import Instances
 from jaxserve.config import ConfigError
 from jaxserve.engine.links import measure_links
 from jaxserve.engine.measure import Measured, grid, measure
+from jaxserve.engine.planning import instances_of
+from jaxserve.kernels.pool import NARROW, SCALE
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling.exchange import Exchange, Heads, rates_of
 from jaxserve.scheduling.fit import Fit, Sample, fit, from_json, to_json
@@ -29,24 +33,36 @@ from jaxserve.sharding.exchange import PIECE
 from jaxserve.source import cache_folder
 
 log = logging.getLogger(__name__)
-FORMAT = 3                                            # of the file
+FORMAT = 4                                            # of the file
+Search = Callable[["Profile"], dict[float, float]]
 QUICK = 2**20                                         # most pairs of a step that is measured when nobody asked for a profile
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What steps cost, and how fast lanes talk to each other; empty where there is one."""
+    """What steps cost; how fast lanes talk to each other, empty where there is one; and, where it was searched for, the best improvement
+    rate of plans by requests per second."""
 
     costs: Costs
     links: dict[str, Link]
+    improvement: dict[float, float] = dataclasses.field(default_factory=dict)
 
     def exchange(self, engine: Any) -> Exchange:
         """Chooses how spread sequences and their blocks meet."""
         plan = engine.stages.plan
         model, tp = plan.model, plan.mesh.tp
-        heads = Heads(model.heads // tp, model.kv_heads // tp, model.head_dim, np.dtype(plan.dtype).itemsize)
+        item = np.dtype(plan.dtype).itemsize
+        stored = model.head_dim + SCALE.itemsize if plan.kv_dtype == NARROW else model.head_dim * item
+        heads = Heads(model.heads // tp, model.kv_heads // tp, model.head_dim, item, stored=stored)
         links: dict[str, Any] = self.links
         return Exchange(plan.mesh.kvp, heads, dataclasses.replace(rates_of(self.costs, heads), **links), piece=PIECE)
+
+
+    def instances(self, engine: Any) -> Instances:
+        """The lanes, to plan with."""
+        plan = engine.stages.plan
+        longest = min(engine.max_len, plan.width * plan.block_size * plan.mesh.kvp)
+        return instances_of(self.costs, self.exchange(engine), longest, plan.block_size)
 
 
 def profile_for(engine: Any, progress: bool) -> Profile | None:
@@ -102,13 +118,17 @@ def kept_file(engine: Any) -> Path:
     return cache_folder() / "profiles" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 
 
-def write(file: Path, engine: Any, found: Fit, points: list[Measured]) -> Profile:
-    """Writes a profile, whole or not at all; lanes are timed for it. Errors: ConfigError where it cannot be written."""
+def write(file: Path, engine: Any, found: Fit, points: list[Measured], search: Search | None = None) -> Profile:
+    """Writes a profile, whole or not at all; lanes are timed for it. search: finds improvement rates, given the profile without them.
+    Errors: ConfigError where it cannot be written."""
     links = measure_links(engine.stages.last_mesh) if engine.stages.plan.mesh.kvp > 1 else {}
+    profile = Profile(found.costs, links)
+    if search is not None:
+        profile = dataclasses.replace(profile, improvement=search(profile))
     rows = [{**dataclasses.asdict(one.point), "shape": str(one.shape), "seconds": one.seconds} for one in points]
     text = json.dumps({**identity(engine), "fitted_error": found.fitted, "held_out_error": found.held_out,
                        "costs": to_json(found.costs), "links": {name: dataclasses.astuple(link) for name, link in links.items()},
-                       "points": rows}, indent=1)
+                       "improvement": {str(load): rate for load, rate in profile.improvement.items()}, "points": rows}, indent=1)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as out:
@@ -116,7 +136,7 @@ def write(file: Path, engine: Any, found: Fit, points: list[Measured]) -> Profil
         os.replace(out.name, file)
     except OSError as error:
         raise ConfigError("profile", f"{file}: {error.strerror}") from None
-    return Profile(found.costs, links)
+    return profile
 
 
 def read(file: Path, engine: Any) -> Profile:
@@ -125,6 +145,7 @@ def read(file: Path, engine: Any) -> Profile:
         found = json.loads(file.read_text())
         own, costs = {name: found[name] for name in identity(engine)}, found["costs"]
         links = {name: Link(*map(float, values)) for name, values in found["links"].items()}
+        improvement = {float(load): float(rate) for load, rate in found["improvement"].items()}
     except OSError as error:
         raise ConfigError("profile", f"{file}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -132,4 +153,4 @@ def read(file: Path, engine: Any) -> Profile:
     for name, value in identity(engine).items():
         if own[name] != value:
             raise ConfigError("profile", f"{file} was measured with {name} {own[name]!r}; here it is {value!r}")
-    return Profile(from_json(costs), links)
+    return Profile(from_json(costs), links, improvement)

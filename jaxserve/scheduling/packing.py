@@ -16,8 +16,8 @@ stages, unless there is nothing else to do: so P batches in flight fill the stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -57,7 +57,14 @@ class Chunk(NamedTuple):
     admitted: bool
 
 
-Planner = Callable[[list[float], int, int], tuple[Part, ...]]   # seconds of prefill per lane, tokens cached, of all -> a plan
+class Planner(Protocol):
+    """Says which lanes compute which part of a prompt."""
+
+    def arrived(self, now: float) -> None:
+        """Notes a request."""
+
+    def __call__(self, pending: list[float], start: int, target: int) -> tuple[Part, ...]:
+        """A plan for tokens `start` to before `target`; pending: seconds of prefill that each lane has to do first."""
 
 
 class Packer:

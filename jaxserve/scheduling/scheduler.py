@@ -107,6 +107,8 @@ class Scheduler:
         if request.deadline is not None:
             insort(self._deadlines, (request.deadline, group[0].number, request.id))
         self._roster.wait(group[0])
+        if self.packer.planner is not None:
+            self.packer.planner.arrived(request.arrival)
         return [Accepted(ahead, self._predicted_ttft(group[0]))]
 
     def _sequences(self, request: Request) -> list[Sequence]:

@@ -86,6 +86,9 @@ class Plans:
     def __init__(self, seed: int, lanes: int = 8, longest: int = 200):
         self.rng, self.lanes, self.longest = random.Random(seed), lanes, longest
 
+    def arrived(self, now: float) -> None:
+        pass
+
     def __call__(self, pending: list[float], start: int, target: int, lanes: Sequence[int] = ()) -> tuple[Part, ...]:
         group, rest, parts, at = list(lanes), [lane for lane in range(self.lanes) if lane not in lanes], [], start
         self.rng.shuffle(rest)

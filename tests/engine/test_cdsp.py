@@ -88,8 +88,9 @@ def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right):
             assert_empty(real)
 
 
-def test_the_planner_gives_long_prompts_more_lanes(tmp_path):
+def test_the_planner_gives_long_prompts_more_lanes(tmp_path, monkeypatch):
     """As the engine is built: profile, latencies by size of group, plans."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
     config = EngineConfig(
         ModelSource("random:tiny", max_model_len=1024), MeshConfig(kvp=4), CacheConfig(pages=100, placement="striped"),
         SchedulerConfig(max_seqs=2, chunk_tokens=128, exchange="pass_q", planner="cdsp", improvement=0.05), compile_cache=str(tmp_path))
