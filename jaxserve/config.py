@@ -193,6 +193,15 @@ class EngineConfig(Checked):
     lookahead: int = option(1, "steps that are issued before the tokens of the last one are read", low=0, high=8)
     compile_cache: str | None = option(None, "folder of compiled programs; default: under the user's cache folder; '' for none")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        scheduler = self.scheduler
+        for name, idle in (("exchange", scheduler.exchange != "auto"), ("planner", scheduler.planner == "none")):
+            if self.profile == "none" and not idle:
+                raise ConfigError(name, f"{getattr(scheduler, name)} goes by what steps cost; with profile=none nobody knows")
+        if scheduler.planner != "none" and self.cache.placement not in ("striped", "zigzag"):
+            raise ConfigError("placement", f"{self.cache.placement} leaves no lane to a planner; it needs striped or zigzag")
+
 
 @dataclasses.dataclass(frozen=True)
 class ServerConfig(Checked):

@@ -18,6 +18,7 @@ from jaxserve.config import DEFAULT_CLASS
 
 PREFIX = "jaxserve:"
 REASONS = ("stop", "length", "cancelled", "deadline", "error")
+EXCHANGES = ("gather", "pass_q", "pass_kv")
 OTHER = "other"                                      # the label of any other reason
 
 READ: dict[str, tuple[Callable[..., Metric], str]] = {
@@ -97,6 +98,11 @@ class Metrics:
             "tbt_slo_violations", "Tokens that came later after the one before than their request's objective says", "class")
         self._slow = [slow.labels(label) for label in labels]
 
+        exchanges = self._counter(
+            "exchange_steps", "Steps with sequences on several lanes, by how their queries and blocks met", "exchange")
+        self._exchanges = {name: exchanges.labels(name) for name in EXCHANGES}
+        self._moved = self._counter("moved_pages", "Pages that changed lanes")
+
         self._ttft = self._histogram("time_to_first_token_seconds", "Seconds from a request's arrival to its first token", WAITS)
         self._queue = self._histogram(
             "request_queue_time_seconds", "Seconds from a request's arrival to its first chunk, told with its first token", WAITS)
@@ -135,6 +141,11 @@ class Metrics:
             yield family(PREFIX + name, help, value=values[name])
 
     # --- a step
+
+    def exchanged(self, exchange: str, moved: int) -> None:
+        """A step with sequences on several lanes, before which so many pages changed lanes, was issued."""
+        self._exchanges[exchange].inc()
+        self._moved.inc(moved)
 
     def step(self, predicted: float, seconds: float, comparable: bool) -> None:
         """A step took so long. comparable: with what was predicted."""

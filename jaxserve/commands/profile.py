@@ -35,8 +35,8 @@ def run(values: dict[str, Any]) -> int:
     from jaxserve.engine import profile
     from jaxserve.engine.build import build
 
-    config = engine_config({**values, "profile": "none"})
-    engine = build(config, progress=sys.stderr.isatty())
+    config = engine_config({**values, "profile": "auto"})
+    engine = build(config, progress=sys.stderr.isatty(), profiled=False)
     found, points = profile.profiled(engine, values["longest"], values["repeats"], sys.stderr.isatty())
     file = Path(values["out"]) if values["out"] else profile.kept_file(engine)
     profile.write(file, engine, found, points, improvement(values, engine) if config.scheduler.planner != "none" else None)

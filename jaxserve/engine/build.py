@@ -14,7 +14,7 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.arrays import sample_sizes, shapes
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.planning import LanePlanner
-from jaxserve.engine.profile import profile_for
+from jaxserve.engine.profile import Profile, profile_for
 from jaxserve.engine.programs import keep_compiled
 from jaxserve.engine.stages import Plan, Stages
 from jaxserve.kernels.pool import NARROW, pool_shapes
@@ -27,8 +27,8 @@ from jaxserve.weights import load, open_checkpoint
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
-def build(config: EngineConfig, progress: bool = True, warm_up: bool = True, placement: str | None = None) -> Engine:
-    """An engine that is ready to start. placement: where blocks go, in place of `config.cache.placement`.
+def build(config: EngineConfig, progress: bool = True, warm_up: bool = True, profiled: bool = True) -> Engine:
+    """An engine that is ready to start. profiled: with the profile that its settings ask for.
 
     Errors: ConfigError for settings that cannot work, CheckpointError for a checkpoint that cannot be read.
     """
@@ -43,21 +43,22 @@ def build(config: EngineConfig, progress: bool = True, warm_up: bool = True, pla
             stages.warm_up(step)
     sized = dataclasses.replace(config.cache, pages=plan.pages)
     stored = f"{config.source.dtype} {plan.kv_dtype}"
-    cache = CacheManager(sized, config.mesh.kvp, plan.slots, str(checkpoint.config), stored, placement,
-                         stripe_of(config))
+    cache = CacheManager(sized, config.mesh.kvp, plan.slots, str(checkpoint.config), stored, stripe=stripe_of(config))
     engine = Engine(config, stages, Scheduler(config.scheduler, cache, config.mesh, _max_len(config, model), model.eos_ids), model.eos_ids)
-    if profile := profile_for(engine, progress):
-        engine.scheduler.use(profile.costs)
-    if config.scheduler.exchange == "auto" and config.mesh.kvp > 1:
-        if profile is None:
-            raise ConfigError("exchange", "auto chooses by a profile; give one, or profile=auto")
-        engine.exchange = profile.exchange(engine)
-    if plan.moves:
-        if profile is None:
-            raise ConfigError("planner", f"{config.scheduler.planner} plans by a profile; give one, or profile=auto")
-        rates = profile.improvement or {0.0: config.scheduler.improvement}
-        engine.scheduler.packer.planner = LanePlanner(config.scheduler.planner, profile.instances(engine), rates)
+    if profiled and (profile := profile_for(engine, progress)):
+        _use(engine, profile)
     return engine
+
+
+def _use(engine: Engine, profile: Profile) -> None:
+    """What the engine decides by what steps cost."""
+    config = engine.config.scheduler
+    engine.scheduler.use(profile.costs)
+    if config.exchange == "auto" and engine.config.mesh.kvp > 1:
+        engine.exchange = profile.exchange(engine)
+    if engine.stages.plan.moves:
+        rates = profile.improvement or {0.0: config.improvement}
+        engine.scheduler.packer.planner = LanePlanner(config.planner, profile.instances(engine), rates)
 
 
 def stripe_of(config: EngineConfig) -> int:

@@ -223,6 +223,8 @@ class Engine:
         work = Work.of(batch, lanes)
         shape = self._shape_for(batch, work)
         arrays = to_arrays(batch, work, shape, lanes, self.stages.plan.block_size)
+        if shape.spread:
+            self.metrics.exchanged(shape.exchange, len(batch.moves))
         fed = batch.slot[batch.feed]
         hidden = self.stages.step(arrays, int(self._sampled_at[fed].max(initial=0)))
         sampled = None
