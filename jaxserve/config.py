@@ -108,8 +108,9 @@ class SchedulerConfig(Objectives):
     classes: str = option("", "objectives of requests that name a class, as chat:ttft=0.5,tpot=0.05;batch:ttft=600,stretch=20,tpot=1; what "
                               "a class leaves out is as for all others")
     exchange: str = option("gather", "how queries of a prompt on several lanes and its blocks meet: queries go to all lanes (gather) or "
-                                     "round a ring (pass_q), blocks round a ring (pass_kv), or what is fastest in each step (auto)",
-                           choices=("gather", "pass_q", "pass_kv", "auto"))
+                                     "round a ring (pass_q), blocks round a ring (pass_kv), what is predicted to be fastest in each step "
+                                     "(auto), or what the context parallel paper's Algorithms 1 and 5 say (alg1, alg5)",
+                           choices=("gather", "pass_q", "pass_kv", "auto", "alg1", "alg5"))
     planner: str = option("none", "how many lanes compute a prompt: chunk by chunk, so that it ends soonest (cdsp), as many all "
                                   "along (single), or what lane_tokens says (none)", choices=("none", "single", "cdsp"))
     improvement: float = option(0.1, "share of a prompt's time that more lanes must save for it to get them (planner)", low=0, high=0.99)
@@ -196,7 +197,7 @@ class EngineConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         scheduler = self.scheduler
-        for name, idle in (("exchange", scheduler.exchange != "auto"), ("planner", scheduler.planner == "none")):
+        for name, idle in (("exchange", scheduler.exchange in ("gather", "pass_q", "pass_kv")), ("planner", scheduler.planner == "none")):
             if self.profile == "none" and not idle:
                 raise ConfigError(name, f"{getattr(scheduler, name)} goes by what steps cost; with profile=none nobody knows")
         if scheduler.planner != "none" and self.cache.placement not in ("striped", "zigzag"):

@@ -21,6 +21,8 @@ from jaxserve.sharding.mesh import KVP
 from jaxserve.sharding.rows import Groups, Rows, write
 
 PIECE = 2048                                         # tokens of KV that a lane sends on at once
+# For GPUs: XLA's scheduler takes custom calls, attention among them, for short, and would end a hop before the attention that hides it.
+COMPILER_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": False}
 Attend = Callable[..., tuple[jax.Array, jax.Array]]  # q [R * T, K, G, H], rows, pages, table, before -> out, lse
 
 

@@ -20,8 +20,8 @@ from jaxserve.request import RequestError, Slo, Token
 from jaxserve.scheduling import Batch
 from tests.engine.harness import Runner, fresh
 
-COUNTERS = {"exchange_steps", "moved_pages", "prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "request_success", "ttft_slo_violations",
-            "tbt_slo_violations", "xla_compiles"}
+COUNTERS = {"prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "request_success", "ttft_slo_violations",
+            "exchange_steps", "moved_pages", "tbt_slo_violations", "xla_compiles"}
 GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "queued_prefill_seconds", "predictor_scale"}
 HISTOGRAMS = {"time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
               "request_slack_seconds", "chunk_size_tokens", "kvp_degree", "step_predicted_seconds", "step_seconds", "step_error_ratio"}

@@ -89,7 +89,8 @@ def shapes(config: SchedulerConfig, lanes: int) -> list[Shape]:
 
 def rings(config: SchedulerConfig) -> tuple[str, ...]:
     """The exchanges around a ring that steps may choose."""
-    return ("pass_q", "pass_kv") if config.exchange == "auto" else () if config.exchange == "gather" else (config.exchange,)
+    both = "pass_q", "pass_kv"
+    return () if config.exchange == "gather" else (config.exchange,) if config.exchange in both else both
 
 
 def sample_sizes(config: SchedulerConfig) -> list[int]:

@@ -21,6 +21,7 @@ from jaxserve.kernels.pool import NARROW, pool_shapes
 from jaxserve.models.zoo import ModelConfig, layers_of
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling import Scheduler
+from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.mesh import ensure_devices
 from jaxserve.weights import load, open_checkpoint
 
@@ -54,7 +55,7 @@ def _use(engine: Engine, profile: Profile) -> None:
     """What the engine decides by what steps cost."""
     config = engine.config.scheduler
     engine.scheduler.use(profile.costs)
-    if config.exchange == "auto" and engine.config.mesh.kvp > 1:
+    if config.exchange not in EXCHANGES and engine.config.mesh.kvp > 1:
         engine.exchange = profile.exchange(engine)
     if engine.stages.plan.moves:
         rates = profile.improvement or {0.0: config.improvement}

@@ -25,11 +25,11 @@ from jaxserve.engine.measure import Measured, grid, measure
 from jaxserve.engine.planning import instances_of
 from jaxserve.kernels.pool import NARROW, SCALE
 from jaxserve.progress import progress_bar
-from jaxserve.scheduling.exchange import Exchange, Heads, rates_of
+from jaxserve.scheduling.exchange import CHOOSERS, Exchange, Heads, rates_of
 from jaxserve.scheduling.fit import Fit, Sample, fit, from_json, to_json
 from jaxserve.scheduling.predictor import Costs
 from jaxserve.scheduling.profiles import Link
-from jaxserve.sharding.exchange import PIECE
+from jaxserve.sharding.exchange import EXCHANGES, PIECE
 from jaxserve.source import cache_folder
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,9 @@ class Profile:
         stored = model.head_dim + SCALE.itemsize if plan.kv_dtype == NARROW else model.head_dim * item
         heads = Heads(model.heads // tp, model.kv_heads // tp, model.head_dim, item, stored=stored)
         links: dict[str, Any] = self.links
-        return Exchange(plan.mesh.kvp, heads, dataclasses.replace(rates_of(self.costs, heads), **links), piece=PIECE)
+        chooser = engine.config.scheduler.exchange
+        chooser = chooser if chooser in CHOOSERS else "roofline"
+        return Exchange(plan.mesh.kvp, heads, dataclasses.replace(rates_of(self.costs, heads), **links), chooser, piece=PIECE)
 
 
     def instances(self, engine: Any) -> Instances:
@@ -69,7 +71,7 @@ def profile_for(engine: Any, progress: bool) -> Profile | None:
     """The profile that the engine's settings ask for; None where its scheduler does without. Errors: ConfigError."""
     config = engine.config
     timeless = config.scheduler.policy == "fcfs" and config.scheduler.chunking == "static"
-    timeless &= config.scheduler.exchange != "auto" and config.scheduler.planner == "none"
+    timeless &= config.scheduler.exchange in EXCHANGES and config.scheduler.planner == "none"
     if config.profile == "none" or (config.profile == "auto" and timeless):
         return None
     file = Path(config.profile) if config.profile != "auto" else kept_file(engine)

