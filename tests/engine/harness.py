@@ -26,9 +26,10 @@ def engine(model: str = "random:tiny", mesh: str = "", *, chunk: int = 64, seqs:
     return build(config, progress=False, warm_up=False)
 
 
-def fresh(old: Engine, placement: str) -> Engine:
-    """An engine on the same devices with an empty cache and another placement. It overwrites the old one's pages: use that no more."""
-    plan, config = old.stages.plan, dataclasses.replace(old.config.cache, pages=old.stages.plan.pages)
+def fresh(old: Engine, placement: str, pages: int | None = None) -> Engine:
+    """An engine on the same devices with an empty cache, another placement and so many of the pages. It overwrites those of the old one:
+    use that no more."""
+    plan, config = old.stages.plan, dataclasses.replace(old.config.cache, pages=pages or old.stages.plan.pages)
     cache = CacheManager(config, plan.mesh.kvp, plan.slots, placement=placement)
     scheduler = Scheduler(old.config.scheduler, cache, plan.mesh, old.max_len, plan.model.eos_ids)
     return Engine(old.config, old.stages, scheduler, plan.model.eos_ids)

@@ -67,12 +67,22 @@ def test_tokens_do_not_depend_on_the_plan(lanes, right, seed):
     assert_empty(real)
 
 
-def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right):
-    """Cancelled at random moments, or short of pages: then lanes without room take no part, and what runs says what it says alone."""
+@pytest.mark.parametrize("pages", [60, 9])
+def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right, pages):
+    """Cancelled at random moments, or short of pages: then a group stays as it was, and what runs says what it says alone."""
+    refused = 0
     for seed in range(3):
-        rng, real = random.Random(seed), fresh(lanes, "striped")
+        rng, real = random.Random(seed), fresh(lanes, "striped", pages)
         real.scheduler.packer.planner = Plans(seed)
         watched(real)
+        cache, regroup = real.scheduler.cache, real.scheduler.cache.regroup
+
+        def counted(slot, group, regroup=regroup):
+            nonlocal refused
+            done = regroup(slot, group)
+            refused += not done
+            return done
+        cache.regroup = counted
         runner = Runner(real)
         for lap in range(4):
             ids = [runner.submit(prompt, max_tokens=12, rest=dict(cache_salt=str(lap % 2))) for prompt in PROMPTS * 2]
@@ -86,6 +96,7 @@ def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right):
                 got = runner.completion(id)
                 assert got.ids == said if got.finished.reason != "cancelled" else got.ids == said[: len(got.ids)]
             assert_empty(real)
+    assert (refused > 0) == (pages < 60)
 
 
 def test_the_planner_gives_long_prompts_more_lanes(tmp_path, monkeypatch):
