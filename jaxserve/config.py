@@ -113,7 +113,8 @@ class SchedulerConfig(Objectives):
                            choices=("gather", "pass_q", "pass_kv", "auto", "alg1", "alg5"))
     planner: str = option("none", "how many lanes compute a prompt: chunk by chunk, so that it ends soonest (cdsp), as many all "
                                   "along (single), or what lane_tokens says (none)", choices=("none", "single", "cdsp"))
-    improvement: float = option(0.1, "share of a prompt's time that more lanes must save for it to get them (planner)", low=0, high=0.99)
+    improvement: float | None = option(None, "share of a prompt's time that more lanes must save for it to get them (planner); default: by "
+                                             "the load, as `jaxserve profile` found out, else 0.1", low=0, high=0.99)
     step_time: float = option(0.25, "most seconds of a step without decodes or of a prompt of several steps (adaptive chunks)", low=0.0001)
     max_queue: int = option(4096, "requests that wait before new ones are refused", low=1)
 
@@ -134,6 +135,10 @@ class SchedulerConfig(Objectives):
     def tile(self) -> int:
         """Prefill chunks that share a step are computed in rows of so many tokens; a chunk's share of the budget is in whole rows."""
         return min(self.min_chunk, self.chunk_tokens)
+
+    def stripe(self, block_size: int) -> int:
+        """Blocks that a prompt which is dealt out over lanes has in a row on each: as many as a row has tokens."""
+        return max(1, self.tile // block_size)
 
     @property
     def tiles(self) -> int:
@@ -197,6 +202,8 @@ class EngineConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         scheduler = self.scheduler
+        if self.mesh.kvp == 1:
+            return
         for name, idle in (("exchange", scheduler.exchange in ("gather", "pass_q", "pass_kv")), ("planner", scheduler.planner == "none")):
             if self.profile == "none" and not idle:
                 raise ConfigError(name, f"{getattr(scheduler, name)} goes by what steps cost; with profile=none nobody knows")

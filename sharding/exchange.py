@@ -97,14 +97,9 @@ def split(x: jax.Array, groups: tuple[Rows, ...], lanes: int) -> list[jax.Array]
 
 
 def _store(kv: jax.Array, pages: Pool, groups: Groups) -> Pool:
-    """New KV goes to its pages: that of settled rows is on its own lane already, that of others is gathered."""
-    lanes = lax.axis_size(KVP)
-    for rows, x in zip(groups.spread, split(kv[None], groups.spread, lanes)):
-        if rows.settled:
-            pages = write(pages, x, (rows.of(lax.axis_index(KVP)),))
-        else:
-            pages = write(pages, lax.all_gather(x, KVP, tiled=True), (rows,))
-    return pages
+    """New KV of settled rows goes to pages of its own lane."""
+    own = tuple(rows.of(lax.axis_index(KVP)) for rows in groups.spread)
+    return write(pages, kv, own)
 
 
 def _piece(pages: Pool, table: jax.Array, held: jax.Array, ends: jax.Array, place: jax.Array) -> tuple[Pool, jax.Array]:

@@ -1,20 +1,24 @@
 """Where lanes meet: the KV of a step's tokens is written to pages, and its queries attend over them.
 
-Local rows attend over the pages of their lane. How spread rows and the blocks on other lanes meet is chosen per program (`exchange`). The
+Local rows attend over the pages of their lane. How spread rows and the blocks on other lanes meet is chosen per program (`exchange`), for
+those that are settled; queries of others, decodes among them, are gathered with their keys and values, which may belong anywhere. The
 bytes that cross lanes depend on the tokens of the step only, but for blocks that are passed on where that is cheaper (Medha 3.4).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxserve.kernels import ops
 from jaxserve.kernels.pool import Pool
 from jaxserve.sharding.exchange import EXCHANGES, split
+from jaxserve.sharding.mesh import KVP
 from jaxserve.sharding.rows import Groups, Rows, write
 
 
@@ -27,9 +31,13 @@ def attention(
     pages = write(pages, kv[:tokens], groups.local)
     local = zip(groups.local, split(q[None, :tokens], groups.local, 1))
     outs = [attend(x, rows, pages.take(0), groups.table, dtype=q.dtype)[0] for rows, x in local]
-    if groups.spread:
-        out, pages = EXCHANGES[groups.exchange](q[tokens:], kv[tokens:], pages, groups, attend)
-        outs.append(out.astype(q.dtype))
+    for settled in (False, True):                                                    # rows of one token first, as their tokens are
+        rows = tuple(some for some in groups.spread if some.settled == settled)
+        if rows:
+            mine = slice(tokens, tokens := tokens + sum(some.pos.size for some in rows) // lax.axis_size(KVP))
+            exchange = EXCHANGES[groups.exchange if settled else "gather"]
+            out, pages = exchange(q[mine], kv[mine], pages, dataclasses.replace(groups, spread=rows), attend)
+            outs.append(out.astype(q.dtype))
     return jnp.concatenate(outs) if len(outs) > 1 else outs[0], pages
 
 

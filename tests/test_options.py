@@ -32,9 +32,9 @@ def test_settings_land_where_they_belong_and_the_rest_is_default():
     ({"prefix_caching": 1}, "prefix_caching: must be of type bool"),
     ({"mesh": "x=2"}, "mesh: 'x=2' is not AXIS=DEGREE"),
     ({"dtype": "int8"}, "dtype: 'int8' is not one of float32"),
-    ({"exchange": "auto", "profile": "none"}, "exchange: auto goes by what steps cost"),
-    ({"planner": "cdsp", "placement": "zigzag", "profile": "none"}, "planner: cdsp goes by what steps cost"),
-    ({"planner": "cdsp"}, "placement: grow leaves no lane to a planner"),
+    ({"mesh": "kvp=2", "exchange": "auto", "profile": "none"}, "exchange: auto goes by what steps cost"),
+    ({"mesh": "kvp=2", "planner": "cdsp", "placement": "zigzag", "profile": "none"}, "planner: cdsp goes by what steps cost"),
+    ({"mesh": "kvp=2", "planner": "cdsp"}, "placement: grow leaves no lane to a planner"),
 ])
 def test_wrong_settings_are_named(settings, message):
     with pytest.raises(ConfigError, match=message):

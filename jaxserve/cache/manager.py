@@ -161,38 +161,34 @@ class CacheManager:
         self.spread[slot] = held[self.home[slot]] < len(table)
 
     def regroup(self, slot: int, group: tuple[int, ...]) -> bool:
-        """The slot's next blocks go over the lanes of `group`, and its blocks so far are moved until those have equally many, but for one:
-        as few as that takes. False, with nothing changed, where a lane has no room (Tetris, section 4.1)."""
-        held, table, per_lane = self.held[slot].tolist(), self.tables[slot], self.pages.per_lane
-        whole, more = divmod(len(table), len(group))
-        target = [0] * len(held)
-        for place, lane in enumerate(sorted(group, key=lambda lane: (-held[lane], lane))):    # the fullest keep the odd blocks
-            target[lane] = whole + (place < more)
-        room = self.pages.available()
-        if any(wanted - has > free for wanted, has, free in zip(target, held, room)):
-            return False
-        takers = [lane for lane in group for _ in range(target[lane] - held[lane])]
-        for block in range(len(table) - 1, -1, -1):
-            page = table[block]
-            if not takers:
-                break
-            if held[page // per_lane] > target[page // per_lane]:
-                held[page // per_lane] -= 1
-                table[block] = self._move(page, takers.pop(), bool(self.small[slot]))
-        self._group[slot] = group
+        """The slot's next blocks go over the lanes of `group`, and its blocks so far are moved, as few as that takes, until those have
+        equally many, but for one (Tetris, section 4.1). Blocks that others hold too stay where they are. False, with nothing changed, where
+        a lane has no room. No page more or less is available after it."""
+        table, per_lane = self.tables[slot], self.pages.per_lane
         ids = np.asarray(table, np.intp)
+        own = np.flatnonzero(self.pages.refs[ids] == 1)
+        mine = self._by_lane(ids[own])
+        wanted = _even(group, (self.held[slot] - mine).tolist(), mine.tolist())
+        if any(want - has > room for want, has, room in zip(wanted, mine.tolist(), self.pages.available())):
+            return False
+        takers, left = [lane for lane in group for _ in range(wanted[lane] - int(mine[lane]))], (mine - wanted).tolist()
+        for block in own[::-1].tolist():
+            lane = table[block] // per_lane
+            if left[lane] > 0:
+                left[lane] -= 1
+                table[block] = self._move(table[block], takers.pop(), bool(self.small[slot]))
+        self._group[slot], ids = group, np.asarray(table, np.intp)
         self.held[slot] = self._by_lane(ids)
         self.spread[slot] = self.held[slot, self.home[slot]] < len(table)
-        if len(table):
-            self._told += [self._grown(), self._rows(slot, ids)]
+        if len(own):
+            others = [rows[rows[:, 1] != slot] for rows in (*self._told, self._grown())]     # what was told of this one no longer holds
+            self._told = [*others, self._rows(slot, ids)]
         return True
 
     def _move(self, page: int, lane: int, small: bool) -> int:
         new, per_lane = self.pages.move(page, lane), self.pages.per_lane
         if small:
-            self._small_refs[new] = 1
-            self._small_refs[page] -= 1
-            self.small_pages += bool(self._small_refs[page])
+            self._small_refs[page], self._small_refs[new] = 0, 1
         self._moves.append((page // per_lane, page % per_lane, lane, new % per_lane))
         return new
 
@@ -257,3 +253,16 @@ class CacheManager:
             assert (on == self.held[slot]).all(), f"slot {slot}: held {self.held[slot]} but its pages are on {on}"
             assert self.room[slot] == len(table) * self.block_size, f"slot {slot}: room {self.room[slot]} with {len(table)} blocks"
             assert self.spread[slot] == (on.sum() > on[self.home[slot]]), f"slot {slot}: spread {self.spread[slot]} with {on}"
+
+
+def _even(group: tuple[int, ...], fixed: list[int], own: list[int]) -> list[int]:
+    """How many of its own blocks each lane shall have, so that with `fixed` ones the lanes of the group have equally many, but for one, as
+    far as that goes; others have none. Lanes that have most keep the odd ones."""
+    total, lanes = sum(own), sorted(group, key=lambda lane: (fixed[lane], -own[lane], lane))
+    while (level := (total + sum(fixed[lane] for lane in lanes)) // len(lanes)) < fixed[lanes[-1]]:
+        lanes.pop()                                                  # has more than that already
+    out = [0] * len(fixed)
+    more = total + sum(fixed[lane] for lane in lanes) - level * len(lanes)
+    for place, lane in enumerate(sorted(lanes, key=lambda lane: (-(fixed[lane] + own[lane]), lane))):
+        out[lane] = level - fixed[lane] + (place < more)
+    return out

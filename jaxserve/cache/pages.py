@@ -57,12 +57,10 @@ class Pages:
                 self.free[lane].append(page)
 
     def move(self, page: int, lane: int) -> int:
-        """A page of `lane` in place of this held one, for one of its holders: with its key where no other holds it, which frees it; else a
-        copy. Errors: KeyError where there is none."""
+        """A page of `lane` in place of this one, which one sequence holds: it takes the key along, and frees the old one. Errors: KeyError
+        where there is none."""
+        assert self.refs[page] == 1, f"page {page} has {self.refs[page]} holders"
         new = self.take(lane)
-        if self.refs[page] > 1:
-            self.refs[page] -= 1
-            return new
         if key := self.key_of.get(page):
             self._lose_key(page)
             self.publish(new, key)

@@ -197,19 +197,19 @@ class _Groups:
 
 # --- policies
 
-def cdsp(instances: Instances, queues: Queues, tokens: int, rate: float) -> Plan:
+def cdsp(instances: Instances, queues: Queues, tokens: int, rate: float, history: int = 0) -> Plan:
     """The plan with the earliest end of all that chunks of growing groups make (Tetris, Alg. 1).
 
     queues: [instances] seconds. rate: the improvement rate; a larger group is taken only if it shortens what is left by more than this
-    share. Errors: ConfigError for tokens, queues or a rate that make no sense.
+    share. history: tokens before these that are computed already. Errors: ConfigError for what makes no sense.
     """
-    return _planned(instances, queues, tokens, rate, chunked=True)
+    return _planned(instances, queues, tokens, rate, history, chunked=True)
 
 
-def single(instances: Instances, queues: Queues, tokens: int, rate: float) -> Plan:
+def single(instances: Instances, queues: Queues, tokens: int, rate: float, history: int = 0) -> Plan:
     """The whole prompt as one chunk (Tetris, Alg. 2): group sizes in ascending order, each taken instead of the one before only if it saves
     more than `rate` of the time. With a rate of 0 this is what LoongServe does for one request at a time."""
-    return _planned(instances, queues, tokens, rate, chunked=False)
+    return _planned(instances, queues, tokens, rate, history, chunked=False)
 
 
 def fixed(instances: Instances, queues: Queues, tokens: int, rate: float, size: int) -> Plan:
@@ -248,12 +248,12 @@ def _check(instances: Instances, queues: Queues, tokens: int, rate: float) -> No
 Part = tuple[int, int, Group, float, float]           # a chunk as it is searched for: history, tokens, group, start, end
 
 
-def _planned(instances: Instances, queues: Queues, tokens: int, rate: float, chunked: bool) -> Plan:
+def _planned(instances: Instances, queues: Queues, tokens: int, rate: float, history: int, chunked: bool) -> Plan:
     _check(instances, queues, tokens, rate)
-    search = _Search(instances, queues, tokens, rate)
+    search = _Search(instances, queues, history + tokens, rate)
     none, last = search.groups.none, len(search.sizes) - 1
-    parts = search.chunked(0, none, 0, last, 0.0, math.inf) if chunked else search.whole(0, none, 0, last, 0.0)[1]
-    return Plan(tuple(Chunk(history, count, search.groups.members(group), start, end) for history, count, group, start, end in parts))
+    parts = search.chunked(history, none, 0, last, 0.0, math.inf) if chunked else search.whole(history, none, 0, last, 0.0)[1]
+    return Plan(tuple(Chunk(before, count, search.groups.members(group), start, end) for before, count, group, start, end in parts))
 
 
 class _Search:

@@ -25,6 +25,7 @@ from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.mesh import ensure_devices
 from jaxserve.weights import load, open_checkpoint
 
+IMPROVEMENT = 0.1                                     # share of a prompt's time that more lanes must save, where nobody knows better
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -44,7 +45,8 @@ def build(config: EngineConfig, progress: bool = True, warm_up: bool = True, pro
             stages.warm_up(step)
     sized = dataclasses.replace(config.cache, pages=plan.pages)
     stored = f"{config.source.dtype} {plan.kv_dtype}"
-    cache = CacheManager(sized, config.mesh.kvp, plan.slots, str(checkpoint.config), stored, stripe=stripe_of(config))
+    cache = CacheManager(sized, config.mesh.kvp, plan.slots, str(checkpoint.config), stored,
+                         stripe=config.scheduler.stripe(config.cache.block_size))
     engine = Engine(config, stages, Scheduler(config.scheduler, cache, config.mesh, _max_len(config, model), model.eos_ids), model.eos_ids)
     if profiled and (profile := profile_for(engine, progress)):
         _use(engine, profile)
@@ -58,13 +60,9 @@ def _use(engine: Engine, profile: Profile) -> None:
     if config.exchange not in EXCHANGES and engine.config.mesh.kvp > 1:
         engine.exchange = profile.exchange(engine)
     if engine.stages.plan.moves:
-        rates = profile.improvement or {0.0: config.improvement}
+        rates = profile.improvement.get(config.planner) or {0.0: IMPROVEMENT}
+        rates = rates if config.improvement is None else {0.0: config.improvement}
         engine.scheduler.packer.planner = LanePlanner(config.planner, profile.instances(engine), rates)
-
-
-def stripe_of(config: EngineConfig) -> int:
-    """Blocks that a prompt dealt out over lanes has in a row on each: as many as a row of a step has tokens."""
-    return max(1, config.scheduler.tile // config.cache.block_size)
 
 
 def make_plan(config: EngineConfig, model: ModelConfig) -> Plan:

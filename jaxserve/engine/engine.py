@@ -242,12 +242,12 @@ class Engine:
         moves = bool(len(batch.moves))
         shape, rows = plan.shape_for(work, moves=moves), None
         assert shape is not None, f"no compiled shape holds {work}"
-        if config.exchange != "gather":
+        if config.exchange != "gather" and batch.owner.size:
             rows = ring_rows(batch, work, config.tile, plan.block_size)
         if rows is None:
             return shape
         exchange = config.exchange if self.exchange is None else self._chosen(batch, self.exchange)
-        return plan.shape_for(work, exchange, rows, moves) or shape
+        return shape if exchange == "gather" else plan.shape_for(work, exchange, rows, moves) or shape
 
     def _chosen(self, batch: Batch, exchange: Exchange) -> str:
         """The fastest exchange for the spread chunks of a batch; the decision is logged."""

@@ -1,7 +1,7 @@
 """Which lanes compute which part of a prompt: the lanes of a replica as the prefill instances of Tetris.
 
 The planner of `cluster.cdsp` wants the seconds of a chunk on a group of lanes, for each size of group. They are what the engine's profile
-says: a share of the linear layers for each lane, and attention with the fastest exchange among so many.
+says: a share of the linear layers for each lane, and attention with the exchange that the steps would choose among so many.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from jaxserve.cluster import cdsp
 from jaxserve.cluster.cdsp import Instances
 from jaxserve.cluster.improvement import ImprovementRate
-from jaxserve.scheduling.exchange import Exchange, work_of
+from jaxserve.scheduling.exchange import Exchange
 from jaxserve.scheduling.predictor import Costs
 from jaxserve.scheduling.sequence import Part
 
+POLICIES = {"cdsp": cdsp.cdsp, "single": cdsp.single}
 LENGTHS = 8                                           # at which a chunk is looked at, and histories, each twice the one before
 
 
@@ -31,15 +32,15 @@ def instances_of(costs: Costs, exchange: Exchange, longest: int, block: int) -> 
 
 def _seconds(costs: Costs, exchange: Exchange, size: int, history: int, tokens: int) -> float:
     group = dataclasses.replace(exchange, lanes=size)
-    attention = min(group.seconds(work_of([(history, tokens)], size)).values())
-    return costs.launch + costs.layers * (costs.linear(-(-tokens // size)) + attention)
+    decision = group.choose([(history, tokens)])
+    return costs.launch + costs.layers * (costs.linear(-(-tokens // size)) + decision.seconds[decision.strategy])
 
 
 class LanePlanner:
     """Plans by a policy of `cluster.cdsp`; the improvement rate follows the load, by a table of rates by requests per second."""
 
     def __init__(self, policy: str, instances: Instances, rates: Mapping[float, float]):
-        self.instances, self._policy, self._rate = instances, cdsp.POLICIES[policy], ImprovementRate(rates)
+        self.instances, self._policy, self._rate = instances, POLICIES[policy], ImprovementRate(rates)
 
     def arrived(self, now: float) -> None:
         """Notes a request that comes at this clock second."""
@@ -47,5 +48,5 @@ class LanePlanner:
 
     def __call__(self, pending: list[float], start: int, target: int) -> tuple[Part, ...]:
         """A plan for tokens `start` to before `target`; pending: seconds of prefill that each lane has to do first."""
-        chunks = self._policy(self.instances, pending, target - start, self._rate.value).chunks
-        return tuple(Part(start + chunk.history + chunk.tokens, chunk.group) for chunk in chunks)
+        chunks = self._policy(self.instances, pending, target - start, self._rate.value, start).chunks
+        return tuple(Part(chunk.history + chunk.tokens, chunk.group) for chunk in chunks)

@@ -40,12 +40,12 @@ QUICK = 2**20                                         # most pairs of a step tha
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What steps cost; how fast lanes talk to each other, empty where there is one; and, where it was searched for, the best improvement
-    rate of plans by requests per second."""
+    """What steps cost; how fast lanes talk to each other, empty where there is one; and, where it was searched for, by planner
+    the best improvement rate by requests per second."""
 
     costs: Costs
     links: dict[str, Link]
-    improvement: dict[float, float] = dataclasses.field(default_factory=dict)
+    improvement: dict[str, dict[float, float]] = dataclasses.field(default_factory=dict)
 
     def exchange(self, engine: Any) -> Exchange:
         """Chooses how spread sequences and their blocks meet."""
@@ -71,7 +71,7 @@ def profile_for(engine: Any, progress: bool) -> Profile | None:
     """The profile that the engine's settings ask for; None where its scheduler does without. Errors: ConfigError."""
     config = engine.config
     timeless = config.scheduler.policy == "fcfs" and config.scheduler.chunking == "static"
-    timeless &= config.scheduler.exchange in EXCHANGES and config.scheduler.planner == "none"
+    timeless &= (config.scheduler.exchange in EXCHANGES and config.scheduler.planner == "none") or config.mesh.kvp == 1
     if config.profile == "none" or (config.profile == "auto" and timeless):
         return None
     file = Path(config.profile) if config.profile != "auto" else kept_file(engine)
@@ -126,11 +126,13 @@ def write(file: Path, engine: Any, found: Fit, points: list[Measured], search: S
     links = measure_links(engine.stages.last_mesh) if engine.stages.plan.mesh.kvp > 1 else {}
     profile = Profile(found.costs, links)
     if search is not None:
-        profile = dataclasses.replace(profile, improvement=search(profile))
+        profile = dataclasses.replace(profile, improvement={engine.config.scheduler.planner: search(profile)})
     rows = [{**dataclasses.asdict(one.point), "shape": str(one.shape), "seconds": one.seconds} for one in points]
     text = json.dumps({**identity(engine), "fitted_error": found.fitted, "held_out_error": found.held_out,
                        "costs": to_json(found.costs), "links": {name: dataclasses.astuple(link) for name, link in links.items()},
-                       "improvement": {str(load): rate for load, rate in profile.improvement.items()}, "points": rows}, indent=1)
+                       "improvement": {name: {str(load): rate for load, rate in rates.items()}
+                                       for name, rates in profile.improvement.items()},
+                       "points": rows}, indent=1)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as out:
@@ -147,7 +149,7 @@ def read(file: Path, engine: Any) -> Profile:
         found = json.loads(file.read_text())
         own, costs = {name: found[name] for name in identity(engine)}, found["costs"]
         links = {name: Link(*map(float, values)) for name, values in found["links"].items()}
-        improvement = {float(load): float(rate) for load, rate in found["improvement"].items()}
+        improvement = {name: {float(load): float(rate) for load, rate in rates.items()} for name, rates in found["improvement"].items()}
     except OSError as error:
         raise ConfigError("profile", f"{file}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:

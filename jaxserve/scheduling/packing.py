@@ -35,6 +35,7 @@ from jaxserve.scheduling.slack import relative_slack
 SHORTER = 1 / 8                                       # of the work of a prompt that needs several steps: at most that have its guests
 GUESTS = 64                                           # prompts that are considered beside it
 PRESSING = 1 / 32                                     # share of its time that a guest has used up when it gets all that guests may have
+NOT_NOW = 1e6                                         # seconds that a lane without room in this step seems to be busy
 MISSES = 4                                            # of them in a row for which there was no room: no more are asked
 
 
@@ -202,11 +203,17 @@ class Turn:
         self.config, self.cache, self.roster = packer.config, packer.cache, packer.roster
         self.pending = [0.0] * packer.mesh.kvp
         for sequence in self.roster.prefilling:
-            self.pending[self.cache.home[sequence.slot]] += sequence.left
+            self._expect(sequence, int(self.cache.home[sequence.slot]), int(self.roster.issued[sequence.slot]))
         self.chunks: list[Chunk] = []
         self.admission = packer.admission
         self.admission.begin(reserve)
         self.stuck = False                            # whether a prefilling sequence found no page
+
+    def _expect(self, sequence: Sequence, home: int, start: int) -> None:
+        """Counts what is left of a prompt as work of the lanes that will do it."""
+        lanes = sequence.plan_at(start).lanes or (home,)
+        for lane in lanes:
+            self.pending[lane] += sequence.left / len(lanes)
 
     def chunks_of(self, order: Order) -> list[Chunk]:
         """Fills the room. The first prompt that cannot be finished shares the step with those after it, then takes the rest."""
@@ -265,9 +272,12 @@ class Turn:
             return None
         start = len(pages) * cache.block_size
         if self.packer.planner is not None:
-            sequence.plan = self.packer.planner(self.pending, start, sequence.target)
-            home = sequence.plan[0].lanes[0]
-            return Place(home, None, start, pages) if room.left[home] else None
+            queues = [seconds if left else seconds + NOT_NOW for seconds, left in zip(self.pending, room.left)]
+            plan = self.packer.planner(queues, start, sequence.target)
+            sequence.plan = plan if len(plan[-1].lanes) > 1 else ()              # one lane for all of it: the one that has its blocks
+            if sequence.plan:
+                open_lanes = [lane for lane in plan[0].lanes if room.left[lane]]
+                return Place(open_lanes[0], None, start, pages) if open_lanes else None
         need = cache.blocks(min(start + self.config.chunk_tokens, sequence.target)) - len(pages)
         home = cache.choose_home(pages, lanes, need, self.pending)
         return Place(home, None, start, pages)
@@ -297,6 +307,6 @@ class Turn:
         self.admission.admit(sequence, place.pages, place.home)
         if place.start:
             sequence.left = self.roster.work(place.start, sequence.target)
-        self.pending[place.home] += sequence.left
+        self._expect(sequence, place.home, place.start)
         if sequence.started is None:
             sequence.started, sequence.cached = self.now, place.start

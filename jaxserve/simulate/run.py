@@ -51,7 +51,11 @@ class System:
         pages = cache.pages or self.kv_tokens() // cache.block_size
         if cache.kv_cache_dtype != "auto":
             raise ConfigError("kv_cache_dtype", f"{cache.kv_cache_dtype}: steps were measured with KV of bfloat16; only auto is known")
-        manager = CacheManager(dataclasses.replace(cache, pages=pages), self.mesh.kvp, scheduler.max_seqs)
+        for name, idle in (("exchange", "gather"), ("planner", "none")):
+            if getattr(scheduler, name) != idle:
+                raise ConfigError(name, f"{getattr(scheduler, name)}: replicas are simulated with {idle} only")
+        stripe = scheduler.stripe(cache.block_size)
+        manager = CacheManager(dataclasses.replace(cache, pages=pages), self.mesh.kvp, scheduler.max_seqs, stripe=stripe)
         return VirtualReplica(Scheduler(scheduler, manager, self.mesh, 2**31 - 1, costs=self.costs), self.mesh, lookahead, keep_steps)
 
 

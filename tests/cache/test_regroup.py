@@ -46,9 +46,13 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
         before = [content[page] for page in cache.tables[slot]]
         group = tuple(rng.permutation(LANES)[: rng.integers(1, LANES + 1)].tolist())
         held = cache.held[slot].tolist()
+        shared = {block: page for block, page in enumerate(cache.tables[slot]) if cache.pages.refs[page] > 1}
+        available = cache.available
         done = cache.regroup(slot, group)
         moves, deltas = cache.take_moves(), cache.take_deltas()
         cache.check()
+        for lane, row, index, page, block in deltas.tolist():
+            told[row, lane, index] = page, block
         if not done:
             assert not len(moves) and cache.held[slot].tolist() == held
             continue
@@ -56,11 +60,15 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
         for lane, page, to, new in moves.tolist():                                   # one after the other is what their order stands for
             content[to * per_lane + new] = content[lane * per_lane + page]
         assert [content[page] for page in cache.tables[slot]] == before
-        assert len(moves) == fewest(held, group)
-        counts = cache.held[slot][list(group)]
-        assert counts.sum() == len(before) and counts.max() - counts.min() <= 1
-        for lane, row, index, page, block in deltas.tolist():
-            told[row, lane, index] = page, block
+        assert all(cache.tables[slot][block] == page for block, page in shared.items()) and cache.available == available
+        counts, own = cache.held[slot], cache.held[slot].copy()
+        for page in shared.values():
+            own[page // per_lane] -= 1
+        assert own.sum() == own[list(group)].sum()
+        assert all(counts[full] - counts[other] <= 1 for full in group for other in group if own[full])
+        if not shared:
+            assert len(moves) == fewest(held, group)
+        assert len({tuple(entry[:3]) for entry in deltas.tolist()}) == len(deltas)      # no entry is told twice
         for lane in range(LANES):                                                    # what the device's table says now
             blocks = [block for block, page in enumerate(cache.tables[slot]) if page // per_lane == lane]
             assert [told[slot, lane, index] for index in range(len(blocks))] == [
@@ -82,6 +90,8 @@ def test_a_block_that_only_one_sequence_holds_takes_its_key_along():
     assert cache.regroup(0, (0, 1)) and cache.held[0].tolist() == [2, 2] and len(cache.take_moves()) == 2
     assert cache.match(chain, 4).tolist() == cache.tables[0]
     cache.admit(1, cache.match(chain, 4), 0)
-    assert cache.regroup(0, (1,)) and cache.held[0].tolist() == [0, 4]                # two are copied: the other holds them where they are
-    assert cache.held[1].tolist() == [2, 2] and cache.match(chain, 4).tolist() == cache.tables[1]
+    assert cache.regroup(0, (1,)) and cache.held[0].tolist() == [2, 2]                # the other holds them where they are
+    assert not len(cache.take_moves())
+    cache.extend(0, 3)
+    assert cache.regroup(0, (1,)) and cache.held[0].tolist() == [2, 5]
     cache.check()

@@ -40,7 +40,7 @@ def watched(real) -> list:
 
     def checked(slot, group):
         done = regroup(slot, group)
-        if done:
+        if done and (cache.pages.refs[cache.tables[slot]] == 1).all():
             held = cache.held[slot]
             assert held[list(group)].max() - held[list(group)].min() <= 1 and held.sum() == held[list(group)].sum()
         return done

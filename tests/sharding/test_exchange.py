@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from dataclasses import dataclass, field
@@ -176,14 +177,17 @@ def test_what_crosses_lanes_is_what_the_formulas_say(lanes):
     K, G = HEADS[lanes]
     heads, rows = Heads(K * G, K, H, item=4, partial=4), ROWS * WIDTH
     new = Work(lanes, tokens=lanes * (rows + DECODES), context=0, pairs=0, share=rows + DECODES, shard=3 * C, touched=0)
-    decodes = (lanes - 1) * DECODES * heads.kv_bytes                                 # their KV may belong anywhere, and is gathered
     said = traffic.gather(new, heads)
     assert crossed("gather", lanes) == {"all-gather": said.gathered, "all-to-all": said.exchanged, "collective-permute": 0}
+    few = traffic.gather(dataclasses.replace(new, share=DECODES), heads)             # of rows that are not settled
+    new = dataclasses.replace(new, share=rows)
     said = traffic.pass_q(new, heads)
-    assert crossed("pass_q", lanes) == {"all-gather": decodes, "all-to-all": said.exchanged, "collective-permute": said.hops * said.hop}
+    assert crossed("pass_q", lanes) == {
+        "all-gather": few.gathered, "all-to-all": few.exchanged + said.exchanged, "collective-permute": said.hops * said.hop}
     said = traffic.pass_kv(new, heads, piece=3 * C)
     assert said.rounds == 1
-    assert crossed("pass_kv", lanes) == {"all-gather": decodes, "all-to-all": 0, "collective-permute": said.hops * said.hop}
+    assert crossed("pass_kv", lanes) == {
+        "all-gather": few.gathered, "all-to-all": few.exchanged, "collective-permute": said.hops * said.hop}
 
 
 @pytest.mark.parametrize("strategy", ["pass_q", "pass_kv"])
