@@ -3,7 +3,9 @@
 `gather`: queries go to all lanes, partials come home (Medha's KVP). `pass_q`: the same, in hops around a ring of lanes, so that each hop's
 attention hides the next hop's transfer (ring pass-Q). `pass_kv`: queries stay, blocks go round (ring pass-KV), in pieces of equal size, so
 that how long contexts are is no shape of the program. What is cheapest depends on how many tokens are new and how many are cached; the
-answer is the same. Everything here runs inside shard_map, on one lane and one rank: each rank's heads have a ring of their own.
+answer is the same. `gather` writes the keys and values that it gathers; around a ring they are on their pages already.
+
+Everything here runs inside shard_map, on one lane and one rank: each rank's heads have a ring of their own.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def gather(q: jax.Array, kv: jax.Array, pages: Pool, groups: Groups, attend: Att
 
 def pass_q(q: jax.Array, kv: jax.Array, pages: Pool, groups: Groups, attend: Attend) -> tuple[jax.Array, Pool]:
     """Queries go round in lanes - 1 hops; the partials of all hops come home in one all-to-all (context parallel paper, Alg. 3 and 4)."""
-    pages, lanes, lane = _store(kv, pages, groups), lax.axis_size(KVP), lax.axis_index(KVP)
+    lanes, lane = lax.axis_size(KVP), lax.axis_index(KVP)
     found = []
     for hop in range(lanes):
         later = _onward(q) if hop < lanes - 1 else q                                 # issued before what hides it
@@ -55,7 +57,7 @@ def pass_q(q: jax.Array, kv: jax.Array, pages: Pool, groups: Groups, attend: Att
 
 def pass_kv(q: jax.Array, kv: jax.Array, pages: Pool, groups: Groups, attend: Attend) -> tuple[jax.Array, Pool]:
     """Blocks go round in lanes - 1 hops, piece by piece (context parallel paper, Alg. 2)."""
-    pages, lanes, lane = _store(kv, pages, groups), lax.axis_size(KVP), lax.axis_index(KVP)
+    lanes, lane = lax.axis_size(KVP), lax.axis_index(KVP)
     own = [rows.of(lane) for rows in groups.spread]
     width = max(1, PIECE // pages.kv.shape[4])                                       # pages of a piece
     held = jnp.zeros((groups.table.shape[1], lanes), jnp.int32)
@@ -94,12 +96,6 @@ def split(x: jax.Array, groups: tuple[Rows, ...], lanes: int) -> list[jax.Array]
         out.append(x[:, at : at + count].reshape(len(x) * count, *x.shape[2:]))
         at += count
     return out
-
-
-def _store(kv: jax.Array, pages: Pool, groups: Groups) -> Pool:
-    """New KV of settled rows goes to pages of its own lane."""
-    own = tuple(rows.of(lax.axis_index(KVP)) for rows in groups.spread)
-    return write(pages, kv, own)
 
 
 def _piece(pages: Pool, table: jax.Array, held: jax.Array, ends: jax.Array, place: jax.Array) -> tuple[Pool, jax.Array]:

@@ -27,18 +27,29 @@ def attention(
 ) -> tuple[jax.Array, Pool]:
     """q [T, K, G, H], kv [T, K, 2, H] of this lane's tokens, local ones first; pages with a first axis of 1 -> out like q, pages."""
     attend = functools.partial(_attend, scale=scale, window=window)
-    tokens = groups.local_tokens()
+    parts, outs, tokens = _parts(groups), [], groups.local_tokens()
     pages = write(pages, kv[:tokens], groups.local)
+    for exchange, some, mine in parts:                                               # all is written before anything is read, else XLA's
+        if exchange != "gather":                                                     # CPU compiler keeps a copy of the pool for readers
+            pages = write(pages, kv[mine], tuple(rows.of(lax.axis_index(KVP)) for rows in some.spread))
+    for exchange, some, mine in parts:
+        out, pages = EXCHANGES[exchange](q[mine], kv[mine], pages, some, attend)
+        outs.append(out.astype(q.dtype))
     local = zip(groups.local, split(q[None, :tokens], groups.local, 1))
-    outs = [attend(x, rows, pages.take(0), groups.table, dtype=q.dtype)[0] for rows, x in local]
-    for settled in (False, True):                                                    # rows of one token first, as their tokens are
+    outs = [attend(x, rows, pages.take(0), groups.table, dtype=q.dtype)[0] for rows, x in local] + outs
+    return jnp.concatenate(outs) if len(outs) > 1 else outs[0], pages
+
+
+def _parts(groups: Groups) -> list[tuple[str, Groups, slice]]:
+    """Spread rows by how they meet blocks on other lanes, and which of the lane's tokens theirs are: first those that are not settled."""
+    out, at = [], groups.local_tokens()
+    for settled in (False, True):
         rows = tuple(some for some in groups.spread if some.settled == settled)
         if rows:
-            mine = slice(tokens, tokens := tokens + sum(some.pos.size for some in rows) // lax.axis_size(KVP))
-            exchange = EXCHANGES[groups.exchange if settled else "gather"]
-            out, pages = exchange(q[mine], kv[mine], pages, dataclasses.replace(groups, spread=rows), attend)
-            outs.append(out.astype(q.dtype))
-    return jnp.concatenate(outs) if len(outs) > 1 else outs[0], pages
+            stop = at + sum(some.pos.size for some in rows) // lax.axis_size(KVP)
+            out.append((groups.exchange if settled else "gather", dataclasses.replace(groups, spread=rows), slice(at, stop)))
+            at = stop
+    return out
 
 
 def _attend(q: jax.Array, rows: Rows, pages: Pool, table: jax.Array, before: Any = None, *, scale: float, window: int | None,

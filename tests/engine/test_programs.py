@@ -22,9 +22,9 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "
 COLLECTIVES = "all-gather|all-to-all|collective-permute|collective-broadcast|all-reduce|reduce-scatter|ragged-all-to-all"
 
 
-def build(mesh: str, context: int) -> Engine:
+def build(mesh: str, context: int, **more) -> Engine:
     """An engine whose every lane holds `context` tokens, with its programs of layers compiled."""
-    real = engine("random:tiny", mesh, chunk=32, seqs=2, pages=context // 16, max_len=context)
+    real = engine("random:tiny", mesh, chunk=32, seqs=2, pages=context // 16, max_len=context, **more)
     for name, lower in real.stages.all_programs():
         if name.startswith("layers_"):
             real.stages.programs.get(name, lower)
@@ -34,6 +34,16 @@ def build(mesh: str, context: int) -> Engine:
 @pytest.fixture(scope="module")
 def lanes() -> list[Engine]:
     return [build("kvp=2", context) for context in CONTEXTS]
+
+
+@pytest.fixture(scope="module")
+def ring_q() -> list[Engine]:
+    return [build("kvp=2", context, exchange="pass_q") for context in CONTEXTS]
+
+
+@pytest.fixture(scope="module")
+def ring_kv() -> list[Engine]:
+    return [build("kvp=2", context, exchange="pass_kv") for context in CONTEXTS]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +84,7 @@ def test_shapes_without_spread_rows_need_no_other_lane(lanes):
             assert collectives(program_of(real, shape)) == []
 
 
-@pytest.mark.parametrize("which", ["alone", "lanes"])
+@pytest.mark.parametrize("which", ["alone", "lanes", "ring_q", "ring_kv"])
 def test_pages_are_donated_and_never_copied_in_any_shape(which, request):
     small, large = request.getfixturevalue(which)
     held = lambda real: sum(pool.nbytes for pool in jax.tree.leaves(real.stages.stages[0].pages)) // real.config.mesh.kvp
