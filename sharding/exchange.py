@@ -24,7 +24,8 @@ from jaxserve.sharding.rows import Groups, Rows, write
 
 PIECE = 2048                                         # tokens of KV that a lane sends on at once
 # For GPUs: XLA's scheduler takes custom calls, attention among them, for short, and would end a hop before the attention that hides it.
-COMPILER_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": False}
+# From jax 0.12 on nothing is asynchronous without it.
+COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_enable_latency_hiding_scheduler": False} if jax.__version_info__ < (0, 12) else {}
 Attend = Callable[..., tuple[jax.Array, jax.Array]]  # q [R * T, K, G, H], rows, pages, table, before -> out, lse
 
 

@@ -288,7 +288,7 @@ class Stages:
 def _jit(f: Callable, mesh: Mesh, in_specs: Any, out_specs: Any, donate: tuple[int, ...] = ()) -> Any:
     options = COMPILER_OPTIONS if mesh.shape[KVP] > 1 and mesh.devices.flat[0].platform == "gpu" else None
     mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return jax.jit(mapped, donate_argnums=donate, compiler_options=options)
+    return jax.jit(mapped, donate_argnums=donate, compiler_options=options or None)
 
 
 def _zeros(where: jax.sharding.Sharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -183,6 +183,7 @@ def test_a_pool_of_several_lanes_is_written_in_place():
 
 
 @needs_compiler
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="how hops are hidden by the compiler of jax 0.12 is not known yet")
 @pytest.mark.parametrize("exchange, hidden", [("pass_q", 3), ("pass_kv", 2)])
 def test_hops_around_a_ring_run_beside_attention(exchange, hidden):
     """Four lanes of 256 tokens each: in the order in which the program runs, attention is between start and end of so many of three."""
