@@ -125,7 +125,7 @@ class Plan:
         return self.chunks[-1].end
 
 
-Policy = Callable[[Instances, Queues, int, float], Plan]
+Policy = Callable[..., Plan]                          # instances, queues, tokens, rate, history
 
 
 def occupied(queues: Queues, plan: Plan) -> np.ndarray:
@@ -212,7 +212,7 @@ def single(instances: Instances, queues: Queues, tokens: int, rate: float, histo
     return _planned(instances, queues, tokens, rate, history, chunked=False)
 
 
-def fixed(instances: Instances, queues: Queues, tokens: int, rate: float, size: int) -> Plan:
+def fixed(instances: Instances, queues: Queues, tokens: int, rate: float, history: int = 0, *, size: int) -> Plan:
     """One chunk on the group that is free first of those that the instances are divided into, neighbours together. The rate is not used."""
     _check(instances, queues, tokens, rate)
     if size not in instances.latencies or len(queues) % size:
@@ -221,7 +221,7 @@ def fixed(instances: Instances, queues: Queues, tokens: int, rate: float, size: 
     index = int(waits.argmin())
     start = float(waits[index])
     group = tuple(range(index * size, (index + 1) * size))
-    return Plan((Chunk(0, tokens, group, start, start + instances.latencies[size](0, tokens)),))
+    return Plan((Chunk(history, tokens, group, start, start + instances.latencies[size](history, tokens)),))
 
 
 POLICIES: Mapping[str, Policy] = {

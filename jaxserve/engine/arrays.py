@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -199,9 +199,12 @@ def launches(moves: np.ndarray, lanes: int, most: int = MOVES) -> Iterator[np.nd
         yield ints
 
 
-def settled(batch: Batch, work: Work, width: int, block: int) -> list[tuple[int, int, int, int]]:
-    """The spread chunks of more than one token in rows of at most `width` tokens, each on the lane that holds its blocks: (chunk, offset,
-    size, lane). Rows end where lanes change and where whole rows from the start of the sequence do."""
+RingRow = tuple[int, int, int, int]                  # chunk, offset in it, size, lane
+
+
+def settled(batch: Batch, work: Work, width: int, block: int) -> list[RingRow]:
+    """The spread chunks of more than one token in rows of at most `width` tokens, each on the lane that holds its blocks. Rows
+    end where lanes change and where whole rows from the start of the sequence do."""
     out, at = [], 0
     for chunk, _, length, spread in work.long:
         if not spread:
@@ -218,13 +221,16 @@ def settled(batch: Batch, work: Work, width: int, block: int) -> list[tuple[int,
     return out
 
 
-def ring_rows(batch: Batch, work: Work, width: int, block: int) -> int | None:
-    """Rows on the fullest lane if rows are dealt by where blocks are; None where a ring cannot be: nothing is spread but decodes, or a
-    token is to be sampled elsewhere than at home."""
+def ring_rows(batch: Batch, work: Work, width: int, block: int) -> list[RingRow]:
+    """Rows dealt by where blocks are; none where a ring cannot be: nothing is spread but decodes, or a token is sampled elsewhere than
+    at home."""
     rows = settled(batch, work, width, block)
     ends = {chunk: lane for chunk, _, _, lane in rows}
-    if not rows or any(batch.sample[chunk] and batch.lane[chunk] != lane for chunk, lane in ends.items()):
-        return None
+    return [] if any(batch.sample[chunk] and batch.lane[chunk] != lane for chunk, lane in ends.items()) else rows
+
+
+def fullest(rows: list[RingRow]) -> int:
+    """Rows of the lane that has most."""
     return int(np.bincount([lane for *_, lane in rows]).max())
 
 
@@ -241,7 +247,8 @@ class Arrays:
     moves: list[np.ndarray]                          # launches of moves before the step: those that do not ride with it
 
 
-def to_arrays(batch: Batch, work: Work, shape: Shape, lanes: int, block: int) -> Arrays:
+def to_arrays(batch: Batch, work: Work, shape: Shape, lanes: int, block: int, ring: Sequence[RingRow] = ()) -> Arrays:
+    """ring: `ring_rows`, where the shape has an exchange around one."""
     lay = layout(shape, lanes, block)
     ints = np.zeros((lanes, lay.size), np.int32)
     view = lay.views(ints)
@@ -250,7 +257,7 @@ def to_arrays(batch: Batch, work: Work, shape: Shape, lanes: int, block: int) ->
     moves = list(launches(batch.moves, lanes))
     if shape.moves:
         view["moves"][:] = moves.pop() if moves else NOWHERE
-    pieces = _deal(batch, work, shape, lanes, block) if work.long else []
+    pieces = _deal(work, shape, lanes, ring) if work.long else []
     if pieces:
         _fill_pieces(batch, view, shape, pieces, last)
     return Arrays(shape, ints, last, _fill_samples(batch, view["samples"], last), pieces, _fill_deltas(batch.deltas, view["deltas"]),
@@ -313,7 +320,7 @@ def _sizes(groups: tuple[tuple[int, int], ...]) -> tuple[int, int]:
     return sum(rows for rows, _ in groups), sum(rows * width for rows, width in groups)
 
 
-def _deal(batch: Batch, work: Work, shape: Shape, lanes: int, block: int) -> list[Piece]:
+def _deal(work: Work, shape: Shape, lanes: int, ring: Sequence[RingRow]) -> list[Piece]:
     """Rows for the long chunks. A local chunk's rows follow each other on its lane; a spread one's go where most rows are free, or around
     a ring where its blocks are."""
     out = []
@@ -322,7 +329,7 @@ def _deal(batch: Batch, work: Work, shape: Shape, lanes: int, block: int) -> lis
         chunks = [(chunk, lane, length) for chunk, lane, length, spread in work.long if spread == flag]
         used = [0] * lanes
         if flag and shape.exchange != "gather":
-            for chunk, offset, size, lane in settled(batch, work, width, block):
+            for chunk, offset, size, lane in ring:
                 out.append(Piece(chunk, offset, size, lane, tokens[flag] + used[lane] * width))
                 used[lane] += 1
             continue

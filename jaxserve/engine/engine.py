@@ -23,7 +23,7 @@ import numpy as np
 from jaxserve.clock import Clock, WallClock
 from jaxserve.config import EngineConfig
 from jaxserve.engine import sampling
-from jaxserve.engine.arrays import Arrays, Piece, Shape, Work, ring_rows, to_arrays
+from jaxserve.engine.arrays import Arrays, Piece, RingRow, Shape, Work, fullest, ring_rows, to_arrays
 from jaxserve.engine.stages import SCORES, Hidden, Sampled, Stages
 from jaxserve.metrics import Metrics
 from jaxserve.request import Event, Finished, Logprobs, Request, RequestError
@@ -221,8 +221,9 @@ class Engine:
         for chunk in batch.admitted:
             self._admit(batch, chunk)
         work = Work.of(batch, lanes)
-        shape = self._shape_for(batch, work)
-        arrays = to_arrays(batch, work, shape, lanes, self.stages.plan.block_size)
+        ring = self._ring_rows(batch, work)
+        shape = self._shape_for(batch, work, ring)
+        arrays = to_arrays(batch, work, shape, lanes, self.stages.plan.block_size, ring)
         if shape.spread:
             self.metrics.exchanged(shape.exchange, len(batch.moves))
         fed = batch.slot[batch.feed]
@@ -236,18 +237,22 @@ class Engine:
                 sampled.tokens.copy_to_host_async()
         return Flight(batch, arrays, hidden.ints, sampled, self._scores(batch, arrays, hidden), self.clock.now())
 
-    def _shape_for(self, batch: Batch, work: Work) -> Shape:
+    def _ring_rows(self, batch: Batch, work: Work) -> list[RingRow]:
+        """None where steps never go round a ring."""
+        config = self.config.scheduler
+        asked = config.exchange != "gather" and batch.owner.size
+        return ring_rows(batch, work, config.tile, self.stages.plan.block_size) if asked else []
+
+    def _shape_for(self, batch: Batch, work: Work, ring: list[RingRow]) -> Shape:
         """The cheapest compiled shape; one with a ring where that is faster and the blocks of all spread chunks lie as a ring needs."""
         plan, config = self.stages.plan, self.config.scheduler
         moves = bool(len(batch.moves))
-        shape, rows = plan.shape_for(work, moves=moves), None
+        shape = plan.shape_for(work, moves=moves)
         assert shape is not None, f"no compiled shape holds {work}"
-        if config.exchange != "gather" and batch.owner.size:
-            rows = ring_rows(batch, work, config.tile, plan.block_size)
-        if rows is None:
+        if not ring:
             return shape
         exchange = config.exchange if self.exchange is None else self._chosen(batch, self.exchange)
-        return shape if exchange == "gather" else plan.shape_for(work, exchange, rows, moves) or shape
+        return shape if exchange == "gather" else plan.shape_for(work, exchange, fullest(ring), moves) or shape
 
     def _chosen(self, batch: Batch, exchange: Exchange) -> str:
         """The fastest exchange for the spread chunks of a batch; the decision is logged."""

@@ -17,7 +17,6 @@ from jaxserve.scheduling.exchange import Exchange
 from jaxserve.scheduling.predictor import Costs
 from jaxserve.scheduling.sequence import Part
 
-POLICIES = {"cdsp": cdsp.cdsp, "single": cdsp.single}
 LENGTHS = 8                                           # at which a chunk is looked at, and histories, each twice the one before
 
 
@@ -40,7 +39,7 @@ class LanePlanner:
     """Plans by a policy of `cluster.cdsp`; the improvement rate follows the load, by a table of rates by requests per second."""
 
     def __init__(self, policy: str, instances: Instances, rates: Mapping[float, float]):
-        self.instances, self._policy, self._rate = instances, POLICIES[policy], ImprovementRate(rates)
+        self.instances, self._policy, self._rate = instances, cdsp.POLICIES[policy], ImprovementRate(rates)
 
     def arrived(self, now: float) -> None:
         """Notes a request that comes at this clock second."""

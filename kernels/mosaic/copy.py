@@ -40,21 +40,21 @@ def flat(pages: jax.Array) -> jax.Array:
 
 
 def _kernel(source: jax.Array, out: Any, count: int, blocks: int, interpret: Any) -> Any:
-    height = height_of(source)
+    height = height_of(source, BYTES)
     body = functools.partial(_copy, total=count * (source.shape[1] // height), height=height, blocks=blocks)
-    return kernel(body, out, buffers(source), {"block": blocks}, 1, interpret)
+    return kernel(body, out, buffers(source, height), {"block": blocks}, 1, interpret)
 
 
-def height_of(source: jax.Array) -> int:
-    """Rows of [P, rows, H] that one copy moves."""
-    _, rows, width = source.shape
-    most = min(ROWS, BYTES // (width * source.dtype.itemsize))
-    return next(height for height in range(min(most, rows), 0, -1) if rows % height == 0)
+def height_of(source: Any, most: int) -> int:
+    """Rows of [..., rows, H] that one copy of at most so many bytes moves."""
+    *_, rows, width = source.shape
+    tallest = max(1, min(ROWS, most // (width * source.dtype.itemsize), rows))
+    return next(height for height in range(tallest, 0, -1) if rows % height == 0)
 
 
-def buffers(source: jax.Array) -> dict[str, Any]:
+def buffers(source: jax.Array, height: int) -> dict[str, Any]:
     """What `relay` needs."""
-    return dict(buffer=plgpu.SMEM((DEEP, height_of(source), source.shape[2]), source.dtype), here=plgpu.Barrier(num_barriers=DEEP))
+    return dict(buffer=plgpu.SMEM((DEEP, height, source.shape[-1]), source.dtype), here=plgpu.Barrier(num_barriers=DEEP))
 
 
 def _copy(source_g: Any, from_g: Any, to_g: Any, target_g: Any, *, buffer: Any, here: Any, total: int, height: int, blocks: int) -> None:

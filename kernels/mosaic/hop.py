@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxserve.kernels.mosaic.copy import DEEP, relay
+from jaxserve.kernels.mosaic import copy
 from jaxserve.kernels.mosaic.setting import Setting
 
 BYTES = 8 * 1024                                     # of one copy, at most: shared memory is little beside that of attention
@@ -21,20 +21,13 @@ BYTES = 8 * 1024                                     # of one copy, at most: sha
 
 def buffers(pages: jax.Array) -> dict[str, Any]:
     """What a block that sends pages [P, K, 2, C, H] needs."""
-    return dict(buffer=plgpu.SMEM((DEEP, _height(pages), pages.shape[4]), pages.dtype), here=plgpu.Barrier(num_barriers=DEEP))
-
-
-def _height(pages: Any) -> int:
-    """Tokens of one copy."""
-    *_, size, width = pages.shape
-    most = max(1, BYTES // (width * pages.dtype.itemsize))
-    return next(height for height in range(min(most, size), 0, -1) if size % height == 0)
+    return copy.buffers(pages, copy.height_of(pages, BYTES))
 
 
 def send_on(setting: Setting, index: Any, pages_g: Any, received_g: Any, buffer: Any, here: Any) -> None:
     """What sending block `index` does: its share of the pages goes to the next lane's `received_g`; it ends when this lane's has come."""
     pages, heads, _, size, _ = pages_g.shape
-    blocks, axis, height = setting.senders, setting.ring, _height(pages_g)
+    blocks, axis, height = setting.senders, setting.ring, copy.height_of(pages_g, BYTES)
     parts, heads2 = size // height, 2 * heads
     onward: Any = None if axis is None else {axis: lax.rem(lax.axis_index(axis) + 1, lax.axis_size(axis))}
 
@@ -49,7 +42,7 @@ def send_on(setting: Setting, index: Any, pages_g: Any, received_g: Any, buffer:
         return at >= 0, to if axis is None else plgpu.remote_ref(to, onward)
 
     total = pages * heads2 * parts
-    relay(lax.div(total - index + (blocks - 1), blocks), lambda at: pages_g.at[place(at)], target, buffer, here)
+    copy.relay(lax.div(total - index + (blocks - 1), blocks), lambda at: pages_g.at[place(at)], target, buffer, here)
     if axis is not None:
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR)
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)                             # what was sent is there

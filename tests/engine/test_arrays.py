@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.cache import CacheManager
 from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.engine.arrays import FEED, NOWHERE, Arrays, Work, layout, ring_rows, sample_sizes, shapes, to_arrays
+from jaxserve.engine.arrays import FEED, NOWHERE, Arrays, Work, fullest, layout, ring_rows, sample_sizes, shapes, to_arrays
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling import Batch, Scheduler
 
@@ -148,11 +148,11 @@ def test_around_a_ring_each_token_is_computed_where_its_block_is(placement):
             work = Work.of(batch, lanes)
             rows = ring_rows(batch, work, config.tile, BLOCK)
             fitting = (shape for shape in compiled if shape.exchange == "pass_q" and work.fits(shape))
-            shape = next((shape for shape in fitting if rows is not None and rows <= shape.spread_prefill[0]), None)
+            shape = next((shape for shape in fitting if rows and fullest(rows) <= shape.spread_prefill[0]), None)
             if shape is None:
                 continue
             rings += 1
-            arrays = to_arrays(batch, work, shape, lanes, BLOCK)
+            arrays = to_arrays(batch, work, shape, lanes, BLOCK, rows)
             assert said(arrays, lanes) == meant(batch)
             far = {int(chunk) for chunk in np.flatnonzero(batch.spread & (batch.length > 1))}
             assert {piece.chunk for piece in arrays.pieces if batch.spread[piece.chunk]} == far

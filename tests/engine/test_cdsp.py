@@ -117,7 +117,7 @@ def test_the_planner_gives_long_prompts_more_lanes(tmp_path, monkeypatch):
 
     real.scheduler.packer.planner = Plans(5, lanes=4)                                # pages move in the programs of steps, beside layers
     rode, chosen = [], real._shape_for
-    real._shape_for = lambda batch, work: rode.append((chosen(batch, work), len(batch.moves))) or rode[-1][0]
+    real._shape_for = lambda batch, *work: rode.append((chosen(batch, *work), len(batch.moves))) or rode[-1][0]
     prompts = [list(reversed(prompt)) for prompt in PROMPTS]
     assert generate(real, prompts, max_tokens=6) == generate(engine(max_len=1024), prompts, max_tokens=6)
     assert sum(moves for shape, moves in rode if shape.moves) > 10

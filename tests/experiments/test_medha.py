@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from experiments import figures
-from experiments.figures import Claim, Figure, Panel, cell, matching, ratio
+from experiments.figures import Claim, Figure, Panel, cell, ratio
 from experiments.medha import __main__ as every
 from experiments.medha import figure, systems
 from experiments.medha.figure import Settings
+from tests.experiments.figure_checks import check_all, made_small
 
 FIGURES = {made.name: made for made in figures.figures_of("medha", every.NUMBERS)}
 SMALL = Settings(requests=5)                          # generated lengths: the third prompt of seed 0 may be long, or none
@@ -20,22 +21,12 @@ TINY = Figure("tiny", "Tiny", "computed", lambda settings: iter([{"x": 1, "y": 2
 
 
 def test_there_is_a_file_for_every_figure_and_it_has_the_papers_numbers():
-    assert list(FIGURES) == [f"fig{number}" for number in every.NUMBERS]
-    for made in FIGURES.values():
-        assert made.claims and made.panels and made.kind in ("simulated", "computed")
-        assert all(claim.paper > 0 and claim.source and claim.better in ("higher", "lower", "equal") for claim in made.claims)
-        assert all(claim.better != "equal" for claim in made.claims if claim.limit)
+    check_all(FIGURES, every.NUMBERS, ("simulated", "computed"))
 
 
 @pytest.mark.parametrize("made", FIGURES.values(), ids=FIGURES)
 def test_a_figure_in_miniature_gives_csv_and_table(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "draw", lambda *_: None)
-    monkeypatch.setattr(figures, "canvas", lambda: None)
-    shown = figures.make(made, SMALL, tmp_path)
-    rows = figures.read_csv(tmp_path / f"{made.name}.csv")
-    assert made.kind in shown and all(claim.what in shown for claim in made.claims)
-    for panel in made.panels:
-        assert {panel.x, panel.y, panel.by} <= set(rows[0]) and matching(rows, **dict(panel.where)), panel
+    rows = made_small(made, SMALL, tmp_path, monkeypatch)
     if made.kind == "computed":
         assert all(math.isfinite(claim.ours(rows)) for claim in made.claims)
     elif made.name != "fig6":

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from experiments import figures
-from experiments.figures import matching
 from experiments.tetris import __main__ as every
 from experiments.tetris import figure, model, systems, table2
 from experiments.tetris.figure import Settings
+from tests.experiments.figure_checks import check_all, made_small
 
 FIGURES = {made.name: made for made in figures.figures_of("tetris", every.NUMBERS)}
 SMALL = Settings(requests=12)                         # generated lengths only
@@ -28,22 +28,12 @@ def few_loads(monkeypatch):
 
 
 def test_there_is_a_file_for_every_figure_and_it_has_the_papers_numbers():
-    assert list(FIGURES) == [number if number.startswith("table") else f"fig{number}" for number in every.NUMBERS]
-    for made in FIGURES.values():
-        assert made.claims and made.panels and made.kind in ("simulated", "computed", "measured")
-        assert all(claim.paper > 0 and claim.source and claim.better in ("higher", "lower", "equal") for claim in made.claims)
-        assert all(claim.better != "equal" for claim in made.claims if claim.limit)
+    check_all(FIGURES, every.NUMBERS, ("simulated", "computed", "measured"))
 
 
 @pytest.mark.parametrize("made", FIGURES.values(), ids=FIGURES)
 def test_a_figure_in_miniature_gives_csv_and_table(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "draw", lambda *_: None)
-    monkeypatch.setattr(figures, "canvas", lambda: None)
-    shown = figures.make(made, SMALL, tmp_path)
-    rows = figures.read_csv(tmp_path / f"{made.name}.csv")
-    assert made.kind in shown and all(claim.what in shown for claim in made.claims)
-    for panel in made.panels:
-        assert {panel.x, panel.y, panel.by} <= set(rows[0]) and matching(rows, **dict(panel.where)), panel
+    rows = made_small(made, SMALL, tmp_path, monkeypatch)
     assert all(math.isfinite(claim.ours(rows)) for claim in made.claims if "recorded" not in claim.what)
     if made.kind == "simulated":
         assert {row["lengths"] for row in rows} == {"generated: tetris mixes"}
