@@ -256,7 +256,7 @@ class Engine:
 
     def _chosen(self, batch: Batch, exchange: Exchange) -> str:
         """The fastest exchange for the spread chunks of a batch; the decision is logged."""
-        far = np.flatnonzero(batch.spread)
+        far = np.flatnonzero(batch.spread & (batch.length > 1))           # decodes are gathered
         chunks = list(zip(batch.start[far].tolist(), batch.length[far].tolist()))
         shards = (batch.held[far].max(1) * self.stages.plan.block_size).tolist()
         decision = exchange.choose(chunks, shards)
