@@ -8,7 +8,8 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "jaxserve" / "__init__.py").read_text())[1]
 
-TEST = ["pytest>=8", "hypothesis>=6.100", "psutil>=5.9", "ruff>=0.6", "safetensors>=0.4"]
+TEST = ["pytest>=8", "hypothesis>=6.100", "psutil>=5.9", "ruff>=0.6", "safetensors>=0.4", "openai>=2", "schemathesis>=4", "selenium>=4.20",
+        "trustme>=1.1", "grpcio-tools>=1.67.1", "opentelemetry-sdk>=1.25"]
 
 setup(
     name="jaxserve",
@@ -25,9 +26,9 @@ setup(
         "jax>=0.10.2", "flax>=0.12", "orbax-checkpoint>=0.11", "numpy>=1.26", "ml_dtypes>=0.4",
         "grpcio>=1.67.1", "grpcio-health-checking>=1.67.1", "grpcio-reflection>=1.67.1", "protobuf>=5.27.2",
         "absl-py>=2.1", "tokenizers>=0.20", "gguf>=0.10", "jinja2>=3.1", "tqdm>=4.66", "scipy>=1.11",
-        "prometheus-client>=0.20",
+        "prometheus-client>=0.20", "fastapi>=0.115", "uvicorn>=0.30", "h11>=0.14", "llguidance>=1.3", "pyyaml>=6",
     ],
-    extras_require={"test": TEST, "dev": [*TEST, "grpcio-tools>=1.67.1", "mypy>=1.11"], "hub": ["huggingface_hub>=0.24"],
+    extras_require={"test": TEST, "dev": [*TEST, "mypy>=1.11"], "traces": ["opentelemetry-sdk>=1.25", "opentelemetry-exporter-otlp>=1.25"], "hub": ["huggingface_hub>=0.24"],
                     "experiments": ["matplotlib>=3.8", "pandas>=2.1", "pyarrow>=14", "scipy>=1.11"]},
     entry_points={"console_scripts": ["jaxserve=jaxserve.cli:main"]},
 )
