@@ -24,8 +24,9 @@ from jaxserve.request import RequestError
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.control import Control
 from jaxserve.server.door import CONTROL_LIMIT, handlers
+from jaxserve.server.front import DRAINING, SERVING, STARTING, Front
 from jaxserve.server.scrape import Scrape
-from jaxserve.server.service import DRAINING, SERVING, STARTING, Inference
+from jaxserve.server.service import Inference
 
 log = logging.getLogger(__name__)
 SERVICES = {name: pb.DESCRIPTOR.services_by_name[name] for name in ("Inference", "Control")}
@@ -65,13 +66,13 @@ class Server:
 
     def __init__(self, config: ServerConfig):
         check_host(config)
-        self.config, self.inference, self.port = config, Inference(config), 0
+        self.config, self.front, self.port = config, Front(config), 0
         self.scrape: Scrape | None = None
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(options=channel_options(config))
         self._server.add_generic_rpc_handlers((
-            handlers(self.inference, SERVICES["Inference"], config.max_message_mib << 20),
-            handlers(Control(self.inference, config), SERVICES["Control"], CONTROL_LIMIT),
+            handlers(Inference(self.front), SERVICES["Inference"], config.max_message_mib << 20),
+            handlers(Control(self.front), SERVICES["Control"], CONTROL_LIMIT),
         ))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = [service.full_name for service in SERVICES.values()]
@@ -93,7 +94,7 @@ class Server:
         self._watcher = asyncio.create_task(self._watch())
 
     async def open(self, engine: Any, tokenizer: Any) -> None:
-        self.inference.open(engine, tokenizer)
+        self.front.open(engine, tokenizer)
         if self.scrape is not None:
             self.scrape.registry = engine.metrics.registry
         await self._tell_health()
@@ -101,14 +102,14 @@ class Server:
 
     async def drain(self) -> None:
         """Takes no new requests, gives the running ones `drain_timeout`, ends the rest with UNAVAILABLE."""
-        self.inference.state = DRAINING
+        self.front.state = DRAINING
         await self._tell_health()
-        if self.inference.streams:
-            log.info("draining: %d requests have %g s to finish", len(self.inference.streams), self.config.drain_timeout)
+        if self.front.streams:
+            log.info("draining: %d requests have %g s to finish", len(self.front.streams), self.config.drain_timeout)
         deadline = asyncio.get_running_loop().time() + self.config.drain_timeout
-        while self.inference.streams and asyncio.get_running_loop().time() < deadline:
+        while self.front.streams and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
-        left = self.inference.abort_all(RequestError("", "the server is shutting down", "UNAVAILABLE"))
+        left = self.front.abort_all(RequestError("", "the server is shutting down", "UNAVAILABLE"))
         if left:
             log.warning("%d requests were aborted", left)
 
@@ -122,13 +123,13 @@ class Server:
         period = min(0.25, self.config.progress_interval / 4)
         while True:
             await asyncio.sleep(period)
-            before = self.inference.state
-            self.inference.watch()
-            if self.inference.state != before:
+            before = self.front.state
+            self.front.watch()
+            if self.front.state != before:
                 await self._tell_health()
 
     async def _tell_health(self) -> None:
-        serving = self.inference.state == SERVING
+        serving = self.front.state == SERVING
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *self._names):
             await self._health.set(name, status)
@@ -203,7 +204,7 @@ class Background:
 
     def wait_ready(self) -> None:
         """Returns once requests are taken. Errors: what building the engine raised."""
-        while self._thread.is_alive() and self.server.inference.state == STARTING:
+        while self._thread.is_alive() and self.server.front.state == STARTING:
             self._thread.join(0.02)
         if self._error is not None:
             raise self._error

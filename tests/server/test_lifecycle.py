@@ -39,7 +39,7 @@ def test_closing_the_iterator_frees_the_request_at_once(serve):
     next(outputs)
     outputs.close()
     eventually(lambda: not served.engine.requests, 1.0)
-    assert served.engine.cancelled == ["r"] and not served.server.server.inference.streams
+    assert served.engine.cancelled == ["r"] and not served.server.server.front.streams
 
 
 def test_a_client_that_vanishes_frees_its_requests(serve):
@@ -86,7 +86,7 @@ def test_many_cancelled_at_random_points_leave_nothing(serve):
             await asyncio.gather(*(one(client, 0.001 * (i % 50)) for i in range(300)))
 
     asyncio.run(main())
-    eventually(lambda: not served.engine.requests and not served.server.server.inference.streams)
+    eventually(lambda: not served.engine.requests and not served.server.server.front.streams)
 
 
 def test_abort_ends_the_stream_as_cancelled(serve):
@@ -137,7 +137,7 @@ def test_an_engine_that_finds_the_deadline_passed_says_so(serve):
 class Verbose(FakeTokenizer):
     """Each token is 20 kB of text, so that a reader who stops is soon behind."""
 
-    def stream(self):
+    def stream(self, skip_special=True):
         return Shouting()
 
 
