@@ -108,6 +108,11 @@ class Front:
         decode = functools.partial(self.tokenizer.decode, array.tolist(), skip_special=skip_special)
         return decode() if array.size < INLINE_CHARS else await asyncio.to_thread(decode)
 
+    @property
+    def quiet_seconds(self) -> float:
+        """Since anybody's last token."""
+        return self._loop.time() - self._mailbox.token_at
+
     def watch(self) -> None:
         """Called now and then: ends streams that nobody reads, keeps silent ones alive, sees whether the engine is."""
         now, config = self._loop.time(), self.config

@@ -22,10 +22,14 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.request import RequestError
 from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.admin import application as operators
 from jaxserve.server.control import Control
 from jaxserve.server.door import CONTROL_LIMIT, handlers
 from jaxserve.server.front import DRAINING, SERVING, STARTING, Front
-from jaxserve.server.scrape import Scrape
+from jaxserve.server.http import Gate, Listener
+from jaxserve.server.openai.app import OPEN_PATHS
+from jaxserve.server.openai.app import application as users
+from jaxserve.server.probe import Probe
 from jaxserve.server.service import Inference
 
 log = logging.getLogger(__name__)
@@ -62,12 +66,13 @@ def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
 
 
 class Server:
-    """A server on the running event loop. `port` is the one it listens on; `scrape` serves its metrics, if it has a port for them."""
+    """A server on the running event loop. `ports` are those it listens on: grpc, http, admin, those it has."""
 
     def __init__(self, config: ServerConfig):
         check_host(config)
-        self.config, self.front, self.port = config, Front(config), 0
-        self.scrape: Scrape | None = None
+        self.config, self.front = config, Front(config)
+        self.ports: dict[str, int] = {}
+        self._listeners: list[Listener] = []
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(options=channel_options(config))
         self._server.add_generic_rpc_handlers((
@@ -84,21 +89,26 @@ class Server:
         host = f"[{self.config.host.strip('[]')}]" if ":" in self.config.host else self.config.host
         await self._tell_health()
         try:
-            self.port = self._server.add_insecure_port(f"{host}:{self.config.port}")
+            self.ports["grpc"] = self._server.add_insecure_port(f"{host}:{self.config.port}")
         except RuntimeError:
             raise ConfigError("port", f"cannot listen on {host}:{self.config.port}: is it taken?") from None
-        if self.config.metrics_port is not None:
-            self.scrape = Scrape(self.config.host, self.config.metrics_port)
-            log.info("metrics on http://%s:%d/metrics", host, self.scrape.port)
+        config, anybody = self.config, lambda given: None
+        http = Gate(users(self.front, Probe(self.front)), config, anybody, OPEN_PATHS)
+        admin = Gate(operators(self.front), config, anybody, frozenset())
+        for name, app, port in (("http", http, config.http_port), ("admin", admin, config.admin_port)):
+            if port is not None:
+                listener = Listener(app, config, f"{name}_port", port)
+                self._listeners.append(listener)
+                self.ports[name] = listener.port
+        for listener in self._listeners:
+            await listener.start()
         await self._server.start()
         self._watcher = asyncio.create_task(self._watch())
 
     async def open(self, engine: Any, tokenizer: Any) -> None:
         self.front.open(engine, tokenizer)
-        if self.scrape is not None:
-            self.scrape.registry = engine.metrics.registry
         await self._tell_health()
-        log.info("serving on %s:%d", self.config.host, self.port)
+        log.info("serving on %s: %s", self.config.host, ", ".join(f"{name} {port}" for name, port in self.ports.items()))
 
     async def drain(self) -> None:
         """Takes no new requests, gives the running ones `drain_timeout`, ends the rest with UNAVAILABLE."""
@@ -116,8 +126,8 @@ class Server:
     async def stop(self) -> None:
         self._watcher.cancel()
         await self._server.stop(STOP_SECONDS)
-        if self.scrape is not None:
-            await asyncio.to_thread(self.scrape.close)
+        for listener in self._listeners:
+            await listener.stop()
 
     async def _watch(self) -> None:
         period = min(0.25, self.config.progress_interval / 4)
@@ -211,7 +221,13 @@ class Background:
 
     @property
     def target(self) -> str:
-        return f"{self._config.host}:{self.server.port}"
+        """The gRPC address."""
+        return f"{self._config.host}:{self.server.ports['grpc']}"
+
+    @property
+    def url(self) -> str:
+        """Of the HTTP port."""
+        return f"http://{self._config.host}:{self.server.ports['http']}"
 
     def _listening(self, server: Server) -> None:
         self.server = server

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxserve.completion import Answer, Delta, Output, merged
 from jaxserve.request import Accepted, Event, Finished, Progress, Request, RequestError
@@ -32,6 +33,7 @@ class Mailbox:
         self._loop = loop
         self._items: collections.deque[tuple[Stream, Sequence[Event]]] = collections.deque()
         self._awake = False
+        self.token_at = -math.inf                      # when a token came last
         self._emptied, self._cpu = 0.0, 0.0            # when it was last, and the loop's CPU seconds then
 
     def put(self, stream: Stream, events: Sequence[Event]) -> None:
@@ -52,7 +54,8 @@ class Mailbox:
         self._awake = False                             # first: what is put from now on wakes the loop again
         while self._items:
             stream, events = self._items.popleft()
-            stream.feed(events)
+            if stream.feed(events):
+                self.token_at = now
 
 
 class Stream:
@@ -61,7 +64,8 @@ class Stream:
     def __init__(self, request: Request, answer: Answer, now: float):
         self.request = request
         self.failure: RequestError | None = None
-        self.task: asyncio.Task | None = asyncio.current_task()
+        task = asyncio.current_task()
+        self.cut: Callable[[], object] | None = None if task is None else task.cancel        # ends a write that waits for its reader
         self.closed = False
         self._answer = answer
         self._more = asyncio.Event()
@@ -82,12 +86,15 @@ class Stream:
     def ended(self) -> bool:
         return self.failure is not None or not self.unfinished
 
-    def feed(self, events: Sequence[Event]) -> None:
+    def feed(self, events: Sequence[Event]) -> bool:
+        """Whether there were tokens among the events."""
         if self.closed or self.ended:
-            return
-        for output in self._answer.feed(events):
+            return False
+        outputs = self._answer.feed(events)
+        for output in outputs:
             self._add(output)
         self._more.set()
+        return any(isinstance(output, Delta) for output in outputs)
 
     def fail(self, error: RequestError) -> None:
         """Ends the stream with an error after what is pending."""
@@ -111,8 +118,8 @@ class Stream:
         """Ends a stream whose caller has left a message unread for so long."""
         if self._writing and self.failure is None and now - self._sent > timeout:
             self.fail(RequestError("stream", f"left unread for {timeout} s", "RESOURCE_EXHAUSTED"))
-            if self.task is not None:                   # it waits for the message to be read
-                self.task.cancel()
+            if self.cut is not None:
+                self.cut()
 
     def heartbeat(self, now: float, interval: float) -> None:
         """Repeats the newest progress where nothing was said for a while."""

@@ -36,7 +36,8 @@ def serve():
     with contextlib.ExitStack() as stack:
         def start(engine=None, tokenizer=FakeTokenizer, **config):
             engine = engine or FakeEngine()
-            server = stack.enter_context(Background(ServerConfig(port=0, **config), lambda: (engine, tokenizer and tokenizer())))
+            ports = ServerConfig(**{"port": 0, "http_port": 0, **config})
+            server = stack.enter_context(Background(ports, lambda: (engine, tokenizer and tokenizer())))
             served = Served(engine, server)
             stack.callback(served.channel.close)
             stack.callback(served.client.close)

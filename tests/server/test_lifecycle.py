@@ -181,7 +181,7 @@ def test_health_follows_the_engine():
         names = ["", "jaxserve.v1.Inference", "jaxserve.v1.Control"]
         return {health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name)).status for name in names}
 
-    background = Background(ServerConfig(port=0), build)
+    background = Background(ServerConfig(port=0, http_port=0), build)
     with background as server, grpc.insecure_channel(server.target) as channel, Client(server.target) as client:
         assert statuses() == {health_pb2.HealthCheckResponse.NOT_SERVING}
         with pytest.raises(ServerError, match="starting") as error:
@@ -206,7 +206,7 @@ def test_a_build_that_fails_ends_the_server():
     def build():
         raise ConfigError("mesh", "too large")
 
-    with pytest.raises(ConfigError, match="mesh"), Background(ServerConfig(port=0), build) as server:
+    with pytest.raises(ConfigError, match="mesh"), Background(ServerConfig(port=0, http_port=0), build) as server:
         server.wait_ready()
 
 
@@ -248,7 +248,7 @@ def test_a_taken_port_is_a_config_error():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match="port"), Background(ServerConfig(port=port), FakeEngine):
+        with pytest.raises(ConfigError, match="port"), Background(ServerConfig(port=port, http_port=0), FakeEngine):
             pass
 
 
@@ -257,8 +257,8 @@ import sys
 from jaxserve.config import ServerConfig
 from jaxserve.server.launch import serve
 from tests.server.fakes import FakeEngine, FakeTokenizer
-config = ServerConfig(port=0, drain_timeout=float(sys.argv[1]))
-serve(config, lambda: (FakeEngine(step_seconds=0.01), FakeTokenizer()), lambda server: print(server.port, flush=True))
+config = ServerConfig(port=0, http_port=0, drain_timeout=float(sys.argv[1]))
+serve(config, lambda: (FakeEngine(step_seconds=0.01), FakeTokenizer()), lambda server: print(server.ports['grpc'], flush=True))
 """
 
 
