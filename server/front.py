@@ -20,7 +20,7 @@ from jaxserve.clock import WallClock
 from jaxserve.completion import Answer, NoText
 from jaxserve.config import ServerConfig
 from jaxserve.request import Request, RequestError, SamplingParams, Slo
-from jaxserve.server.prompts import Prompt, ids_of, size_of
+from jaxserve.server.prompts import Prompt, array_of, ids_of, size_of
 from jaxserve.server.streams import Mailbox, Stream
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Front:
         self.check_open()
         if self.tokenizer is None:
             raise RequestError("ids", "this model has no tokenizer", "FAILED_PRECONDITION")
-        array = np.fromiter(ids, np.int64, len(ids))
+        array = array_of("ids", ids)
         wrong = array[(array < 0) | (array >= self.engine.model.vocab)]
         if wrong.size:
             raise RequestError("ids", f"id {wrong[0]} is not in 0 to {self.engine.model.vocab - 1}")

@@ -98,30 +98,30 @@ class Gate:
         self._app, self._config, self._authenticate, self._open = app, config, authenticate, open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
+        begun = ended = False
 
         async def sending(message: MutableMapping[str, Any]) -> None:
-            nonlocal begun
-            begun = True
+            nonlocal begun, ended
+            begun, ended = True, message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
         try:
             self._check(scope)
         except RequestError as error:
-            await response_of(error, close=True)(scope, receive, send)       # type: ignore[arg-type]
+            await response_of(error)(scope, receive, send)       # type: ignore[arg-type]
             return
         try:
             await self._app(scope, self._bounded(receive), sending)
         except RequestError as error:
             if begun:
                 raise
-            await response_of(error, close=isinstance(error, HttpError))(scope, receive, send)   # type: ignore[arg-type]
+            await response_of(error)(scope, receive, send)   # type: ignore[arg-type]
         except Exception:
             log.exception("%s %s failed", scope["method"], _plain(scope["path"]))
-            if begun:
+            if begun and not ended:
                 scope["transport"].abort()
-            else:
-                await response_of(INTERNAL, close=True)(scope, receive, send)    # type: ignore[arg-type]
+            elif not begun:
+                await response_of(INTERNAL)(scope, receive, send)    # type: ignore[arg-type]
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])

@@ -48,7 +48,7 @@ def size_of(prompt: Prompt) -> int:
 def ids_of(prompt: Prompt, tokenizer: Any, max_len: int) -> Sequence[int] | np.ndarray:
     """Token ids of a prompt. Long ones take time. Errors: RequestError; FAILED_PRECONDITION where there is no tokenizer."""
     if not isinstance(prompt, (Text, Chat)):
-        return _array(prompt)
+        return array_of("prompt_ids", prompt)
     if tokenizer is None:
         raise RequestError("prompt", "this model has no tokenizer: send token ids", "FAILED_PRECONDITION")
     if isinstance(prompt, Text):
@@ -62,14 +62,16 @@ def ids_of(prompt: Prompt, tokenizer: Any, max_len: int) -> Sequence[int] | np.n
     return tokenizer.chat(prompt.messages, tools=prompt.tools, values=prompt.values)
 
 
-def _array(ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Ids of a list, in slices between which other threads get the interpreter."""
+def array_of(name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Ids of a list, read in slices between which other threads get the interpreter. Errors: RequestError that names the field."""
     if isinstance(ids, np.ndarray):
         return ids
     try:
-        slices = [np.fromiter(ids[at : at + SLICE], np.int64, min(SLICE, len(ids) - at)) for at in range(0, len(ids), SLICE)]
-    except (TypeError, ValueError, OverflowError):
-        raise RequestError("prompt_ids", "must be a flat list of integers") from None
+        slices = [np.asarray(ids[at : at + SLICE]) for at in range(0, len(ids), SLICE)]
+    except ValueError:                                  # lists of several lengths
+        slices = [np.empty(0)]
+    if any(part.dtype.kind not in "iu" or part.ndim != 1 for part in slices):
+        raise RequestError(name, "must be a flat list of integers, none of them beyond 64 bits")
     return np.concatenate(slices) if slices else np.zeros(0, np.int64)
 
 

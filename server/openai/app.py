@@ -20,7 +20,7 @@ from jaxserve.request import RequestError
 from jaxserve.server.front import INLINE_CHARS, Front
 from jaxserve.server.openai import chat, completions
 from jaxserve.server.openai.answers import answer
-from jaxserve.server.openai.errors import HttpError, response_of
+from jaxserve.server.openai.errors import INTERNAL, HttpError, response_of
 from jaxserve.server.openai.wire import ChatRequest, CompletionRequest, DetokenizeRequest, Sampled, TokenizeRequest
 from jaxserve.server.probe import Probe
 from jaxserve.server.prompts import Chat, Text
@@ -50,6 +50,7 @@ def handle_errors(app: fastapi.FastAPI) -> None:
     """Whatever a route raises becomes an answer as the protocol writes it."""
     app.add_exception_handler(RequestError, lambda request, error: response_of(error))                    # type: ignore[arg-type]
     app.add_exception_handler(RequestValidationError, lambda request, error: response_of(_named(error)))   # type: ignore[arg-type]
+    app.add_exception_handler(Exception, lambda request, error: response_of(INTERNAL))
     app.add_exception_handler(HTTPException, lambda request, error: _refused(error))                      # type: ignore[arg-type]
     plain = app.openapi
 
@@ -140,14 +141,14 @@ def _upkeep(front: Front, probe: Probe) -> fastapi.APIRouter:
 
 
 class _Request(fastapi.Request):
-    """Large bodies are parsed beside the event loop."""
-
-    async def json(self) -> Any:
+    async def read(self) -> None:
+        """Reads and parses the body; a large one beside the event loop. Errors: RequestError."""
         body = await self.body()
         try:
-            return pydantic_core.from_json(body) if len(body) < INLINE_CHARS else await asyncio.to_thread(pydantic_core.from_json, body)
+            parsed = pydantic_core.from_json(body) if len(body) < INLINE_CHARS else await asyncio.to_thread(pydantic_core.from_json, body)
         except ValueError as error:
             raise RequestError("", f"the body is not JSON: {str(error)[:200]}") from None
+        self._json = parsed                              # where `json` looks first
 
 
 class _Route(APIRoute):
@@ -155,7 +156,10 @@ class _Route(APIRoute):
         handle = super().get_route_handler()
 
         async def handled(request: fastapi.Request) -> Response:
-            return await handle(_Request(request.scope, request.receive))
+            request = _Request(request.scope, request.receive)
+            if request.method == "POST":
+                await request.read()
+            return await handle(request)
 
         return handled
 

@@ -17,6 +17,7 @@ STATUSES = {
 }
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error",
          429: "rate_limit_error"}
+UNREAD = (401, 403, 408, 413, 415)                      # what is left of the body is not read, and the connection ends
 MAX_MESSAGE = 1000                                      # characters
 RETRY_SECONDS = 1.0                                     # where nobody knows better
 INTERNAL = RequestError("", "internal error; the server's log tells more", "INTERNAL")
@@ -40,8 +41,7 @@ def body_of(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": str(error)[:MAX_MESSAGE], "type": kind, "param": error.field or None, "code": error.status.lower()}}
 
 
-def response_of(error: RequestError, close: bool = False) -> Response:
-    """close: nothing more is read from this connection."""
+def response_of(error: RequestError) -> Response:
     code = status_of(error)
     headers = {"content-type": "application/json"}
     if code in (429, 503):
@@ -51,6 +51,6 @@ def response_of(error: RequestError, close: bool = False) -> Response:
         headers["jaxserve-reject-reason"] = getattr(error, "reason", "") or error.field or "overloaded"
     if code == 401:
         headers["www-authenticate"] = 'Basic realm="jaxserve", charset="UTF-8"'
-    if close:
+    if code in UNREAD:
         headers["connection"] = "close"
     return Response(json.dumps(body_of(error)), code, headers)

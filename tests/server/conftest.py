@@ -1,4 +1,5 @@
 import contextlib
+import time
 
 import grpc
 import pytest
@@ -7,6 +8,13 @@ from jaxserve.config import ServerConfig
 from jaxserve.server.client import Client
 from jaxserve.server.launch import Background
 from tests.server.fakes import FakeEngine, FakeTokenizer
+
+
+def eventually(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
 
 
 class Served:

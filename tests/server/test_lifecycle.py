@@ -20,17 +20,11 @@ from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.request import Accepted, RequestError, SamplingParams
 from jaxserve.server.client import AsyncClient, Client, ServerError
 from jaxserve.server.launch import Background, check_host
+from tests.server.conftest import eventually
 from tests.server.fakes import FakeEngine, FakeTokenizer, expected
 
 LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-def eventually(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 def test_closing_the_iterator_frees_the_request_at_once(serve):
@@ -256,6 +250,7 @@ SERVER = """
 import sys
 from jaxserve.config import ServerConfig
 from jaxserve.server.launch import serve
+from tests.server.conftest import eventually
 from tests.server.fakes import FakeEngine, FakeTokenizer
 config = ServerConfig(port=0, http_port=0, drain_timeout=float(sys.argv[1]))
 serve(config, lambda: (FakeEngine(step_seconds=0.01), FakeTokenizer()), lambda server: print(server.ports['grpc'], flush=True))
