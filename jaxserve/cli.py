@@ -20,6 +20,7 @@ COMMANDS = {                                            # name -> module in `com
     "generate": ("generate", "complete prompts in this process"),
     "demo": ("demo", "serve a small model on a mesh of twelve CPU devices and talk to it"),
     "fetch": ("fetch", "download a model into the cache folder"),
+    "keys": ("keys", "make and forget the API keys of a server"),
     "profile": ("profile", "measure what steps cost here, for the scheduler's predictions"),
     "simulate": ("simulate", "what a model on so many GPUs would make of a workload, simulated"),
     "plan": ("plan", "which mesh of so many GPUs serves a workload best, simulated"),

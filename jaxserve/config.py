@@ -213,11 +213,16 @@ class EngineConfig(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class ServerConfig(Checked):
-    host: str = option("127.0.0.1", "address to listen on; addresses beyond loopback need insecure=true until authentication exists")
+    host: str = option("127.0.0.1", "address to listen on; addresses beyond loopback need api_keys, tls_client_ca or insecure")
     port: int = option(8470, "gRPC port; 0 takes a free one", low=0, high=65535)
     metrics_port: int | None = option(None, "port of /metrics for Prometheus, over HTTP on the same address; 0 takes a free one and logs "
                                             "which; default: none", low=0, high=65535)
-    insecure: bool = option(False, "allow a non-loopback address without authentication")
+    insecure: bool = option(False, "serve everybody who can connect, on any address, without keys and without client certificates")
+    api_keys: str | None = option(None, "file of API keys (`jaxserve keys` writes it), read again when it changes; default: none is asked for")
+    share_prefixes: bool = option(False, "let tenants reuse the KV of each other's equal prefixes; what is reused shows in latencies")
+    tls_cert: str | None = option(None, "PEM file of the server's certificate and those between it and a root; default: no TLS")
+    tls_key: str | None = option(None, "PEM file of the certificate's private key")
+    tls_client_ca: str | None = option(None, "PEM file of the authorities that sign clients' certificates, without which nobody connects")
     reflection: bool = option(True, "serve gRPC reflection")
     max_message_mib: int = option(256, "largest gRPC message, in MiB", low=1, high=2047)
     drain_timeout: float = option(30.0, "seconds that running requests have to finish after SIGTERM", low=0)

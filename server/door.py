@@ -92,7 +92,7 @@ async def refuse(context: grpc.aio.ServicerContext, error: RequestError) -> None
     metadata: list[tuple[str, str | bytes]] = [(FIELD_KEY, _ascii(error.field))] if error.field else []
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         retry = pb.RetryInfo()
-        retry.retry_delay.FromSeconds(RETRY_SECONDS)
+        retry.retry_delay.FromNanoseconds(int(1e9 * (RETRY_SECONDS if error.retry_after is None else error.retry_after)))
         rich = pb.RichStatus(code=code.value[0], message=details)
         rich.details.add(type_url="type.googleapis.com/google.rpc.RetryInfo", value=retry.SerializeToString())
         metadata += [(REASON_KEY, _ascii(error.field) or "overloaded"), (RICH_KEY, rich.SerializeToString())]

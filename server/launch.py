@@ -22,10 +22,13 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.request import RequestError
 from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.access import Access
+from jaxserve.server.access_grpc import Guard
 from jaxserve.server.control import Control
 from jaxserve.server.door import CONTROL_LIMIT, handlers
 from jaxserve.server.scrape import Scrape
 from jaxserve.server.service import DRAINING, SERVING, STARTING, Inference
+from jaxserve.server.tls import Tls
 
 log = logging.getLogger(__name__)
 SERVICES = {name: pb.DESCRIPTOR.services_by_name[name] for name in ("Inference", "Control")}
@@ -37,13 +40,29 @@ Build = Callable[[], tuple[Any, Any]]
 
 def check_host(config: ServerConfig) -> None:
     """Errors: ConfigError where strangers could connect and nobody said that they may."""
-    host = config.host.strip("[]")
+    if not (_loopback(config.host) or _authenticated(config) or config.insecure):
+        raise ConfigError("host", f"{config.host!r} is not a loopback address, and neither --api_keys nor --tls_client_ca says who may "
+                                  "connect; add --insecure to serve everybody who can")
+
+
+def warn_of_host(config: ServerConfig) -> None:
+    """Says what a network that others are in can do here."""
+    if _loopback(config.host):
+        return
+    if not _authenticated(config):
+        log.warning("INSECURE: whoever can reach %s may use this server and stop what others run on it", config.host)
+    if config.tls_cert is None:
+        log.warning("no TLS: prompts, answers and API keys travel from and to %s in plain text", config.host)
+
+
+def _loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            return
-    if host != "localhost" and not config.insecure:
-        raise ConfigError("host", f"{config.host!r} is not a loopback address, and there is no authentication yet; "
-                                  "add --insecure to serve everybody who can connect")
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return host == "localhost"
+
+
+def _authenticated(config: ServerConfig) -> bool:
+    return config.api_keys is not None or config.tls_client_ca is not None
 
 
 def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
@@ -65,10 +84,12 @@ class Server:
 
     def __init__(self, config: ServerConfig):
         check_host(config)
+        warn_of_host(config)
+        self.access, self.tls = Access(config), Tls.of(config)
         self.config, self.inference, self.port = config, Inference(config), 0
         self.scrape: Scrape | None = None
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=channel_options(config))
+        self._server = grpc.aio.server(interceptors=(Guard(self.access),), options=channel_options(config))
         self._server.add_generic_rpc_handlers((
             handlers(self.inference, SERVICES["Inference"], config.max_message_mib << 20),
             handlers(Control(self.inference, config), SERVICES["Control"], CONTROL_LIMIT),
@@ -83,7 +104,7 @@ class Server:
         host = f"[{self.config.host.strip('[]')}]" if ":" in self.config.host else self.config.host
         await self._tell_health()
         try:
-            self.port = self._server.add_insecure_port(f"{host}:{self.config.port}")
+            self.port = self._listen(f"{host}:{self.config.port}")
         except RuntimeError:
             raise ConfigError("port", f"cannot listen on {host}:{self.config.port}: is it taken?") from None
         if self.config.metrics_port is not None:
@@ -91,6 +112,11 @@ class Server:
             log.info("metrics on http://%s:%d/metrics", host, self.scrape.port)
         await self._server.start()
         self._watcher = asyncio.create_task(self._watch())
+
+    def _listen(self, address: str) -> int:
+        if self.tls is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, self.tls.credentials())
 
     async def open(self, engine: Any, tokenizer: Any) -> None:
         self.inference.open(engine, tokenizer)
@@ -122,6 +148,9 @@ class Server:
         period = min(0.25, self.config.progress_interval / 4)
         while True:
             await asyncio.sleep(period)
+            self.access.refresh()
+            if self.tls is not None:
+                self.tls.refresh()
             before = self.inference.state
             self.inference.watch()
             if self.inference.state != before:

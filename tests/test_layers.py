@@ -151,8 +151,9 @@ def test_axis_names_have_one_home():
             assert not literals & AXES, f"{module.name} spells out {literals & AXES}"
 
 
-UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "torch", "yaml"}
-UNSAFE_MEMBERS = {"os.system", "os.popen", "jinja2.Environment", "jinja2.environment.Environment"}
+UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "torch"}
+UNSAFE_MEMBERS = {"os.system", "os.popen", "jinja2.Environment", "jinja2.environment.Environment", "yaml.load", "yaml.load_all",
+                  "yaml.full_load", "yaml.unsafe_load", "yaml.Loader", "yaml.FullLoader", "yaml.UnsafeLoader"}
 UNSAFE_ARGUMENTS = {"allow_pickle", "shell", "trust_remote_code"}
 UNSAFE_NAMES = {"eval", "exec", "compile", "__import__"}
 
@@ -173,6 +174,7 @@ def faults(module: Module) -> Iterator[str]:
 @pytest.mark.parametrize("source", [
     "import pickle", "from pickle import loads", "import torch", "def f():\n  import marshal", "eval('1')", "f = exec", "os.system('ls')",
     "np.load(f, allow_pickle=True)", "subprocess.run('ls', shell=True)", "from jinja2 import Environment", "jinja2.Environment()",
+    "yaml.load(f, yaml.SafeLoader)", "from yaml import full_load",
 ])
 def test_what_could_run_code_is_recognised(source, tmp_path):
     (tmp_path / "m.py").write_text(source)
