@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import jaxserve
+from jaxserve.commands.log_lines import OneLine
 from jaxserve.config import ConfigError
 from jaxserve.flags import Command, UsageError, help_of, parse
 from jaxserve.request import RequestError
@@ -77,7 +78,9 @@ def overview() -> str:
 
 
 def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
-    logging.basicConfig(format="%(levelname).1s %(asctime)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine("%(levelname).1s %(asctime)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler])
     try:
         return command.run(parse(command, arguments))
     except UsageError as error:

@@ -218,8 +218,8 @@ class ServerConfig(Checked):
     metrics_port: int | None = option(None, "port of /metrics for Prometheus, over HTTP on the same address; 0 takes a free one and logs "
                                             "which; default: none", low=0, high=65535)
     insecure: bool = option(False, "serve everybody who can connect, on any address, without keys and without client certificates")
-    api_keys: str | None = option(None, "file of API keys (`jaxserve keys` writes it), read again when it changes; default: none is asked for")
-    share_prefixes: bool = option(False, "let tenants reuse the KV of each other's equal prefixes; what is reused shows in latencies")
+    api_keys: str | None = option(None, "file of API keys, as `jaxserve keys` writes it, read again when it changes; default: none")
+    share_prefixes: bool = option(False, "let tenants reuse the KV of each other's equal prefixes; latencies tell of it")
     tls_cert: str | None = option(None, "PEM file of the server's certificate and those between it and a root; default: no TLS")
     tls_key: str | None = option(None, "PEM file of the certificate's private key")
     tls_client_ca: str | None = option(None, "PEM file of the authorities that sign clients' certificates, without which nobody connects")

@@ -46,8 +46,8 @@ class Access:
             self._usage = {name: usage for name, usage in self._usage.items() if name in names or usage.running}
 
     def authenticate(self, authorization: str | None, *, admin: bool = False) -> Caller:
-        """The caller of a request with this header. admin: whether it came to the admin port. Errors: RequestError, UNAUTHENTICATED without a
-        known key, PERMISSION_DENIED with one for the other port."""
+        """The caller of a request with this header. admin: whether it came to the admin port. Errors: RequestError, UNAUTHENTICATED without
+        a known key, PERMISSION_DENIED with one for the other port."""
         if self._keys is None:
             return self._anonymous
         if authorization is None:
@@ -113,7 +113,8 @@ class Usage:
         if tokens > most:                               # which no waiting helps
             self._refused["queued_tokens"] += 1
             raise RequestError("queued_tokens", f"the prompt has {tokens} tokens; the limit of this key is {most}")
-        raise self._refusal("queued_tokens", f"{self.queued} prompt tokens of this key wait and the prompt has {tokens}; its limit is {most}")
+        said = f"{self.queued} prompt tokens of this key wait, and this prompt has {tokens}; the limit is {most}"
+        raise self._refusal("queued_tokens", said)
 
     def take(self, limits: Limits, now: float) -> None:
         """Counts a request."""
@@ -141,8 +142,9 @@ class Caller:
         return f"{self.tenant}:{asked}" if self.isolated else asked
 
     def admit(self, tokens: int, now: float) -> Lease:
-        """Lets a request with so many prompt tokens in, at `now` (seconds of any steady clock). Where they are not known yet, because reading
-        the prompt takes time: 0 here, and then `Lease.queue`. Errors: RequestError, mostly RESOURCE_EXHAUSTED with `retry_after`."""
+        """Lets a request with so many prompt tokens in, at `now` (seconds of any steady clock). Where they are not known yet, because
+        reading the prompt takes time: 0 here, and then `Lease.queue`. Errors: RequestError, RESOURCE_EXHAUSTED with `retry_after`; where
+        the prompt alone is beyond the limit INVALID_ARGUMENT."""
         self.usage.check(self.limits, tokens, now)
         self.usage.take(self.limits, now)
         lease = Lease(self)

@@ -130,7 +130,7 @@ def parse(text: str, name: str) -> list[Key]:
     if root is None:
         raise ConfigError(FIELD, f"{name} is empty; where there is no key it says keys: []")
     listed = _fields(root, "the file", {"keys"}).get("keys")
-    if not isinstance(listed, yaml.SequenceNode):
+    if listed is None or listed.id != "sequence":
         raise _fault(root, "keys must be a list")
     keys: list[Key] = []
     for node in listed.value:
@@ -175,7 +175,7 @@ def _key(node: Any) -> Key:
 
 def _fields(node: Any, what: str, known: set[str]) -> dict[str, Any]:
     """The values of a mapping, as nodes."""
-    if not isinstance(node, yaml.MappingNode):
+    if node.id != "mapping":
         raise _fault(node, f"{what} must be a mapping")
     found: dict[str, Any] = {}
     for key, value in node.value:
@@ -190,7 +190,7 @@ def _fields(node: Any, what: str, known: set[str]) -> dict[str, Any]:
 
 def _text(node: Any) -> str:
     """As it is written: a hash of digits alone is no number."""
-    if not isinstance(node, yaml.ScalarNode):
+    if node.id != "scalar":
         raise _fault(node, "here must be a text")
     return node.value
 
