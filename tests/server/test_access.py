@@ -162,9 +162,8 @@ def test_a_file_that_others_can_read_or_write_is_refused(key_file, mode):
         Access(ServerConfig(api_keys=key_file(TWO, mode)))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_a_file_of_another_user_is_refused(key_file):
-    os.chown(file := key_file(TWO), 12345, -1)
+def test_a_file_of_another_user_is_refused(key_file, give_away):
+    give_away(file := key_file(TWO))
     with pytest.raises(ConfigError, match="another user"):
         Access(ServerConfig(api_keys=file))
 

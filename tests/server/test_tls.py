@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import datetime
 import logging
-import os
 import ssl
 from pathlib import Path
 
@@ -225,10 +224,9 @@ def test_mistakes_name_the_setting_before_anything_is_served(files):
         assert error.value.field == field, message
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_a_key_of_another_user_is_refused(files):
+def test_a_key_of_another_user_is_refused(files, give_away):
     pair = files.pair()
-    os.chown(pair["tls_key"], 12345, -1)
+    give_away(pair["tls_key"])
     with pytest.raises(ConfigError, match="another user"):
         Tls.of(ServerConfig(**pair))
 
