@@ -52,7 +52,7 @@ class Tls:
         context = _context(self._cert, self._key)
         if self._authorities is not None:
             try:
-                context.load_verify_locations(cadata=self._authorities.decode("ascii"))
+                context.load_verify_locations(cadata=self._authorities.decode("ascii", "ignore"))      # comments may be in any script
             except (ssl.SSLError, ValueError):
                 raise ConfigError("tls_client_ca", "holds no PEM certificates that can be read") from None
             context.verify_mode = ssl.CERT_REQUIRED
@@ -143,7 +143,7 @@ def _end_of(server: ssl.SSLContext, cert: bytes) -> float:
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
-    client.load_verify_locations(cadata=cert.decode("ascii", "replace"))
+    client.load_verify_locations(cadata=cert.decode("ascii", "ignore"))
     wires = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = client.wrap_bio(wires[0], wires[1]), server.wrap_bio(wires[1], wires[0], server_side=True)
     for side in sides * 3:
@@ -155,6 +155,8 @@ def _end_of(server: ssl.SSLContext, cert: bytes) -> float:
             if error.verify_code in (X509_EXPIRED, X509_NOT_YET):
                 return 0.0
             raise ConfigError("tls_cert", f"clients will not take it: {error.verify_message}") from None
+        except ssl.SSLError as error:
+            raise ConfigError("tls_cert", f"no handshake succeeds with it: {error.reason}") from None
     found = sides[0].getpeercert() or {}
     return ssl.cert_time_to_seconds(str(found["notAfter"]))
 

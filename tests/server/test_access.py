@@ -184,6 +184,17 @@ def test_what_is_written_is_read_back(written):
     assert parse(text_of(written), "f") == written
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=80) | st.lists(st.sampled_from([
+    "keys", ":", " ", "\n", "- ", "name", "sha256", sha("a"), "limits", "{", "}", "[", "]", ",", "&a ", "*a", "!!int ", "|", "%YAML 1.1\n",
+    "true", "concurrency", "9" * 20, "'", '"', "#", "? ", "<<"]), max_size=25).map("".join))
+def test_any_text_is_keys_or_a_config_error(text):
+    try:
+        parse(text, "f")
+    except ConfigError as error:
+        assert str(error).startswith("api_keys: f")
+
+
 def test_a_change_of_the_file_is_seen_and_a_broken_one_changes_nothing(key_file, access, caplog):
     assert access.authenticate(bearer("a-key"))
     key_file(TWO + f"  - {{name: new, sha256: {sha('n-key')}}}\n")

@@ -94,7 +94,11 @@ def test_a_server_with_a_certificate_speaks_tls_and_nothing_else(files):
 
 
 def test_client_certificates_of_the_right_authority_alone_get_in(files):
-    with served(files.pair() | files.client_ca()) as server:
+    config = files.pair() | files.client_ca()
+    for name in ("tls_cert", "tls_client_ca"):          # as `openssl x509 -text` writes them
+        path = Path(config[name])
+        path.write_bytes("Subject: O = Größe\n".encode() + path.read_bytes())
+    with served(config) as server:
         assert reaches(server.target, **files.roots, **files.client())
         assert not reaches(server.target, **files.roots)
         assert not reaches(server.target, **files.roots, **files.client(files.theirs))
