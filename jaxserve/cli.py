@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import jaxserve
+from jaxserve.commands.log_lines import OneLine
 from jaxserve.config import ConfigError
 from jaxserve.flags import Command, UsageError, help_of, parse
 from jaxserve.request import RequestError
@@ -20,6 +21,7 @@ COMMANDS = {                                            # name -> module in `com
     "generate": ("generate", "complete prompts in this process"),
     "demo": ("demo", "serve a small model on a mesh of twelve CPU devices and talk to it"),
     "fetch": ("fetch", "download a model into the cache folder"),
+    "keys": ("keys", "make and forget the API keys of a server"),
     "profile": ("profile", "measure what steps cost here, for the scheduler's predictions"),
     "simulate": ("simulate", "what a model on so many GPUs would make of a workload, simulated"),
     "plan": ("plan", "which mesh of so many GPUs serves a workload best, simulated"),
@@ -76,7 +78,9 @@ def overview() -> str:
 
 
 def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
-    logging.basicConfig(format="%(levelname).1s %(asctime)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine("%(levelname).1s %(asctime)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler])
     try:
         return command.run(parse(command, arguments))
     except UsageError as error:

@@ -26,11 +26,12 @@ MAX_PRIORITY = 8
 
 
 class RequestError(ValueError):
-    """A request that is refused or failed. `status` is a gRPC status name, `field` the field at fault ('' where none is)."""
+    """A request that is refused or failed. `status` is a gRPC status name, `field` the field at fault ('' where none is), `retry_after`
+    the seconds after which it may fare better (None: nobody knows)."""
 
-    def __init__(self, field: str, message: str, status: str = "INVALID_ARGUMENT"):
+    def __init__(self, field: str, message: str, status: str = "INVALID_ARGUMENT", retry_after: float | None = None):
         super().__init__(f"{field}: {message}" if field else message)
-        self.field, self.status = field, status
+        self.field, self.status, self.retry_after = field, status, retry_after
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.completion import Delta, Output
-from jaxserve.request import Accepted, Finished, Logprobs, Progress, Request, RequestError, SamplingParams, Slo, Timing, Usage
+from jaxserve.request import Accepted, Finished, Logprobs, Progress, RequestError, SamplingParams, Slo, Timing, Usage
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.front import Ask
 from jaxserve.server.prompts import Chat, Prompt, Text
@@ -53,7 +53,7 @@ def seconds_of(name: str, ms: float) -> float:
     return ms / 1000
 
 
-def event_message(request: Request, output: Output) -> pb.GenerateEvent:
+def event_message(id: str, prompt_tokens: int, output: Output) -> pb.GenerateEvent:
     match output:
         case Delta():
             token = pb.Token(index=output.index, ids=output.ids, text=output.text, logprobs=map(logprobs_message, output.logprobs))
@@ -63,7 +63,7 @@ def event_message(request: Request, output: Output) -> pb.GenerateEvent:
                 index=output.index, prefilled=output.prefilled, total=output.total, predicted_ttft=output.ttft))
         case Accepted():
             return pb.GenerateEvent(accepted=pb.Accepted(
-                request_id=request.id, queue_position=output.queue_position, prompt_tokens=len(request.prompt),
+                request_id=id, queue_position=output.queue_position, prompt_tokens=prompt_tokens,
                 predicted_ttft=output.predicted_ttft))
         case Finished():
             return pb.GenerateEvent(finished=_finished_message(output))

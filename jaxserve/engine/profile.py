@@ -30,7 +30,7 @@ from jaxserve.scheduling.fit import Fit, Sample, fit, from_json, to_json
 from jaxserve.scheduling.predictor import Costs
 from jaxserve.scheduling.profiles import Link
 from jaxserve.sharding.exchange import EXCHANGES, PIECE
-from jaxserve.source import cache_folder
+from jaxserve.source import cache_folder, private_folder
 
 log = logging.getLogger(__name__)
 FORMAT = 4                                            # of the file
@@ -114,10 +114,10 @@ def identity(engine: Any) -> dict[str, Any]:
 
 
 def kept_file(engine: Any) -> Path:
-    """Where the profile of this engine is kept."""
+    """Where the profile of this engine is kept. Errors: ConfigError where others could write there."""
     text = json.dumps(identity(engine), sort_keys=True)
     name = "".join(c if c.isalnum() else "-" for c in engine.stages.plan.model.name)
-    return cache_folder() / "profiles" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+    return private_folder(cache_folder() / "profiles", "profile") / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 
 
 def write(file: Path, engine: Any, found: Fit, points: list[Measured], search: Search | None = None) -> Profile:

@@ -59,7 +59,7 @@ class ChatWriter:
 
     def open(self, streams: Sequence[Stream]) -> None:
         kind = "chat.completion.chunk" if self._body.stream else "chat.completion"
-        self.head = {"id": streams[0].request.id, "object": kind, "created": int(time.time()), "model": self._model}
+        self.head = {"id": streams[0].id, "object": kind, "created": int(time.time()), "model": self._model}
 
     def first(self) -> Iterator[dict[str, Any]]:
         for index in range(self._body.n or 1):

@@ -59,7 +59,7 @@ class CompletionWriter:
 
     def open(self, streams: Sequence[Stream]) -> None:
         self._streams = streams
-        self.head = {"id": streams[0].request.id, "object": "text_completion", "created": int(time.time()), "model": self._model}
+        self.head = {"id": streams[0].id, "object": "text_completion", "created": int(time.time()), "model": self._model}
 
     def first(self) -> Iterator[dict[str, Any]]:
         if self._body.echo:

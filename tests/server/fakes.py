@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxserve.config import EngineConfig
+from jaxserve.metrics import READ, Metrics
 from jaxserve.request import Accepted, Event, Finished, Logprobs, Progress, Request, RequestError, Timing, Token, Usage
 
 EOS = 256
@@ -107,6 +108,7 @@ class FakeEngine:
     def __init__(self, step_seconds: float = 0.0, chunk: int = 10**9, max_queue: int = 10**6, script: Sequence[int] = ()):
         self.config, self.model, self.max_len = EngineConfig(), FakeModel(), MAX_LEN
         self.alive, self.paused, self.fault = True, False, None
+        self.metrics = Metrics(4, ("chat",), lambda: dict.fromkeys(READ, 3.0))
         self.requests: dict[str, Running] = {}
         self.stopped: list[tuple[str, int]] = []
         self.cancelled: list[str] = []
@@ -155,6 +157,9 @@ class FakeEngine:
 
     def load(self) -> Load:
         return Load(len(self.requests), 0)
+
+    def flush_cache(self) -> int:
+        return 0
 
     def info(self) -> dict:
         return {"devices": 1}
