@@ -82,7 +82,7 @@ class CallReader:
     def __init__(self, form: ToolFormat):
         self._form = form
         self._held = ""
-        self._inside = False                         # behind a mark that begins calls
+        self._mark: str | None = None                # what calls began with: a mark or nothing; None outside of them
         self._started = False                        # whether there was any text but space
         self._count = 0
 
@@ -91,35 +91,34 @@ class CallReader:
         self._held += text
         plain, calls = "", list[Call]()
         while True:
-            if self._inside:
+            if self._mark is not None:
                 end = self._held.find(self._form.end) if self._form.end else -1
                 if end < 0:
                     return plain, calls
                 whole, self._held = self._held[:end], self._held[end + len(self._form.end):]
-                self._inside = False
                 found = self._calls(whole)
                 calls += found
-                plain += "" if found else self._form.begin + whole + self._form.end
-                continue
-            if not self._begin():
+                plain += "" if found else self._mark + whole + self._form.end
+                self._mark = None
+            elif self._bare:
+                self._mark = ""
+            elif self._form.begin in self._held:
+                before, self._mark, self._held = self._held.partition(self._form.begin)
+                plain, self._started = plain + before, True
+            else:
                 return plain + self._sure(), calls
-            before, _, self._held = self._held.partition(self._form.begin) if not self._bare else ("", "", self._held)
-            plain, self._inside = plain + before, True
 
     def flush(self) -> tuple[str, list[Call]]:
         """At the end of the text."""
         held, self._held = self._held, ""
-        if not self._inside:
+        if self._mark is None:
             return held, []
         calls = self._calls(held)
-        return ("" if calls else ("" if self._bare else self._form.begin) + held), calls
+        return ("" if calls else self._mark + held), calls
 
     @property
     def _bare(self) -> bool:
         return self._form.bare and not self._started and self._held.lstrip()[:1] in ("{", "[")
-
-    def _begin(self) -> bool:
-        return self._bare or self._form.begin in self._held
 
     def _sure(self) -> str:
         """What of the held text cannot begin a call."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from jaxserve.config import EngineConfig
 from jaxserve.metrics import READ, Metrics
 from jaxserve.request import Accepted, Event, Finished, Logprobs, Progress, Request, RequestError, Timing, Token, Usage
+from jaxserve.tokenizer.template import ChatTemplate
 
 EOS = 256
 VOCAB = 257
@@ -50,7 +51,7 @@ class ByteDetokenizer:
 class FakeTokenizer:
     vocab = VOCAB
     eos_ids = (EOS,)
-    template = "fake"
+    template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", {})
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         return list(text.encode())
@@ -62,7 +63,7 @@ class FakeTokenizer:
         return bytes([id]) if id < 256 else b""
 
     def chat(self, messages: list[dict], **rest) -> list[int]:
-        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
+        return self.encode(self.template.render(messages, **rest))
 
     def stream(self, skip_special: bool = True) -> ByteDetokenizer:
         return ByteDetokenizer()

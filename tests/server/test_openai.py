@@ -8,9 +8,8 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.options import make
 from jaxserve.request import SamplingParams, Slo
-from jaxserve.tokenizer.tools import UNTOLD
 from tests.server.conftest import eventually
-from tests.server.fakes import EOS, FakeEngine, FakeTokenizer, expected
+from tests.server.fakes import EOS, FakeEngine, expected
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 NAN, INF = float("nan"), float("inf")
@@ -112,9 +111,11 @@ def test_a_chat_whole_and_streamed_is_the_same(http):
 
 def test_parts_of_text_are_a_text_and_other_parts_are_refused(http):
     client = http()
-    post(client, "/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]})
-    answer = post(client, "/v1/completions", {"prompt": [1, "x"]})
-    assert answer.status_code == 400 and "integers" in answer.json()["error"]["message"]
+    parts = [{"type": "text", "text": "hi"}]
+    answer = post(client, "/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": parts}]})
+    assert answer.json()["choices"][0]["message"]["content"] == text(expected(b"<user>hi", 5))
+    answer = post(client, "/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": [*parts, {"type": "image_url"}]}]})
+    assert answer.status_code == 400 and "not text" in answer.json()["error"]["message"]
 
 
 def test_stop_strings_end_the_text(http):
@@ -127,22 +128,12 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
-class Template:
-    tools = UNTOLD
-
-
-def with_tools():
-    tokenizer = FakeTokenizer()
-    tokenizer.template = Template()
-    return tokenizer
-
-
 @pytest.mark.parametrize("script,content,calls", [
     (CALL, None, ["add"]), ("Well: " + CALL, "Well: ", ["add"]), (CALL + CALL, None, ["add", "add"]),
     ("<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", []), ("a < b", "a < b", []),
 ])
 def test_calls_are_told_from_text(http, script, content, calls):
-    client = http(FakeEngine(script=[*script.encode(), EOS]), with_tools)
+    client = http(FakeEngine(script=[*script.encode(), EOS]))
     body = {**CHAT, "max_tokens": 500, "tools": TOOLS}
     (choice,) = post(client, "/v1/chat/completions", body).json()["choices"]
     found = choice["message"].get("tool_calls", [])
@@ -157,7 +148,7 @@ def test_calls_are_told_from_text(http, script, content, calls):
 
 
 def test_one_call_is_enough_for_who_wants_no_parallel_calls(http):
-    client = http(FakeEngine(script=[*(CALL + CALL).encode(), EOS]), with_tools)
+    client = http(FakeEngine(script=[*(CALL + CALL).encode(), EOS]))
     answer = post(client, "/v1/chat/completions", {**CHAT, "max_tokens": 500, "tools": TOOLS, "parallel_tool_calls": False})
     assert len(answer.json()["choices"][0]["message"]["tool_calls"]) == 1
 
