@@ -14,9 +14,10 @@ import numpy as np
 from jaxserve.clock import WallClock
 from jaxserve.completion import Answer, NoText
 from jaxserve.config import ServerConfig
+from jaxserve.guide import Guide, Guides
 from jaxserve.request import Request, RequestError
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.convert import prompt_chars, prompt_of, salt_of, sampling_of, slo_of
+from jaxserve.server.convert import guided_of, prompt_chars, prompt_of, salt_of, sampling_of, slo_of
 from jaxserve.server.streams import Mailbox, Stream
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class Inference:
         self.state = STARTING
         self.streams: dict[str, Stream] = {}
         self.engine: Any = None
+        self.guides: Any = None
         self.tokenizer: Any = None
         self._config = config
         self._loop = asyncio.get_running_loop()
@@ -39,6 +41,7 @@ class Inference:
 
     def open(self, engine: Any, tokenizer: Any) -> None:
         self.engine, self.tokenizer, self.state = engine, tokenizer, SERVING
+        self.guides = Guides(tokenizer, engine.model.vocab, engine.model.eos_ids)
 
     def check_open(self) -> None:
         if self.state != SERVING:
@@ -97,6 +100,11 @@ class Inference:
         read = functools.partial(prompt_of, message, self.tokenizer, self.engine.max_len)
         return read() if prompt_chars(message) < INLINE_CHARS else await asyncio.to_thread(read)
 
+    async def _guide(self, message: pb.GenerateRequest) -> Guide | None:
+        """Compiled beside the event loop."""
+        spec = guided_of(message.guided)
+        return None if spec is None else await asyncio.to_thread(self.guides.compile, spec, f"guided.{spec.kind}")
+
     async def _request(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> Request:
         engine, now = self.engine, self._clock.now()
         if message.model and message.model not in (engine.model.name, engine.config.source.model):
@@ -106,10 +114,12 @@ class Inference:
         if sampling.stop and (message.ids_only or self.tokenizer is None):
             raise RequestError("stop", "stop strings need text")
         rest = {"slo": slo_of(message.slo), "priority": message.slo.priority, "cache_salt": salt_of(message.kv)}
+        prompt, guide = await self._prompt(message), await self._guide(message)
         return Request.make(
-            message.request_id or f"jaxserve-{secrets.token_hex(8)}", await self._prompt(message), sampling,
+            message.request_id or f"jaxserve-{secrets.token_hex(8)}", prompt, sampling,
             vocab=engine.model.vocab, max_len=engine.max_len, classes=engine.config.scheduler.class_names, arrival=now,
-            deadline=None if left is None else now + left, bypass_prefix_cache=message.kv.bypass_prefix_cache, **rest)
+            deadline=None if left is None else now + left, bypass_prefix_cache=message.kv.bypass_prefix_cache, guide=guide,
+            **rest)
 
     def _submit(self, message: pb.GenerateRequest, request: Request) -> Stream:
         self.check_open()                               # again: reading the prompt may have taken a while

@@ -75,36 +75,46 @@ class Guides:
     """Compiles for one model: its tokenizer, its number of ids, the ids that end a completion."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos_ids: Sequence[int]):
-        """Errors: RequestError where the model has no tokenizer or no end, or its tokenizer is of a kind that cannot be guided."""
-        if tokenizer is None or not eos_ids:
-            raise RequestError("guided", f"this model has no {'tokenizer' if tokenizer is None else 'end token'}", "FAILED_PRECONDITION")
-        try:
-            self._tokenizer = llguidance.LLTokenizer(tokenizer.to_json(), n_vocab=vocab, eos_token=list(eos_ids))
-        except ValueError as error:
-            raise RequestError("guided", f"this model's tokenizer cannot be guided: {_said(str(error))}", "FAILED_PRECONDITION") from None
-        self._slots = threading.Semaphore(COMPILES)
+        self._made: llguidance.LLTokenizer | None = None
+        self._tokenizer, self._vocab, self._eos_ids = tokenizer, vocab, list(eos_ids)
+        self._making, self._slots = threading.Lock(), threading.Semaphore(COMPILES)
 
     def compile(self, spec: Guided, field: str = "") -> Guide:
         """The guide of a spec, for one request. Takes a millisecond for an ordinary schema; any thread may call it.
 
-        Errors: RequestError that names `field` (else the kind) for a spec that is wrong, cannot be met or is too complex.
+        Errors: RequestError that names `field` (else the kind) for a spec that is wrong, cannot be met or is too complex, and, with status
+        FAILED_PRECONDITION, for a model without a tokenizer or an end token.
         """
         grammar, field = spec.grammar(field), field or spec.kind
+        tokenizer = self._native(field)
         if not self._slots.acquire(timeout=COMPILE_SECONDS):
             raise RequestError("", "too many guides are being compiled", "RESOURCE_EXHAUSTED")
         out: list[Any] = []
-        _start(lambda: self._compile(spec.kind, grammar, out)).join(COMPILE_SECONDS)
+        _start(lambda: self._compile(spec.kind, grammar, tokenizer, out)).join(COMPILE_SECONDS)
         native, said = out or (None, f"takes more than {COMPILE_SECONDS:g} s to compile")
         if said:
             raise RequestError(field, _said(said))
         return Guide(native)
 
-    def _compile(self, kind: str, grammar: str, out: list[Any]) -> None:
+    def _native(self, field: str) -> llguidance.LLTokenizer:
+        """The library's form of the tokenizer: made once, when it is first needed."""
+        if self._tokenizer is None or not self._eos_ids:
+            raise RequestError(field, f"this model has no {'end token' if self._tokenizer else 'tokenizer'}", "FAILED_PRECONDITION")
+        with self._making:
+            if self._made is None:
+                try:
+                    self._made = llguidance.LLTokenizer(self._tokenizer.to_json(), n_vocab=self._vocab, eos_token=self._eos_ids)
+                except ValueError as error:
+                    said = f"this model's tokenizer cannot be used: {_said(str(error))}"
+                    raise RequestError(field, said, "FAILED_PRECONDITION") from None
+            return self._made
+
+    def _compile(self, kind: str, grammar: str, tokenizer: llguidance.LLTokenizer, out: list[Any]) -> None:
         """Puts into `out` the native matcher and what is wrong with it; on a thread of its own, which gives the slot back."""
         try:
             if kind in ("regex", "choice"):
                 grammar = llguidance.LLMatcher.grammar_from_regex(grammar)
-            native = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
+            native = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
             out.extend((native, native.get_error() or _trial(native)))
         except BaseException as error:               # a panic of native code is no Exception
             out.extend((None, f"cannot be compiled: {error}"))
