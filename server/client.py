@@ -93,8 +93,8 @@ class Client:
                  **fields: Any) -> Iterator[Output]:
         """Events as they come: Accepted, Progress, Delta, Finished. Sent when the first is asked for; closing the iterator aborts it.
 
-        prompt: text, token ids, or chat messages (dicts of role and content). timeout: seconds. fields: others of GenerateRequest,
-        such as request_id, ids_only, kv. Errors: ServerError.
+        prompt: text, token ids, or chat messages (dicts of role and content). timeout: seconds. fields: `guided`, a Guided, and others of
+        GenerateRequest, such as request_id, ids_only, kv. Errors: ServerError.
         """
         message = generate_message(prompt, sampling, **fields)
         call = self._calls.inference.Generate(message, timeout=timeout, metadata=self._calls.metadata)

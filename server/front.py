@@ -19,6 +19,7 @@ import numpy as np
 from jaxserve.clock import WallClock
 from jaxserve.completion import Answer, NoText
 from jaxserve.config import ServerConfig
+from jaxserve.guide import Guided, Guides
 from jaxserve.request import Request, RequestError, SamplingParams, Slo
 from jaxserve.server.access import Caller, Lease
 from jaxserve.server.prompts import Prompt, array_of, ids_of, size_of
@@ -35,7 +36,7 @@ class Ask:
     """What a caller wants. Left to be checked: whether this server and its model can give it.
 
     id: '' for one of ours. model: '' for the one that is served. timeout: seconds from now. ids_only: no text is made of the tokens.
-    keep_special: special tokens are in the text.
+    keep_special: special tokens are in the text. guided: how completions must look, and the name of the field that says so.
     """
 
     prompt: Prompt
@@ -49,6 +50,8 @@ class Ask:
     timeout: float | None = None
     ids_only: bool = False
     keep_special: bool = False
+    guided: Guided | None = None
+    guided_name: str = ""
 
 
 class Front:
@@ -58,6 +61,7 @@ class Front:
         self.config, self.state = config, STARTING
         self.streams: dict[str, Stream] = {}
         self.engine: Any = None
+        self.guides: Any = None
         self.tokenizer: Any = None
         self._loop = asyncio.get_running_loop()
         self._clock = WallClock()
@@ -65,6 +69,7 @@ class Front:
 
     def open(self, engine: Any, tokenizer: Any) -> None:
         self.engine, self.tokenizer, self.state = engine, tokenizer, SERVING
+        self.guides = Guides(tokenizer, engine.model.vocab, engine.model.eos_ids)
 
     def check_open(self) -> None:
         if self.state != SERVING:
@@ -149,11 +154,13 @@ class Front:
             raise RequestError("cache_salt", f"has {len(ask.cache_salt)} characters; the limit is {MAX_SALT_CHARS}")
         if ask.sampling.stop and (ask.ids_only or self.tokenizer is None):
             raise RequestError("stop", "stop strings need text")
+        prompt = await self._ids(ask.prompt)
+        guide = None if ask.guided is None else await asyncio.to_thread(self.guides.compile, ask.guided, ask.guided_name)
         return Request.make(
-            caller.scoped(ask.id or f"jaxserve-{secrets.token_hex(8)}"), await self._ids(ask.prompt), ask.sampling,
+            caller.scoped(ask.id or f"jaxserve-{secrets.token_hex(8)}"), prompt, ask.sampling,
             vocab=engine.model.vocab, max_len=engine.max_len, classes=engine.config.scheduler.class_names, arrival=now,
             deadline=None if ask.timeout is None else now + ask.timeout, slo=ask.slo, priority=ask.priority,
-            cache_salt=caller.salt(ask.cache_salt), bypass_prefix_cache=ask.bypass_prefix_cache)
+            cache_salt=caller.salt(ask.cache_salt), bypass_prefix_cache=ask.bypass_prefix_cache, guide=guide)
 
     def _submit(self, ask: Ask, request: Request, caller: Caller, lease: Lease) -> Stream:
         self.check_open()                               # again: reading the prompt may have taken a while

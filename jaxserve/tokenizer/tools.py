@@ -54,13 +54,6 @@ class ToolFormat:
             return [{**plain[0], "content": f"{plain[0]['content']}\n\n{told}"}, *plain[1:]]
         return [{"role": "system", "content": told}, *plain]
 
-    def schema(self, tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
-        """The JSON schema of a call of one of these functions, or of the named one."""
-        functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-        calls = [{"type": "object", "properties": {"name": {"const": f["name"]}, "arguments": f.get("parameters") or {"type": "object"}},
-                  "required": ["name", "arguments"], "additionalProperties": False} for f in functions]
-        return calls[0] if len(calls) == 1 else {"anyOf": calls}
-
 
 FORMATS = (                                          # what in a template tells it -> the format; the first that fits
     ("<tool_call>", ToolFormat("hermes", "<tool_call>", "</tool_call>")),
@@ -74,6 +67,18 @@ UNTOLD = ToolFormat("hermes", "<tool_call>", "</tool_call>", in_template=False)
 def format_of(template: str) -> ToolFormat:
     """The format of a model by its chat template's source."""
     return next((form for mark, form in FORMATS if mark in template and "tools" in template), UNTOLD)
+
+
+def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
+    """The JSON schema of a call of one of these functions, or of the named one. What functions define lies beside the calls, as before."""
+    functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+    definitions: dict[str, Any] = {}
+    for function in functions:
+        definitions |= (function.get("parameters") or {}).get("$defs", {})
+    calls = [{"type": "object", "properties": {"name": {"const": f["name"]}, "arguments": f.get("parameters") or {"type": "object"}},
+              "required": ["name", "arguments"], "additionalProperties": False} for f in functions]
+    schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return {**schema, "$defs": definitions} if definitions else schema
 
 
 class CallReader:

@@ -7,10 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import tokenizers
+
 from jaxserve.config import EngineConfig
 from jaxserve.metrics import READ, Metrics
 from jaxserve.request import Accepted, Event, Finished, Logprobs, Progress, Request, RequestError, Timing, Token, Usage
 from jaxserve.tokenizer.template import ChatTemplate
+from jaxserve.tokenizer.tokenizer import _byte_alphabet
 
 EOS = 256
 VOCAB = 257
@@ -58,6 +61,15 @@ class FakeTokenizer:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def to_json(self) -> str:
+        """As a tokenizer of the library: a token for each byte."""
+        alphabet = _byte_alphabet()
+        vocabulary = {alphabet[byte]: byte for byte in range(256)} | {"<end>": EOS}
+        library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+        library.decoder = tokenizers.decoders.ByteLevel()
+        library.add_special_tokens(["<end>"])
+        return library.to_str()
 
     def piece(self, id: int) -> bytes:
         return bytes([id]) if id < 256 else b""

@@ -58,8 +58,8 @@ def well(server):
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
                     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=10), inner, max_size=5), max_leaves=20)
 FIELDS = st.sampled_from([
-    "prompt", "messages", "tools", "tool_choice", "logit_bias", "stop", "n", "max_tokens", "stream", "response_format", "structured_outputs",
-    "stream_options", "chat_template_kwargs", "temperature", "seed", "model"])
+    "prompt", "messages", "tools", "tool_choice", "logit_bias", "stop", "n", "max_tokens", "stream", "response_format",
+    "structured_outputs", "stream_options", "chat_template_kwargs", "temperature", "seed", "model"])
 
 
 @FEW
