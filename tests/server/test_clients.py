@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import sys
 import grpc
 import httpx
 import openai
+import pydantic
 import pytest
 from google.protobuf import descriptor_pool, json_format, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
@@ -22,8 +24,6 @@ from jaxserve.server.launch import Background
 MODEL = "smollm2-135m"
 SETTINGS = {"model": MODEL, "max_model_len": 1024, "chunk_tokens": 128, "max_seqs": 8, "pages": 400, "profile": "none"}
 PROTO = pathlib.Path(__file__).parents[2] / "server" / "jaxserve.proto"
-CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}, "people": {"type": "integer"}},
-        "required": ["city", "people"], "additionalProperties": False}
 TOOLS = [{"type": "function", "function": {
     "name": "get_weather", "description": "The weather of a city",
     "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}}}]
@@ -82,6 +82,36 @@ def test_openai_seeds_repeat_and_n_differ(client):
     first, second = (client.completions.create(**ask) for _ in range(2))
     texts = [choice.text for choice in first.choices]
     assert texts == [choice.text for choice in second.choices] and len(set(texts)) == 3
+
+
+class City(pydantic.BaseModel):
+    city: str = pydantic.Field(max_length=20)
+    people: int = pydantic.Field(ge=0, le=10**9)
+
+
+def test_openai_json_schemas_are_obeyed_at_any_temperature(client):
+    ask = {"model": MODEL, "messages": [{"role": "user", "content": "Describe a city in JSON."}], "max_tokens": 200}
+    for seed in range(4):
+        made = client.chat.completions.parse(**ask, temperature=1.5, seed=seed, response_format=City)
+        assert made.choices[0].finish_reason == "stop" and isinstance(made.choices[0].message.parsed, City)
+    made = client.completions.create(model=MODEL, prompt="A date:", max_tokens=40, temperature=1.5,
+                                     extra_body={"structured_outputs": {"regex": r"\d{4}-\d{2}-\d{2}"}})
+    assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", made.choices[0].text)
+
+
+def test_openai_tools_are_called_and_their_results_go_back(client):
+    messages = [{"role": "user", "content": "What is the weather in Paris?"}]
+    ask = {"model": MODEL, "tools": TOOLS, "max_tokens": 100, "temperature": 0}
+    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+        made = client.chat.completions.create(**ask, messages=messages, tool_choice=choice).choices[0]
+        (call,) = made.message.tool_calls
+        assert made.finish_reason == "tool_calls" and set(json.loads(call.function.arguments)) >= {"city"}
+        chunks = client.chat.completions.create(**ask, messages=messages, tool_choice=choice, stream=True)
+        (streamed,) = [found for chunk in chunks for found in chunk.choices[0].delta.tool_calls or ()]
+        assert streamed.function == call.function.model_copy() or streamed.function.arguments == call.function.arguments
+    answer = {"role": "tool", "tool_call_id": call.id, "content": "18 degrees"}
+    made = client.chat.completions.create(**ask, messages=[*messages, made.message.model_dump(exclude_none=True), answer])
+    assert made.choices[0].message.content and made.usage.prompt_tokens > 100
 
 
 def test_openai_errors_have_the_clients_own_types(client):
