@@ -27,6 +27,7 @@ COMMANDS = {                                            # name -> module in `com
     "plan": ("plan", "which mesh of so many GPUs serves a workload best, simulated"),
     "bench engine": ("bench_engine", "measure prefill, decode and the host's work, without a server"),
     "bench serve": ("bench_serve", "measure a server under load"),
+    "soak": ("soak", "everything at once for hours, and what is left afterwards"),
 }
 USAGE = 2                                               # exit code of a command line or a setting at fault
 INTERRUPTED = 130

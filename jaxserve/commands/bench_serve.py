@@ -170,7 +170,7 @@ def _server(values: dict[str, Any]) -> Iterator[str]:
         yield values["target"]
         return
     engine_config(values)                               # so that a mistake is ours to tell
-    flags = [_flag(name, values[name]) for name in ALL if values[name] is not None]
+    flags = [flag(name, values[name]) for name in ALL if values[name] is not None]
     command = [sys.executable, "-m", "jaxserve", "serve", "--port=0", "--http_port=0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -200,7 +200,7 @@ def _credentials(values: dict[str, Any]) -> dict[str, Any]:
     return {"api_key": values["api_key"] or os.environ.get("JAXSERVE_API_KEY") or None, "root_certificates": roots}
 
 
-def _flag(name: str, value: Any) -> str:
+def flag(name: str, value: Any) -> str:
     return f"--{'' if value else 'no'}{name}" if isinstance(value, bool) else f"--{name}={value}"
 
 
