@@ -1,0 +1,241 @@
+"""What the fronts cost: tokens/s and time to first token through gRPC and HTTP, beside the same engine used without them.
+
+    python -m experiments.benchmarks.front --json=front.json
+
+One process holds a tiny model's engine and its server. Callers without a front hand requests to the engine from a thread of that process;
+those over gRPC and HTTP are in a process of their own. Each of so many callers sends its next request when the last one ended. The three
+ways take turns in every round, and a round's ratio is taken within it. How long the server's event loop was held up is measured all along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import json
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from experiments.script import command_line
+from jaxserve.commands.display import table
+from jaxserve.commands.machine import described, machine
+from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.flags import Command
+from jaxserve.llm import open_engine
+from jaxserve.options import Option, make
+from jaxserve.request import Event, Finished, Request, SamplingParams, Token
+from jaxserve.server.launch import Background
+from jaxserve.tokenizer import Tokenizer
+
+OPTIONS = {"front": [
+    Option("concurrency", str, "8,64", "callers at once, as N,N"),
+    Option("rounds", int, 7, "of the three ways in turn", 1),
+    Option("seconds", float, 4.0, "of each measurement", 0.5),
+    Option("model", str, "random:tiny", "a model without weights"),
+    Option("prompt", int, 32, "tokens of a prompt", 1),
+    Option("output", int, 64, "tokens of an output", 2),
+    Option("json", str, None, "file for all figures"),
+]}
+WAYS = ("engine", "grpc", "http")
+TICK = 0.002                                         # seconds between looks at the event loop
+WORKER = "--worker"
+
+
+@dataclasses.dataclass
+class Figures:
+    """Of one measurement. ttft: seconds, median."""
+
+    tokens_per_s: float
+    ttft: float
+    requests: int
+
+
+class Tally:
+    """Tokens and first tokens between two moments."""
+
+    def __init__(self) -> None:
+        self.began, self.tokens, self.firsts = time.perf_counter(), 0, list[float]()
+
+    def figures(self) -> Figures:
+        seconds = time.perf_counter() - self.began
+        return Figures(self.tokens / seconds, float(np.median(self.firsts)) if self.firsts else 0.0, len(self.firsts))
+
+
+class InProcess:
+    """Callers of the engine itself."""
+
+    def __init__(self, engine: Any, prompt: int, output: int):
+        self._engine, self._prompt, self._number = engine, prompt, 0
+        self._sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
+        self._dice = np.random.default_rng(0)
+
+    def measure(self, callers: int, seconds: float) -> Figures:
+        tally, done = Tally(), queue.SimpleQueue[None]()
+        for _ in range(callers):
+            self._submit(tally, done)
+        while time.perf_counter() - tally.began < seconds:
+            done.get()
+            self._submit(tally, done)
+        figures = tally.figures()
+        for _ in range(callers):
+            done.get()
+        return figures
+
+    def _submit(self, tally: Tally, done: queue.SimpleQueue[None]) -> None:
+        sent, first = time.perf_counter(), True
+
+        def sink(events: Sequence[Event]) -> None:
+            nonlocal first
+            for event in events:
+                if isinstance(event, Token):
+                    tally.tokens += 1
+                    if first:
+                        tally.firsts.append(time.perf_counter() - sent)
+                        first = False
+                elif isinstance(event, Finished):
+                    done.put(None)
+
+        self._number += 1
+        prompt = self._dice.integers(3, self._engine.model.vocab, self._prompt)
+        self._engine.submit(Request.make(f"r{self._number}", prompt, self._sampling, vocab=self._engine.model.vocab,
+                                         max_len=self._engine.max_len, arrival=time.monotonic()), sink)
+
+
+async def over_grpc(client: Any, prompt: list[int], output: int, tally: Tally, until: float) -> None:
+    from jaxserve.completion import Delta
+
+    sent, first = time.perf_counter(), True
+    async for event in client.generate(prompt, SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)):
+        if isinstance(event, Delta) and time.perf_counter() < until:
+            tally.tokens += len(event.ids)
+            if first:
+                tally.firsts.append(time.perf_counter() - sent)
+                first = False
+
+
+async def over_http(address: tuple[str, int], prompt: list[int], output: int, tally: Tally, until: float) -> None:
+    """Counts characters: every token of this tokenizer is one, but for those that are none."""
+    body = json.dumps({"prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True, "stream": True}).encode()
+    sent, first = time.perf_counter(), True
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+                 b"content-length: %d\r\n\r\n" % len(body) + body)
+    async for line in reader:
+        if line.startswith(b"data: {") and time.perf_counter() < until:
+            tally.tokens += len(json.loads(line[6:])["choices"][0]["text"])
+            if first:
+                tally.firsts.append(time.perf_counter() - sent)
+                first = False
+    writer.close()
+
+
+async def worker(target: str, port: int, prompt: int, output: int) -> None:
+    """The process of those who call: reads 'way callers seconds' from its input, writes figures."""
+    from jaxserve.server.client import AsyncClient
+
+    loop, dice = asyncio.get_running_loop(), np.random.default_rng(1)
+    async with AsyncClient(target) as client:
+        calls: dict[str, Callable[..., Awaitable[None]]] = {
+            "grpc": functools.partial(over_grpc, client), "http": functools.partial(over_http, ("127.0.0.1", port))}
+        while line := await loop.run_in_executor(None, sys.stdin.readline):
+            way, callers, seconds = line.split()
+            tally = Tally()
+            until = tally.began + float(seconds)
+
+            async def one(call: Callable[..., Awaitable[None]] = calls[way], tally: Tally = tally, until: float = until) -> None:
+                while time.perf_counter() < until:
+                    await call(dice.integers(3, 256, prompt).tolist(), output, tally, until)
+
+            ending = asyncio.gather(*(one() for _ in range(int(callers))))
+            await asyncio.sleep(until - time.perf_counter())
+            figures = tally.figures()
+            await ending
+            print(json.dumps(dataclasses.asdict(figures)), flush=True)
+
+
+class Lag:
+    """How long an event loop was held up beyond what was asked of it, in seconds."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.worst, self._loop = 0.0, loop
+        loop.call_soon_threadsafe(self._look, loop.time())
+
+    def _look(self, due: float) -> None:
+        now = self._loop.time()
+        self.worst = max(self.worst, now - due)
+        self._loop.call_at(now + TICK, self._look, now + TICK)
+
+
+def tokenizer() -> Tokenizer:
+    """A character for every id of the tiny model."""
+    vocabulary = {chr(0x4E00 + id): id for id in range(512)}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, chr(0x4E00)))
+    library.decoder = tokenizers.decoders.Metaspace(prepend_scheme="never")
+    return Tokenizer(library, {})
+
+
+def run(values: dict[str, Any]) -> int:
+    callers = [int(text) for text in values["concurrency"].split(",")]
+    length = 2 * (values["prompt"] + values["output"])
+    config = make(EngineConfig, {"model": values["model"], "max_model_len": length, "max_seqs": max(callers), "prefix_caching": False,
+                                 "pages": 2 + max(callers) * length // 16, "profile": "none"})
+    rounds: list[dict[str, Any]] = []
+    with Background(ServerConfig(port=0, http_port=0), lambda: (open_engine(config, progress=False)[0], tokenizer())) as server:
+        server.wait_ready()
+        inside, lag = InProcess(server.server.front.engine, values["prompt"], values["output"]), Lag(server._loop)
+        command = [sys.executable, "-m", "experiments.benchmarks.front", WORKER, server.target, str(server.server.ports["http"]),
+                   str(values["prompt"]), str(values["output"])]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as outside:
+            def measure(way: str, count: int, seconds: float) -> Figures:
+                if way == "engine":
+                    return inside.measure(count, seconds)
+                assert outside.stdin is not None and outside.stdout is not None
+                print(way, count, seconds, file=outside.stdin, flush=True)
+                return Figures(**json.loads(outside.stdout.readline()))
+
+            for way in WAYS:
+                measure(way, max(callers), 1.0)
+            lag.worst = 0.0
+            for number in range(values["rounds"]):
+                for count in callers:
+                    order = WAYS[number % 3:] + WAYS[: number % 3]
+                    rounds.append({"callers": count, **{way: dataclasses.asdict(measure(way, count, values["seconds"])) for way in order}})
+            outside.stdin.close()                        # type: ignore[union-attr]
+    print(report(rounds, lag.worst))
+    if values["json"]:
+        Path(values["json"]).write_text(json.dumps({"machine": machine(), "flags": values, "rounds": rounds, "lag": lag.worst}, indent=1))
+    return 0
+
+
+def report(rounds: Sequence[dict[str, Any]], lag: float) -> str:
+    rows = []
+    for count in sorted({found["callers"] for found in rounds}):
+        for way in WAYS:
+            mine = [found for found in rounds if found["callers"] == count]
+            speed, wait = ([found[way][name] for found in mine] for name in ("tokens_per_s", "ttft"))
+            ratios = [[found[way][name] / found["engine"][name] for found in mine] for name in ("tokens_per_s", "ttft")]
+            rows.append([f"{count} callers, {way}", f"{np.median(speed):.0f}", _spread(ratios[0]), f"{1000 * np.median(wait):.1f}",
+                         _spread(ratios[1])])
+    headers = ["", "tokens/s", "to the engine", "TTFT ms", "to the engine"]
+    return "\n".join([described(machine()), "", table(headers, rows), "", f"the event loop was held up {1000 * lag:.1f} ms at most"])
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    return f"{np.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+COMMAND = Command(OPTIONS, run, __doc__.partition("\n")[2])
+
+if __name__ == "__main__":
+    if WORKER in sys.argv:
+        asyncio.run(worker(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])))
+    else:
+        sys.exit(command_line("front", "what the fronts cost", COMMAND, sys.argv[1:]))
