@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import jaxserve
 from jaxserve.config import ConfigError
+from jaxserve.config_file import printed
 from jaxserve.flags import Command, UsageError, help_of, parse
 from jaxserve.request import RequestError
 
@@ -77,12 +78,24 @@ def overview() -> str:
 
 def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
     logging.basicConfig(format="%(levelname).1s %(asctime)s %(name)s: %(message)s")
+    origins: dict[str, str] = {}
     try:
-        return command.run(parse(command, arguments))
+        values = parse(command, arguments)
+        origins = values.origins
+        if values.get("print_config"):
+            print(printed(command.options, values, origins))
+            return 0
+        return command.run(values)
     except UsageError as error:
         return _say(name, str(error))
     except (ConfigError, RequestError) as error:
-        return _say(name, ("--" if error.field in command.options else "") + str(error))
+        return _say(name, _place(error.field, command, origins) + str(error))
+
+
+def _place(field: str, command: Command, origins: dict[str, str]) -> str:
+    """Where the setting at fault is from: before its name."""
+    origin = origins.get(field, "--")
+    return "" if field not in command.options else "--" if origin.startswith("--") else f"{origin}: "
 
 
 def _named(arguments: list[str]) -> tuple[str, list[str]]:

@@ -23,7 +23,7 @@ HOST = {
     2: ("cache", "transfer"), 3: ("scheduling",), 4: ("cluster",), 5: ("simulate",),
 }
 DEVICE = {1: ("kernels",), 2: ("sharding",), 3: ("models",), 4: ("weights",), 5: ("engine",)}
-DOORS = {6: ("options", "flags", "server", "llm", "bench", "commands", "cli", "__main__")}
+DOORS = {6: ("options", "config_file", "flags", "server", "llm", "bench", "commands", "cli", "__main__")}
 PLACE = {room: (floor, place) for tower in (HOST, DEVICE, DOORS) for floor, rooms in tower.items() for place, room in enumerate(rooms)}
 HOST_ROOMS, DEVICE_ROOMS = ({room for rooms in tower.values() for room in rooms} for tower in (HOST, DEVICE))
 
@@ -151,20 +151,28 @@ def test_axis_names_have_one_home():
             assert not literals & AXES, f"{module.name} spells out {literals & AXES}"
 
 
-UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "torch", "yaml"}
+UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "torch"}
 UNSAFE_MEMBERS = {"os.system", "os.popen", "jinja2.Environment", "jinja2.environment.Environment"}
+SAFE_YAML = {"yaml.safe_load", "yaml.safe_dump", "yaml.parse", "yaml.SafeLoader", "yaml.YAMLError", "yaml.MarkedYAMLError"}   # and events
 UNSAFE_ARGUMENTS = {"allow_pickle", "shell", "trust_remote_code"}
 UNSAFE_NAMES = {"eval", "exec", "compile", "__import__"}
+
+
+def unsafe_yaml(name: str) -> bool:
+    """Whether a member of yaml may make objects of a file's choosing."""
+    return name.startswith("yaml.") and name not in SAFE_YAML and not name.endswith("Event")
 
 
 def faults(module: Module) -> Iterator[str]:
     """What could turn data into running code."""
     yield from (f"imports {name}" for name in module.imports() if name.split(".")[0] in UNSAFE_MODULES)
-    yield from (f"imports {name}" for name in module.imports() if name in UNSAFE_MEMBERS)
+    yield from (f"imports {name}" for name in module.imports() if name in UNSAFE_MEMBERS or unsafe_yaml(name))
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Name) and node.id in UNSAFE_NAMES:
             yield f"uses {node.id}"
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in UNSAFE_MEMBERS:
+        if isinstance(node, ast.alias) and node.name == "yaml" and node.asname:
+            yield f"calls yaml {node.asname}"
+        if isinstance(node, ast.Attribute) and (ast.unparse(node) in UNSAFE_MEMBERS or unsafe_yaml(ast.unparse(node))):
             yield f"uses {ast.unparse(node)}"
         if isinstance(node, ast.keyword) and node.arg in UNSAFE_ARGUMENTS and ast.unparse(node.value) != "False":
             yield f"gives {node.arg}"
@@ -173,10 +181,18 @@ def faults(module: Module) -> Iterator[str]:
 @pytest.mark.parametrize("source", [
     "import pickle", "from pickle import loads", "import torch", "def f():\n  import marshal", "eval('1')", "f = exec", "os.system('ls')",
     "np.load(f, allow_pickle=True)", "subprocess.run('ls', shell=True)", "from jinja2 import Environment", "jinja2.Environment()",
+    "yaml.load(f, Loader=yaml.SafeLoader)", "yaml.unsafe_load(f)", "yaml.full_load(f)", "f(Loader=yaml.UnsafeLoader)",
+    "from yaml import load", "from yaml import *", "import yaml as y", "from yaml.loader import Loader", "import yaml.constructor",
+    "yaml.loader.Loader(f)",
 ])
 def test_what_could_run_code_is_recognised(source, tmp_path):
     (tmp_path / "m.py").write_text(source)
     assert list(faults(Module("m", tmp_path / "m.py")))
+
+
+def test_the_safe_part_of_yaml_is_no_fault(tmp_path):
+    (tmp_path / "m.py").write_text("import yaml\nyaml.safe_load(t)\ne = yaml.parse(t, Loader=yaml.SafeLoader)\nf = yaml.AliasEvent")
+    assert not list(faults(Module("m", tmp_path / "m.py")))
 
 
 def test_nothing_that_is_loaded_can_run_code():
