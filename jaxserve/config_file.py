@@ -195,7 +195,8 @@ def _checked(option: Option, value: Any) -> Any:
     if value is None and option.default is None:
         return None
     kind: type = str if option.kind is MeshConfig else option.kind
-    right = type(value) is kind and (kind is not tuple or all(isinstance(part, str) for part in value))
+    parts = value if isinstance(value, tuple) else ()
+    right = type(value) is kind and all(isinstance(part, str) for part in parts)
     if not right:
         raise ValueError(f"must be {WORDS[option.kind]}, not {value!a:.100}")
     if option.choices and value not in option.choices:
