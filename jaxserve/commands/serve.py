@@ -22,12 +22,13 @@ on a line of its own. SIGTERM and Ctrl-C let running requests finish.
 
 def run(values: dict[str, Any]) -> int:
     from jaxserve.llm import open_engine
+    from jaxserve.server import logs
     from jaxserve.server.launch import Server, check_host, serve
 
-    logging.getLogger("jaxserve").setLevel(logging.INFO)
+    engine, server = engine_config(values), server_config(values)
+    logs.setup(server.log_format, server.log_level)
     if sys.stderr.isatty():                             # a bar shows what is compiled
         logging.getLogger("jaxserve.engine.programs").setLevel(logging.WARNING)
-    engine, server = engine_config(values), server_config(values)
     check_host(server)
 
     def listening(started: Server) -> None:

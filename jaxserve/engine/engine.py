@@ -379,7 +379,7 @@ class Engine:
             try:
                 caller.sink(mine)
             except Exception:
-                log.exception("the sink of request %r failed", request_id)
+                log.exception("the sink of request %r failed", request_id, extra={"request_id": request_id})
                 caller.sink = lambda events: None
                 self._end(request_id, "cancelled", None)
 
