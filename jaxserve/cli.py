@@ -21,6 +21,7 @@ COMMANDS = {                                            # name -> module in `com
     "generate": ("generate", "complete prompts in this process"),
     "demo": ("demo", "serve a small model on a mesh of twelve CPU devices and talk to it"),
     "fetch": ("fetch", "download a model into the cache folder"),
+    "doctor": ("doctor", "look whether serving with these flags would work here, and how fast"),
     "profile": ("profile", "measure what steps cost here, for the scheduler's predictions"),
     "simulate": ("simulate", "what a model on so many GPUs would make of a workload, simulated"),
     "plan": ("plan", "which mesh of so many GPUs serves a workload best, simulated"),

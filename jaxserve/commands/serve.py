@@ -7,6 +7,7 @@ import os
 import sys
 from typing import Any
 
+from jaxserve.commands.forecast import launch_lines
 from jaxserve.commands.settings import SERVER, engine_config, engine_groups, server_config
 from jaxserve.flags import Command
 
@@ -36,7 +37,10 @@ def run(values: dict[str, Any]) -> int:
         log.info("loading %s on %s", engine.source.model, engine.mesh)
 
     def build() -> tuple[Any, Any]:
-        return open_engine(engine, progress=sys.stderr.isatty(), warm_up=True)
+        built, tokenizer = open_engine(engine, progress=sys.stderr.isatty(), warm_up=True)
+        for line in launch_lines(built):
+            log.info(line)
+        return built, tokenizer
 
     if not serve(server, build, listening):             # stopped while it was building: compiling cannot be interrupted
         os._exit(0)

@@ -142,6 +142,10 @@ class Scheduler:
             ahead = np.where(SHORTER * ahead >= own, np.minimum(ahead, beside), ahead)
         return begun + float(ahead.sum()) / self.predictor.mesh.kvp + own + self._passage(sequence.target)
 
+    def alone(self, prompt: int) -> float:
+        """Predicted seconds to the first token of a prompt of so many that has the replica to itself."""
+        return self._work(0, prompt) + self._passage(prompt)
+
     def _passage(self, prompt: int) -> float:
         """Seconds that the last chunk of a prompt takes through the stages after the first."""
         chunk = min(prompt, self.config.chunk_tokens)
