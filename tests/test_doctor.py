@@ -176,7 +176,7 @@ def test_a_driver_that_hangs_is_reported_in_time(interpreter, tmp_path):
 
 def test_a_library_that_crashes_is_quoted(interpreter):
     interpreter("echo 'RuntimeError: no driver' >&2; exit 3")
-    with pytest.raises(NoDevices, match="exit code 3.*no driver"):
+    with pytest.raises(NoDevices, match=r"exit code 3.*no driver"):
         look(1, 10.0)
 
 

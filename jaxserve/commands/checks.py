@@ -50,8 +50,8 @@ def libraries() -> Iterator[Check]:
             yield Check(name, FAULT, "is not installed", f"pip install '{name}>={needed}'")
             continue
         numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
-        yield Check(name, OK, found) if numbers >= least else Check(name, FAULT, f"{found} is older than {needed}",
-                                                                     f"pip install --upgrade '{name}>={needed}'")
+        old = Check(name, FAULT, f"{found} is older than {needed}", f"pip install --upgrade '{name}>={needed}'")
+        yield Check(name, OK, found) if numbers >= least else old
 
 
 def ports(config: ServerConfig) -> Iterator[Check]:
@@ -69,7 +69,8 @@ def _port(name: str, host: str, port: int) -> Check:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(address)
     except OSError as error:
-        return Check(name, FAULT, f"cannot listen on {host}:{port}: {error.strerror}", f"end what listens there, or choose another --{name}")
+        said = f"cannot listen on {host}:{port}: {error.strerror}"
+        return Check(name, FAULT, said, f"end what listens there, or choose another --{name}")
     return Check(name, OK, f"{host}:{port} is free" if port else "a free one is taken")
 
 

@@ -1,4 +1,4 @@
-"""`jaxserve doctor`: whether `jaxserve serve` with the same flags would work here, and how fast it would be; nothing is loaded or compiled."""
+"""`jaxserve doctor`: whether `jaxserve serve` with the same flags would work here, and how fast. Nothing is loaded or compiled."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from jaxserve.flags import Command
 from jaxserve.options import Option
 
 ABOUT = """\
-Takes the flags of `jaxserve serve`, and looks at what these need: settings, versions, devices, memory, model files, ports, folders. The exit \
-code is 1 where something is at fault, else 0. Devices are asked in a process of its own, which may take --patience seconds.
+Takes the flags of `jaxserve serve`, and looks at what these need: settings, versions, devices, memory, model files, ports, folders. The \
+exit code is 1 where something is at fault, else 0. Devices are asked in a process of its own, which may take --patience seconds.
 
   jaxserve doctor --model=smollm2-135m --mesh=tp=3
 """
@@ -126,11 +126,17 @@ def _devices(patient: Patient, limit: float) -> Iterator[Check]:
     if found.platform == "cpu" and NVIDIA.exists():
         yield Check("GPU", WARNING, "there is one of NVIDIA's, and JAX does not see it", "pip install --upgrade 'jax[cuda13]'")
     if found.platform == "gpu":
-        advice = "pip install --upgrade 'jax[cuda13]'" if "jax" in (found.lacks or "") else "it works, slower, in XLA's plain form"
-        yield Check("kernels", WARNING, f"not the ones for Hopper: {found.lacks}", advice) if found.lacks else Check("kernels", OK, "Hopper")
+        yield _kernels(found.lacks)
     enough = found.count >= mesh.devices
     yield Check("mesh", OK if enough else FAULT, f"{mesh} needs {mesh.devices} of {found.count}",
                 "" if enough else "choose smaller degrees with --mesh")
+
+
+def _kernels(lacks: str | None) -> Check:
+    if lacks is None:
+        return Check("kernels", OK, "those for Hopper")
+    advice = "pip install --upgrade 'jax[cuda13]'" if "jax" in lacks else "it works, slower, in XLA's plain form"
+    return Check("kernels", WARNING, f"not those for Hopper: {lacks}", advice)
 
 
 def _model(patient: Patient) -> Iterator[Check]:
@@ -183,10 +189,11 @@ def _memory(patient: Patient) -> Iterator[Check]:
     from jaxserve.engine.sizes import sizes
 
     assert patient.engine is not None
-    plan, mesh, found, needed = patient.plan, patient.engine.mesh, patient.devices, sizes(patient.plan)
-    on_cpu = found is None or found.memory is None
+    plan, mesh, needed = patient.plan, patient.engine.mesh, sizes(patient.plan)
+    memory = patient.devices.memory if patient.devices else None
+    on_cpu = memory is None
     size = needed.total * (mesh.devices if on_cpu else 1)
-    room = checks.memory_available() if on_cpu else found.memory      # type: ignore[union-attr]
+    room = checks.memory_available() if memory is None else memory
     state = OK if size <= FULL * room else WARNING if size <= room else FAULT
     where = f"RAM for all {mesh.devices} devices" if on_cpu and mesh.devices > 1 else "RAM" if on_cpu else "each device"
     yield Check("memory", state, f"{forecast.gib(size)} of {forecast.gib(room)} in {where}; a device holds {forecast.memory(needed)}",

@@ -47,7 +47,8 @@ def build(config: EngineConfig, progress: bool = True, warm_up: bool = True, pro
     stored = f"{config.source.dtype} {plan.kv_dtype}"
     cache = CacheManager(sized, config.mesh.kvp, plan.slots, str(checkpoint.config), stored,
                          stripe=config.scheduler.stripe(config.cache.block_size))
-    engine = Engine(config, stages, Scheduler(config.scheduler, cache, config.mesh, max_length(config, model), model.eos_ids), model.eos_ids)
+    scheduler = Scheduler(config.scheduler, cache, config.mesh, max_length(config, model), model.eos_ids)
+    engine = Engine(config, stages, scheduler, model.eos_ids)
     if profiled and (profile := profile_for(engine, progress)):
         _use(engine, profile)
     return engine
