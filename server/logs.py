@@ -85,8 +85,8 @@ class Json(logging.Formatter):
     """An object on a line: time, level, logger, message, request_id, trace_id, what else is known, and exception."""
 
     def format(self, record: logging.LogRecord) -> str:
-        told: dict[str, Any] = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name, "message": _message(record)}
-        told |= _about(record)
+        told: dict[str, Any] = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name}
+        told |= {"message": _message(record), **_about(record)}
         if faults := _faults(record):
             told["exception"] = "\n".join(faults)
         return json.dumps({**told, **_fields(record)}, default=str)
