@@ -215,11 +215,18 @@ class EngineConfig(Checked):
 class ServerConfig(Checked):
     host: str = option("127.0.0.1", "address to listen on; addresses beyond loopback need insecure=true until authentication exists")
     port: int = option(8470, "gRPC port; 0 takes a free one", low=0, high=65535)
-    metrics_port: int | None = option(None, "port of /metrics for Prometheus, over HTTP on the same address; 0 takes a free one and logs "
-                                            "which; default: none", low=0, high=65535)
+    http_port: int | None = option(8000, "HTTP port: OpenAI protocol, /metrics, live page; 0 takes a free one", low=0, high=65535)
+    admin_port: int | None = option(None, "HTTP port for operators: drain, caches, logs, profiles; 0 takes a free one; default: none",
+                                    low=0, high=65535)
     insecure: bool = option(False, "allow a non-loopback address without authentication")
     reflection: bool = option(True, "serve gRPC reflection")
     max_message_mib: int = option(256, "largest gRPC message, in MiB", low=1, high=2047)
+    max_body_mib: int = option(64, "largest body over HTTP, in MiB", low=1, high=2047)
+    max_header_kib: int = option(32, "largest header over HTTP, in KiB", low=1, high=1024)
+    max_connections: int = option(4096, "HTTP connections at once", low=1)
+    header_timeout: float = option(10.0, "seconds an HTTP client has for its header", low=0.1)
+    body_timeout: float = option(60.0, "seconds an HTTP client has for its body", low=0.1)
+    keep_alive: float = option(30.0, "seconds an idle HTTP connection is kept", low=1)
     drain_timeout: float = option(30.0, "seconds that running requests have to finish after SIGTERM", low=0)
     stall_timeout: float = option(30.0, "seconds a client may leave its stream unread before its request is aborted", low=1)
     progress_interval: float = option(5.0, "most seconds between events of a stream", low=0.1, high=10)

@@ -13,7 +13,7 @@ from jaxserve.completion import Completion, Gathered, Output
 from jaxserve.request import RequestError, SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server import jaxserve_pb2_grpc as rpc
-from jaxserve.server.convert import Prompt, generate_message, output_of, set_prompt
+from jaxserve.server.convert import Given, generate_message, output_of, set_prompt
 from jaxserve.server.door import FIELD_KEY, REASON_KEY, RICH_KEY
 
 OPTIONS = [                                             # pings through minutes of prefill, not more often than the server lets
@@ -61,7 +61,7 @@ class Client:
     def close(self) -> None:
         self._calls.channel.close()
 
-    def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, *, timeout: float | None = None,
+    def generate(self, prompt: Given, sampling: SamplingParams | None = None, *, timeout: float | None = None,
                  **fields: Any) -> Iterator[Output]:
         """Events as they come: Accepted, Progress, Delta, Finished. Sent when the first is asked for; closing the iterator aborts it.
 
@@ -77,7 +77,7 @@ class Client:
         finally:
             call.cancel()
 
-    def complete(self, prompt: Prompt, sampling: SamplingParams | None = None, *, timeout: float | None = None,
+    def complete(self, prompt: Given, sampling: SamplingParams | None = None, *, timeout: float | None = None,
                  **fields: Any) -> list[Completion]:
         """The n completions, whole. Arguments and errors as for `generate`."""
         gathered = Gathered(_ids_of(prompt))
@@ -85,7 +85,7 @@ class Client:
             gathered.add(output)
         return gathered.completions()
 
-    def tokenize(self, prompt: Prompt, special: bool = True) -> list[int]:
+    def tokenize(self, prompt: Given, special: bool = True) -> list[int]:
         return list(self._call(self._calls.inference.Tokenize, _tokenize_message(prompt, special)).ids)
 
     def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -142,7 +142,7 @@ class AsyncClient:
     async def close(self) -> None:
         await self._calls.channel.close()
 
-    async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, *, timeout: float | None = None,
+    async def generate(self, prompt: Given, sampling: SamplingParams | None = None, *, timeout: float | None = None,
                        **fields: Any) -> AsyncIterator[Output]:
         """As `Client.generate`. To abort: cancel the task, or `aclose` the iterator."""
         call = self._calls.inference.Generate(generate_message(prompt, sampling, **fields), timeout=timeout)
@@ -154,14 +154,14 @@ class AsyncClient:
         finally:
             call.cancel()
 
-    async def complete(self, prompt: Prompt, sampling: SamplingParams | None = None, *, timeout: float | None = None,
+    async def complete(self, prompt: Given, sampling: SamplingParams | None = None, *, timeout: float | None = None,
                        **fields: Any) -> list[Completion]:
         gathered = Gathered(_ids_of(prompt))
         async for output in self.generate(prompt, sampling, timeout=timeout, **fields):
             gathered.add(output)
         return gathered.completions()
 
-    async def tokenize(self, prompt: Prompt, special: bool = True) -> list[int]:
+    async def tokenize(self, prompt: Given, special: bool = True) -> list[int]:
         return list((await self._call(self._calls.inference.Tokenize, _tokenize_message(prompt, special))).ids)
 
     async def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -191,7 +191,7 @@ def _ids_of(prompt: Any) -> Sequence[int]:
     return () if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)) else prompt
 
 
-def _tokenize_message(prompt: Prompt, special: bool) -> pb.TokenizeRequest:
+def _tokenize_message(prompt: Given, special: bool) -> pb.TokenizeRequest:
     message = pb.TokenizeRequest(special=special)
     set_prompt(message, prompt)
     return message

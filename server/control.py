@@ -7,20 +7,19 @@ from typing import Any
 import grpc
 
 import jaxserve
-from jaxserve.config import ServerConfig
 from jaxserve.request import RequestError
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.service import STARTING, Inference
+from jaxserve.server.front import STARTING, Front
 
 SCHEMA_REVISION = 1
 
 
 class Control:
-    def __init__(self, inference: Inference, config: ServerConfig):
-        self._inference, self._config = inference, config
+    def __init__(self, front: Front):
+        self._front = front
 
     async def Abort(self, message: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        streams = self._inference.streams
+        streams = self._front.streams
         match message.WhichOneof("target"):
             case "request_id":
                 if message.request_id not in streams:
@@ -33,7 +32,7 @@ class Control:
         return pb.AbortResponse(aborted=sum(self._engine().cancel(id) for id in ids))
 
     async def GetModelInfo(self, message: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetModelInfoResponse:
-        engine, tokenizer = self._engine(), self._inference.tokenizer
+        engine, tokenizer = self._engine(), self._front.tokenizer
         model, config = engine.model, engine.config
         return pb.GetModelInfoResponse(
             model=config.source.model, max_len=engine.max_len, vocab=model.vocab, eos_ids=model.eos_ids, bos_id=model.bos_id,
@@ -43,9 +42,9 @@ class Control:
 
     async def GetServerInfo(self, message: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetServerInfoResponse:
         info = pb.GetServerInfoResponse(
-            version=jaxserve.__version__, schema_revision=SCHEMA_REVISION, state=self._inference.state,
-            max_message_bytes=self._config.max_message_mib << 20)
-        engine = self._inference.engine
+            version=jaxserve.__version__, schema_revision=SCHEMA_REVISION, state=self._front.state,
+            max_message_bytes=self._front.config.max_message_mib << 20)
+        engine = self._front.engine
         if engine is not None:
             mesh, scheduler = engine.config.mesh, engine.config.scheduler
             info.mesh.CopyFrom(pb.GetServerInfoResponse.Mesh(spp=mesh.spp, kvp=mesh.kvp, tp=mesh.tp))
@@ -59,6 +58,6 @@ class Control:
         return pb.GetLoadResponse(**{field.name: getattr(load, field.name) for field in pb.GetLoadResponse.DESCRIPTOR.fields})
 
     def _engine(self) -> Any:
-        if self._inference.engine is None:
+        if self._front.engine is None:
             raise RequestError("", f"the server is {STARTING}", "UNAVAILABLE")
-        return self._inference.engine
+        return self._front.engine

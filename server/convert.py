@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 
 from jaxserve.completion import Delta, Output
-from jaxserve.request import Accepted, Finished, Logprobs, Progress, RequestError, SamplingParams, Slo, Timing, Usage
+from jaxserve.request import Accepted, Finished, Logprobs, Progress, Request, RequestError, SamplingParams, Slo, Timing, Usage
 from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.front import Ask
+from jaxserve.server.prompts import Chat, Prompt, Text
 
-MAX_SALT_CHARS = 1024
-MAX_MESSAGES = 10_000
-CHARS_PER_TOKEN = 128                                   # text longer than this times the model's limit is refused before it is read
-
-Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, str]]
+Given = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, str]]           # a prompt as Python callers write it
 
 
 def sampling_of(message: pb.SamplingParams) -> SamplingParams:
@@ -25,60 +23,37 @@ def sampling_of(message: pb.SamplingParams) -> SamplingParams:
 
 
 def slo_of(message: pb.Slo) -> Slo:
-    ttft, tpot = (_seconds(f"slo.{name}", getattr(message, name)) if message.HasField(name) else None for name in ("ttft_ms", "tbt_ms"))
+    ttft, tpot = (seconds_of(f"slo.{name}", getattr(message, name)) if message.HasField(name) else None for name in ("ttft_ms", "tbt_ms"))
     return Slo(ttft, tpot, message.class_name or None)
 
 
-def salt_of(message: pb.KvOptions) -> str:
-    if len(message.cache_salt) > MAX_SALT_CHARS:
-        raise RequestError("kv.cache_salt", f"has {len(message.cache_salt)} characters; the limit is {MAX_SALT_CHARS}")
-    return message.cache_salt
+def ask_of(message: pb.GenerateRequest, timeout: float | None) -> Ask:
+    """timeout: seconds that the caller waits. Errors: RequestError."""
+    return Ask(
+        prompt_of(message), sampling_of(message.sampling), message.request_id, message.model, slo_of(message.slo), message.slo.priority,
+        message.kv.cache_salt, message.kv.bypass_prefix_cache, timeout, message.ids_only)
 
 
-def prompt_of(message: Any, tokenizer: Any, max_len: int) -> Sequence[int] | np.ndarray:
-    """Token ids of a request's prompt. Long ones take time. Errors: RequestError; FAILED_PRECONDITION where there is no tokenizer."""
-    kind = message.WhichOneof("prompt")
-    if kind is None:
-        raise RequestError("prompt", "is missing")
-    if kind == "token_ids":
-        ids = message.token_ids.ids
-        return ids if len(ids) >= max_len else np.fromiter(ids, np.int32, len(ids))
-    if tokenizer is None:
-        raise RequestError("prompt", "this model has no tokenizer: send token ids", "FAILED_PRECONDITION")
-    if kind == "text":
-        _check_text("prompt", len(message.text), max_len)
-        return tokenizer.encode(message.text, special=getattr(message, "special", True))
-    return tokenizer.chat(_messages_of(message.chat, max_len))
+def prompt_of(message: Any) -> Prompt:
+    """The prompt of a GenerateRequest or a TokenizeRequest. Errors: RequestError where there is none."""
+    match message.WhichOneof("prompt"):
+        case "token_ids":
+            return message.token_ids.ids
+        case "text":
+            return Text(message.text, getattr(message, "special", True))
+        case "chat":
+            return Chat([{"role": m.role, "content": m.content} for m in message.chat.messages])
+    raise RequestError("prompt", "is missing")
 
 
-def prompt_chars(message: Any) -> int:
-    """How long reading the prompt may take, in characters."""
-    if message.HasField("text"):
-        return len(message.text)
-    return sum(len(m.content) for m in message.chat.messages)
-
-
-def _messages_of(chat: pb.Chat, max_len: int) -> list[dict[str, str]]:
-    if not chat.messages:
-        raise RequestError("messages", "is empty")
-    if len(chat.messages) > MAX_MESSAGES:
-        raise RequestError("messages", f"has {len(chat.messages)} entries; the limit is {MAX_MESSAGES}")
-    _check_text("messages", sum(len(m.content) for m in chat.messages), max_len)
-    return [{"role": m.role, "content": m.content} for m in chat.messages]
-
-
-def _check_text(name: str, chars: int, max_len: int) -> None:
-    if chars > CHARS_PER_TOKEN * max_len:
-        raise RequestError(name, f"has {chars} characters; the limit is {CHARS_PER_TOKEN} for each of the model's {max_len} tokens")
-
-
-def _seconds(name: str, ms: float) -> float:
+def seconds_of(name: str, ms: float) -> float:
+    """Milliseconds of a message in seconds. Errors: RequestError."""
     if not (math.isfinite(ms) and ms > 0):
         raise RequestError(name, f"must be a number of milliseconds above 0, not {ms}")
     return ms / 1000
 
 
-def event_message(request_id: str, prompt_tokens: int, output: Output) -> pb.GenerateEvent:
+def event_message(request: Request, output: Output) -> pb.GenerateEvent:
     match output:
         case Delta():
             token = pb.Token(index=output.index, ids=output.ids, text=output.text, logprobs=map(logprobs_message, output.logprobs))
@@ -88,7 +63,7 @@ def event_message(request_id: str, prompt_tokens: int, output: Output) -> pb.Gen
                 index=output.index, prefilled=output.prefilled, total=output.total, predicted_ttft=output.ttft))
         case Accepted():
             return pb.GenerateEvent(accepted=pb.Accepted(
-                request_id=request_id, queue_position=output.queue_position, prompt_tokens=prompt_tokens,
+                request_id=request.id, queue_position=output.queue_position, prompt_tokens=len(request.prompt),
                 predicted_ttft=output.predicted_ttft))
         case Finished():
             return pb.GenerateEvent(finished=_finished_message(output))
@@ -140,7 +115,7 @@ def _logprobs_of(message: pb.Logprobs) -> Logprobs | None:
     return Logprobs(message.chosen, tuple((top.id, top.logprob) for top in message.top))
 
 
-def generate_message(prompt: Prompt, sampling: SamplingParams | None, **fields: Any) -> pb.GenerateRequest:
+def generate_message(prompt: Given, sampling: SamplingParams | None, **fields: Any) -> pb.GenerateRequest:
     """A request to send: text, token ids or chat messages. Only what differs from the defaults is set."""
     message = pb.GenerateRequest(**fields)
     set_prompt(message, prompt)
@@ -149,7 +124,7 @@ def generate_message(prompt: Prompt, sampling: SamplingParams | None, **fields: 
     return message
 
 
-def set_prompt(message: Any, prompt: Prompt) -> None:
+def set_prompt(message: Any, prompt: Given) -> None:
     if isinstance(prompt, str):
         message.text = prompt
     elif len(prompt) and isinstance(prompt[0], Mapping):

@@ -22,10 +22,15 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.request import RequestError
 from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.admin import application as operators
 from jaxserve.server.control import Control
 from jaxserve.server.door import CONTROL_LIMIT, handlers
-from jaxserve.server.scrape import Scrape
-from jaxserve.server.service import DRAINING, SERVING, STARTING, Inference
+from jaxserve.server.front import DRAINING, SERVING, STARTING, Front
+from jaxserve.server.http import Gate, Listener
+from jaxserve.server.openai.app import OPEN_PATHS
+from jaxserve.server.openai.app import application as users
+from jaxserve.server.probe import Probe
+from jaxserve.server.service import Inference
 
 log = logging.getLogger(__name__)
 SERVICES = {name: pb.DESCRIPTOR.services_by_name[name] for name in ("Inference", "Control")}
@@ -61,17 +66,18 @@ def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
 
 
 class Server:
-    """A server on the running event loop. `port` is the one it listens on; `scrape` serves its metrics, if it has a port for them."""
+    """A server on the running event loop. `ports` are those it listens on: grpc, http, admin, those it has."""
 
     def __init__(self, config: ServerConfig):
         check_host(config)
-        self.config, self.inference, self.port = config, Inference(config), 0
-        self.scrape: Scrape | None = None
+        self.config, self.front = config, Front(config)
+        self.ports: dict[str, int] = {}
+        self._listeners: list[Listener] = []
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(options=channel_options(config))
         self._server.add_generic_rpc_handlers((
-            handlers(self.inference, SERVICES["Inference"], config.max_message_mib << 20),
-            handlers(Control(self.inference, config), SERVICES["Control"], CONTROL_LIMIT),
+            handlers(Inference(self.front), SERVICES["Inference"], config.max_message_mib << 20),
+            handlers(Control(self.front), SERVICES["Control"], CONTROL_LIMIT),
         ))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = [service.full_name for service in SERVICES.values()]
@@ -83,52 +89,57 @@ class Server:
         host = f"[{self.config.host.strip('[]')}]" if ":" in self.config.host else self.config.host
         await self._tell_health()
         try:
-            self.port = self._server.add_insecure_port(f"{host}:{self.config.port}")
+            self.ports["grpc"] = self._server.add_insecure_port(f"{host}:{self.config.port}")
         except RuntimeError:
             raise ConfigError("port", f"cannot listen on {host}:{self.config.port}: is it taken?") from None
-        if self.config.metrics_port is not None:
-            self.scrape = Scrape(self.config.host, self.config.metrics_port)
-            log.info("metrics on http://%s:%d/metrics", host, self.scrape.port)
+        config, anybody = self.config, lambda given: None
+        http = Gate(users(self.front, Probe(self.front)), config, anybody, OPEN_PATHS)
+        admin = Gate(operators(self.front), config, anybody, frozenset())
+        for name, app, port in (("http", http, config.http_port), ("admin", admin, config.admin_port)):
+            if port is not None:
+                listener = Listener(app, config, f"{name}_port", port)
+                self._listeners.append(listener)
+                self.ports[name] = listener.port
+        for listener in self._listeners:
+            await listener.start()
         await self._server.start()
         self._watcher = asyncio.create_task(self._watch())
 
     async def open(self, engine: Any, tokenizer: Any) -> None:
-        self.inference.open(engine, tokenizer)
-        if self.scrape is not None:
-            self.scrape.registry = engine.metrics.registry
+        self.front.open(engine, tokenizer)
         await self._tell_health()
-        log.info("serving on %s:%d", self.config.host, self.port)
+        log.info("serving on %s: %s", self.config.host, ", ".join(f"{name} {port}" for name, port in self.ports.items()))
 
     async def drain(self) -> None:
         """Takes no new requests, gives the running ones `drain_timeout`, ends the rest with UNAVAILABLE."""
-        self.inference.state = DRAINING
+        self.front.state = DRAINING
         await self._tell_health()
-        if self.inference.streams:
-            log.info("draining: %d requests have %g s to finish", len(self.inference.streams), self.config.drain_timeout)
+        if self.front.streams:
+            log.info("draining: %d requests have %g s to finish", len(self.front.streams), self.config.drain_timeout)
         deadline = asyncio.get_running_loop().time() + self.config.drain_timeout
-        while self.inference.streams and asyncio.get_running_loop().time() < deadline:
+        while self.front.streams and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
-        left = self.inference.abort_all(RequestError("", "the server is shutting down", "UNAVAILABLE"))
+        left = self.front.abort_all(RequestError("", "the server is shutting down", "UNAVAILABLE"))
         if left:
             log.warning("%d requests were aborted", left)
 
     async def stop(self) -> None:
         self._watcher.cancel()
         await self._server.stop(STOP_SECONDS)
-        if self.scrape is not None:
-            await asyncio.to_thread(self.scrape.close)
+        for listener in self._listeners:
+            await listener.stop()
 
     async def _watch(self) -> None:
         period = min(0.25, self.config.progress_interval / 4)
         while True:
             await asyncio.sleep(period)
-            before = self.inference.state
-            self.inference.watch()
-            if self.inference.state != before:
+            before = self.front.state
+            self.front.watch()
+            if self.front.state != before:
                 await self._tell_health()
 
     async def _tell_health(self) -> None:
-        serving = self.inference.state == SERVING
+        serving = self.front.state == SERVING
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *self._names):
             await self._health.set(name, status)
@@ -203,14 +214,20 @@ class Background:
 
     def wait_ready(self) -> None:
         """Returns once requests are taken. Errors: what building the engine raised."""
-        while self._thread.is_alive() and self.server.inference.state == STARTING:
+        while self._thread.is_alive() and self.server.front.state == STARTING:
             self._thread.join(0.02)
         if self._error is not None:
             raise self._error
 
     @property
     def target(self) -> str:
-        return f"{self._config.host}:{self.server.port}"
+        """The gRPC address."""
+        return f"{self._config.host}:{self.server.ports['grpc']}"
+
+    @property
+    def url(self) -> str:
+        """Of the HTTP port."""
+        return f"http://{self._config.host}:{self.server.ports['http']}"
 
     def _listening(self, server: Server) -> None:
         self.server = server

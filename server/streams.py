@@ -1,8 +1,8 @@
 """How events get from the engine's thread to a caller who may read slowly.
 
 The engine's thread puts the events of a step into the `Mailbox`, which wakes the event loop at most once for all of them. On the
-loop a `Stream` turns them into messages. What the caller has not taken yet is merged, so that a slow reader, or a busy server, gets
-fewer and larger messages, never a long queue of them.
+loop a `Stream` makes outputs of them, text included. What the caller has not taken yet is merged, so that a slow reader, or a busy server,
+gets fewer and larger ones, never a long queue of them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxserve.completion import Answer, Delta, Output, merged
 from jaxserve.request import Accepted, Event, Finished, Progress, Request, RequestError
-from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.convert import event_message
 
 SHARE = 0.25                                            # of a core's time, what streams may take from the engine's thread
 MOST_REST = 0.1                                         # seconds that events may wait for that
@@ -34,6 +33,7 @@ class Mailbox:
         self._loop = loop
         self._items: collections.deque[tuple[Stream, Sequence[Event]]] = collections.deque()
         self._awake = False
+        self.token_at = -math.inf                      # when a token came last
         self._emptied, self._cpu = 0.0, 0.0            # when it was last, and the loop's CPU seconds then
 
     def put(self, stream: Stream, events: Sequence[Event]) -> None:
@@ -54,7 +54,8 @@ class Mailbox:
         self._awake = False                             # first: what is put from now on wakes the loop again
         while self._items:
             stream, events = self._items.popleft()
-            stream.feed(events)
+            if stream.feed(events):
+                self.token_at = now
 
 
 class Stream:
@@ -63,14 +64,15 @@ class Stream:
     def __init__(self, request: Request, answer: Answer, now: float):
         self.request = request
         self.failure: RequestError | None = None
-        self.task: asyncio.Task | None = asyncio.current_task()
+        task = asyncio.current_task()
+        self.cut: Callable[[], object] | None = None if task is None else task.cancel        # ends a write that waits for its reader
         self.closed = False
         self._answer = answer
         self._more = asyncio.Event()
-        self._first: list[pb.GenerateEvent] = []
+        self._first: list[Output] = []
         self._progress: dict[int, Progress] = {}
         self._tokens: dict[int, list[Delta]] = {}
-        self._last: list[pb.GenerateEvent] = []
+        self._last: list[Output] = []
         self._newest = Progress(0, 0, len(request.prompt))
         self._sent = now
         self._writing = False
@@ -84,24 +86,27 @@ class Stream:
     def ended(self) -> bool:
         return self.failure is not None or not self.unfinished
 
-    def feed(self, events: Sequence[Event]) -> None:
+    def feed(self, events: Sequence[Event]) -> bool:
+        """Whether there were tokens among the events."""
         if self.closed or self.ended:
-            return
-        for output in self._answer.feed(events):
+            return False
+        outputs = self._answer.feed(events)
+        for output in outputs:
             self._add(output)
         self._more.set()
+        return any(isinstance(output, Delta) for output in outputs)
 
     def fail(self, error: RequestError) -> None:
         """Ends the stream with an error after what is pending."""
         self.failure = self.failure or error
         self._more.set()
 
-    async def take(self) -> list[pb.GenerateEvent]:
+    async def take(self) -> list[Output]:
         """What came since the last call, merged; empty once all is said."""
-        while not (messages := self._pending()) and not self.ended:
+        while not (outputs := self._pending()) and not self.ended:
             self._more.clear()
             await self._more.wait()
-        return messages
+        return outputs
 
     def writing(self, now: float) -> None:
         self._writing, self._sent = True, now
@@ -113,8 +118,8 @@ class Stream:
         """Ends a stream whose caller has left a message unread for so long."""
         if self._writing and self.failure is None and now - self._sent > timeout:
             self.fail(RequestError("stream", f"left unread for {timeout} s", "RESOURCE_EXHAUSTED"))
-            if self.task is not None:                   # it waits for the message to be read
-                self.task.cancel()
+            if self.cut is not None:
+                self.cut()
 
     def heartbeat(self, now: float, interval: float) -> None:
         """Repeats the newest progress where nothing was said for a while."""
@@ -129,21 +134,18 @@ class Stream:
             case Progress():
                 self._progress[output.index] = self._newest = output
             case Accepted():
-                self._first.append(self._message(output))
+                self._first.append(output)
             case Finished():
-                self._last.append(self._message(output))
+                self._last.append(output)
                 if output.error is not None:
                     self.fail(output.error)
                 elif output.reason in _ENDINGS:
                     status, text = _ENDINGS[output.reason]
                     self.fail(RequestError("", text, status))
 
-    def _pending(self) -> list[pb.GenerateEvent]:
-        progress = [self._message(p) for p in self._progress.values() if p.index not in self._tokens]
-        messages = [*self._first, *progress, *(self._message(merged(deltas)) for deltas in self._tokens.values()), *self._last]
+    def _pending(self) -> list[Output]:
+        progress = [p for p in self._progress.values() if p.index not in self._tokens]
+        outputs: list[Output] = [*self._first, *progress, *map(merged, self._tokens.values()), *self._last]
         for kind in (self._first, self._progress, self._tokens, self._last):
             kind.clear()
-        return messages
-
-    def _message(self, output: Output) -> pb.GenerateEvent:
-        return event_message(self.request.id, len(self.request.prompt), output)
+        return outputs

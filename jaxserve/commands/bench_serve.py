@@ -166,7 +166,8 @@ def _server(values: dict[str, Any]) -> Iterator[str]:
         return
     engine_config(values)                               # so that a mistake is ours to tell
     flags = [_flag(name, values[name]) for name in ALL if values[name] is not None]
-    process = subprocess.Popen([sys.executable, "-m", "jaxserve", "serve", "--port=0", *flags], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "jaxserve", "serve", "--port=0", "--http_port=0", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         target = process.stdout.readline().strip()

@@ -68,7 +68,7 @@ def run(values: dict[str, Any]) -> int:
         fetch(config.source.model, progress=sys.stderr.isatty())
     degrees = f"{mesh.spp} stages x {mesh.kvp} lanes x {mesh.tp} ranks"
     print(f"{config.source.model} in {config.source.dtype} on {mesh.devices} devices: {degrees}", flush=True)
-    with Background(ServerConfig(port=0), lambda: open_engine(config, progress=sys.stderr.isatty())) as server:
+    with Background(ServerConfig(port=0, http_port=0), lambda: open_engine(config, progress=sys.stderr.isatty())) as server:
         began = time.monotonic()
         server.wait_ready()
         print(f"serving on {server.target} after {time.monotonic() - began:.0f} s\n", flush=True)

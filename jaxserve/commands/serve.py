@@ -33,7 +33,8 @@ def run(values: dict[str, Any]) -> int:
     check_host(server)
 
     def listening(started: Server) -> None:
-        print(f"{server.host}:{started.port}", flush=True)
+        for name, port in started.ports.items():
+            print(f"{'' if name == 'grpc' else 'http://'}{server.host}:{port}", flush=True)
         log.info("loading %s on %s", engine.source.model, engine.mesh)
 
     def build() -> tuple[Any, Any]:

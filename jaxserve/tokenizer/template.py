@@ -10,6 +10,7 @@ import datetime
 import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -19,8 +20,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from jaxserve.request import RequestError
+from jaxserve.tokenizer.tools import ToolFormat, format_of
 
 MAX_TURNS = 1_000_000                                # of all loops of one rendering together
+MAX_VALUE_CHARS = 256
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "turns_left")
 MAX_WRAPPING = 2**20                                 # characters that a template may add, besides four times those of the messages
 
 
@@ -34,11 +38,24 @@ class ChatTemplate:
     def _template(self) -> jinja2.Template:
         return _Sandbox().from_string(self.source)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation, ready to be continued. Errors: RequestError for what the template refuses or cannot take."""
+    @functools.cached_property
+    def tools(self) -> ToolFormat:
+        """How the model is told of functions, and how it calls them."""
+        return format_of(self.source)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] = (),
+               values: Mapping[str, Any] = MappingProxyType({})) -> str:
+        """The text of a conversation, ready to be continued.
+
+        tools: functions the model may call, as the OpenAI protocol writes them. values: more variables for the template, such as
+        enable_thinking. Errors: RequestError for what the template refuses or cannot take.
+        """
         plain = [_message(m, i) for i, m in enumerate(_listed(messages))]
-        limit = 4 * len(json.dumps(plain)) + MAX_WRAPPING
-        given = {**self.specials, "messages": plain, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
+        if not self.tools.in_template:
+            plain, tools = self.tools.told(plain, tools), ()
+        limit = 4 * len(json.dumps([plain, list(tools)])) + MAX_WRAPPING
+        given = {**_values(values), **self.specials, "messages": plain, "add_generation_prompt": add_generation_prompt,
+                 "tools": list(tools) or None, "documents": None}
         pieces, size = [], 0
         try:
             for piece in self._template.generate(given, turns_left=_Turns()):
@@ -61,7 +78,10 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     """A message as templates expect it: text parts of the OpenAI protocol become one text."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError("messages", f"message {number} is not an object with a role")
-    content = message.get("content")
+    content, calls = message.get("content"), message.get("tool_calls")
+    if calls:
+        message = {**message, "tool_calls": [_call(call, number) for call in calls]}
+        content = "" if content is None else content
     if isinstance(content, (list, tuple)):
         texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
         if len(texts) < len(content):
@@ -70,6 +90,25 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(content, str):
         raise RequestError("messages", f"message {number} has no content")
     return {**message, "content": content}
+
+
+def _call(call: Any, number: int) -> dict[str, Any]:
+    """A call as templates expect it: its arguments are an object, not a text of JSON."""
+    try:
+        function = call["function"]
+        arguments = function["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return {**call, "function": {**function, "name": str(function["name"]), "arguments": arguments}}
+    except (TypeError, KeyError, ValueError, RecursionError):
+        raise RequestError("messages", f"message {number} has a tool call without a function's name and arguments in JSON") from None
+
+
+def _values(values: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in values.items():
+        if name in RESERVED or not isinstance(value, (bool, int, float, str)) or len(str(value)) > MAX_VALUE_CHARS:
+            raise RequestError("chat_template_kwargs", f"{name[:100]!r} must be a number, true, false or a text of at most "
+                                                       f"{MAX_VALUE_CHARS} characters, and none of {', '.join(RESERVED)}")
+    return dict(values)
 
 
 class _Turns:

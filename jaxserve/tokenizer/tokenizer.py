@@ -86,19 +86,23 @@ class Tokenizer:
         stream = self.stream(skip_special)
         return stream.push(*ids) + stream.flush()
 
+    def piece(self, id: int) -> bytes:
+        """The bytes that an id stands for."""
+        return self._pieces[id] if 0 <= id < len(self._pieces) else b""
+
     def stream(self, skip_special: bool = True) -> Detokenizer:
         """Turns ids into text as they come."""
         return Detokenizer(self._pieces, self.special_ids if skip_special else frozenset(), self._strips)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation by the model's template. Errors: RequestError."""
+    def render(self, messages: Sequence[Mapping[str, Any]], **rest: Any) -> str:
+        """The text of a conversation by the model's template; rest as for `ChatTemplate.render`. Errors: RequestError."""
         if self.template is None:
             raise RequestError("messages", "this model has no chat template; send a prompt instead")
-        return self.template.render(messages, add_generation_prompt)
+        return self.template.render(messages, **rest)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], **rest: Any) -> list[int]:
         """Ids of a conversation. The template writes the first token itself where the model wants one."""
-        return self._library.encode(self.render(messages, add_generation_prompt), add_special_tokens=False).ids
+        return self._library.encode(self.render(messages, **rest), add_special_tokens=False).ids
 
     @functools.cached_property
     def _plain(self) -> tokenizers.Tokenizer:

@@ -1,4 +1,5 @@
 import contextlib
+import time
 
 import grpc
 import pytest
@@ -7,6 +8,13 @@ from jaxserve.config import ServerConfig
 from jaxserve.server.client import Client
 from jaxserve.server.launch import Background
 from tests.server.fakes import FakeEngine, FakeTokenizer
+
+
+def eventually(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
 
 
 class Served:
@@ -36,7 +44,8 @@ def serve():
     with contextlib.ExitStack() as stack:
         def start(engine=None, tokenizer=FakeTokenizer, **config):
             engine = engine or FakeEngine()
-            server = stack.enter_context(Background(ServerConfig(port=0, **config), lambda: (engine, tokenizer and tokenizer())))
+            ports = ServerConfig(**{"port": 0, "http_port": 0, **config})
+            server = stack.enter_context(Background(ports, lambda: (engine, tokenizer and tokenizer())))
             served = Served(engine, server)
             stack.callback(served.channel.close)
             stack.callback(served.client.close)

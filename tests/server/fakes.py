@@ -57,10 +57,13 @@ class FakeTokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
-    def chat(self, messages: list[dict]) -> list[int]:
+    def piece(self, id: int) -> bytes:
+        return bytes([id]) if id < 256 else b""
+
+    def chat(self, messages: list[dict], **rest) -> list[int]:
         return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
 
-    def stream(self) -> ByteDetokenizer:
+    def stream(self, skip_special: bool = True) -> ByteDetokenizer:
         return ByteDetokenizer()
 
 

@@ -28,7 +28,7 @@ def offline():
 @pytest.fixture(scope="module")
 def client():
     config = make(EngineConfig, SETTINGS)
-    with Background(ServerConfig(port=0), lambda: open_engine(config, progress=False, warm_up=False)) as server:
+    with Background(ServerConfig(port=0, http_port=0), lambda: open_engine(config, progress=False, warm_up=False)) as server:
         server.wait_ready()
         with Client(server.target) as client:
             yield client

@@ -20,17 +20,11 @@ from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.request import Accepted, RequestError, SamplingParams
 from jaxserve.server.client import AsyncClient, Client, ServerError
 from jaxserve.server.launch import Background, check_host
+from tests.server.conftest import eventually
 from tests.server.fakes import FakeEngine, FakeTokenizer, expected
 
 LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-def eventually(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 def test_closing_the_iterator_frees_the_request_at_once(serve):
@@ -39,7 +33,7 @@ def test_closing_the_iterator_frees_the_request_at_once(serve):
     next(outputs)
     outputs.close()
     eventually(lambda: not served.engine.requests, 1.0)
-    assert served.engine.cancelled == ["r"] and not served.server.server.inference.streams
+    assert served.engine.cancelled == ["r"] and not served.server.server.front.streams
 
 
 def test_a_client_that_vanishes_frees_its_requests(serve):
@@ -86,7 +80,7 @@ def test_many_cancelled_at_random_points_leave_nothing(serve):
             await asyncio.gather(*(one(client, 0.001 * (i % 50)) for i in range(300)))
 
     asyncio.run(main())
-    eventually(lambda: not served.engine.requests and not served.server.server.inference.streams)
+    eventually(lambda: not served.engine.requests and not served.server.server.front.streams)
 
 
 def test_abort_ends_the_stream_as_cancelled(serve):
@@ -137,7 +131,7 @@ def test_an_engine_that_finds_the_deadline_passed_says_so(serve):
 class Verbose(FakeTokenizer):
     """Each token is 20 kB of text, so that a reader who stops is soon behind."""
 
-    def stream(self):
+    def stream(self, skip_special=True):
         return Shouting()
 
 
@@ -181,7 +175,7 @@ def test_health_follows_the_engine():
         names = ["", "jaxserve.v1.Inference", "jaxserve.v1.Control"]
         return {health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name)).status for name in names}
 
-    background = Background(ServerConfig(port=0), build)
+    background = Background(ServerConfig(port=0, http_port=0), build)
     with background as server, grpc.insecure_channel(server.target) as channel, Client(server.target) as client:
         assert statuses() == {health_pb2.HealthCheckResponse.NOT_SERVING}
         with pytest.raises(ServerError, match="starting") as error:
@@ -206,7 +200,7 @@ def test_a_build_that_fails_ends_the_server():
     def build():
         raise ConfigError("mesh", "too large")
 
-    with pytest.raises(ConfigError, match="mesh"), Background(ServerConfig(port=0), build) as server:
+    with pytest.raises(ConfigError, match="mesh"), Background(ServerConfig(port=0, http_port=0), build) as server:
         server.wait_ready()
 
 
@@ -248,7 +242,7 @@ def test_a_taken_port_is_a_config_error():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match="port"), Background(ServerConfig(port=port), FakeEngine):
+        with pytest.raises(ConfigError, match="port"), Background(ServerConfig(port=port, http_port=0), FakeEngine):
             pass
 
 
@@ -256,9 +250,10 @@ SERVER = """
 import sys
 from jaxserve.config import ServerConfig
 from jaxserve.server.launch import serve
+from tests.server.conftest import eventually
 from tests.server.fakes import FakeEngine, FakeTokenizer
-config = ServerConfig(port=0, drain_timeout=float(sys.argv[1]))
-serve(config, lambda: (FakeEngine(step_seconds=0.01), FakeTokenizer()), lambda server: print(server.port, flush=True))
+config = ServerConfig(port=0, http_port=0, drain_timeout=float(sys.argv[1]))
+serve(config, lambda: (FakeEngine(step_seconds=0.01), FakeTokenizer()), lambda server: print(server.ports['grpc'], flush=True))
 """
 
 

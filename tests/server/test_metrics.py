@@ -35,7 +35,7 @@ def fake():
 
 
 def get(server: Background, path: str = "/metrics", host: str = "127.0.0.1") -> str:
-    request = urllib.request.Request(f"http://{host}:{server.server.scrape.port}{path}", headers={"Accept": PROMETHEUS})
+    request = urllib.request.Request(f"http://{host}:{server.server.ports['http']}{path}", headers={"Accept": PROMETHEUS})
     with urllib.request.urlopen(request, timeout=10) as answer:
         return answer.read().decode()
 
@@ -48,32 +48,32 @@ def values(server: Background) -> dict:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_a_scrape_is_answered_on_the_servers_address(host, caplog):
     caplog.set_level(logging.INFO, "jaxserve")
-    with Background(ServerConfig(host=host, port=0, metrics_port=0), fake) as server:
+    with Background(ServerConfig(host=host, port=0, http_port=0), fake) as server:
         server.wait_ready()
         shown = f"[{host}]" if ":" in host else host
         assert "jaxserve:num_requests_running 3.0" in get(server, host=shown).splitlines()
-        assert f"metrics on http://{shown}:{server.server.scrape.port}/metrics" in caplog.text
+        assert f"http {server.server.ports['http']}" in caplog.text
         only = get(server, "/metrics?name[]=jaxserve:num_requests_waiting", shown)
         assert [family.name for family in parse(only)] == ["jaxserve:num_requests_waiting"]
 
 
-@pytest.mark.parametrize("path", ["/", "/metric", "/metrics/", "/metrics/x", "/favicon.ico", "/..%2fmetrics"])
+@pytest.mark.parametrize("path", ["/metric", "/metrics/", "/metrics/x", "/favicon.ico", "/..%2fmetrics"])
 def test_other_paths_are_not_found(path):
-    with Background(ServerConfig(port=0, metrics_port=0), fake) as server:
+    with Background(ServerConfig(port=0, http_port=0), fake) as server:
         server.wait_ready()
         with pytest.raises(urllib.error.HTTPError) as error:
             get(server, path)
         assert error.value.code == 404
 
 
-def test_without_the_flag_there_is_none(serve):
-    assert serve().server.server.scrape is None
+def test_without_a_port_there_is_none(serve):
+    assert set(serve(http_port=None).server.server.ports) == {"grpc"}
 
 
 def test_it_answers_while_the_engine_is_built_and_ends_with_the_server():
     warm = threading.Event()
-    with Background(ServerConfig(port=0, metrics_port=0), lambda: (warm.wait(), fake())[1]) as server:
-        port = server.server.scrape.port
+    with Background(ServerConfig(port=0, http_port=0), lambda: (warm.wait(), fake())[1]) as server:
+        port = server.server.ports['http']
         assert get(server) == ""
         warm.set()
         server.wait_ready()
@@ -82,16 +82,16 @@ def test_it_answers_while_the_engine_is_built_and_ends_with_the_server():
     idle.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
-    with Background(ServerConfig(port=0, metrics_port=port), fake) as server:
-        assert server.server.scrape.port == port
+    with Background(ServerConfig(port=0, http_port=port), fake) as server:
+        assert server.server.ports['http'] == port
 
 
 def test_a_build_that_fails_ends_it_too():
     def build():
         raise ConfigError("mesh", "too large")
 
-    with pytest.raises(ConfigError, match="mesh"), Background(ServerConfig(port=0, metrics_port=0), build) as server:
-        port = server.server.scrape.port
+    with pytest.raises(ConfigError, match="mesh"), Background(ServerConfig(port=0, http_port=0), build) as server:
+        port = server.server.ports['http']
         server.wait_ready()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
@@ -102,15 +102,15 @@ def test_a_port_in_use_is_one_line_that_names_the_flag(capsys):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert cli.main(["serve", "--model=random:tiny", "--port=0", f"--metrics_port={port}"]) == 2
+        assert cli.main(["serve", "--model=random:tiny", "--port=0", f"--http_port={port}"]) == 2
     out, error = capsys.readouterr()
     (line,) = error.splitlines()
-    assert line == f"jaxserve serve: --metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use" and not out
+    assert line == f"jaxserve serve: --http_port: cannot listen on 127.0.0.1:{port}: Address already in use" and not out
 
 
 def test_what_clients_were_served_is_what_is_counted():
     config = make(EngineConfig, SETTINGS)
-    with Background(ServerConfig(port=0, metrics_port=0), lambda: open_engine(config, progress=False, warm_up=False)) as server:
+    with Background(ServerConfig(port=0, http_port=0), lambda: open_engine(config, progress=False, warm_up=False)) as server:
         server.wait_ready()
         with Client(server.target) as client:
             greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -41,7 +41,7 @@ BAD_REQUESTS = [
     ("slo.ttft_ms", {"text": "x", "slo": pb.Slo(ttft_ms=-1)}), ("slo.tbt_ms", {"text": "x", "slo": pb.Slo(tbt_ms=NAN)}),
     ("slo.class_name", {"text": "x", "slo": pb.Slo(class_name="chat")}),
     ("slo.class_name", {"text": "x", "slo": pb.Slo(class_name="x" * 10**6)}),
-    ("kv.cache_salt", {"text": "x", "kv": pb.KvOptions(cache_salt="x" * 2000)}),
+    ("cache_salt", {"text": "x", "kv": pb.KvOptions(cache_salt="x" * 2000)}),
     ("stop", {"text": "x", "ids_only": True, "sampling": pb.SamplingParams(stop=["x"])}),
 ]
 
@@ -76,7 +76,7 @@ def test_a_class_that_the_server_does_not_have_is_refused_with_those_that_it_has
             served.client.complete("x", request_id="r", slo=pb.Slo(class_name=name))
         assert (error.value.field, error.value.status) == ("slo.class_name", "INVALID_ARGUMENT")
         assert str(error.value) == f"slo.class_name: {name!r} is not a class of requests here; known are chat, batch"
-    assert not engine.requests and not served.server.server.inference.streams and engine.prefill_steps == 0
+    assert not engine.requests and not served.server.server.front.streams and engine.prefill_steps == 0
     for name in ("chat", "batch", ""):
         assert served.client.complete("x", SamplingParams(max_tokens=1), request_id="r", slo=pb.Slo(class_name=name))
 
@@ -204,7 +204,7 @@ def test_an_unreachable_server_is_unavailable():
 
 def test_tokenizer_errors_are_those_of_the_request(serve):
     class Refusing(FakeTokenizer):
-        def chat(self, messages):
+        def chat(self, messages, **rest):
             raise RequestError("messages", "roles must alternate")
 
     with pytest.raises(ServerError, match="roles must alternate") as error:

@@ -1,0 +1,161 @@
+"""Functions that a model may call: how it is told of them, and how its text becomes calls.
+
+Each family of models writes calls in its own way; the ways are rows of one table, and a model's chat template shows which is its own.
+Where a template has no place for functions, the first message tells of them, in the words that Hermes models made common.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MAX_CALLS = 64                                       # of one completion
+TOLD = """\
+You may call functions to answer. These are described in JSON between <tools></tools>:
+<tools>
+{tools}
+</tools>
+To call one, write its name and arguments in JSON between <tool_call></tool_call>:
+<tool_call>
+{{"name": "...", "arguments": {{...}}}}
+</tool_call>"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One call; arguments is a text of JSON, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """A way to write calls: JSON between two marks, '' for the end where the text ends; an object of a call, or a list of these.
+
+    bare: JSON at the very start of the text is a call too. in_template: the model's chat template tells of functions by itself.
+    """
+
+    name: str
+    begin: str
+    end: str
+    bare: bool = False
+    in_template: bool = True
+
+    def told(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Messages for a template that knows no functions: a system message tells of them, calls and results are plain text."""
+        plain = [_as_text(message) for message in messages]
+        if not tools:
+            return plain
+        told = TOLD.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        if plain[0]["role"] == "system":
+            return [{**plain[0], "content": f"{plain[0]['content']}\n\n{told}"}, *plain[1:]]
+        return [{"role": "system", "content": told}, *plain]
+
+    def schema(self, tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
+        """The JSON schema of a call of one of these functions, or of the named one."""
+        functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+        calls = [{"type": "object", "properties": {"name": {"const": f["name"]}, "arguments": f.get("parameters") or {"type": "object"}},
+                  "required": ["name", "arguments"], "additionalProperties": False} for f in functions]
+        return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+FORMATS = (                                          # what in a template tells it -> the format; the first that fits
+    ("<tool_call>", ToolFormat("hermes", "<tool_call>", "</tool_call>")),
+    ("[TOOL_CALLS]", ToolFormat("mistral", "[TOOL_CALLS]", "")),
+    ("<|python_tag|>", ToolFormat("llama3", "<|python_tag|>", "", bare=True)),
+    ("tools", ToolFormat("hermes", "<tool_call>", "</tool_call>", bare=True)),
+)
+UNTOLD = ToolFormat("hermes", "<tool_call>", "</tool_call>", in_template=False)
+
+
+def format_of(template: str) -> ToolFormat:
+    """The format of a model by its chat template's source."""
+    return next((form for mark, form in FORMATS if mark in template and "tools" in template), UNTOLD)
+
+
+class CallReader:
+    """Parts a stream of text into plain text and calls, however it is split into pieces. What is no call after all comes out as text."""
+
+    def __init__(self, form: ToolFormat):
+        self._form = form
+        self._held = ""
+        self._inside = False                         # behind a mark that begins calls
+        self._started = False                        # whether there was any text but space
+        self._count = 0
+
+    def push(self, text: str) -> tuple[str, list[Call]]:
+        """The plain text that is certain, and the calls that are complete."""
+        self._held += text
+        plain, calls = "", list[Call]()
+        while True:
+            if self._inside:
+                end = self._held.find(self._form.end) if self._form.end else -1
+                if end < 0:
+                    return plain, calls
+                whole, self._held = self._held[:end], self._held[end + len(self._form.end):]
+                self._inside = False
+                found = self._calls(whole)
+                calls += found
+                plain += "" if found else self._form.begin + whole + self._form.end
+                continue
+            if not self._begin():
+                return plain + self._sure(), calls
+            before, _, self._held = self._held.partition(self._form.begin) if not self._bare else ("", "", self._held)
+            plain, self._inside = plain + before, True
+
+    def flush(self) -> tuple[str, list[Call]]:
+        """At the end of the text."""
+        held, self._held = self._held, ""
+        if not self._inside:
+            return held, []
+        calls = self._calls(held)
+        return ("" if calls else ("" if self._bare else self._form.begin) + held), calls
+
+    @property
+    def _bare(self) -> bool:
+        return self._form.bare and not self._started and self._held.lstrip()[:1] in ("{", "[")
+
+    def _begin(self) -> bool:
+        return self._bare or self._form.begin in self._held
+
+    def _sure(self) -> str:
+        """What of the held text cannot begin a call."""
+        if not self._started and not self._held.strip() and self._form.bare:
+            return ""
+        mark = self._form.begin
+        kept = next((n for n in range(min(len(mark) - 1, len(self._held)), 0, -1) if self._held.endswith(mark[:n])), 0)
+        sure, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept:]
+        self._started = self._started or bool(sure.strip())
+        return sure
+
+    def _calls(self, text: str) -> list[Call]:
+        """The calls that a text of JSON holds; none where it is no such text, or where there are too many."""
+        try:
+            found = json.loads(text)
+            calls = [_call(entry) for entry in (found if isinstance(found, list) else [found])]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return []
+        self._count += len(calls)
+        self._started = True
+        return calls if self._count <= MAX_CALLS else []
+
+
+def _call(entry: Any) -> Call:
+    name, arguments = entry["name"], entry.get("arguments", entry.get("parameters", {}))
+    if not isinstance(name, str):
+        raise TypeError(name)
+    return Call(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without fields for calls."""
+    calls = message.get("tool_calls") or ()
+    written = [f"<tool_call>\n{json.dumps({'name': c['function']['name'], 'arguments': c['function']['arguments']})}\n</tool_call>"
+               for c in calls]
+    content = "\n".join(filter(None, [message["content"], *written]))
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    return {"role": message["role"], "content": content}

@@ -1,0 +1,89 @@
+"""The operators' port: it has keys of its own, and none of the users' routes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any, Literal
+
+import fastapi
+
+from jaxserve.request import RequestError
+from jaxserve.server.front import DRAINING, SERVING, Front
+from jaxserve.server.openai.app import handle_errors
+from jaxserve.server.openai.wire import Strict
+
+log = logging.getLogger(__name__)
+
+
+class AbortRequest(Strict):
+    request_id: str | None = None
+    all: bool = False
+
+
+class LevelRequest(Strict):
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+    logger: str = "jaxserve"
+
+
+def application(front: Front) -> fastapi.FastAPI:
+    app = fastapi.FastAPI(title="jaxserve admin", docs_url=None, redoc_url=None, redirect_slashes=False)
+
+    @app.post("/admin/drain")
+    async def drain() -> dict[str, Any]:
+        """Takes no new requests; those that run go on. Undone by /admin/resume."""
+        front.check_open()
+        front.state = DRAINING
+        log.warning("draining, as the operator asked")
+        return _state(front)
+
+    @app.post("/admin/resume")
+    async def resume() -> dict[str, Any]:
+        if front.state == DRAINING:
+            front.state = SERVING
+        front.check_open()
+        return _state(front)
+
+    @app.post("/admin/flush_cache")
+    async def flush_cache() -> dict[str, int]:
+        """Forgets every prefix that nobody holds; tells how many pages that frees."""
+        return {"pages": _engine(front).flush_cache()}
+
+    @app.post("/admin/abort")
+    async def abort(body: AbortRequest) -> dict[str, int]:
+        if body.all == (body.request_id is not None):
+            raise RequestError("request_id", "give either request_id or all=true")
+        if body.request_id is not None and body.request_id not in front.streams:
+            raise RequestError("request_id", f"{body.request_id[:100]!r} is not running", "NOT_FOUND")
+        ids = list(front.streams) if body.request_id is None else [body.request_id]
+        return {"aborted": sum(_engine(front).cancel(id) for id in ids)}
+
+    @app.post("/admin/log_level")
+    async def log_level(body: LevelRequest) -> dict[str, str]:
+        if body.logger.split(".")[0] != "jaxserve":
+            raise RequestError("logger", "must be jaxserve or one below it")
+        logging.getLogger(body.logger).setLevel(body.level)
+        return {body.logger: body.level}
+
+    @app.get("/admin/requests")
+    async def requests() -> list[dict[str, Any]]:
+        return [{"id": stream.request.id, "prompt_tokens": len(stream.request.prompt)} for stream in front.streams.values()]
+
+    @app.get("/admin/config")
+    async def config() -> dict[str, Any]:
+        """The settings in use; no secrets are among them."""
+        engine = {} if front.engine is None else dataclasses.asdict(front.engine.config)
+        return {"server": dataclasses.asdict(front.config), "engine": engine}
+
+    handle_errors(app)
+    return app
+
+
+def _engine(front: Front) -> Any:
+    if front.engine is None:
+        raise RequestError("", f"the server is {front.state}", "UNAVAILABLE")
+    return front.engine
+
+
+def _state(front: Front) -> dict[str, Any]:
+    return {"state": front.state, "requests": len(front.streams)}

@@ -1,0 +1,161 @@
+"""What all protocols share. A request is asked for here, whichever way it came, and answered by a stream of outputs.
+
+gRPC (`service`) and HTTP (`openai`) are translators: they make an `Ask` of what they read and write what the `Stream` gives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import logging
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxserve.clock import WallClock
+from jaxserve.completion import Answer, NoText
+from jaxserve.config import ServerConfig
+from jaxserve.request import Request, RequestError, SamplingParams, Slo
+from jaxserve.server.prompts import Prompt, array_of, ids_of, size_of
+from jaxserve.server.streams import Mailbox, Stream
+
+log = logging.getLogger(__name__)
+INLINE_CHARS = 4096                                     # longer texts, or more ids, are worked on beside the event loop
+MAX_SALT_CHARS = 1024
+STARTING, SERVING, DRAINING, BROKEN = "starting", "serving", "draining", "broken"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ask:
+    """What a caller wants. Left to be checked: whether this server and its model can give it.
+
+    id: '' for one of ours. model: '' for the one that is served. timeout: seconds from now. ids_only: no text is made of the tokens.
+    keep_special: special tokens are in the text.
+    """
+
+    prompt: Prompt
+    sampling: SamplingParams
+    id: str = ""
+    model: str = ""
+    slo: Slo = dataclasses.field(default_factory=Slo)
+    priority: int = 0
+    cache_salt: str = ""
+    bypass_prefix_cache: bool = False
+    timeout: float | None = None
+    ids_only: bool = False
+    keep_special: bool = False
+
+
+class Front:
+    """Made on the event loop. It has no engine, and refuses requests, until `open`."""
+
+    def __init__(self, config: ServerConfig):
+        self.config, self.state = config, STARTING
+        self.streams: dict[str, Stream] = {}
+        self.engine: Any = None
+        self.tokenizer: Any = None
+        self._loop = asyncio.get_running_loop()
+        self._clock = WallClock()
+        self._mailbox = Mailbox(self._loop)
+
+    def open(self, engine: Any, tokenizer: Any) -> None:
+        self.engine, self.tokenizer, self.state = engine, tokenizer, SERVING
+
+    def check_open(self) -> None:
+        if self.state != SERVING:
+            raise RequestError("", f"the server is {self.state}", "UNAVAILABLE")
+
+    def check_model(self, name: str) -> None:
+        """Errors: RequestError for a model that is not served here; '' is the one that is."""
+        if name and name not in (self.engine.model.name, self.engine.config.source.model):
+            raise RequestError("model", f"{name[:100]!r} is not served here; {self.engine.config.source.model!r} is", "NOT_FOUND")
+
+    @contextlib.asynccontextmanager
+    async def answer(self, ask: Ask) -> AsyncIterator[Stream]:
+        """Submits a request; what the caller has not waited for is cancelled at the end. Errors: RequestError, before anything is computed,
+        and at the end what ended the stream."""
+        self.check_open()
+        stream = self._submit(ask, await self._request(ask))
+        try:
+            yield stream
+        except asyncio.CancelledError:
+            if stream.failure is None:                  # the caller cancelled or went away
+                raise
+        finally:
+            self._close(stream)
+        if stream.failure is not None:
+            raise stream.failure
+
+    async def ids(self, prompt: Prompt) -> Sequence[int] | np.ndarray:
+        """Token ids of a prompt. Errors: RequestError."""
+        self.check_open()
+        read = functools.partial(ids_of, prompt, self.tokenizer, self.engine.max_len)
+        return read() if size_of(prompt) < INLINE_CHARS else await asyncio.to_thread(read)
+
+    async def text(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of token ids. Errors: RequestError."""
+        self.check_open()
+        if self.tokenizer is None:
+            raise RequestError("ids", "this model has no tokenizer", "FAILED_PRECONDITION")
+        array = array_of("ids", ids)
+        wrong = array[(array < 0) | (array >= self.engine.model.vocab)]
+        if wrong.size:
+            raise RequestError("ids", f"id {wrong[0]} is not in 0 to {self.engine.model.vocab - 1}")
+        decode = functools.partial(self.tokenizer.decode, array.tolist(), skip_special=skip_special)
+        return decode() if array.size < INLINE_CHARS else await asyncio.to_thread(decode)
+
+    @property
+    def quiet_seconds(self) -> float:
+        """Since anybody's last token."""
+        return self._loop.time() - self._mailbox.token_at
+
+    def watch(self) -> None:
+        """Called now and then: ends streams that nobody reads, keeps silent ones alive, sees whether the engine is."""
+        now, config = self._loop.time(), self.config
+        for stream in list(self.streams.values()):
+            stream.heartbeat(now, 0.75 * config.progress_interval)
+            stream.abort_stalled(now, config.stall_timeout)
+        if self.engine is not None and not self.engine.alive and self.state != BROKEN:
+            log.error("the engine stopped")
+            self.state = BROKEN
+
+    def abort_all(self, error: RequestError) -> int:
+        """Ends every stream with an error; returns how many there were."""
+        for stream in self.streams.values():
+            stream.fail(error)
+        return len(self.streams)
+
+    async def _request(self, ask: Ask) -> Request:
+        engine, now = self.engine, self._clock.now()
+        self.check_model(ask.model)
+        if len(ask.cache_salt) > MAX_SALT_CHARS:
+            raise RequestError("cache_salt", f"has {len(ask.cache_salt)} characters; the limit is {MAX_SALT_CHARS}")
+        if ask.sampling.stop and (ask.ids_only or self.tokenizer is None):
+            raise RequestError("stop", "stop strings need text")
+        return Request.make(
+            ask.id or f"jaxserve-{secrets.token_hex(8)}", await self.ids(ask.prompt), ask.sampling,
+            vocab=engine.model.vocab, max_len=engine.max_len, classes=engine.config.scheduler.class_names, arrival=now,
+            deadline=None if ask.timeout is None else now + ask.timeout, slo=ask.slo, priority=ask.priority, cache_salt=ask.cache_salt,
+            bypass_prefix_cache=ask.bypass_prefix_cache)
+
+    def _submit(self, ask: Ask, request: Request) -> Stream:
+        self.check_open()                               # again: reading the prompt may have taken a while
+        if request.id in self.streams:
+            raise RequestError("request_id", f"{request.id!r} is in use", "ALREADY_EXISTS")
+        engine = self.engine
+        text = NoText if ask.ids_only or self.tokenizer is None else functools.partial(self.tokenizer.stream, not ask.keep_special)
+        answer = Answer(request, engine.model.eos_ids, text, functools.partial(engine.stop, request.id))
+        stream = Stream(request, answer, self._loop.time())
+        engine.submit(request, functools.partial(self._mailbox.put, stream))
+        self.streams[request.id] = stream
+        return stream
+
+    def _close(self, stream: Stream) -> None:
+        stream.closed = True
+        del self.streams[stream.request.id]
+        if stream.unfinished:
+            self.engine.cancel(stream.request.id)

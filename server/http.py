@@ -1,0 +1,258 @@
+"""Connections over HTTP: who may come in, how much one may send, how slowly, and how answers go out that take minutes.
+
+uvicorn reads and writes; what it leaves open is here. A connection must send its header in time and no more of it than allowed; there are
+so many connections and no more; a body has a size and a time; and whoever does not read what he asked for is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import uvicorn
+from starlette.responses import Response
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jaxserve.config import ConfigError, ServerConfig
+from jaxserve.request import RequestError
+from jaxserve.server.openai.errors import INTERNAL, HttpError, body_of, response_of
+
+log = logging.getLogger(__name__)
+STOP_SECONDS = 2.0                                      # for answers that were cut short to get out
+BACKLOG = 1024
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Connection(H11Protocol):
+    """uvicorn's, with a time limit for headers and a limit of connections. Applications find the transport in their scope."""
+
+    limits: ServerConfig                                # set by the listener that makes the class
+
+    def __init__(self, *arguments: Any, **rest: Any):
+        super().__init__(*arguments, **rest)
+        self._timer: asyncio.TimerHandle | None = None
+        self.app = functools.partial(self._with_transport, self.app)     # type: ignore[assignment]
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            self._refuse(503, "there are too many connections")
+        else:
+            self._expect_header()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._reading_header:
+            self._expect_header()
+        super().data_received(data)
+        if not self._reading_header:
+            self._stop_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        long = len(self.conn.trailing_data[0]) > self.limits.max_header_kib << 10
+        self._refuse(*(431, f"the header is longer than {self.limits.max_header_kib} KiB") if long else (400, "this is not HTTP/1.1"))
+
+    @property
+    def _reading_header(self) -> bool:
+        return self.conn.their_state.__name__ == "IDLE"          # type: ignore[attr-defined]
+
+    def _expect_header(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.limits.header_timeout, self._refuse, 408, "the header took too long")
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _refuse(self, code: int, message: str) -> None:
+        """An answer without a request to answer."""
+        body = json.dumps(body_of(HttpError("", message, code))).encode()
+        head = f"HTTP/1.1 {code} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self._stop_timer()
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    async def _with_transport(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "transport": self.transport}, receive, send)
+
+
+class Gate:
+    """Before any application: keys, encodings, sizes, and the last word where something fails."""
+
+    def __init__(self, app: App, config: ServerConfig, authenticate: Callable[[str | None], Any], open_paths: frozenset[str]):
+        self._app, self._config, self._authenticate, self._open = app, config, authenticate, open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = ended = False
+
+        async def sending(message: MutableMapping[str, Any]) -> None:
+            nonlocal begun, ended
+            begun, ended = True, message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
+
+        try:
+            self._check(scope)
+        except RequestError as error:
+            await response_of(error)(scope, receive, send)       # type: ignore[arg-type]
+            return
+        try:
+            await self._app(scope, self._bounded(receive), sending)
+        except RequestError as error:
+            if begun:
+                raise
+            await response_of(error)(scope, receive, send)   # type: ignore[arg-type]
+        except Exception:
+            log.exception("%s %s failed", scope["method"], _plain(scope["path"]))
+            if begun and not ended:
+                scope["transport"].abort()
+            elif not begun:
+                await response_of(INTERNAL)(scope, receive, send)    # type: ignore[arg-type]
+
+    def _check(self, scope: Scope) -> None:
+        headers = dict(scope["headers"])
+        given = headers.get(b"authorization")
+        if scope["path"] not in self._open:
+            scope["state"]["caller"] = self._authenticate(None if given is None else given.decode("latin-1"))
+        if headers.get(b"content-encoding", b"identity") != b"identity":
+            raise HttpError("content-encoding", "bodies are read as they are: no compression", 415)
+        length = headers.get(b"content-length", b"0")
+        if int(length) > self._most:                    # h11 has seen that it is a number
+            raise self._too_large()
+
+    @property
+    def _most(self) -> int:
+        return self._config.max_body_mib << 20
+
+    def _too_large(self) -> HttpError:
+        return HttpError("", f"the body is larger than {self._config.max_body_mib} MiB", 413)
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """Counts what comes of the body, and gives it so much time."""
+        loop, size, ended = asyncio.get_running_loop(), 0, False
+        deadline = loop.time() + self._config.body_timeout
+
+        async def receiving() -> MutableMapping[str, Any]:
+            nonlocal size, ended
+            if ended:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HttpError("", f"the body took longer than {self._config.body_timeout:g} s", 408) from None
+            size += len(message.get("body", b""))
+            if size > self._most:
+                raise self._too_large()
+            ended = not message.get("more_body", False)
+            return message
+
+        return receiving
+
+
+class _Quiet(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:        # they are `launch`'s
+        yield
+
+
+class Listener:
+    """An application on a port."""
+
+    def __init__(self, app: App, config: ServerConfig, name: str, port: int, ssl: Any = None):
+        """name: of the setting with the port. Errors: ConfigError where the address cannot be had."""
+        self._socket = _listening(config.host.strip("[]"), port, name)
+        self.port = self._socket.getsockname()[1]
+        settings = uvicorn.Config(
+            app, http=type("Limited", (Connection,), {"limits": config}), ws="none", lifespan="off", log_config=None, access_log=False,
+            server_header=False, timeout_keep_alive=int(config.keep_alive), h11_max_incomplete_event_size=config.max_header_kib << 10,
+            timeout_graceful_shutdown=int(STOP_SECONDS), proxy_headers=False)
+        settings.load()
+        settings.ssl = ssl
+        self._server = _Quiet(settings)
+
+    async def start(self) -> None:
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)           # what it tells of its own life is not ours
+        self._task = asyncio.create_task(self._server.serve([self._socket]))
+        while not self._server.started:
+            await asyncio.sleep(0)
+
+    @property
+    def connections(self) -> int:
+        return len(self._server.server_state.connections)
+
+    async def stop(self) -> None:
+        self._server.should_exit = True
+        await self._task
+
+
+class EventStream(Response):
+    """An answer in server-sent events, written as they come. `events` yields what is written at once; it is closed in any case."""
+
+    def __init__(self, events: AsyncGenerator[bytes], headers: Mapping[str, str]):
+        super().__init__(None)
+        self._events, self._more = events, headers
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **self._more}
+        async with contextlib.aclosing(self._events), when_gone(receive):
+            await send({"type": "http.response.start", "status": 200, "headers": [(k.encode(), v.encode()) for k, v in headers.items()]})
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@contextlib.asynccontextmanager
+async def when_gone(receive: Receive) -> AsyncIterator[None]:
+    """What is done inside is cancelled when the caller goes away, and then ends without an error. The body has been read."""
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not gone:
+            raise
+        task.uncancel()
+    finally:
+        watcher.cancel()
+
+
+def _listening(host: str, port: int, name: str) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(found[0], socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(found[4])
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        raise ConfigError(name, f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return listener
+
+
+def _plain(text: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in text)[:200]

@@ -1,0 +1,156 @@
+"""From streams of outputs to answers, whole or as events: what completions and chats share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from typing import Any, Protocol
+
+from fastapi import Request as HttpRequest
+from starlette.responses import Response
+
+from jaxserve.completion import Completion, Gathered, Output
+from jaxserve.request import Finished, Logprobs, RequestError, Usage
+from jaxserve.server.front import Ask, Front
+from jaxserve.server.http import EventStream, when_gone
+from jaxserve.server.openai.errors import INTERNAL, body_of
+from jaxserve.server.streams import Stream
+
+log = logging.getLogger(__name__)
+COMMENT = b": waiting\n\n"                              # keeps proxies from closing a silent stream
+DONE = b"data: [DONE]\n\n"
+
+
+class Writer(Protocol):
+    """What a kind of answer makes of outputs. A prompt has a number, from 0."""
+
+    head: dict[str, Any]                                # what all chunks have in common, once `open` was called
+
+    def open(self, streams: Sequence[Stream]) -> None: ...
+    def first(self) -> Iterable[dict[str, Any]]: ...
+    def chunks(self, number: int, output: Output) -> Iterable[dict[str, Any]]: ...
+    def whole(self, completions: Sequence[Sequence[Completion]]) -> dict[str, Any]: ...
+
+
+async def answer(front: Front, asks: Sequence[Ask], writer: Writer, request: HttpRequest, usage: bool | None) -> Response:
+    """usage: None for an answer that is whole; else for events, and whether the last of them tells the usage. Errors: RequestError."""
+    async with contextlib.AsyncExitStack() as stack:
+        streams = [await stack.enter_async_context(front.answer(ask)) for ask in asks]
+        headers = {"x-request-id": streams[0].request.id}
+        writer.open(streams)
+        if usage is None:
+            found: list[list[Completion]] = []
+            async with when_gone(request.receive):
+                found = await _gathered(streams)
+            if not found:
+                return Response(status_code=499)
+            return Response(_json(writer.whole(found)), 200, headers, "application/json")
+        for stream in streams:
+            stream.cut = request.scope["transport"].abort
+        return EventStream(_events(stack.pop_all(), streams, writer, usage), headers)
+
+
+async def _events(stack: contextlib.AsyncExitStack, streams: Sequence[Stream], writer: Writer, usage: bool) -> AsyncGenerator[bytes]:
+    loop, ends = asyncio.get_running_loop(), Totals()
+    try:
+        async with stack:
+            yield _lines(writer.first())
+            async for number, outputs in _outputs(streams):
+                chunks = [chunk for output in outputs for chunk in writer.chunks(number, output)]
+                ends.add(outputs)
+                for stream in streams:
+                    stream.writing(loop.time())
+                yield _lines(chunks) or COMMENT
+                for stream in streams:
+                    stream.written(loop.time())
+        if usage:
+            yield _lines([{**writer.head, "choices": [], "usage": ends.message()}])
+        yield DONE
+    except RequestError as error:
+        yield _lines([body_of(error)])
+    except Exception:
+        log.exception("an answer failed")
+        yield _lines([body_of(INTERNAL)])
+
+
+async def _gathered(streams: Sequence[Stream]) -> list[list[Completion]]:
+    gathered = [Gathered(stream.request.prompt.tolist()) for stream in streams]
+    async for number, outputs in _outputs(streams):
+        for output in outputs:
+            gathered[number].add(output)
+    return [one.completions() for one in gathered]
+
+
+async def _outputs(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, list[Output]]]:
+    """What comes from any of the streams, with the stream's number. Errors: what ended one of them."""
+    taking = {asyncio.ensure_future(stream.take()): number for number, stream in enumerate(streams)}
+    try:
+        while taking:
+            done, _ = await asyncio.wait(taking, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number = taking.pop(task)
+                if outputs := task.result():
+                    yield number, outputs
+                    taking[asyncio.ensure_future(streams[number].take())] = number
+                elif (failure := streams[number].failure) is not None:
+                    raise failure
+    finally:
+        for task in taking:
+            task.cancel()
+
+
+class Totals:
+    """The usage of all prompts and completions of a request. A prompt counts once, however many completions it has."""
+
+    def __init__(self) -> None:
+        self._ends: list[Finished] = []
+
+    def add(self, outputs: Iterable[Output]) -> None:
+        self._ends += [output for output in outputs if isinstance(output, Finished)]
+
+    def message(self) -> dict[str, Any]:
+        return usage_message([[end.usage for end in self._ends if end.index == 0], [end.usage for end in self._ends if end.index]])
+
+
+def usage_message(usages: Sequence[Sequence[Usage]]) -> dict[str, Any]:
+    """usages: those of first completions, and those of the others."""
+    first, others = usages
+    prompt, completion = sum(u.prompt for u in first), sum(u.completion for u in [*first, *others])
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(u.cached for u in first)}}
+
+
+def totals_of(completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+    every = [completion for group in completions for completion in group]
+    return usage_message([[c.usage for c in every if c.index == 0], [c.usage for c in every if c.index]])
+
+
+class Tokens:
+    """Tokens as callers see them."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    def bytes(self, id: int) -> bytes:
+        return b"" if self._tokenizer is None else self._tokenizer.piece(id)
+
+    def text(self, id: int) -> str:
+        return f"token_id:{id}" if self._tokenizer is None else self.bytes(id).decode(errors="replace")
+
+    def entry(self, id: int, logprob: float) -> dict[str, Any]:
+        """As chats tell a token."""
+        return {"token": self.text(id), "logprob": logprob, "bytes": list(self.bytes(id))}
+
+    def entries(self, ids: Sequence[int], logprobs: Sequence[Logprobs]) -> list[dict[str, Any]]:
+        return [{**self.entry(id, at.chosen), "top_logprobs": [self.entry(*top) for top in at.top]} for id, at in zip(ids, logprobs)]
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _lines(chunks: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(b"data: " + _json(chunk) + b"\n\n" for chunk in chunks)

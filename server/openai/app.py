@@ -1,0 +1,204 @@
+"""The routes that users have: the OpenAI protocol, tokens, health, metrics, version."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import fastapi
+import pydantic_core
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse, Response
+
+import jaxserve
+from jaxserve.request import RequestError
+from jaxserve.server.front import INLINE_CHARS, Front
+from jaxserve.server.openai import chat, completions
+from jaxserve.server.openai.answers import answer
+from jaxserve.server.openai.errors import INTERNAL, HttpError, response_of
+from jaxserve.server.openai.wire import ChatRequest, CompletionRequest, DetokenizeRequest, Sampled, TokenizeRequest
+from jaxserve.server.probe import Probe
+from jaxserve.server.prompts import Chat, Text
+
+OPEN_PATHS = frozenset({"/health", "/ready"})           # who asks whether we live needs no key
+ERRORS: dict[int | str, dict[str, Any]] = {
+    code: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
+    for code, text in {400: "a field that is wrong, by name", 401: "no key, or none of ours", 404: "no such model or route",
+                       405: "another method", 409: "the request id is in use", 413: "the body is too large", 415: "compressed, or not JSON",
+                       429: "too much at once; Retry-After says when again", 499: "the caller went away", 503: "not ready, or draining",
+                       504: "the deadline passed"}.items()}
+ERROR_SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": {
+    "type": "object", "required": ["message", "type", "param", "code"], "properties": {
+        "message": {"type": "string"}, "type": {"type": "string"}, "param": {"type": ["string", "null"]}, "code": {"type": "string"}}}}}
+
+
+def application(front: Front, probe: Probe) -> fastapi.FastAPI:
+    app = fastapi.FastAPI(title="jaxserve", version=jaxserve.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.router.route_class = _Route
+    app.include_router(_protocol(front), responses=ERRORS)
+    app.include_router(_upkeep(front, probe))
+    handle_errors(app)
+    return app
+
+
+def handle_errors(app: fastapi.FastAPI) -> None:
+    """Whatever a route raises becomes an answer as the protocol writes it."""
+    app.add_exception_handler(RequestError, lambda request, error: response_of(error))                    # type: ignore[arg-type]
+    app.add_exception_handler(RequestValidationError, lambda request, error: response_of(_named(error)))   # type: ignore[arg-type]
+    app.add_exception_handler(Exception, lambda request, error: response_of(INTERNAL))
+    app.add_exception_handler(HTTPException, lambda request, error: _refused(error))                      # type: ignore[arg-type]
+    plain = app.openapi
+
+    def schema() -> dict[str, Any]:
+        found = plain()
+        found["components"]["schemas"]["Error"] = ERROR_SCHEMA
+        for path in found["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        return found
+
+    app.openapi = functools.cache(schema)                                                              # type: ignore[method-assign]
+
+
+def _protocol(front: Front) -> fastapi.APIRouter:
+    router = fastapi.APIRouter(route_class=_Route)
+
+    @router.post("/v1/completions")
+    async def complete(body: CompletionRequest, request: fastapi.Request) -> Response:
+        asks = completions.asks_of(body, _id(body, request), request.headers)
+        return await answer(front, asks, completions.CompletionWriter(front, body, asks), request, _usage(body))
+
+    @router.post("/v1/chat/completions")
+    async def converse(body: ChatRequest, request: fastapi.Request) -> Response:
+        front.check_open()
+        ask = chat.ask_of(body, _id(body, request), request.headers)
+        return await answer(front, [ask], chat.ChatWriter(front, body), request, _usage(body))
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        front.check_open()
+        return {"object": "list", "data": [_model(front)]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        front.check_open()
+        front.check_model(name)
+        return _model(front)
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        front.check_open()
+        front.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("prompt", "give either prompt or messages")
+        prompt = Chat(body.messages or ()) if body.prompt is None else Text(body.prompt, body.add_special_tokens)
+        ids = [int(id) for id in await front.ids(prompt)]
+        texts = {"token_strs": [front.tokenizer.piece(id).decode(errors="replace") for id in ids]} if body.return_token_strs else {}
+        return {"count": len(ids), "max_model_len": front.engine.max_len, "tokens": ids, **texts}
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        front.check_open()
+        front.check_model(body.model)
+        if not isinstance(body.tokens, list) or not all(type(id) is int for id in body.tokens):
+            raise RequestError("tokens", "must be a list of token ids")
+        return {"prompt": await front.text(body.tokens, body.skip_special_tokens)}
+
+    return router
+
+
+def _upkeep(front: Front, probe: Probe) -> fastapi.APIRouter:
+    router = fastapi.APIRouter()
+
+    @router.get("/health", response_class=PlainTextResponse)
+    async def health() -> Response:
+        """200 while the process does its work; 503 where only a restart helps."""
+        return _said(probe.alive())
+
+    @router.get("/ready", response_class=PlainTextResponse)
+    async def ready() -> Response:
+        """200 while requests are taken and tokens come: one of somebody's, or else one of our own that is made now."""
+        return _said(await probe.ready())
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": jaxserve.__version__}
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def metrics(request: fastapi.Request) -> Response:
+        """For Prometheus; name[]=... for some of them only. Empty while the engine is built."""
+        names = request.query_params.getlist("name[]")
+        registry = CollectorRegistry() if front.engine is None else front.engine.metrics.registry
+        text = await asyncio.to_thread(generate_latest, registry.restricted_registry(names) if names else registry)
+        return Response(text, 200, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return router
+
+
+class _Request(fastapi.Request):
+    async def read(self) -> None:
+        """Reads and parses the body; a large one beside the event loop. Errors: RequestError."""
+        body = await self.body()
+        try:
+            parsed = pydantic_core.from_json(body) if len(body) < INLINE_CHARS else await asyncio.to_thread(pydantic_core.from_json, body)
+        except ValueError as error:
+            raise RequestError("", f"the body is not JSON: {str(error)[:200]}") from None
+        self._json = parsed                              # where `json` looks first
+
+
+class _Route(APIRoute):
+    def get_route_handler(self) -> Callable:
+        handle = super().get_route_handler()
+
+        async def handled(request: fastapi.Request) -> Response:
+            request = _Request(request.scope, request.receive)
+            if request.method == "POST":
+                await request.read()
+            return await handle(request)
+
+        return handled
+
+
+def _named(error: RequestValidationError) -> RequestError:
+    """The first thing that is wrong, by the name of its field."""
+    first = error.errors()[0]
+    names = [str(part) for part in first["loc"] if part != "body"]
+    return RequestError(".".join(names)[:200], f"{first['msg'][:300]}" if names else "the body must be a JSON object")
+
+
+def _refused(error: HTTPException) -> Response:
+    code = error.status_code
+    text = {404: "there is no such route", 405: "the route has another method"}.get(code, str(error.detail))
+    response = response_of(HttpError("", text, code) if code != 404 else RequestError("", text, "NOT_FOUND"))
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _id(body: Sampled, request: fastapi.Request) -> str:
+    return body.request_id or request.headers.get("x-request-id", "")
+
+
+def _usage(body: Sampled) -> bool | None:
+    """See `answer`. Errors: RequestError."""
+    if not body.stream:
+        if body.stream_options is not None:
+            raise RequestError("stream_options", "is for stream=true")
+        return None
+    return body.stream_options is not None and body.stream_options.include_usage
+
+
+def _model(front: Front) -> dict[str, Any]:
+    name = front.engine.config.source.model
+    return {"id": name, "object": "model", "created": 0, "owned_by": "jaxserve", "root": name, "parent": None,
+            "max_model_len": front.engine.max_len}
+
+
+def _said(fault: str) -> Response:
+    return PlainTextResponse(fault or "ok", 503 if fault else 200)
+
+

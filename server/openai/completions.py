@@ -1,0 +1,115 @@
+"""/v1/completions: prompts of text or token ids, one or many, n completions of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxserve.completion import Completion, Delta, Output
+from jaxserve.request import Finished, Logprobs, RequestError
+from jaxserve.server.front import Ask, Front
+from jaxserve.server.openai.answers import Tokens, totals_of
+from jaxserve.server.openai.wire import COMPLETION_TOKENS, MAX_PROMPTS, CompletionRequest
+from jaxserve.server.prompts import Prompt, Text
+from jaxserve.server.streams import Stream
+
+
+def asks_of(body: CompletionRequest, id: str, headers: Mapping[str, str]) -> list[Ask]:
+    """One for each prompt. Errors: RequestError."""
+    if body.best_of not in (None, body.n or 1):
+        raise RequestError("best_of", "is not supported beyond n")
+    if body.echo and body.stream and body.logprobs is not None:
+        raise RequestError("echo", "with logprobs it cannot be streamed: the prompt's are known at the end")
+    sampling = body.sampling(
+        COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None)
+    prompts = _prompts(body.prompt)
+    ids = [id] if len(prompts) == 1 else [id and f"{id}-{number}" for number in range(len(prompts))]
+    slo, timeout = body.slo(headers), body.timeout()
+    return [Ask(prompt, sampling, each, body.model, slo, body.priority or 0, body.cache_salt or "", body.bypass_prefix_cache, timeout)
+            for prompt, each in zip(prompts, ids)]
+
+
+def _prompts(given: Any) -> list[Prompt]:
+    """A text, a list of ids, or a list of these. Errors: RequestError."""
+    if isinstance(given, str):
+        return [Text(given)]
+    if not isinstance(given, list):
+        raise RequestError("prompt", "must be a text, a list of token ids, or a list of these")
+    if not given:
+        raise RequestError("prompt", "is empty")
+    if not isinstance(given[0], (str, list)):
+        return [given]
+    if len(given) > MAX_PROMPTS:
+        raise RequestError("prompt", f"has {len(given)} entries; the limit is {MAX_PROMPTS}")
+    if {type(one) for one in given} not in ({str}, {list}):
+        raise RequestError("prompt", "mixes texts and lists of token ids")
+    return [Text(one) if isinstance(one, str) else one for one in given]
+
+
+class CompletionWriter:
+    def __init__(self, front: Front, body: CompletionRequest, asks: Sequence[Ask]):
+        self._tokens, self._body, self._asks = Tokens(front.tokenizer), body, asks
+        self._n = body.n or 1
+        self.head: dict[str, Any] = {}
+        self._streams: Sequence[Stream] = ()
+        self._tokenizer, self._model = front.tokenizer, body.model or front.engine.config.source.model
+        self._written: dict[int, int] = {}              # characters of each choice
+
+    def open(self, streams: Sequence[Stream]) -> None:
+        self._streams = streams
+        self.head = {"id": streams[0].request.id, "object": "text_completion", "created": int(time.time()), "model": self._model}
+
+    def first(self) -> Iterator[dict[str, Any]]:
+        if self._body.echo:
+            for number, stream in enumerate(self._streams):
+                text = self._prompt_text(number, stream.request.prompt)
+                for index in range(self._n):
+                    self._written[number * self._n + index] = len(text)
+                    yield self._chunk(number, index, text)
+
+    def chunks(self, number: int, output: Output) -> Iterator[dict[str, Any]]:
+        if isinstance(output, Delta):
+            at = number * self._n + output.index
+            logprobs = self._logprobs(output.ids, output.logprobs, self._written.get(at, 0)) if output.logprobs else None
+            self._written[at] = self._written.get(at, 0) + len(output.text)
+            if output.text or logprobs:
+                yield self._chunk(number, output.index, output.text, logprobs)
+        elif isinstance(output, Finished):
+            yield self._chunk(number, output.index, "", None, output.reason)
+
+    def whole(self, completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+        choices = [self._choice(number, completion) for number, group in enumerate(completions) for completion in group]
+        return {**self.head, "choices": choices, "usage": totals_of(completions)}
+
+    def _chunk(self, number: int, index: int, text: str, logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": number * self._n + index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {**self.head, "choices": [choice]}
+
+    def _choice(self, number: int, completion: Completion) -> dict[str, Any]:
+        prompt = self._prompt_text(number, completion.prompt_ids) if self._body.echo else ""
+        logprobs = None
+        if self._body.logprobs is not None:
+            ids, values = list(completion.ids), list(completion.logprobs or ())
+            if self._body.echo:
+                ids, values = [*completion.prompt_ids, *ids], [*(completion.prompt_logprobs or ()), *values]      # type: ignore[list-item]
+            logprobs = self._logprobs(ids, values, 0)
+        return {"index": number * self._n + completion.index, "text": prompt + completion.text, "logprobs": logprobs,
+                "finish_reason": completion.reason}
+
+    def _prompt_text(self, number: int, ids: Iterable[int]) -> str:
+        prompt = self._asks[number].prompt
+        if isinstance(prompt, Text):
+            return prompt.text
+        return "" if self._tokenizer is None else self._tokenizer.decode([int(id) for id in ids], skip_special=False)
+
+    def _logprobs(self, ids: Sequence[int], values: Sequence[Logprobs | None], offset: int) -> dict[str, Any]:
+        """None among the values: the first token of a prompt, which nothing predicts."""
+        tokens, offsets = [self._tokens.text(id) for id in ids], []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        tops = [None if at is None else {self._tokens.text(id): value for id, value in at.top} for at in values]
+        return {"tokens": tokens, "token_logprobs": [None if at is None else at.chosen for at in values], "top_logprobs": tops,
+                "text_offset": offsets}

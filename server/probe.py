@@ -1,0 +1,47 @@
+"""Whether the server lives, and whether tokens come out of it: what health checks are told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from jaxserve.request import RequestError, SamplingParams
+from jaxserve.server.front import BROKEN, SERVING, Ask, Front
+
+FRESH = 5.0                                             # seconds for which a token is proof enough
+PATIENCE = 5.0                                          # seconds that ours may take
+log = logging.getLogger(__name__)
+
+
+class Probe:
+    """`ready` asks for a real token where none came lately; callers that ask at the same time share one."""
+
+    def __init__(self, front: Front):
+        self._front = front
+        self._asking: asyncio.Task[str] | None = None
+
+    def alive(self) -> str:
+        """'' or what is wrong."""
+        return "the engine stopped" if self._front.state == BROKEN else ""
+
+    async def ready(self) -> str:
+        """'' or what is wrong."""
+        if self._front.state != SERVING:
+            return f"the server is {self._front.state}"
+        if self._front.quiet_seconds < FRESH:
+            return ""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+        return await asyncio.shield(self._asking)
+
+    async def _ask(self) -> str:
+        ask = Ask([0], SamplingParams(temperature=0, max_tokens=1), priority=-8, timeout=PATIENCE, bypass_prefix_cache=True, ids_only=True)
+        try:
+            async with asyncio.timeout(PATIENCE), self._front.answer(ask) as stream:
+                while await stream.take():
+                    pass
+        except RequestError as error:
+            return "" if error.status == "RESOURCE_EXHAUSTED" and self._front.quiet_seconds < PATIENCE else f"no token came: {error}"
+        except TimeoutError:
+            return f"no token came within {PATIENCE:g} s"
+        return ""

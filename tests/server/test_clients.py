@@ -1,0 +1,157 @@
+"""Clients that others wrote, against a server with the real model: what they get is what the reference implementation says."""
+
+import asyncio
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import grpc
+import httpx
+import openai
+import pytest
+from google.protobuf import descriptor_pool, json_format, message_factory
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.llm import open_engine
+from jaxserve.options import make
+from jaxserve.server.launch import Background
+
+MODEL = "smollm2-135m"
+SETTINGS = {"model": MODEL, "max_model_len": 1024, "chunk_tokens": 128, "max_seqs": 8, "pages": 400, "profile": "none"}
+PROTO = pathlib.Path(__file__).parents[2] / "server" / "jaxserve.proto"
+CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}, "people": {"type": "integer"}},
+        "required": ["city", "people"], "additionalProperties": False}
+TOOLS = [{"type": "function", "function": {
+    "name": "get_weather", "description": "The weather of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}}}]
+
+
+@pytest.fixture(scope="module")
+def server():
+    config = make(EngineConfig, SETTINGS)
+    with Background(ServerConfig(port=0, http_port=0), lambda: open_engine(config, progress=False, warm_up=False)) as server:
+        server.wait_ready()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def case(golden, server):
+    """A prompt with what follows it in the reference implementation; special tokens are no text here."""
+    found = min((case for case in golden["cases"] if case.get("prompt")), key=lambda case: len(case["prompt_ids"]))
+    return {**found, "text": server.server.front.tokenizer.decode(found["output_ids"])}
+
+
+def test_openai_completions_are_those_of_the_reference(client, case):
+    size = len(case["output_ids"])
+    for prompt in (case["prompt_ids"], case["prompt"]):
+        made = client.completions.create(model=MODEL, prompt=prompt, max_tokens=size, temperature=0, extra_body={"ignore_eos": True})
+        assert made.choices[0].text == case["text"] and made.usage.completion_tokens == size
+    stream = client.completions.create(model=MODEL, prompt=case["prompt_ids"], max_tokens=size, temperature=0, stream=True, logprobs=1,
+                                       stream_options={"include_usage": True}, extra_body={"ignore_eos": True})
+    chunks = list(stream)
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert "".join(choice.text for choice in choices) == case["text"] and chunks[-1].usage.completion_tokens == size
+    logprobs = [value for choice in choices if choice.logprobs for value in choice.logprobs.token_logprobs]
+    assert logprobs == pytest.approx(case["output_logprobs"], abs=2e-3)
+
+
+def test_openai_chats_sync_and_async_and_streamed_agree(client, server):
+    ask = {"model": MODEL, "messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 12, "temperature": 0}
+    plain = client.chat.completions.create(**ask).choices[0]
+    assert "Paris" in plain.message.content and plain.finish_reason == "stop"
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**ask, stream=True))
+
+    async def many():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as there:
+            return await asyncio.gather(*(there.chat.completions.create(**ask) for _ in range(8)))
+
+    assert {streamed, *(made.choices[0].message.content for made in asyncio.run(many()))} == {plain.message.content}
+
+
+def test_openai_seeds_repeat_and_n_differ(client):
+    ask = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 12, "temperature": 1.0, "seed": 7, "n": 3}
+    first, second = (client.completions.create(**ask) for _ in range(2))
+    texts = [choice.text for choice in first.choices]
+    assert texts == [choice.text for choice in second.choices] and len(set(texts)) == 3
+
+
+def test_openai_errors_have_the_clients_own_types(client):
+    for error, change in ((openai.NotFoundError, {"model": "gpt-5"}), (openai.BadRequestError, {"max_tokens": 0}),
+                          (openai.BadRequestError, {"extra_body": {"nope": 1}})):
+        with pytest.raises(error):
+            client.completions.create(**{"model": MODEL, "prompt": "x", **change})
+
+
+def test_a_stream_that_is_closed_frees_its_request(client, server):
+    stream = client.completions.create(model=MODEL, prompt="Once", max_tokens=900, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    stream.close()
+    engine = server.server.front.engine
+    for _ in range(100):
+        if not engine.load().running:
+            break
+        asyncio.run(asyncio.sleep(0.01))
+    load = engine.load()
+    assert not load.running and load.pages_free + load.pages_cached == load.pages_total
+
+
+def test_the_requests_of_vllm_bench_serve_are_answered_as_it_expects(server):
+    """`vllm bench serve --backend=openai`: the fields that it sends, and what it reads of each chunk."""
+    body = {"model": MODEL, "prompt": "word " * 30, "repetition_penalty": 1.0, "max_tokens": 16, "logprobs": None, "stream": True,
+            "stream_options": {"include_usage": True}, "temperature": 0.0, "ignore_eos": True}
+    texts, usage = [], None
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60,
+                      headers={"Authorization": "Bearer x", "x-request-id": "bench-0"}) as answer:
+        for line in answer.iter_lines():
+            data = line.removeprefix("data: ")
+            if line.startswith("data: ") and data != "[DONE]":
+                chunk = json.loads(data)
+                texts += [choice.get("text") for choice in chunk.get("choices", ())]
+                usage = chunk.get("usage") or usage
+    assert usage["completion_tokens"] == 16 and len([text for text in texts if text]) > 1
+
+
+def test_reflection_is_enough_to_call_us_as_grpcurl_does(server, case):
+    with grpc.insecure_channel(server.target) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        assert {"jaxserve.v1.Inference", "jaxserve.v1.Control", "grpc.health.v1.Health"} <= set(database.get_services())
+        pool = descriptor_pool.DescriptorPool(database)
+        method = pool.FindServiceByName("jaxserve.v1.Inference").FindMethodByName("Generate")
+        request, event = (message_factory.GetMessageClass(kind) for kind in (method.input_type, method.output_type))
+        size = len(case["output_ids"])
+        fields = {"text": case["prompt"], "sampling": {"temperature": 0, "maxTokens": size, "ignoreEos": True}}
+        message = json_format.ParseDict(fields, request())
+        call = channel.unary_stream("/jaxserve.v1.Inference/Generate", request.SerializeToString, event.FromString)
+        events = [json_format.MessageToDict(answer) for answer in call(message, timeout=60)]
+    assert "".join(found["token"].get("text", "") for found in events if "token" in found) == case["text"]
+
+
+STOCK = """
+import sys, grpc
+sys.path.insert(0, sys.argv[1])
+import wire_pb2 as pb, wire_pb2_grpc as rpc
+stub = rpc.InferenceStub(grpc.insecure_channel(sys.argv[2]))
+ids = [int(i) for i in sys.argv[3].split(",")]
+sampling = pb.SamplingParams(temperature=0, max_tokens=int(sys.argv[4]), ignore_eos=True)
+request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling=sampling)
+print(",".join(str(i) for event in stub.Generate(request, timeout=60) for i in event.token.ids))
+"""
+
+
+def test_a_client_generated_from_the_proto_alone(server, case, tmp_path):
+    shutil.copy(PROTO, tmp_path / "wire.proto")
+    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", f"-I{tmp_path}", f"--python_out={tmp_path}", f"--grpc_python_out={tmp_path}",
+                    str(tmp_path / "wire.proto")], check=True, timeout=60)
+    arguments = [str(tmp_path), server.target, ",".join(map(str, case["prompt_ids"])), str(len(case["output_ids"]))]
+    done = subprocess.run([sys.executable, "-c", STOCK, *arguments], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert [int(id) for id in done.stdout.split(",")] == case["output_ids"]

@@ -1,0 +1,222 @@
+"""Connections over HTTP: bombs, laggards, readers who stop and callers who go away cost others nothing and leave nothing behind."""
+
+import json
+import socket
+import struct
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+
+from tests.server.conftest import eventually
+from tests.server.fakes import FakeEngine, expected
+
+BODY = {"prompt": "hello", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+
+
+def connect(served):
+    return socket.create_connection(("127.0.0.1", served.server.server.ports["http"]), timeout=10)
+
+
+def send_request(served, body=b"", path="/v1/completions", headers=()):
+    """A connection with a POST on its way."""
+    there = connect(served)
+    lines = [f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", *headers]
+    if not any(line.startswith(("content-length", "transfer-encoding")) for line in headers):
+        lines.append(f"content-length: {len(body)}")
+    there.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+    return there
+
+
+def status_of(there):
+    """The status of what comes, or None where the connection just ends."""
+    data = b""
+    while not data.endswith(b"\n") and (more := there.recv(4096)):
+        data += more
+        if b"\r\n" in data:
+            break
+    return int(data.split()[1]) if data else None
+
+
+def well(served):
+    answer = httpx.post(f"{served.server.url}/v1/completions", json={"prompt": "hi", "max_tokens": 3}, timeout=10)
+    return answer.json()["choices"][0]["text"] == bytes(expected(b"hi", 3)).decode()
+
+
+def idle(served):
+    return not served.engine.requests and not served.server.server.front.streams
+
+
+def test_a_body_over_the_limit_is_413_whatever_its_header_says(serve):
+    served = serve(max_body_mib=1)
+    before = psutil.Process().memory_info().rss
+    for length in (2**20 + 1, 2**30, 2**63, 10**30):
+        assert status_of(send_request(served, headers=[f"content-length: {length}"])) in (400, 413)
+    there = send_request(served, headers=["transfer-encoding: chunked"])
+    with pytest.raises(OSError):
+        for _ in range(1000):
+            there.sendall(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+    assert psutil.Process().memory_info().rss - before < 32 << 20
+    assert well(served) and idle(served)
+
+
+@pytest.mark.parametrize("header", ["content-length: -1", "content-length: x", "content-length: 1, 2", "transfer-encoding: nope"])
+def test_lengths_that_lie_are_refused(serve, header):
+    served = serve()
+    assert status_of(send_request(served, headers=[header])) in (400, 501)
+    assert well(served)
+
+
+def test_a_header_over_the_limit_is_431(serve):
+    served = serve(max_header_kib=8)
+    there = connect(served)
+    there.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx: ")
+    with pytest.raises((OSError, AssertionError)):
+        for _ in range(200):
+            there.sendall(b"x" * 65536)
+            time.sleep(0.001)
+        assert status_of(there) == 431
+        raise AssertionError
+    assert status_of(_header_of(served, 20_000)) == 431 and well(served)
+
+
+def _header_of(served, size):
+    there = connect(served)
+    there.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"x" * size)
+    return there
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd"])
+def test_compressed_bodies_are_not_read(serve, encoding):
+    assert status_of(send_request(serve(), b"x" * 100, headers=[f"content-encoding: {encoding}"])) == 415
+
+
+def test_who_sends_a_byte_a_second_is_shown_out(serve):
+    served = serve(header_timeout=0.5, body_timeout=0.5)
+    slow = connect(served)
+    began = time.monotonic()
+    for char in b"GET /health HTTP/1.1\r\nhost: x\r\n":
+        try:
+            slow.sendall(bytes([char]))
+        except OSError:
+            break
+        if time.monotonic() - began > 3:
+            break
+        time.sleep(0.05)
+    assert time.monotonic() - began < 3
+    body = send_request(served, b"{", headers=["content-length: 100"])
+    assert status_of(body) == 408 and status_of(connect(served)) == 408 and well(served)
+
+
+def test_a_second_request_on_a_connection_has_its_time_too(serve):
+    served = serve(header_timeout=0.3)
+    there = connect(served)
+    there.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert status_of(there) == 200
+    there.recv(4096)
+    there.sendall(b"GET /hea")
+    assert status_of(there) == 408
+
+
+def test_idle_connections_are_closed_and_there_is_a_most_of_them(serve):
+    served = serve(max_connections=20, header_timeout=0.5)
+    crowd = [connect(served) for _ in range(40)]
+    assert sum(status_of(there) == 503 for there in crowd[20:]) == 20
+    assert all(status_of(there) == 408 for there in crowd[:20])
+    eventually(lambda: well(served))
+
+
+@pytest.mark.parametrize("data", [b"\x80\x04\x95K\x01.", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00", b"\0" * 1000, 
+    b"GET\r\n\r\n"])
+def test_what_is_not_http_is_refused(serve, data):
+    served = serve(header_timeout=0.5)
+    there = connect(served)
+    there.sendall(data)
+    assert status_of(there) in (400, 404, 408, None) and well(served)
+
+
+def test_a_reset_frees_the_request_within_a_second(serve):
+    served = serve(FakeEngine(step_seconds=0.01))
+    for stream in (True, False):
+        there = send_request(served, json.dumps({**BODY, "stream": stream}).encode())
+        eventually(lambda: served.engine.requests)
+        there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        there.close()
+        eventually(lambda: idle(served), 1.0)
+    assert len(served.engine.cancelled) == 2
+
+
+def test_a_caller_who_goes_before_the_first_token_frees_the_request(serve):
+    engine = FakeEngine()
+    engine.paused = True
+    served = serve(engine)
+    there = send_request(served, json.dumps(BODY).encode())
+    eventually(lambda: engine.requests)
+    there.close()
+    eventually(lambda: idle(served), 1.0)
+    assert engine.prefill_steps == 0
+
+
+def test_a_reader_who_stops_is_cut_off_and_others_are_not(serve):
+    served = serve(FakeEngine(step_seconds=0.0005), stall_timeout=1.0)
+    there = socket.socket()
+    there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    there.connect(("127.0.0.1", served.server.server.ports["http"]))
+    body = json.dumps({**BODY, "n": 128, "max_tokens": 4000}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    there.sendall(head % len(body) + body)
+    eventually(lambda: served.engine.requests)
+    assert well(served)
+    eventually(lambda: idle(served), 30)
+    assert served.engine.cancelled and well(served)
+
+
+def test_silence_is_broken_by_comments(serve):
+    engine = FakeEngine()
+    engine.paused = True
+    served = serve(engine, progress_interval=0.2)
+    with httpx.stream("POST", f"{served.server.url}/v1/completions", json=BODY, timeout=10) as answer:
+        lines = answer.iter_lines()
+        assert [next(lines) for _ in range(6)] == [": waiting", ""] * 3
+    eventually(lambda: idle(served), 1.0)
+
+
+def test_many_at_random_points_leave_nothing(serve):
+    served = serve(FakeEngine(step_seconds=0.001, chunk=2))
+
+    def one(number):
+        there = send_request(served, json.dumps({**BODY, "stream": number % 2 == 0, "n": 1 + number % 3}).encode())
+        time.sleep(0.001 * (number % 50))
+        there.close()
+
+    for start in range(0, 300, 50):
+        threads = [threading.Thread(target=one, args=(start + number,)) for number in range(50)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    eventually(lambda: idle(served))
+    assert well(served)
+
+
+def test_draining_ends_no_stream_and_takes_no_new_one(serve):
+    served = serve(FakeEngine(step_seconds=0.005))
+    url, texts = served.server.url, []
+
+    def one():
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "hi", "max_tokens": 100}, timeout=30)
+        texts.append(answer.json()["choices"][0]["text"])
+
+    threads = [threading.Thread(target=one) for _ in range(50)]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: len(served.engine.requests) == 50)
+    served.server._loop.call_soon_threadsafe(served.server._stop.set)
+    eventually(lambda: served.server.server.front.state == "draining")
+    assert httpx.post(f"{url}/v1/completions", json={"prompt": "hi"}).status_code == 503
+    assert httpx.get(f"{url}/ready").status_code == 503 and httpx.get(f"{url}/health").status_code == 200
+    for thread in threads:
+        thread.join()
+    assert texts == [bytes(expected(b"hi", 100)).decode()] * 50

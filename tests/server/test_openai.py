@@ -1,0 +1,330 @@
+"""The OpenAI protocol over an engine whose answers are known: what is asked, what comes back, what is refused."""
+
+import json
+
+import httpx
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.options import make
+from jaxserve.request import SamplingParams, Slo
+from jaxserve.tokenizer.tools import UNTOLD
+from tests.server.conftest import eventually
+from tests.server.fakes import EOS, FakeEngine, FakeTokenizer, expected
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture
+def http(serve):
+    """Starts a server; what is returned posts JSON to it. `.served` is the server."""
+    clients = []
+
+    def start(*arguments, **config):
+        served = serve(*arguments, **config)
+        client = httpx.Client(base_url=served.server.url, timeout=10)
+        client.served = served
+        clients.append(client)
+        return client
+
+    yield start
+    for client in clients:
+        client.close()
+
+
+def post(client, path, body, **headers):
+    data = body if isinstance(body, (bytes, str)) else json.dumps(body)
+    return client.post(path, content=data, headers={"content-type": "application/json", **headers})
+
+
+def events(client, path, body):
+    """The chunks of a streamed answer; the last entry is whatever came last, as text."""
+    with client.stream("POST", path, json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200, answer.read()
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines[:-1]], lines[-1]
+
+
+def text(ids):
+    return bytes(ids).decode()
+
+
+def test_a_completion_whole_and_streamed_is_the_same(http):
+    client = http()
+    body = {"model": "fake", "prompt": "hello", "max_tokens": 6, "temperature": 0}
+    whole = post(client, "/v1/completions", body).json()
+    (choice,) = whole["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (text(expected(b"hello", 6)), "length")
+    assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11, "prompt_tokens_details": {"cached_tokens": 0}}
+    chunks, last = events(client, "/v1/completions", {**body, "stream_options": {"include_usage": True}})
+    assert last == "[DONE]" and chunks[-1]["usage"] == whole["usage"] and chunks[-1]["choices"] == []
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == choice["text"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]][-1] == "length"
+    assert len({chunk["id"] for chunk in chunks}) == 1 and chunks[0]["object"] == whole["object"] == "text_completion"
+
+
+def test_many_prompts_and_completions_have_indexes_in_order(http):
+    body = {"prompt": ["hi", "you"], "n": 2, "max_tokens": 3}
+    client = http()
+    found = {c["index"]: c["text"] for c in post(client, "/v1/completions", body).json()["choices"]}
+    wanted = {0: expected(b"hi", 3, 0), 1: expected(b"hi", 3, 1), 2: expected(b"you", 3, 0), 3: expected(b"you", 3, 1)}
+    assert found == {index: text(ids) for index, ids in wanted.items()}
+    chunks, _ = events(client, "/v1/completions", {**body, "stream_options": {"include_usage": True}})
+    streamed = dict.fromkeys(found, "")
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            streamed[choice["index"]] += choice["text"]
+    assert streamed == found
+    assert chunks[-1]["usage"]["prompt_tokens"] == 5 and chunks[-1]["usage"]["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize("prompt", [[104, 105], [[104, 105]], "hi", ["hi"]])
+def test_prompts_are_texts_or_ids(http, prompt):
+    (choice,) = post(http(), "/v1/completions", {"prompt": prompt, "max_tokens": 2}).json()["choices"]
+    assert choice["text"] == text(expected(b"hi", 2))
+
+
+def test_echo_puts_the_prompt_before_the_text_with_its_log_probabilities(http):
+    client = http()
+    (choice,) = post(client, "/v1/completions", {"prompt": "hi", "max_tokens": 2, "echo": True, "logprobs": 1}).json()["choices"]
+    made = text(expected(b"hi", 2))
+    assert choice["text"] == "hi" + made
+    assert choice["logprobs"]["tokens"] == [*"hi", *made] and choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -0.5, -0.5]
+    chunks, _ = events(client, "/v1/completions", {"prompt": [104, 105], "max_tokens": 2, "echo": True})
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hi" + made
+
+
+def test_a_chat_whole_and_streamed_is_the_same(http):
+    client = http()
+    made = expected(b"<user>hi", 5)
+    whole = post(client, "/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 1}).json()
+    (choice,) = whole["choices"]
+    assert choice["message"]["role"] == "assistant" and choice["message"]["content"] == text(made)
+    assert [entry["bytes"] for entry in choice["logprobs"]["content"]] == [[id] for id in made]
+    chunks, last = events(client, "/v1/chat/completions", CHAT)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""} and last == "[DONE]"
+    assert "".join(delta.get("content", "") for delta in deltas) == text(made)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length" and chunks[0]["object"] == "chat.completion.chunk"
+
+
+def test_parts_of_text_are_a_text_and_other_parts_are_refused(http):
+    client = http()
+    post(client, "/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]})
+    answer = post(client, "/v1/completions", {"prompt": [1, "x"]})
+    assert answer.status_code == 400 and "integers" in answer.json()["error"]["message"]
+
+
+def test_stop_strings_end_the_text(http):
+    client = http(FakeEngine(script=b"some words END more", step_seconds=0.001))
+    answer = post(client, "/v1/chat/completions", {**CHAT, "max_tokens": 100, "stop": "END"}).json()
+    assert answer["choices"][0]["message"]["content"] == "some words " and answer["choices"][0]["finish_reason"] == "stop"
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+class Template:
+    tools = UNTOLD
+
+
+def with_tools():
+    tokenizer = FakeTokenizer()
+    tokenizer.template = Template()
+    return tokenizer
+
+
+@pytest.mark.parametrize("script,content,calls", [
+    (CALL, None, ["add"]), ("Well: " + CALL, "Well: ", ["add"]), (CALL + CALL, None, ["add", "add"]),
+    ("<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", []), ("a < b", "a < b", []),
+])
+def test_calls_are_told_from_text(http, script, content, calls):
+    client = http(FakeEngine(script=[*script.encode(), EOS]), with_tools)
+    body = {**CHAT, "max_tokens": 500, "tools": TOOLS}
+    (choice,) = post(client, "/v1/chat/completions", body).json()["choices"]
+    found = choice["message"].get("tool_calls", [])
+    assert choice["message"]["content"] == content and [call["function"]["name"] for call in found] == calls
+    assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+    assert all(json.loads(call["function"]["arguments"]) == {"a": 1} for call in found)
+    chunks, _ = events(client, "/v1/chat/completions", body)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    streamed = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert "".join(delta.get("content") or "" for delta in deltas) == (content or "")
+    assert [(call["index"], call["function"]["name"]) for call in streamed] == list(enumerate(calls))
+
+
+def test_one_call_is_enough_for_who_wants_no_parallel_calls(http):
+    client = http(FakeEngine(script=[*(CALL + CALL).encode(), EOS]), with_tools)
+    answer = post(client, "/v1/chat/completions", {**CHAT, "max_tokens": 500, "tools": TOOLS, "parallel_tool_calls": False})
+    assert len(answer.json()["choices"][0]["message"]["tool_calls"]) == 1
+
+
+def test_objectives_come_from_the_body_or_from_headers(http):
+    engine, seen = FakeEngine(), []
+    engine.config = make(EngineConfig, {"classes": "chat:ttft=0.5"})
+    client = http(engine)
+    submit = engine.submit
+    engine.submit = lambda request, sink: (seen.append(request), submit(request, sink))
+    post(client, "/v1/completions", {"prompt": "x", "ttft_ms": 500, "slo_class": "chat", "priority": -1, "cache_salt": "s", "seed": 3})
+    post(client, "/v1/completions", {"prompt": "x", "deadline_ms": 60_000},
+         **{"x-llm-d-slo-ttft-ms": "1500", "x-llm-d-slo-tpot-ms": "20", "x-request-id": "mine"})
+    assert [request.slo for request in seen] == [Slo(0.5, None, "chat"), Slo(1.5, 0.02, None)]
+    assert (seen[0].priority, seen[0].cache_salt, seen[0].sampling.seed) == (-1, "s", 3)
+    assert seen[1].id == "mine" and 59 < seen[1].deadline - seen[1].arrival <= 60
+
+
+def test_what_is_left_out_has_the_protocols_default_and_null_is_left_out(http):
+    engine, seen = FakeEngine(), []
+    client = http(engine)
+    submit = engine.submit
+    engine.submit = lambda request, sink: (seen.append(request.sampling), submit(request, sink))
+    post(client, "/v1/completions", {"prompt": "x"})
+    post(client, "/v1/completions", {"prompt": "x", "temperature": None, "top_p": None, "stop": None, "logit_bias": None, "n": None})
+    assert seen == [SamplingParams(max_tokens=16)] * 2
+
+
+BAD = [
+    ("temperature", NAN), ("temperature", INF), ("temperature", -1), ("top_p", 0), ("top_p", 1.5), ("min_p", 2), ("top_k", -2),
+    ("top_k", 2**40), ("repetition_penalty", 0), ("presence_penalty", 3), ("frequency_penalty", -INF), ("n", 0), ("n", 10**9),
+    ("max_tokens", 0), ("max_tokens", -5), ("max_tokens", 10**30), ("min_tokens", 10**6), ("logprobs", 10**9), ("logprobs", -1),
+    ("stop", ["x"] * 10**5), ("stop", [""]), ("stop", [1]), ("stop_token_ids", [5] * 10**5), ("stop_token_ids", [257]),
+    ("logit_bias", {"1": 101}), ("logit_bias", {"257": 1}), ("logit_bias", {"x": 1}), ("logit_bias", {str(i): 1 for i in range(10**5)}),
+    ("seed", 2**70), ("seed", "x"), ("ttft_ms", -1), ("tpot_ms", NAN), ("deadline_ms", 0), ("slo_class", "nope"), ("priority", 99),
+    ("cache_salt", "x" * 2000), ("request_id", "x" * 300), ("best_of", 3), ("suffix", "x"), ("unheard_of", 1), ("stream_options", {}),
+    ("model", 5), ("prompt", ""), ("prompt", []), ("prompt", [[]]), ("prompt", {}), ("prompt", None), ("prompt", ["x"] * 1000),
+    ("prompt", [257]), ("prompt", [-1]), ("prompt", [1, 2**70]), ("prompt", [1] * 4096), ("prompt", "x" * 4096), ("prompt", [1.5]),
+    ("prompt", ["x", [1]]), ("prompt", "x" * 10**6),
+]
+
+
+def test_bad_values_are_refused_by_name_and_nothing_is_computed(http):
+    client = http()
+    for field, value in BAD:
+        body = {"prompt": "x", field: value}
+        answer = post(client, "/v1/completions", json.dumps(body))
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["type"] == "invalid_request_error", (field, str(value)[:50], error)
+        named = error["param"] or ""
+        assert field in named or named in ("prompt_ids", "slo.class_name"), (field, str(value)[:50], error)
+    assert client.served.engine.prefill_steps == 0 and not client.served.server.server.front.streams
+
+
+CHAT_BAD = [
+    ("messages", []), ("messages", "x"), ("messages", [1]), ("messages", None), ("messages", [{"role": "user"}] * 10_001),
+    ("tools", [{}]), ("tools", TOOLS * 2), ("tools", TOOLS * 1000), ("tool_choice", "required"), ("tool_choice", "x"),
+    ("tool_choice", {"type": "function", "function": {"name": "nope"}}), ("top_logprobs", 3), ("chat_template", "{{ 1 }}"),
+    ("functions", []), ("modalities", ["audio"]), ("logprobs", 5),
+]
+
+
+@pytest.mark.parametrize("field,value", CHAT_BAD)
+def test_bad_chats_are_refused_by_name(http, field, value):
+    answer = post(http(), "/v1/chat/completions", {**CHAT, field: value})
+    assert answer.status_code == 400 and field in answer.json()["error"]["param"]
+
+
+@pytest.mark.parametrize("body", [
+    b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": "x', b"[" * 100_000, b'{"a":' * 50_000, b"\x80\x04K\x01."])
+def test_what_is_no_json_object_is_refused(http, body):
+    answer = post(http(), "/v1/completions", body)
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_other_routes_and_methods_and_models_are_told(http):
+    client = http()
+    assert client.get("/nope").status_code == 404 and client.get("/nope").json()["error"]["code"] == "not_found"
+    assert client.get("/v1/completions").status_code == 405 and client.get("/v1/completions").headers["allow"] == "POST"
+    for name in ("other", "../../etc/passwd", "x\n" * 10, "file:///etc/passwd"):
+        answer = post(client, "/v1/completions", {"prompt": "x", "model": name})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+    assert client.get("/v1/models").json()["data"][0]["id"] == client.served.engine.config.source.model
+    assert client.get("/v1/models/nope").status_code == 404
+    assert client.post("/v1/completions", content="prompt=x", headers={"content-type": "text/plain"}).status_code == 400
+
+
+def test_a_full_queue_is_429_with_when_to_come_again(http):
+    engine = FakeEngine(max_queue=0)
+    answer = post(http(engine), "/v1/completions", {"prompt": "x"})
+    assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1 and answer.headers["jaxserve-reject-reason"] == "queue"
+    assert engine.prefill_steps == 0
+
+
+def test_an_id_in_use_is_409(http):
+    client = http(FakeEngine(step_seconds=0.01))
+    with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True, "max_tokens": 1000}, headers={"x-request-id": "r"}):
+        answer = httpx.post(f"{client.base_url}/v1/completions", json={"prompt": "x", "request_id": "r"})
+        assert answer.status_code == 409
+
+
+def test_a_deadline_is_504_and_in_a_stream_an_error_event(http):
+    engine = FakeEngine(step_seconds=0.01)
+    client = http(engine)
+    body = {"prompt": "x", "deadline_ms": 100, "max_tokens": 1000}
+    assert post(client, "/v1/completions", body).status_code == 504
+    _, last = events(client, "/v1/completions", body)
+    assert json.loads(last)["error"]["code"] == "deadline_exceeded"
+
+
+def test_an_engine_that_dies_is_an_error_event_and_then_503(http):
+    engine = FakeEngine(step_seconds=0.01)
+    client = http(engine)
+    with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True, "max_tokens": 1000}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        engine.die()
+        last = [line for line in lines if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+    eventually(lambda: client.get("/health").status_code == 503)
+    assert client.get("/ready").status_code == 503
+    assert post(client, "/v1/completions", {"prompt": "x"}).status_code == 503
+
+
+def test_a_fault_of_ours_tells_nothing_of_itself(http, caplog):
+    engine = FakeEngine()
+    engine.fault = ZeroDivisionError("secret detail")
+    answer = post(http(engine), "/v1/completions", {"prompt": "x"})
+    assert answer.status_code == 500 and "secret" not in answer.text and answer.json()["error"]["type"] == "server_error"
+    eventually(lambda: "secret detail" in caplog.text)
+
+
+def test_tokens_there_and_back(http):
+    client = http()
+    answer = post(client, "/tokenize", {"prompt": "h\u00e9", "return_token_strs": True}).json()
+    assert answer["tokens"] == list("h\u00e9".encode()) and answer["count"] == 3 and answer["max_model_len"] == 4096
+    assert post(client, "/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "h\u00e9"}
+    assert post(client, "/tokenize", {"messages": CHAT["messages"]}).json()["tokens"] == list(b"<user>hi")
+    for body in ({}, {"prompt": "x", "messages": []}):
+        assert post(client, "/tokenize", body).status_code == 400
+    for tokens in ([257], [-1], "x", [1.5], [True], None, [2**70]):
+        assert post(client, "/detokenize", {"tokens": tokens}).status_code == 400
+
+
+def test_readiness_runs_a_real_token_only_where_none_came_lately(http):
+    engine = FakeEngine()
+    client = http(engine)
+    assert client.get("/ready").status_code == 200 and engine.prefill_steps == 1
+    for _ in range(5):
+        assert client.get("/ready").status_code == 200
+    assert engine.prefill_steps == 1
+
+
+def test_an_engine_that_hangs_is_alive_but_not_ready(http, monkeypatch):
+    monkeypatch.setattr("jaxserve.server.probe.PATIENCE", 0.3)
+    engine = FakeEngine()
+    engine.paused = True
+    client = http(engine)
+    assert client.get("/ready").status_code == 503 and not engine.requests
+    engine.paused = False
+    assert client.get("/ready").status_code == 200
+
+
+def test_a_model_without_tokenizer_takes_ids_and_gives_their_names(http):
+    client = http(tokenizer=None)
+    (choice,) = post(client, "/v1/completions", {"prompt": [104, 105], "max_tokens": 2, "logprobs": 0}).json()["choices"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{id}" for id in expected(b"hi", 2)]
+    for body in ({"prompt": "hi"}, {"prompt": [1], "stop": "x"}):
+        assert post(client, "/v1/completions", body).status_code == 400
+    assert post(client, "/v1/chat/completions", CHAT).status_code == 400
