@@ -55,7 +55,7 @@ def seen(monkeypatch):
 
 def examined(capsys, *flags: str) -> tuple[int, dict, dict]:
     """(exit code, checks by name, the whole answer)"""
-    code = cli.main(["doctor", "--json", "--port=0", *flags])
+    code = cli.main(["doctor", "--json", "--port=0", "--http_port=0", *flags])
     out, err = capsys.readouterr()
     assert not err, err
     answer = json.loads(out)
@@ -63,7 +63,7 @@ def examined(capsys, *flags: str) -> tuple[int, dict, dict]:
 
 
 def test_a_healthy_machine_is_told_in_one_table(capsys, own_cache):
-    assert cli.main(["doctor", *FLAGS, "--port=0"]) == 0      # with a process that really looks at the devices
+    assert cli.main(["doctor", *FLAGS, "--port=0", "--http_port=0"]) == 0      # with a process that really looks at the devices
     out = capsys.readouterr().out
     rows = {line.split()[1]: line.split()[0] for line in out.split("\n\n")[0].splitlines() if "->" not in line}
     assert {"python", "jax", "jaxlib", "settings", "devices", "mesh", "model", "tokenizer", "memory", "capacity", "port", "disk", "cache",
@@ -85,9 +85,9 @@ def test_a_port_that_is_taken_is_a_fault_with_the_flag_to_change(capsys, seen):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         number = taken.getsockname()[1]
-        code, found, _ = examined(capsys, *FLAGS, f"--port={number}", f"--metrics_port={number}")
+        code, found, _ = examined(capsys, *FLAGS, f"--port={number}", f"--admin_port={number}")
     assert code == 1
-    for name in ("port", "metrics_port"):
+    for name in ("port", "admin_port"):
         assert found[name]["state"] == "fault" and f"127.0.0.1:{number}" in found[name]["said"] and f"--{name}" in found[name]["advice"]
 
 
@@ -217,7 +217,7 @@ def test_every_port_is_tried_on_the_servers_address():
     config = dataclasses.make_dataclass("Config", [("host", str), ("port", int), ("http_port", int), ("admin_port", int)])
     assert [(check.name, check.state) for check in checks.ports(config("[::1]", 0, 0, None))] == [("port", "ok"), ("http_port", "ok")]
     assert {check.state for check in checks.ports(config("no-such-host.invalid", 1, 2, 3))} == {"fault"}
-    assert [check.name for check in checks.ports(ServerConfig(metrics_port=0))] == ["port", "metrics_port"]
+    assert [check.name for check in checks.ports(ServerConfig(admin_port=0))] == ["port", "http_port", "admin_port"]
 
 
 def test_keys_and_certificates_are_read(tmp_path):
@@ -273,7 +273,7 @@ def test_the_doctor_predicts_what_the_engine_does(capsys, seen, engine):
     assert [(row["prompt"], row["seconds"]) for row in answer["predicted"]["ttft"]] == list(expected.ttft.items())
     assert expected.ttft == {length: engine.scheduler.alone(length) for length in (128, 2048, 4095)}
     assert {(row["sequences"], row["context"]): row["seconds"] for row in answer["predicted"]["tpot"]} == expected.tpot
-    assert cli.main(["doctor", "--port=0", *FLAGS]) == 0
+    assert cli.main(["doctor", "--port=0", "--http_port=0", *FLAGS]) == 0
     table = capsys.readouterr().out
     assert "TTFT  TPOT of 1  TPOT of 4  TPOT of 8" in table and "\n2K " in table and seconds(expected.tpot[8, 128]) in table
 

@@ -16,7 +16,7 @@ from jaxserve.commands.display import table
 from jaxserve.commands.settings import engine_config, server_config
 from jaxserve.config import ConfigError, EngineConfig, ServerConfig
 from jaxserve.flags import Command
-from jaxserve.options import Option
+from jaxserve.options import Option, options_of
 
 ABOUT = """\
 Takes the flags of `jaxserve serve`, and looks at what these need: settings, versions, devices, memory, model files, ports, folders. The \
@@ -28,6 +28,7 @@ DOCTOR = [
     Option("json", bool, False, "print one object of JSON"),
     Option("patience", float, 60.0, "seconds for the devices to answer", 1.0),
 ]
+SETTINGS = options_of(EngineConfig).keys() | options_of(ServerConfig).keys()
 FULL = 0.9                                              # of memory: what takes more is warned of
 NVIDIA = Path("/dev/nvidiactl")                         # there where its driver is
 NO_ROOM = "fewer --pages (or --kv_memory_gib), --dtype=bfloat16, or more ranks or stages in --mesh"
@@ -101,7 +102,7 @@ def _settings(patient: Patient, values: dict[str, Any]) -> Iterator[Check]:
 
     faults = [Check("settings", FAULT, str(error), f"see `jaxserve serve --help` on --{error.field}")
               for error in map(_error_of, (server, engine)) if error is not None]
-    changed = len(getattr(values, "origins", {}))
+    changed = len(getattr(values, "origins", {}).keys() & SETTINGS)
     yield from faults or [Check("settings", OK, f"{changed} differ from the defaults" if changed else "all are the defaults")]
 
 
