@@ -48,15 +48,16 @@ def bound(request_id: str, trace_id: str = "") -> Iterator[None]:
     try:
         yield
     finally:
-        _request.reset(token)
+        with contextlib.suppress(ValueError):           # it ends in another task than it began in
+            _request.reset(token)
 
 
 def ended(request: Request, finished: Sequence[Finished], status: str, *, tenant: str = "", protocol: str = "", trace_id: str = "") -> None:
-    """The one line about a request that is over. finished: the ends of its completions, none where it was refused; status: gRPC's name."""
+    """The one line about a request that is over. finished: the ends of its completions that are known; status: gRPC's name of it."""
     first = min((end.timing.first_token for end in finished if end.usage.completion), default=None)
     paces = [end.timing.tpot(end.usage.completion) for end in finished if end.usage.completion > 1]
     fields = {
-        "status": status, "reason": ",".join(dict.fromkeys(end.reason for end in finished)) or "refused",
+        "status": status, "reason": ",".join(dict.fromkeys(end.reason for end in finished)) or status.lower(),
         "tenant": tenant or None, "protocol": protocol or None, "prompt_tokens": len(request.prompt),
         "cached_tokens": max((end.usage.cached for end in finished), default=0),
         "output_tokens": sum(end.usage.completion for end in finished),

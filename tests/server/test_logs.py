@@ -141,7 +141,7 @@ def test_a_request_that_was_refused_has_no_figures(capsys):
     logs.setup("text", "info")
     logs.ended(request(), [], "RESOURCE_EXHAUSTED")
     (line,) = lines(capsys)
-    assert line.endswith("jaxserve.requests: ended request_id=r-1 status=RESOURCE_EXHAUSTED reason=refused prompt_tokens=3 "
+    assert line.endswith("jaxserve.requests: ended request_id=r-1 status=RESOURCE_EXHAUSTED reason=resource_exhausted prompt_tokens=3 "
                          "cached_tokens=0 output_tokens=0")
 
 

@@ -1,0 +1,60 @@
+"""What is kept of each request: a line in the log when it is over, and a span, where spans are wanted.
+
+    with journal.follow(request, origin) as ends:       # what is logged inside bears the request's id
+        ...                                             # the ends of its completions are added to `ends`; what ended it is raised
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from jaxserve.request import Finished, Request, RequestError
+from jaxserve.server import logs
+from jaxserve.server.tracing import Tracer
+
+GONE = RequestError("", "the caller went away", "CANCELLED")
+FAULT = RequestError("", "internal error; the log tells more", "INTERNAL")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a request is from. protocol: grpc or http; tenant: whose key it came with; traceparent, tracestate: as the caller sent them;
+    operation: chat or text_completion; ours: asked by the server itself, of which nothing is kept."""
+
+    protocol: str = ""
+    tenant: str = ""
+    traceparent: str | None = None
+    tracestate: str = ""
+    operation: str = "text_completion"
+    ours: bool = False
+
+
+class Journal:
+    def __init__(self, tracer: Tracer | None = None):
+        self._tracer = tracer or Tracer("")
+
+    @contextlib.contextmanager
+    def follow(self, request: Request, origin: Origin) -> Iterator[list[Finished]]:
+        """A request from here to its end. What is raised inside is what it ended with; whoever drops it is a caller who went away."""
+        ends: list[Finished] = []
+        if origin.ours:
+            yield ends
+            return
+        span = self._tracer.start(origin.traceparent, request, tracestate=origin.tracestate, operation=origin.operation)
+        error: RequestError | None = GONE
+        try:
+            with logs.bound(request.id, span.trace_id):
+                yield ends
+            error = None
+        except RequestError as raised:
+            error = raised
+            raise
+        except Exception:
+            error = FAULT
+            raise
+        finally:
+            span.end(ends, error)
+            logs.ended(request, ends, "OK" if error is None else error.status, tenant=origin.tenant, protocol=origin.protocol,
+                       trace_id=span.trace_id)
