@@ -32,8 +32,14 @@ class Origin:
 
 
 class Journal:
-    def __init__(self, tracer: Tracer | None = None):
-        self._tracer = tracer or Tracer("")
+    """`model`: the name of what is served, once it is known."""
+
+    def __init__(self, tracer: Tracer):
+        self._tracer, self.model = tracer, ""
+
+    def close(self) -> None:
+        """Sends the spans that are left; blocks for some seconds where nobody takes them."""
+        self._tracer.close()
 
     @contextlib.contextmanager
     def follow(self, request: Request, origin: Origin) -> Iterator[list[Finished]]:
@@ -42,7 +48,8 @@ class Journal:
         if origin.ours:
             yield ends
             return
-        span = self._tracer.start(origin.traceparent, request, tracestate=origin.tracestate, operation=origin.operation)
+        span = self._tracer.start(origin.traceparent, request, tracestate=origin.tracestate, model=self.model,
+                                  operation=origin.operation)
         error: RequestError | None = GONE
         try:
             with logs.bound(request.id, span.trace_id):

@@ -43,16 +43,17 @@ class Span:
 class Tracer:
     """Starts the spans of one server. `close` sends what was not sent yet."""
 
-    def __init__(self, model: str, endpoint: str | None = None, provider: Any = None):
-        """model: what requests ask for. endpoint: where spans go; None: where the environment says. provider: instead of both.
+    def __init__(self, endpoint: str | None = None, provider: Any = None):
+        """endpoint: where spans go; None: where the environment says. provider: instead of both.
 
         Errors: ConfigError where an endpoint is given and a package is missing.
         """
-        self._model, self._provider = model, provider or _provider(endpoint)
+        self._provider = provider or _provider(endpoint)
         self._own = provider is None and self._provider is not None and hasattr(self._provider, "shutdown")
         self._tracer = None if self._provider is None else self._provider.get_tracer("jaxserve", jaxserve.__version__)
 
-    def start(self, traceparent: str | None, request: Request, *, tracestate: str = "", operation: str = "text_completion") -> Span:
+    def start(self, traceparent: str | None, request: Request, *, tracestate: str = "", model: str = "",
+              operation: str = "text_completion") -> Span:
         """The span of a request that is here, under the caller's where it sent a valid traceparent. operation: chat or text_completion."""
         match = PARENT.fullmatch(traceparent or "")
         if self._tracer is None:
@@ -63,7 +64,7 @@ class Tracer:
         parent = {"traceparent": traceparent, "tracestate": tracestate[:MAX_STATE]} if match else {}
         began = time.time_ns() - int((time.monotonic() - request.arrival) * 1e9)
         span = self._tracer.start_span("jaxserve.generate", TraceContextTextMapPropagator().extract(parent), SpanKind.SERVER,
-                                       _asked(request, self._model, operation), start_time=began)
+                                       _asked(request, model, operation), start_time=began)
         return _Recorded(self._tracer, span, began)
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ def kept():
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    yield Journal(Tracer("m", provider=provider)), handler.lines, lambda: [
+    yield Journal(Tracer(provider=provider)), handler.lines, lambda: [
         span for span in exporter.get_finished_spans() if span.name == "jaxserve.generate"]
     logger.removeHandler(handler)
     logger.setLevel(level)
@@ -52,15 +52,17 @@ def request() -> Request:
 
 def test_what_ended_well(kept):
     journal, lines, spans = kept
+    journal.model = "smollm2"
     with journal.follow(request(), ORIGIN) as ends:
         logging.getLogger("jaxserve.x").info("inside")
         ends.append(END)
     inside, line = lines
     assert inside["request_id"] == "r-1" and inside["trace_id"] == TRACE
-    assert line.items() >= {"status": "OK", "reason": "length", "tenant": "acme", "protocol": "http", "trace_id": TRACE, "ttft": 0.2}.items()
+    assert line.items() >= {"status": "OK", "reason": "length", "tenant": "acme", "protocol": "http", "trace_id": TRACE,
+                             "ttft": 0.2}.items()
     (span,) = spans()
     assert span.attributes["gen_ai.operation.name"] == "chat" and span.attributes["gen_ai.usage.output_tokens"] == 5
-    assert span.status.is_ok
+    assert span.status.is_ok and span.attributes["gen_ai.request.model"] == "smollm2"
 
 
 @pytest.mark.parametrize("raised, status", [
@@ -105,6 +107,6 @@ def test_of_what_the_server_asks_itself_nothing_is_kept(kept):
 
 
 def test_without_a_tracer_there_is_the_line(kept):
-    with Journal().follow(request(), ORIGIN) as ends:
+    with Journal(Tracer()).follow(request(), ORIGIN) as ends:
         ends.append(END)
     assert kept[1][0]["trace_id"] == TRACE

@@ -41,7 +41,7 @@ def spans():
 
     def finished() -> dict:
         return {span.name: span for span in exporter.get_finished_spans()}
-    finished.tracer = Tracer("smollm2", provider=provider)
+    finished.tracer = Tracer(provider=provider)
     return finished
 
 
@@ -56,7 +56,7 @@ def end(index=0, reason="length", completion=5, queued=0.25, first=0.75, total=1
 
 
 def test_a_span_is_the_callers_child_and_tells_of_request_and_answer(spans):
-    span = spans.tracer.start(PARENT, request(Slo(class_name="chat", ttft=1.0)), operation="chat")
+    span = spans.tracer.start(PARENT, request(Slo(class_name="chat", ttft=1.0)), model="smollm2", operation="chat")
     assert span.trace_id == TRACE and not spans()
     span.end([end()])
     found = spans()["jaxserve.generate"]
@@ -122,11 +122,11 @@ def test_what_is_no_traceparent_begins_a_trace(spans, header):
     span = spans.tracer.start(header, request())
     span.end([end()])
     assert spans()["jaxserve.generate"].parent is None and span.trace_id not in ("", TRACE)
-    assert Tracer("m").start(header, request()).trace_id == ""
+    assert Tracer().start(header, request()).trace_id == ""
 
 
 def test_where_nobody_wants_traces_there_are_none():
-    tracer = Tracer("m")
+    tracer = Tracer()
     span = tracer.start(PARENT, request())
     assert type(span) is tracing.Span and span.trace_id == TRACE
     span.end([end()])
@@ -136,7 +136,7 @@ def test_where_nobody_wants_traces_there_are_none():
 def test_what_is_not_sampled_costs_no_parts():
     exporter, provider = InMemorySpanExporter(), TracerProvider(sampler=ALWAYS_OFF)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    span = Tracer("m", provider=provider).start(PARENT, request())
+    span = Tracer(provider=provider).start(PARENT, request())
     span.end([end()])
     assert span.trace_id == TRACE and not exporter.get_finished_spans()
 
@@ -149,10 +149,10 @@ def test_no_text_of_the_request_is_told(spans):
 def test_an_endpoint_without_the_exporter_says_what_to_install(monkeypatch, caplog):
     monkeypatch.setitem(tracing.EXPORTERS, "grpc", "opentelemetry.exporter.nowhere")
     with pytest.raises(ConfigError, match=r"traces_endpoint: needs opentelemetry\.exporter\S*: pip install jaxserve\[traces\]"):
-        Tracer("m", "http://localhost:4317")
+        Tracer("http://localhost:4317")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://elsewhere:4317")
     caplog.set_level(logging.WARNING)
-    assert type(Tracer("m").start(None, request())) is tracing.Span, "the variable may be meant for others"
+    assert type(Tracer().start(None, request())) is tracing.Span, "the variable may be meant for others"
     assert "pip install jaxserve[traces]" in caplog.text
 
 
@@ -179,7 +179,7 @@ def test_spans_go_to_the_endpoint_and_what_is_left_at_the_end(monkeypatch, endpo
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(Exporter, "sent", [])
-    tracer = Tracer("m", endpoint)
+    tracer = Tracer(endpoint)
     tracer.start(None, request()).end([end()])
     tracer.close()
     assert (endpoint, service, "jaxserve.generate") in Exporter.sent and len(Exporter.sent) == 4
@@ -188,8 +188,8 @@ def test_spans_go_to_the_endpoint_and_what_is_left_at_the_end(monkeypatch, endpo
 def test_without_the_library_a_server_starts_all_the_same():
     code = ("import sys\nfor name in ('opentelemetry', 'opentelemetry.trace'): sys.modules[name] = None\n"
             "from jaxserve.server.tracing import Tracer\nimport types\n"
-            f"span = Tracer('m').start({PARENT!r}, None)\nspan.end([])\nassert span.trace_id == {TRACE!r}\n"
+            f"span = Tracer().start({PARENT!r}, None)\nspan.end([])\nassert span.trace_id == {TRACE!r}\n"
             "from jaxserve.config import ConfigError\n"
-            "try: Tracer('m', 'http://x')\nexcept ConfigError as error: print(error)\n")
+            "try: Tracer('http://x')\nexcept ConfigError as error: print(error)\n")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "pip install jaxserve[traces]" in done.stdout, done.stderr
