@@ -38,7 +38,7 @@ def test_the_overview_names_every_command_on_one_line(capsys):
     assert len(out.splitlines()) < 20 and max(map(len, out.splitlines())) < 105
 
 
-@pytest.mark.parametrize("name", ["serve", "generate", "demo", "fetch", "bench serve"])
+@pytest.mark.parametrize("name", ["serve", "doctor", "generate", "demo", "fetch", "bench serve"])
 def test_help_tells_every_flag_and_nothing_else(name):
     command, shown = cli.load(name), help_of(f"jaxserve {name}", cli.COMMANDS[name][1], cli.load(name), 90)
     assert re.findall(r"^  --(?:\[no\])?(\w+)", shown, re.M) == list(command.options)
