@@ -15,6 +15,7 @@ from jaxserve.config import ConfigError
 from jaxserve.config_file import printed
 from jaxserve.flags import Command, UsageError, help_of, parse
 from jaxserve.request import RequestError
+from jaxserve.server import logs
 
 COMMANDS = {                                            # name -> module in `commands`, summary
     "serve": ("serve", "serve a model over gRPC"),
@@ -22,6 +23,7 @@ COMMANDS = {                                            # name -> module in `com
     "demo": ("demo", "serve a small model on a mesh of twelve CPU devices and talk to it"),
     "fetch": ("fetch", "download a model into the cache folder"),
     "doctor": ("doctor", "look whether serving with these flags would work here, and how fast"),
+    "keys": ("keys", "make and forget the API keys of a server"),
     "profile": ("profile", "measure what steps cost here, for the scheduler's predictions"),
     "simulate": ("simulate", "what a model on so many GPUs would make of a workload, simulated"),
     "plan": ("plan", "which mesh of so many GPUs serves a workload best, simulated"),
@@ -78,7 +80,9 @@ def overview() -> str:
 
 
 def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
-    logging.basicConfig(format="%(levelname).1s %(asctime)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logs.Text())
+    logging.basicConfig(handlers=[handler])
     origins: dict[str, str] = {}
     try:
         values = parse(command, arguments)

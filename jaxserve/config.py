@@ -213,12 +213,17 @@ class EngineConfig(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class ServerConfig(Checked):
-    host: str = option("127.0.0.1", "address to listen on; addresses beyond loopback need insecure=true until authentication exists")
+    host: str = option("127.0.0.1", "address to listen on; addresses beyond loopback need api_keys, tls_client_ca or insecure")
     port: int = option(8470, "gRPC port; 0 takes a free one", low=0, high=65535)
     http_port: int | None = option(8000, "HTTP port: OpenAI protocol, /metrics, live page; 0 takes a free one", low=0, high=65535)
     admin_port: int | None = option(None, "HTTP port for operators: drain, caches, logs, profiles; 0 takes a free one; default: none",
                                     low=0, high=65535)
-    insecure: bool = option(False, "allow a non-loopback address without authentication")
+    insecure: bool = option(False, "serve everybody who can connect, on any address, without keys and without client certificates")
+    api_keys: str | None = option(None, "file of API keys, as `jaxserve keys` writes it, read again when it changes; default: none")
+    share_prefixes: bool = option(False, "let tenants reuse the KV of each other's equal prefixes; latencies tell of it")
+    tls_cert: str | None = option(None, "PEM file of the server's certificate and those between it and a root; default: no TLS")
+    tls_key: str | None = option(None, "PEM file of the certificate's private key")
+    tls_client_ca: str | None = option(None, "PEM file of the authorities that sign clients' certificates, without which nobody connects")
     reflection: bool = option(True, "serve gRPC reflection")
     max_message_mib: int = option(256, "largest gRPC message, in MiB", low=1, high=2047)
     max_body_mib: int = option(64, "largest body over HTTP, in MiB", low=1, high=2047)

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from jaxserve.clock import WallClock
 from jaxserve.completion import Answer, Completion, Delta, Gathered, NoText
 from jaxserve.config import EngineConfig, MeshConfig
+from jaxserve.guide import Guided, Guides
 from jaxserve.options import make
 from jaxserve.request import Event, Finished, Request, RequestError, SamplingParams, Slo
 from jaxserve.tokenizer import Tokenizer
@@ -58,6 +59,7 @@ class LLM:
         """
         config = make(EngineConfig, {"model": model, "mesh": mesh, **settings})
         self.engine, self.tokenizer = open_engine(config, progress, warm_up)
+        self._guides = Guides(self.tokenizer, self.engine.model.vocab, self.engine.model.eos_ids)
         self.engine.start()
         self._numbers = itertools.count()
 
@@ -71,39 +73,42 @@ class LLM:
         self.engine.close()
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                 class_name: str | Sequence[str | None] | None = None, progress: bool = False,
-                 watch: Watch | None = None) -> list[Completion]:
+                 guided: Guided | Sequence[Guided | None] | None = None, class_name: str | Sequence[str | None] | None = None,
+                 progress: bool = False, watch: Watch | None = None) -> list[Completion]:
         """The completions of all prompts, n for each, in order.
 
         prompts: one prompt or several; a prompt is text, token ids, or chat messages (dicts of role and content). sampling: for all,
-        or one for each; class_name, one of the setting `classes`, the same. watch: called with a prompt's number and its next tokens, as
-        they come.
+        or one for each; guided, how completions must look, and class_name, one of the setting `classes`, the same. watch: called with a
+        prompt's number and its next tokens, as they come.
         Errors: PromptError, before anything runs, where a prompt or its sampling is at fault; RequestError where the engine fails.
         """
-        requests = self._requests(_listed(prompts), sampling, class_name)
+        requests = self._requests(_listed(prompts), sampling, guided, class_name)
         with tqdm(total=len(requests), desc="prompts", disable=not progress) as bar:
             return _Run(self.engine, self.tokenizer, requests, watch).completions(bar.update)
 
-    def _requests(self, prompts: list[Prompt], sampling: Any, class_name: Any) -> list[Request]:
+    def _requests(self, prompts: list[Prompt], sampling: Any, guided: Any, class_name: Any) -> list[Request]:
         params = _for_each("sampling", SamplingParams() if sampling is None else sampling, SamplingParams, len(prompts))
+        guides = _for_each("guided", guided, Guided | None, len(prompts))
         names = _for_each("class_name", class_name, str | None, len(prompts))
         now = WallClock().now()
         requests = []
         for number, prompt in enumerate(prompts):
             try:
-                requests.append(self._request(prompt, params[number], names[number], now))
+                requests.append(self._request(prompt, params[number], guides[number], names[number], now))
             except RequestError as error:
                 raise PromptError(number, error) from None
         return requests
 
-    def _request(self, prompt: Prompt, sampling: SamplingParams, class_name: str | None, now: float) -> Request:
+    def _request(self, prompt: Prompt, sampling: SamplingParams, guided: Guided | None, class_name: str | None, now: float
+                 ) -> Request:
         sampling.check()
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop", "stop strings need text, and this model has no tokenizer")
         engine = self.engine
         return Request.make(
             f"llm-{next(self._numbers)}", self._ids(prompt), sampling, vocab=engine.model.vocab, max_len=engine.max_len,
-            classes=engine.config.scheduler.class_names, arrival=now, slo=Slo(class_name=class_name))
+            classes=engine.config.scheduler.class_names, arrival=now, slo=Slo(class_name=class_name),
+            guide=None if guided is None else self._guides.compile(guided))
 
     def _ids(self, prompt: Prompt) -> Any:
         if not isinstance(prompt, str) and not (len(prompt) and isinstance(prompt[0], Mapping)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,11 +26,12 @@ MAX_PRIORITY = 8
 
 
 class RequestError(ValueError):
-    """A request that is refused or failed. `status` is a gRPC status name, `field` the field at fault ('' where none is)."""
+    """A request that is refused or failed. `status` is a gRPC status name, `field` the field at fault ('' where none is), `retry_after`
+    the seconds after which it may fare better (None: nobody knows)."""
 
-    def __init__(self, field: str, message: str, status: str = "INVALID_ARGUMENT"):
+    def __init__(self, field: str, message: str, status: str = "INVALID_ARGUMENT", retry_after: float | None = None):
         super().__init__(f"{field}: {message}" if field else message)
-        self.field, self.status = field, status
+        self.field, self.status, self.retry_after = field, status, retry_after
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,6 +104,21 @@ class SamplingParams:
         return self.temperature == 0 and plain and self.min_tokens == 0
 
 
+class Matcher(Protocol):
+    """Says which tokens one completion may go on with. `done`: with none, it is complete. Errors: RequestError, which ends it."""
+
+    done: bool
+
+    def fill(self, row: np.ndarray) -> None: ...     # int32 words of bits, token i is bit i % 32 of word i // 32
+    def push(self, token: int) -> None: ...
+
+
+class Guide(Protocol):
+    """How all completions of a request must look."""
+
+    def matcher(self) -> Matcher: ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slo:
     """Latency objectives in seconds: time to first token, time per output token; None: that of the class, one of those the server has.
@@ -129,6 +145,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     bypass_prefix_cache: bool = False
+    guide: Guide | None = None
 
     @classmethod
     def make(
@@ -149,6 +166,8 @@ class Request:
             for token in ids:
                 if token >= vocab:
                     raise RequestError(name, f"id {token} is not below the vocabulary size {vocab}")
+        if sampling.min_tokens and rest.get("guide") is not None:
+            raise RequestError("min_tokens", "cannot be given with a guide, which says itself when a completion ends")
         room = max_len - len(tokens)
         if sampling.min_tokens > room:
             said = f"{sampling.min_tokens} does not fit: the prompt has {len(tokens)} tokens, the limit is {max_len}"
@@ -225,7 +244,8 @@ class Token:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of one completion. reason: stop (end token or stop id), length, cancelled, deadline, or error (then `error` says which)."""
+    """The end of one completion. reason: stop (end token, stop id, end of the guide), length, cancelled, deadline, or error (then `error`
+    says which)."""
 
     index: int
     reason: str

@@ -1,7 +1,13 @@
-"""The client: `Client` for threads and scripts, `AsyncClient` for asyncio. Both speak jaxserve.v1 and raise `ServerError`."""
+"""The client: `Client` for threads and scripts, `AsyncClient` for asyncio. Both speak jaxserve.v1 and raise `ServerError`.
+
+Both take the same keyword arguments: `api_key`, where the server asks for one; `root_certificates`, the authorities of the server's
+certificate, and for a server that wants a client certificate `certificate` and `private_key`. These are PEM bytes, and any of them, or
+`tls=True` with the system's authorities, turns TLS on.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,17 +37,39 @@ class ServerError(RequestError):
 
     def __init__(self, error: grpc.RpcError):
         metadata = dict(error.trailing_metadata() or ())
-        super().__init__("", error.details() or "", error.code().name)
+        super().__init__("", error.details() or "", error.code().name, _retry_after(metadata.get(RICH_KEY)))
         self.field = metadata.get(FIELD_KEY, "")
         self.reason = metadata.get(REASON_KEY, "")
-        self.retry_after = _retry_after(metadata.get(RICH_KEY))
+
+
+@dataclasses.dataclass(frozen=True)
+class Credentials:
+    """How a client proves who it is, and knows who it talks to."""
+
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    tls: bool = False
+    root_certificates: bytes | None = None
+    certificate: bytes | None = None
+    private_key: bytes | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),)
+
+    def channel(self, module: Any, target: str) -> Any:
+        """module: grpc or grpc.aio."""
+        if not (self.tls or self.root_certificates or self.certificate or self.private_key):
+            return module.insecure_channel(target, OPTIONS)
+        credentials = grpc.ssl_channel_credentials(self.root_certificates, self.private_key, self.certificate)
+        return module.secure_channel(target, credentials, OPTIONS)
 
 
 class Calls:
-    """What both clients share: stubs, and the messages of each call."""
+    """What both clients share: stubs, and what goes with every call."""
 
-    def __init__(self, channel: Any):
-        self.channel = channel
+    def __init__(self, module: Any, target: str, credentials: Credentials):
+        channel = self.channel = credentials.channel(module, target)
+        self.metadata = credentials.metadata
         self.inference, self.control = rpc.InferenceStub(channel), rpc.ControlStub(channel)
         self.health = health_pb2_grpc.HealthStub(channel)
 
@@ -49,8 +77,8 @@ class Calls:
 class Client:
     """`with Client("127.0.0.1:8470") as client: print(client.complete("Once upon a time")[0].text)`. Safe to share between threads."""
 
-    def __init__(self, target: str):
-        self._calls = Calls(grpc.insecure_channel(target, OPTIONS))
+    def __init__(self, target: str, **credentials: Any):
+        self._calls = Calls(grpc, target, Credentials(**credentials))
 
     def __enter__(self) -> Client:
         return self
@@ -65,10 +93,11 @@ class Client:
                  **fields: Any) -> Iterator[Output]:
         """Events as they come: Accepted, Progress, Delta, Finished. Sent when the first is asked for; closing the iterator aborts it.
 
-        prompt: text, token ids, or chat messages (dicts of role and content). timeout: seconds. fields: others of GenerateRequest,
-        such as request_id, ids_only, kv. Errors: ServerError.
+        prompt: text, token ids, or chat messages (dicts of role and content). timeout: seconds. fields: `guided`, a Guided, and others of
+        GenerateRequest, such as request_id, ids_only, kv. Errors: ServerError.
         """
-        call = self._calls.inference.Generate(generate_message(prompt, sampling, **fields), timeout=timeout)
+        message = generate_message(prompt, sampling, **fields)
+        call = self._calls.inference.Generate(message, timeout=timeout, metadata=self._calls.metadata)
         try:
             for event in call:
                 yield output_of(event)
@@ -122,7 +151,7 @@ class Client:
 
     def _call(self, method: Any, message: Any) -> Any:
         try:
-            return method(message)
+            return method(message, metadata=self._calls.metadata)
         except grpc.RpcError as error:
             raise ServerError(error) from None
 
@@ -130,8 +159,8 @@ class Client:
 class AsyncClient:
     """As `Client`, on the running event loop."""
 
-    def __init__(self, target: str):
-        self._calls = Calls(grpc.aio.insecure_channel(target, OPTIONS))
+    def __init__(self, target: str, **credentials: Any):
+        self._calls = Calls(grpc.aio, target, Credentials(**credentials))
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -145,7 +174,8 @@ class AsyncClient:
     async def generate(self, prompt: Given, sampling: SamplingParams | None = None, *, timeout: float | None = None,
                        **fields: Any) -> AsyncIterator[Output]:
         """As `Client.generate`. To abort: cancel the task, or `aclose` the iterator."""
-        call = self._calls.inference.Generate(generate_message(prompt, sampling, **fields), timeout=timeout)
+        message = generate_message(prompt, sampling, **fields)
+        call = self._calls.inference.Generate(message, timeout=timeout, metadata=self._calls.metadata)
         try:
             async for event in call:
                 yield output_of(event)
@@ -181,7 +211,7 @@ class AsyncClient:
 
     async def _call(self, method: Any, message: Any) -> Any:
         try:
-            return await method(message)
+            return await method(message, metadata=self._calls.metadata)
         except grpc.RpcError as error:
             raise ServerError(error) from None
 

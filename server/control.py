@@ -9,6 +9,8 @@ import grpc
 import jaxserve
 from jaxserve.request import RequestError
 from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.access import own
+from jaxserve.server.access_grpc import caller
 from jaxserve.server.front import STARTING, Front
 
 SCHEMA_REVISION = 1
@@ -19,14 +21,12 @@ class Control:
         self._front = front
 
     async def Abort(self, message: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        streams = self._front.streams
+        """Of the caller's own requests."""
         match message.WhichOneof("target"):
             case "request_id":
-                if message.request_id not in streams:
-                    raise RequestError("request_id", f"{message.request_id[:100]!r} is not running", "NOT_FOUND")
-                ids = [message.request_id]
+                ids = own(caller(), self._front.streams, message.request_id)
             case "all" if message.all:
-                ids = list(streams)
+                ids = own(caller(), self._front.streams, None)
             case _:
                 raise RequestError("target", "is missing: set request_id, or all to true")
         return pb.AbortResponse(aborted=sum(self._engine().cancel(id) for id in ids))

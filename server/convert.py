@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from jaxserve.completion import Delta, Output
-from jaxserve.request import Accepted, Finished, Logprobs, Progress, Request, RequestError, SamplingParams, Slo, Timing, Usage
+from jaxserve.guide import Guided
+from jaxserve.request import Accepted, Finished, Logprobs, Progress, RequestError, SamplingParams, Slo, Timing, Usage
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.front import Ask
 from jaxserve.server.prompts import Chat, Prompt, Text
@@ -29,9 +30,35 @@ def slo_of(message: pb.Slo) -> Slo:
 
 def ask_of(message: pb.GenerateRequest, timeout: float | None) -> Ask:
     """timeout: seconds that the caller waits. Errors: RequestError."""
+    guided = guided_of(message.guided)
     return Ask(
         prompt_of(message), sampling_of(message.sampling), message.request_id, message.model, slo_of(message.slo), message.slo.priority,
-        message.kv.cache_salt, message.kv.bypass_prefix_cache, timeout, message.ids_only)
+        message.kv.cache_salt, message.kv.bypass_prefix_cache, timeout, message.ids_only, guided=guided,
+        guided_name=f"guided.{guided.kind}" if guided else "")
+
+
+def guided_of(message: pb.Guided) -> Guided | None:
+    """None where nothing is asked for."""
+    match message.WhichOneof("kind"):
+        case None:
+            return None
+        case "choice":
+            return Guided("choice", choices=tuple(message.choice.texts))
+        case "json_object":
+            return Guided("json_object") if message.json_object else None
+        case kind:
+            return Guided(kind, getattr(message, kind))
+
+
+def guided_message(guided: Guided) -> pb.Guided:
+    guided.check()
+    match guided.kind:
+        case "choice":
+            return pb.Guided(choice=pb.Guided.Choices(texts=guided.choices))
+        case "json_object":
+            return pb.Guided(json_object=True)
+        case kind:
+            return pb.Guided(**{kind: guided.text})     # type: ignore[arg-type]
 
 
 def prompt_of(message: Any) -> Prompt:
@@ -53,7 +80,7 @@ def seconds_of(name: str, ms: float) -> float:
     return ms / 1000
 
 
-def event_message(request: Request, output: Output) -> pb.GenerateEvent:
+def event_message(id: str, prompt_tokens: int, output: Output) -> pb.GenerateEvent:
     match output:
         case Delta():
             token = pb.Token(index=output.index, ids=output.ids, text=output.text, logprobs=map(logprobs_message, output.logprobs))
@@ -63,7 +90,7 @@ def event_message(request: Request, output: Output) -> pb.GenerateEvent:
                 index=output.index, prefilled=output.prefilled, total=output.total, predicted_ttft=output.ttft))
         case Accepted():
             return pb.GenerateEvent(accepted=pb.Accepted(
-                request_id=request.id, queue_position=output.queue_position, prompt_tokens=len(request.prompt),
+                request_id=id, queue_position=output.queue_position, prompt_tokens=prompt_tokens,
                 predicted_ttft=output.predicted_ttft))
         case Finished():
             return pb.GenerateEvent(finished=_finished_message(output))
@@ -115,9 +142,11 @@ def _logprobs_of(message: pb.Logprobs) -> Logprobs | None:
     return Logprobs(message.chosen, tuple((top.id, top.logprob) for top in message.top))
 
 
-def generate_message(prompt: Given, sampling: SamplingParams | None, **fields: Any) -> pb.GenerateRequest:
+def generate_message(prompt: Given, sampling: SamplingParams | None, guided: Guided | None = None, **fields: Any) -> pb.GenerateRequest:
     """A request to send: text, token ids or chat messages. Only what differs from the defaults is set."""
     message = pb.GenerateRequest(**fields)
+    if guided is not None:
+        message.guided.CopyFrom(guided_message(guided))
     set_prompt(message, prompt)
     if sampling is not None:
         message.sampling.CopyFrom(sampling_message(sampling))

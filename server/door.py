@@ -23,6 +23,7 @@ from jaxserve.server import jaxserve_pb2 as pb
 
 log = logging.getLogger(__name__)
 CONTROL_LIMIT = 1 << 20
+WALKED = 1 << 18                                        # bytes of a message up to which an unknown field is found and named
 MAX_DETAILS = 1000                                      # characters of a status message: trailers are limited to 8 KiB
 RETRY_SECONDS = 1
 REASON_KEY, FIELD_KEY, RICH_KEY = "jaxserve-reject-reason", "jaxserve-field", "grpc-status-details-bin"
@@ -50,8 +51,17 @@ def parse(kind: type[Message], limit: int, data: bytes) -> Message | RequestErro
         message = kind.FromString(data)
     except DecodeError:
         return RequestError("", f"not a valid {kind.DESCRIPTOR.full_name} message")
+    if len(data) > WALKED:
+        return RequestError("", "unknown fields") if _lost(kind, data, message) else message
     unknown = unknown_field(message)
     return message if unknown is None else RequestError("", f"unknown field number {unknown}")
+
+
+def _lost(kind: type[Message], data: bytes, message: Message) -> bool:
+    """Whether a large message loses anything with its unknown fields, which it does here. There may be millions: none becomes an object."""
+    message.DiscardUnknownFields()
+    size = message.ByteSize()
+    return size < len(data) and size < kind.FromString(data).ByteSize()         # else the caller has just written it at greater length
 
 
 def unknown_field(message: Message) -> str | None:
@@ -92,7 +102,7 @@ async def refuse(context: grpc.aio.ServicerContext, error: RequestError) -> None
     metadata: list[tuple[str, str | bytes]] = [(FIELD_KEY, _ascii(error.field))] if error.field else []
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         retry = pb.RetryInfo()
-        retry.retry_delay.FromSeconds(RETRY_SECONDS)
+        retry.retry_delay.FromNanoseconds(int(1e9 * (RETRY_SECONDS if error.retry_after is None else error.retry_after)))
         rich = pb.RichStatus(code=code.value[0], message=details)
         rich.details.add(type_url="type.googleapis.com/google.rpc.RetryInfo", value=retry.SerializeToString())
         metadata += [(REASON_KEY, _ascii(error.field) or "overloaded"), (RICH_KEY, rich.SerializeToString())]

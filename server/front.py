@@ -19,7 +19,9 @@ import numpy as np
 from jaxserve.clock import WallClock
 from jaxserve.completion import Answer, NoText
 from jaxserve.config import ServerConfig
+from jaxserve.guide import Guided, Guides
 from jaxserve.request import Request, RequestError, SamplingParams, Slo
+from jaxserve.server.access import Caller, Lease
 from jaxserve.server.prompts import Prompt, array_of, ids_of, size_of
 from jaxserve.server.streams import Mailbox, Stream
 
@@ -34,7 +36,7 @@ class Ask:
     """What a caller wants. Left to be checked: whether this server and its model can give it.
 
     id: '' for one of ours. model: '' for the one that is served. timeout: seconds from now. ids_only: no text is made of the tokens.
-    keep_special: special tokens are in the text.
+    keep_special: special tokens are in the text. guided: how completions must look, and the name of the field that says so.
     """
 
     prompt: Prompt
@@ -48,6 +50,8 @@ class Ask:
     timeout: float | None = None
     ids_only: bool = False
     keep_special: bool = False
+    guided: Guided | None = None
+    guided_name: str = ""
 
 
 class Front:
@@ -57,6 +61,7 @@ class Front:
         self.config, self.state = config, STARTING
         self.streams: dict[str, Stream] = {}
         self.engine: Any = None
+        self.guides: Any = None
         self.tokenizer: Any = None
         self._loop = asyncio.get_running_loop()
         self._clock = WallClock()
@@ -64,6 +69,7 @@ class Front:
 
     def open(self, engine: Any, tokenizer: Any) -> None:
         self.engine, self.tokenizer, self.state = engine, tokenizer, SERVING
+        self.guides = Guides(tokenizer, engine.model.vocab, engine.model.eos_ids)
 
     def check_open(self) -> None:
         if self.state != SERVING:
@@ -75,30 +81,42 @@ class Front:
             raise RequestError("model", f"{name[:100]!r} is not served here; {self.engine.config.source.model!r} is", "NOT_FOUND")
 
     @contextlib.asynccontextmanager
-    async def answer(self, ask: Ask) -> AsyncIterator[Stream]:
+    async def answer(self, ask: Ask, caller: Caller) -> AsyncIterator[Stream]:
         """Submits a request; what the caller has not waited for is cancelled at the end. Errors: RequestError, before anything is computed,
         and at the end what ended the stream."""
-        self.check_open()
-        stream = self._submit(ask, await self._request(ask))
-        try:
-            yield stream
-        except asyncio.CancelledError:
-            if stream.failure is None:                  # the caller cancelled or went away
-                raise
-        finally:
-            self._close(stream)
+        with self._admitted(caller) as lease:
+            request = await self._request(ask, caller)
+            lease.queue(len(request.prompt))
+            stream = self._submit(ask, request, caller, lease)
+            try:
+                yield stream
+            except asyncio.CancelledError:
+                if stream.failure is None:              # the caller cancelled or went away
+                    raise
+            finally:
+                self._close(stream)
         if stream.failure is not None:
             raise stream.failure
 
-    async def ids(self, prompt: Prompt) -> Sequence[int] | np.ndarray:
+    async def ids(self, prompt: Prompt, caller: Caller) -> Sequence[int] | np.ndarray:
         """Token ids of a prompt. Errors: RequestError."""
+        with self._admitted(caller):
+            return await self._ids(prompt)
+
+    async def text(self, ids: Sequence[int], caller: Caller, skip_special: bool = True) -> str:
+        """Text of token ids. Errors: RequestError."""
+        with self._admitted(caller):
+            return await self._text(ids, skip_special)
+
+    def _admitted(self, caller: Caller) -> contextlib.closing[Lease]:
         self.check_open()
+        return contextlib.closing(caller.admit(0, self._clock.now()))
+
+    async def _ids(self, prompt: Prompt) -> Sequence[int] | np.ndarray:
         read = functools.partial(ids_of, prompt, self.tokenizer, self.engine.max_len)
         return read() if size_of(prompt) < INLINE_CHARS else await asyncio.to_thread(read)
 
-    async def text(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of token ids. Errors: RequestError."""
-        self.check_open()
+    async def _text(self, ids: Sequence[int], skip_special: bool) -> str:
         if self.tokenizer is None:
             raise RequestError("ids", "this model has no tokenizer", "FAILED_PRECONDITION")
         array = array_of("ids", ids)
@@ -129,27 +147,29 @@ class Front:
             stream.fail(error)
         return len(self.streams)
 
-    async def _request(self, ask: Ask) -> Request:
+    async def _request(self, ask: Ask, caller: Caller) -> Request:
         engine, now = self.engine, self._clock.now()
         self.check_model(ask.model)
         if len(ask.cache_salt) > MAX_SALT_CHARS:
             raise RequestError("cache_salt", f"has {len(ask.cache_salt)} characters; the limit is {MAX_SALT_CHARS}")
         if ask.sampling.stop and (ask.ids_only or self.tokenizer is None):
             raise RequestError("stop", "stop strings need text")
+        prompt = await self._ids(ask.prompt)
+        guide = None if ask.guided is None else await asyncio.to_thread(self.guides.compile, ask.guided, ask.guided_name)
         return Request.make(
-            ask.id or f"jaxserve-{secrets.token_hex(8)}", await self.ids(ask.prompt), ask.sampling,
+            caller.scoped(ask.id or f"jaxserve-{secrets.token_hex(8)}"), prompt, ask.sampling,
             vocab=engine.model.vocab, max_len=engine.max_len, classes=engine.config.scheduler.class_names, arrival=now,
-            deadline=None if ask.timeout is None else now + ask.timeout, slo=ask.slo, priority=ask.priority, cache_salt=ask.cache_salt,
-            bypass_prefix_cache=ask.bypass_prefix_cache)
+            deadline=None if ask.timeout is None else now + ask.timeout, slo=ask.slo, priority=ask.priority,
+            cache_salt=caller.salt(ask.cache_salt), bypass_prefix_cache=ask.bypass_prefix_cache, guide=guide)
 
-    def _submit(self, ask: Ask, request: Request) -> Stream:
+    def _submit(self, ask: Ask, request: Request, caller: Caller, lease: Lease) -> Stream:
         self.check_open()                               # again: reading the prompt may have taken a while
         if request.id in self.streams:
-            raise RequestError("request_id", f"{request.id!r} is in use", "ALREADY_EXISTS")
+            raise RequestError("request_id", f"{ask.id!r} is in use", "ALREADY_EXISTS")
         engine = self.engine
         text = NoText if ask.ids_only or self.tokenizer is None else functools.partial(self.tokenizer.stream, not ask.keep_special)
         answer = Answer(request, engine.model.eos_ids, text, functools.partial(engine.stop, request.id))
-        stream = Stream(request, answer, self._loop.time())
+        stream = Stream(request, answer, caller, lease, self._loop.time())
         engine.submit(request, functools.partial(self._mailbox.put, stream))
         self.streams[request.id] = stream
         return stream

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import ipaddress
 import json
 import logging
 import socket
@@ -125,14 +126,31 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
+        if len(headers) < len(scope["headers"]) and len([name for name, _ in scope["headers"] if name == b"authorization"]) > 1:
+            raise RequestError("authorization", "is there twice", "UNAUTHENTICATED")   # which a proxy has looked at, nobody knows
         given = headers.get(b"authorization")
         if scope["path"] not in self._open:
             scope["state"]["caller"] = self._authenticate(None if given is None else given.decode("latin-1"))
+        self._check_browser(scope["method"], headers)
         if headers.get(b"content-encoding", b"identity") != b"identity":
             raise HttpError("content-encoding", "bodies are read as they are: no compression", 415)
         length = headers.get(b"content-length", b"0")
         if int(length) > self._most:                    # h11 has seen that it is a number
             raise self._too_large()
+
+    def _check_browser(self, method: str, headers: Mapping[bytes, bytes]) -> None:
+        """A browser brings what its user may do to whichever page asks for it: pages of others ask for nothing here.
+
+        Without keys, a name that is led to the loopback address makes another's page look like ours, so names are checked too.
+        """
+        origin = headers.get(b"sec-fetch-site")
+        if origin is None:                              # no browser
+            return
+        if method not in ("GET", "HEAD") and origin not in (b"same-origin", b"none"):
+            raise RequestError("sec-fetch-site", "pages of other sites may not send requests", "PERMISSION_DENIED")
+        name = headers.get(b"host", b"").decode("latin-1").rpartition(":")[0].strip("[]") or headers.get(b"host", b"").decode("latin-1")
+        if self._config.api_keys is None and is_loopback(self._config.host) and not is_loopback(name):
+            raise RequestError("host", "without --api_keys browsers must use a loopback address", "PERMISSION_DENIED")
 
     @property
     def _most(self) -> int:
@@ -252,6 +270,12 @@ def _listening(host: str, port: int, name: str) -> socket.socket:
     except OSError as error:
         raise ConfigError(name, f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     return listener
+
+
+def is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return host == "localhost"
 
 
 def _plain(text: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
+import functools
 import logging
 import signal
 import sys
@@ -22,15 +22,18 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.request import RequestError
 from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.access import Access
+from jaxserve.server.access_grpc import Guard
 from jaxserve.server.admin import application as operators
 from jaxserve.server.control import Control
 from jaxserve.server.door import CONTROL_LIMIT, handlers
 from jaxserve.server.front import DRAINING, SERVING, STARTING, Front
-from jaxserve.server.http import Gate, Listener
+from jaxserve.server.http import Gate, Listener, is_loopback
 from jaxserve.server.openai.app import OPEN_PATHS
 from jaxserve.server.openai.app import application as users
 from jaxserve.server.probe import Probe
 from jaxserve.server.service import Inference
+from jaxserve.server.tls import Tls
 
 log = logging.getLogger(__name__)
 SERVICES = {name: pb.DESCRIPTOR.services_by_name[name] for name in ("Inference", "Control")}
@@ -42,13 +45,25 @@ Build = Callable[[], tuple[Any, Any]]
 
 def check_host(config: ServerConfig) -> None:
     """Errors: ConfigError where strangers could connect and nobody said that they may."""
-    host = config.host.strip("[]")
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            return
-    if host != "localhost" and not config.insecure:
-        raise ConfigError("host", f"{config.host!r} is not a loopback address, and there is no authentication yet; "
-                                  "add --insecure to serve everybody who can connect")
+    if not (is_loopback(config.host) or _authenticated(config) or config.insecure):
+        raise ConfigError("host", f"{config.host!r} is not a loopback address, and neither --api_keys nor --tls_client_ca says who may "
+                                  "connect; add --insecure to serve everybody who can")
+    if config.admin_port is not None and config.api_keys is None and not is_loopback(config.host):
+        raise ConfigError("admin_port", f"on {config.host!r} it needs --api_keys: operators have keys of their own")
+
+
+def warn_of_host(config: ServerConfig) -> None:
+    """Says what a network that others are in can do here."""
+    if is_loopback(config.host):
+        return
+    if not _authenticated(config):
+        log.warning("INSECURE: whoever can reach %s may use this server and stop what others run on it", config.host)
+    if config.tls_cert is None:
+        log.warning("no TLS: prompts, answers and API keys travel from and to %s in plain text", config.host)
+
+
+def _authenticated(config: ServerConfig) -> bool:
+    return config.api_keys is not None or config.tls_client_ca is not None
 
 
 def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
@@ -70,11 +85,13 @@ class Server:
 
     def __init__(self, config: ServerConfig):
         check_host(config)
+        warn_of_host(config)
+        self.access, self.tls = Access(config), Tls.of(config)
         self.config, self.front = config, Front(config)
         self.ports: dict[str, int] = {}
         self._listeners: list[Listener] = []
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=channel_options(config))
+        self._server = grpc.aio.server(interceptors=(Guard(self.access),), options=channel_options(config))
         self._server.add_generic_rpc_handlers((
             handlers(Inference(self.front), SERVICES["Inference"], config.max_message_mib << 20),
             handlers(Control(self.front), SERVICES["Control"], CONTROL_LIMIT),
@@ -89,21 +106,26 @@ class Server:
         host = f"[{self.config.host.strip('[]')}]" if ":" in self.config.host else self.config.host
         await self._tell_health()
         try:
-            self.ports["grpc"] = self._server.add_insecure_port(f"{host}:{self.config.port}")
+            self.ports["grpc"] = self._listen(f"{host}:{self.config.port}")
         except RuntimeError:
             raise ConfigError("port", f"cannot listen on {host}:{self.config.port}: is it taken?") from None
-        config, anybody = self.config, lambda given: None
-        http = Gate(users(self.front, Probe(self.front)), config, anybody, OPEN_PATHS)
-        admin = Gate(operators(self.front), config, anybody, frozenset())
+        config, access = self.config, self.access
+        http = Gate(users(self.front, Probe(self.front, access.anonymous)), config, access.authenticate, OPEN_PATHS)
+        admin = Gate(operators(self.front), config, functools.partial(access.authenticate, admin=True), frozenset())
         for name, app, port in (("http", http, config.http_port), ("admin", admin, config.admin_port)):
             if port is not None:
-                listener = Listener(app, config, f"{name}_port", port)
+                listener = Listener(app, config, f"{name}_port", port, None if self.tls is None else self.tls.context())
                 self._listeners.append(listener)
                 self.ports[name] = listener.port
         for listener in self._listeners:
             await listener.start()
         await self._server.start()
         self._watcher = asyncio.create_task(self._watch())
+
+    def _listen(self, address: str) -> int:
+        if self.tls is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, self.tls.credentials())
 
     async def open(self, engine: Any, tokenizer: Any) -> None:
         self.front.open(engine, tokenizer)
@@ -133,6 +155,9 @@ class Server:
         period = min(0.25, self.config.progress_interval / 4)
         while True:
             await asyncio.sleep(period)
+            self.access.refresh()
+            if self.tls is not None:
+                self.tls.refresh()
             before = self.front.state
             self.front.watch()
             if self.front.state != before:
@@ -227,7 +252,7 @@ class Background:
     @property
     def url(self) -> str:
         """Of the HTTP port."""
-        return f"http://{self._config.host}:{self.server.ports['http']}"
+        return f"{'http' if self.server.tls is None else 'https'}://{self._config.host}:{self.server.ports['http']}"
 
     def _listening(self, server: Server) -> None:
         self.server = server

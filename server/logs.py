@@ -21,7 +21,6 @@ from jaxserve.request import Finished, Request
 LONGEST = 4000                                          # characters of a message or a value
 CAUSES = 3                                              # exceptions told of a chain of them
 LONGEST_ERROR = 300                                     # of the text of an exception, which may quote what it failed at
-UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")      # ends lines, turns text round, or is no character
 PLAIN = re.compile(r"[^\s\"=]+")
 
 log = logging.getLogger("jaxserve.requests")
@@ -94,8 +93,9 @@ class Json(logging.Formatter):
 
 
 def escaped(text: str) -> str:
-    """On one line, whatever it holds."""
-    return UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text[:LONGEST])
+    """Without what ends a line, moves the cursor or turns the direction of writing: these are written as \\n, \\x1b, \\u202e."""
+    text = text[:LONGEST]
+    return text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _message(record: logging.LogRecord) -> str:

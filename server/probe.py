@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from jaxserve.request import RequestError, SamplingParams
+from jaxserve.server.access import Caller
 from jaxserve.server.front import BROKEN, SERVING, Ask, Front
 
 FRESH = 5.0                                             # seconds for which a token is proof enough
@@ -16,8 +17,9 @@ log = logging.getLogger(__name__)
 class Probe:
     """`ready` asks for a real token where none came lately; callers that ask at the same time share one."""
 
-    def __init__(self, front: Front):
-        self._front = front
+    def __init__(self, front: Front, caller: Caller):
+        """caller: for whom ours is made."""
+        self._front, self._caller = front, caller
         self._asking: asyncio.Task[str] | None = None
 
     def alive(self) -> str:
@@ -37,7 +39,7 @@ class Probe:
     async def _ask(self) -> str:
         ask = Ask([0], SamplingParams(temperature=0, max_tokens=1), priority=-8, timeout=PATIENCE, bypass_prefix_cache=True, ids_only=True)
         try:
-            async with asyncio.timeout(PATIENCE), self._front.answer(ask) as stream:
+            async with asyncio.timeout(PATIENCE), self._front.answer(ask, self._caller) as stream:
                 while await stream.take():
                     pass
         except RequestError as error:

@@ -7,6 +7,7 @@ import asyncio
 import grpc
 
 from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.access_grpc import caller
 from jaxserve.server.convert import ask_of, event_message, prompt_of
 from jaxserve.server.front import Front
 
@@ -17,16 +18,16 @@ class Inference:
 
     async def Generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         loop = asyncio.get_running_loop()
-        async with self._front.answer(ask_of(message, context.time_remaining())) as stream:
+        async with self._front.answer(ask_of(message, context.time_remaining()), caller()) as stream:
             while outputs := await stream.take():
                 for output in outputs:
                     stream.writing(loop.time())
-                    await context.write(event_message(stream.request, output))
+                    await context.write(event_message(stream.id, len(stream.request.prompt), output))
                     stream.written(loop.time())
 
     async def Tokenize(self, message: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
-        return pb.TokenizeResponse(ids=await self._front.ids(prompt_of(message)))
+        return pb.TokenizeResponse(ids=await self._front.ids(prompt_of(message), caller()))
 
     async def Detokenize(self, message: pb.DetokenizeRequest, context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
         skip = message.skip_special if message.HasField("skip_special") else True
-        return pb.DetokenizeResponse(text=await self._front.text(message.ids, skip))
+        return pb.DetokenizeResponse(text=await self._front.text(message.ids, caller(), skip))

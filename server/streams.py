@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from jaxserve.completion import Answer, Delta, Output, merged
 from jaxserve.request import Accepted, Event, Finished, Progress, Request, RequestError
+from jaxserve.server.access import Caller, Lease
 
 SHARE = 0.25                                            # of a core's time, what streams may take from the engine's thread
 MOST_REST = 0.1                                         # seconds that events may wait for that
@@ -61,13 +62,13 @@ class Mailbox:
 class Stream:
     """The answer to one request on its way out. All methods belong to the event loop."""
 
-    def __init__(self, request: Request, answer: Answer, now: float):
-        self.request = request
+    def __init__(self, request: Request, answer: Answer, caller: Caller, lease: Lease, now: float):
+        self.request, self.caller, self.id = request, caller, caller.own_id(request.id)
         self.failure: RequestError | None = None
         task = asyncio.current_task()
         self.cut: Callable[[], object] | None = None if task is None else task.cancel        # ends a write that waits for its reader
         self.closed = False
-        self._answer = answer
+        self._answer, self._lease = answer, lease
         self._more = asyncio.Event()
         self._first: list[Output] = []
         self._progress: dict[int, Progress] = {}
@@ -94,7 +95,10 @@ class Stream:
         for output in outputs:
             self._add(output)
         self._more.set()
-        return any(isinstance(output, Delta) for output in outputs)
+        spoke = any(isinstance(output, Delta) for output in outputs)
+        if spoke:
+            self._lease.started()
+        return spoke
 
     def fail(self, error: RequestError) -> None:
         """Ends the stream with an error after what is pending."""

@@ -37,3 +37,14 @@ def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory)
     (folder / "config.json").write_text(json.dumps(to_hf(checkpoint.config)))
     Tokenizer.load(smollm2_gguf).save(folder)
     return folder
+
+
+@pytest.fixture
+def give_away(monkeypatch):
+    """Makes a file or folder another user's: only root can do that, anybody else becomes another user instead."""
+    def give(path):
+        if os.geteuid() == 0:
+            os.chown(path, 12345, -1)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: os.stat(path).st_uid + 1)
+    return give

@@ -66,8 +66,8 @@ def test_a_healthy_machine_is_told_in_one_table(capsys, own_cache):
     assert cli.main(["doctor", *FLAGS, "--port=0", "--http_port=0"]) == 0      # with a process that really looks at the devices
     out = capsys.readouterr().out
     rows = {line.split()[1]: line.split()[0] for line in out.split("\n\n")[0].splitlines() if "->" not in line}
-    assert {"python", "jax", "jaxlib", "settings", "devices", "mesh", "model", "tokenizer", "memory", "capacity", "port", "disk", "cache",
-            "compile", "open", "profile"} <= rows.keys()
+    assert {"python", "jax", "jaxlib", "settings", "devices", "mesh", "model", "tokenizer", "memory", "capacity", "port", "disk",
+            "models", "profiles", "compile", "open", "profile"} <= rows.keys()
     assert "fault" not in rows.values() and out.rstrip().endswith("0 at fault, 2 to look at")
     assert not own_cache.exists(), "it has loaded, compiled or kept something"
 
@@ -182,17 +182,19 @@ def test_a_library_that_crashes_is_quoted(interpreter):
 
 # --- files, folders, ports
 
-def test_folders_that_cannot_be_used_are_faults(tmp_path, monkeypatch):
-    shared = tmp_path / "xla"
+def test_folders_that_cannot_be_used_are_faults(tmp_path, monkeypatch, own_cache):
+    config, shared = make(EngineConfig, {"compile_cache": str(tmp_path / "xla")}), tmp_path / "xla"
+    states = lambda config: {check.name: check.state for check in checks.folders(config) if check.name != "disk"}
+    assert states(config) == states(EngineConfig()) == {"models": "ok", "profiles": "ok", "compile cache": "ok"} and not own_cache.exists()
     shared.mkdir()
     shared.chmod(0o777)
+    assert states(config) == {"models": "ok", "profiles": "ok", "compile cache": "fault"}
+    (own_cache / "models").mkdir(parents=True)
+    own_cache.chmod(0o770)
+    assert states(EngineConfig()) == {"models": "fault", "profiles": "fault", "compile cache": "fault"}
     (tmp_path / "file").touch()
-    found = {check.name: check for check in checks.folders(make(EngineConfig, {"compile_cache": str(shared)}))}
-    assert found["compile cache"].state == "fault" and "chmod 700" in found["compile cache"].advice and found["cache"].state == "ok"
-    shared.chmod(0o700)
-    assert {check.state for check in checks.folders(make(EngineConfig, {"compile_cache": str(shared)}))} == {"ok"}
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "file" / "inside"))
-    assert next(checks.folders(make(EngineConfig, {"compile_cache": ""}))).state == "fault"
+    assert set(states(make(EngineConfig, {"compile_cache": ""})).values()) == {"fault"}
 
 
 @pytest.mark.parametrize("free, state", [(3 * 2**30, "ok"), (2**30, "warning"), (2**20, "fault")])
@@ -220,20 +222,23 @@ def test_every_port_is_tried_on_the_servers_address():
     assert [check.name for check in checks.ports(ServerConfig(admin_port=0))] == ["port", "http_port", "admin_port"]
 
 
-def test_keys_and_certificates_are_read(tmp_path):
+def test_keys_and_certificates_are_read_as_the_server_reads_them(capsys, seen, tmp_path):
     authority = trustme.CA()
     pair, other = authority.issue_cert("localhost"), authority.issue_cert("localhost")
     for name, blob in (("cert", pair.cert_chain_pems[0]), ("key", pair.private_key_pem), ("other", other.private_key_pem)):
         blob.write_to_path(tmp_path / name)
-    os.chmod(tmp_path / "key", 0o600)
-    config = dataclasses.make_dataclass("Config", [("tls_cert", str), ("tls_key", str), ("api_keys", str)])
-    states = lambda *files: {check.name: check.state for check in checks.security(config(*(f and str(tmp_path / f) for f in files)))}
-    assert states("cert", "key", None) == {"tls_cert": "ok", "tls_key": "ok", "certificate": "ok"}
-    assert states("cert", "other", None)["certificate"] == "fault"
-    assert states("none", "key", None) == {"tls_cert": "fault", "tls_key": "ok", "certificate": "fault"}
-    os.chmod(tmp_path / "key", 0o644)
-    assert states("cert", "key", "key") == {"tls_cert": "ok", "tls_key": "warning", "api_keys": "warning", "certificate": "ok"}
-    assert not states(None, None, None)
+        os.chmod(tmp_path / name, 0o600)
+    (tmp_path / "keys").write_text("keys: []\n")
+    os.chmod(tmp_path / "keys", 0o600)
+    at = lambda **files: examined(capsys, *FLAGS, *(f"--{flag}={tmp_path / file}" for flag, file in files.items()))[:2]
+    code, found = at(tls_cert="cert", tls_key="key", api_keys="keys")
+    assert code == 0 and found["certificate"]["state"] == found["api_keys"]["state"] == "ok"
+    code, found = at(tls_cert="cert", tls_key="other")
+    assert code == 1 and found["tls_key"]["state"] == "fault" and "is not the key of" in found["tls_key"]["said"]
+    os.chmod(tmp_path / "keys", 0o644)
+    code, found = at(tls_cert="none", tls_key="key", api_keys="keys")
+    assert code == 1 and "No such file" in found["tls_cert"]["said"] and "can be read" in found["api_keys"]["said"]
+    assert "certificate" not in examined(capsys, *FLAGS)[1]
 
 
 # --- what is predicted is what the engine would

@@ -9,11 +9,13 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,8 @@ have exactly the asked length. A length is a number or LOW:HIGH, drawn evenly.
 """
 LOAD = [
     Option("target", str, None, "address of a running server; default: start one"),
+    Option("api_key", str, None, "key for --target, where it asks for one; default: JAXSERVE_API_KEY, which no list of processes shows"),
+    Option("tls_ca", str, None, "PEM file of the authorities of --target's certificate; default: no TLS"),
     Option("rates", str, "1", "requests per second, as X,X,X: one run each"),
     Option("requests", int, 20, "measured requests of a run", 1),
     Option("warmup", int, 2, "requests before a run that do not count", 0),
@@ -71,8 +75,9 @@ def run(values: dict[str, Any]) -> int:
     print(report(runs))
     if values["json"]:
         with open(values["json"], "w", encoding="utf-8") as file:
-            json.dump({"flags": values, "runs": [{"rate": rate, **figures(sent), "requests": [dataclasses.asdict(s) for s in sent]}
-                                                 for rate, sent in runs]}, file, indent=1)
+            json.dump({"flags": {name: value for name, value in values.items() if name != "api_key"},
+                       "runs": [{"rate": rate, **figures(sent), "requests": [dataclasses.asdict(s) for s in sent]}
+                                for rate, sent in runs]}, file, indent=1)
     return 0
 
 
@@ -117,7 +122,7 @@ async def _measure(target: str, rates: list[float], lengths: list[tuple[int, int
     from jaxserve.server.client import AsyncClient
 
     runs = []
-    async with AsyncClient(target) as client:
+    async with AsyncClient(target, **_credentials(values)) as client:
         model, dice = await client.model_info(), np.random.default_rng(values["seed"])
         print(f"{model.model} ({model.dtype}) at {target}", file=sys.stderr)
         longest = sum(high for _, high in lengths)
@@ -182,6 +187,17 @@ def _server(values: dict[str, Any]) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
+
+
+def _credentials(values: dict[str, Any]) -> dict[str, Any]:
+    """Of the client, for --target; a server of our own asks for none."""
+    if not values["target"]:
+        return {}
+    try:
+        roots = None if values["tls_ca"] is None else Path(values["tls_ca"]).read_bytes()
+    except OSError as error:
+        raise ConfigError("tls_ca", f"{values['tls_ca']}: {error.strerror}") from None
+    return {"api_key": values["api_key"] or os.environ.get("JAXSERVE_API_KEY") or None, "root_certificates": roots}
 
 
 def _flag(name: str, value: Any) -> str:

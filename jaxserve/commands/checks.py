@@ -8,7 +8,6 @@ import os
 import resource
 import shutil
 import socket
-import ssl
 import stat
 import sys
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ PYTHON = 3, 11
 NEEDED = {"jax": (0, 10, 2), "jaxlib": (0, 10, 2)}
 DISK = 2 * 2**30, 100 * 2**20                           # bytes free for compiled programs and models: fewer are a warning, a fault
 FILES = 4096                                            # descriptors: fewer are a warning
-SECRET = ("tls_key", "api_keys")                        # files that others should not read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,42 +74,35 @@ def _port(name: str, host: str, port: int) -> Check:
 
 def folders(config: EngineConfig) -> Iterator[Check]:
     """Where models, profiles and compiled programs are kept."""
-    root = cache_folder()
-    yield _writable("cache", root, "set JAXSERVE_CACHE to a folder that you may write to")
+    root, advice = cache_folder(), "or set JAXSERVE_CACHE to a folder of your own"
+    for name in ("models", "profiles"):
+        yield _kept(name, (root, root / name), advice)
     if config.compile_cache != "":
-        yield _programs(Path(config.compile_cache) if config.compile_cache else root / "xla")
+        named = (Path(config.compile_cache),) if config.compile_cache else (root, root / "xla")
+        yield _kept("compile cache", named, "or name another folder with --compile_cache")
     yield _disk(root)
 
 
-def _writable(name: str, folder: Path, advice: str) -> Check:
-    there = _existing(folder)
-    if not os.access(there, os.W_OK | os.X_OK) or not there.is_dir():
-        return Check(name, FAULT, f"{folder} cannot be written to", advice)
-    return Check(name, OK, str(folder) + ("" if there == folder else " (will be made)"))
-
-
-def _programs(folder: Path) -> Check:
-    name = "compile cache"
-    found = _writable(name, folder, "name another folder with --compile_cache")
-    if found.state != OK or not folder.exists():
-        return found
-    info = folder.stat()
-    if info.st_uid != os.getuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return Check(name, FAULT, f"{folder} belongs to another user or can be written by others, who could have code run here",
-                     f"chmod 700 {folder}, after a look at what is in it")
-    return found
+def _kept(name: str, folders: tuple[Path, ...], advice: str) -> Check:
+    """The last of these folders, each in the one before, by the rules of `source.private_folder`; none is made."""
+    last = folders[-1]
+    there = next(path for path in (last, *last.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return Check(name, FAULT, f"{last} cannot be written to", advice)
+    for folder in filter(Path.exists, folders):
+        info = folder.stat()
+        if info.st_uid not in (0, os.geteuid()) or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return Check(name, FAULT, f"{folder} belongs to another user or can be written by others, who could have code run here",
+                         f"chmod go-w {folder}, after a look at what is in it; {advice}")
+    return Check(name, OK, str(last) + ("" if there == last else " (will be made)"))
 
 
 def _disk(folder: Path) -> Check:
-    free = shutil.disk_usage(_existing(folder)).free
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
     said = f"{free / 2**30:.1f} GiB free for {folder}"
     state = OK if free >= DISK[0] else WARNING if free >= DISK[1] else FAULT
     return Check("disk", state, said, "" if state == OK else "make room, or move the cache with JAXSERVE_CACHE")
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def descriptors() -> Check:
@@ -119,36 +110,6 @@ def descriptors() -> Check:
     if soft == resource.RLIM_INFINITY or soft >= FILES:
         return Check("open files", OK, f"at most {'any number' if soft == resource.RLIM_INFINITY else soft}")
     return Check("open files", WARNING, f"at most {soft}, and each client has one", f"ulimit -n {max(FILES, min(hard, 65536))}")
-
-
-def security(config: ServerConfig) -> Iterator[Check]:
-    """The files of keys and certificates that are named."""
-    named = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)
-             if field.name == "api_keys" or field.name.startswith("tls_")}
-    for name, file in named.items():
-        if isinstance(file, str):
-            yield _readable(name, Path(file))
-    if isinstance(cert := named.get("tls_cert"), str):
-        yield _certificate(cert, named.get("tls_key"))
-
-
-def _readable(name: str, file: Path) -> Check:
-    try:
-        with open(file, "rb") as opened:
-            mode = os.fstat(opened.fileno()).st_mode
-    except OSError as error:
-        return Check(name, FAULT, f"{file}: {error.strerror}", f"name a file that this user can read with --{name}")
-    if name in SECRET and mode & (stat.S_IRGRP | stat.S_IROTH):
-        return Check(name, WARNING, f"{file} can be read by others", f"chmod 600 {file}")
-    return Check(name, OK, str(file))
-
-
-def _certificate(cert: str, key: object) -> Check:
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key if isinstance(key, str) else None, password="")
-    except (OSError, ssl.SSLError) as error:
-        return Check("certificate", FAULT, f"{cert} and its key cannot be used: {error}", "name a PEM chain and its key, without password")
-    return Check("certificate", OK, "the certificate and its key belong together")
 
 
 def memory_available() -> int:

@@ -61,7 +61,7 @@ def _all(patient: Patient, values: dict[str, Any]) -> Iterator[Check]:
     yield from _settings(patient, values)
     if patient.server is not None:
         yield from checks.ports(patient.server)
-        yield from checks.security(patient.server)
+        yield from _security(patient.server)
     yield checks.descriptors()
     if patient.engine is None:
         return
@@ -106,7 +106,23 @@ def _settings(patient: Patient, values: dict[str, Any]) -> Iterator[Check]:
     yield from faults or [Check("settings", OK, f"{changed} differ from the defaults" if changed else "all are the defaults")]
 
 
-def _error_of(make: Callable[[], None]) -> ConfigError | None:
+def _security(config: ServerConfig) -> Iterator[Check]:
+    """The files of keys and certificates, where there are any, read as the server reads them."""
+    from jaxserve.server.access import Access
+    from jaxserve.server.tls import Tls
+
+    def certificate() -> None:
+        if tls := Tls.of(config):
+            tls.context()
+
+    for name, asked, read in (("api_keys", config.api_keys, lambda: Access(config)),
+                              ("certificate", config.tls_cert or config.tls_key or config.tls_client_ca, certificate)):
+        if asked is not None:
+            error = _error_of(read)
+            yield Check(name, OK, asked) if error is None else Check(error.field, FAULT, str(error.args[0]), f"see --{error.field}")
+
+
+def _error_of(make: Callable[[], object]) -> ConfigError | None:
     try:
         make()
     except ConfigError as error:

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxserve.clock import Clock, WallClock
 from jaxserve.config import EngineConfig
-from jaxserve.engine import sampling
+from jaxserve.engine import guides, sampling
 from jaxserve.engine.arrays import Arrays, Piece, RingRow, Shape, Work, fullest, ring_rows, to_arrays
 from jaxserve.engine.stages import SCORES, Hidden, Sampled, Stages
 from jaxserve.metrics import Metrics
@@ -61,16 +61,17 @@ class Caller:
     ends: list[Finished] = dataclasses.field(default_factory=list)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Flight:
     """A batch that was issued and not yet read."""
 
     batch: Batch
     arrays: Arrays
     done: jax.Array                                  # ready when the batch has left the last stage
-    sampled: Sampled | None
-    scores: list[Score]
-    issued: float                                    # clock seconds
+    unsampled: Hidden | None                         # what its tokens are still to be sampled from
+    sampled: Sampled | None = None
+    scores: list[Score] = dataclasses.field(default_factory=list)
+    issued: float = 0.0                              # clock seconds
 
 
 class Engine:
@@ -197,9 +198,9 @@ class Engine:
             now = self.clock.now()
             self._send(self.scheduler.expire(now))
             pause = self._pause(now)
-            batch = self.scheduler.start(now) if not pause and len(self._flights) < self._depth else None
+            batch = self.scheduler.start(now) if not pause and not self._held and len(self._flights) < self._depth else None
             if batch is not None:
-                self._flights.append(self._issue(batch))
+                self._issue(batch)
                 self._free = max(now, self._free) + batch.seconds
         if batch is not None and len(self._flights) < self._depth:
             return True
@@ -212,8 +213,8 @@ class Engine:
         return False
 
     def _pause(self, now: float) -> float:
-        """Seconds until the next batch should be started; 0 where a stage waits for it."""
-        if not self.config.mesh.spp <= len(self._flights) < self._depth:
+        """Seconds until the next batch should be started; 0 where a stage waits for it, or it for a token."""
+        if self._held or not self.config.mesh.spp <= len(self._flights) < self._depth:
             return 0.0
         early = self.scheduler.predictor.early(self._flights[-1].batch.seconds)
         return max(0.0, self._free - early - now)
@@ -223,7 +224,12 @@ class Engine:
         """Batches in flight: one for each stage, and those issued ahead."""
         return self.config.mesh.spp + self.config.lookahead
 
-    def _issue(self, batch: Batch) -> Flight:
+    @property
+    def _held(self) -> bool:
+        """Whether the newest batch is still to be sampled."""
+        return bool(self._flights) and self._flights[-1].unsampled is not None
+
+    def _issue(self, batch: Batch) -> None:
         lanes = self.config.mesh.kvp
         for chunk in batch.admitted:
             self._admit(batch, chunk)
@@ -235,14 +241,28 @@ class Engine:
             self.metrics.exchanged(shape.exchange, len(batch.moves))
         fed = batch.slot[batch.feed]
         hidden = self.stages.step(arrays, int(self._sampled_at[fed].max(initial=0)))
-        sampled = None
-        if batch.sample.any():
-            variant = sampling.VARIANTS[self._variant[batch.slot[batch.sample]].max()]
-            sampled = self.stages.sample(hidden, variant)
-            self._sampled_at[batch.slot[batch.sample]] = sampled.version
-            if self._far:
-                sampled.tokens.copy_to_host_async()
-        return Flight(batch, arrays, hidden.ints, sampled, self._scores(batch, arrays, hidden), self.clock.now())
+        flight = Flight(batch, arrays, hidden.ints, hidden if batch.sample.any() else None)
+        self._flights.append(flight)
+        self._sample(flight)
+        flight.scores, flight.issued = self._scores(batch, arrays, hidden), self.clock.now()
+
+    def _sample(self, flight: Flight) -> None:
+        """Issues the sampling of the newest batch, unless a guide has to hear first of a token that was not read."""
+        if flight.unsampled is None:
+            return
+        batch, mask = flight.batch, None
+        slots = batch.slot[batch.sample]
+        variant = sampling.VARIANTS[self._variant[slots].max()]
+        if variant == "guided":
+            if guides.behind(batch, [other.batch for other in self._flights if other is not flight]):
+                return
+            shape = self.config.mesh.kvp, flight.arrays.shape.samples, self.stages.mask_words
+            mask, ends = guides.masks(self.scheduler, batch, flight.arrays.sampled, shape, self.clock.now())
+            self._send(ends)
+        flight.sampled, flight.unsampled = self.stages.sample(flight.unsampled, variant, mask), None
+        self._sampled_at[slots] = flight.sampled.version
+        if self._far:
+            flight.sampled.tokens.copy_to_host_async()
 
     def _ring_rows(self, batch: Batch, work: Work) -> list[RingRow]:
         """None where steps never go round a ring."""
@@ -278,7 +298,8 @@ class Engine:
                                           sequence.output, seed, self._eos):
             self.stages.admit(launch)
         self.metrics.admitted(int(batch.slot[chunk]), sequence.tpot, sequence.request.slo.class_name, sequence.last)
-        self._variant[batch.slot[chunk]] = 2 if params.logprobs is not None else 0 if params.greedy else 1
+        plain = 2 if params.logprobs is not None else 0 if params.greedy else 1
+        self._variant[batch.slot[chunk]] = plain if sequence.matcher is None else 3
 
     def _scores(self, batch: Batch, arrays: Arrays, hidden: Hidden) -> list[Score]:
         """Issues what sequences that want log-probabilities of their prompt need from this step."""
@@ -314,6 +335,8 @@ class Engine:
             events = self.scheduler.finish(flight.batch, tokens, now, logprobs, scores)
             self._count(flight.batch, prefilled, now)
             self._send(events)
+            if self._held:
+                self._sample(self._flights[-1])
 
     def _learn(self, flight: Flight) -> None:
         """Tells the predictor how long a step took: since it was issued, or since the one before it left the stages."""
@@ -393,13 +416,15 @@ class Engine:
         out[rows] = np.asarray(flight.sampled.tokens)[batch.lane[rows], place[rows]]
         if not flight.sampled.logprobs:
             return out, None
+        asked = [self.scheduler.sequences[number].request.sampling.logprobs for number in batch.seq[rows].tolist()]
+        if asked.count(None) == len(asked):              # only guided ones
+            return out, None
         chosen, top, ids = map(np.asarray, flight.sampled.logprobs)
         logprobs: list[Logprobs | None] = [None] * len(batch.slot)
-        for row in rows.tolist():
-            sequence = self.scheduler.sequences.get(int(batch.seq[row]))
-            if sequence is not None and sequence.request.sampling.logprobs is not None:
+        for row, k in zip(rows.tolist(), asked):
+            if k is not None:
                 at = batch.lane[row], place[row]
-                logprobs[row] = _logprobs(chosen[at], top[at], ids[at], sequence.request.sampling.logprobs)
+                logprobs[row] = _logprobs(chosen[at], top[at], ids[at], k)
         return out, logprobs
 
     def _fetch_scores(self, flight: Flight) -> dict[int, list[Logprobs]]:

@@ -31,7 +31,7 @@ from jaxserve.scheduling.fit import Fit, Sample, fit, from_json, to_json
 from jaxserve.scheduling.predictor import Costs
 from jaxserve.scheduling.profiles import Link
 from jaxserve.sharding.exchange import EXCHANGES, PIECE
-from jaxserve.source import cache_folder
+from jaxserve.source import cache_folder, private_folder
 
 log = logging.getLogger(__name__)
 FORMAT = 4                                            # of the file
@@ -76,7 +76,7 @@ def profile_for(engine: Any, progress: bool) -> Profile | None:
     if config.profile == "none" or (config.profile == "auto" and timeless):
         return None
     identity = identity_of(engine)
-    file = Path(config.profile) if config.profile != "auto" else kept_file(identity)
+    file = Path(config.profile) if config.profile != "auto" else safe_file(identity)
     if config.profile != "auto" or file.exists():
         return read(file, identity)
     found = profiled(engine, engine.max_len, 1, progress, QUICK)
@@ -123,6 +123,13 @@ def kept_file(identity: dict[str, Any]) -> Path:
     text = json.dumps(identity, sort_keys=True)
     name = "".join(c if c.isalnum() else "-" for c in identity["model"])
     return cache_folder() / "profiles" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+
+
+def safe_file(identity: dict[str, Any]) -> Path:
+    """`kept_file`, in a folder that is there. Errors: ConfigError where others could write there."""
+    file = kept_file(identity)
+    private_folder(file.parent, "profile")
+    return file
 
 
 def write(file: Path, engine: Any, found: Fit, points: list[Measured], search: Search | None = None) -> Profile:

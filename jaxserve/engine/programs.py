@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxserve.config import ConfigError
-from jaxserve.source import cache_folder
+from jaxserve.source import cache_folder, private_folder
 
 log = logging.getLogger(__name__)
 Lower = Callable[[], Any]                            # makes a lowered program: `jax.jit(f).lower(...)`
@@ -56,15 +54,11 @@ class Programs:
 def keep_compiled(folder: str | None) -> None:
     """Keep compiled programs in this folder (None: under the user's cache folder; '': nowhere).
 
-    They are native code: a folder that others own or may write to is refused with a ConfigError.
+    They are native code. Errors: ConfigError where others own the folder or may write to it.
     """
     if folder == "":
         return
-    root = Path(folder) if folder else cache_folder() / "xla"
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    info = root.stat()
-    if info.st_uid != os.getuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError("compile_cache", f"{root} belongs to another user or can be written by others, who could have code run here")
+    root = private_folder(Path(folder) if folder else cache_folder() / "xla", "compile_cache")
     jax.config.update("jax_compilation_cache_dir", str(root))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -2,7 +2,8 @@
 
 State lives in device tables with one row per slot, set once when a sequence gets its slot; a step sends only which tokens to sample for
 which slots. Everything is a function of the sequence's own logits, seed and position: who shares the batch changes nothing.
-Three variants are compiled: `greedy` (argmax), `full` (any parameters), and `logprobs` (as full, with log-probabilities).
+Four variants are compiled: `greedy` (argmax), `full` (any parameters), `logprobs` (as full, with log-probabilities), and `guided` (as
+logprobs, with a mask of the tokens that may be sampled).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from jax import lax
 from jaxserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from jaxserve.sharding.mesh import KVP, TP
 
-VARIANTS = ("greedy", "full", "logprobs")
+VARIANTS = ("greedy", "full", "logprobs", "guided")           # each does what those before it do
+SCORED = VARIANTS[2:]                                # those that tell log-probabilities
 STOPS = MAX_STOP_IDS + 32                            # ids that min_tokens holds back: stop ids and end ids
 HISTORY = 1024                                       # ids of a prompt noted by one launch
 BROKEN = -1                                          # in place of a token: the logits were not finite
@@ -149,8 +151,10 @@ def _greatest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     return best, jnp.take_along_axis(logits, best[:, None], 1)[:, 0]
 
 
-def sample(logits: jax.Array, slot: jax.Array, position: jax.Array, state: State, vocab: int) -> tuple[jax.Array, State]:
-    """logits [S, V / tp] of slots [S] (out of range: nobody's), position [S] of the token to sample -> ids [S], state with them counted."""
+def sample(logits: jax.Array, slot: jax.Array, position: jax.Array, state: State, vocab: int, mask: jax.Array | None = None
+           ) -> tuple[jax.Array, State]:
+    """logits [S, V / tp] of slots [S] (out of range: nobody's), position [S] of the token to sample -> ids [S], state with them counted.
+    mask: bits [S, mask_words(V)] of the ids that may be sampled, in words of 32."""
     ranks, size = lax.axis_size(TP), logits.shape[1]
     row = jnp.minimum(slot, state.floats.shape[1] - 1)
     floats, ints = state.floats[0, row], state.ints[0, row]
@@ -158,10 +162,11 @@ def sample(logits: jax.Array, slot: jax.Array, position: jax.Array, state: State
     barred = jax.vmap(lambda ids: jnp.zeros(size, bool).at[_local(ids, size)].set(True, mode="drop"))(state.stops[0, row])
     logits = jnp.where(barred & (position < ints[:, 2])[:, None], -jnp.inf, logits)
     if ranks > 1:
-        logits, floats, ints, place = _deal(logits, floats, ints, position)
-        token = _regather(choose(logits, floats, ints, place, vocab), len(slot))
-    else:
-        token = choose(logits, floats, ints, position, vocab)
+        logits, (floats, ints, position, mask) = _deal(logits, (floats, ints, position, mask))
+    if mask is not None:
+        logits = jnp.where(_bits(mask)[:, : logits.shape[1]], logits, -jnp.inf)
+    token = choose(logits, floats, ints, position, vocab)
+    token = _regather(token, len(slot)) if ranks > 1 else token
     return token, dataclasses.replace(state, output=state.output.at[0, slot, _local(token, size)].add(1, mode="drop"))
 
 
@@ -174,15 +179,25 @@ def _penalise(logits: jax.Array, state: State, row: jax.Array, floats: jax.Array
     return logits - presence * (count > 0) - frequency * count
 
 
-def _deal(logits, floats, ints, position):
-    """Every rank has all rows of a part of the vocabulary -> a part of the rows, of the whole vocabulary."""
+def mask_words(vocab: int) -> int:
+    """Words of a mask of so many ids."""
+    return -(-vocab // 32)
+
+
+def _bits(words: jax.Array) -> jax.Array:
+    """[S, W] int32 -> [S, 32 W] bool, the lowest bit of a word first."""
+    return ((words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1).reshape(len(words), -1).astype(bool)
+
+
+def _deal(logits, others):
+    """Every rank has all rows of a part of the vocabulary -> a part of the rows, of the whole vocabulary, and of `others` these rows."""
     ranks, rows = lax.axis_size(TP), len(logits)
     pad = -rows % ranks
     grow = lambda x: jnp.pad(x, ((0, pad),) + ((0, 0),) * (x.ndim - 1))
     share = (rows + pad) // ranks
     mine = lambda x: lax.dynamic_slice_in_dim(grow(x), lax.axis_index(TP) * share, share)
     whole = lax.all_to_all(grow(logits).reshape(ranks, share, -1), TP, 0, 0)          # [ranks, share, V / tp], by part of the vocabulary
-    return whole.transpose(1, 0, 2).reshape(share, -1), mine(floats), mine(ints), mine(position)
+    return whole.transpose(1, 0, 2).reshape(share, -1), jax.tree.map(mine, others)
 
 
 def _regather(tokens: jax.Array, rows: int) -> jax.Array:
@@ -197,15 +212,21 @@ def choose(logits: jax.Array, floats: jax.Array, ints: jax.Array, position: jax.
     greatest logit is not finite."""
     ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
     logits = jnp.where(ids < vocab, logits, -jnp.inf)
-    temperature, top_p, min_p = floats[:, 0], floats[:, 1], floats[:, 2]
+    temperature = floats[:, 0]
     best, top = _greatest(logits)
+    draw = lambda: _draw(logits, top, floats, ints, position, ids)
+    token = lax.cond(jnp.any(temperature >= LEAST), lambda: jnp.where(temperature < LEAST, best, draw()), lambda: best)
+    return jnp.where(jnp.isfinite(top), token, BROKEN)
+
+
+def _draw(logits, top, floats, ints, position, ids) -> jax.Array:
+    """ids [S] of rows that are not greedy."""
+    temperature, top_p, min_p = floats[:, 0], floats[:, 1], floats[:, 2]
     scaled = (logits - top[:, None]) / jnp.maximum(temperature, LEAST)[:, None]     # first less the greatest: nothing overflows
     scaled = lax.cond(jnp.any(ints[:, 0] > 0), lambda x: _keep_top_k(x, ints[:, 0]), lambda x: x, scaled)
     scaled = lax.cond(jnp.any(top_p < 1), lambda x: _keep_top_p(x, top_p), lambda x: x, scaled)
     scaled = jnp.where(scaled >= jnp.log(min_p)[:, None], scaled, -jnp.inf)
-    drawn = jnp.argmax(scaled + _gumbel(ints[:, 1], position, ids), -1).astype(jnp.int32)
-    token = jnp.where(temperature < LEAST, best, drawn)
-    return jnp.where(jnp.isfinite(top), token, BROKEN)
+    return jnp.argmax(scaled + _gumbel(ints[:, 1], position, ids), -1).astype(jnp.int32)
 
 
 def _gumbel(seed: jax.Array, position: jax.Array, ids: jax.Array) -> jax.Array:

@@ -142,6 +142,10 @@ class Stages:
         axes = dataclasses.asdict(sampling.STATE_AXES)
         return sampling.State(**{name: _zeros(sharding(self.last_mesh, *axes[name]), *value) for name, value in fields.items()})
 
+    @property
+    def mask_words(self) -> int:
+        return sampling.mask_words(padded_vocab(self.plan.model, self.plan.mesh.tp))
+
     # --- issuing work
 
     def step(self, arrays: Arrays, needs: int) -> Hidden:
@@ -156,14 +160,15 @@ class Stages:
             x, stage.pages, stage.table = program(stage.values, stage.pages, stage.table, arrays.ints, x)
         return Hidden(*x)
 
-    def sample(self, hidden: Hidden, variant: str) -> Sampled:
-        """Samples a token for each chunk of the step that asked for one. Makes the next version of `sampled`."""
+    def sample(self, hidden: Hidden, variant: str, mask: np.ndarray | None = None) -> Sampled:
+        """Samples a token for each chunk of the step that asked for one. Makes the next version of `sampled`. mask [lanes, S, mask_words],
+        for the guided variant: see `sampling.sample`."""
         program = self.programs.get(*self._head_program(variant, hidden.picked.shape[1]))
         arguments = (self.head_values, hidden.picked, hidden.ints, self._sampled[-1][1])
         if variant == "greedy":
             (tokens, sampled), logprobs = program(*arguments), ()
         else:
-            tokens, sampled, self.sampling_state, logprobs = program(*arguments, self.sampling_state)
+            tokens, sampled, self.sampling_state, logprobs = program(*arguments, self.sampling_state, *([] if mask is None else [mask]))
         version = self._sampled[-1][0] + 1
         self._sampled.append((version, sampled))
         return Sampled(tokens, logprobs, version)
@@ -239,9 +244,10 @@ class Stages:
             f = functools.partial(head, self.head, self.plan.model.vocab, variant)
             if variant == "greedy":
                 return _jit(f, self.last_mesh, (values, lane, lane, lane), (lane, lane)).lower(*arguments)
-            out = (lane, lane, _state_specs(), (lane,) * 3 if variant == "logprobs" else ())
-            specs = (values, lane, lane, lane, _state_specs())
-            return _jit(f, self.last_mesh, specs, out, donate=(4,)).lower(*arguments, self.sampling_state)
+            out = (lane, lane, _state_specs(), (lane,) * 3 if variant in sampling.SCORED else ())
+            mask = [self._last((size, self.mask_words), jnp.int32, self.last_mesh)] if variant == "guided" else []
+            specs = (values, lane, lane, lane, _state_specs(), *[lane] * len(mask))
+            return _jit(f, self.last_mesh, specs, out, donate=(4,)).lower(*arguments, self.sampling_state, *mask)
         return f"head_{variant}_{size}", lower
 
     def _hidden(self, tokens: int) -> jax.ShapeDtypeStruct:

@@ -61,19 +61,20 @@ def layers(
 
 def head(
     weights: Weights, vocab: int, variant: str, values: list[jax.Array], x: jax.Array, ints: jax.Array, sampled: jax.Array,
-    state: Any = None,
+    state: Any = None, mask: jax.Array | None = None,
 ) -> tuple:
-    """x [1, S, D], ints [1, S, 3], sampled [1, slots] -> tokens [1, S], sampled, and (but for greedy) state, log-probabilities."""
+    """x [1, S, D], ints [1, S, 3], sampled [1, slots], guided also mask [1, S, W] -> tokens [1, S], sampled, and (but for greedy) state,
+    log-probabilities."""
     _, slot, position = ints[0].T
     logits = weights.module(values)(x[0])
     if variant == "greedy":
         token = sampling.greedy(logits, vocab)
     else:
-        token, state = sampling.sample(logits, slot, position, state, vocab)
+        token, state = sampling.sample(logits, slot, position, state, vocab, None if mask is None else mask[0])
     sampled = sampled.at[0, slot].set(token, mode="drop")
     if variant == "greedy":
         return token[None], sampled
-    logprobs = sampling.log_probabilities(logits, token, vocab) if variant == "logprobs" else ()
+    logprobs = sampling.log_probabilities(logits, token, vocab) if variant in sampling.SCORED else ()
     return token[None], sampled, state, tuple(part[None] for part in logprobs)
 
 

@@ -253,8 +253,12 @@ class Scheduler:
                 events.append((sequence.id, self._end(sequence, "error", now, NOT_FINITE)))
                 continue
             events.append((sequence.id, Token(sequence.index, token, logprobs[row] if logprobs else None)))
-            if reason := sequence.put_out(token, now):
-                events.append((sequence.id, self._end(sequence, reason, now)))
+            try:
+                reason, error = sequence.put_out(token, now), None
+            except RequestError as fault:
+                reason, error = "error", fault
+            if reason:
+                events.append((sequence.id, self._end(sequence, reason, now, error)))
         return events
 
     def cancel(
@@ -266,6 +270,16 @@ class Scheduler:
             raise RequestError("request_id", f"{id!r} is unknown", "NOT_FOUND")
         ends = [sequence for sequence in entry.alive.values() if index in (None, sequence.index)]
         return [(id, self._end(sequence, reason, now, error)) for sequence in ends]
+
+    def alive(self, number: int) -> bool:
+        """Whether a sequence that waits or that a batch in flight contains has not ended."""
+        sequence = self.sequences[number]
+        return sequence.id in self._entries and self._entries[sequence.id].alive.get(sequence.index) is sequence
+
+    def fail(self, number: int, now: float, error: RequestError) -> Events:
+        """Ends one sequence that is alive."""
+        sequence = self.sequences[number]
+        return [(sequence.id, self._end(sequence, "error", now, error))]
 
     def expire(self, now: float) -> Events:
         """Ends the requests whose deadline has come."""

@@ -63,6 +63,7 @@ class Sequence:
         self.started: float | None = None
         self.first: float | None = None
         self.last: float | None = None                # clock seconds at which its last token came
+        self.matcher = None if request.guide is None else request.guide.matcher()
         wanted = request.sampling.prompt_logprobs is not None
         self.prompt_logprobs: list[Logprobs | None] | None = [None] * len(request.prompt) if wanted else None
 
@@ -81,11 +82,15 @@ class Sequence:
             self.prompt_logprobs[start + 1:start + 1 + len(entries)] = entries
 
     def put_out(self, token: int, now: float) -> str | None:
-        """One more token; the reason where it is the last."""
+        """One more token; the reason where it is the last. Errors: RequestError where the guide cannot be followed any more."""
         self.output.append(token)
         self.last = now
         if self.first is None:
             self.first = now
+        if self.matcher is not None:
+            self.matcher.push(token)
+            if self.matcher.done:
+                return "stop"
         if token in self.stops and len(self.output) >= self.request.sampling.min_tokens:
             return "stop"
         return "length" if len(self.output) >= self.limit else None

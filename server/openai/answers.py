@@ -38,8 +38,8 @@ class Writer(Protocol):
 async def answer(front: Front, asks: Sequence[Ask], writer: Writer, request: HttpRequest, usage: bool | None) -> Response:
     """usage: None for an answer that is whole; else for events, and whether the last of them tells the usage. Errors: RequestError."""
     async with contextlib.AsyncExitStack() as stack:
-        streams = [await stack.enter_async_context(front.answer(ask)) for ask in asks]
-        headers = {"x-request-id": streams[0].request.id}
+        streams = [await stack.enter_async_context(front.answer(ask, request.state.caller)) for ask in asks]
+        headers = {"x-request-id": streams[0].id}
         writer.open(streams)
         if usage is None:
             found: list[list[Completion]] = []

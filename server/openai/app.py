@@ -91,23 +91,23 @@ def _protocol(front: Front) -> fastapi.APIRouter:
         return _model(front)
 
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, request: fastapi.Request) -> dict[str, Any]:
         front.check_open()
         front.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt", "give either prompt or messages")
         prompt = Chat(body.messages or ()) if body.prompt is None else Text(body.prompt, body.add_special_tokens)
-        ids = [int(id) for id in await front.ids(prompt)]
+        ids = [int(id) for id in await front.ids(prompt, request.state.caller)]
         texts = {"token_strs": [front.tokenizer.piece(id).decode(errors="replace") for id in ids]} if body.return_token_strs else {}
         return {"count": len(ids), "max_model_len": front.engine.max_len, "tokens": ids, **texts}
 
     @router.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest, request: fastapi.Request) -> dict[str, Any]:
         front.check_open()
         front.check_model(body.model)
         if not isinstance(body.tokens, list) or not all(type(id) is int for id in body.tokens):
             raise RequestError("tokens", "must be a list of token ids")
-        return {"prompt": await front.text(body.tokens, body.skip_special_tokens)}
+        return {"prompt": await front.text(body.tokens, request.state.caller, body.skip_special_tokens)}
 
     return router
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxserve.completion import Completion, Delta, Output
+from jaxserve.guide import Guided
 from jaxserve.request import Finished, RequestError
 from jaxserve.server.front import Ask, Front
 from jaxserve.server.openai.answers import Tokens, totals_of
 from jaxserve.server.openai.wire import ROOM, ChatRequest, NamedTool
 from jaxserve.server.prompts import Chat
 from jaxserve.server.streams import Stream
-from jaxserve.tokenizer.tools import Call, CallReader, ToolFormat
+from jaxserve.tokenizer.tools import Call, CallReader, ToolFormat, call_schema
 
 FORCED = ToolFormat("forced", "\0", "", bare=True)      # where the output can be nothing but a call
 
@@ -26,8 +28,14 @@ def ask_of(body: ChatRequest, id: str, headers: Mapping[str, str]) -> Ask:
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     sampling = body.sampling(ROOM if limit is None else limit, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
     tools = [tool.model_dump(exclude_none=True) for tool in tools_of(body)]
+    guided, name = body.guided()
+    if forced(body):
+        if guided is not None:
+            raise RequestError("tool_choice", f"cannot force a call beside {name}")
+        guided, name = Guided("json_schema", json.dumps(call_schema(tools, _chosen(body)))), "tools"
     return Ask(Chat(body.messages, tools, body.chat_template_kwargs or {}), sampling, id, body.model, body.slo(headers), body.priority or 0,
-               body.cache_salt or "", body.bypass_prefix_cache, body.timeout(), keep_special=bool(tools))
+               body.cache_salt or "", body.bypass_prefix_cache, body.timeout(), keep_special=bool(tools) and guided is None,
+               guided=guided, guided_name=name)
 
 
 def tools_of(body: ChatRequest) -> Sequence[Any]:
@@ -48,6 +56,10 @@ def forced(body: ChatRequest) -> bool:
     return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
 
 
+def _chosen(body: ChatRequest) -> str | None:
+    return body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+
+
 class ChatWriter:
     def __init__(self, front: Front, body: ChatRequest):
         self._tokens, self._body = Tokens(front.tokenizer), body
@@ -59,7 +71,7 @@ class ChatWriter:
 
     def open(self, streams: Sequence[Stream]) -> None:
         kind = "chat.completion.chunk" if self._body.stream else "chat.completion"
-        self.head = {"id": streams[0].request.id, "object": kind, "created": int(time.time()), "model": self._model}
+        self.head = {"id": streams[0].id, "object": kind, "created": int(time.time()), "model": self._model}
 
     def first(self) -> Iterator[dict[str, Any]]:
         for index in range(self._body.n or 1):

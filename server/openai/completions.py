@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,9 +27,10 @@ def asks_of(body: CompletionRequest, id: str, headers: Mapping[str, str]) -> lis
         prompt_logprobs=body.logprobs if body.echo else None)
     prompts = _prompts(body.prompt)
     ids = [id] if len(prompts) == 1 else [id and f"{id}-{number}" for number in range(len(prompts))]
-    slo, timeout = body.slo(headers), body.timeout()
-    return [Ask(prompt, sampling, each, body.model, slo, body.priority or 0, body.cache_salt or "", body.bypass_prefix_cache, timeout)
-            for prompt, each in zip(prompts, ids)]
+    guided, name = body.guided()
+    ask = Ask([], sampling, "", body.model, body.slo(headers), body.priority or 0, body.cache_salt or "", body.bypass_prefix_cache,
+              body.timeout(), guided=guided, guided_name=name)
+    return [dataclasses.replace(ask, prompt=prompt, id=each) for prompt, each in zip(prompts, ids)]
 
 
 def _prompts(given: Any) -> list[Prompt]:
@@ -59,7 +61,7 @@ class CompletionWriter:
 
     def open(self, streams: Sequence[Stream]) -> None:
         self._streams = streams
-        self.head = {"id": streams[0].request.id, "object": "text_completion", "created": int(time.time()), "model": self._model}
+        self.head = {"id": streams[0].id, "object": "text_completion", "created": int(time.time()), "model": self._model}
 
     def first(self) -> Iterator[dict[str, Any]]:
         if self._body.echo:

@@ -6,11 +6,13 @@ Limits of values are `SamplingParams`'s and `Request`'s, the same for every prot
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
+from jaxserve.guide import Guided
 from jaxserve.request import RequestError, SamplingParams, Slo
 
 MAX_PROMPTS = 128                                       # of one request
@@ -97,6 +99,39 @@ class Sampled(Strict):
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
                  "seed", "n", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
         return SamplingParams.make(max_tokens=max_tokens, **{name: getattr(self, name) for name in names}, **rest)
+
+    def guided(self) -> tuple[Guided | None, str]:
+        """How the output must look, and the field that says so. Errors: RequestError."""
+        found = [*self._formats(), *self._structures()]
+        if len(found) > 1:
+            raise RequestError(found[1][1], f"cannot be given beside {found[0][1]}")
+        return found[0] if found else (None, "")
+
+    def _formats(self) -> Iterator[tuple[Guided, str]]:
+        given = self.response_format
+        if given is None or given.type == "text":
+            return
+        if (given.type == "json_schema") != (given.json_schema is not None):
+            raise RequestError("response_format.json_schema", "goes with type json_schema, and only with that")
+        if given.json_schema is None:
+            yield Guided("json_object"), "response_format"
+        else:
+            schema = given.json_schema.schema_
+            yield Guided("json_schema", json.dumps({} if schema is None else schema)), "response_format.json_schema.schema"
+
+    def _structures(self) -> Iterator[tuple[Guided, str]]:
+        given, name = self.structured_outputs, "structured_outputs"
+        if given is None:
+            return
+        if given.json_ is not None:
+            yield Guided("json_schema", given.json_ if isinstance(given.json_, str) else json.dumps(given.json_)), f"{name}.json"
+        if given.json_object:
+            yield Guided("json_object"), f"{name}.json_object"
+        if given.choice is not None:
+            yield Guided("choice", choices=tuple(given.choice)), f"{name}.choice"
+        for kind in ("regex", "grammar"):
+            if (text := getattr(given, kind)) is not None:
+                yield Guided(kind, text), f"{name}.{kind}"
 
     def slo(self, headers: Mapping[str, str]) -> Slo:
         """Errors: RequestError."""

@@ -5,9 +5,11 @@ import grpc
 import pytest
 
 from jaxserve.config import ServerConfig
+from jaxserve.server.access import Access
 from jaxserve.server.client import Client
 from jaxserve.server.launch import Background
 from tests.server.fakes import FakeEngine, FakeTokenizer
+from tests.server.keyed import TWO
 
 
 def eventually(condition, seconds=5.0):
@@ -52,3 +54,20 @@ def serve():
             return served
 
         yield start
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    """Writes a file of keys; returns its path."""
+    def write(text, mode=0o600):
+        path = tmp_path / "keys.yaml"
+        path.write_text(text)
+        path.chmod(mode)
+        return str(path)
+    return write
+
+
+@pytest.fixture
+def access(key_file):
+    """That of the keys in TWO."""
+    return Access(ServerConfig(api_keys=key_file(TWO)))

@@ -7,8 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import tokenizers
+
 from jaxserve.config import EngineConfig
+from jaxserve.metrics import READ, Metrics
 from jaxserve.request import Accepted, Event, Finished, Logprobs, Progress, Request, RequestError, Timing, Token, Usage
+from jaxserve.tokenizer.template import ChatTemplate
+from jaxserve.tokenizer.tokenizer import _byte_alphabet
 
 EOS = 256
 VOCAB = 257
@@ -49,7 +54,7 @@ class ByteDetokenizer:
 class FakeTokenizer:
     vocab = VOCAB
     eos_ids = (EOS,)
-    template = "fake"
+    template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", {})
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         return list(text.encode())
@@ -57,11 +62,20 @@ class FakeTokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
+    def to_json(self) -> str:
+        """As a tokenizer of the library: a token for each byte."""
+        alphabet = _byte_alphabet()
+        vocabulary = {alphabet[byte]: byte for byte in range(256)} | {"<end>": EOS}
+        library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+        library.decoder = tokenizers.decoders.ByteLevel()
+        library.add_special_tokens(["<end>"])
+        return library.to_str()
+
     def piece(self, id: int) -> bytes:
         return bytes([id]) if id < 256 else b""
 
     def chat(self, messages: list[dict], **rest) -> list[int]:
-        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
+        return self.encode(self.template.render(messages, **rest))
 
     def stream(self, skip_special: bool = True) -> ByteDetokenizer:
         return ByteDetokenizer()
@@ -107,6 +121,7 @@ class FakeEngine:
     def __init__(self, step_seconds: float = 0.0, chunk: int = 10**9, max_queue: int = 10**6, script: Sequence[int] = ()):
         self.config, self.model, self.max_len = EngineConfig(), FakeModel(), MAX_LEN
         self.alive, self.paused, self.fault = True, False, None
+        self.metrics = Metrics(4, ("chat",), lambda: dict.fromkeys(READ, 3.0))
         self.requests: dict[str, Running] = {}
         self.stopped: list[tuple[str, int]] = []
         self.cancelled: list[str] = []
@@ -155,6 +170,9 @@ class FakeEngine:
 
     def load(self) -> Load:
         return Load(len(self.requests), 0)
+
+    def flush_cache(self) -> int:
+        return 0
 
     def info(self) -> dict:
         return {"devices": 1}

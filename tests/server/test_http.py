@@ -23,7 +23,7 @@ def connect(served):
 def send_request(served, body=b"", path="/v1/completions", headers=()):
     """A connection with a POST on its way."""
     there = connect(served)
-    lines = [f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", *headers]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *headers]
     if not any(line.startswith(("content-length", "transfer-encoding")) for line in headers):
         lines.append(f"content-length: {len(body)}")
     there.sendall("\r\n".join([*lines, "", ""]).encode() + body)
@@ -72,7 +72,7 @@ def test_lengths_that_lie_are_refused(serve, header):
 def test_a_header_over_the_limit_is_431(serve):
     served = serve(max_header_kib=8)
     there = connect(served)
-    there.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx: ")
+    there.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: ")
     with pytest.raises((OSError, AssertionError)):
         for _ in range(200):
             there.sendall(b"x" * 65536)
@@ -84,7 +84,7 @@ def test_a_header_over_the_limit_is_431(serve):
 
 def _header_of(served, size):
     there = connect(served)
-    there.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"x" * size)
+    there.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"x" * size)
     return there
 
 
@@ -97,7 +97,7 @@ def test_who_sends_a_byte_a_second_is_shown_out(serve):
     served = serve(header_timeout=0.5, body_timeout=0.5)
     slow = connect(served)
     began = time.monotonic()
-    for char in b"GET /health HTTP/1.1\r\nhost: x\r\n":
+    for char in b"GET /health HTTP/1.1\r\nhost: localhost\r\n":
         try:
             slow.sendall(bytes([char]))
         except OSError:
@@ -113,7 +113,7 @@ def test_who_sends_a_byte_a_second_is_shown_out(serve):
 def test_a_second_request_on_a_connection_has_its_time_too(serve):
     served = serve(header_timeout=0.3)
     there = connect(served)
-    there.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    there.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
     assert status_of(there) == 200
     there.recv(4096)
     there.sendall(b"GET /hea")
@@ -165,7 +165,7 @@ def test_a_reader_who_stops_is_cut_off_and_others_are_not(serve):
     there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     there.connect(("127.0.0.1", served.server.server.ports["http"]))
     body = json.dumps({**BODY, "n": 128, "max_tokens": 4000}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     there.sendall(head % len(body) + body)
     eventually(lambda: served.engine.requests)
     assert well(served)

@@ -13,7 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from jaxserve import cli
 from jaxserve.config import ConfigError, EngineConfig, ServerConfig
 from jaxserve.llm import open_engine
-from jaxserve.metrics import READ, Metrics
 from jaxserve.options import make
 from jaxserve.request import RequestError, SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
@@ -29,9 +28,7 @@ PROMETHEUS = ("application/openmetrics-text;version=1.0.0,application/openmetric
 
 
 def fake():
-    engine = FakeEngine()
-    engine.metrics = Metrics(4, ("chat",), lambda: dict.fromkeys(READ, 3.0))
-    return engine, FakeTokenizer()
+    return FakeEngine(), FakeTokenizer()
 
 
 def get(server: Background, path: str = "/metrics", host: str = "127.0.0.1") -> str:

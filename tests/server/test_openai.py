@@ -1,6 +1,7 @@
 """The OpenAI protocol over an engine whose answers are known: what is asked, what comes back, what is refused."""
 
 import json
+import time
 
 import httpx
 import pytest
@@ -8,9 +9,8 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.options import make
 from jaxserve.request import SamplingParams, Slo
-from jaxserve.tokenizer.tools import UNTOLD
 from tests.server.conftest import eventually
-from tests.server.fakes import EOS, FakeEngine, FakeTokenizer, expected
+from tests.server.fakes import EOS, FakeEngine, expected
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 NAN, INF = float("nan"), float("inf")
@@ -112,9 +112,11 @@ def test_a_chat_whole_and_streamed_is_the_same(http):
 
 def test_parts_of_text_are_a_text_and_other_parts_are_refused(http):
     client = http()
-    post(client, "/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]})
-    answer = post(client, "/v1/completions", {"prompt": [1, "x"]})
-    assert answer.status_code == 400 and "integers" in answer.json()["error"]["message"]
+    parts = [{"type": "text", "text": "hi"}]
+    answer = post(client, "/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": parts}]})
+    assert answer.json()["choices"][0]["message"]["content"] == text(expected(b"<user>hi", 5))
+    answer = post(client, "/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": [*parts, {"type": "image_url"}]}]})
+    assert answer.status_code == 400 and "not text" in answer.json()["error"]["message"]
 
 
 def test_stop_strings_end_the_text(http):
@@ -127,22 +129,12 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
-class Template:
-    tools = UNTOLD
-
-
-def with_tools():
-    tokenizer = FakeTokenizer()
-    tokenizer.template = Template()
-    return tokenizer
-
-
 @pytest.mark.parametrize("script,content,calls", [
     (CALL, None, ["add"]), ("Well: " + CALL, "Well: ", ["add"]), (CALL + CALL, None, ["add", "add"]),
     ("<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", []), ("a < b", "a < b", []),
 ])
 def test_calls_are_told_from_text(http, script, content, calls):
-    client = http(FakeEngine(script=[*script.encode(), EOS]), with_tools)
+    client = http(FakeEngine(script=[*script.encode(), EOS]))
     body = {**CHAT, "max_tokens": 500, "tools": TOOLS}
     (choice,) = post(client, "/v1/chat/completions", body).json()["choices"]
     found = choice["message"].get("tool_calls", [])
@@ -157,7 +149,7 @@ def test_calls_are_told_from_text(http, script, content, calls):
 
 
 def test_one_call_is_enough_for_who_wants_no_parallel_calls(http):
-    client = http(FakeEngine(script=[*(CALL + CALL).encode(), EOS]), with_tools)
+    client = http(FakeEngine(script=[*(CALL + CALL).encode(), EOS]))
     answer = post(client, "/v1/chat/completions", {**CHAT, "max_tokens": 500, "tools": TOOLS, "parallel_tool_calls": False})
     assert len(answer.json()["choices"][0]["message"]["tool_calls"]) == 1
 
@@ -328,3 +320,58 @@ def test_a_model_without_tokenizer_takes_ids_and_gives_their_names(http):
     for body in ({"prompt": "hi"}, {"prompt": [1], "stop": "x"}):
         assert post(client, "/v1/completions", body).status_code == 400
     assert post(client, "/v1/chat/completions", CHAT).status_code == 400
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize("field,value,kind", [
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, "json_schema"),
+    ("response_format", {"type": "json_object"}, "json_object"), ("structured_outputs", {"regex": "a+"}, "regex"),
+    ("structured_outputs", {"choice": ["a", "b"]}, "choice"), ("structured_outputs", {"grammar": 'start: "a"'}, "grammar"),
+    ("structured_outputs", {"json": SCHEMA}, "json_schema"), ("response_format", {"type": "text"}, None),
+])
+def test_what_outputs_must_look_like_reaches_the_engine(http, monkeypatch, field, value, kind):
+    client, seen = http(), []
+    guides = client.served.server.server.front.guides
+    compile = guides.compile
+    monkeypatch.setattr(guides, "compile", lambda spec, name: (seen.append((spec.kind, name)), compile(spec, name))[1])
+    for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", CHAT)):
+        assert post(client, path, {**body, field: value}).status_code == 200
+    assert len(seen) == (0 if kind is None else 2) and all(found == kind and name.startswith(field) for found, name in seen)
+
+
+DEEP = json.loads('{"items":' * 100 + "{}" + "}" * 100)
+
+
+@pytest.mark.parametrize("field,value", [
+    ("response_format", {"type": "json_schema"}), ("response_format", {"type": "xml"}), ("response_format", 5),
+    ("response_format", {"type": "json_object", "json_schema": {"name": "x", "schema": SCHEMA}}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": DEEP}}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["x" * 99] * 10_000}}}),
+    ("structured_outputs", {"regex": "(("}), ("structured_outputs", {"regex": "((a{1000}){1000}){1000}"}),
+    ("structured_outputs", {"choice": []}),
+    ("structured_outputs", {"grammar": "start: nothing"}), ("structured_outputs", {"regex": "a", "choice": ["b"]}),
+    ("structured_outputs", {"json": "not a schema"}),
+])
+def test_what_cannot_be_obeyed_is_refused_by_name_and_in_time(http, field, value):
+    client = http()
+    began = time.monotonic()
+    answer = post(client, "/v1/completions", {"prompt": "x", field: value})
+    assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(field), answer.text
+    assert time.monotonic() - began < 3 and client.served.engine.prefill_steps == 0
+    assert post(client, "/v1/completions", {"prompt": "x"}).status_code == 200
+
+
+def test_a_forced_call_is_the_only_output_there_can_be(http, monkeypatch):
+    client, seen = http(FakeEngine(script=[*b'{"name": "add", "arguments": {"a": 1}}', EOS])), []
+    guides = client.served.server.server.front.guides
+    compile = guides.compile
+    monkeypatch.setattr(guides, "compile", lambda spec, name: (seen.append(json.loads(spec.text)), compile(spec, name))[1])
+    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+        (found,) = post(client, "/v1/chat/completions", {**CHAT, "max_tokens": 99, "tools": TOOLS, "tool_choice": choice}).json()["choices"]
+        assert [call["function"] for call in found["message"]["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}]
+        assert found["message"]["content"] is None and found["finish_reason"] == "tool_calls"
+    assert seen[0]["properties"]["name"] == {"const": "add"} and len(seen) == 2
+    body = {**CHAT, "tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}
+    assert post(client, "/v1/chat/completions", body).status_code == 400

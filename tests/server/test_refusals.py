@@ -13,6 +13,7 @@ from jaxserve.options import make
 from jaxserve.request import RequestError, SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import Client, ServerError
+from jaxserve.server.door import parse
 from tests.server.fakes import MAX_LEN, VOCAB, FakeEngine, FakeTokenizer, expected
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -94,6 +95,28 @@ def test_unset_sampling_takes_the_defaults_not_zero(serve):
 def test_unknown_fields_are_refused_by_number_however_deep(serve, data):
     code, details = serve().status_of("Inference/Generate", data)
     assert code == INVALID and "unknown field number 127" in details
+
+
+@pytest.mark.parametrize("message", [
+    pb.GenerateRequest(), pb.GenerateRequest(token_ids=ids(*range(200_000))),
+    pb.GenerateRequest(chat=pb.Chat(messages=[pb.Chat.Message(role="user")] * 10**5)),
+])
+def test_millions_of_unknown_fields_are_refused_at_once(message):
+    data, unknown = message.SerializeToString(), b"\xf8\x07\1" * (8 << 20)
+    began = time.monotonic()
+    refused = parse(pb.GenerateRequest, 1 << 30, data + unknown)
+    assert isinstance(refused, RequestError) and "unknown fields" in str(refused)
+    assert parse(pb.GenerateRequest, 1 << 30, data) == message
+    assert time.monotonic() - began < 2
+
+
+def test_a_large_message_written_at_greater_length_is_as_good():
+    numbers = range(150_000)
+    inner = b"".join(b"\x08" + bytes([n & 127 | 128, n >> 7 & 127 | 128, n >> 14]) for n in numbers)        # each with its own tag
+    field = pb.GenerateRequest.DESCRIPTOR.fields_by_name["token_ids"].number << 3 | 2
+    outer = pb.GenerateRequest(text="x" * len(inner)).SerializeToString()
+    data = bytes([field]) + outer[1:-len(inner)] + inner
+    assert list(parse(pb.GenerateRequest, 1 << 30, data).token_ids.ids) == list(numbers)
 
 
 def test_large_control_messages_are_refused(serve):

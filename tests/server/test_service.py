@@ -1,10 +1,9 @@
-import numpy as np
 import pytest
 
 from jaxserve.completion import Delta
 from jaxserve.config import EngineConfig
 from jaxserve.options import make
-from jaxserve.request import Accepted, Finished, Progress, Request, SamplingParams, Slo
+from jaxserve.request import Accepted, Finished, Progress, SamplingParams, Slo
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import ServerError
 from jaxserve.server.convert import event_message, output_of
@@ -91,7 +90,7 @@ def test_the_server_tells_its_classes_and_a_request_keeps_its_own_with_its_objec
 
 
 def test_the_predicted_time_to_the_first_token_survives_the_wire():
-    message = event_message(Request("r", np.arange(7), SamplingParams()), Accepted(3, 1.25))
+    message = event_message("r", 7, Accepted(3, 1.25))
     assert (message.accepted.request_id, message.accepted.prompt_tokens, message.accepted.predicted_ttft) == ("r", 7, 1.25)
     assert output_of(message) == Accepted(3, 1.25)
 

@@ -1,0 +1,156 @@
+"""What a caller may ask for, and what of it is refused unread.
+
+The limits keep native code, which recurses over a schema or grammar, within its stack, and what it builds within a second.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from math import lcm
+from typing import Any
+
+from jaxserve.request import RequestError
+
+KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
+MAX_CHARS = 65_536                                   # of a schema, regular expression or grammar, and of all choices together
+MAX_CHOICES = 1024
+MAX_DEPTH = 64                                       # of objects and lists in a schema
+MAX_REACH = 1024                                     # depth times references: how deep a schema may be once these are followed
+MAX_PROPERTIES = 1024                                # of one object
+MAX_MULTIPLE = 10_000                                # least common multiple of all of a schema's multipleOf, as whole numbers
+MAX_RULES = 256
+SPACE = r"[ \n\r\t]{1,40}"                           # between the tokens of JSON: bounded, so that no model indents for ever
+
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_RULE = re.compile(r"^[ \t]*[!?]?\w+[^\n:\"/]*:", re.MULTILINE)
+_EMBEDDED = re.compile(r"%(json|llguidance)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Guided:
+    """How a completion must look. kind: json_schema, regex or grammar (Lark, as llguidance takes it), with its `text`; choice, with
+    `choices`; or json_object, any JSON object. A regular expression matches the whole completion."""
+
+    kind: str
+    text: str = ""
+    choices: tuple[str, ...] = ()
+
+    def check(self, field: str = "") -> None:
+        """Errors: RequestError that names `field` (else the kind) for an unknown kind, a wrong type or what is too large."""
+        field = field or str(self.kind)
+        if self.kind not in KINDS:
+            raise RequestError(field, f"{self.kind!r:.100} is not one of {', '.join(KINDS)}")
+        texts = self.choices if self.kind == "choice" else (self.text,)
+        if not isinstance(texts, tuple) or not all(isinstance(text, str) for text in texts):
+            raise RequestError(field, "must be text")
+        if self.kind == "choice" and not 0 < len(texts) <= MAX_CHOICES:
+            raise RequestError(field, f"has {len(texts)} entries; 1 to {MAX_CHOICES} are possible")
+        if self.kind == "choice" and not all(texts):
+            raise RequestError(field, "has an empty entry")
+        chars = sum(map(len, texts))
+        if chars > MAX_CHARS:
+            raise RequestError(field, f"has {chars} characters; the limit is {MAX_CHARS}")
+        if not all(text.isascii() or _encodes(text) for text in texts):
+            raise RequestError(field, "is not valid Unicode")
+
+    def grammar(self, field: str = "") -> str:
+        """What llguidance compiles. Errors: RequestError, as of `check`, and for what is too deep or has too many parts."""
+        self.check(field)
+        field = field or self.kind
+        match self.kind:
+            case "json_object":
+                return _wrapped(json_schema=_with_spaces({"type": "object"}))
+            case "json_schema":
+                return _wrapped(json_schema=_with_spaces(_schema(field, self.text)))
+            case "grammar":
+                _check_grammar(field, self.text)
+                return _wrapped(lark_grammar=self.text)
+        return "|".join(map(_escaped, self.choices)) if self.kind == "choice" else self.text
+
+
+def _wrapped(**grammar: Any) -> str:
+    return json.dumps({"grammars": [grammar]})
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _escaped(text: str) -> str:
+    """A regular expression that matches the text alone."""
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def _with_spaces(schema: Any) -> Any:
+    return {**schema, "x-guidance": {"whitespace_pattern": SPACE}} if isinstance(schema, dict) else schema
+
+
+def _schema(field: str, text: str) -> Any:
+    """The schema, checked. Written out anew, it can hold nothing that only looks like one."""
+    try:
+        schema = json.loads(text)
+    except RecursionError:
+        raise RequestError(field, f"is nested too deeply; the limit is {MAX_DEPTH}") from None
+    except ValueError as error:
+        raise RequestError(field, f"is not JSON: {str(error)[:100]}") from None
+    if not isinstance(schema, (dict, bool)):
+        raise RequestError(field, "a JSON schema is an object")
+    _check_schema(field, schema)
+    return schema
+
+
+def _check_schema(field: str, schema: Any) -> None:
+    deepest, references, multiples = 0, set(), []
+    for part, depth in _parts(schema):
+        deepest = max(deepest, depth)
+        if depth > MAX_DEPTH:
+            raise RequestError(field, f"is nested too deeply; the limit is {MAX_DEPTH}")
+        if not isinstance(part, dict):
+            continue
+        if len(part) > MAX_PROPERTIES:
+            raise RequestError(field, f"has an object with {len(part)} properties; the limit is {MAX_PROPERTIES}")
+        if "x-guidance" in part:
+            raise RequestError(field, "x-guidance is not supported")
+        references |= {part[name] for name in _REFERENCES if isinstance(part.get(name), str)}
+        multiples += [part["multipleOf"]] if isinstance(part.get("multipleOf"), (int, float)) else []
+    if deepest * len(references) > MAX_REACH:
+        said = f"has {len(references)} references and {deepest} levels"
+        raise RequestError(field, f"{said}; the limit is {MAX_REACH} for the one times the other")
+    if _least_multiple(multiples) > MAX_MULTIPLE:
+        raise RequestError(field, f"has a common multiple of all multipleOf, as whole numbers, above the limit {MAX_MULTIPLE}")
+
+
+def _parts(schema: Any) -> Iterator[tuple[Any, int]]:
+    """Every object and list, with its depth."""
+    line = [(schema, 1)]
+    while line:
+        part, depth = line.pop()
+        yield part, depth
+        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        line.extend((value, depth + 1) for value in inner if isinstance(value, (dict, list)))
+
+
+def _least_multiple(multiples: list[int | float]) -> int:
+    """Least common multiple, once all are whole: 0.5 and 3 are 5 and 30."""
+    try:
+        numbers = [Decimal(str(value)) for value in multiples if value > 0]
+        places = max((-min(int(number.as_tuple().exponent), 0) for number in numbers), default=0)
+        return lcm(*(int(number.scaleb(places)) for number in numbers)) if places < 20 else MAX_MULTIPLE + 1
+    except (InvalidOperation, OverflowError):
+        return MAX_MULTIPLE + 1
+
+
+def _check_grammar(field: str, text: str) -> None:
+    rules = len(_RULE.findall(text))
+    if rules > MAX_RULES:
+        raise RequestError(field, f"has {rules} rules; the limit is {MAX_RULES}")
+    if found := _EMBEDDED.search(text):
+        raise RequestError(field, f"{found[0]} is not supported")

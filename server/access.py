@@ -1,0 +1,204 @@
+"""Who calls, and how much each may ask for. All of it belongs to the event loop; time is an argument.
+
+`Access.authenticate` makes a `Caller` of an Authorization header (Bearer KEY, or the Basic of browsers with the key as password). A caller
+is admitted with a `Lease`, which counts against its key's limits until it is closed. The counts belong to the key's name, so they outlive
+the caller, which lasts for one call, and the key file, which may be written anew at any time.
+
+A client's TLS certificate says that it may connect, not who it is: names and limits come with keys alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.config import ServerConfig
+from jaxserve.request import RequestError
+from jaxserve.server.keys import MAX_KEY_CHARS, Key, Keys, Limits
+
+REASONS = ("no_key", "unknown_key", "wrong_port", "requests_per_minute", "concurrency", "queued_tokens")
+HEADER = "authorization"
+MAX_HEADER_CHARS = 2 * MAX_KEY_CHARS                    # base64 of the longest key, with a name before it
+RETRY_SECONDS = 1.0                                     # where only the end of other requests makes room
+ROUNDING = 1e-6                                         # seconds
+
+
+class Access:
+    """Who may come in. Without a key file everybody may, as the caller without a name. Errors: ConfigError for the file.
+
+    refused: how many were, by what REASONS says.
+    """
+
+    def __init__(self, config: ServerConfig):
+        self.refused = dict.fromkeys(REASONS, 0)
+        self._keys = Keys(config.api_keys) if config.api_keys is not None else None
+        self._isolated = not config.share_prefixes
+        self._usage: dict[str, Usage] = {}
+        self.anonymous = Caller("", "", Limits(), Usage(self.refused), False)
+
+    def refresh(self) -> None:
+        """To be called now and then: sees whether the key file has changed."""
+        if self._keys is not None and self._keys.refresh():
+            names = self._keys.names
+            self._usage = {name: usage for name, usage in self._usage.items() if name in names or usage.running}
+
+    def authenticate(self, authorization: str | None, *, admin: bool = False) -> Caller:
+        """The caller of a request with this header. admin: whether it came to the admin port. Errors: RequestError, UNAUTHENTICATED without
+        a known key, PERMISSION_DENIED with one for the other port."""
+        if self._keys is None:
+            return self.anonymous
+        if authorization is None:
+            raise self._refusal("no_key", "an API key is missing: send it as Authorization: Bearer KEY", "UNAUTHENTICATED")
+        presented = presented_key(authorization)
+        key = None if presented is None else self._keys.find(presented)
+        if key is None:
+            raise self._refusal("unknown_key", "not an API key of this server, sent as Bearer KEY", "UNAUTHENTICATED")
+        if key.admin != admin:
+            said = "this port needs an admin key" if admin else "an admin key works on the admin port only"
+            raise self._refusal("wrong_port", said, "PERMISSION_DENIED")
+        return self._caller(key)
+
+    def _caller(self, key: Key) -> Caller:
+        usage = self._usage.get(key.name)
+        if usage is None:
+            usage = self._usage[key.name] = Usage(self.refused)
+        return Caller(key.name, key.tenant, key.limits, usage, self._isolated)
+
+    def _refusal(self, reason: str, message: str, status: str) -> RequestError:
+        self.refused[reason] += 1
+        return RequestError(HEADER, message, status)
+
+
+def presented_key(authorization: str) -> str | None:
+    """The key of 'Bearer KEY' or of 'Basic BASE64', where that says 'anything:KEY'; None of anything else."""
+    scheme, _, value = authorization.partition(" ")
+    value = value.strip(" ")
+    if len(value) > MAX_HEADER_CHARS:
+        return None
+    if scheme.lower() == "bearer":
+        return value
+    if scheme.lower() != "basic":
+        return None
+    try:
+        _, colon, key = base64.b64decode(value, validate=True).decode().partition(":")
+    except (binascii.Error, ValueError):
+        return None
+    return key if colon else None
+
+
+class Usage:
+    """What the requests of one key take now, and when the next one may come."""
+
+    def __init__(self, refused: dict[str, int]):
+        self.running = self.queued = 0
+        self._refused, self._due = refused, float("-inf")
+
+    def check(self, limits: Limits, tokens: int, now: float) -> None:
+        """Errors: RequestError where one more request, with so many prompt tokens, is too much."""
+        if limits.requests_per_minute is not None:
+            wait = self._due - now + 60 / limits.requests_per_minute - 60
+            if wait > ROUNDING:
+                raise self._refusal("requests_per_minute", f"the limit of this key is {limits.requests_per_minute}", wait)
+        if limits.concurrency is not None and self.running >= limits.concurrency:
+            raise self._refusal("concurrency", f"{self.running} requests of this key run; its limit is {limits.concurrency}")
+        self.check_tokens(limits, tokens)
+
+    def check_tokens(self, limits: Limits, tokens: int) -> None:
+        most = limits.queued_tokens
+        if most is None or self.queued + tokens <= most:
+            return
+        if tokens > most:                               # which no waiting helps
+            self._refused["queued_tokens"] += 1
+            raise RequestError("queued_tokens", f"the prompt has {tokens} tokens; the limit of this key is {most}")
+        said = f"{self.queued} prompt tokens of this key wait, and this prompt has {tokens}; the limit is {most}"
+        raise self._refusal("queued_tokens", said)
+
+    def take(self, limits: Limits, now: float) -> None:
+        """Counts a request."""
+        self.running += 1
+        if limits.requests_per_minute is not None:      # as if requests came evenly: one falls due so long after the one before
+            self._due = max(self._due, now) + 60 / limits.requests_per_minute
+
+    def _refusal(self, reason: str, message: str, wait: float = RETRY_SECONDS) -> RequestError:
+        self._refused[reason] += 1
+        return RequestError(reason, message, "RESOURCE_EXHAUSTED", wait)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Caller:
+    """Who a call is from; name and tenant are '' where no keys are asked for."""
+
+    name: str
+    tenant: str
+    limits: Limits
+    usage: Usage = dataclasses.field(repr=False)
+    isolated: bool                                      # whether other tenants' prefixes are of no use to it
+
+    def salt(self, asked: str) -> str:
+        """What a request's blocks are salted with, given the salt that it asks for. Names have no colon, so no two tenants' are equal."""
+        return f"{self.tenant}:{asked}" if self.isolated else asked
+
+    def scoped(self, id: str) -> str:
+        """A request's id among those of all callers: none can take, or learn of, another's."""
+        return f"{self.name}:{id}" if self.name else id
+
+    def own_id(self, scoped: str) -> str:
+        """What the caller knows a request by."""
+        return scoped.removeprefix(f"{self.name}:") if self.name else scoped
+
+    def admit(self, tokens: int, now: float) -> Lease:
+        """Lets a request with so many prompt tokens in, at `now` (seconds of any steady clock). Where they are not known yet, because
+        reading the prompt takes time: 0 here, and then `Lease.queue`. Errors: RequestError, RESOURCE_EXHAUSTED with `retry_after`; where
+        the prompt alone is beyond the limit INVALID_ARGUMENT."""
+        self.usage.check(self.limits, tokens, now)
+        self.usage.take(self.limits, now)
+        lease = Lease(self)
+        lease.queue(tokens)
+        return lease
+
+    def owns(self, other: Caller) -> bool:
+        """Whether the other's requests are its own, to abort and to hear of."""
+        return self.name == other.name
+
+
+class Lease:
+    """A request's part of its key's limits, until `close`."""
+
+    def __init__(self, caller: Caller):
+        self._caller, self._queued, self._open = caller, 0, True
+
+    def queue(self, tokens: int) -> None:
+        """So many more prompt tokens wait. Errors: as of `Caller.admit`; nothing is counted then."""
+        if self._open:
+            self._caller.usage.check_tokens(self._caller.limits, tokens)
+            self._caller.usage.queued += tokens
+            self._queued += tokens
+
+    def started(self) -> None:
+        """The first token came. May be called for every token."""
+        self._caller.usage.queued -= self._queued
+        self._queued = 0
+
+    def close(self) -> None:
+        """The request ended, however. May be called again."""
+        self.started()
+        if self._open:
+            self._open = False
+            self._caller.usage.running -= 1
+
+
+def own(caller: Caller, streams: Mapping[str, Any], request_id: str | None) -> list[str]:
+    """Ids of the streams that a caller may abort: one, or all of its own where none is named. Streams have a `caller`.
+
+    Errors: RequestError NOT_FOUND, the same for another's request and for one that is not there.
+    """
+    if request_id is None:
+        return [id for id, stream in streams.items() if caller.owns(stream.caller)]
+    scoped = caller.scoped(request_id)
+    stream = streams.get(scoped)
+    if stream is None or not caller.owns(stream.caller):
+        raise RequestError("request_id", f"{request_id[:100]!r} is not running", "NOT_FOUND")
+    return [scoped]

@@ -1,0 +1,201 @@
+"""Who may come in, and how much each key may ask for."""
+
+import base64
+import collections
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.config import ServerConfig
+from jaxserve.request import RequestError
+from jaxserve.server.access import REASONS, Access, Caller, Usage, own
+from jaxserve.server.keys import Limits
+from tests.server.keyed import TWO, basic, bearer, sha
+
+NEW = 1_000_000.0                                       # seconds of the clock when a test begins
+
+
+@pytest.mark.parametrize("header", [
+    bearer("a-key"), "bearer a-key", "BEARER   a-key ", basic("anybody:a-key"), basic(":a-key"),
+])
+def test_a_key_is_known_as_bearer_and_as_the_password_of_a_browser(access, header):
+    caller = access.authenticate(header)
+    assert (caller.name, caller.tenant, caller.limits.concurrency) == ("alice", "team-a", 2)
+
+
+@pytest.mark.parametrize("header", [
+    "", "Bearer", "Bearer ", "a-key", bearer("A-key"), bearer("a-key2"), bearer("x" * 10**6), bearer("\ud800"), bearer(sha("a-key")),
+    "Digest a-key", "Basic !!", "Basic " + base64.b64encode(b"\xff:a-key").decode(), basic("a-key"), basic("a-key:"), "Basic \u00e9",
+])
+def test_anything_else_is_not(access, header):
+    with pytest.raises(RequestError) as error:
+        access.authenticate(header)
+    assert error.value.status == "UNAUTHENTICATED" and access.refused["unknown_key"] == 1
+    assert "a-key" not in str(error.value)
+
+
+def test_admin_keys_and_others_work_on_their_own_ports_only(access):
+    assert access.authenticate(bearer("r-key"), admin=True).name == "root"
+    for key, admin in (("r-key", False), ("a-key", True)):
+        with pytest.raises(RequestError) as error:
+            access.authenticate(bearer(key), admin=admin)
+        assert error.value.status == "PERMISSION_DENIED"
+    with pytest.raises(RequestError) as error:
+        access.authenticate(None, admin=True)
+    assert error.value.status == "UNAUTHENTICATED"
+    assert access.refused == dict.fromkeys(REASONS, 0) | {"wrong_port": 2, "no_key": 1}
+
+
+def test_without_a_key_file_everybody_is_the_caller_without_a_name():
+    access = Access(ServerConfig())
+    for header in (None, "", bearer("whatever")):
+        caller = access.authenticate(header)
+        assert (caller.name, caller.tenant, caller.salt("s")) == ("", "", "s")
+        caller.admit(10**9, NEW).close()
+
+
+def test_a_file_without_keys_lets_nobody_in(key_file):
+    with pytest.raises(RequestError):
+        Access(ServerConfig(api_keys=key_file("keys: []"))).authenticate(bearer(""))
+
+
+def test_salts_of_tenants_never_meet_unless_the_server_shares_prefixes(key_file):
+    text = "keys:\n" + "".join(f"  - {{name: {n}, sha256: {sha(n)}, tenant: {t}}}\n" for n, t in (("a", "t"), ("b", "t"), ("c", "u")))
+    def salts(share, asked):
+        access = Access(ServerConfig(api_keys=key_file(text), share_prefixes=share))
+        return [access.authenticate(bearer(name)).salt(asked) for name in "abc"]
+    a, b, c = salts(False, "")
+    assert a == b != c and c != "" and len({*salts(False, "x"), *salts(False, "u:x"), *salts(False, "")}) == 6
+    assert salts(True, "x") == ["x", "x", "x"]
+
+
+# --- how much
+
+
+def caller_with(**limits):
+    return Caller("a", "a", Limits(**limits), Usage(dict.fromkeys(REASONS, 0)), True)
+
+
+def refusal(call, *arguments):
+    with pytest.raises(RequestError) as error:
+        call(*arguments)
+    return error.value.status, error.value.field, error.value.retry_after
+
+
+def test_as_many_requests_as_a_minute_has_may_come_at_once_and_then_one_in_each_interval():
+    caller = caller_with(requests_per_minute=600)
+    for _ in range(600):
+        caller.admit(1, NEW).close()
+    status, field, wait = refusal(caller.admit, 1, NEW)
+    assert (status, field) == ("RESOURCE_EXHAUSTED", "requests_per_minute") and wait == pytest.approx(0.1, abs=1e-3)
+    caller.admit(1, NEW + wait).close()
+    assert refusal(caller.admit, 1, NEW + wait)[2] == pytest.approx(0.1, abs=1e-3)
+    for _ in range(300):
+        caller.admit(1, NEW + wait + 30).close()
+    refusal(caller.admit, 1, NEW + wait + 30)
+
+
+def test_refused_requests_take_nothing():
+    caller = caller_with(requests_per_minute=2, concurrency=1, queued_tokens=10)
+    first = caller.admit(5, NEW)
+    for _ in range(9):
+        assert refusal(caller.admit, 5, NEW) == ("RESOURCE_EXHAUSTED", "concurrency", 1.0)
+    first.close()
+    caller.admit(5, NEW).close()
+    assert refusal(caller.admit, 5, NEW)[1:] == ("requests_per_minute", pytest.approx(30, abs=0.01))
+    assert (caller.usage.running, caller.usage.queued) == (0, 0)
+
+
+def test_prompt_tokens_count_until_the_first_token():
+    caller = caller_with(queued_tokens=100)
+    first, second = caller.admit(60, NEW), caller.admit(0, NEW)
+    assert refusal(caller.admit, 41, NEW) == refusal(second.queue, 41) == ("RESOURCE_EXHAUSTED", "queued_tokens", 1.0)
+    second.queue(40)
+    first.started()
+    caller.admit(60, NEW).close()
+    assert refusal(caller.admit, 101, NEW) == ("INVALID_ARGUMENT", "queued_tokens", None)
+    second.close()
+    second.queue(10**9)                                 # the prompt was read after its caller had gone
+    first.close()
+    assert (caller.usage.running, caller.usage.queued) == (0, 0)
+
+
+MOVES = st.lists(st.tuples(st.sampled_from(["admit", "queue", "started", "close", "wait"]), st.integers(0, 60)), max_size=150)
+
+
+@settings(max_examples=150, deadline=None)
+@given(MOVES, st.integers(1, 20), st.integers(1, 5), st.integers(1, 100))
+def test_limits_hold_and_counts_return_to_zero_whatever_happens(moves, per_minute, concurrency, tokens):
+    caller = caller_with(requests_per_minute=per_minute, concurrency=concurrency, queued_tokens=tokens)
+    now, leases, waiting, began = NEW, [], collections.defaultdict(int), []
+    for move, number in moves:
+        lease = leases[number % len(leases)] if leases else None
+        try:
+            if move == "wait":
+                now += number / 4
+            elif move == "admit":
+                lease = caller.admit(number, now)
+                leases.append(lease)
+                began.append(now)
+                waiting[lease] = number
+            elif lease and move == "queue":
+                lease.queue(number)
+                waiting[lease] += number
+            elif lease:
+                getattr(lease, move)()
+                waiting[lease] = 0
+                if move == "close":
+                    leases.remove(lease)
+                    lease.close()
+        except RequestError as error:
+            assert error.status in ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT")
+        assert caller.usage.running == len(leases) <= concurrency
+        assert caller.usage.queued == sum(waiting.values()) <= tokens
+        minute = [at for at in began if at > now - 60]
+        assert len(minute) <= 2 * per_minute
+    for lease in leases:
+        lease.close()
+    assert (caller.usage.running, caller.usage.queued) == (0, 0)
+
+
+def test_a_caller_reaches_its_own_requests_only(access):
+    class Stream:
+        def __init__(self, caller):
+            self.caller = caller
+
+    alice, other = access.authenticate(bearer("a-key")), caller_with()
+    callers = (alice, other, access.authenticate(bearer("a-key")))
+    streams = {caller.scoped(id): Stream(caller) for id, caller in zip("123", callers)}
+    mine = [alice.scoped("1"), alice.scoped("3")]
+    assert own(alice, streams, None) == mine and own(alice, streams, "3") == mine[1:] and alice.own_id(mine[0]) == "1"
+    refusals = {refusal(own, alice, streams, id) for id in ("2", "4")}
+    assert refusals == {("NOT_FOUND", "request_id", None)}
+
+
+def test_what_a_key_has_running_outlives_a_change_of_the_file(key_file, access):
+    leases = [access.authenticate(bearer("a-key")).admit(1, NEW) for _ in range(2)]
+    key_file(TWO.replace("concurrency: 2", "concurrency: 3"))
+    access.refresh()
+    leases.append(access.authenticate(bearer("a-key")).admit(1, NEW))
+    with pytest.raises(RequestError, match="3 requests of this key run"):
+        access.authenticate(bearer("a-key")).admit(1, NEW)
+    key_file("keys: []")
+    access.refresh()
+    key_file(TWO)
+    access.refresh()
+    leases.pop().close()
+    with pytest.raises(RequestError, match="2 requests of this key run"):
+        access.authenticate(bearer("a-key")).admit(1, NEW)
+    leases.pop().close()
+    access.authenticate(bearer("a-key")).admit(1, NEW)
+
+
+def test_finding_a_key_takes_microseconds(key_file):
+    """No limit on attempts is needed to keep this cheap."""
+    access = Access(ServerConfig(api_keys=key_file("keys:\n" + "".join(f"- {{name: k{i}, sha256: {sha(str(i))}}}\n" for i in range(1000)))))
+    began = time.perf_counter()
+    for i in range(1000):
+        access.authenticate(bearer(str(i)))
+    assert time.perf_counter() - began < 0.2

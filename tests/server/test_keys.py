@@ -1,0 +1,100 @@
+"""The file of API keys."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.config import ConfigError, ServerConfig
+from jaxserve.request import RequestError
+from jaxserve.server.access import Access
+from jaxserve.server.keys import Key, Limits, parse, text_of
+from tests.server.keyed import TWO, bearer, sha
+
+
+@pytest.mark.parametrize("text, message", [
+    ("", "is empty"), ("[]", "line 1: the file must be a mapping"), ("keys: 3", "line 1: keys must be a list"),
+    ("{}", "line 1: keys must be a list"), ("key: []", "line 1: the file has no field 'key'"),
+    ("keys:\n  - 3", "line 2: a key must be a mapping"), ("keys:\n  - name: a", "line 2: a key has no sha256"),
+    ("keys:\n- sha256: " + "0" * 64, "line 2: a key has no name"),
+    ("keys:\n- name: a\n  sha256: the-key-itself", "line 3: a: sha256 must be 64 hexadecimal digits"),
+    ("keys:\n- name: 'a b'\n  sha256: " + "0" * 64, "line 2: 'a b' is not a name"),
+    ("keys:\n- name: a\n  tennant: b", "line 3: a key has no field 'tennant'; known are admin, limits, name"),
+    ("keys:\n- name: a\n  name: b", "line 3: name is there twice"),
+    (f"keys:\n- {{name: a, sha256: {sha('a')}, admin: yes}}", "line 2: admin must be true or false"),
+    (f"keys:\n- name: a\n  sha256: {sha('a')}\n  limits: {{concurency: 3}}", "line 4: limits has no field 'concurency'"),
+    (f"keys:\n- name: a\n  sha256: {sha('a')}\n  limits: {{concurrency: 0}}", "line 4: concurrency must be a whole number from 1"),
+    (f"keys:\n- name: a\n  sha256: {sha('a')}\n  limits: {{concurrency: -1.5}}", "line 4: concurrency must be"),
+    (f"keys:\n- {{name: a, sha256: {sha('a')}}}\n- {{name: a, sha256: {sha('b')}}}", "line 3: a: its name or its key is there twice"),
+    (f"keys:\n- {{name: a, sha256: {sha('a')}}}\n- {{name: b, sha256: {sha('a')}}}", "line 3: b: its name or its key is there twice"),
+    ("keys: [", "line 1: is not YAML"), ("[" * 10**5, "not YAML"), ("keys: []\n---\nkeys: []", "not YAML"), ("\0", "not YAML"),
+    ("keys: !!python/object/apply:os.system ['ls']", "line 1: a key must be a mapping"),
+])
+def test_mistakes_in_the_file_are_named_with_their_line(key_file, text, message):
+    file = key_file(text)
+    with pytest.raises(ConfigError) as error:
+        Access(ServerConfig(api_keys=file))
+    assert str(error.value).startswith(f"api_keys: {file}") and message in str(error.value)
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o640, 0o602, 0o620, 0o644])
+def test_a_file_that_others_can_read_or_write_is_refused(key_file, mode):
+    with pytest.raises(ConfigError, match="chmod 600"):
+        Access(ServerConfig(api_keys=key_file(TWO, mode)))
+
+
+def test_a_file_of_another_user_is_refused(key_file, give_away):
+    give_away(file := key_file(TWO))
+    with pytest.raises(ConfigError, match="another user"):
+        Access(ServerConfig(api_keys=file))
+
+
+def test_a_file_that_is_missing_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"api_keys: .*No such file"):
+        Access(ServerConfig(api_keys=str(tmp_path / "no.yaml")))
+
+
+names = st.text("abcXYZ019._-", min_size=1, max_size=64)
+counts = st.none() | st.integers(1, 10**12)
+keys = st.builds(Key, names, st.binary(min_size=32, max_size=32), names, st.booleans(), st.builds(Limits, counts, counts, counts))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(keys, max_size=6, unique_by=(lambda key: key.name, lambda key: key.sha256)))
+def test_what_is_written_is_read_back(written):
+    assert parse(text_of(written), "f") == written
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=80) | st.lists(st.sampled_from([
+    "keys", ":", " ", "\n", "- ", "name", "sha256", sha("a"), "limits", "{", "}", "[", "]", ",", "&a ", "*a", "!!int ", "|", "%YAML 1.1\n",
+    "true", "concurrency", "9" * 20, "'", '"', "#", "? ", "<<"]), max_size=25).map("".join))
+def test_any_text_is_keys_or_a_config_error(text):
+    try:
+        parse(text, "f")
+    except ConfigError as error:
+        assert str(error).startswith("api_keys: f")
+
+
+def test_a_change_of_the_file_is_seen_and_a_broken_one_changes_nothing(key_file, access, caplog):
+    assert access.authenticate(bearer("a-key"))
+    key_file(TWO + f"  - {{name: new, sha256: {sha('n-key')}}}\n")
+    access.refresh()
+    assert access.authenticate(bearer("n-key")).tenant == "new"
+    key_file(TWO.replace(sha("a-key"), sha("z-key")))
+    access.refresh()
+    for key, known in (("z-key", True), ("a-key", False), ("n-key", False)):
+        if known:
+            access.authenticate(bearer(key))
+        else:
+            with pytest.raises(RequestError):
+                access.authenticate(bearer(key))
+    file = Path(key_file("keys: ["))
+    access.refresh()
+    file.unlink()
+    access.refresh()
+    access.refresh()
+    assert access.authenticate(bearer("z-key"))
+    errors = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 2 and "not YAML" in errors[0] and "No such file" in errors[1]

@@ -1,0 +1,273 @@
+"""TLS on the gRPC port and for servers that take an SSLContext."""
+
+import asyncio
+import contextlib
+import datetime
+import logging
+import ssl
+from pathlib import Path
+
+import grpc
+import pytest
+import trustme
+from cryptography.hazmat.primitives import serialization
+
+from jaxserve import cli
+from jaxserve.config import ConfigError, ServerConfig
+from jaxserve.request import SamplingParams
+from jaxserve.server.client import AsyncClient, Client
+from jaxserve.server.launch import Background, check_host, warn_of_host
+from jaxserve.server.tls import Tls
+from tests.server.fakes import FakeEngine, FakeTokenizer
+from tests.server.test_lifecycle import eventually
+
+HOSTS = ("localhost", "127.0.0.1")
+PAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+ONE = SamplingParams(max_tokens=1)
+
+
+class Files:
+    """PEM files of made-up authorities."""
+
+    def __init__(self, folder):
+        self.folder, self.ours, self.theirs = folder, trustme.CA(), trustme.CA()
+
+    def write(self, name, data, mode=0o600):
+        path = self.folder / name
+        fresh = self.folder / f"{name}.new"
+        fresh.write_bytes(data)
+        fresh.chmod(mode)
+        fresh.rename(path)
+        return str(path)
+
+    def pair(self, name="server", authority=None, key=None, **fields):
+        """tls_cert and tls_key of a server; key: another certificate's."""
+        made = (authority or self.ours).issue_cert(*HOSTS, **fields)
+        chain = b"".join(part.bytes() for part in made.cert_chain_pems)
+        return {"tls_cert": self.write(f"{name}.pem", chain), "tls_key": self.write(f"{name}.key", (key or made).private_key_pem.bytes())}
+
+    def client(self, authority=None, **fields):
+        """A client's arguments for its certificate."""
+        made = (authority or self.ours).issue_cert("client@example.org", **fields)
+        return {"certificate": b"".join(part.bytes() for part in made.cert_chain_pems), "private_key": made.private_key_pem.bytes()}
+
+    def client_ca(self):
+        return {"tls_client_ca": self.write("ca.pem", self.ours.cert_pem.bytes())}
+
+    @property
+    def roots(self):
+        return {"root_certificates": self.ours.cert_pem.bytes()}
+
+
+@pytest.fixture
+def files(tmp_path):
+    return Files(tmp_path)
+
+
+def served(config):
+    return Background(ServerConfig(port=0, http_port=0, **config), lambda: (FakeEngine(), FakeTokenizer()))
+
+
+def reaches(target, **credentials):
+    """Whether a client gets through the handshake."""
+    with Client(target, **credentials) as client:
+        try:
+            grpc.channel_ready_future(client._calls.channel).result(1.0 if credentials else 0.5)
+        except grpc.FutureTimeoutError:
+            return False
+        client.wait_ready(5)
+        return client.tokenize("ab") == [97, 98]
+
+
+def test_a_server_with_a_certificate_speaks_tls_and_nothing_else(files):
+    with served(files.pair()) as server:
+        assert reaches(server.target, **files.roots)
+        assert not reaches(server.target)
+        assert not reaches(server.target, tls=True)
+        assert not reaches(server.target, root_certificates=files.theirs.cert_pem.bytes())
+
+        async def main():
+            async with AsyncClient(server.target, **files.roots) as client:
+                return await client.complete("x", ONE)
+
+        assert asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_client_certificates_of_the_right_authority_alone_get_in(files):
+    config = files.pair() | files.client_ca()
+    for name in ("tls_cert", "tls_client_ca"):          # as `openssl x509 -text` writes them
+        path = Path(config[name])
+        path.write_bytes("Subject: O = Größe\n".encode() + path.read_bytes())
+    with served(config) as server:
+        assert reaches(server.target, **files.roots, **files.client())
+        assert not reaches(server.target, **files.roots)
+        assert not reaches(server.target, **files.roots, **files.client(files.theirs))
+        assert not reaches(server.target, **files.roots, **files.client(not_after=PAST))
+
+
+def test_an_expired_certificate_is_warned_of_and_not_taken_by_clients(files, caplog):
+    with served(files.pair(not_after=PAST)) as server:
+        assert not reaches(server.target, **files.roots)
+    assert "has expired" in caplog.text
+
+
+def test_a_certificate_that_ends_soon_is_warned_of(files, caplog):
+    soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3)
+    Tls.of(ServerConfig(**files.pair(not_after=soon)))
+    assert f"ends on {soon.date()}" in caplog.text
+    caplog.clear()
+    Tls.of(ServerConfig(**files.pair()))
+    assert not caplog.text
+
+
+def test_a_renewed_certificate_is_taken_up_and_a_broken_one_is_not(files, caplog):
+    config = files.pair()
+    with served(config) as server:
+        assert reaches(server.target, **files.roots)
+        files.write("server.pem", b"-----BEGIN CERTIFICATE-----\nbroken")
+        eventually(lambda: "stays as it was" in caplog.text)
+        assert reaches(server.target, **files.roots)
+        files.pair(authority=files.theirs)
+        eventually(lambda: reaches(server.target, root_certificates=files.theirs.cert_pem.bytes()))
+        assert not reaches(server.target, **files.roots)
+
+
+# --- an SSLContext
+
+
+def shake(server, client):
+    """What a client that connects to a server with these contexts reads of it. Errors: those of the handshake."""
+    async def answer(reader, writer):
+        writer.write(b"hello")
+        await writer.drain()
+        writer.close()
+
+    async def main():
+        listening = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=server)
+        async with listening:
+            reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname(), ssl=client, server_hostname="localhost")
+            try:
+                return await reader.read()
+            finally:
+                writer.close()
+
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    return asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def context_of(files, authority=None, certificate=None):
+    context = ssl.create_default_context()
+    (authority or files.ours).configure_trust(context)
+    if certificate:
+        certificate.configure_cert(context)
+    return context
+
+
+def test_a_context_serves_the_certificate_and_follows_its_renewal(files):
+    tls = Tls.of(ServerConfig(**files.pair()))
+    server = tls.context()
+    assert shake(server, context_of(files)) == b"hello"
+    with pytest.raises(ssl.SSLCertVerificationError):
+        shake(server, context_of(files, files.theirs))
+    files.write("server.key", b"-----BEGIN nothing")
+    tls.refresh()
+    assert shake(server, context_of(files)) == b"hello"
+    files.pair(authority=files.theirs)
+    tls.refresh()
+    assert shake(server, context_of(files, files.theirs)) == b"hello"
+
+
+def test_a_context_asks_for_client_certificates_where_there_is_an_authority(files):
+    server = Tls.of(ServerConfig(**files.pair(), **files.client_ca())).context()
+    issue = lambda authority, **fields: context_of(files, certificate=authority.issue_cert("client@example.org", **fields))
+    assert shake(server, issue(files.ours)) == b"hello"
+    for wrong in (context_of(files), issue(files.theirs), issue(files.ours, not_after=PAST)):
+        with contextlib.suppress(ssl.SSLError, ConnectionError):        # TLS 1.3: the client may see no more than the end
+            assert shake(server, wrong) == b""
+
+
+def test_old_protocols_are_refused(files):
+    server, old = Tls.of(ServerConfig(**files.pair())).context(), context_of(files)
+    assert server.minimum_version is ssl.TLSVersion.TLSv1_2
+    old.set_ciphers("DEFAULT:@SECLEVEL=0")
+    old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        shake(server, old)
+
+
+# --- settings
+
+
+def mistaken(files):
+    pair, other = files.pair(), files.pair("other")
+    cert, key = pair["tls_cert"], pair["tls_key"]
+    text, broken = files.write("text", b"hello"), files.write("broken", b"-----BEGIN CERTIFICATE-----\nhello")
+    plain = Path(key).read_bytes()
+    secret = serialization.BestAvailableEncryption(b"x")
+    locked = serialization.load_pem_private_key(plain, None).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, secret)
+    return [
+        ("tls_key", "is missing", {"tls_cert": cert}), ("tls_cert", "is missing", {"tls_key": key}),
+        ("tls_client_ca", "need TLS", {"tls_client_ca": cert}),
+        ("tls_cert", "No such file", {"tls_cert": "/no/file", "tls_key": key}),
+        ("tls_key", "No such file", {"tls_cert": cert, "tls_key": "/no/file"}),
+        ("tls_cert", "not a PEM file", {"tls_cert": text, "tls_key": key}),
+        ("tls_cert", "cannot be used", {"tls_cert": broken, "tls_key": key}),
+        ("tls_key", "is not the key of", {"tls_cert": cert, "tls_key": other["tls_key"]}),
+        ("tls_key", "is encrypted", {"tls_cert": cert, "tls_key": files.write("locked", locked)}),
+        ("tls_key", "chmod 600", {"tls_cert": cert, "tls_key": files.write("open", plain, 0o644)}),
+        ("tls_client_ca", "No such file", {**pair, "tls_client_ca": "/no/file"}),
+        ("tls_client_ca", "holds no PEM certificates", {**pair, "tls_client_ca": broken}),
+    ]
+
+
+def test_mistakes_name_the_setting_before_anything_is_served(files):
+    for field, message, config in mistaken(files):
+        with pytest.raises(ConfigError, match=message) as error, served(config):
+            pass
+        assert error.value.field == field, message
+
+
+def test_a_key_of_another_user_is_refused(files, give_away):
+    pair = files.pair()
+    give_away(pair["tls_key"])
+    with pytest.raises(ConfigError, match="another user"):
+        Tls.of(ServerConfig(**pair))
+
+
+def test_an_address_for_strangers_needs_keys_or_client_certificates_and_says_what_is_in_plain_text(files, caplog):
+    outside = {"host": "0.0.0.0"}
+    for config, refused, warned in (
+        ({}, True, ["INSECURE", "no TLS"]), ({"insecure": True}, False, ["INSECURE", "no TLS"]), (files.pair(), True, ["INSECURE"]),
+        ({"api_keys": "f"}, False, ["no TLS"]), ({**files.pair(), "api_keys": "f"}, False, []),
+        ({**files.pair(), **files.client_ca()}, False, []),
+    ):
+        caplog.clear()
+        config = ServerConfig(**outside, **config)
+        if refused:
+            with pytest.raises(ConfigError, match=r"api_keys.*tls_client_ca.*insecure"):
+                check_host(config)
+        else:
+            check_host(config)
+        warn_of_host(config)
+        assert [record.message.split(":")[0] for record in caplog.records] == warned
+    caplog.clear()
+    warn_of_host(ServerConfig())
+    assert not caplog.records
+
+
+def test_a_running_server_with_keys_and_tls_is_measured(files, capsys, tmp_path, monkeypatch):
+    key_file, out = tmp_path / "keys.yaml", tmp_path / "out.json"
+    assert cli.main(["keys", f"--file={key_file}", "--add=bench"]) == 0
+    key = capsys.readouterr().out.strip()
+    ca = files.write("roots.pem", files.ours.cert_pem.bytes())
+    command = ["bench", "serve", "--requests=3", "--rates=100", "--output_len=2", "--warmup=0", "--prompt_len=4"]
+    with served({**files.pair(), "api_keys": str(key_file)}) as server:
+        with Client(server.target, **files.roots) as client:
+            client.wait_ready(5)
+        target = [f"--target={server.target}", f"--tls_ca={ca}"]
+        assert cli.main([*command, *target, f"--api_key={key}", f"--json={out}"]) == 0
+        assert key not in out.read_text()
+        monkeypatch.setenv("JAXSERVE_API_KEY", key)
+        assert cli.main([*command, *target]) == 0
+        assert cli.main([*command, *target, "--api_key=wrong"]) != 0
