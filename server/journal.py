@@ -20,11 +20,10 @@ FAULT = RequestError("", "internal error; the log tells more", "INTERNAL")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a request is from. protocol: grpc or http; tenant: whose key it came with; traceparent, tracestate: as the caller sent them;
-    operation: chat or text_completion; ours: asked by the server itself, of which nothing is kept."""
+    """How a request came. protocol: grpc or http; traceparent, tracestate: as the caller sent them; operation: chat or text_completion;
+    ours: asked by the server itself, of which nothing is kept."""
 
     protocol: str = ""
-    tenant: str = ""
     traceparent: str | None = None
     tracestate: str = ""
     operation: str = "text_completion"
@@ -42,7 +41,7 @@ class Journal:
         self._tracer.close()
 
     @contextlib.contextmanager
-    def follow(self, request: Request, origin: Origin) -> Iterator[list[Finished]]:
+    def follow(self, request: Request, origin: Origin, tenant: str = "") -> Iterator[list[Finished]]:
         """A request from here to its end. What is raised inside is what it ended with; whoever drops it is a caller who went away."""
         ends: list[Finished] = []
         if origin.ours:
@@ -63,5 +62,5 @@ class Journal:
             raise
         finally:
             span.end(ends, error)
-            logs.ended(request, ends, "OK" if error is None else error.status, tenant=origin.tenant, protocol=origin.protocol,
+            logs.ended(request, ends, "OK" if error is None else error.status, tenant=tenant, protocol=origin.protocol,
                        trace_id=span.trace_id)

@@ -18,7 +18,7 @@ from jaxserve.server.logs import Json
 from jaxserve.server.tracing import Tracer
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
-ORIGIN = Origin("http", "acme", f"00-{TRACE}-00f067aa0ba902b7-01", operation="chat")
+ORIGIN = Origin("http", f"00-{TRACE}-00f067aa0ba902b7-01", operation="chat")
 END = Finished(0, "length", Usage(3, 1, 5), Timing(0.1, 0.2, 0.6))
 
 
@@ -53,7 +53,7 @@ def request() -> Request:
 def test_what_ended_well(kept):
     journal, lines, spans = kept
     journal.model = "smollm2"
-    with journal.follow(request(), ORIGIN) as ends:
+    with journal.follow(request(), ORIGIN, "acme") as ends:
         logging.getLogger("jaxserve.x").info("inside")
         ends.append(END)
     inside, line = lines
