@@ -11,16 +11,18 @@ import sys
 from collections.abc import Sequence
 
 import jaxserve
-from jaxserve.commands.log_lines import OneLine
 from jaxserve.config import ConfigError
+from jaxserve.config_file import printed
 from jaxserve.flags import Command, UsageError, help_of, parse
 from jaxserve.request import RequestError
+from jaxserve.server import logs
 
 COMMANDS = {                                            # name -> module in `commands`, summary
     "serve": ("serve", "serve a model over gRPC"),
     "generate": ("generate", "complete prompts in this process"),
     "demo": ("demo", "serve a small model on a mesh of twelve CPU devices and talk to it"),
     "fetch": ("fetch", "download a model into the cache folder"),
+    "doctor": ("doctor", "look whether serving with these flags would work here, and how fast"),
     "keys": ("keys", "make and forget the API keys of a server"),
     "profile": ("profile", "measure what steps cost here, for the scheduler's predictions"),
     "simulate": ("simulate", "what a model on so many GPUs would make of a workload, simulated"),
@@ -80,14 +82,26 @@ def overview() -> str:
 
 def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
     handler = logging.StreamHandler()
-    handler.setFormatter(OneLine("%(levelname).1s %(asctime)s %(name)s: %(message)s"))
+    handler.setFormatter(logs.Text())
     logging.basicConfig(handlers=[handler])
+    origins: dict[str, str] = {}
     try:
-        return command.run(parse(command, arguments))
+        values = parse(command, arguments)
+        origins = values.origins
+        if values.get("print_config"):
+            print(printed(command.options, values, origins))
+            return 0
+        return command.run(values)
     except UsageError as error:
         return _say(name, str(error))
     except (ConfigError, RequestError) as error:
-        return _say(name, ("--" if error.field in command.options else "") + str(error))
+        return _say(name, _place(error.field, command, origins) + str(error))
+
+
+def _place(field: str, command: Command, origins: dict[str, str]) -> str:
+    """Where the setting at fault is from: before its name."""
+    origin = origins.get(field, "--")
+    return "" if field not in command.options else "--" if origin.startswith("--") else f"{origin}: "
 
 
 def _named(arguments: list[str]) -> tuple[str, list[str]]:

@@ -235,3 +235,7 @@ class ServerConfig(Checked):
     drain_timeout: float = option(30.0, "seconds that running requests have to finish after SIGTERM", low=0)
     stall_timeout: float = option(30.0, "seconds a client may leave its stream unread before its request is aborted", low=1)
     progress_interval: float = option(5.0, "most seconds between events of a stream", low=0.1, high=10)
+    log_format: str = option("text", "lines of the log: text, or json with an object on each", choices=("text", "json"))
+    log_level: str = option("info", "least level of jaxserve's own lines in the log", choices=("debug", "info", "warning", "error"))
+    traces_endpoint: str | None = option(None, "OTLP endpoint for a span of each request, such as http://localhost:4317; default: what "
+                                               "OTEL_EXPORTER_OTLP_ENDPOINT says, if that is set")

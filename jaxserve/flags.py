@@ -1,9 +1,13 @@
-"""Flags of a command, made from `Option`s: parsed by absl, with help that fits a screen and errors that name the flag."""
+"""Flags of a command, made from `Option`s: parsed by absl, with help that fits a screen and errors that name the flag.
+
+What no flag gives, a variable of the environment may, then a file (`config_file`), in commands that have --config.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +15,7 @@ from typing import Any
 
 from absl import flags
 
+from jaxserve import config_file
 from jaxserve.config import MeshConfig
 from jaxserve.options import Option
 
@@ -39,8 +44,32 @@ class Command:
         return {option.name: option for group in self.groups.values() for option in group}
 
 
-def parse(command: Command, arguments: Sequence[str]) -> dict[str, Any]:
-    """The values of all flags, by name. Errors: UsageError."""
+class Values(dict[str, Any]):
+    """The values of all settings of a command, by name. `origins`: where those are from that are not the defaults."""
+
+    def __init__(self, values: Mapping[str, Any], origins: Mapping[str, str]):
+        super().__init__(values)
+        self.origins = dict(origins)
+
+
+def parse(command: Command, arguments: Sequence[str]) -> Values:
+    """What flags say, else variables of the environment, else the file that --config names, else the defaults.
+
+    Errors: UsageError for the flags, ConfigError for the other places.
+    """
+    flagged = _parsed(command, arguments)
+    if "config" not in command.options:
+        return flagged
+    flagged["config"] = flagged["config"] or os.environ.get("JAXSERVE_CONFIG") or None
+    layers = config_file.from_file(flagged["config"], command.options) if flagged["config"] else {}
+    layers |= config_file.from_environment(command.options, os.environ)
+    below = {name: layer for name, layer in layers.items() if name not in flagged.origins}
+    return Values({**flagged, **{name: value for name, (value, _) in below.items()}},
+                  {**flagged.origins, **{name: where for name, (_, where) in below.items()}})
+
+
+def _parsed(command: Command, arguments: Sequence[str]) -> Values:
+    """What the flags say, and the defaults. Errors: UsageError."""
     values = flags.FlagValues()
     values.set_gnu_getopt(True)
     for option in command.options.values():
@@ -56,7 +85,8 @@ def parse(command: Command, arguments: Sequence[str]) -> dict[str, Any]:
         raise UsageError(f"give one {command.argument}" + (f", not {len(rest)}" if rest else ""))
     if rest and not command.argument:
         raise UsageError(f"{rest[0]!r} is not a flag; flags begin with --")
-    return values.flag_values_dict() | ({command.argument.lower(): rest[0]} if rest else {})
+    origins = {name: f"--{name}" for name in command.options if values[name].present}
+    return Values(values.flag_values_dict() | ({command.argument.lower(): rest[0]} if rest else {}), origins)
 
 
 def help_of(name: str, summary: str, command: Command, width: int | None = None) -> str:
@@ -78,12 +108,21 @@ def _define(option: Option, values: flags.FlagValues) -> None:
     elif option.kind is bool:
         flags.DEFINE_boolean(name, default, option.help, flag_values=values)
     elif option.kind in (int, float):
-        define = flags.DEFINE_integer if option.kind is int else flags.DEFINE_float
-        define(name, default, option.help, option.low, option.high, flag_values=values)
+        kind = _Count if option.kind is int else flags.FloatParser
+        parser = kind(option.low, option.high)
+        flags.DEFINE(parser, name, default, option.help, flag_values=values, serializer=flags.ArgumentSerializer())
     elif option.kind is tuple:
         flags.DEFINE_multi_string(name, list(default), option.help, flag_values=values)
     else:
         flags.DEFINE_string(name, None if default is None else str(default), option.help, flag_values=values)
+
+
+class _Count(flags.IntegerParser):
+    """Takes 128K too."""
+
+    def convert(self, argument: Any) -> int:
+        united = isinstance(argument, str) and argument[-1:] in config_file.UNITS
+        return config_file.count(argument) if united else super().convert(argument)
 
 
 def _line(option: Option, width: int) -> str:

@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from jaxserve.config import DEFAULT_CLASS
+from jaxserve.request import Finished
 
 PREFIX = "jaxserve:"
 REASONS = ("stop", "length", "cancelled", "deadline", "error")
 EXCHANGES = ("gather", "pass_q", "pass_kv")
+REJECTIONS = ("queue", "ttft", "tpot", "deadline", "requests_per_minute", "concurrency", "queued_tokens")
 OTHER = "other"                                      # the label of any other reason
 
 READ: dict[str, tuple[Callable[..., Metric], str]] = {
@@ -27,7 +29,9 @@ READ: dict[str, tuple[Callable[..., Metric], str]] = {
     "kv_cache_usage_perc": (GaugeMetricFamily, "Share of KV pages in use, 0 to 1; pages that are only kept for reuse do not count"),
     "queued_prefill_seconds": (GaugeMetricFamily, "Predicted seconds of prefill in the queue and left of running prompts"),
     "predictor_scale": (GaugeMetricFamily, "What the profile's times are multiplied by after what steps really took; 1: as measured"),
+    "num_preemptions": (CounterMetricFamily, "Sequences that lost their slot to others and had to wait again"),
     "xla_compiles": (CounterMetricFamily, "XLA programs compiled, or read from the folder of compiled ones"),
+    "xla_recompiles": (CounterMetricFamily, "XLA programs compiled after warm-up, which a request had to wait for; 0 is right"),
 }
 
 
@@ -42,6 +46,7 @@ LATE = _decades(-2, 4, (1, 2, 5))
 SLACKS = [-seconds for seconds in reversed(LATE)] + [0.0] + LATE
 RATIOS = [0.1, 0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 3.0, 5.0, 10.0]
 SIZES = [float(2**power) for power in range(17)]
+LENGTHS = [float(2**power) for power in range(25)]
 LANES = [1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0]
 
 
@@ -91,6 +96,9 @@ class Metrics:
         ended = self._counter(
             "request_success", "Sequences that ended (a request has n of them), by reason, faults included", "finished_reason")
         self._ended = {reason: ended.labels(reason) for reason in (*REASONS, OTHER)}
+        rejected = self._counter("early_rejections", "Requests refused before anything of them was computed, by reason", "reason")
+        self._rejected = {reason: rejected.labels(reason) for reason in (*REJECTIONS, OTHER)}
+        self._goodput = self._counter("goodput_requests", "Requests that ran to their end with TTFT and TPOT within their objectives")
         late = self._counter(
             "ttft_slo_violations", "Requests whose first token came, or that ended without one, after it was due", "class")
         self._late = [late.labels(label) for label in labels]
@@ -108,6 +116,14 @@ class Metrics:
             "request_queue_time_seconds", "Seconds from a request's arrival to its first chunk, told with its first token", WAITS)
         self._e2e = self._histogram(
             "e2e_request_latency_seconds", "Seconds from a request's arrival to its end, where that is a stop or its length", WAITS)
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "Seconds from a request's first chunk to its first token, told at its end", WAITS)
+        self._decode = self._histogram(
+            "request_decode_time_seconds", "Seconds from a request's first token to its last, told at its end", WAITS)
+        self._pace = self._histogram(
+            "request_time_per_output_token_seconds", "Mean seconds per token of a completion, told at its end", STEPS)
+        self._prompts = self._histogram("request_prompt_tokens", "Tokens of a request's prompt, told at its end", LENGTHS)
+        self._outputs = self._histogram("request_generation_tokens", "Tokens that a request generated, told at its end", LENGTHS)
         self._slack = self._histogram(
             "request_slack_seconds", "Seconds left, at a request's first token, until that was due; below 0: it was late", SLACKS)
         self._predicted = self._tally(
@@ -120,6 +136,11 @@ class Metrics:
         self._sizes = self._tally("chunk_size_tokens", "Tokens of a prefill chunk", SIZES)
         self._degrees = self._tally("kvp_degree", "Lanes that hold blocks of a prefill chunk's sequence", LANES)
         self.registry.register(self)
+
+    def configured(self, **labels: object) -> None:
+        """What does not change, as labels of `cache_config_info`."""
+        info = Info(PREFIX + "cache_config", "The KV cache: what it is made of", registry=self.registry)
+        info.info({name: str(value) for name, value in labels.items()})
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, help, labels, registry=self.registry)
@@ -218,9 +239,23 @@ class Metrics:
     def sequence_ended(self, reason: str) -> None:
         self._ended[reason if reason in REASONS else OTHER].inc()
 
-    def request_completed(self, seconds: float) -> None:
-        """A request ran to its end, so long after its arrival."""
-        self._e2e.observe(seconds)
+    def request_completed(self, ends: Sequence[Finished], ttft: float, tpot: float) -> None:
+        """A request ran to its end, which is that of its last completion. ttft, tpot: its objectives in seconds."""
+        timings = [end.timing for end in ends]
+        first, total = min(timing.first_token for timing in timings), max(timing.total for timing in timings)
+        paces = [end.timing.tpot(end.usage.completion) for end in ends if end.usage.completion > 1]
+        self._e2e.observe(total)
+        self._prefill.observe(first - min(timing.queued for timing in timings))
+        self._decode.observe(total - first)
+        self._prompts.observe(ends[0].usage.prompt)
+        self._outputs.observe(sum(end.usage.completion for end in ends))
+        for pace in paces:
+            self._pace.observe(pace)
+        self._goodput.inc(first <= ttft and max(paces, default=0.0) <= tpot)
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused for there was too much to do; reason: one of REJECTIONS, anything else counts as other."""
+        self._rejected[reason if reason in REJECTIONS else OTHER].inc()
 
     def _index(self, class_name: str | None) -> int:
         """The label of a class: whatever requests say, there are no more labels than classes and the default."""

@@ -20,6 +20,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxserve.request import RequestError
 from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.front_metrics import FrontMetrics
 
 log = logging.getLogger(__name__)
 CONTROL_LIMIT = 1 << 20
@@ -29,14 +30,14 @@ RETRY_SECONDS = 1
 REASON_KEY, FIELD_KEY, RICH_KEY = "jaxserve-reject-reason", "jaxserve-field", "grpc-status-details-bin"
 
 
-def handlers(servicer: object, service: ServiceDescriptor, limit: int) -> grpc.GenericRpcHandler:
+def handlers(servicer: object, service: ServiceDescriptor, limit: int, metrics: FrontMetrics) -> grpc.GenericRpcHandler:
     """The methods of a service behind the door. `limit`: bytes of a message."""
     methods = {}
     for method in service.methods:
         request = message_factory.GetMessageClass(method.input_type)
         make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
         methods[method.name] = make(
-            functools.partial(_guarded, getattr(servicer, method.name), method.name),
+            functools.partial(_guarded, getattr(servicer, method.name), method.name, metrics),
             request_deserializer=functools.partial(parse, request, limit),
             response_serializer=message_factory.GetMessageClass(method.output_type).SerializeToString,
         )
@@ -79,12 +80,18 @@ def unknown_field(message: Message) -> str | None:
     return None
 
 
-async def _guarded(handler: Callable[..., Awaitable], name: str, message: Any, context: grpc.aio.ServicerContext) -> Any:
+async def _guarded(
+    handler: Callable[..., Awaitable], name: str, metrics: FrontMetrics, message: Any, context: grpc.aio.ServicerContext,
+) -> Any:
+    status = "CANCELLED"
     try:
         if isinstance(message, RequestError):
             raise message
-        return await handler(message, context)
+        answered = await handler(message, context)
+        status = "OK"
+        return answered
     except RequestError as error:
+        status = error.status
         await refuse(context, error)
     except (grpc.aio.AbortError, asyncio.CancelledError):
         raise
@@ -92,7 +99,10 @@ async def _guarded(handler: Callable[..., Awaitable], name: str, message: Any, c
         if context.done():                              # the caller went away while we wrote
             return None
         log.exception("%s failed", name)
+        status = "INTERNAL"
         await refuse(context, RequestError("", "internal error; the server's log tells more", "INTERNAL"))
+    finally:
+        metrics.answered("grpc", status)
 
 
 async def refuse(context: grpc.aio.ServicerContext, error: RequestError) -> None:

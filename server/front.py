@@ -20,10 +20,13 @@ from jaxserve.clock import WallClock
 from jaxserve.completion import Answer, NoText
 from jaxserve.config import ServerConfig
 from jaxserve.guide import Guided, Guides
-from jaxserve.request import Request, RequestError, SamplingParams, Slo
+from jaxserve.request import Finished, Request, RequestError, SamplingParams, Slo
 from jaxserve.server.access import Caller, Lease
+from jaxserve.server.front_metrics import FrontMetrics
+from jaxserve.server.journal import Journal, Origin
 from jaxserve.server.prompts import Prompt, array_of, ids_of, size_of
 from jaxserve.server.streams import Mailbox, Stream
+from jaxserve.server.tracing import Tracer
 
 log = logging.getLogger(__name__)
 INLINE_CHARS = 4096                                     # longer texts, or more ids, are worked on beside the event loop
@@ -52,6 +55,7 @@ class Ask:
     keep_special: bool = False
     guided: Guided | None = None
     guided_name: str = ""
+    origin: Origin = dataclasses.field(default_factory=Origin)
 
 
 class Front:
@@ -63,6 +67,7 @@ class Front:
         self.engine: Any = None
         self.guides: Any = None
         self.tokenizer: Any = None
+        self.metrics, self.journal = FrontMetrics(), Journal(Tracer(config.traces_endpoint))
         self._loop = asyncio.get_running_loop()
         self._clock = WallClock()
         self._mailbox = Mailbox(self._loop)
@@ -70,6 +75,7 @@ class Front:
     def open(self, engine: Any, tokenizer: Any) -> None:
         self.engine, self.tokenizer, self.state = engine, tokenizer, SERVING
         self.guides = Guides(tokenizer, engine.model.vocab, engine.model.eos_ids)
+        self.journal.model = engine.config.source.model
 
     def check_open(self) -> None:
         if self.state != SERVING:
@@ -84,19 +90,26 @@ class Front:
     async def answer(self, ask: Ask, caller: Caller) -> AsyncIterator[Stream]:
         """Submits a request; what the caller has not waited for is cancelled at the end. Errors: RequestError, before anything is computed,
         and at the end what ended the stream."""
-        with self._admitted(caller) as lease:
-            request = await self._request(ask, caller)
-            lease.queue(len(request.prompt))
-            stream = self._submit(ask, request, caller, lease)
-            try:
-                yield stream
-            except asyncio.CancelledError:
-                if stream.failure is None:              # the caller cancelled or went away
-                    raise
-            finally:
-                self._close(stream)
-        if stream.failure is not None:
-            raise stream.failure
+        stream: Stream | None = None
+        try:
+            with self._admitted(caller) as lease:
+                request = await self._request(ask, caller)
+                lease.queue(len(request.prompt))
+                with self.journal.follow(request, ask.origin, caller.tenant) as ends:
+                    stream = self._submit(ask, request, caller, lease, ends)
+                    try:
+                        yield stream
+                    except asyncio.CancelledError:
+                        if stream.failure is None:      # the caller cancelled or went away
+                            raise
+                    finally:
+                        self._close(stream)
+                    if stream.failure is not None:
+                        raise stream.failure
+        except RequestError as error:
+            if stream is None and error.status == "RESOURCE_EXHAUSTED":
+                self.engine.metrics.rejected(getattr(error, "reason", "") or error.field)
+            raise
 
     async def ids(self, prompt: Prompt, caller: Caller) -> Sequence[int] | np.ndarray:
         """Token ids of a prompt. Errors: RequestError."""
@@ -162,14 +175,14 @@ class Front:
             deadline=None if ask.timeout is None else now + ask.timeout, slo=ask.slo, priority=ask.priority,
             cache_salt=caller.salt(ask.cache_salt), bypass_prefix_cache=ask.bypass_prefix_cache, guide=guide)
 
-    def _submit(self, ask: Ask, request: Request, caller: Caller, lease: Lease) -> Stream:
+    def _submit(self, ask: Ask, request: Request, caller: Caller, lease: Lease, ends: list[Finished]) -> Stream:
         self.check_open()                               # again: reading the prompt may have taken a while
         if request.id in self.streams:
             raise RequestError("request_id", f"{ask.id!r} is in use", "ALREADY_EXISTS")
         engine = self.engine
         text = NoText if ask.ids_only or self.tokenizer is None else functools.partial(self.tokenizer.stream, not ask.keep_special)
         answer = Answer(request, engine.model.eos_ids, text, functools.partial(engine.stop, request.id))
-        stream = Stream(request, answer, caller, lease, self._loop.time())
+        stream = Stream(request, answer, caller, lease, self._loop.time(), ends)
         engine.submit(request, functools.partial(self._mailbox.put, stream))
         self.streams[request.id] = stream
         return stream

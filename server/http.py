@@ -22,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.request import RequestError
+from jaxserve.server.front_metrics import FrontMetrics
 from jaxserve.server.openai.errors import INTERNAL, HttpError, body_of, response_of
 
 log = logging.getLogger(__name__)
@@ -95,10 +96,24 @@ class Connection(H11Protocol):
 class Gate:
     """Before any application: keys, encodings, sizes, and the last word where something fails."""
 
-    def __init__(self, app: App, config: ServerConfig, authenticate: Callable[[str | None], Any], open_paths: frozenset[str]):
-        self._app, self._config, self._authenticate, self._open = app, config, authenticate, open_paths
+    def __init__(self, app: App, config: ServerConfig, authenticate: Callable[[str | None], Any], open_paths: frozenset[str],
+                 metrics: FrontMetrics):
+        self._app, self._config, self._authenticate, self._open, self._metrics = app, config, authenticate, open_paths, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 499
+
+        async def counting(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._answer(scope, receive, counting)
+        finally:
+            self._metrics.answered("http", status)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = ended = False
 
         async def sending(message: MutableMapping[str, Any]) -> None:

@@ -93,8 +93,8 @@ class Server:
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(interceptors=(Guard(self.access),), options=channel_options(config))
         self._server.add_generic_rpc_handlers((
-            handlers(Inference(self.front), SERVICES["Inference"], config.max_message_mib << 20),
-            handlers(Control(self.front), SERVICES["Control"], CONTROL_LIMIT),
+            handlers(Inference(self.front), SERVICES["Inference"], config.max_message_mib << 20, self.front.metrics),
+            handlers(Control(self.front), SERVICES["Control"], CONTROL_LIMIT, self.front.metrics),
         ))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = [service.full_name for service in SERVICES.values()]
@@ -109,9 +109,9 @@ class Server:
             self.ports["grpc"] = self._listen(f"{host}:{self.config.port}")
         except RuntimeError:
             raise ConfigError("port", f"cannot listen on {host}:{self.config.port}: is it taken?") from None
-        config, access = self.config, self.access
-        http = Gate(users(self.front, Probe(self.front, access.anonymous)), config, access.authenticate, OPEN_PATHS)
-        admin = Gate(operators(self.front), config, functools.partial(access.authenticate, admin=True), frozenset())
+        config, access, metrics = self.config, self.access, self.front.metrics
+        http = Gate(users(self.front, Probe(self.front, access.anonymous)), config, access.authenticate, OPEN_PATHS, metrics)
+        admin = Gate(operators(self.front), config, functools.partial(access.authenticate, admin=True), frozenset(), metrics)
         for name, app, port in (("http", http, config.http_port), ("admin", admin, config.admin_port)):
             if port is not None:
                 listener = Listener(app, config, f"{name}_port", port, None if self.tls is None else self.tls.context())
@@ -120,7 +120,7 @@ class Server:
         for listener in self._listeners:
             await listener.start()
         await self._server.start()
-        self._watcher = asyncio.create_task(self._watch())
+        self._watchers = [asyncio.create_task(self._watch())]
 
     def _listen(self, address: str) -> int:
         if self.tls is None:
@@ -129,6 +129,7 @@ class Server:
 
     async def open(self, engine: Any, tokenizer: Any) -> None:
         self.front.open(engine, tokenizer)
+        self._watchers.append(asyncio.create_task(self.front.metrics.watch_loop()))
         await self._tell_health()
         log.info("serving on %s: %s", self.config.host, ", ".join(f"{name} {port}" for name, port in self.ports.items()))
 
@@ -146,10 +147,12 @@ class Server:
             log.warning("%d requests were aborted", left)
 
     async def stop(self) -> None:
-        self._watcher.cancel()
+        for watcher in self._watchers:
+            watcher.cancel()
         await self._server.stop(STOP_SECONDS)
         for listener in self._listeners:
             await listener.stop()
+        await asyncio.to_thread(self.front.journal.close)
 
     async def _watch(self) -> None:
         period = min(0.25, self.config.progress_interval / 4)

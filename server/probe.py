@@ -8,6 +8,7 @@ import logging
 from jaxserve.request import RequestError, SamplingParams
 from jaxserve.server.access import Caller
 from jaxserve.server.front import BROKEN, SERVING, Ask, Front
+from jaxserve.server.journal import Origin
 
 FRESH = 5.0                                             # seconds for which a token is proof enough
 PATIENCE = 5.0                                          # seconds that ours may take
@@ -37,7 +38,8 @@ class Probe:
         return await asyncio.shield(self._asking)
 
     async def _ask(self) -> str:
-        ask = Ask([0], SamplingParams(temperature=0, max_tokens=1), priority=-8, timeout=PATIENCE, bypass_prefix_cache=True, ids_only=True)
+        ask = Ask([0], SamplingParams(temperature=0, max_tokens=1), priority=-8, timeout=PATIENCE, bypass_prefix_cache=True, ids_only=True,
+                  origin=Origin(ours=True))
         try:
             async with asyncio.timeout(PATIENCE), self._front.answer(ask, self._caller) as stream:
                 while await stream.take():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import grpc
 
@@ -10,6 +11,7 @@ from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.access_grpc import caller
 from jaxserve.server.convert import ask_of, event_message, prompt_of
 from jaxserve.server.front import Front
+from jaxserve.server.journal import Origin
 
 
 class Inference:
@@ -18,7 +20,10 @@ class Inference:
 
     async def Generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         loop = asyncio.get_running_loop()
-        async with self._front.answer(ask_of(message, context.time_remaining()), caller()) as stream:
+        sent = dict(context.invocation_metadata() or ())
+        origin = Origin("grpc", sent.get("traceparent"), str(sent.get("tracestate", "")))
+        ask = dataclasses.replace(ask_of(message, context.time_remaining()), origin=origin)
+        async with self._front.answer(ask, caller()) as stream:
             while outputs := await stream.take():
                 for output in outputs:
                     stream.writing(loop.time())

@@ -62,13 +62,13 @@ class Mailbox:
 class Stream:
     """The answer to one request on its way out. All methods belong to the event loop."""
 
-    def __init__(self, request: Request, answer: Answer, caller: Caller, lease: Lease, now: float):
+    def __init__(self, request: Request, answer: Answer, caller: Caller, lease: Lease, now: float, ends: list[Finished]):
         self.request, self.caller, self.id = request, caller, caller.own_id(request.id)
         self.failure: RequestError | None = None
         task = asyncio.current_task()
         self.cut: Callable[[], object] | None = None if task is None else task.cancel        # ends a write that waits for its reader
         self.closed = False
-        self._answer, self._lease = answer, lease
+        self._answer, self._lease, self._ends = answer, lease, ends
         self._more = asyncio.Event()
         self._first: list[Output] = []
         self._progress: dict[int, Progress] = {}
@@ -141,6 +141,7 @@ class Stream:
                 self._first.append(output)
             case Finished():
                 self._last.append(output)
+                self._ends.append(output)
                 if output.error is not None:
                     self.fail(output.error)
                 elif output.reason in _ENDINGS:

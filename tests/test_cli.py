@@ -38,7 +38,7 @@ def test_the_overview_names_every_command_on_one_line(capsys):
     assert len(out.splitlines()) < 20 and max(map(len, out.splitlines())) < 105
 
 
-@pytest.mark.parametrize("name", ["serve", "generate", "demo", "fetch", "bench serve"])
+@pytest.mark.parametrize("name", ["serve", "doctor", "generate", "demo", "fetch", "bench serve"])
 def test_help_tells_every_flag_and_nothing_else(name):
     command, shown = cli.load(name), help_of(f"jaxserve {name}", cli.COMMANDS[name][1], cli.load(name), 90)
     assert re.findall(r"^  --(?:\[no\])?(\w+)", shown, re.M) == list(command.options)
@@ -54,8 +54,9 @@ def test_help_shows_defaults_limits_and_choices():
 
 
 def test_flags_are_the_settings():
-    assert set(cli.load("serve").options) == set(options_of(EngineConfig)) | set(options_of(ServerConfig))
-    others = {"prompt", "input", "json", "class_name", *SamplingParams.__dataclass_fields__}
+    own = {"config", "print_config"}
+    assert set(cli.load("serve").options) == set(options_of(EngineConfig)) | set(options_of(ServerConfig)) | own
+    others = {*own, "prompt", "input", "json", "class_name", *SamplingParams.__dataclass_fields__}
     assert set(cli.load("generate").options) == set(options_of(EngineConfig)) | others
 
 

@@ -19,7 +19,7 @@ LINKED = ("kernels", "sharding", "server")
 
 # Rooms by floor. A room may import rooms of lower floors and, on its own floor, those before it.
 HOST = {
-    1: ("config", "clock", "metrics", "request", "source", "gguf_file", "tokenizer", "guide", "completion", "progress"),
+    1: ("config", "clock", "request", "metrics", "source", "gguf_file", "tokenizer", "guide", "completion", "progress"),
     2: ("cache", "transfer"), 3: ("scheduling",), 4: ("cluster",), 5: ("simulate",),
 }
 DEVICE = {1: ("kernels",), 2: ("sharding",), 3: ("models",), 4: ("weights",), 5: ("engine",)}

@@ -15,16 +15,21 @@ from jaxserve.clock import VirtualClock
 from jaxserve.config import CacheConfig, EngineConfig, MeshConfig, ModelSource, SchedulerConfig
 from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine
-from jaxserve.metrics import READ, Metrics
+from jaxserve.engine.programs import Programs
+from jaxserve.metrics import READ, REJECTIONS, Metrics
 from jaxserve.request import RequestError, Slo, Token
 from jaxserve.scheduling import Batch
 from tests.engine.harness import Runner, fresh
 
 COUNTERS = {"prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "request_success", "ttft_slo_violations",
-            "exchange_steps", "moved_pages", "tbt_slo_violations", "xla_compiles"}
-GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "queued_prefill_seconds", "predictor_scale"}
+            "exchange_steps", "moved_pages", "tbt_slo_violations", "xla_compiles", "xla_recompiles", "num_preemptions",
+            "early_rejections", "goodput_requests"}
+GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "queued_prefill_seconds", "predictor_scale",
+          "cache_config_info"}
 HISTOGRAMS = {"time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
-              "request_slack_seconds", "chunk_size_tokens", "kvp_degree", "step_predicted_seconds", "step_seconds", "step_error_ratio"}
+              "request_slack_seconds", "chunk_size_tokens", "kvp_degree", "step_predicted_seconds", "step_seconds", "step_error_ratio",
+              "request_prefill_time_seconds", "request_decode_time_seconds", "request_time_per_output_token_seconds",
+              "request_prompt_tokens", "request_generation_tokens"}
 
 NO_SLO, CHAT, BATCH = Slo(), Slo(class_name="chat"), Slo(class_name="batch")
 
@@ -112,8 +117,13 @@ def test_the_counts_are_those_of_what_was_served(mesh):
     reasons = [end.reason for ends in finished.values() for end in ends]
     for reason in ("stop", "length", "cancelled", "deadline", "error", "other"):
         assert value(real, "request_success_total", finished_reason=reason) == reasons.count(reason)
-    for name in ("time_to_first_token_seconds", "request_queue_time_seconds", "e2e_request_latency_seconds", "request_slack_seconds"):
+    for name in ("time_to_first_token_seconds", "request_queue_time_seconds", "e2e_request_latency_seconds", "request_slack_seconds",
+                 "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens"):
         assert value(real, f"{name}_count") == len(ids), name
+    assert value(real, "request_prompt_tokens_sum") == 3 * 150 + 20 + 40 and value(real, "request_generation_tokens_sum") == tokens
+    assert value(real, "request_time_per_output_token_seconds_count") == len(reasons) - 1, "one has a single token"
+    spent = sum(value(real, f"request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode"))
+    assert spent == pytest.approx(value(real, "e2e_request_latency_seconds_sum"))
     first = [finished[id][0].timing for id in ids if id != ids[2]]
     assert value(real, "time_to_first_token_seconds_sum") >= sum(timing.first_token for timing in first) - 1e-6
     assert value(real, "inter_token_latency_seconds_count") == tokens - len(reasons)
@@ -225,6 +235,7 @@ def test_preempted_sequences_are_counted_once_and_their_wait_is_a_gap(built):
     assert value(real, "chunk_size_tokens_sum") > 4 * 40, "nothing was preempted"
     assert value(real, "prompt_tokens_total") == 160 and value(real, "time_to_first_token_seconds_count") == 4
     assert value(real, "inter_token_latency_seconds_count") == 4 * 399
+    assert value(real, "num_preemptions_total") > 0
     timings = [runner.completion(id).finished.timing for id in runner.events]
     assert value(real, "inter_token_latency_seconds_sum") == pytest.approx(sum(t.total - t.first_token for t in timings))
 
@@ -241,6 +252,41 @@ def test_two_engines_do_not_mix(built):
     runner.run()
     assert value(first, "prompt_tokens_total") == 20 and value(second, "prompt_tokens_total") == 30
     assert generate_latest(first.metrics.registry) == before
+
+
+@pytest.mark.parametrize("slo, second, good", [
+    (Slo(ttft=50, tpot=2), None, 1), (Slo(ttft=0.5, tpot=2), None, 0), (Slo(ttft=50, tpot=0.5), None, 0), (Slo(ttft=50, tpot=2), "stop", 1),
+    (Slo(ttft=50, tpot=2), "cancelled", 0),
+])
+def test_goodput_is_what_ran_to_its_end_within_its_objectives(built, slo, second, good):
+    real = fresh(built, "grow")
+    runner = Served(real)
+    real.clock = VirtualClock(100.0)
+    id = runner.submit(prompts(40)[0], max_tokens=6, n=2 if second else 1, slo=slo)
+    while real.turn():
+        real.clock.advance(real.clock.now() + 1.0)
+        if second == "stop":
+            real.stop(id, 1)
+        elif second and any(isinstance(event, Token) and event.index == 1 for event in runner.events[id]):
+            real._end(id, second, 1)
+    assert value(real, "goodput_requests_total") == good
+    assert value(real, "request_prompt_tokens_count") == (second != "cancelled")
+
+
+def test_recompiles_are_those_after_warm_up():
+    programs = Programs()
+    programs.get("lazy", Lowered)
+    assert (programs.compiles, programs.recompiles) == (1, 0), "nothing was warmed up"
+    programs.warm_up({"a": Lowered, "b": Lowered}, lambda name: None)
+    assert (programs.compiles, programs.recompiles) == (3, 0)
+    programs.get("a", Lowered)
+    programs.get("c", Lowered)
+    assert (programs.compiles, programs.recompiles) == (4, 1)
+
+
+class Lowered:
+    def compile(self) -> str:
+        return "program"
 
 
 # --- what is told
@@ -274,10 +320,20 @@ def test_labels_are_bounded_whatever_requests_say(real):
         real.metrics.first_token(1.0, 0.0, -1.0, 5, 5, 0, name)      # beyond the door
         real.metrics.admitted(0, 0.1, name, None)
         real.metrics.sequence_ended(name)
+        real.metrics.rejected(name)
+    real.metrics.rejected("queue")
     labels = {(key, label) for family in told(real.metrics).values() for sample in family.samples for key, label in sample.labels.items()}
     assert {label for key, label in labels if key == "class"} == {"default", "chat", "batch"}
     assert {label for key, label in labels if key == "finished_reason"} == {"stop", "length", "cancelled", "deadline", "error", "other"}
+    assert {label for key, label in labels if key == "reason"} == {*REJECTIONS, "other"}
     assert value(real, "ttft_slo_violations_total", **{"class": "default"}) == len(hostile)
+    assert value(real, "early_rejections_total", reason="other") == len(hostile)
+    assert value(real, "early_rejections_total", reason="queue") == 1
+
+
+def test_the_cache_is_described_by_labels(real):
+    (sample,) = told(real.metrics)["cache_config_info"].samples
+    assert sample.value == 1 and {"block_size": "16", "num_gpu_blocks": "60", "cache_dtype": "float32"}.items() <= sample.labels.items()
 
 
 # --- gaps between tokens

@@ -38,7 +38,7 @@ def run(values: dict[str, Any]) -> int:
     config = engine_config({**values, "profile": "auto"})
     engine = build(config, progress=sys.stderr.isatty(), profiled=False)
     found, points = profile.profiled(engine, values["longest"], values["repeats"], sys.stderr.isatty())
-    file = Path(values["out"]) if values["out"] else profile.kept_file(engine)
+    file = Path(values["out"]) if values["out"] else profile.safe_file(profile.identity_of(engine))
     profile.write(file, engine, found, points, improvement(values, engine) if engine.stages.plan.moves else None)
     rows = [[str(one.shape), str(one.point.decodes), f"{one.point.chunks} x {one.point.new}", str(max(one.point.context, one.point.cached)),
              "yes" if one.point.sample else "no", f"{one.seconds * 1e3:.2f}"] for one in points]

@@ -7,6 +7,7 @@ import os
 import sys
 from typing import Any
 
+from jaxserve.commands.forecast import launch_lines
 from jaxserve.commands.settings import SERVER, engine_config, engine_groups, server_config
 from jaxserve.flags import Command
 
@@ -22,12 +23,13 @@ on a line of its own. SIGTERM and Ctrl-C let running requests finish.
 
 def run(values: dict[str, Any]) -> int:
     from jaxserve.llm import open_engine
+    from jaxserve.server import logs
     from jaxserve.server.launch import Server, check_host, serve
 
-    logging.getLogger("jaxserve").setLevel(logging.INFO)
+    engine, server = engine_config(values), server_config(values)
+    logs.setup(server.log_format, server.log_level)
     if sys.stderr.isatty():                             # a bar shows what is compiled
         logging.getLogger("jaxserve.engine.programs").setLevel(logging.WARNING)
-    engine, server = engine_config(values), server_config(values)
     check_host(server)
 
     def listening(started: Server) -> None:
@@ -36,7 +38,10 @@ def run(values: dict[str, Any]) -> int:
         log.info("loading %s on %s", engine.source.model, engine.mesh)
 
     def build() -> tuple[Any, Any]:
-        return open_engine(engine, progress=sys.stderr.isatty(), warm_up=True)
+        built, tokenizer = open_engine(engine, progress=sys.stderr.isatty(), warm_up=True)
+        for line in launch_lines(built):
+            log.info(line)
+        return built, tokenizer
 
     if not serve(server, build, listening):             # stopped while it was building: compiling cannot be interrupted
         os._exit(0)

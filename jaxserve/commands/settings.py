@@ -21,12 +21,18 @@ ENGINE = {
     "cache": _of(CacheConfig),
     "scheduling": _of(SchedulerConfig, "profile", "lookahead", "compile_cache"),
 }
+CONFIG = {"settings": [
+    Option("config", str, None, "YAML file with settings, by the names of flags; flags go before variables JAXSERVE_NAME, and these before "
+                                "the file; default: JAXSERVE_CONFIG, if that is set"),
+    Option("print_config", bool, False, "print all settings as such a file, with where they are from, and end"),
+]}
 SERVER = {"server": list(options_of(ServerConfig).values())}
 
 
 def engine_groups(**defaults: Any) -> dict[str, list[Option]]:
-    """The engine's flags, some of them with other defaults."""
-    return {title: [dataclasses.replace(o, default=defaults.get(o.name, o.default)) for o in group] for title, group in ENGINE.items()}
+    """The engine's flags, some of them with other defaults, and those that say where settings are."""
+    return {title: [dataclasses.replace(o, default=defaults.get(o.name, o.default)) for o in group]
+            for title, group in {**ENGINE, **CONFIG}.items()}
 
 
 def engine_config(values: Mapping[str, Any]) -> EngineConfig:

@@ -47,7 +47,8 @@ def build(config: EngineConfig, progress: bool = True, warm_up: bool = True, pro
     stored = f"{config.source.dtype} {plan.kv_dtype}"
     cache = CacheManager(sized, config.mesh.kvp, plan.slots, str(checkpoint.config), stored,
                          stripe=config.scheduler.stripe(config.cache.block_size))
-    engine = Engine(config, stages, Scheduler(config.scheduler, cache, config.mesh, _max_len(config, model), model.eos_ids), model.eos_ids)
+    scheduler = Scheduler(config.scheduler, cache, config.mesh, max_length(config, model), model.eos_ids)
+    engine = Engine(config, stages, scheduler, model.eos_ids)
     if profiled and (profile := profile_for(engine, progress)):
         _use(engine, profile)
     return engine
@@ -67,7 +68,7 @@ def _use(engine: Engine, profile: Profile) -> None:
 
 def make_plan(config: EngineConfig, model: ModelConfig) -> Plan:
     """What the stages need, from the settings and the model (after `with_tp`)."""
-    dtype, size, length = DTYPES[config.source.dtype], config.cache.block_size, _max_len(config, model)
+    dtype, size, length = DTYPES[config.source.dtype], config.cache.block_size, max_length(config, model)
     layers = max(map(len, layers_of(model, config.mesh.spp)))
     blocks = -(-length // size)
     kv_dtype = NARROW if config.cache.kv_cache_dtype == "fp8" else dtype
@@ -84,7 +85,8 @@ def make_plan(config: EngineConfig, model: ModelConfig) -> Plan:
                 moves=config.scheduler.planner != "none" and config.mesh.kvp > 1)
 
 
-def _max_len(config: EngineConfig, model: ModelConfig) -> int:
+def max_length(config: EngineConfig, model: ModelConfig) -> int:
+    """Most tokens of a sequence. Errors: ConfigError where the model cannot have so many."""
     length = config.source.max_model_len
     if length is not None and length > model.max_len:
         raise ConfigError("max_model_len", f"{length} is above the model's limit {model.max_len}")

@@ -48,15 +48,17 @@ class Score:
 
 @dataclasses.dataclass
 class Caller:
-    """Who hears of a request: its sink, its seed, how many of its completions have not ended, and whether one of them has begun. `due` is
-    the clock second for its first token."""
+    """Who hears of a request: its sink, its seed, how many of its completions have not ended, whether one of them has begun, and the ends
+    of the others. `due` is the clock second for its first token, `tpot` its objective in seconds."""
 
     request: Request
     sink: Sink
     seed: int
     left: int
     due: float
+    tpot: float
     begun: bool = False
+    ends: list[Finished] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -94,6 +96,9 @@ class Engine:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.metrics = Metrics(stages.plan.slots, config.scheduler.class_names, self._readings)
+        plan, kv_dtype = stages.plan, np.dtype(stages.plan.kv_dtype)
+        self.metrics.configured(block_size=plan.block_size, num_gpu_blocks=plan.pages * plan.mesh.kvp, cache_dtype=kv_dtype,
+                                enable_prefix_caching=config.cache.prefix_caching, placement=config.cache.placement)
 
     @property
     def _platform(self) -> str:
@@ -115,7 +120,8 @@ class Engine:
                 raise RequestError("", "the engine is not running", "UNAVAILABLE")
             events = self.scheduler.add(request)
             seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
-            self._callers[request.id] = Caller(request, sink, seed, request.sampling.n, self.scheduler.due(request))
+            self._callers[request.id] = Caller(request, sink, seed, request.sampling.n, self.scheduler.due(request),
+                                               self.scheduler.pace(request))
             self._lock.notify()
             self._send([(request.id, event) for event in events])
 
@@ -146,7 +152,8 @@ class Engine:
             "num_requests_running": load.running, "num_requests_waiting": load.waiting,
             "kv_cache_usage_perc": (load.pages_total - load.pages_free - load.pages_cached) / load.pages_total,
             "queued_prefill_seconds": load.queued_prefill_seconds, "predictor_scale": self.scheduler.predictor.scale,
-            "xla_compiles": self.stages.programs.compiles,
+            "num_preemptions": self.scheduler.preemptions, "xla_compiles": self.stages.programs.compiles,
+            "xla_recompiles": self.stages.programs.recompiles,
         }
 
     def info(self) -> dict:
@@ -370,12 +377,13 @@ class Engine:
         """The metrics of completions of a request that ended; where it has no other ones, those of the request."""
         for event in ends:
             self.metrics.sequence_ended(event.reason)
+        caller.ends += ends
         if caller.left:
             return
-        total = ends[-1].timing.total
-        if ends[-1].reason in ("stop", "length"):
-            self.metrics.request_completed(total)
-        if not caller.begun and caller.request.arrival + total > caller.due:
+        arrival = caller.request.arrival
+        if all(event.reason in ("stop", "length") for event in caller.ends):
+            self.metrics.request_completed(caller.ends, caller.due - arrival, caller.tpot)
+        if not caller.begun and arrival + ends[-1].timing.total > caller.due:
             self.metrics.late(caller.request.slo.class_name)
 
     def _send(self, events: list[tuple[str, Event]]) -> None:
@@ -394,7 +402,7 @@ class Engine:
             try:
                 caller.sink(mine)
             except Exception:
-                log.exception("the sink of request %r failed", request_id)
+                log.exception("the sink of request %r failed", request_id, extra={"request_id": request_id})
                 caller.sink = lambda events: None
                 self._end(request_id, "cancelled", None)
 

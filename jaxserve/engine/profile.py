@@ -23,6 +23,7 @@ from jaxserve.config import ConfigError
 from jaxserve.engine.links import measure_links
 from jaxserve.engine.measure import Measured, grid, measure
 from jaxserve.engine.planning import instances_of
+from jaxserve.engine.stages import Plan
 from jaxserve.kernels.pool import NARROW, SCALE
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling.exchange import CHOOSERS, Exchange, Heads, rates_of
@@ -74,9 +75,10 @@ def profile_for(engine: Any, progress: bool) -> Profile | None:
     timeless &= (config.scheduler.exchange in EXCHANGES and config.scheduler.planner == "none") or config.mesh.kvp == 1
     if config.profile == "none" or (config.profile == "auto" and timeless):
         return None
-    file = Path(config.profile) if config.profile != "auto" else kept_file(engine)
+    identity = identity_of(engine)
+    file = Path(config.profile) if config.profile != "auto" else safe_file(identity)
     if config.profile != "auto" or file.exists():
-        return read(file, engine)
+        return read(file, identity)
     found = profiled(engine, engine.max_len, 1, progress, QUICK)
     return write(file, engine, *found)
 
@@ -103,21 +105,31 @@ def _device(engine: Any) -> jax.Device:
     return engine.stages.last_mesh.devices.flat[0]
 
 
-def identity(engine: Any) -> dict[str, Any]:
-    """What a profile belongs to."""
-    plan = engine.stages.plan
+def identity_of(engine: Any) -> dict[str, Any]:
+    """What the profile of this engine belongs to."""
+    return identity(engine.stages.plan, engine.max_len, _device(engine).device_kind)
+
+
+def identity(plan: Plan, max_len: int, device_kind: str) -> dict[str, Any]:
+    """What a profile belongs to, of which the engine need not be there."""
     shapes = hashlib.sha256(" ".join(map(str, plan.shapes)).encode()).hexdigest()[:8]
     return {"format": FORMAT, "model": plan.model.name, "dtype": str(np.dtype(plan.dtype)), "kv_dtype": str(np.dtype(plan.kv_dtype)),
             "mesh": str(plan.mesh),
-            "device": _device(engine).device_kind, "cores": os.cpu_count(), "block_size": plan.block_size, "max_len": engine.max_len,
-            "shapes": shapes}
+            "device": device_kind, "cores": os.cpu_count(), "block_size": plan.block_size, "max_len": max_len, "shapes": shapes}
 
 
-def kept_file(engine: Any) -> Path:
-    """Where the profile of this engine is kept. Errors: ConfigError where others could write there."""
-    text = json.dumps(identity(engine), sort_keys=True)
-    name = "".join(c if c.isalnum() else "-" for c in engine.stages.plan.model.name)
-    return private_folder(cache_folder() / "profiles", "profile") / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+def kept_file(identity: dict[str, Any]) -> Path:
+    """Where the profile is kept that belongs to this."""
+    text = json.dumps(identity, sort_keys=True)
+    name = "".join(c if c.isalnum() else "-" for c in identity["model"])
+    return cache_folder() / "profiles" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+
+
+def safe_file(identity: dict[str, Any]) -> Path:
+    """`kept_file`, in a folder that is there. Errors: ConfigError where others could write there."""
+    file = kept_file(identity)
+    private_folder(file.parent, "profile")
+    return file
 
 
 def write(file: Path, engine: Any, found: Fit, points: list[Measured], search: Search | None = None) -> Profile:
@@ -128,7 +140,7 @@ def write(file: Path, engine: Any, found: Fit, points: list[Measured], search: S
     if search is not None:
         profile = dataclasses.replace(profile, improvement={engine.config.scheduler.planner: search(profile)})
     rows = [{**dataclasses.asdict(one.point), "shape": str(one.shape), "seconds": one.seconds} for one in points]
-    text = json.dumps({**identity(engine), "fitted_error": found.fitted, "held_out_error": found.held_out,
+    text = json.dumps({**identity_of(engine), "fitted_error": found.fitted, "held_out_error": found.held_out,
                        "costs": to_json(found.costs), "links": {name: dataclasses.astuple(link) for name, link in links.items()},
                        "improvement": {name: {str(load): rate for load, rate in rates.items()}
                                        for name, rates in profile.improvement.items()},
@@ -143,18 +155,18 @@ def write(file: Path, engine: Any, found: Fit, points: list[Measured], search: S
     return profile
 
 
-def read(file: Path, engine: Any) -> Profile:
-    """A profile that was kept. Errors: ConfigError where it cannot be read or belongs to another engine."""
+def read(file: Path, identity: dict[str, Any]) -> Profile:
+    """A profile that was kept. Errors: ConfigError where it cannot be read or belongs to something else."""
     try:
         found = json.loads(file.read_text())
-        own, costs = {name: found[name] for name in identity(engine)}, found["costs"]
+        own, costs = {name: found[name] for name in identity}, found["costs"]
         links = {name: Link(*map(float, values)) for name, values in found["links"].items()}
         improvement = {name: {float(load): float(rate) for load, rate in rates.items()} for name, rates in found["improvement"].items()}
     except OSError as error:
         raise ConfigError("profile", f"{file}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError("profile", f"{file} is not a profile: {error!r}") from None
-    for name, value in identity(engine).items():
+    for name, value in identity.items():
         if own[name] != value:
             raise ConfigError("profile", f"{file} was measured with {name} {own[name]!r}; here it is {value!r}")
     return Profile(from_json(costs), links, improvement)

@@ -18,14 +18,19 @@ Lower = Callable[[], Any]                            # makes a lowered program: 
 
 
 class Programs:
-    """Programs by name, compiled once. `compiles` counts them: after warm-up it stays still."""
+    """Programs by name, compiled once. `compiles` counts them: after warm-up it stays still; `recompiles` counts those after it."""
 
     def __init__(self) -> None:
         self.compiled: dict[str, Any] = {}
+        self._warm: int | None = None
 
     @property
     def compiles(self) -> int:
         return len(self.compiled)
+
+    @property
+    def recompiles(self) -> int:
+        return 0 if self._warm is None else self.compiles - self._warm
 
     def get(self, name: str, lower: Lower) -> Any:
         """The program of that name; compiled now if it was not before."""
@@ -43,6 +48,7 @@ class Programs:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for name in pool.map(one, programs):
                 done(name)
+        self._warm = self.compiles
 
 
 def keep_compiled(folder: str | None) -> None:

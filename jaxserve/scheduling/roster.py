@@ -40,6 +40,7 @@ class Roster:
         self.queue = Line()
         self.prefilling: list[Sequence] = []
         self.sequences: dict[int, Sequence] = {}
+        self.preemptions = 0
 
     @property
     def draining(self) -> bool:
@@ -75,6 +76,7 @@ class Roster:
     def withdraw(self, sequence: Sequence, phase: int) -> None:
         """Nothing more of a running sequence is issued: it has ENDED, or is LEAVING to wait again."""
         slot = sequence.slot
+        self.preemptions += phase == LEAVING
         if self.phase[slot] == PREFILL:
             self.prefilling.remove(sequence)
         self.phase[slot] = phase

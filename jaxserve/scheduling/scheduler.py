@@ -86,6 +86,11 @@ class Scheduler:
     def waiting(self) -> int:
         return len(self.sequences) - self.running
 
+    @property
+    def preemptions(self) -> int:
+        """Times that a sequence lost its slot and had to wait again."""
+        return self._roster.preemptions
+
     def load(self) -> Load:
         free, cached, _ = self.cache.counts()
         seconds = float(self._roster.queue.fields[WORK].sum()) + sum(sequence.left for sequence in self._roster.prefilling)
@@ -120,8 +125,7 @@ class Scheduler:
         if need > self.cache.total:
             raise RequestError("prompt", f"with max_tokens {limit} it needs {need} pages, the cache has {self.cache.total}")
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
-        due = self.due(request)
-        tpot = self.config.objectives[request.slo.class_name].tpot if request.slo.tpot is None else request.slo.tpot
+        due, tpot = self.due(request), self.pace(request)
         return [Sequence(self._born + index, index, request, limit, stops, self.cache, due, tpot) for index in range(sampling.n)]
 
     def _predicted_ttft(self, sequence: Sequence) -> float:
@@ -137,6 +141,10 @@ class Scheduler:
             beside = own * (1 - config.sharing) / config.sharing         # what a longer prompt takes of the steps that both are in
             ahead = np.where(SHORTER * ahead >= own, np.minimum(ahead, beside), ahead)
         return begun + float(ahead.sum()) / self.predictor.mesh.kvp + own + self._passage(sequence.target)
+
+    def alone(self, prompt: int) -> float:
+        """Predicted seconds to the first token of a prompt of so many that has the replica to itself."""
+        return self._work(0, prompt) + self._passage(prompt)
 
     def _passage(self, prompt: int) -> float:
         """Seconds that the last chunk of a prompt takes through the stages after the first."""
@@ -158,6 +166,10 @@ class Scheduler:
         """Seconds that the request gives us to its first token."""
         given = self.first_token_in(len(request.prompt), request.slo.class_name) * 2.0**request.priority
         return given if request.slo.ttft is None else request.slo.ttft
+
+    def pace(self, request: Request) -> float:
+        """Seconds per output token that the request gives us."""
+        return self.config.objectives[request.slo.class_name].tpot if request.slo.tpot is None else request.slo.tpot
 
     def first_token_in(self, prompt: int, class_name: str | None = None) -> float:
         """The objective for the first token after so many, where a request of the class names none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
@@ -16,6 +17,7 @@ from jaxserve.completion import Completion, Gathered, Output
 from jaxserve.request import Finished, Logprobs, RequestError, Usage
 from jaxserve.server.front import Ask, Front
 from jaxserve.server.http import EventStream, when_gone
+from jaxserve.server.journal import Origin
 from jaxserve.server.openai.errors import INTERNAL, body_of
 from jaxserve.server.streams import Stream
 
@@ -37,7 +39,10 @@ class Writer(Protocol):
 
 async def answer(front: Front, asks: Sequence[Ask], writer: Writer, request: HttpRequest, usage: bool | None) -> Response:
     """usage: None for an answer that is whole; else for events, and whether the last of them tells the usage. Errors: RequestError."""
+    operation = "chat" if "chat" in request.url.path else "text_completion"
+    origin = Origin("http", request.headers.get("traceparent"), request.headers.get("tracestate", ""), operation)
     async with contextlib.AsyncExitStack() as stack:
+        asks = [dataclasses.replace(ask, origin=origin) for ask in asks]
         streams = [await stack.enter_async_context(front.answer(ask, request.state.caller)) for ask in asks]
         headers = {"x-request-id": streams[0].id}
         writer.open(streams)

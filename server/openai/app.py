@@ -11,13 +11,13 @@ import fastapi
 import pydantic_core
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from prometheus_client import CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 
 import jaxserve
 from jaxserve.request import RequestError
 from jaxserve.server.front import INLINE_CHARS, Front
+from jaxserve.server.front_metrics import CONTENT_TYPE, exposition
 from jaxserve.server.openai import chat, completions
 from jaxserve.server.openai.answers import answer
 from jaxserve.server.openai.errors import INTERNAL, HttpError, response_of
@@ -133,9 +133,9 @@ def _upkeep(front: Front, probe: Probe) -> fastapi.APIRouter:
     async def metrics(request: fastapi.Request) -> Response:
         """For Prometheus; name[]=... for some of them only. Empty while the engine is built."""
         names = request.query_params.getlist("name[]")
-        registry = CollectorRegistry() if front.engine is None else front.engine.metrics.registry
-        text = await asyncio.to_thread(generate_latest, registry.restricted_registry(names) if names else registry)
-        return Response(text, 200, media_type="text/plain; version=0.0.4; charset=utf-8")
+        registries = [front.metrics.registry] + ([] if front.engine is None else [front.engine.metrics.registry])
+        chosen = [registry.restricted_registry(names) for registry in registries] if names else registries
+        return Response(await asyncio.to_thread(exposition, chosen), 200, media_type=CONTENT_TYPE)
 
     return router
 

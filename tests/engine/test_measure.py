@@ -56,18 +56,18 @@ def test_a_point_that_fits_nowhere_is_refused(real):
 def test_a_profile_is_written_read_and_refused_by_another_engine(real, found, tmp_path):
     file = tmp_path / "deep" / "profile.json"
     profile.write(file, real, *found)
-    assert profile.read(file, real) == profile.Profile(found[0].costs, {})
+    assert profile.read(file, profile.identity_of(real)) == profile.Profile(found[0].costs, {})
     assert not [left for left in file.parent.iterdir() if left != file]
     other = json.loads(file.read_text()) | {"model": "another"}
     file.write_text(json.dumps(other))
     with pytest.raises(ConfigError, match="measured with model 'another'; here it is 'tiny'"):
-        profile.read(file, real)
+        profile.read(file, profile.identity_of(real))
     for text, said in (("{", "not a profile"), ("[]", "not a profile"), (json.dumps({"model": "tiny"}), "not a profile")):
         file.write_text(text)
         with pytest.raises(ConfigError, match=said):
-            profile.read(file, real)
+            profile.read(file, profile.identity_of(real))
     with pytest.raises(ConfigError, match="No such file"):
-        profile.read(tmp_path / "none.json", real)
+        profile.read(tmp_path / "none.json", profile.identity_of(real))
 
 
 def test_slack_scheduling_measures_once_and_keeps_it(tmp_path, monkeypatch):

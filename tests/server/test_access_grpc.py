@@ -14,11 +14,11 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from jaxserve.commands.log_lines import OneLine
 from jaxserve.request import RequestError, SamplingParams
 from jaxserve.server import access_grpc
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import AsyncClient, Client, ServerError
+from jaxserve.server.logs import Text
 from tests.server.keyed import TWO, bearer
 from tests.server.test_lifecycle import eventually
 
@@ -165,7 +165,7 @@ def test_a_models_name_in_a_request_is_a_name_and_no_path(serve, model):
 def log(tmp_path):
     """What is logged, as lines of text."""
     handler, root = logging.FileHandler(tmp_path / "log", encoding="utf-8"), logging.getLogger()
-    handler.setFormatter(OneLine("%(levelname).1s %(asctime)s %(name)s: %(message)s"))
+    handler.setFormatter(Text())
     root.addHandler(handler)
     level = root.level
     root.setLevel(logging.DEBUG)
