@@ -26,6 +26,8 @@ from jaxserve.server.front_metrics import FrontMetrics
 from jaxserve.server.openai.errors import INTERNAL, HttpError, body_of, response_of
 
 log = logging.getLogger(__name__)
+of_connections = logging.getLogger(f"{__name__}.connections")
+of_connections.setLevel(logging.ERROR)                  # whoever sends what is not HTTP cannot fill our log with warnings
 STOP_SECONDS = 2.0                                      # for answers that were cut short to get out
 BACKLOG = 1024
 Scope = MutableMapping[str, Any]
@@ -41,6 +43,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *arguments: Any, **rest: Any):
         super().__init__(*arguments, **rest)
+        self.logger = of_connections
         self._timer: asyncio.TimerHandle | None = None
         self.app = functools.partial(self._with_transport, self.app)     # type: ignore[assignment]
 
@@ -219,7 +222,6 @@ class Listener:
         self._server = _Quiet(settings)
 
     async def start(self) -> None:
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)           # what it tells of its own life is not ours
         self._task = asyncio.create_task(self._server.serve([self._socket]))
         while not self._server.started:
             await asyncio.sleep(0)

@@ -56,4 +56,4 @@ def test_lengths_beyond_the_model_are_refused(serve, capsys):
 
 
 def test_flags_are_handed_on():
-    assert [bench_serve._flag("a", v) for v in (True, False, 3, "x")] == ["--a", "--noa", "--a=3", "--a=x"]
+    assert [bench_serve.flag("a", v) for v in (True, False, 3, "x")] == ["--a", "--noa", "--a=3", "--a=x"]
