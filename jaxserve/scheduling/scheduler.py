@@ -121,7 +121,7 @@ class Scheduler:
             raise RequestError("prompt", f"with max_tokens {limit} it needs {need} pages, the cache has {self.cache.total}")
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
         due = self.due(request)
-        tpot = self.config.objectives[request.slo.class_name].tpot if request.slo.tpot is None else request.slo.tpot
+        tpot = self.pace(request)
         return [Sequence(self._born + index, index, request, limit, stops, self.cache, due, tpot) for index in range(sampling.n)]
 
     def _predicted_ttft(self, sequence: Sequence) -> float:
@@ -158,6 +158,10 @@ class Scheduler:
         """Seconds that the request gives us to its first token."""
         given = self.first_token_in(len(request.prompt), request.slo.class_name) * 2.0**request.priority
         return given if request.slo.ttft is None else request.slo.ttft
+
+    def pace(self, request: Request) -> float:
+        """Seconds per output token that the request gives us."""
+        return self.config.objectives[request.slo.class_name].tpot if request.slo.tpot is None else request.slo.tpot
 
     def first_token_in(self, prompt: int, class_name: str | None = None) -> float:
         """The objective for the first token after so many, where a request of the class names none."""
