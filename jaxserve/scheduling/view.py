@@ -6,6 +6,7 @@ not change any more and are turned to lists after that (`shown`). Every list is 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -55,8 +56,9 @@ class Snapshot:
         counts = {"running": scheduler.running, "waiting": scheduler.waiting}
         left_out = {"running": counts["running"] - len(running), "waiting": counts["waiting"] - len(waiting)}
         steps, flying = journal.since(since, STEPS), journal.expected()
-        return cls(now, journal.born, steps, flying, journal.steps[-1].number if journal.steps else -1, running + waiting, left_out, counts,
-                   list(journal.ends), scheduler.cache.by_lane(), journal.names)
+        newest = journal.steps[-1].number if journal.steps else -1
+        return cls(now, journal.born, steps, flying, newest, running + waiting, left_out, counts, list(journal.ends),
+                   scheduler.cache.by_lane(), journal.names)
 
     def shown(self) -> dict[str, Any]:
         """For JSON. Times are clock seconds; `next` is the step to ask for next time, `more` whether there is one already."""
@@ -106,7 +108,7 @@ def _row(sequence: Sequence, state: str, now: float, prefilled: int | None, lane
     return [
         sequence.number, sequence.id, sequence.index, request.slo.class_name, state, _round(arrival), prompt,
         prompt if prefilled is None else min(prefilled, prompt), sequence.cached, output, _round(due - arrival), slack, relative, ttft,
-        sequence.tpot, tpot, lane]
+        _round(sequence.tpot), tpot, lane]
 
 
 def _end(end: End) -> list[Any]:
@@ -115,8 +117,8 @@ def _end(end: End) -> list[Any]:
     tpot = _round(timing.tpot(usage.completion)) if usage.completion > 1 else None
     return [
         end.number, end.request_id, end.index, end.class_name, end.event.reason, _round(end.arrival), usage.prompt,
-        usage.prompt if usage.completion else None, usage.cached, usage.completion, _round(end.given), None, None, ttft, end.tpot, tpot,
-        _round(end.at)]
+        usage.prompt if usage.completion else None, usage.cached, usage.completion, _round(end.given), None, None, ttft, _round(end.tpot),
+        tpot, _round(end.at)]
 
 
 def _step(step: Step, spans: Spans) -> dict[str, Any]:
@@ -137,6 +139,6 @@ def _step(step: Step, spans: Spans) -> dict[str, Any]:
     }
 
 
-def _round(seconds: float) -> float:
-    """To microseconds: shorter in JSON."""
-    return round(seconds, 6)
+def _round(seconds: float) -> float | None:
+    """To microseconds: shorter in JSON, which knows no infinity."""
+    return round(seconds, 6) if math.isfinite(seconds) else None
