@@ -36,17 +36,17 @@ OPTIONS = {"live_page": [
     Option("mesh", str, "spp=2,kvp=2", "mesh"),
     Option("profile", str, "auto", "what steps cost: a file, auto or none"),
     Option("port", int, 0, "port of the page; 0 takes a free one", 0, 65535),
-    Option("seconds", float, 60.0, "how long the load lasts", 1),
-    Option("every", float, 0.35, "mean seconds from one chat to the next", 0.001),
-    Option("long_every", float, 7.0, "mean seconds from one long prompt to the next", 0.001),
-    Option("long", int, 24000, "tokens of a long prompt", 16),
-    Option("screenshot", str, None, "file for a picture of the page, taken when the load ends"),
+    Option("seconds", float, 120.0, "how long the load lasts", 1),
+    Option("every", float, 0.3, "mean seconds from one chat to the next", 0.001),
+    Option("long_every", float, 8.0, "mean seconds from one long prompt to the next", 0.001),
+    Option("long", int, 6000, "tokens of a long prompt", 16),
+    Option("screenshot", str, None, "file for a picture of the page, taken after 40 s, when some wait"),
     Option("dark", str, "no", "the picture in dark colours", choices=("yes", "no")),
 ]}
 SIZE = 1400, 900
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--force-device-scale-factor=1")
-CLASSES = "chat:ttft=0.4,tpot=0.05;document:ttft=2,stretch=3,tpot=0.2"
+CLASSES = "chat:ttft=0.4,tpot=0.08;document:ttft=2,stretch=3,tpot=0.2"
 
 
 def chromium() -> tuple[str, str] | None:
@@ -150,15 +150,23 @@ def _nobody(events: Sequence[Event]) -> None:
     """Hears the events and does nothing."""
 
 
-def take(url: str, file: Path, dark: bool, load: Callable[[], None]) -> None:
-    """A picture of the page after a load, with a long prompt chosen."""
+CHOOSE = """
+  const rows = [...document.querySelectorAll("#rows tr")].filter((row) => /document/.test(row.textContent));
+  const early = rows.find((row) => /prefilling/.test(row.textContent)), queued = Number(document.getElementById("waiting").textContent);
+  if (!early || queued < arguments[0]) return false;
+  early.querySelector("button").click();
+  return true;
+"""
+
+
+def take(url: str, file: Path, dark: bool, load: threading.Thread) -> None:
+    """A picture of the page under a load, when a long prompt prefills and others wait."""
     with tempfile.TemporaryDirectory() as folder, browser(Path(folder), dark=dark) as driver:
         driver.get(url)
-        load()
-        rows = driver.find_elements("css selector", "#rows tr")
-        chosen = [row for row in rows if "document" in row.text and "prefilling" in row.text] or rows
-        chosen[0].find_element("css selector", "button").click()
-        time.sleep(0.7)
+        load.join(40)
+        while load.is_alive() and not driver.execute_script(CHOOSE, 4):
+            time.sleep(0.1)
+        time.sleep(0.7)                                               # one update
         file.parent.mkdir(parents=True, exist_ok=True)
         driver.save_screenshot(str(file))
         drawn = driver.find_element("css selector", "body").get_attribute("data-drawn")
@@ -174,7 +182,7 @@ def run(values: dict[str, Any]) -> int:
     config = EngineConfig(
         ModelSource(values["model"], max_model_len=length), MeshConfig.parse(values["mesh"]),
         CacheConfig(pages=5 * length // 16 // 2, lane_tokens=values["long"] // 2),
-        SchedulerConfig(max_seqs=24, chunk_tokens=512, policy="slack", chunking="adaptive", step_time=0.1, classes=CLASSES),
+        SchedulerConfig(max_seqs=12, chunk_tokens=512, policy="slack", chunking="adaptive", step_time=0.1, classes=CLASSES),
         profile=values["profile"])
     engine = build(config, progress=sys.stderr.isatty())
     engine.start()
@@ -183,7 +191,9 @@ def run(values: dict[str, Any]) -> int:
             print(f"the page is at {served.url}", flush=True)
             load = Load(engine, values)
             if values["screenshot"]:
-                take(served.url, Path(values["screenshot"]), values["dark"] == "yes", lambda: load.run(values["seconds"]))
+                thread = threading.Thread(target=load.run, args=(values["seconds"],), daemon=True)
+                thread.start()
+                take(served.url, Path(values["screenshot"]), values["dark"] == "yes", thread)
             else:
                 load.run(values["seconds"])
     finally:

@@ -1,7 +1,7 @@
 // The queue by slack, pages by lane, and how first tokens and tokens kept to their objectives.
 import { count, nameOf, seconds, set, share, sharp } from "./format.js";
 
-const ROW = 20, LABEL = 130, VALUE = 84, MOST = 56;
+const ROW = 20, AXIS = 18, LABEL = 130, VALUE = 84, MOST = 56;
 const HIGH = 10;                                        // times an objective at the top and below it at the bottom of a strip
 
 export function drawSlack(canvas, theme, rows) {
@@ -13,10 +13,15 @@ export function drawSlack(canvas, theme, rows) {
     context.fillText("Nothing waits for its first token.", width / 2, height / 2);
     return;
   }
-  const some = rows.slice(0, MOST), tall = Math.min(ROW, height / some.length), named = tall >= 12;
-  const left = named ? LABEL : 0, room = width - left - (named ? VALUE : 0), zero = left + room / 3, unit = (room * 2) / 3;
-  context.fillStyle = theme.line;
-  context.fillRect(zero - 0.5, 0, 1, height);
+  const some = rows.slice(0, MOST), bottom = height - AXIS, tall = Math.min(ROW, bottom / some.length), named = tall >= 12;
+  const left = named ? LABEL : 16, room = width - left - (named ? VALUE : 16), zero = left + room / 3, unit = (room * 2) / 3;
+  context.textAlign = "center";
+  for (const part of [-0.5, 0, 0.5, 1]) {
+    context.fillStyle = part ? theme.line : theme.dim;
+    context.fillRect(Math.round(zero + part * unit), 0, 1, bottom + 3);
+    context.fillStyle = theme.dim;
+    context.fillText(`${part < 0 ? "−" : ""}${Math.abs(100 * part)} %`, zero + part * unit, bottom + 10);
+  }
   some.forEach((row, place) => {
     const y = place * tall, slack = row.relative_slack ?? 1, size = Math.max(-0.5, Math.min(1, slack)) * unit;
     context.globalAlpha = row.state === "prefilling" ? 1 : 0.6;
@@ -37,7 +42,7 @@ export function drawSlack(canvas, theme, rows) {
 export function slackNote(rows, unnamed) {
   const late = rows.filter((row) => row.slack < 0).length, more = unnamed + Math.max(0, rows.length - MOST);
   if (!rows.length) return "";
-  return `${count(rows.length + unnamed)} in line${late ? `, ${count(late)} too late` : ""}${more ? `; ${count(more)} not drawn` : ""}`;
+  return `${count(rows.length + unnamed)} in line${late ? `, ${count(late)}${unnamed ? " or more" : ""} too late` : ""}${more ? `; ${count(more)} not drawn` : ""}`;
 }
 
 function clipped(context, text, room) {
@@ -46,7 +51,10 @@ function clipped(context, text, room) {
   return `${text}…`;
 }
 
-export function drawPages(container, pages) {
+export function drawPages(container, value, note, pages) {
+  const sum = (place) => pages.reduce((all, lane) => all + lane[place], 0), held = sum(2), whole = sum(0) + sum(1) + held;
+  set(value, share(held, whole));
+  set(note, `held of ${count(whole)} pages`);
   while (container.children.length > pages.length) container.lastChild.remove();
   while (container.children.length < pages.length) container.append(laneBar());
   pages.forEach(([free, cached, held], lane) => {

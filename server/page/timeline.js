@@ -1,12 +1,14 @@
 // Steps as boxes over time, one row per lane and stage; in a box the chunks, coloured by request: prompts above, decodes below.
 import { count, seconds, sharp } from "./format.js";
 
-const GUTTER = 104, AXIS = 20, AHEAD = 0.03, CROWD = 24;
+const GUTTER = 104, AXIS = 20, AHEAD = 0.03, CROWD = 24, THIN = 3;
 const TICKS = { 5: 1, 15: 3, 60: 10 };
 
-export function cells(step, lane) {
-  // What a lane does in a step, from top to bottom: [{chunk, from, to}] in shares of the height; chunk null: decodes together.
-  let found = step.cells.get(lane);
+export function cells(step, lane, fine = true) {
+  // What a lane does in a step, from top to bottom: [{chunk, from, to}] in shares of the height; chunk null: decodes together, as all are
+  // where that is not `fine`.
+  const key = fine ? lane : -1 - lane;
+  let found = step.cells.get(key);
   if (found) return found;
   const mine = step.chunks.filter((chunk) => chunk[1].includes(lane));
   const prompts = mine.filter((chunk) => !chunk[4]), decodes = mine.filter((chunk) => chunk[4]);
@@ -14,9 +16,9 @@ export function cells(step, lane) {
   const below = running ? (tokens ? Math.min(0.5, 0.25 + running / 64) : 1) : 0;
   let at = 0;
   found = prompts.map((chunk) => ({ chunk, from: at, to: (at += ((1 - below) * chunk[3]) / tokens) }));
-  if (running > Math.min(CROWD, decodes.length)) found.push({ chunk: null, decodes, running, from: at, to: 1 });
+  if (running > (fine ? Math.min(CROWD, decodes.length) : 2)) found.push({ chunk: null, decodes, running, from: at, to: 1 });
   else found.push(...decodes.map((chunk) => ({ chunk, from: at, to: (at += below / decodes.length) })));
-  step.cells.set(lane, found);
+  step.cells.set(key, found);
   return found;
 }
 
@@ -105,9 +107,8 @@ export class Timeline {
       for (let lane = 0; lane < feed.lanes; lane++) {
         const row = lane * feed.stages + stage;
         if (right - drawn[row] < 0.75) continue;                     // nothing of it would be seen
-        const inside = cells(step, lane);
+        const from = Math.max(left, drawn[row]), wide = right - from, inside = cells(step, lane, wide >= THIN);
         if (!inside.length) continue;
-        const from = Math.max(left, drawn[row]), wide = right - from;
         this.fill(inside, from, this.top(row), wide > 4 ? wide - 1 : Math.max(wide, 0.75), alpha);
         drawn[row] = right;
       }
@@ -118,7 +119,7 @@ export class Timeline {
     const { context, theme, selected } = this, tall = this.tall - 2;
     for (const cell of inside) {
       const mine = selected !== null && (cell.chunk ? cell.chunk[0] === selected : cell.decodes.some((chunk) => chunk[0] === selected));
-      context.globalAlpha = selected === null || mine ? alpha : alpha * 0.22;
+      context.globalAlpha = selected === null || mine ? alpha : alpha * 0.4;
       if (cell.chunk) context.fillStyle = theme.colour(cell.chunk[0], cell.chunk[4]);
       else context.fillStyle = mine ? theme.colour(selected, true) : theme.crowd;
       const high = (cell.to - cell.from) * tall;
