@@ -9,9 +9,11 @@ in between each stage has it for as long as was predicted, and none has two step
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 
 import numpy as np
 
@@ -104,10 +106,8 @@ class Journal:
 
     def since(self, number: int, most: int) -> list[Step]:
         """Steps that were read from this number on, at most so many, oldest first."""
-        if not self.steps:
-            return []
-        skip = max(0, number - self.steps[0].number)  # numbers are consecutive
-        return list(islice(self.steps, skip, skip + most))
+        first = bisect_left(self.steps, number, key=attrgetter("number"))
+        return list(islice(self.steps, first, first + most))
 
     def expected(self) -> list[tuple[Step, Spans]]:
         """Steps in flight, oldest first, and when each stage should have them."""

@@ -92,9 +92,7 @@ class Page {
     window.addEventListener("resize", () => this.draw());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
     document.addEventListener("keydown", (event) => {
-      if (event.target.matches("input") || event.ctrlKey || event.metaKey || event.altKey) return;
-      if (event.key === "p") this.pause();
-      if (event.key === "Escape") this.choose(null);
+      if (event.key === "Escape" && !event.target.matches("input")) this.choose(null);
     });
   }
 

@@ -51,13 +51,13 @@ export class Table {
   }
 
   fill(element, row, selected) {
-    const cells = element.children, key = keyOf(row), chosen = String(key === selected);
+    const cells = element.children, key = keyOf(row), name = cells[0].lastChild, chosen = String(key === selected);
     if (element.key !== key) {
       element.key = key;
       cells[0].firstChild.style.background = this.theme.colour(row.number);
     }
-    if (element.getAttribute("aria-selected") !== chosen) element.setAttribute("aria-selected", chosen);
-    set(cells[0].lastChild, nameOf(row.id, row.index));
+    if (name.getAttribute("aria-pressed") !== chosen) name.setAttribute("aria-pressed", chosen);
+    set(name, nameOf(row.id, row.index));
     set(cells[1], row.class ?? "");
     set(cells[2], row.state);
     set(cells[3], row.state === "prefilling" ? `${count(row.prefilled)} of ${count(row.prompt)}` : count(row.prompt), "n");

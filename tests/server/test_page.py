@@ -240,7 +240,7 @@ def test_the_page_can_be_used_from_the_keyboard(driver, engine, served):
     page = Screen(driver, served.url)
     assert generate(engine, "typed", 100, 3).wait(120)
     page.until(lambda: page.ended("typed"), "it is in the table")
-    page.one("body").send_keys("p")
+    page.one("#pause").send_keys(Keys.SPACE)
     assert page.text("#state") == "paused" and page.one("#pause").get_attribute("aria-pressed") == "true"
     page.one("#timeline").send_keys(Keys.ARROW_RIGHT)
     assert page.text("#tip").startswith("typed")
@@ -248,8 +248,10 @@ def test_the_page_can_be_used_from_the_keyboard(driver, engine, served):
     assert page.text("#detail-title") == "typed" and page.one("#detail-body").is_displayed()
     page.one("body").send_keys(Keys.ESCAPE)
     assert not page.one("#detail-body").is_displayed()
-    page.one("body").send_keys("p")
+    page.one("#pause").send_keys(Keys.ENTER)
     page.until(lambda: page.text("#state") == "live", "it goes on")
+    page.one("#rows button").send_keys(Keys.ENTER)
+    assert page.text("#detail-title") == page.text("#rows button") and page.one("#detail-body").is_displayed()
 
 
 def test_an_id_with_markup_is_text(driver, engine, served):
