@@ -357,3 +357,19 @@ def test_it_can_be_read_in_the_dark(driver):
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     (light, on_light), (dark, on_dark) = ((int(back), int(text)) for back, text in colours)
     assert light > on_light + 150 and on_dark > dark + 150
+
+
+def test_nothing_is_asked_while_the_tab_is_hidden(driver):
+    engine = Viewed(Recorded())
+    with Served(engine) as served:
+        page = Screen(driver, served.url)
+        page.until(lambda: len(engine.asked) > 1, "it asks again")
+        own = driver.current_window_handle
+        driver.switch_to.new_window("tab")
+        time.sleep(0.3)                                  # what was under way
+        asked = len(engine.asked)
+        time.sleep(1.2)
+        assert len(engine.asked) == asked
+        driver.close()
+        driver.switch_to.window(own)
+        page.until(lambda: len(engine.asked) > asked, "it goes on")
