@@ -28,7 +28,7 @@ from experiments.script import command_line
 from jaxserve.config import CacheConfig, ConfigError, EngineConfig, MeshConfig, ModelSource, SchedulerConfig
 from jaxserve.flags import Command
 from jaxserve.options import Option
-from jaxserve.request import Event, Request, RequestError, SamplingParams, Slo
+from jaxserve.request import Event, Finished, Request, RequestError, SamplingParams, Slo
 from jaxserve.server.page import router
 
 OPTIONS = {"live_page": [
@@ -36,17 +36,18 @@ OPTIONS = {"live_page": [
     Option("mesh", str, "spp=2,kvp=2", "mesh"),
     Option("profile", str, "auto", "what steps cost: a file, auto or none"),
     Option("port", int, 0, "port of the page; 0 takes a free one", 0, 65535),
-    Option("seconds", float, 120.0, "how long the load lasts", 1),
-    Option("every", float, 0.3, "mean seconds from one chat to the next", 0.001),
-    Option("long_every", float, 8.0, "mean seconds from one long prompt to the next", 0.001),
-    Option("long", int, 6000, "tokens of a long prompt", 16),
+    Option("seconds", float, 100.0, "how long the load lasts", 1),
+    Option("every", float, 0.04, "mean seconds from one chat to the next", 0.001),
+    Option("long_every", float, 4.0, "mean seconds from one long prompt to the next", 0.001),
+    Option("long", int, 16000, "tokens of a long prompt", 16),
     Option("screenshot", str, None, "file for a picture of the page, taken after 40 s, when some wait"),
     Option("dark", str, "no", "the picture in dark colours", choices=("yes", "no")),
 ]}
 SIZE = 1400, 900
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--force-device-scale-factor=1")
-CLASSES = "chat:ttft=0.4,tpot=0.08;document:ttft=2,stretch=3,tpot=0.2"
+CLASSES = "chat:ttft=3,tpot=0.1;document:ttft=5,stretch=4,tpot=0.2"
+QUEUE, DOCUMENTS = 5, 2                                 # that wait, and long ones that run: no more come then, so that any machine keeps up
 
 
 def chromium() -> tuple[str, str] | None:
@@ -109,22 +110,32 @@ class Served:
 
 
 class Load:
-    """Chats, long prompts and a few that share a beginning, at random times from one seed."""
+    """Chats, some of which share a beginning, and long prompts, at random times."""
 
     def __init__(self, engine: Any, values: dict[str, Any]):
         self._engine, self._values, self._dice = engine, values, np.random.default_rng(0)
         self._common = self._dice.integers(0, engine.model.vocab, 512)
         self._numbers = itertools.count(1)
+        self._documents: set[str] = set()                             # that have not ended
 
     def send(self, name: str, prompt: np.ndarray, tokens: int, class_name: str | None) -> None:
         engine = self._engine
         sampling = SamplingParams.make(temperature=0, max_tokens=tokens, ignore_eos=True)
         request = Request.make(f"{name}-{next(self._numbers)}", prompt, sampling, vocab=engine.model.vocab, max_len=engine.max_len,
                                arrival=engine.clock.now(), slo=Slo(class_name=class_name), classes=engine.config.scheduler.class_names)
+
+        def hear(events: Sequence[Event]) -> None:
+            if any(isinstance(event, Finished) for event in events):
+                self._documents.discard(request.id)
+
         with contextlib.suppress(RequestError):                       # the queue is full: the page shows that too
-            engine.submit(request, _nobody)
+            engine.submit(request, hear)
+            if class_name == "document":
+                self._documents.add(request.id)
 
     def chat(self) -> None:
+        if self._engine.load().waiting >= QUEUE:
+            return
         dice, vocab = self._dice, self._engine.model.vocab
         prompt = dice.integers(0, vocab, int(dice.integers(40, 400)))
         if dice.random() < 0.3:
@@ -132,6 +143,8 @@ class Load:
         self.send("chat", prompt, int(dice.integers(40, 240)), "chat")
 
     def document(self) -> None:
+        if len(self._documents) >= DOCUMENTS:
+            return
         self.send("document", self._dice.integers(0, self._engine.model.vocab, self._values["long"]), 64, "document")
 
     def run(self, seconds: float) -> None:
@@ -146,13 +159,9 @@ class Load:
             time.sleep(min(0.05, max(0.0, min(due) - now)))
 
 
-def _nobody(events: Sequence[Event]) -> None:
-    """Hears the events and does nothing."""
-
-
 CHOOSE = """
   const rows = [...document.querySelectorAll("#rows tr")].filter((row) => /document/.test(row.textContent));
-  const early = rows.find((row) => /prefilling/.test(row.textContent)), queued = Number(document.getElementById("waiting").textContent);
+  const early = rows.findLast((row) => /prefilling/.test(row.textContent)), queued = Number(document.getElementById("waiting").textContent);
   if (!early || queued < arguments[0]) return false;
   early.querySelector("button").click();
   return true;
@@ -164,7 +173,7 @@ def take(url: str, file: Path, dark: bool, load: threading.Thread) -> None:
     with tempfile.TemporaryDirectory() as folder, browser(Path(folder), dark=dark) as driver:
         driver.get(url)
         load.join(40)
-        while load.is_alive() and not driver.execute_script(CHOOSE, 4):
+        while load.is_alive() and not driver.execute_script(CHOOSE, 3):
             time.sleep(0.1)
         time.sleep(0.7)                                               # one update
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ export function drawSlack(canvas, theme, rows) {
     return;
   }
   const some = rows.slice(0, MOST), bottom = height - AXIS, tall = Math.min(ROW, bottom / some.length), named = tall >= 12;
-  const left = named ? LABEL : 16, room = width - left - (named ? VALUE : 16), zero = left + room / 3, unit = (room * 2) / 3;
+  const left = named ? LABEL : 20, room = width - left - (named ? VALUE : 20), zero = left + room / 3, unit = (room * 2) / 3;
   context.textAlign = "center";
   for (const part of [-0.5, 0, 0.5, 1]) {
     context.fillStyle = part ? theme.line : theme.dim;

@@ -2,11 +2,11 @@
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
-  const size = Math.abs(value);
-  if (size < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
-  if (size < 0.1) return `${(value * 1e3).toFixed(1)} ms`;
-  if (size < 1) return `${(value * 1e3).toFixed(0)} ms`;
-  return size < 100 ? `${value.toFixed(2)} s` : `${value.toFixed(0)} s`;
+  if (value < 0) return `−${seconds(-value)}`;
+  if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
+  if (value < 0.1) return `${(value * 1e3).toFixed(1)} ms`;
+  if (value < 1) return `${(value * 1e3).toFixed(0)} ms`;
+  return value < 100 ? `${value.toFixed(2)} s` : `${value.toFixed(0)} s`;
 }
 
 export function count(value) {
