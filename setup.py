@@ -20,7 +20,8 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["jaxserve", "jaxserve.*"]),
-    package_data={"jaxserve.server": ["*.proto", "*.pyi"], "jaxserve.scheduling": ["*.json"], "jaxserve.kernels.mosaic": ["*.json"]},
+    package_data={"jaxserve.server": ["*.proto", "*.pyi"], "jaxserve.server.page": ["*.html", "*.js", "*.css", "*.svg"],
+                  "jaxserve.scheduling": ["*.json"], "jaxserve.kernels.mosaic": ["*.json"]},
     python_requires=">=3.11",
     install_requires=[
         "jax>=0.10.2", "flax>=0.12", "orbax-checkpoint>=0.11", "numpy>=1.26", "ml_dtypes>=0.4",

@@ -149,6 +149,10 @@ class Caller:
         """What the caller knows a request by."""
         return scoped.removeprefix(f"{self.name}:") if self.name else scoped
 
+    def knows(self, scoped: str) -> bool:
+        """Whether a request among those of all callers is its own."""
+        return scoped.startswith(f"{self.name}:")
+
     def admit(self, tokens: int, now: float) -> Lease:
         """Lets a request with so many prompt tokens in, at `now` (seconds of any steady clock). Where they are not known yet, because
         reading the prompt takes time: 0 here, and then `Lease.queue`. Errors: RequestError, RESOURCE_EXHAUSTED with `retry_after`; where

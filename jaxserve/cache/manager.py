@@ -239,8 +239,13 @@ class CacheManager:
 
     def counts(self) -> tuple[int, int, int]:
         """Pages of all lanes: free, cached, held."""
-        free, cached = sum(map(len, self.pages.free)), sum(map(len, self.pages.cached))
-        return free, cached, self.total - free - cached
+        free, cached, held = zip(*self.by_lane())
+        return sum(free), sum(cached), sum(held)
+
+    def by_lane(self) -> list[tuple[int, int, int]]:
+        """Pages of each lane: free, cached, held."""
+        pages = self.pages
+        return [(len(free), len(cached), pages.per_lane - len(free) - len(cached)) for free, cached in zip(pages.free, pages.cached)]
 
     def check(self) -> None:
         """Errors: AssertionError with what differs."""

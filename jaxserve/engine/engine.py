@@ -29,7 +29,9 @@ from jaxserve.metrics import Metrics
 from jaxserve.request import Event, Finished, Logprobs, Request, RequestError
 from jaxserve.scheduling import Batch, Load, Scheduler
 from jaxserve.scheduling.exchange import Exchange
+from jaxserve.scheduling.journal import Journal
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.view import Snapshot
 
 TICK = 0.001                                         # seconds between looks at a step that may end early
 log = logging.getLogger(__name__)
@@ -95,6 +97,7 @@ class Engine:
         self._lock = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.journal = Journal(config.mesh.spp, self.clock.now())
         self.metrics = Metrics(stages.plan.slots, config.scheduler.class_names, self._readings)
         plan, kv_dtype = stages.plan, np.dtype(stages.plan.kv_dtype)
         self.metrics.configured(block_size=plan.block_size, num_gpu_blocks=plan.pages * plan.mesh.kvp, cache_dtype=kv_dtype,
@@ -167,6 +170,12 @@ class Engine:
             "compiles": self.stages.programs.compiles, "max_seqs": plan.slots,
         }
 
+    def view(self, since: int = 0) -> dict:
+        """What runs and what ran lately, steps from number `since` on, as plain data for a page: see scheduling.view."""
+        with self._lock:
+            snapshot = Snapshot.take(self.journal, self.scheduler, self.clock.now(), since)
+        return {"model": self.model.name, "mesh": str(self.config.mesh), "alive": self.alive, **snapshot.shown()}
+
     def close(self) -> None:
         """Stops the loop. Requests that still run end with an error of status UNAVAILABLE."""
         with self._lock:
@@ -201,6 +210,7 @@ class Engine:
             batch = self.scheduler.start(now) if not pause and not self._held and len(self._flights) < self._depth else None
             if batch is not None:
                 self._issue(batch)
+                self.journal.issued(batch, self._flights[-1].issued)
                 self._free = max(now, self._free) + batch.seconds
         if batch is not None and len(self._flights) < self._depth:
             return True
@@ -297,6 +307,7 @@ class Engine:
         for launch in sampling.admissions(params, int(batch.lane[chunk]), int(batch.slot[chunk]), sequence.request.prompt,
                                           sequence.output, seed, self._eos):
             self.stages.admit(launch)
+        self.journal.admitted(sequence)
         self.metrics.admitted(int(batch.slot[chunk]), sequence.tpot, sequence.request.slo.class_name, sequence.last)
         plain = 2 if params.logprobs is not None else 0 if params.greedy else 1
         self._variant[batch.slot[chunk]] = plain if sequence.matcher is None else 3
@@ -332,6 +343,7 @@ class Engine:
         self._free = self._read_at + sum(other.batch.seconds for other in behind)
         with self._lock:
             now, prefilled = self.clock.now(), self._prefilled(flight.batch)
+            self.journal.read(self._read_at)
             events = self.scheduler.finish(flight.batch, tokens, now, logprobs, scores)
             self._count(flight.batch, prefilled, now)
             self._send(events)
@@ -377,6 +389,7 @@ class Engine:
         """The metrics of completions of a request that ended; where it has no other ones, those of the request."""
         for event in ends:
             self.metrics.sequence_ended(event.reason)
+            self.journal.ended(caller.request, event, caller.due - caller.request.arrival, self.scheduler.pace(caller.request))
         caller.ends += ends
         if caller.left:
             return

@@ -16,6 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 
 import jaxserve
 from jaxserve.request import RequestError
+from jaxserve.server import page
 from jaxserve.server.front import INLINE_CHARS, Front
 from jaxserve.server.front_metrics import CONTENT_TYPE, exposition
 from jaxserve.server.openai import chat, completions
@@ -42,6 +43,7 @@ def application(front: Front, probe: Probe) -> fastapi.FastAPI:
     app.router.route_class = _Route
     app.include_router(_protocol(front), responses=ERRORS)
     app.include_router(_upkeep(front, probe))
+    app.include_router(page.router(front, _mine))
     handle_errors(app)
     return app
 
@@ -162,6 +164,12 @@ class _Route(APIRoute):
             return await handle(request)
 
         return handled
+
+
+def _mine(request: fastapi.Request) -> Callable[[str], bool] | None:
+    """Which requests' ids the caller may see on the live page; None: all."""
+    caller = request.state.caller
+    return caller.knows if caller.name else None
 
 
 def _named(error: RequestValidationError) -> RequestError:

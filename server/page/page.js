@@ -1,0 +1,196 @@
+// Asks the server twice a second what is new, keeps the last minute of it, and draws it.
+import { drawPages, drawSlack, drawStrip, firstTokens, paces, slackNote, tell } from "./charts.js";
+import { Theme, count, nameOf, set } from "./format.js";
+import { Detail, Table, sorted } from "./requests.js";
+import { Timeline } from "./timeline.js";
+
+const PERIOD = 500, SOON = 20, PATIENCE = 5000, KEPT = 62;     // milliseconds, milliseconds, milliseconds, seconds
+const find = (id) => document.getElementById(id);
+
+class Feed {
+  // What the server told so far.
+  constructor() {
+    this.clear(null);
+  }
+
+  clear(born) {
+    Object.assign(this, { born, next: 0, now: 0, steps: [], flying: [], requests: [], names: new Map(), lanes: 1, stages: 1, leftOut: {} });
+  }
+
+  add(view) {
+    // False where the server is another one than before, and must be asked from the start.
+    if (view.born !== this.born) {
+      const asked = this.next;
+      this.clear(view.born);
+      if (asked > 0) return false;
+    }
+    for (const [number, name] of Object.entries(view.names)) this.names.set(Number(number), nameOf(...name));
+    this.requests = sorted([...named(view.columns, view.requests), ...named(view.end_columns, view.ended)]);
+    for (const row of this.requests) if (row.number >= 0) this.names.set(row.number, nameOf(row.id, row.index));
+    for (const step of view.steps) this.steps.push(prepared(step, false));
+    this.flying = view.flying.map((step) => prepared(step, true));
+    let old = 0;
+    while (old < this.steps.length && this.steps[old].until < view.now - KEPT) old++;
+    this.steps.splice(0, old);
+    if (this.names.size > 8000) this.forget();
+    const one = this.steps.at(-1) ?? this.flying.at(-1);
+    Object.assign(this, { next: view.next, now: view.now, lanes: view.pages.length, stages: one ? one.spans.length : this.stages, view, leftOut: view.left_out });
+    return true;
+  }
+
+  forget() {
+    const wanted = new Set(this.requests.map((row) => row.number));
+    for (const step of this.steps) for (const chunk of step.chunks) wanted.add(chunk[0]);
+    for (const number of this.names.keys()) if (!wanted.has(number)) this.names.delete(number);
+  }
+
+  name(number) {
+    return this.names.get(number) ?? `sequence ${number}`;
+  }
+
+  get rate() {
+    // Steps per second, of the last five.
+    let steps = 0;
+    while (steps < this.steps.length && this.steps[this.steps.length - 1 - steps].until > this.now - 5) steps++;
+    return steps / 5;
+  }
+}
+
+function named(columns, rows) {
+  return rows.map((row) => {
+    const out = {};
+    for (let place = 0; place < columns.length; place++) out[columns[place]] = row[place];
+    return out;
+  });
+}
+
+function prepared(step, flying) {
+  return Object.assign(step, { flying, until: step.spans.at(-1)[1], cells: new Map() });
+}
+
+class Page {
+  constructor() {
+    this.theme = new Theme();
+    this.feed = new Feed();
+    this.selected = null;
+    this.paused = false;
+    this.heard = null;
+    this.timer = null;
+    const select = (key) => this.choose(key);
+    this.timeline = new Timeline(find("timeline"), find("tip"), this.theme, select);
+    this.table = new Table(find("rows"), find("requests-note"), find("filter"), this.theme, select);
+    this.detail = new Detail(find, this.theme);
+    this.listen();
+  }
+
+  listen() {
+    find("pause").addEventListener("click", () => this.pause());
+    find("close").addEventListener("click", () => this.choose(null));
+    find("filter").addEventListener("input", () => this.draw());
+    for (const button of document.querySelectorAll("[data-span]")) button.addEventListener("click", () => this.zoom(button));
+    document.addEventListener("visibilitychange", () => this.again(0));
+    window.addEventListener("resize", () => this.draw());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && !event.target.matches("input")) this.choose(null);
+    });
+  }
+
+  pause() {
+    this.paused = !this.paused;
+    find("pause").setAttribute("aria-pressed", String(this.paused));
+    set(find("pause"), this.paused ? "Go on" : "Pause");
+    if (this.paused) this.state("paused", "");
+    this.again(0);
+  }
+
+  zoom(button) {
+    this.timeline.span = Number(button.dataset.span);
+    for (const other of document.querySelectorAll("[data-span]")) other.setAttribute("aria-pressed", String(other === button));
+    this.draw();
+  }
+
+  choose(key) {
+    this.selected = key === this.selected ? null : key;
+    this.draw();
+  }
+
+  again(milliseconds) {
+    clearTimeout(this.timer);
+    if (!this.paused && !document.hidden) this.timer = setTimeout(() => this.ask(), milliseconds);
+  }
+
+  async ask() {
+    if (this.asking) return;
+    this.asking = true;
+    let wait = PERIOD;
+    try {
+      const answer = await fetch(`data?since=${this.feed.next}`, { signal: AbortSignal.timeout(PATIENCE), cache: "no-store" });
+      if (answer.status === 401 || answer.status === 403) this.fault("not allowed", "The server does not let you see this page. Reload it to give a key.");
+      else if (!answer.ok) this.fault("error", `The server answered with status ${answer.status}.`);
+      else wait = this.take(await answer.json());
+    } catch (error) {
+      if (!["TypeError", "TimeoutError", "AbortError", "NetworkError", "SyntaxError"].includes(error.name)) throw error;
+      const ago = this.heard === null ? "" : ` It was last heard ${Math.round((performance.now() - this.heard) / 1000)} s ago.`;
+      this.fault("server gone", `The server does not answer.${ago}`);
+    } finally {
+      this.asking = false;
+      this.again(wait);
+    }
+  }
+
+  take(told) {
+    // Milliseconds until the server should be asked again.
+    this.heard = performance.now();
+    if (told.born === undefined) {
+      this.fault(told.state, `The server is ${told.state}; it is not ready yet.`);
+      return PERIOD;
+    }
+    if (!this.feed.add(told)) return SOON;
+    const ill = !told.alive || told.state === "broken";
+    if (ill) this.fault("broken", "The engine has stopped. The server's log tells why.");
+    else {
+      if (!this.paused) this.state(told.state === "serving" ? "live" : told.state, told.state === "serving" ? "good" : "");
+      find("banner").hidden = true;
+      delete document.body.dataset.stale;
+    }
+    this.draw();
+    return told.more ? SOON : PERIOD;
+  }
+
+  fault(state, message) {
+    this.state(state, "bad");
+    set(find("banner"), message);
+    find("banner").hidden = false;
+    document.body.dataset.stale = "";
+  }
+
+  state(text, tone) {
+    set(find("state"), text);
+    find("state").dataset.tone = tone;
+  }
+
+  draw() {
+    const { feed, theme, selected } = this, { view, now } = feed;
+    if (!view) return;
+    const began = performance.now();
+    set(find("what"), `${view.model} · ${view.mesh}`);
+    set(find("running"), count(view.running));
+    set(find("waiting"), count(view.waiting));
+    set(find("rate"), feed.rate.toFixed(feed.rate < 10 ? 1 : 0));
+    this.timeline.draw(feed, typeof selected === "number" ? selected : null);
+    const line = feed.requests.filter((row) => row.slack !== null).sort((a, b) => a.relative_slack - b.relative_slack);
+    drawSlack(find("slack"), theme, line);
+    set(find("queue-note"), slackNote(line, feed.leftOut.waiting));
+    drawPages(find("pages"), find("held-share"), find("held-note"), view.pages);
+    for (const [id, points, what] of [["ttft", firstTokens(feed.requests, now), "first token"], ["tpot", paces(feed.requests, now), "per token"]]) {
+      drawStrip(find(id), theme, points, now);
+      tell(find(`${id}-share`), find(`${id}-note`), points, what);
+    }
+    this.table.draw(feed.requests, feed.leftOut, selected);
+    this.detail.draw(feed, selected);
+    document.body.dataset.drawn = (performance.now() - began).toFixed(2);
+  }
+}
+
+new Page().again(0);
