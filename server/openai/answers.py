@@ -18,7 +18,7 @@ from jaxserve.request import Finished, Logprobs, RequestError, Usage
 from jaxserve.server.front import Ask, Front
 from jaxserve.server.http import EventStream, when_gone
 from jaxserve.server.journal import Origin
-from jaxserve.server.openai.errors import INTERNAL, body_of
+from jaxserve.server.openai.errors import INTERNAL, body_of, header_value
 from jaxserve.server.streams import Stream
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ async def answer(front: Front, asks: Sequence[Ask], writer: Writer, request: Htt
     async with contextlib.AsyncExitStack() as stack:
         asks = [dataclasses.replace(ask, origin=origin) for ask in asks]
         streams = [await stack.enter_async_context(front.answer(ask, request.state.caller)) for ask in asks]
-        headers = {"x-request-id": streams[0].id}
+        headers = {"x-request-id": header_value(streams[0].id)}
         writer.open(streams)
         if usage is None:
             found: list[list[Completion]] = []

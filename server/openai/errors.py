@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from typing import Any
+from urllib.parse import quote
 
 from starlette.responses import Response
 
@@ -41,6 +42,11 @@ def body_of(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": str(error)[:MAX_MESSAGE], "type": kind, "param": error.field or None, "code": error.status.lower()}}
 
 
+def header_value(text: str) -> str:
+    """What a caller may have written, as it may stand in a header."""
+    return quote(text[:256], safe=" !#$&'()*+,/:;=?@[]~")
+
+
 def response_of(error: RequestError) -> Response:
     code = status_of(error)
     headers = {"content-type": "application/json"}
@@ -48,7 +54,7 @@ def response_of(error: RequestError) -> Response:
         seconds = getattr(error, "retry_after", None)
         headers["retry-after"] = str(max(1, math.ceil(RETRY_SECONDS if seconds is None else seconds)))
     if code == 429:
-        headers["jaxserve-reject-reason"] = getattr(error, "reason", "") or error.field or "overloaded"
+        headers["jaxserve-reject-reason"] = header_value(getattr(error, "reason", "") or error.field or "overloaded")
     if code == 401:
         headers["www-authenticate"] = 'Basic realm="jaxserve", charset="UTF-8"'
     if code in UNREAD:

@@ -2,6 +2,7 @@
 
 import json
 import time
+import urllib.parse
 
 import httpx
 import pytest
@@ -242,6 +243,13 @@ def test_a_full_queue_is_429_with_when_to_come_again(http):
     answer = post(http(engine), "/v1/completions", {"prompt": "x"})
     assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1 and answer.headers["jaxserve-reject-reason"] == "queue"
     assert engine.prefill_steps == 0
+
+
+@pytest.mark.parametrize("id", ["\u0100", "a\r\nset-cookie: x=1", "\0", "%41", "\U0001f600" * 50])
+def test_an_id_of_any_characters_comes_back_in_a_header_that_it_cannot_leave(http, id):
+    answer = post(http(), "/v1/completions", {"prompt": "x", "request_id": id})
+    assert answer.status_code == 200 and answer.json()["id"] == id and "set-cookie" not in answer.headers
+    assert urllib.parse.unquote(answer.headers["x-request-id"])[:50] == id[:50]
 
 
 def test_an_id_in_use_is_409(http):
