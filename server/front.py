@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -71,6 +72,7 @@ class Front:
         self._loop = asyncio.get_running_loop()
         self._clock = WallClock()
         self._mailbox = Mailbox(self._loop)
+        self._spoke_at = -math.inf
 
     def open(self, engine: Any, tokenizer: Any) -> None:
         self.engine, self.tokenizer, self.state = engine, tokenizer, SERVING
@@ -142,7 +144,7 @@ class Front:
     @property
     def quiet_seconds(self) -> float:
         """Since anybody's last token."""
-        return self._loop.time() - self._mailbox.token_at
+        return self._loop.time() - self._spoke_at
 
     def watch(self) -> None:
         """Called now and then: ends streams that nobody reads, keeps silent ones alive, sees whether the engine is."""
@@ -182,10 +184,14 @@ class Front:
         engine = self.engine
         text = NoText if ask.ids_only or self.tokenizer is None else functools.partial(self.tokenizer.stream, not ask.keep_special)
         answer = Answer(request, engine.model.eos_ids, text, functools.partial(engine.stop, request.id))
-        stream = Stream(request, answer, caller, lease, self._loop.time(), ends)
+        stream = Stream(request, answer, caller, self._loop.time(), functools.partial(self._spoke, lease), ends)
         engine.submit(request, functools.partial(self._mailbox.put, stream))
         self.streams[request.id] = stream
         return stream
+
+    def _spoke(self, lease: Lease) -> None:
+        self._spoke_at = self._loop.time()
+        lease.started()
 
     def _close(self, stream: Stream) -> None:
         stream.closed = True

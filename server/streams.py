@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import math
 import time
 from collections.abc import Callable, Sequence
 
 from jaxserve.completion import Answer, Delta, Output, merged
 from jaxserve.request import Accepted, Event, Finished, Progress, Request, RequestError
-from jaxserve.server.access import Caller, Lease
+from jaxserve.server.access import Caller
 
 SHARE = 0.25                                            # of a core's time, what streams may take from the engine's thread
 MOST_REST = 0.1                                         # seconds that events may wait for that
@@ -32,14 +31,16 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
-        self._items: collections.deque[tuple[Stream, Sequence[Event]]] = collections.deque()
+        self._streams: collections.deque[Stream] = collections.deque()       # those with news
         self._awake = False
-        self.token_at = -math.inf                      # when a token came last
         self._emptied, self._cpu = 0.0, 0.0            # when it was last, and the loop's CPU seconds then
 
     def put(self, stream: Stream, events: Sequence[Event]) -> None:
         """Called by the engine's thread; does not wait."""
-        self._items.append((stream, events))
+        stream.inbox.append(events)
+        if not stream.called:
+            stream.called = True
+            self._streams.append(stream)
         if not self._awake:
             self._awake = True
             with contextlib.suppress(RuntimeError):     # the loop was closed: nobody is left to tell
@@ -53,22 +54,27 @@ class Mailbox:
             return
         self._emptied, self._cpu = now, cpu
         self._awake = False                             # first: what is put from now on wakes the loop again
-        while self._items:
-            stream, events = self._items.popleft()
-            if stream.feed(events):
-                self.token_at = now
+        while self._streams:
+            stream = self._streams.popleft()
+            stream.called = False                       # first, too
+            stream.wake()
 
 
 class Stream:
-    """The answer to one request on its way out. All methods belong to the event loop."""
+    """The answer to one request on its way out. All methods belong to the event loop; the engine's thread fills the `inbox`.
 
-    def __init__(self, request: Request, answer: Answer, caller: Caller, lease: Lease, now: float, ends: list[Finished]):
+    spoke: called with tokens, the first ones and others. ends: gets the ends of completions.
+    """
+
+    def __init__(self, request: Request, answer: Answer, caller: Caller, now: float, spoke: Callable[[], None], ends: list[Finished]):
         self.request, self.caller, self.id = request, caller, caller.own_id(request.id)
+        self.inbox: collections.deque[Sequence[Event]] = collections.deque()
+        self.called = False                             # whether the mailbox is about to wake it
         self.failure: RequestError | None = None
         task = asyncio.current_task()
         self.cut: Callable[[], object] | None = None if task is None else task.cancel        # ends a write that waits for its reader
         self.closed = False
-        self._answer, self._lease, self._ends = answer, lease, ends
+        self._answer, self._spoke, self._ends = answer, spoke, ends
         self._more = asyncio.Event()
         self._first: list[Output] = []
         self._progress: dict[int, Progress] = {}
@@ -87,18 +93,23 @@ class Stream:
     def ended(self) -> bool:
         return self.failure is not None or not self.unfinished
 
-    def feed(self, events: Sequence[Event]) -> bool:
-        """Whether there were tokens among the events."""
-        if self.closed or self.ended:
-            return False
+    def wake(self) -> None:
+        """There is something in the inbox. It is read when somebody asks for it: many steps at once, where that takes a while."""
+        self._more.set()
+        if self._writing and self.request.sampling.stop:          # the engine must hear of a stop string though the reader is slow
+            self._read()
+
+    def _read(self) -> None:
+        events: list[Event] = []
+        while self.inbox:
+            events += self.inbox.popleft()
+        if not events or self.closed or self.ended:
+            return
         outputs = self._answer.feed(events)
         for output in outputs:
             self._add(output)
-        self._more.set()
-        spoke = any(isinstance(output, Delta) for output in outputs)
-        if spoke:
-            self._lease.started()
-        return spoke
+        if any(isinstance(output, Delta) for output in outputs):
+            self._spoke()
 
     def fail(self, error: RequestError) -> None:
         """Ends the stream with an error after what is pending."""
@@ -149,6 +160,7 @@ class Stream:
                     self.fail(RequestError("", text, status))
 
     def _pending(self) -> list[Output]:
+        self._read()
         progress = [p for p in self._progress.values() if p.index not in self._tokens]
         outputs: list[Output] = [*self._first, *progress, *map(merged, self._tokens.values()), *self._last]
         for kind in (self._first, self._progress, self._tokens, self._last):
