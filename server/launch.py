@@ -178,9 +178,10 @@ async def run(config: ServerConfig, build: Build, listening: Callable[[Server], 
 
     Returns whether the engine was ever built; if not, the thread that builds it may still be busy.
     """
-    server = Server(config)
+    server, before = Server(config), sys.getswitchinterval()
     await server.start()
     listening(server)
+    sys.setswitchinterval(SWITCH_SECONDS)
     engine = None
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -197,6 +198,7 @@ async def run(config: ServerConfig, build: Build, listening: Callable[[Server], 
         await server.stop()
         if engine is not None:
             engine.close()
+        sys.setswitchinterval(before)
     return engine is not None
 
 
@@ -213,7 +215,6 @@ def serve(config: ServerConfig, build: Build, listening: Callable[[Server], None
             loop.add_signal_handler(number, signalled, number)
         return await run(config, build, listening, stop)
 
-    sys.setswitchinterval(SWITCH_SECONDS)
     return asyncio.run(main())
 
 
