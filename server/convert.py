@@ -52,13 +52,12 @@ def guided_of(message: pb.Guided) -> Guided | None:
 
 def guided_message(guided: Guided) -> pb.Guided:
     guided.check()
-    match guided.kind:
-        case "choice":
-            return pb.Guided(choice=pb.Guided.Choices(texts=guided.choices))
-        case "json_object":
-            return pb.Guided(json_object=True)
-        case kind:
-            return pb.Guided(**{kind: guided.text})     # type: ignore[arg-type]
+    message = pb.Guided()
+    if guided.kind == "choice":
+        message.choice.texts.extend(guided.choices)
+    else:
+        setattr(message, guided.kind, guided.kind == "json_object" or guided.text)
+    return message
 
 
 def prompt_of(message: Any) -> Prompt:

@@ -5,7 +5,10 @@ import pytest
 
 import jaxserve
 from jaxserve import llm
+from jaxserve.guide import Guided
 from jaxserve.request import RequestError, SamplingParams
+from tests.engine.harness import engine
+from tests.guide.vocabulary import tokenizer
 from tests.server.fakes import FakeEngine, FakeTokenizer, expected
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -103,3 +106,16 @@ def test_without_a_tokenizer_only_ids_are_prompts(offline):
         assert model.generate([1, 2], GREEDY)[0].text == ""
         with pytest.raises(RequestError, match="no tokenizer"):
             model.generate("text")
+
+
+def test_guided_completions_obey_each_its_own_guide(offline):
+    with offline(engine(seqs=2), tokenizer) as llm:
+        said = llm.generate(["a", "b", "c"], SamplingParams(max_tokens=9), guided=[Guided("choice", choices=("yes", "no")), None,
+                                                                                  Guided("regex", "ab{3}")])
+    assert said[0].text in ("yes", "no") and said[2].text == "abbb"
+
+
+def test_a_guide_that_is_wrong_is_the_fault_of_its_prompt(offline):
+    with offline() as llm, pytest.raises(RequestError, match="limit is 65536") as fault:
+        llm.generate(["a", "b"], guided=[None, Guided("regex", "a" * 70_000)])
+    assert fault.value.number == 1 and fault.value.field == "regex"

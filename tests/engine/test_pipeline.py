@@ -53,8 +53,8 @@ class Trace:
         self.left.append(slots)
         return inner(arrays, needs)
 
-    def _sample(self, inner, hidden, variant):
-        sampled = inner(hidden, variant)
+    def _sample(self, inner, hidden, variant, mask):
+        sampled = inner(hidden, variant, mask)
         self.made_by[sampled.version] = len(self.left) - 1
         return sampled
 

@@ -107,11 +107,27 @@ def test_pages_stay_where_they_are_while_steps_run(alone):
     assert all(pool.is_deleted() for pool in pools)
 
 
+class Anything:
+    """A guide that rules nothing out."""
+
+    done = False
+
+    def matcher(self) -> Anything:
+        return self
+
+    def fill(self, row: np.ndarray) -> None:
+        row[:] = -1
+
+    def push(self, token: int) -> None:
+        pass
+
+
 def requests(runner: Runner, length: int) -> None:
     """A few of all kinds."""
     ids = np.random.default_rng(length).integers(3, 512, length)
     kinds = [dict(), dict(temperature=1.0), dict(temperature=0.5, logprobs=3), dict(prompt_logprobs=2),
-             dict(n=3, temperature=1.0, top_p=0.9), dict(frequency_penalty=1.0), dict(stop_token_ids=[9], min_tokens=1)]
+             dict(n=3, temperature=1.0, top_p=0.9), dict(frequency_penalty=1.0), dict(stop_token_ids=[9], min_tokens=1),
+             dict(rest={"guide": Anything()})]
     runner.submit(ids, max_tokens=2, ignore_eos=True, **kinds[length % len(kinds)])
 
 

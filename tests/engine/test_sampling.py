@@ -33,8 +33,8 @@ LANE, LOGITS = spec("lanes"), spec("lanes", None, "vocab")
 @functools.cache
 def program(name: str, lanes: int, ranks: int, vocab: int):
     """One of sampling's functions as the device runs it: jitted, inside shard_map. jit compiles it for each number of rows."""
-    def sample(logits, slot, position, state):
-        token, state = sampling.sample(logits[0], slot[0], position[0], state, vocab)
+    def sample(logits, slot, position, state, mask=None):
+        token, state = sampling.sample(logits[0], slot[0], position[0], state, vocab, None if mask is None else mask[0])
         return token[None], state
 
     def log_probabilities(logits, token):
@@ -44,6 +44,7 @@ def program(name: str, lanes: int, ranks: int, vocab: int):
         "admit": (sampling.admit, (STATE, spec()), STATE),
         "greedy": (lambda logits: sampling.greedy(logits[0], vocab)[None], (LOGITS,), LANE),
         "sample": (sample, (LOGITS, LANE, LANE, STATE), (LANE, STATE)),
+        "guided": (sample, (LOGITS, LANE, LANE, STATE, LANE), (LANE, STATE)),
         "log_probabilities": (log_probabilities, (LOGITS, LANE), (LANE, LANE, LANE)),
     }[name]
     return jax.jit(jax.shard_map(f, mesh=mesh_of(lanes, ranks), in_specs=into, out_specs=out, check_vma=False))
@@ -76,6 +77,16 @@ class Device:
         position = np.broadcast_to(np.asarray(positions, np.int32), slot.shape)
         token, self.state = self.program("sample")(self._whole(logits), slot, position, self.state)
         return np.asarray(token)[lane]
+
+    def guided(self, logits: np.ndarray, slots, positions, allowed: np.ndarray) -> np.ndarray:
+        """As `sample`, of what is allowed [S, V] bool; what lies beyond the vocabulary is allowed too, and must not matter."""
+        slot = np.broadcast_to(np.asarray(slots, np.int32), (self.lanes, len(logits)))
+        bits = np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)), constant_values=True)
+        mask = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        assert mask.shape[1] == sampling.mask_words(self.vocab + self.pad)
+        position, mask = (np.broadcast_to(x, (self.lanes, *np.shape(x))) for x in (np.asarray(positions, np.int32), mask))
+        token, self.state = self.program("guided")(self._whole(logits), slot, position, self.state, mask)
+        return np.asarray(token)[0]
 
     def greedy(self, logits: np.ndarray) -> np.ndarray:
         return np.asarray(self.program("greedy")(self._whole(logits)))[0]
@@ -322,3 +333,28 @@ def test_padding_of_the_vocabulary_is_never_sampled(ranks):
     device.admit(0, seed=3)
     tokens = np.concatenate([device.sample(logits, np.zeros(1024), at * 1024 + np.arange(1024)) for at in range(4)])
     assert tokens.min() >= 0 and tokens.max() == 512
+
+
+def test_only_what_a_mask_allows_is_sampled_and_the_best_of_it_where_greedy(device):
+    rng = np.random.default_rng(4)
+    logits, allowed = logits_of(5, 40), rng.random((40, V)) < 0.1
+    allowed[np.arange(40), rng.integers(0, V, 40)] = True
+    allowed[:3] = np.arange(V) == np.array([[0], [V - 1], [31]])
+    for lane in range(device.lanes):
+        device.admit(1, lane, temperature=0)
+        device.admit(2, lane, temperature=1.0, top_p=0.9, seed=1)
+    greedy = device.guided(logits, np.full(40, 1), np.arange(40), allowed)
+    assert greedy.tolist() == np.where(allowed, logits, -np.inf).argmax(1).tolist()
+    drawn = device.guided(logits, np.full(40, 2), np.arange(40), allowed)
+    assert allowed[np.arange(40), drawn].all() and (drawn != greedy).any()
+    everything = device.guided(logits, np.full(40, 2), np.arange(40), np.ones_like(allowed))
+    assert everything.tolist() == device.sample(logits, np.full(40, 2), np.arange(40)).tolist()
+
+
+def test_a_row_that_may_say_nothing_harms_no_other(device):
+    logits, allowed = logits_of(6, 3), np.ones((3, V), bool)
+    allowed[1] = False
+    for lane in range(device.lanes):
+        device.admit(1, lane, temperature=0)
+    said = device.guided(logits, np.full(3, 1), np.arange(3), allowed)
+    assert said.tolist() == [logits[0].argmax(), sampling.BROKEN, logits[2].argmax()]

@@ -4,10 +4,11 @@ import re
 import grpc
 import pytest
 
-from jaxserve.request import SamplingParams
+from jaxserve.guide import KINDS, Guided
+from jaxserve.request import RequestError, SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server import jaxserve_pb2_grpc as rpc
-from jaxserve.server.convert import sampling_message, sampling_of
+from jaxserve.server.convert import guided_message, guided_of, sampling_message, sampling_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -47,3 +48,18 @@ def test_the_wire_has_every_sampling_field_and_knows_which_are_set():
 def test_sampling_survives_the_wire(sampling):
     sent = pb.SamplingParams.FromString(sampling_message(sampling).SerializeToString())
     assert sampling_of(sent) == sampling
+
+
+@pytest.mark.parametrize("guided", [
+    Guided("json_schema", "{}"), Guided("json_object"), Guided("regex", "a"), Guided("grammar", 'start: "a"'),
+    Guided("choice", choices=("a", "b")),
+], ids=lambda guided: guided.kind)
+def test_guides_survive_the_wire(guided):
+    assert guided_of(pb.Guided.FromString(guided_message(guided).SerializeToString())) == guided
+
+
+def test_the_wire_has_every_kind_of_guide_and_none_is_none():
+    assert {field.name for field in pb.Guided.DESCRIPTOR.fields} == set(KINDS)
+    assert guided_of(pb.Guided()) is guided_of(pb.Guided(json_object=False)) is None
+    with pytest.raises(RequestError, match="xml"):
+        guided_message(Guided("xml"))
