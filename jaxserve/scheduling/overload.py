@@ -1,0 +1,246 @@
+"""Whether a request can have its first token in time, asked before anything of it is computed.
+
+All prompts that are partly prefilled or wait are put in the order in which they are due, with the one that came among them, and it is
+worked out when each would have its first token: when it gets a slot and pages, and when the prefill before it is done, at the pace that
+decodes leave. Those ahead of it will be decodes by then, and some of those that run will have ended. The one that came is refused where its
+own first token would be late, where it would make one late that was accepted before, or where a step with one decode more would take longer
+than the tightest objective per token allows.
+
+What such a model cannot know is learnt: how much prefill a step gets done in the time it has for it, how long completions last, and by
+how much, as a share of the time that was given, all but a few first tokens come later than they were predicted (`margin`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxserve.cache import CacheManager
+from jaxserve.config import SchedulerConfig
+from jaxserve.request import RequestError
+from jaxserve.scheduling.batch import Batch
+from jaxserve.scheduling.chunking import LEAST
+from jaxserve.scheduling.line import ARRIVAL, DUE, TOKENS, WORK
+from jaxserve.scheduling.packing import SHORTER
+from jaxserve.scheduling.predictor import NOMINAL, Lane, Predictor
+from jaxserve.scheduling.roster import DECODE, PREFILL, Roster
+from jaxserve.scheduling.sequence import Sequence
+
+POINTS = 9                                            # numbers of decodes for which a step's time is predicted; in between, by a line
+TIGHT = 0.9                                           # of the objective per token: the most that decodes alone may take
+MISSED = 0.02                                         # share of first tokens that may come later than predicted and `margin`
+RATE = 0.03                                           # of the time given: by how much a late first token moves `margin`
+MARGIN = 0.05, 0.6                                    # its limits
+SIZES = 16                                            # prompts of 4^k to 4^(k + 1) tokens have a `margin` of their own
+MEMORY = 0.1                                          # weight of the last step in what is known of `yielded`
+YIELD = 0.05, 4.0                                     # its limits
+FORGET = 0.999                                        # what a decoded token leaves of the weight of those before, for how long they last
+BEHIND = 1e7                                          # seconds: more than any two deadlines are apart
+SOON = 0.05                                           # seconds: the shortest wait that is told
+
+
+class View(NamedTuple):
+    """What runs, as seconds from now. `pace` [slots + 1]: seconds of prefill done per second beside so many decodes. `ends` [decodes] and
+    `slots` [slots]: when decodes end and slots come free, soonest first; `lasts`: how long a completion that begins later takes."""
+
+    decodes: int
+    step: float                                       # of a step with these decodes and prompts, through all stages
+    room: float                                       # seconds of prefill done in such a step
+    pace: np.ndarray
+    ends: np.ndarray
+    slots: np.ndarray
+    lasts: float
+    most: int                                         # decodes that the tightest objective per token allows
+
+
+class Gate:
+    """See the module. Refuses nothing while nobody knows what steps cost."""
+
+    def __init__(self, config: SchedulerConfig, cache: CacheManager, roster: Roster, predictor: Predictor):
+        self.config, self.cache, self.roster, self.predictor = config, cache, roster, predictor
+        self.margin = np.full(SIZES, MARGIN[0])       # by size of the prompt, see SIZES
+        self.yielded = 1.0                            # seconds of prefill alone that a step does in a second that it has for prefill
+        self._tokens = self._ended = 0.0              # decoded, and ends among them: recent ones
+        self._counts = np.unique(np.linspace(0, config.max_seqs, POINTS).astype(int))
+        self._known: tuple[object, np.ndarray] = (None, np.empty(0))
+
+    # --- the question
+
+    def check(self, sequence: Sequence, now: float, begun: float, feasible: bool) -> float:
+        """Clock second at which the sequence, which has come just now, should have its first token.
+
+        begun: seconds until the batches in flight are done. feasible: whether its objective could be met if it were alone; where it could
+        not, it is served as well as can be when nobody waits. Errors: RequestError where it is refused, with `retry_after`.
+        """
+        roster = self.roster
+        if sequence.request.deadline is not None and sequence.request.deadline <= now:
+            raise RequestError("deadline", "has passed", "DEADLINE_EXCEEDED")
+        work = roster.work(0, sequence.target)
+        if self.predictor.costs is NOMINAL or not roster.sequences:
+            return now + begun + work
+        view, due = self._view(sequence, now), sequence.due
+        fields = roster.facts()
+        own = np.array([[sequence.request.arrival], [due], [work], [sequence.target]])
+        rank, mine = self._rank(fields, view, now), self._rank(own, view, now)[0]
+        order = np.argsort(rank, kind="stable")
+        fields, waits, place = fields[:, order], order >= len(roster.prefilling), int(np.count_nonzero(rank <= mine))
+        lag = begun + (view.step / 2 if view.decodes else 0.0)        # its last chunk's step is shared with decodes: they are waited for
+        before = self._firsts(fields, waits, view) + lag
+        fields = np.concatenate([fields[:, :place], own, fields[:, place:]], axis=1)
+        waits = np.concatenate([waits[:place], [True], waits[place:]])
+        first = self._firsts(fields, waits, view) + lag
+        alone = not feasible and not len(roster.queue) and not roster.prefilling
+        self._check_decodes(sequence, view, float(first[place]))
+        self._check_time(sequence, now, place, before, first, fields, alone)
+        return now + float(first[place])
+
+    def _check_decodes(self, sequence: Sequence, view: View, first: float) -> None:
+        """Errors: RequestError where the decodes there will be take longer than the tightest objective per token."""
+        ended = int(np.searchsorted(view.ends, first))
+        count = len(self.roster.sequences) - ended + sequence.request.sampling.n
+        over = min(count, self.config.max_seqs) - view.most
+        if over > 0:
+            after = view.ends[min(ended + over, len(view.ends)) - 1] if len(view.ends) else first
+            raise _refused(f"{count} sequences would run, {view.most} can within {sequence.tpot:g} s per token or less", "tpot", float(after))
+
+    def _check_time(
+        self, sequence: Sequence, now: float, place: int, before: np.ndarray, first: np.ndarray, fields: np.ndarray, alone: bool
+    ) -> None:
+        """Errors: RequestError where its own first token would be late (not asked where it is served `alone`), or another one by it."""
+        given = fields[DUE] - fields[ARRIVAL]
+        left, kept = fields[DUE] - now, self.margin[_size(fields[TOKENS])] * given
+        over = np.zeros(len(first))
+        over[place] = 0.0 if alone else first[place] + kept[place] - left[place]
+        behind = slice(place + 1, None)
+        line = (left - kept)[behind]
+        crosses = (before[place:] <= line) & (first[behind] > line)
+        line = (left - MARGIN[0] * given)[behind]
+        presses = (fields[WORK][behind] <= line) & (first[behind] > line)       # in time only if nobody comes before it
+        over[behind] = np.where(crosses | presses, first[behind] - line, 0.0)
+        deadline = sequence.request.deadline
+        if deadline is not None and (after := float(first[place]) - (deadline - now)) > 0:
+            raise _refused(f"its first token would come {after:.3g} s after its deadline", "deadline", after)
+        if (after := float(over.max())) > 0:
+            whose = "it would come" if over[place] > 0 else "by it those of others would come"
+            raise _refused(f"its first token is due in {left[place]:.3g} s; {whose} {after:.3g} s too late", "ttft", after)
+
+    def _rank(self, fields: np.ndarray, view: View, now: float) -> np.ndarray:
+        """By which prompts go, smallest first. Policies that look at deadlines end up with the first that is due, as long as there is time;
+        those that need several steps leave most of these to much shorter ones."""
+        config, (arrival, due, work, _) = self.config, fields
+        rank = arrival - now if config.policy == "fcfs" else due - now
+        if config.chunking == "adaptive" and config.sharing > 0:
+            size = np.log(np.maximum(work / view.room, 1.0)) // math.log(1 / SHORTER)
+            rank = rank + BEHIND * size
+        return np.where(due - now < work, rank + BEHIND**2, rank) if config.policy == "slack" else rank
+
+    # --- the model
+
+    def _firsts(self, fields: np.ndarray, waits: np.ndarray, view: View) -> np.ndarray:
+        """Seconds [n] to the first tokens of prompts that go in this order; `waits` [n] bool: for a slot."""
+        slots, work, at = len(view.slots), fields[WORK], np.arange(len(waits))
+        nth = np.cumsum(waits) - 1
+        ready = np.where(waits, view.slots[nth % slots] + nth // slots * view.lasts, 0.0)
+        ready = np.maximum(ready, self._pages_ready(fields, waits, view))
+        first = self._pass(work / view.pace[np.minimum(view.decodes + at, slots)], ready)
+        ended = np.searchsorted(view.ends, first) + np.searchsorted(np.maximum.accumulate(first) + view.lasts, first)
+        return self._pass(work / view.pace[np.clip(view.decodes + at - ended, 0, slots)], ready)
+
+    def _pass(self, seconds: np.ndarray, ready: np.ndarray) -> np.ndarray:
+        """When each is done that may begin when it is `ready` and when those before it are done; lanes share the work of several."""
+        before = np.cumsum(seconds) - seconds
+        before /= self.predictor.mesh.kvp
+        return before + np.maximum.accumulate(ready - before) + seconds
+
+    def _pages_ready(self, fields: np.ndarray, waits: np.ndarray, view: View) -> np.ndarray | float:
+        """When there are pages for each, where there are not enough for all."""
+        roster, cache = self.roster, self.cache
+        need = np.cumsum(np.where(waits, -(-fields[TOKENS] // cache.block_size), 0.0))
+        promised = sum(cache.blocks(s.target) - len(cache.tables[s.slot]) for s in roster.prefilling)
+        spare = max(cache.available - promised, 0)
+        if not need.size or need[-1] <= spare:
+            return 0.0
+        back = cache.total - cache.available                          # over all that runs, evenly over the time until it ends
+        last = float(view.slots[-1]) or view.lasts
+        return np.maximum(need - spare, 0.0) / max(back, 1) * last
+
+    def _view(self, sequence: Sequence, now: float) -> View:
+        roster, stages = self.roster, self.predictor.mesh.spp
+        running = roster.phase == DECODE
+        tpot = min(float(roster.tpot[(roster.phase == DECODE) | (roster.phase == PREFILL)].min(initial=math.inf)), sequence.tpot)
+        decodes, curve = int(np.count_nonzero(running)), self._curve(running, sequence)
+        step, share = self._step(curve, tpot / stages)
+        pace, period = np.maximum(share * self.yielded, 1e-3), float(step[decodes]) * stages
+        lasting = self._tokens / self._ended if self._ended else math.inf
+        ends = np.minimum(roster.end - roster.issued, lasting) * period
+        lasts = min(sequence.limit, lasting) * period
+        busy = np.where(running, ends, 0.0)
+        for other in roster.prefilling:
+            busy[other.slot] = other.left / pace[decodes] + min(other.end - other.target, lasting) * period
+        most = int(np.searchsorted(curve, TIGHT * tpot / stages, side="right")) - 1
+        return View(decodes, period, period / stages * float(pace[decodes]), pace, np.sort(ends[running]), np.sort(busy), lasts, most)
+
+    def _step(self, curve: np.ndarray, target: float) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a step [slots + 1] in a stage beside so many decodes while prompts wait, and the share of it that is theirs."""
+        config = self.config
+        if config.chunking == "static":
+            chunk = self.predictor.prefill(0, config.chunk_tokens, config.chunk_tokens)
+            return curve + chunk, chunk / (curve + chunk)
+        step = np.where(target > curve, target, (1 + LEAST) * curve)
+        return step, 1 - curve / step
+
+    def _curve(self, running: np.ndarray, sequence: Sequence) -> np.ndarray:
+        """Seconds of a step [slots + 1] in a stage with so many decodes alone; worked out once per batch."""
+        key = int(self.roster.last.max(initial=0)), int(np.count_nonzero(running)), self.predictor.scale
+        if key != self._known[0]:
+            mesh, context = self.predictor.mesh, self.roster.issued[running]
+            mean, longest = (float(context.mean()), float(context.max())) if context.size else (sequence.target,) * 2
+            seconds = [0.0]
+            for count in self._counts[1:].tolist():
+                each = -(-count // (mesh.kvp * mesh.spp))
+                seconds.append(self.predictor.lane(Lane(each, each * mean, longest, samples=each)))
+            curve = np.interp(np.arange(self.config.max_seqs + 1), self._counts, np.maximum.accumulate(seconds))
+            self._known = key, curve
+        return self._known[1]
+
+    # --- what is learnt
+
+    def backlog(self) -> float:
+        """Seconds of prefill that are left to do."""
+        return float(self.roster.queue.fields[WORK].sum()) + sum(sequence.left for sequence in self.roster.prefilling)
+
+    def issued(self, batch: Batch, before: float) -> None:
+        """A batch was packed; `before`: the backlog until then. It tells what a step gets done where there is more than it can do."""
+        after = self.backlog()
+        if not batch.tokens.size or after <= 0 or after >= before or self.predictor.costs is NOMINAL:
+            return
+        fed = batch.feed
+        lanes = self.predictor.decodes(batch.start[fed], batch.lane[fed], batch.spread[fed], batch.held[fed])
+        had = batch.seconds - (self.predictor.stage(lanes) if fed.any() else 0.0)
+        if had > 0:
+            ratio = min(max((before - after) / self.predictor.mesh.kvp / had, YIELD[0]), YIELD[1])
+            self.yielded += MEMORY * (ratio - self.yielded)
+
+    def began(self, sequence: Sequence, now: float) -> None:
+        """A sequence has its first token."""
+        if sequence.promised is not None:
+            late = (now - sequence.promised) / max(sequence.due - sequence.request.arrival, 1e-9)
+            size = _size(len(sequence.request.prompt))
+            margin = self.margin[size] + RATE * ((1 - MISSED) if late > self.margin[size] else -MISSED)
+            self.margin[size] = min(max(margin, MARGIN[0]), MARGIN[1])
+
+    def spoke(self, count: int, ended: int) -> None:
+        """A batch gave `count` tokens, and so many completions ended by them."""
+        kept = FORGET**count
+        self._tokens, self._ended = kept * self._tokens + count, kept * self._ended + ended
+
+
+def _size(tokens: Any) -> Any:
+    return np.minimum(np.log2(tokens) / 2, SIZES - 1).astype(int)
+
+
+def _refused(said: str, reason: str, after: float) -> RequestError:
+    after = max(after, SOON)
+    return RequestError("", f"{said}; try again in {after:.3g} s", "RESOURCE_EXHAUSTED", after, reason)
