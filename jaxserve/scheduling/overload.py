@@ -3,8 +3,8 @@
 All prompts that are partly prefilled or wait are put in the order in which they are due, with the one that came among them, and it is
 worked out when each would have its first token: when it gets a slot and pages, and when the prefill before it is done, at the pace that
 decodes leave. Those ahead of it will be decodes by then, and some of those that run will have ended. The one that came is refused where its
-own first token would be late, where it would make one late that was accepted before, or where a step with one decode more would take longer
-than the tightest objective per token allows.
+own first token would be late, or where it would make one late that was accepted before. Only so many get a slot as a step can have decodes
+within the tightest objective per token of those that run; one with a tighter objective is refused where more than that run already.
 
 What such a model cannot know is learnt: how much prefill a step gets done in the time it has for it, how long completions last, and by
 how much, as a share of the time that was given, all but a few first tokens come later than they were predicted (`margin`).
@@ -43,8 +43,9 @@ SOON = 0.05                                           # seconds: the shortest wa
 
 class View(NamedTuple):
     """What runs, as seconds from now. `pace` [slots + 1]: seconds of prefill done per second beside so many decodes. `ends` [decodes] and
-    `slots` [slots]: when decodes end and slots come free, soonest first; `lasts`: how long a completion that begins later takes."""
+    `slots` [at most slots]: when decodes end and slots come free, soonest first; `lasts`: how long a completion that begins later takes."""
 
+    tpot: float                                       # the tightest objective per token
     decodes: int
     step: float                                       # of a step with these decodes and prompts, through all stages
     room: float                                       # seconds of prefill done in such a step
@@ -52,7 +53,7 @@ class View(NamedTuple):
     ends: np.ndarray
     slots: np.ndarray
     lasts: float
-    most: int                                         # decodes that the tightest objective per token allows
+    most: int                                         # decodes that this objective allows
 
 
 class Gate:
@@ -64,7 +65,7 @@ class Gate:
         self.yielded = 1.0                            # seconds of prefill alone that a step does in a second that it has for prefill
         self._tokens = self._ended = 0.0              # decoded, and ends among them: recent ones
         self._counts = np.unique(np.linspace(0, config.max_seqs, POINTS).astype(int))
-        self._known: tuple[object, np.ndarray] = (None, np.empty(0))
+        self._seen: View | None = None
 
     # --- the question
 
@@ -80,51 +81,50 @@ class Gate:
         work = roster.work(0, sequence.target)
         if self.predictor.costs is NOMINAL or not roster.sequences:
             return now + begun + work
-        view, due = self._view(sequence, now), sequence.due
-        fields = roster.facts()
-        own = np.array([[sequence.request.arrival], [due], [work], [sequence.target]])
-        rank, mine = self._rank(fields, view, now), self._rank(own, view, now)[0]
-        order = np.argsort(rank, kind="stable")
-        fields, waits, place = fields[:, order], order >= len(roster.prefilling), int(np.count_nonzero(rank <= mine))
+        view, tighter = self._view_for(sequence)
+        own = sequence.request.arrival, sequence.due, work, sequence.target
+        fields = np.concatenate([roster.facts(), np.array(own)[:, None]], axis=1)
+        order = np.argsort(self._rank(fields, view, now), kind="stable")          # the youngest goes after those that rank as it does
+        place, fields, waits = int(np.argmax(order)), fields[:, order], order >= len(roster.prefilling)
         lag = begun + (view.step / 2 if view.decodes else 0.0)        # its last chunk's step is shared with decodes: they are waited for
-        before = self._firsts(fields, waits, view) + lag
-        fields = np.concatenate([fields[:, :place], own, fields[:, place:]], axis=1)
-        waits = np.concatenate([waits[:place], [True], waits[place:]])
-        first = self._firsts(fields, waits, view) + lag
+        first, before = self._firsts(fields, waits, view) + lag, np.empty(0)
+        if place + 1 < len(first):
+            others = np.arange(len(first)) != place
+            before = self._firsts(fields[:, others], waits[others], view)[place:] + lag
         alone = not feasible and not len(roster.queue) and not roster.prefilling
-        self._check_decodes(sequence, view, float(first[place]))
+        if tighter:
+            self._check_decodes(sequence, view, float(first[place]))
         self._check_time(sequence, now, place, before, first, fields, alone)
         return now + float(first[place])
 
     def _check_decodes(self, sequence: Sequence, view: View, first: float) -> None:
-        """Errors: RequestError where the decodes there will be take longer than the tightest objective per token."""
+        """Errors: RequestError where too many would run beside it for its objective per token, which is the tightest."""
         ended = int(np.searchsorted(view.ends, first))
-        count = len(self.roster.sequences) - ended + sequence.request.sampling.n
-        over = min(count, self.config.max_seqs) - view.most
-        if over > 0:
-            after = view.ends[min(ended + over, len(view.ends)) - 1] if len(view.ends) else first
-            raise _refused(f"{count} sequences would run, {view.most} can within {sequence.tpot:g} s per token or less", "tpot", float(after))
+        count = view.decodes + len(self.roster.prefilling) - ended + sequence.request.sampling.n
+        if count > max(view.most, 1):
+            after = view.ends[min(ended + count - view.most, len(view.ends)) - 1] if len(view.ends) else first
+            raise _refused(f"{count} sequences would run, {view.most} can within {sequence.tpot:g} s per token", "tpot", float(after))
 
     def _check_time(
         self, sequence: Sequence, now: float, place: int, before: np.ndarray, first: np.ndarray, fields: np.ndarray, alone: bool
     ) -> None:
-        """Errors: RequestError where its own first token would be late (not asked where it is served `alone`), or another one by it."""
-        given = fields[DUE] - fields[ARRIVAL]
-        left, kept = fields[DUE] - now, self.margin[_size(fields[TOKENS])] * given
-        over = np.zeros(len(first))
-        over[place] = 0.0 if alone else first[place] + kept[place] - left[place]
-        behind = slice(place + 1, None)
-        line = (left - kept)[behind]
-        crosses = (before[place:] <= line) & (first[behind] > line)
-        line = (left - MARGIN[0] * given)[behind]
-        presses = (fields[WORK][behind] <= line) & (first[behind] > line)       # in time only if nobody comes before it
-        over[behind] = np.where(crosses | presses, first[behind] - line, 0.0)
+        """Errors: RequestError where its own first token would be late (not asked where it is served `alone`), or another one by it.
+        before: when those behind it would have theirs without it."""
+        due, own = fields[DUE, place:] - now, float(first[place])
+        given = fields[DUE, place:] - fields[ARRIVAL, place:]
+        lines = due - self.margin[_size(fields[TOKENS, place:])] * given
         deadline = sequence.request.deadline
-        if deadline is not None and (after := float(first[place]) - (deadline - now)) > 0:
+        if deadline is not None and (after := own - (deadline - now)) > 0:
             raise _refused(f"its first token would come {after:.3g} s after its deadline", "deadline", after)
-        if (after := float(over.max())) > 0:
-            whose = "it would come" if over[place] > 0 else "by it those of others would come"
-            raise _refused(f"its first token is due in {left[place]:.3g} s; {whose} {after:.3g} s too late", "ttft", after)
+        if not alone and (after := own - float(lines[0])) > 0:
+            raise _refused(f"its first token is due in {due[0]:.3g} s and would come {after:.3g} s too late", "ttft", after)
+        if before.size:
+            then, line, last = first[place + 1 :], lines[1:], (due - MARGIN[0] * given)[1:]
+            crosses = (before <= line) & (then > line)
+            presses = (fields[WORK, place + 1 :] <= last) & (then > last)           # in time only if nobody comes before it
+            after = float(np.where(crosses | presses, then - last, -math.inf).max())
+            if (crosses | presses).any():
+                raise _refused("others, whose first tokens are due, would have to wait for it", "ttft", after)
 
     def _rank(self, fields: np.ndarray, view: View, now: float) -> np.ndarray:
         """By which prompts go, smallest first. Policies that look at deadlines end up with the first that is due, as long as there is time;
@@ -132,8 +132,8 @@ class Gate:
         config, (arrival, due, work, _) = self.config, fields
         rank = arrival - now if config.policy == "fcfs" else due - now
         if config.chunking == "adaptive" and config.sharing > 0:
-            size = np.log(np.maximum(work / view.room, 1.0)) // math.log(1 / SHORTER)
-            rank = rank + BEHIND * size
+            steps = np.log(np.maximum(work * (1 / view.room), 1.0)) * (1 / math.log(1 / SHORTER))
+            rank = rank + BEHIND * steps.astype(int)
         return np.where(due - now < work, rank + BEHIND**2, rank) if config.policy == "slack" else rank
 
     # --- the model
@@ -141,46 +141,66 @@ class Gate:
     def _firsts(self, fields: np.ndarray, waits: np.ndarray, view: View) -> np.ndarray:
         """Seconds [n] to the first tokens of prompts that go in this order; `waits` [n] bool: for a slot."""
         slots, work, at = len(view.slots), fields[WORK], np.arange(len(waits))
-        nth = np.cumsum(waits) - 1
-        ready = np.where(waits, view.slots[nth % slots] + nth // slots * view.lasts, 0.0)
-        ready = np.maximum(ready, self._pages_ready(fields, waits, view))
-        first = self._pass(work / view.pace[np.minimum(view.decodes + at, slots)], ready)
-        ended = np.searchsorted(view.ends, first) + np.searchsorted(np.maximum.accumulate(first) + view.lasts, first)
-        return self._pass(work / view.pace[np.clip(view.decodes + at - ended, 0, slots)], ready)
-
-    def _pass(self, seconds: np.ndarray, ready: np.ndarray) -> np.ndarray:
-        """When each is done that may begin when it is `ready` and when those before it are done; lanes share the work of several."""
+        turns = (view.slots + view.lasts * np.arange(1 + len(waits) // slots)[:, None]).ravel()       # slots, each again and again
+        ready = np.where(waits, turns[np.cumsum(waits) - 1], 0.0)
+        ready = np.maximum(ready, self._pages_ready(fields[TOKENS], waits, view))
+        about = np.maximum(ready, np.cumsum(work) * (1 / float(view.pace[view.decodes])))
+        ended = np.searchsorted(view.ends, about) + np.searchsorted(about + view.lasts, about)
+        seconds = work / view.pace[np.minimum(np.maximum(view.decodes + at - ended, 0), slots)]
         before = np.cumsum(seconds) - seconds
-        before /= self.predictor.mesh.kvp
-        return before + np.maximum.accumulate(ready - before) + seconds
+        if self.predictor.mesh.kvp > 1:                               # lanes share the work of several, not that of one
+            before /= self.predictor.mesh.kvp
+        return np.maximum.accumulate(ready - before) + before + seconds
 
-    def _pages_ready(self, fields: np.ndarray, waits: np.ndarray, view: View) -> np.ndarray | float:
+    def _pages_ready(self, tokens: np.ndarray, waits: np.ndarray, view: View) -> np.ndarray | float:
         """When there are pages for each, where there are not enough for all."""
         roster, cache = self.roster, self.cache
-        need = np.cumsum(np.where(waits, -(-fields[TOKENS] // cache.block_size), 0.0))
-        promised = sum(cache.blocks(s.target) - len(cache.tables[s.slot]) for s in roster.prefilling)
-        spare = max(cache.available - promised, 0)
-        if not need.size or need[-1] <= spare:
+        spare = cache.available - sum(cache.blocks(s.target) - len(cache.tables[s.slot]) for s in roster.prefilling)
+        if cache.blocks(int(tokens.sum())) + len(tokens) <= spare:
             return 0.0
-        back = cache.total - cache.available                          # over all that runs, evenly over the time until it ends
-        last = float(view.slots[-1]) or view.lasts
-        return np.maximum(need - spare, 0.0) / max(back, 1) * last
+        short = np.cumsum(np.where(waits, np.ceil(tokens * (1 / cache.block_size)), 0.0)) - max(spare, 0)
+        last = float(view.slots[-1]) or view.lasts                    # pages come back evenly until then
+        return np.maximum(short, 0.0) * (last / max(cache.total - cache.available, 1))
 
-    def _view(self, sequence: Sequence, now: float) -> View:
-        roster, stages = self.roster, self.predictor.mesh.spp
+    def _view_for(self, sequence: Sequence) -> tuple[View, bool]:
+        """What runs as it is since the last batch came or went, and as if `sequence` were there too; whether its objective per token is
+        tighter than those of the others."""
+        view = self._running()
+        tighter = sequence.tpot < view.tpot
+        if tighter:
+            view = self._view(sequence.tpot, sequence.target)
+        return view._replace(lasts=min(sequence.limit, self._lasting) * view.step), tighter
+
+    def _running(self) -> View:
+        if self._seen is None:
+            self._seen = self._view(math.inf, 0)
+        return self._seen
+
+    @property
+    def most(self) -> int:
+        """Sequences that may have a slot, so that decodes keep the tightest objective per token of those that run."""
+        return self.config.max_seqs if self.predictor.costs is NOMINAL else max(1, self._running().most)
+
+    @property
+    def _lasting(self) -> float:
+        """Tokens that a completion may still be expected to put out, whenever one looks."""
+        return self._tokens / self._ended if self._ended else math.inf
+
+    def _view(self, tpot: float, context: int) -> View:
+        """With a tightest objective of `tpot` at most; `context`: of decodes, where there are none."""
+        roster, stages, lasting = self.roster, self.predictor.mesh.spp, self._lasting
         running = roster.phase == DECODE
-        tpot = min(float(roster.tpot[(roster.phase == DECODE) | (roster.phase == PREFILL)].min(initial=math.inf)), sequence.tpot)
-        decodes, curve = int(np.count_nonzero(running)), self._curve(running, sequence)
+        tpot = float(roster.tpot[running | (roster.phase == PREFILL)].min(initial=tpot))
+        decodes, curve = int(np.count_nonzero(running)), self._curve(roster.issued[running], context)
         step, share = self._step(curve, tpot / stages)
         pace, period = np.maximum(share * self.yielded, 1e-3), float(step[decodes]) * stages
-        lasting = self._tokens / self._ended if self._ended else math.inf
         ends = np.minimum(roster.end - roster.issued, lasting) * period
-        lasts = min(sequence.limit, lasting) * period
         busy = np.where(running, ends, 0.0)
         for other in roster.prefilling:
             busy[other.slot] = other.left / pace[decodes] + min(other.end - other.target, lasting) * period
         most = int(np.searchsorted(curve, TIGHT * tpot / stages, side="right")) - 1
-        return View(decodes, period, period / stages * float(pace[decodes]), pace, np.sort(ends[running]), np.sort(busy), lasts, most)
+        slots = np.sort(busy)[len(busy) - max(1, most) :]
+        return View(tpot, decodes, period, period / stages * float(pace[decodes]), pace, np.sort(ends[running]), slots, 0.0, most)
 
     def _step(self, curve: np.ndarray, target: float) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of a step [slots + 1] in a stage beside so many decodes while prompts wait, and the share of it that is theirs."""
@@ -188,22 +208,19 @@ class Gate:
         if config.chunking == "static":
             chunk = self.predictor.prefill(0, config.chunk_tokens, config.chunk_tokens)
             return curve + chunk, chunk / (curve + chunk)
+        target = min(target, config.step_time / self.predictor.mesh.spp) if target == math.inf else target
         step = np.where(target > curve, target, (1 + LEAST) * curve)
         return step, 1 - curve / step
 
-    def _curve(self, running: np.ndarray, sequence: Sequence) -> np.ndarray:
-        """Seconds of a step [slots + 1] in a stage with so many decodes alone; worked out once per batch."""
-        key = int(self.roster.last.max(initial=0)), int(np.count_nonzero(running)), self.predictor.scale
-        if key != self._known[0]:
-            mesh, context = self.predictor.mesh, self.roster.issued[running]
-            mean, longest = (float(context.mean()), float(context.max())) if context.size else (sequence.target,) * 2
-            seconds = [0.0]
-            for count in self._counts[1:].tolist():
-                each = -(-count // (mesh.kvp * mesh.spp))
-                seconds.append(self.predictor.lane(Lane(each, each * mean, longest, samples=each)))
-            curve = np.interp(np.arange(self.config.max_seqs + 1), self._counts, np.maximum.accumulate(seconds))
-            self._known = key, curve
-        return self._known[1]
+    def _curve(self, contexts: np.ndarray, context: int) -> np.ndarray:
+        """Seconds of a step [slots + 1] in a stage with so many decodes alone, of contexts like these."""
+        mesh = self.predictor.mesh
+        mean, longest = (float(contexts.mean()), float(contexts.max())) if contexts.size else (context, context)
+        seconds = [0.0]
+        for count in self._counts[1:].tolist():
+            each = -(-count // (mesh.kvp * mesh.spp))
+            seconds.append(self.predictor.lane(Lane(each, each * mean, longest, samples=each)))
+        return np.interp(np.arange(self.config.max_seqs + 1), self._counts, np.maximum.accumulate(seconds))
 
     # --- what is learnt
 
@@ -213,7 +230,7 @@ class Gate:
 
     def issued(self, batch: Batch, before: float) -> None:
         """A batch was packed; `before`: the backlog until then. It tells what a step gets done where there is more than it can do."""
-        after = self.backlog()
+        after, self._seen = self.backlog(), None
         if not batch.tokens.size or after <= 0 or after >= before or self.predictor.costs is NOMINAL:
             return
         fed = batch.feed
@@ -233,12 +250,12 @@ class Gate:
 
     def spoke(self, count: int, ended: int) -> None:
         """A batch gave `count` tokens, and so many completions ended by them."""
-        kept = FORGET**count
+        kept, self._seen = FORGET**count, None
         self._tokens, self._ended = kept * self._tokens + count, kept * self._ended + ended
 
 
 def _size(tokens: Any) -> Any:
-    return np.minimum(np.log2(tokens) / 2, SIZES - 1).astype(int)
+    return np.minimum(np.log2(tokens) * 0.5, SIZES - 1).astype(int)
 
 
 def _refused(said: str, reason: str, after: float) -> RequestError:

@@ -175,7 +175,9 @@ class Scheduler:
 
     def start(self, now: float) -> Batch | None:
         """The next batch, to be run after all batches before it; None where nothing can be issued now."""
-        backlog = 0.0 if self.gate is None else self.gate.backlog()
+        backlog = 0.0
+        if self.gate is not None:
+            backlog, self.packer.admission.most = self.gate.backlog(), self.gate.most
         packed = self.packer.pack(self._batches, now)
         if packed is None:
             return None
