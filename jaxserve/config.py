@@ -199,6 +199,7 @@ class EngineConfig(Checked):
     scheduler: SchedulerConfig = SchedulerConfig()
     profile: str = option("auto", "what steps cost: a file of `jaxserve profile`; auto measures at the first start and keeps it; none")
     lookahead: int = option(1, "steps that are issued before the tokens of the last one are read", low=0, high=8)
+    hang_timeout: float = option(60.0, "seconds by which a step may be overdue before the devices count as hung", low=0.01)
     compile_cache: str | None = option(None, "folder of compiled programs; default: under the user's cache folder; '' for none")
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from jaxserve.scheduling.line import TOKENS, WORK
 from jaxserve.scheduling.overload import Gate
 from jaxserve.scheduling.packing import SHORTER, Packer
 from jaxserve.scheduling.predictor import NOMINAL, Costs, Predictor
-from jaxserve.scheduling.roster import ENDED, Roster
+from jaxserve.scheduling.roster import ENDED, LEAVING, Roster
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slack import POLICIES
 
@@ -302,6 +302,24 @@ class Scheduler:
             sequence.chain.learn(leader.chain, len(leader.request.prompt) // self.cache.block_size)
             self._roster.wait(sequence)
         entry.later = []
+
+    def reset(self, batch: Batch, now: float, error: RequestError) -> Events:
+        """All that was computed is lost, by this batch: its sequences end with the error, all others that have a slot wait again, with the
+        tokens they have put out. No batch is in flight any more, and no prefix is known."""
+        roster, events = self._roster, []
+        self._flight.clear()
+        roster.flying[:] = 0
+        ended = set(batch.seq.tolist())
+        for slot, sequence in sorted(roster.sequence.items()):
+            if roster.phase[slot] >= LEAVING:
+                roster.vacate(slot)
+            elif sequence.number in ended:
+                events.append((sequence.id, self._end(sequence, "error", now, error)))
+            else:
+                roster.withdraw(sequence, LEAVING)
+        self.cache.flush()
+        self.cache.take_deltas(), self.cache.take_moves()
+        return events
 
     def check(self) -> None:
         """The invariants of scheduler, roster and cache. Errors: AssertionError with what differs."""
