@@ -32,6 +32,7 @@ POINTS = 9                                            # numbers of decodes for w
 TIGHT = 0.9                                           # of the objective per token: the most that decodes alone may take
 MISSED = 0.02                                         # share of first tokens that may come later than predicted and `margin`
 RATE = 0.03                                           # of the time given: by how much a late first token moves `margin`
+SPARE = 0.5                                           # of the time given: what a long prompt behind another leaves to short ones to come
 MARGIN = 0.05, 0.6                                    # its limits
 SIZES = 16                                            # prompts of 4^k to 4^(k + 1) tokens have a `margin` of their own
 MEMORY = 0.1                                          # weight of the last step in what is known of `yielded`
@@ -50,6 +51,7 @@ class View(NamedTuple):
     step: float                                       # of a step with these decodes and prompts, through all stages
     room: float                                       # seconds of prefill done in such a step
     pace: np.ndarray
+    curve: np.ndarray                                 # [slots + 1], of a step in a stage with so many decodes alone
     ends: np.ndarray
     slots: np.ndarray
     lasts: float
@@ -82,6 +84,8 @@ class Gate:
         if self.predictor.costs is NOMINAL or not roster.sequences:
             return now + begun + work
         view, tighter = self._view_for(sequence)
+        if tighter:
+            self._check_decodes(sequence, view)
         own = sequence.request.arrival, sequence.due, work, sequence.target
         fields = np.concatenate([roster.facts(), np.array(own)[:, None]], axis=1)
         order = np.argsort(self._rank(fields, view, now), kind="stable")          # the youngest goes after those that rank as it does
@@ -92,27 +96,26 @@ class Gate:
             others = np.arange(len(first)) != place
             before = self._firsts(fields[:, others], waits[others], view)[place:] + lag
         alone = not feasible and not len(roster.queue) and not roster.prefilling
-        if tighter:
-            self._check_decodes(sequence, view, float(first[place]))
-        self._check_time(sequence, now, place, before, first, fields, alone)
+        self._check_time(sequence, now, place, before, first, fields, alone, view.room / SHORTER)
         return now + float(first[place])
 
-    def _check_decodes(self, sequence: Sequence, view: View, first: float) -> None:
-        """Errors: RequestError where too many would run beside it for its objective per token, which is the tightest."""
-        ended = int(np.searchsorted(view.ends, first))
-        count = view.decodes + len(self.roster.prefilling) - ended + sequence.request.sampling.n
+    def _check_decodes(self, sequence: Sequence, view: View) -> None:
+        """Errors: RequestError where too many run beside it for its objective per token, which is the tightest."""
+        count = view.decodes + len(self.roster.prefilling) + sequence.request.sampling.n
         if count > max(view.most, 1):
-            after = view.ends[min(ended + count - view.most, len(view.ends)) - 1] if len(view.ends) else first
-            raise _refused(f"{count} sequences would run, {view.most} can within {sequence.tpot:g} s per token", "tpot", float(after))
+            after = float(view.ends[min(count - view.most, len(view.ends)) - 1]) if len(view.ends) else view.step
+            raise _refused(f"{count} sequences would run, {view.most} can within {sequence.tpot:g} s per token", "tpot", after)
 
     def _check_time(
-        self, sequence: Sequence, now: float, place: int, before: np.ndarray, first: np.ndarray, fields: np.ndarray, alone: bool
+        self, sequence: Sequence, now: float, place: int, before: np.ndarray, first: np.ndarray, fields: np.ndarray, alone: bool, long: float
     ) -> None:
         """Errors: RequestError where its own first token would be late (not asked where it is served `alone`), or another one by it.
-        before: when those behind it would have theirs without it."""
+        before: when those behind it would have theirs without it. long: seconds of work from which prompts count as long."""
         due, own = fields[DUE, place:] - now, float(first[place])
         given = fields[DUE, place:] - fields[ARRIVAL, place:]
         lines = due - self.margin[_size(fields[TOKENS, place:])] * given
+        if fields[WORK, place] > long and np.count_nonzero(fields[WORK] > long) > 1:
+            lines[0] = min(lines[0], due[0] - SPARE * given[0])
         deadline = sequence.request.deadline
         if deadline is not None and (after := own - (deadline - now)) > 0:
             raise _refused(f"its first token would come {after:.3g} s after its deadline", "deadline", after)
@@ -169,25 +172,27 @@ class Gate:
         tighter = sequence.tpot < view.tpot
         if tighter:
             view = self._view(sequence.tpot, sequence.target)
-        return view._replace(lasts=min(sequence.limit, self._lasting) * view.step), tighter
+        return view._replace(lasts=min(sequence.limit - 1, self._lasting) * view.step), tighter
 
     def _running(self) -> View:
         if self._seen is None:
-            self._seen = self._view(math.inf, 0)
+            coming = self.roster.facts()[TOKENS]
+            self._seen = self._view(math.inf, float(coming.mean()) if coming.size else 0.0)
         return self._seen
 
-    @property
-    def most(self) -> int:
-        """Sequences that may have a slot, so that decodes keep the tightest objective per token of those that run."""
-        return self.config.max_seqs if self.predictor.costs is NOMINAL else max(1, self._running().most)
+    def most(self, tpot: float) -> int:
+        """Sequences that may have a slot, so that a step of their decodes leaves some of `tpot` to prompts; one in any case."""
+        if self.predictor.costs is NOMINAL:
+            return self.config.max_seqs
+        return max(1, _fitting(self._running().curve, tpot / self.predictor.mesh.spp))
 
     @property
     def _lasting(self) -> float:
         """Tokens that a completion may still be expected to put out, whenever one looks."""
         return self._tokens / self._ended if self._ended else math.inf
 
-    def _view(self, tpot: float, context: int) -> View:
-        """With a tightest objective of `tpot` at most; `context`: of decodes, where there are none."""
+    def _view(self, tpot: float, context: float) -> View:
+        """With a tightest objective of `tpot` at most; `context`: tokens, of decodes to come."""
         roster, stages, lasting = self.roster, self.predictor.mesh.spp, self._lasting
         running = roster.phase == DECODE
         tpot = float(roster.tpot[running | (roster.phase == PREFILL)].min(initial=tpot))
@@ -198,28 +203,29 @@ class Gate:
         busy = np.where(running, ends, 0.0)
         for other in roster.prefilling:
             busy[other.slot] = other.left / pace[decodes] + min(other.end - other.target, lasting) * period
-        most = int(np.searchsorted(curve, TIGHT * tpot / stages, side="right")) - 1
-        slots = np.sort(busy)[len(busy) - max(1, most) :]
-        return View(tpot, decodes, period, period / stages * float(pace[decodes]), pace, np.sort(ends[running]), slots, 0.0, most)
+        most, room = _fitting(curve, tpot / stages), period / stages * float(pace[decodes])
+        return View(tpot, decodes, period, room, pace, curve, np.sort(ends[running]), np.sort(busy)[len(busy) - max(1, most) :], 0.0, most)
 
     def _step(self, curve: np.ndarray, target: float) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of a step [slots + 1] in a stage beside so many decodes while prompts wait, and the share of it that is theirs."""
         config = self.config
         if config.chunking == "static":
             chunk = self.predictor.prefill(0, config.chunk_tokens, config.chunk_tokens)
+            chunk = min(chunk, self.backlog() or chunk)
             return curve + chunk, chunk / (curve + chunk)
         target = min(target, config.step_time / self.predictor.mesh.spp) if target == math.inf else target
         step = np.where(target > curve, target, (1 + LEAST) * curve)
         return step, 1 - curve / step
 
-    def _curve(self, contexts: np.ndarray, context: int) -> np.ndarray:
-        """Seconds of a step [slots + 1] in a stage with so many decodes alone, of contexts like these."""
-        mesh = self.predictor.mesh
-        mean, longest = (float(contexts.mean()), float(contexts.max())) if contexts.size else (context, context)
+    def _curve(self, contexts: np.ndarray, context: float) -> np.ndarray:
+        """Seconds of a step [slots + 1] in a stage with so many decodes alone: of these contexts, and of `context` tokens the others."""
+        mesh, running = self.predictor.mesh, len(contexts)
+        mean, longest = (float(contexts.mean()), float(contexts.max())) if running else (0.0, context)
         seconds = [0.0]
         for count in self._counts[1:].tolist():
-            each = -(-count // (mesh.kvp * mesh.spp))
-            seconds.append(self.predictor.lane(Lane(each, each * mean, longest, samples=each)))
+            tokens, lanes = mean * min(count, running) + context * max(count - running, 0), mesh.kvp * mesh.spp
+            each = -(-count // lanes)
+            seconds.append(self.predictor.lane(Lane(each, tokens / lanes, longest, samples=each)))
         return np.interp(np.arange(self.config.max_seqs + 1), self._counts, np.maximum.accumulate(seconds))
 
     # --- what is learnt
@@ -252,6 +258,11 @@ class Gate:
         """A batch gave `count` tokens, and so many completions ended by them."""
         kept, self._seen = FORGET**count, None
         self._tokens, self._ended = kept * self._tokens + count, kept * self._ended + ended
+
+
+def _fitting(curve: np.ndarray, target: float) -> int:
+    """The most decodes whose steps take little enough of the target."""
+    return int(np.searchsorted(curve, TIGHT * target, side="right")) - 1
 
 
 def _size(tokens: Any) -> Any:

@@ -66,6 +66,7 @@ class Scheduler:
         self._roster = Roster(config.max_seqs, cache, self._work)
         self.packer = Packer(config, mesh, cache, self._roster, self.predictor)
         self.gate = Gate(config, cache, self._roster, self.predictor) if config.admission == "predict" else None
+        self.packer.admission.most = None if self.gate is None else self.gate.most
         self._entries: dict[str, Entry] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         self._flight: deque[Batch] = deque()
@@ -175,9 +176,7 @@ class Scheduler:
 
     def start(self, now: float) -> Batch | None:
         """The next batch, to be run after all batches before it; None where nothing can be issued now."""
-        backlog = 0.0
-        if self.gate is not None:
-            backlog, self.packer.admission.most = self.gate.backlog(), self.gate.most
+        backlog = 0.0 if self.gate is None else self.gate.backlog()
         packed = self.packer.pack(self._batches, now)
         if packed is None:
             return None
