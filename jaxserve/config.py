@@ -116,7 +116,8 @@ class SchedulerConfig(Objectives):
     improvement: float | None = option(None, "share of a prompt's time that more lanes must save for it to get them (planner); default: by "
                                              "the load, as `jaxserve profile` found out, else 0.1", low=0, high=0.99)
     admission: str = option("queue", "requests that cannot have their first token in time: they wait (queue), or are refused when they "
-                                     "come, as are those that would make others late (predict; needs a profile)", choices=("queue", "predict"))
+                                     "come, as are those that would make others late (predict; needs a profile)",
+                            choices=("queue", "predict"))
     step_time: float = option(0.25, "most seconds of a step without decodes or of a prompt of several steps (adaptive chunks)", low=0.0001)
     max_queue: int = option(4096, "requests that wait before new ones are refused", low=1)
 

@@ -13,6 +13,7 @@ how much, as a share of the time that was given, all but a few first tokens come
 from __future__ import annotations
 
 import math
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ MISSED = 0.02                                         # share of first tokens th
 RATE = 0.03                                           # of the time given: by how much a late first token moves `margin`
 SPARE = 0.5                                           # of the time given: what a long prompt behind another leaves to short ones to come
 MARGIN = 0.05, 0.6                                    # its limits
+CALM = 0.8                                            # what one that finds no prompt before it leaves of it
 SIZES = 16                                            # prompts of 4^k to 4^(k + 1) tokens have a `margin` of their own
 MEMORY = 0.1                                          # weight of the last step in what is known of `yielded`
 YIELD = 0.05, 4.0                                     # its limits
@@ -68,6 +70,8 @@ class Gate:
         self._tokens = self._ended = 0.0              # decoded, and ends among them: recent ones
         self._counts = np.unique(np.linspace(0, config.max_seqs, POINTS).astype(int))
         self._seen: View | None = None
+        self._promised: dict[int, float] = {}         # clock second of the first token, by number of a sequence that waits for it
+        self._due: list[tuple[float, int]] = []       # a heap: when these are due, and some that are no more
 
     # --- the question
 
@@ -78,9 +82,12 @@ class Gate:
         not, it is served as well as can be when nobody waits. Errors: RequestError where it is refused, with `retry_after`.
         """
         roster = self.roster
+        self._settle(now)
         if sequence.request.deadline is not None and sequence.request.deadline <= now:
             raise RequestError("deadline", "has passed", "DEADLINE_EXCEEDED")
         work = roster.work(0, sequence.target)
+        if not roster.queue and not roster.prefilling:                # what was learnt in a crowd says little of better times
+            self.margin = np.maximum(CALM * self.margin, MARGIN[0])
         if self.predictor.costs is NOMINAL or not roster.sequences:
             return now + begun + work
         view, tighter = self._view_for(sequence)
@@ -107,7 +114,8 @@ class Gate:
             raise _refused(f"{count} sequences would run, {view.most} can within {sequence.tpot:g} s per token", "tpot", after)
 
     def _check_time(
-        self, sequence: Sequence, now: float, place: int, before: np.ndarray, first: np.ndarray, fields: np.ndarray, alone: bool, long: float
+        self, sequence: Sequence, now: float, place: int, before: np.ndarray, first: np.ndarray, fields: np.ndarray, alone: bool,
+        long: float
     ) -> None:
         """Errors: RequestError where its own first token would be late (not asked where it is served `alone`), or another one by it.
         before: when those behind it would have theirs without it. long: seconds of work from which prompts count as long."""
@@ -246,13 +254,30 @@ class Gate:
             ratio = min(max((before - after) / self.predictor.mesh.kvp / had, YIELD[0]), YIELD[1])
             self.yielded += MEMORY * (ratio - self.yielded)
 
+    def promise(self, sequence: Sequence, first: float) -> None:
+        """A sequence is accepted, with its first token at clock second `first`."""
+        self._promised[sequence.number] = first
+        heappush(self._due, (sequence.due, sequence.number))
+
     def began(self, sequence: Sequence, now: float) -> None:
         """A sequence has its first token."""
-        if sequence.promised is not None:
-            late = (now - sequence.promised) / max(sequence.due - sequence.request.arrival, 1e-9)
-            size = _size(len(sequence.request.prompt))
-            margin = self.margin[size] + RATE * ((1 - MISSED) if late > self.margin[size] else -MISSED)
-            self.margin[size] = min(max(margin, MARGIN[0]), MARGIN[1])
+        first = self._promised.pop(sequence.number, None)
+        if first is not None:
+            self._learn(sequence, (now - first) / max(sequence.due - sequence.request.arrival, 1e-9))
+
+    def _settle(self, now: float) -> None:
+        """Those whose first token was due are late, whenever it comes: policies may put them off for long."""
+        while self._due and self._due[0][0] < now:
+            _, number = heappop(self._due)
+            late = self._promised.pop(number, None) is not None
+            if late and (sequence := self.roster.sequences.get(number)) is not None:
+                self._learn(sequence, math.inf)
+
+    def _learn(self, sequence: Sequence, late: float) -> None:
+        """late: by which share of the time that was given its first token came later than predicted."""
+        size = _size(len(sequence.request.prompt))
+        margin = self.margin[size] + RATE * ((1 - MISSED) if late > self.margin[size] else -MISSED)
+        self.margin[size] = min(max(margin, MARGIN[0]), MARGIN[1])
 
     def spoke(self, count: int, ended: int) -> None:
         """A batch gave `count` tokens, and so many completions ended by them."""

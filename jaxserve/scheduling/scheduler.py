@@ -106,10 +106,12 @@ class Scheduler:
             after = float(self._roster.queue.fields[WORK].mean()) / self.predictor.mesh.kvp
             raise RequestError("", f"{ahead} requests are waiting, which is the limit", "RESOURCE_EXHAUSTED", after, "queue")
         group = self._sequences(request)
+        first = None
         if self.gate is not None:
             begun = sum(batch.seconds for batch in self._flight) - (self._flight[0].seconds / 2 if self._flight else 0.0)
             feasible = self.objective(request) >= self._work(0, len(request.prompt))
-            group[0].promised = self.gate.check(group[0], request.arrival if now is None else now, begun, feasible)
+            first = self.gate.check(group[0], request.arrival if now is None else now, begun, feasible)
+            self.gate.promise(group[0], first)
         self._born += len(group)
         self.sequences.update((sequence.number, sequence) for sequence in group)
         self._entries[request.id] = Entry(request, group[0].number, dict(enumerate(group)), group[1:])
@@ -118,8 +120,7 @@ class Scheduler:
         self._roster.wait(group[0])
         if self.packer.planner is not None:
             self.packer.planner.arrived(request.arrival)
-        promised = group[0].promised
-        return [Accepted(ahead, self._predicted_ttft(group[0]) if promised is None else promised - request.arrival)]
+        return [Accepted(ahead, self._predicted_ttft(group[0]) if first is None else first - request.arrival)]
 
     def _sequences(self, request: Request) -> list[Sequence]:
         sampling, prompt = request.sampling, len(request.prompt)

@@ -60,7 +60,6 @@ class Sequence:
         self.left = 0.0                               # predicted seconds of the rest of its prefill
         self.slot = NO_SLOT
         self.cached = 0
-        self.promised: float | None = None            # clock seconds at which its first token was predicted when it came
         self.started: float | None = None
         self.first: float | None = None
         self.last: float | None = None                # clock seconds at which its last token came
