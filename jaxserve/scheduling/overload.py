@@ -39,6 +39,7 @@ CALM = 0.8                                            # what one that finds no p
 SIZES = 16                                            # prompts of 4^k to 4^(k + 1) tokens have a `margin` of their own
 MEMORY = 0.1                                          # weight of the last step in what is known of `yielded`
 YIELD = 0.05, 4.0                                     # its limits
+HURRY = 1.25                                          # times what steps have taken of late that they may take soon
 FORGET = 0.999                                        # what a decoded token leaves of the weight of those before, for how long they last
 BEHIND = 1e7                                          # seconds: more than any two deadlines are apart
 SOON = 0.05                                           # seconds: the shortest wait that is told
@@ -67,6 +68,7 @@ class Gate:
         self.config, self.cache, self.roster, self.predictor = config, cache, roster, predictor
         self.margin = np.full(SIZES, MARGIN[0])       # by size of the prompt, see SIZES
         self.yielded = 1.0                            # seconds of prefill alone that a step does in a second that it has for prefill
+        self._mixed = math.inf                        # seconds in a stage of steps with decodes and prompts
         self._tokens = self._ended = 0.0              # decoded, and ends among them: recent ones
         self._counts = np.unique(np.linspace(0, config.max_seqs, POINTS).astype(int))
         self._seen: View | None = None
@@ -206,7 +208,7 @@ class Gate:
         tpot = float(roster.tpot[running | (roster.phase == PREFILL)].min(initial=tpot))
         decodes, curve = int(np.count_nonzero(running)), self._curve(roster.issued[running], context)
         step, share = self._step(curve, tpot / stages)
-        pace, period = np.maximum(share * self.yielded, 1e-3), float(step[decodes]) * stages
+        pace, period = np.maximum(share * self.yielded, 1e-3), min(float(step[decodes]), HURRY * self._mixed) * stages
         ends = np.minimum(roster.end - roster.issued, lasting) * period
         busy = np.where(running, ends, 0.0)
         for other in roster.prefilling:
@@ -249,6 +251,8 @@ class Gate:
             return
         fed = batch.feed
         lanes = self.predictor.decodes(batch.start[fed], batch.lane[fed], batch.spread[fed], batch.held[fed])
+        if fed.any():
+            self._mixed = batch.seconds if self._mixed == math.inf else self._mixed + MEMORY * (batch.seconds - self._mixed)
         had = batch.seconds - (self.predictor.stage(lanes) if fed.any() else 0.0)
         if had > 0:
             ratio = min(max((before - after) / self.predictor.mesh.kvp / had, YIELD[0]), YIELD[1])
