@@ -115,6 +115,9 @@ class SchedulerConfig(Objectives):
                                   "along (single), or what lane_tokens says (none)", choices=("none", "single", "cdsp"))
     improvement: float | None = option(None, "share of a prompt's time that more lanes must save for it to get them (planner); default: by "
                                              "the load, as `jaxserve profile` found out, else 0.1", low=0, high=0.99)
+    admission: str = option("queue", "requests that cannot have their first token in time: they wait (queue), or are refused when they "
+                                     "come, as are those that would make others late (predict; needs a profile)",
+                            choices=("queue", "predict"))
     step_time: float = option(0.25, "most seconds of a step without decodes or of a prompt of several steps (adaptive chunks)", low=0.0001)
     max_queue: int = option(4096, "requests that wait before new ones are refused", low=1)
 
@@ -197,6 +200,7 @@ class EngineConfig(Checked):
     scheduler: SchedulerConfig = SchedulerConfig()
     profile: str = option("auto", "what steps cost: a file of `jaxserve profile`; auto measures at the first start and keeps it; none")
     lookahead: int = option(1, "steps that are issued before the tokens of the last one are read", low=0, high=8)
+    hang_timeout: float = option(60.0, "seconds by which a step may be overdue before the devices count as hung", low=0.01)
     compile_cache: str | None = option(None, "folder of compiled programs; default: under the user's cache folder; '' for none")
 
     def __post_init__(self) -> None:

@@ -26,12 +26,14 @@ MAX_PRIORITY = 8
 
 
 class RequestError(ValueError):
-    """A request that is refused or failed. `status` is a gRPC status name, `field` the field at fault ('' where none is), `retry_after`
-    the seconds after which it may fare better (None: nobody knows)."""
+    """A request that is refused or failed. `status` is a gRPC status name, `field` the field at fault ('' where none is).
 
-    def __init__(self, field: str, message: str, status: str = "INVALID_ARGUMENT", retry_after: float | None = None):
+    Where there is too much to do, `reason` says of what in one word, and `retry_after` in how many seconds it may be worth another try.
+    """
+
+    def __init__(self, field: str, message: str, status: str = "INVALID_ARGUMENT", retry_after: float | None = None, reason: str = ""):
         super().__init__(f"{field}: {message}" if field else message)
-        self.field, self.status, self.retry_after = field, status, retry_after
+        self.field, self.status, self.retry_after, self.reason = field, status, retry_after, reason
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

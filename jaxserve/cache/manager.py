@@ -216,6 +216,10 @@ class CacheManager:
         """What the slot's pages hold is damaged: nobody shall match it from now on."""
         self.pages.retract(self.tables[slot])
 
+    def flush(self) -> int:
+        """Forgets the blocks that no slot holds; how many pages are free by that."""
+        return self.pages.flush()
+
     def release(self, slot: int) -> None:
         """Empties the slot."""
         self.pages.drop(self.tables[slot])

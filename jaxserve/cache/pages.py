@@ -79,6 +79,17 @@ class Pages:
             if page in self.key_of:
                 self._lose_key(page)
 
+    def flush(self) -> int:
+        """Frees the pages that nobody holds; how many."""
+        count = 0
+        for free, cached in zip(self.free, self.cached):
+            count += len(cached)
+            for page in cached:
+                self._lose_key(page)
+            free.extend(cached)
+            cached.clear()
+        return count
+
     def _lose_key(self, page: int) -> None:
         del self.page_of[self.key_of.pop(page)]
         self.stamps[page] += 1

@@ -48,4 +48,4 @@ def run(values: dict[str, Any]) -> int:
     return 0
 
 
-COMMAND = Command({**SERVER, **engine_groups(policy="slack", chunking="adaptive")}, run, ABOUT)
+COMMAND = Command({**SERVER, **engine_groups(policy="slack", chunking="adaptive", admission="predict")}, run, ABOUT)

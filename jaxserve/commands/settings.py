@@ -19,7 +19,7 @@ def _of(config: type, *others: str) -> list[Option]:
 ENGINE = {
     "model": _of(ModelSource, "mesh"),
     "cache": _of(CacheConfig),
-    "scheduling": _of(SchedulerConfig, "profile", "lookahead", "compile_cache"),
+    "scheduling": _of(SchedulerConfig, "profile", "lookahead", "hang_timeout", "compile_cache"),
 }
 CONFIG = {"settings": [
     Option("config", str, None, "YAML file with settings, by the names of flags; flags go before variables JAXSERVE_NAME, and these before "

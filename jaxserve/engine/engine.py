@@ -24,6 +24,7 @@ from jaxserve.clock import Clock, WallClock
 from jaxserve.config import EngineConfig
 from jaxserve.engine import guides, sampling
 from jaxserve.engine.arrays import Arrays, Piece, RingRow, Shape, Work, fullest, ring_rows, to_arrays
+from jaxserve.engine.faults import Watchdog, told
 from jaxserve.engine.stages import SCORES, Hidden, Sampled, Stages
 from jaxserve.metrics import Metrics
 from jaxserve.request import Event, Finished, Logprobs, Request, RequestError
@@ -94,6 +95,7 @@ class Engine:
         self._read_at = -1.0                                          # clock seconds at which the last batch was read
         self._free = 0.0                                              # and at which the first stage should be free again
         self._compiles = 0
+        self._watchdog = Watchdog(config.hang_timeout)
         self._lock = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -121,7 +123,7 @@ class Engine:
         with self._lock:
             if self._closing or not self.alive:
                 raise RequestError("", "the engine is not running", "UNAVAILABLE")
-            events = self.scheduler.add(request)
+            events = self.scheduler.add(request, self.clock.now())
             seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
             self._callers[request.id] = Caller(request, sink, seed, request.sampling.n, self.scheduler.due(request),
                                                self.scheduler.pace(request))
@@ -147,6 +149,16 @@ class Engine:
     def load(self) -> Load:
         with self._lock:
             return self.scheduler.load()
+
+    def stuck(self) -> float | None:
+        """Seconds by which the step that the loop waits for is overdue; None where none is. Takes no lock: those that do wait for a step
+        which hangs while it is issued."""
+        return self._watchdog.late(self.clock.now())
+
+    def flush_cache(self) -> int:
+        """Forgets the prefixes that no request uses just now; how many pages are free by that."""
+        with self._lock:
+            return self.scheduler.cache.flush()
 
     def _readings(self) -> dict[str, float]:
         """See metrics.READ."""
@@ -192,7 +204,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._closing:
-                if not self.turn():
+                if not self._safe_turn():
                     with self._lock:
                         if not self._closing and not self.scheduler.waiting:
                             self._lock.wait(timeout=0.5)
@@ -200,6 +212,24 @@ class Engine:
             log.exception("the engine's loop failed")
             self.alive = False
             self._fail(RequestError("", "the engine failed; see its log", "INTERNAL"))
+
+    def _safe_turn(self) -> bool:
+        """A turn. Where a step fails on the devices, its requests end with an error and the others begin anew, unless that goes on."""
+        try:
+            return self.turn()
+        except jax.errors.JaxRuntimeError as error:
+            batch = self._watchdog.failed()
+            if batch is None:
+                raise
+            log.exception("step %d failed", batch.number)
+            fault = told(error)
+        with self._lock:                                              # what was on the devices is lost: steps that failed had it
+            self._flights.clear()
+            self._free = 0.0
+            self.stages.reset()
+            self._sampled_at[:] = 0
+            self._send(self.scheduler.reset(batch, self.clock.now(), fault))
+        return True
 
     def turn(self) -> bool:
         """Issues what can be issued and reads at most one batch. False where there was nothing to do."""
@@ -209,7 +239,9 @@ class Engine:
             pause = self._pause(now)
             batch = self.scheduler.start(now) if not pause and not self._held and len(self._flights) < self._depth else None
             if batch is not None:
+                self._watchdog.hold(batch, now)
                 self._issue(batch)
+                self._watchdog.back()
                 self.journal.issued(batch, self._flights[-1].issued)
                 self._free = max(now, self._free) + batch.seconds
         if batch is not None and len(self._flights) < self._depth:
@@ -335,9 +367,11 @@ class Engine:
 
     def _read(self, flight: Flight) -> None:
         """Waits for a batch and tells what came of it."""
+        self._watchdog.hold(flight.batch, self.clock.now())
         flight.done.block_until_ready()                               # without tokens too: what runs ahead, arrivals wait behind
         tokens, logprobs = self._fetch(flight)
         scores = self._fetch_scores(flight)
+        self._watchdog.well()
         self._learn(flight)
         behind = list(self._flights)[self.config.mesh.spp - 1:]        # those that have not left the first stage
         self._free = self._read_at + sum(other.batch.seconds for other in behind)

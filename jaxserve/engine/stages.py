@@ -82,8 +82,9 @@ class Stage:
     lanes: NamedSharding                             # of arrays split over lanes and equal on all ranks
     weights: Weights
     values: list[jax.Array]
-    pages: list[Pool]
-    table: jax.Array                                 # [lanes, 2, slots, W]
+    layers: range
+    pages: list[Pool] = dataclasses.field(default_factory=list)
+    table: Any = None                                # [lanes, 2, slots, W]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,10 +117,10 @@ class Stages:
         self.programs = Programs()
         meshes = stage_meshes(plan.mesh)
         self.last_mesh = meshes[-1]
+        self.sampling_state: Any = None
         self.stages = [self._stage(i, mesh, part, load) for i, (mesh, part) in enumerate(zip(meshes, layers_of(plan.model, plan.mesh.spp)))]
-        lanes = sharding(self.last_mesh, "lanes")
-        self._sampled: deque[tuple[int, jax.Array]] = deque([(0, _zeros(lanes, (plan.mesh.kvp, plan.slots), jnp.int32))], maxlen=KEPT)
-        self.sampling_state = self._empty_sampling_state()
+        self._sampled: deque[tuple[int, jax.Array]] = deque(maxlen=KEPT)
+        self.reset()
 
     # --- what lives on the devices
 
@@ -131,10 +132,24 @@ class Stages:
         if head is not None:
             self.head, self.head_values = Weights.of(head), [arrays[path] for path, _ in parameters(head)]
         values = [arrays[path] for path, _ in parameters(module, part.start)]
-        pool = sharding(mesh, *POOL_AXES)
-        pages = [jax.tree.map(lambda x: _zeros(pool, x.shape, x.dtype), plan.pool()) for _ in part]
-        table = _zeros(sharding(mesh, "lanes"), (plan.mesh.kvp, 2, plan.slots, plan.width), jnp.int32)
-        return Stage(index, mesh, sharding(mesh, "lanes"), Weights.of(module), values, pages, table)
+        return Stage(index, mesh, sharding(mesh, "lanes"), Weights.of(module), values, part)
+
+    def reset(self) -> None:
+        """Empty pages, page tables and sampling state in place of those there are, which may be lost: nothing is issued any more."""
+        self._sampled.clear()
+        self.sampling_state = None
+        for stage in self.stages:
+            stage.pages, stage.table = [], None
+        for stage in self.stages:
+            self._empty(stage)
+        lanes = sharding(self.last_mesh, "lanes")
+        self._sampled.append((0, _zeros(lanes, (self.plan.mesh.kvp, self.plan.slots), jnp.int32)))
+        self.sampling_state = self._empty_sampling_state()
+
+    def _empty(self, stage: Stage) -> None:
+        plan, pool = self.plan, sharding(stage.mesh, *POOL_AXES)
+        stage.pages = [jax.tree.map(lambda x: _zeros(pool, x.shape, x.dtype), plan.pool()) for _ in stage.layers]
+        stage.table = _zeros(stage.lanes, (plan.mesh.kvp, 2, plan.slots, plan.width), jnp.int32)
 
     def _empty_sampling_state(self) -> sampling.State:
         plan = self.plan

@@ -9,10 +9,13 @@ nobody passes one that waits.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import numpy as np
 
 from jaxserve.cache import CacheManager
-from jaxserve.scheduling.roster import Roster
+from jaxserve.scheduling.roster import DECODE, PREFILL, Roster
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 
 LARGE = 1 / 64                                        # of all pages: prompts that take more, cached or not, are large
@@ -27,6 +30,7 @@ class Admission:
         self.cache, self.roster = cache, roster
         self._few = int(LARGE * cache.total)
         self.small_tokens = self._few * cache.block_size
+        self.most: Callable[[float], int] | None = None      # sequences that may have a slot beside one with such an objective per token
         self._open = ALL
         self._claim: Sequence | None = None           # a large one that waits for pages
 
@@ -37,9 +41,16 @@ class Admission:
         self._reserve = reserve
         self._spare = cache.available - reserve - sum(pages for pages, _ in promised)
         self._small = cache.small_pages + sum(pages for pages, small in promised if small)
-        self._open = ALL if roster.free else NOBODY
+        self._tpot = float(roster.tpot[(roster.phase == PREFILL) | (roster.phase == DECODE)].min(initial=math.inf))
+        self._open = ALL if self._slots else NOBODY
         if self._claim is not None and (self._claim.slot != NO_SLOT or self._claim.number not in roster.sequences):
             self._claim = None
+
+    @property
+    def _slots(self) -> bool:
+        """Whether there is a slot for one more."""
+        free, slots = len(self.roster.free), len(self.roster.phase)
+        return free > 0 and (self.most is None or slots - free < self.most(self._tpot))
 
     @property
     def open(self) -> bool:
@@ -77,7 +88,8 @@ class Admission:
         self._small += blocks - cache.in_small(pages) if small else 0
         slot = self.roster.enter(sequence, len(pages) * cache.block_size)
         cache.admit(slot, pages, home, small, blocks)
-        self._open = self._open if self.roster.free else NOBODY
+        self._tpot = min(self._tpot, sequence.tpot)
+        self._open = self._open if self._slots else NOBODY
         self._claim = None if self._claim is sequence else self._claim
 
     def _kept(self, large: Sequence | None) -> int:

@@ -18,9 +18,10 @@ from jaxserve.config import MeshConfig, SchedulerConfig
 from jaxserve.request import Accepted, Event, Logprobs, Progress, Request, RequestError, Token
 from jaxserve.scheduling.batch import Batch
 from jaxserve.scheduling.line import TOKENS, WORK
+from jaxserve.scheduling.overload import Gate
 from jaxserve.scheduling.packing import SHORTER, Packer
 from jaxserve.scheduling.predictor import NOMINAL, Costs, Predictor
-from jaxserve.scheduling.roster import ENDED, Roster
+from jaxserve.scheduling.roster import ENDED, LEAVING, Roster
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slack import POLICIES
 
@@ -64,6 +65,8 @@ class Scheduler:
         self._eos = frozenset(eos_ids)
         self._roster = Roster(config.max_seqs, cache, self._work)
         self.packer = Packer(config, mesh, cache, self._roster, self.predictor)
+        self.gate = Gate(config, cache, self._roster, self.predictor) if config.admission == "predict" else None
+        self.packer.admission.most = None if self.gate is None else self.gate.most
         self._entries: dict[str, Entry] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         self._flight: deque[Batch] = deque()
@@ -98,14 +101,22 @@ class Scheduler:
         tokens += int(self._roster.queue.fields[TOKENS].sum())
         return Load(self.running, self.waiting, tokens, seconds, free, self.cache.total, cached)
 
-    def add(self, request: Request) -> list[Event]:
-        """Queues a request. Errors: RequestError for an id in use, a full queue, or a request that can never fit."""
+    def add(self, request: Request, now: float | None = None) -> list[Event]:
+        """Queues a request that comes now (None: at its arrival). Errors: RequestError for an id in use, a full queue, a request that can
+        never fit, and, with a gate, one that could not be in time."""
         if request.id in self._entries:
             raise RequestError("request_id", f"{request.id!r} is in use", "ALREADY_EXISTS")
         ahead = len(self._roster.queue)
         if ahead >= self.config.max_queue:
-            raise RequestError("", f"{ahead} requests are waiting, which is the limit", "RESOURCE_EXHAUSTED")
+            after = float(self._roster.queue.fields[WORK].mean()) / self.predictor.mesh.kvp
+            raise RequestError("", f"{ahead} requests are waiting, which is the limit", "RESOURCE_EXHAUSTED", after, "queue")
         group = self._sequences(request)
+        first = None
+        if self.gate is not None:
+            begun = sum(batch.seconds for batch in self._flight) - (self._flight[0].seconds / 2 if self._flight else 0.0)
+            feasible = self.objective(request) >= self._work(0, len(request.prompt))
+            first = self.gate.check(group[0], request.arrival if now is None else now, begun, feasible)
+            self.gate.promise(group[0], first)
         self._born += len(group)
         self.sequences.update((sequence.number, sequence) for sequence in group)
         self._entries[request.id] = Entry(request, group[0].number, dict(enumerate(group)), group[1:])
@@ -114,7 +125,7 @@ class Scheduler:
         self._roster.wait(group[0])
         if self.packer.planner is not None:
             self.packer.planner.arrived(request.arrival)
-        return [Accepted(ahead, self._predicted_ttft(group[0]))]
+        return [Accepted(ahead, self._predicted_ttft(group[0]) if first is None else first - request.arrival)]
 
     def _sequences(self, request: Request) -> list[Sequence]:
         sampling, prompt = request.sampling, len(request.prompt)
@@ -178,10 +189,13 @@ class Scheduler:
 
     def start(self, now: float) -> Batch | None:
         """The next batch, to be run after all batches before it; None where nothing can be issued now."""
+        backlog = 0.0 if self.gate is None else self.gate.backlog()
         packed = self.packer.pack(self._batches, now)
         if packed is None:
             return None
         batch, chunks = packed
+        if self.gate is not None:
+            self.gate.issued(batch, backlog)
         self._batches += 1
         self._flight.append(batch)
         size = self.cache.block_size
@@ -253,12 +267,16 @@ class Scheduler:
                 events.append((sequence.id, self._end(sequence, "error", now, NOT_FINITE)))
                 continue
             events.append((sequence.id, Token(sequence.index, token, logprobs[row] if logprobs else None)))
+            if self.gate is not None and sequence.first is None:
+                self.gate.began(sequence, now)
             try:
                 reason, error = sequence.put_out(token, now), None
             except RequestError as fault:
                 reason, error = "error", fault
             if reason:
                 events.append((sequence.id, self._end(sequence, reason, now, error)))
+        if self.gate is not None:
+            self.gate.spoke(len(rows), len(events) - len(rows))
         return events
 
     def cancel(
@@ -310,6 +328,24 @@ class Scheduler:
             sequence.chain.learn(leader.chain, len(leader.request.prompt) // self.cache.block_size)
             self._roster.wait(sequence)
         entry.later = []
+
+    def reset(self, batch: Batch, now: float, error: RequestError) -> Events:
+        """All that was computed is lost, by this batch: its sequences end with the error, all others that have a slot wait again, with the
+        tokens they have put out. No batch is in flight any more, and no prefix is known."""
+        roster, events = self._roster, []
+        self._flight.clear()
+        roster.flying[:] = 0
+        ended = set(batch.seq.tolist())
+        for slot, sequence in sorted(roster.sequence.items()):
+            if roster.phase[slot] >= LEAVING:
+                roster.vacate(slot)
+            elif sequence.number in ended:
+                events.append((sequence.id, self._end(sequence, "error", now, error)))
+            else:
+                roster.withdraw(sequence, LEAVING)
+        self.cache.flush()
+        self.cache.take_deltas(), self.cache.take_moves()
+        return events
 
     def check(self) -> None:
         """The invariants of scheduler, roster and cache. Errors: AssertionError with what differs."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.cache import CacheManager
 from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.request import Event, Finished, Progress, Request, SamplingParams, Token
+from jaxserve.request import Event, Finished, Progress, Request, RequestError, SamplingParams, Token
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.sequence import Sequence
 
@@ -183,6 +183,13 @@ class Replica:
         events = self.scheduler.finish(batch, tokens, self.now)
         self.hear(events)
         return events
+
+    def fail(self) -> None:
+        """The newest batch in flight fails, and all pages are lost."""
+        batch, _, _ = self.flight[-1]
+        self.flight.clear()
+        self.device.pages.clear()
+        self.hear(self.scheduler.reset(batch, self.now, RequestError("", "a step failed", "INTERNAL")))
 
     def hear(self, events: list[tuple[str, Event]]) -> None:
         for id, event in events:

@@ -1,4 +1,5 @@
-"""Whatever is added, cancelled and expired, on whatever cache and lanes: invariants hold, answers are exact, and nothing is left."""
+"""Whatever is added, cancelled and expired, and whatever steps fail, on whatever cache and lanes: invariants hold, answers are exact, and
+nothing is left."""
 
 from __future__ import annotations
 
@@ -9,9 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jaxserve.cache import PLACEMENTS
 from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
 from jaxserve.request import RequestError
+from jaxserve.scheduling.predictor import Costs
 from tests.scheduling.fakes import VOCAB, Replica
 
-CONFIG = st.builds(SchedulerConfig, max_seqs=st.integers(1, 5), chunk_tokens=st.sampled_from([*range(1, 10), 150]), max_queue=st.just(6))
+CONFIG = st.builds(SchedulerConfig, max_seqs=st.integers(1, 5), chunk_tokens=st.sampled_from([*range(1, 10), 150]), max_queue=st.just(6),
+                   admission=st.sampled_from(["queue", "predict"]), policy=st.sampled_from(["fcfs", "slack"]),
+                   chunking=st.sampled_from(["static", "adaptive"]))
+COSTS = Costs(layers=1, linear_token=0.02, decode_kv=0.001)
 CACHE = st.builds(
     CacheConfig, block_size=st.integers(1, 4), pages=st.integers(2, 8), lane_tokens=st.none() | st.integers(1, 12),
     prefix_caching=st.booleans(),
@@ -28,6 +33,8 @@ class Traffic(RuleBasedStateMachine):
     @initialize(config=CONFIG, cache=CACHE, mesh=MESH, placement=st.sampled_from(sorted(PLACEMENTS)))
     def build(self, config, cache, mesh, placement):
         self.replica = Replica(config, cache, mesh, placement)
+        if config.admission == "predict":
+            self.replica.scheduler.use(COSTS)
         self.ahead = mesh.spp + 1
 
     @rule(common=st.integers(0, 12), tail=TAIL, sampling=SAMPLING, patience=st.none() | st.integers(0, 9), bypass=st.booleans())
@@ -37,7 +44,7 @@ class Traffic(RuleBasedStateMachine):
             deadline = None if patience is None else replica.now + patience
             replica.add([i % VOCAB for i in range(common)] + tail, deadline=deadline, bypass=bypass, **sampling)
         except RequestError as error:
-            assert error.status == "RESOURCE_EXHAUSTED" or "pages" in str(error)
+            assert error.status in ("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED") or "pages" in str(error)
 
     @precondition(lambda self: len(self.replica.flight) < self.ahead)
     @rule(times=st.integers(1, 3))
@@ -49,6 +56,12 @@ class Traffic(RuleBasedStateMachine):
     @rule()
     def finish(self):
         self.replica.finish()
+
+    @precondition(lambda self: self.replica.flight)
+    @rule()
+    def fail(self):
+        self.replica.fail()
+        assert not self.replica.cache.counts()[2]
 
     @rule(steps=st.integers(1, 12))
     def run(self, steps):

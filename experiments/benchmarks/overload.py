@@ -1,0 +1,209 @@
+"""Ten times as many requests as a live engine can serve, for a minute: what is refused, how soon, and how those that are not fare.
+
+    python -m experiments.benchmarks.overload --json=overload.json
+
+First the engine's capacity is measured: requests per second with all slots always taken. Then requests come as a Poisson process, whatever
+becomes of those before: for a while at 0.9 times the capacity, which is what goodput is compared with, at `factor` times the capacity, and
+at half of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.script import command_line
+from jaxserve.commands.display import table
+from jaxserve.commands.machine import described, machine
+from jaxserve.config import CacheConfig, EngineConfig, MeshConfig, ModelSource, SchedulerConfig
+from jaxserve.flags import Command
+from jaxserve.options import Option
+from jaxserve.request import Event, Finished, Request, RequestError, SamplingParams, Token
+
+OPTIONS = {"overload": [
+    Option("model", str, "smollm2-135m", "model: a fetched name, a folder or a .gguf file"),
+    Option("prompt", int, 100, "tokens of a prompt, median", 1),
+    Option("output", int, 16, "tokens of an answer, median", 2),
+    Option("ttft", float, 4.0, "objective: seconds to the first token", 0.001),
+    Option("tpot", float, 0.5, "objective: seconds per output token", 0.001),
+    Option("max_seqs", int, 8, "sequences that run at once", 1),
+    Option("factor", float, 10.0, "overload, times the capacity", 1),
+    Option("seconds", float, 60.0, "of overload", 1),
+    Option("admission", str, "predict", "see jaxserve serve", choices=("predict", "queue")),
+    Option("seed", int, 0, "of arrivals and lengths", 0),
+    Option("json", str, None, "file for all figures"),
+]}
+LONGEST = 2048                                         # tokens of a sequence
+BASE, AFTER = 30.0, 40.0                               # seconds at 0.9 times, and at half of the capacity
+RECOVERY = 10.0                                        # seconds after the overload within which all is as it should be
+WAIT = 600.0                                           # most seconds for anything
+
+
+class Asked:
+    """One request: when it came, how long it took to be refused, and when its tokens came, in seconds of the process."""
+
+    def __init__(self, prompt: int) -> None:
+        self.prompt, self.came, self.refused = prompt, time.perf_counter(), 0.0
+        self.error: RequestError | None = None
+        self.times: list[float] = []
+        self.done = threading.Event()
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        now = time.perf_counter()
+        self.times += [now for event in events if isinstance(event, Token)]
+        if any(isinstance(event, Finished) for event in events):
+            self.done.set()
+
+    def refuse(self, error: RequestError) -> None:
+        self.error, self.refused = error, time.perf_counter() - self.came
+        self.done.set()
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.came
+
+    @property
+    def tpot(self) -> float:
+        return (self.times[-1] - self.times[0]) / max(1, len(self.times) - 1)
+
+
+class Load:
+    """An engine, requests at random for it, and how many prompt tokens its steps computed."""
+
+    def __init__(self, values: dict[str, Any]):
+        from jaxserve.engine.build import build
+
+        self.values, self.dice = values, np.random.default_rng(values["seed"])
+        scheduler = SchedulerConfig(policy="slack", chunking="adaptive", admission=values["admission"], max_seqs=values["max_seqs"],
+                                    ttft=values["ttft"], tpot=values["tpot"])
+        source, cache = ModelSource(values["model"], max_model_len=LONGEST), CacheConfig(prefix_caching=False)
+        config = EngineConfig(source, MeshConfig(), cache, scheduler)
+        self.engine = build(config, progress=sys.stderr.isatty())
+        self.computed, self._serial = 0, 0
+        start = self.engine.scheduler.start
+
+        def counting(now: float) -> Any:
+            batch = start(now)
+            self.computed += 0 if batch is None else batch.tokens.size
+            return batch
+
+        self.engine.scheduler.start = counting                        # type: ignore[method-assign]
+        self.engine.start()
+
+    def ask(self) -> Asked:
+        engine, dice = self.engine, self.dice
+        prompt = dice.integers(0, engine.model.vocab, int(np.clip(dice.lognormal(np.log(self.values["prompt"]), 0.6), 8, 1000)))
+        output = int(np.clip(dice.lognormal(np.log(self.values["output"]), 0.5), 2, 200))
+        self._serial += 1
+        asked = Asked(len(prompt))
+        request = Request.make(f"{self._serial}", prompt, SamplingParams.make(temperature=0, max_tokens=output, ignore_eos=True),
+                               vocab=engine.model.vocab, max_len=engine.max_len, arrival=engine.clock.now())
+        try:
+            engine.submit(request, asked)
+        except RequestError as error:
+            asked.refuse(error)
+        return asked
+
+    def capacity(self, seconds: float) -> float:
+        """Requests per second that end while as many as there are slots are always there."""
+        until, ended, alive = time.perf_counter() + seconds, 0, [self.ask() for _ in range(self.values["max_seqs"])]
+        while time.perf_counter() < until:
+            ended += sum(asked.done.is_set() and asked.error is None for asked in alive)
+            alive = [self.ask() if asked.done.is_set() else asked for asked in alive]
+            time.sleep(0.005)
+        finished(alive)
+        return ended / seconds
+
+    def poisson(self, rate: float, seconds: float) -> list[Asked]:
+        began, at, out = time.perf_counter(), 0.0, []
+        while (at := at + float(self.dice.exponential(1 / rate))) < seconds:
+            time.sleep(max(0.0, began + at - time.perf_counter()))
+            out.append(self.ask())
+        time.sleep(max(0.0, began + seconds - time.perf_counter()))
+        return out
+
+
+def finished(all_asked: Iterable[Asked]) -> None:
+    for asked in all_asked:
+        if not asked.done.wait(WAIT):
+            raise TimeoutError("a request did not end")
+
+
+def figures(asked: Sequence[Asked], seconds: float, values: dict[str, Any]) -> dict[str, Any]:
+    served = [one for one in asked if one.error is None]
+    refused = [one for one in asked if one.error is not None]
+    ttft, tpot = (np.array([getattr(one, name) for one in served]) for name in ("ttft", "tpot"))
+    both = (ttft <= values["ttft"]) & (tpot <= values["tpot"])
+    count = max(1, len(served))
+    took, hints = [one.refused for one in refused], [one.error.retry_after or 0.0 for one in refused if one.error is not None]
+    return {
+        "asked": len(asked), "accepted": len(served), "refused": len(refused),
+        "reasons": {reason: sum(one.error is not None and one.error.reason == reason for one in refused) for reason in
+                    sorted({one.error.reason for one in refused if one.error is not None})},
+        "ttft_met": float((ttft <= values["ttft"]).sum() / count), "tpot_met": float((tpot <= values["tpot"]).sum() / count),
+        "both_met": float(both.sum() / count), "goodput": float(both.sum() / seconds),
+        "ttft": percentiles(ttft), "tpot": percentiles(tpot), "refusal": percentiles(took), "retry_after": percentiles(hints),
+    }
+
+
+def percentiles(values: Any) -> dict[str, float]:
+    return {f"p{p}": float(np.percentile(values, p)) if len(values) else 0.0 for p in (50, 90, 99)}
+
+
+def measured(values: dict[str, Any]) -> dict[str, Any]:
+    load = Load(values)
+    try:
+        load.capacity(5.0)                                            # what runs first runs slower: it does not count
+        capacity = load.capacity(15.0)
+        phases: dict[str, Any] = {}
+        for name, factor, seconds in (("0.9x", 0.9, BASE), (f"{values['factor']:g}x", values["factor"], values["seconds"])):
+            computed, asked = load.computed, load.poisson(factor * capacity, seconds)
+            if factor < 1:
+                finished(asked)
+                phases[name] = figures(asked, seconds, values)
+        depth = load.engine.load().waiting
+        after = load.poisson(0.5 * capacity, AFTER)
+        finished([*asked, *after])
+        spent = load.computed - computed - sum(one.prompt for one in [*asked, *after] if one.error is None)
+        phases[f"{values['factor']:g}x"] = figures(asked, values["seconds"], values)
+        late = [one for one in after if one.came - after[0].came > RECOVERY]
+        phases["0.5x, after 10 s"] = figures(late, AFTER - RECOVERY, values)
+        return {"capacity": capacity, "phases": phases, "waiting_at_the_end": depth, "tokens_for_refused": spent,
+                "scale": load.engine.scheduler.predictor.scale}
+    finally:
+        load.engine.close()
+
+
+def shown(result: dict[str, Any]) -> str:
+    rows = [[name, f["asked"], f["accepted"], f"{f['ttft_met']:.1%}", f"{f['tpot_met']:.1%}", f"{f['goodput']:.2f}",
+             f"{f['ttft']['p50']:.2f}", f"{f['ttft']['p99']:.2f}", f"{f['tpot']['p50']:.3f}", f"{f['tpot']['p99']:.3f}",
+             f"{f['refusal']['p50'] * 1e3:.1f}", f"{f['refusal']['p99'] * 1e3:.1f}"] for name, f in result["phases"].items()]
+    return table(["load", "asked", "accepted", "TTFT met", "TPOT met", "good/s", "TTFT p50 s", "p99", "TPOT p50 s", "p99",
+                  "ms to refuse p50", "p99"], [[str(cell) for cell in row] for row in rows])
+
+
+def run(values: dict[str, Any]) -> int:
+    result = measured(values)
+    print(described(machine()))
+    print(f"{values['model']}, prompts of {values['prompt']} tokens and answers of {values['output']} (medians), "
+          f"{values['max_seqs']} slots; objectives {values['ttft']:g} s to the first token, {values['tpot']:g} s per token; capacity "
+          f"{result['capacity']:.2f} requests/s\n")
+    print(shown(result))
+    print(f"\nprompt tokens computed for refused requests: {result['tokens_for_refused']}; requests that waited when the overload ended: "
+          f"{result['waiting_at_the_end']}; predictor's scale {result['scale']:.2f}")
+    if values["json"]:
+        Path(values["json"]).write_text(json.dumps({"machine": machine(), "settings": values, **result}, indent=1) + "\n")
+    return 0
+
+
+COMMAND = Command(OPTIONS, run, __doc__.partition("\n")[2])
+
+if __name__ == "__main__":
+    sys.exit(command_line("overload", "ten times too many requests for a minute", COMMAND, sys.argv[1:]))

@@ -1,0 +1,170 @@
+"""Steps that fail or hang on the devices: who hears of it, and that the engine goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.faults import FAULTS
+from tests.engine.harness import assert_empty, engine, fresh
+from tests.engine.test_engine import ask, until
+
+TOO_MUCH = 2**50                                      # bytes that no allocator has
+
+
+@pytest.fixture(scope="module")
+def built() -> Engine:
+    return engine("random:tiny", chunk=32, seqs=4, pages=60, max_len=512)
+
+
+@pytest.fixture
+def running(built):
+    built.stages.reset()
+    real = fresh(built, "grow")
+    real.start()
+    yield real
+    real.close()
+
+
+def lose(real: Engine) -> None:
+    """What a step does to the pools it was handed before it fails."""
+    for stage in real.stages.stages:
+        for array in jax.tree.leaves(stage.pages):
+            array.delete()
+
+
+def no_memory(*args) -> None:
+    jax.jit(lambda: jnp.zeros(TOO_MUCH, jnp.int8))()
+
+
+def once(real: Engine, monkeypatch, name: str, fault) -> None:
+    """The next call of the stages' method `name` fails."""
+    right, lock, failed = getattr(real.stages, name), threading.Lock(), []
+
+    def call(*args):
+        with lock:
+            first = not failed
+            failed.append(True)
+        return fault(right, args) if first else right(*args)
+
+    monkeypatch.setattr(real.stages, name, call)
+
+
+def at_launch(real: Engine):
+    def fault(right, args):
+        lose(real)
+        no_memory()
+    return fault
+
+
+def on_the_way(real: Engine):
+    """The step is issued, and fails while it runs."""
+    def broken(ints: np.ndarray) -> np.ndarray:
+        raise ValueError("a kernel failed")
+
+    def fault(right, args):
+        hidden = right(*args)
+        ints = jax.jit(lambda x: jax.pure_callback(broken, jax.ShapeDtypeStruct(x.shape, x.dtype), x))(hidden.ints)
+        return dataclasses.replace(hidden, ints=ints)
+    return fault
+
+
+@pytest.mark.parametrize("name", ["step", "sample", "admit"])
+def test_where_a_launch_finds_no_memory_its_requests_fail_and_the_engine_goes_on(running, name, monkeypatch, caplog):
+    right = ask(running, "alone").finished()
+    assert right.reason == "length"
+    once(running, monkeypatch, name, at_launch(running))
+    ended = ask(running, "bad").finished()
+    assert ended.reason == "error" and ended.error.status == "RESOURCE_EXHAUSTED" and ended.error.reason == "memory"
+    after = ask(running, "again")
+    assert after.finished().reason == "length" and after.finished().usage.cached == 0 and running.alive
+    assert "failed" in caplog.text
+    until(lambda: not running.load().running)
+    with running._lock:
+        running.scheduler.check()
+    assert_empty(running)
+
+
+def test_a_step_that_fails_on_the_way_ends_its_requests_and_others_begin_anew(monkeypatch):
+    """Two stages, so that a batch has two of four decodes. The tokens of those that begin anew are those they get alone."""
+    real = engine("random:tiny", "spp=2", chunk=32, seqs=4, pages=60, max_len=512)
+    real.start()
+    try:
+        kinds = [{}, dict(temperature=1.0, seed=5), dict(frequency_penalty=0.5), {}]
+        alone = [ask(real, f"alone{i}", 20 + i, max_tokens=80, **kind) for i, kind in enumerate(kinds)]
+        expected = [listener.finished() and listener.tokens for listener in alone]
+        listeners = [ask(real, f"r{i}", 20 + i, max_tokens=80, **kind) for i, kind in enumerate(kinds)]
+        waits = ask(real, "waits", 40)
+        until(lambda: all(len(listener.tokens) > 3 for listener in listeners))
+        once(real, monkeypatch, "step", on_the_way(real))
+        ends = [listener.finished() for listener in listeners]
+        assert sorted(end.reason for end in ends) == ["error", "error", "length", "length"]
+        for end, listener, tokens in zip(ends, listeners, expected):
+            assert listener.tokens == tokens[: end.usage.completion] and len(tokens) == 80
+            assert end.error is None or end.error.status == "INTERNAL"
+        assert waits.finished().reason == "length" and real.alive
+        until(lambda: not real.load().running)
+        with real._lock:
+            real.scheduler.check()
+        assert_empty(real)
+    finally:
+        real.close()
+
+
+def test_an_engine_whose_every_step_fails_gives_up(running, monkeypatch):
+    monkeypatch.setattr(running.stages, "step", no_memory)
+    ends = [ask(running, str(number)).finished() for number in range(FAULTS)]
+    assert [end.error.status for end in ends] == ["RESOURCE_EXHAUSTED"] * (FAULTS - 1) + ["INTERNAL"]
+    until(lambda: not running.alive)
+
+
+def test_a_hung_step_can_be_told_by_others(built, monkeypatch):
+    real = fresh(built, "grow")
+    real.config = dataclasses.replace(real.config, hang_timeout=0.2)
+    built.stages.reset()
+    real = Engine(real.config, real.stages, real.scheduler, real._eos)
+    gate = threading.Event()
+    real.start()
+    try:
+        assert ask(real, "before").finished().reason == "length" and real.stuck() is None
+
+        def hang(right, args):
+            hidden = right(*args)
+            wait = lambda x: (gate.wait(60), x)[1]
+            blocked = jax.jit(lambda x: jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x))(hidden.ints)
+            return dataclasses.replace(hidden, ints=blocked)
+
+        once(real, monkeypatch, "step", hang)
+        listener = ask(real, "hangs")
+        until(lambda: real.stuck() is not None)
+        first = real.stuck()
+        until(lambda: real.stuck() > first)
+        assert real.alive and not listener.tokens
+        gate.set()
+        assert listener.finished().reason == "length"
+        until(lambda: real.stuck() is None)
+    finally:
+        gate.set()
+        real.close()
+
+
+def test_flushing_forgets_what_nobody_holds(running):
+    first = ask(running, "a", 100)
+    first.finished()
+    warm = ask(running, "b", 100).finished()
+    assert warm.usage.cached == 96
+    until(lambda: not running.load().running)
+    cached = running.load().pages_cached
+    assert running.flush_cache() == cached > 0 == running.flush_cache()
+    assert running.load().pages_free == running.load().pages_total
+    held = ask(running, "c", 100, max_tokens=300)
+    assert (until(lambda: held.tokens), running.flush_cache())[1] == 0
+    assert ask(running, "d", 100).finished().usage.cached == 96          # what is held stays known
+    running.cancel("c")
+    assert held.finished().usage.cached == 0 and first.tokens == held.tokens[:5]
