@@ -115,7 +115,7 @@ async def refuse(context: grpc.aio.ServicerContext, error: RequestError) -> None
         retry.retry_delay.FromNanoseconds(int(1e9 * (RETRY_SECONDS if error.retry_after is None else error.retry_after)))
         rich = pb.RichStatus(code=code.value[0], message=details)
         rich.details.add(type_url="type.googleapis.com/google.rpc.RetryInfo", value=retry.SerializeToString())
-        metadata += [(REASON_KEY, _ascii(error.field) or "overloaded"), (RICH_KEY, rich.SerializeToString())]
+        metadata += [(REASON_KEY, _ascii(error.reason or error.field) or "overloaded"), (RICH_KEY, rich.SerializeToString())]
     await context.abort(code, details, tuple(metadata))
 
 

@@ -24,15 +24,15 @@ from jaxserve.guide import Guided, Guides
 from jaxserve.request import Finished, Request, RequestError, SamplingParams, Slo
 from jaxserve.server.access import Caller, Lease
 from jaxserve.server.front_metrics import FrontMetrics
-from jaxserve.server.journal import Journal, Origin
 from jaxserve.server.prompts import Prompt, array_of, ids_of, size_of
 from jaxserve.server.streams import Mailbox, Stream
 from jaxserve.server.tracing import Tracer
+from jaxserve.server.trail import Origin, Trail
 
 log = logging.getLogger(__name__)
 INLINE_CHARS = 4096                                     # longer texts, or more ids, are worked on beside the event loop
 MAX_SALT_CHARS = 1024
-STARTING, SERVING, DRAINING, BROKEN = "starting", "serving", "draining", "broken"
+STARTING, SERVING, DRAINING, STUCK, BROKEN = "starting", "serving", "draining", "stuck", "broken"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Front:
         self.engine: Any = None
         self.guides: Any = None
         self.tokenizer: Any = None
-        self.metrics, self.journal = FrontMetrics(), Journal(Tracer(config.traces_endpoint))
+        self.metrics, self.trail = FrontMetrics(), Trail(Tracer(config.traces_endpoint))
         self._loop = asyncio.get_running_loop()
         self._clock = WallClock()
         self._mailbox = Mailbox(self._loop)
@@ -77,7 +77,7 @@ class Front:
     def open(self, engine: Any, tokenizer: Any) -> None:
         self.engine, self.tokenizer, self.state = engine, tokenizer, SERVING
         self.guides = Guides(tokenizer, engine.model.vocab, engine.model.eos_ids)
-        self.journal.model = engine.config.source.model
+        self.trail.model = engine.config.source.model
 
     def check_open(self) -> None:
         if self.state != SERVING:
@@ -97,7 +97,7 @@ class Front:
             with self._admitted(caller) as lease:
                 request = await self._request(ask, caller)
                 lease.queue(len(request.prompt))
-                with self.journal.follow(request, ask.origin, caller.tenant) as ends:
+                with self.trail.follow(request, ask.origin, caller.tenant) as ends:
                     stream = self._submit(ask, request, caller, lease, ends)
                     try:
                         yield stream
@@ -110,7 +110,7 @@ class Front:
                         raise stream.failure
         except RequestError as error:
             if stream is None and error.status == "RESOURCE_EXHAUSTED":
-                self.engine.metrics.rejected(getattr(error, "reason", "") or error.field)
+                self.engine.metrics.rejected(error.reason or error.field)
             raise
 
     async def ids(self, prompt: Prompt, caller: Caller) -> Sequence[int] | np.ndarray:
@@ -152,9 +152,21 @@ class Front:
         for stream in list(self.streams.values()):
             stream.heartbeat(now, 0.75 * config.progress_interval)
             stream.abort_stalled(now, config.stall_timeout)
-        if self.engine is not None and not self.engine.alive and self.state != BROKEN:
+        if self.engine is not None and self.state != BROKEN:
+            self._watch_engine()
+
+    def _watch_engine(self) -> None:
+        late = self.engine.stuck()
+        if not self.engine.alive:
             log.error("the engine stopped")
             self.state = BROKEN
+        elif late is not None and self.state == SERVING:
+            log.error("a step is overdue by %.1f s: nothing is taken until it ends", late)
+            self.state = STUCK
+            self.abort_all(RequestError("", "the devices do not answer", "UNAVAILABLE"))
+        elif late is None and self.state == STUCK:
+            log.warning("the step that was overdue has ended")
+            self.state = SERVING
 
     def abort_all(self, error: RequestError) -> int:
         """Ends every stream with an error; returns how many there were."""
@@ -196,5 +208,9 @@ class Front:
     def _close(self, stream: Stream) -> None:
         stream.closed = True
         del self.streams[stream.request.id]
-        if stream.unfinished:
+        if not stream.unfinished:
+            return
+        if self.state == STUCK:                         # whoever asks something of the engine may wait as long as it does
+            self._loop.run_in_executor(None, self.engine.cancel, stream.request.id)
+        else:
             self.engine.cancel(stream.request.id)

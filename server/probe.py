@@ -7,8 +7,8 @@ import logging
 
 from jaxserve.request import RequestError, SamplingParams
 from jaxserve.server.access import Caller
-from jaxserve.server.front import BROKEN, SERVING, Ask, Front
-from jaxserve.server.journal import Origin
+from jaxserve.server.front import BROKEN, SERVING, STUCK, Ask, Front
+from jaxserve.server.trail import Origin
 
 FRESH = 5.0                                             # seconds for which a token is proof enough
 PATIENCE = 5.0                                          # seconds that ours may take
@@ -25,7 +25,7 @@ class Probe:
 
     def alive(self) -> str:
         """'' or what is wrong."""
-        return "the engine stopped" if self._front.state == BROKEN else ""
+        return {BROKEN: "the engine stopped", STUCK: "the devices do not answer"}.get(self._front.state, "")
 
     async def ready(self) -> str:
         """'' or what is wrong."""

@@ -11,7 +11,7 @@ from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.access_grpc import caller
 from jaxserve.server.convert import ask_of, event_message, prompt_of
 from jaxserve.server.front import Front
-from jaxserve.server.journal import Origin
+from jaxserve.server.trail import Origin
 
 
 class Inference:

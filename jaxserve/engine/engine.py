@@ -225,6 +225,7 @@ class Engine:
             fault = told(error)
         with self._lock:                                              # what was on the devices is lost: steps that failed had it
             self._flights.clear()
+            self.journal.lost()
             self._free = 0.0
             self.stages.reset()
             self._sampled_at[:] = 0
@@ -382,7 +383,9 @@ class Engine:
             self._count(flight.batch, prefilled, now)
             self._send(events)
             if self._held:
+                self._watchdog.hold(self._flights[-1].batch, now)
                 self._sample(self._flights[-1])
+                self._watchdog.back()
 
     def _learn(self, flight: Flight) -> None:
         """Tells the predictor how long a step took: since it was issued, or since the one before it left the stages."""

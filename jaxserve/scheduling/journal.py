@@ -99,6 +99,11 @@ class Journal:
         while len(steps) > 1 and (len(steps) > STEPS or self._rows > ROWS or steps[0].issued < now - SECONDS):
             self._rows -= steps.popleft().seq.size
 
+    def lost(self) -> None:
+        """No step in flight will be read."""
+        self._rows -= sum(step.seq.size for step in self.flying)
+        self.flying.clear()
+
     def ended(self, request: Request, event: Finished, given: float, tpot: float) -> None:
         """A completion of a request ended; given, tpot: see End."""
         number = self._numbers.pop((request.id, event.index), NO_NUMBER)

@@ -17,9 +17,9 @@ from jaxserve.completion import Completion, Gathered, Output
 from jaxserve.request import Finished, Logprobs, RequestError, Usage
 from jaxserve.server.front import Ask, Front
 from jaxserve.server.http import EventStream, when_gone
-from jaxserve.server.journal import Origin
 from jaxserve.server.openai.errors import INTERNAL, body_of, header_value
 from jaxserve.server.streams import Stream
+from jaxserve.server.trail import Origin
 
 log = logging.getLogger(__name__)
 COMMENT = b": waiting\n\n"                              # keeps proxies from closing a silent stream

@@ -51,10 +51,10 @@ def response_of(error: RequestError) -> Response:
     code = status_of(error)
     headers = {"content-type": "application/json"}
     if code in (429, 503):
-        seconds = getattr(error, "retry_after", None)
-        headers["retry-after"] = str(max(1, math.ceil(RETRY_SECONDS if seconds is None else seconds)))
+        seconds = RETRY_SECONDS if error.retry_after is None else error.retry_after
+        headers["retry-after"] = str(max(1, math.ceil(seconds)))
     if code == 429:
-        headers["jaxserve-reject-reason"] = header_value(getattr(error, "reason", "") or error.field or "overloaded")
+        headers["jaxserve-reject-reason"] = header_value(error.reason or error.field or "overloaded")
     if code == 401:
         headers["www-authenticate"] = 'Basic realm="jaxserve", charset="UTF-8"'
     if code in UNREAD:

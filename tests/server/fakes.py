@@ -121,6 +121,7 @@ class FakeEngine:
     def __init__(self, step_seconds: float = 0.0, chunk: int = 10**9, max_queue: int = 10**6, script: Sequence[int] = ()):
         self.config, self.model, self.max_len = EngineConfig(), FakeModel(), MAX_LEN
         self.alive, self.paused, self.fault = True, False, None
+        self.overdue: float | None = None              # seconds, as of a step that hangs
         self.metrics = Metrics(4, ("chat",), lambda: dict.fromkeys(READ, 3.0))
         self.requests: dict[str, Running] = {}
         self.stopped: list[tuple[str, int]] = []
@@ -170,6 +171,9 @@ class FakeEngine:
 
     def load(self) -> Load:
         return Load(len(self.requests), 0)
+
+    def stuck(self) -> float | None:
+        return self.overdue
 
     def flush_cache(self) -> int:
         return 0

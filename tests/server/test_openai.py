@@ -282,6 +282,24 @@ def test_an_engine_that_dies_is_an_error_event_and_then_503(http):
     assert post(client, "/v1/completions", {"prompt": "x"}).status_code == 503
 
 
+def test_a_step_that_hangs_ends_streams_and_health_until_it_is_over(http):
+    engine = FakeEngine(step_seconds=0.01)
+    client = http(engine)
+    with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True, "max_tokens": 4000, "ignore_eos": True}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        engine.overdue = 5.0
+        last = [line for line in lines if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
+    assert client.get("/health").status_code == 503 and client.get("/ready").status_code == 503
+    refused = post(client, "/v1/completions", {"prompt": "x"})
+    assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+    assert not client.served.client.healthy()
+    engine.overdue = None
+    eventually(lambda: client.get("/health").status_code == 200)
+    assert post(client, "/v1/completions", {"prompt": "x"}).status_code == 200 and client.served.client.healthy()
+
+
 def test_a_fault_of_ours_tells_nothing_of_itself(http, caplog):
     engine = FakeEngine()
     engine.fault = ZeroDivisionError("secret detail")

@@ -52,7 +52,7 @@ def traced(served):
     """Spans of whole requests, kept from now on."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    served.server.server.front.journal._tracer = Tracer(provider=provider)
+    served.server.server.front.trail._tracer = Tracer(provider=provider)
     return lambda: [span for span in exporter.get_finished_spans() if span.name == "jaxserve.generate"]
 
 

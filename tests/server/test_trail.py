@@ -13,9 +13,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from jaxserve.request import Finished, Request, RequestError, SamplingParams, Timing, Usage
-from jaxserve.server.journal import Journal, Origin
 from jaxserve.server.logs import Json
 from jaxserve.server.tracing import Tracer
+from jaxserve.server.trail import Origin, Trail
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 ORIGIN = Origin("http", f"00-{TRACE}-00f067aa0ba902b7-01", operation="chat")
@@ -33,14 +33,14 @@ class Kept(logging.Handler):
 
 @pytest.fixture
 def kept():
-    """(journal, lines, spans)"""
+    """(trail, lines, spans)"""
     handler, exporter, provider = Kept(), InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     logger = logging.getLogger("jaxserve")
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    yield Journal(Tracer(provider=provider)), handler.lines, lambda: [
+    yield Trail(Tracer(provider=provider)), handler.lines, lambda: [
         span for span in exporter.get_finished_spans() if span.name == "jaxserve.generate"]
     logger.removeHandler(handler)
     logger.setLevel(level)
@@ -51,9 +51,9 @@ def request() -> Request:
 
 
 def test_what_ended_well(kept):
-    journal, lines, spans = kept
-    journal.model = "smollm2"
-    with journal.follow(request(), ORIGIN, "acme") as ends:
+    trail, lines, spans = kept
+    trail.model = "smollm2"
+    with trail.follow(request(), ORIGIN, "acme") as ends:
         logging.getLogger("jaxserve.x").info("inside")
         ends.append(END)
     inside, line = lines
@@ -70,8 +70,8 @@ def test_what_ended_well(kept):
     (asyncio.CancelledError(), "CANCELLED"), (GeneratorExit(), "CANCELLED"),
 ])
 def test_what_ended_otherwise(kept, raised, status):
-    journal, lines, spans = kept
-    with pytest.raises(type(raised)), journal.follow(request(), ORIGIN):
+    trail, lines, spans = kept
+    with pytest.raises(type(raised)), trail.follow(request(), ORIGIN):
         raise raised
     (line,), (span,) = lines, spans()
     assert line["status"] == span.attributes["error.type"] == status and not span.status.is_ok
@@ -79,10 +79,10 @@ def test_what_ended_otherwise(kept, raised, status):
 
 
 def test_a_stream_that_ends_in_another_task_is_no_fault(kept):
-    journal, lines, spans = kept
+    trail, lines, spans = kept
 
     async def main() -> None:
-        follow = journal.follow(request(), ORIGIN)
+        follow = trail.follow(request(), ORIGIN)
         (await asyncio.create_task(_enter(follow))).append(END)
         await asyncio.create_task(_leave(follow))
         logging.getLogger("jaxserve.x").info("after")
@@ -100,13 +100,13 @@ async def _leave(follow):
 
 
 def test_of_what_the_server_asks_itself_nothing_is_kept(kept):
-    journal, lines, spans = kept
-    with journal.follow(request(), Origin(ours=True)) as ends:
+    trail, lines, spans = kept
+    with trail.follow(request(), Origin(ours=True)) as ends:
         ends.append(END)
     assert not lines and not spans()
 
 
 def test_without_a_tracer_there_is_the_line(kept):
-    with Journal(Tracer()).follow(request(), ORIGIN) as ends:
+    with Trail(Tracer()).follow(request(), ORIGIN) as ends:
         ends.append(END)
     assert kept[1][0]["trace_id"] == TRACE

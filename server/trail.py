@@ -1,6 +1,6 @@
 """What is kept of each request: a line in the log when it is over, and a span, where spans are wanted.
 
-    with journal.follow(request, origin) as ends:       # what is logged inside bears the request's id
+    with trail.follow(request, origin) as ends:       # what is logged inside bears the request's id
         ...                                             # the ends of its completions are added to `ends`; what ended it is raised
 """
 
@@ -30,7 +30,7 @@ class Origin:
     ours: bool = False
 
 
-class Journal:
+class Trail:
     """`model`: the name of what is served, once it is known."""
 
     def __init__(self, tracer: Tracer):
