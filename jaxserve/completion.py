@@ -16,14 +16,14 @@ from jaxserve.request import Accepted, Event, Finished, Logprobs, Progress, Requ
 
 
 class Detokenizer(Protocol):
-    def push(self, id: int) -> str: ...
+    def push(self, *ids: int) -> str: ...
     def flush(self) -> str: ...
 
 
 class NoText:
     """The detokeniser of a caller who wants ids only."""
 
-    def push(self, id: int) -> str:
+    def push(self, *ids: int) -> str:
         return ""
 
     def flush(self) -> str:
@@ -128,10 +128,18 @@ class Writer:
         self._min_tokens = sampling.min_tokens
         self._ends = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else eos_ids)
         self._detokenizer = detokenizer
+        self._plain = not sampling.stop and sampling.logprobs is None          # so that tokens need not be looked at one by one
         self._last: int | None = None                  # an id that may be the one that ends the completion: its text waits
 
     def push(self, tokens: Sequence[Token]) -> Delta:
         """Tokens that follow each other. Those behind a stop string are dropped."""
+        ids = [token.id for token in tokens]
+        if self._plain and self._last is None and self._ends.isdisjoint(ids):
+            self._count += len(ids)
+            return Delta(self.index, ids, self._detokenizer.push(*ids), [])
+        return self._push_each(tokens)
+
+    def _push_each(self, tokens: Sequence[Token]) -> Delta:
         ids, texts, logprobs = [], [], []
         for token in tokens:
             if self.stops.found:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxserve.completion import Answer, Delta, Output, merged
-from jaxserve.request import Accepted, Event, Finished, Progress, Request, RequestError
+from jaxserve.request import Accepted, Event, Finished, Progress, Request, RequestError, Token
 from jaxserve.server.access import Caller
 
 SHARE = 0.25                                            # of a core's time, what streams may take from the engine's thread
@@ -38,13 +38,20 @@ class Mailbox:
     def put(self, stream: Stream, events: Sequence[Event]) -> None:
         """Called by the engine's thread; does not wait."""
         stream.inbox.append(events)
+        if stream.silent and any(isinstance(event, Token) for event in events):          # a first token does not wait
+            stream.silent = False
+            self._call(stream.wake)
+            return
         if not stream.called:
             stream.called = True
             self._streams.append(stream)
         if not self._awake:
             self._awake = True
-            with contextlib.suppress(RuntimeError):     # the loop was closed: nobody is left to tell
-                self._loop.call_soon_threadsafe(self._wake)
+            self._call(self._wake)
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):         # the loop was closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(callback)
 
     def _wake(self) -> None:
         now, cpu = self._loop.time(), time.thread_time()
@@ -70,6 +77,7 @@ class Stream:
         self.request, self.caller, self.id = request, caller, caller.own_id(request.id)
         self.inbox: collections.deque[Sequence[Event]] = collections.deque()
         self.called = False                             # whether the mailbox is about to wake it
+        self.silent = True                              # whether there was no token yet
         self.failure: RequestError | None = None
         task = asyncio.current_task()
         self.cut: Callable[[], object] | None = None if task is None else task.cancel        # ends a write that waits for its reader

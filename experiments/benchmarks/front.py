@@ -47,6 +47,7 @@ OPTIONS = {"front": [
 WAYS = ("engine", "grpc", "http")
 TICK = 0.002                                         # seconds between looks at the event loop
 WORKER = "--worker"
+FIRST = 0x20000                                      # of characters that stand for ids
 
 
 @dataclasses.dataclass
@@ -175,9 +176,9 @@ class Lag:
 
 
 def tokenizer() -> Tokenizer:
-    """A character for every id of the tiny model."""
-    vocabulary = {chr(0x4E00 + id): id for id in range(512)}
-    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, chr(0x4E00)))
+    """A character for every id."""
+    vocabulary = {chr(FIRST + id): id for id in range(0x10000)}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, chr(FIRST)))
     library.decoder = tokenizers.decoders.Metaspace(prepend_scheme="never")
     return Tokenizer(library, {})
 

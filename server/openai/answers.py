@@ -29,6 +29,7 @@ DONE = b"data: [DONE]\n\n"
 class Writer(Protocol):
     """What a kind of answer makes of outputs. A prompt has a number, from 0."""
 
+    operation: str                                      # as traces name it
     head: dict[str, Any]                                # what all chunks have in common, once `open` was called
 
     def open(self, streams: Sequence[Stream]) -> None: ...
@@ -39,8 +40,7 @@ class Writer(Protocol):
 
 async def answer(front: Front, asks: Sequence[Ask], writer: Writer, request: HttpRequest, usage: bool | None) -> Response:
     """usage: None for an answer that is whole; else for events, and whether the last of them tells the usage. Errors: RequestError."""
-    operation = "chat" if "chat" in request.url.path else "text_completion"
-    origin = Origin("http", request.headers.get("traceparent"), request.headers.get("tracestate", ""), operation)
+    origin = Origin("http", request.headers.get("traceparent"), request.headers.get("tracestate", ""), writer.operation)
     async with contextlib.AsyncExitStack() as stack:
         asks = [dataclasses.replace(ask, origin=origin) for ask in asks]
         streams = [await stack.enter_async_context(front.answer(ask, request.state.caller)) for ask in asks]
@@ -91,6 +91,12 @@ async def _gathered(streams: Sequence[Stream]) -> list[list[Completion]]:
 
 async def _outputs(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, list[Output]]]:
     """What comes from any of the streams, with the stream's number. Errors: what ended one of them."""
+    if len(streams) == 1:
+        while outputs := await streams[0].take():
+            yield 0, outputs
+        if streams[0].failure is not None:
+            raise streams[0].failure
+        return
     taking = {asyncio.ensure_future(stream.take()): number for number, stream in enumerate(streams)}
     try:
         while taking:

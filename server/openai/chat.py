@@ -61,6 +61,8 @@ def _chosen(body: ChatRequest) -> str | None:
 
 
 class ChatWriter:
+    operation = "chat"
+
     def __init__(self, front: Front, body: ChatRequest):
         self._tokens, self._body = Tokens(front.tokenizer), body
         self._model = body.model or front.engine.config.source.model

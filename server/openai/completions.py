@@ -51,6 +51,8 @@ def _prompts(given: Any) -> list[Prompt]:
 
 
 class CompletionWriter:
+    operation = "text_completion"
+
     def __init__(self, front: Front, body: CompletionRequest, asks: Sequence[Ask]):
         self._tokens, self._body, self._asks = Tokens(front.tokenizer), body, asks
         self._n = body.n or 1

@@ -36,8 +36,8 @@ class ByteDetokenizer:
     def __init__(self) -> None:
         self._bytes = b""
 
-    def push(self, id: int) -> str:
-        self._bytes += bytes([id]) if id < 256 else b""
+    def push(self, *ids: int) -> str:
+        self._bytes += bytes(id for id in ids if id < 256)
         try:
             text, self._bytes = self._bytes.decode(), b""
         except UnicodeDecodeError as error:

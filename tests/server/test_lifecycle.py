@@ -136,8 +136,8 @@ class Verbose(FakeTokenizer):
 
 
 class Shouting(NoText):
-    def push(self, id):
-        return "x" * 20_000
+    def push(self, *ids):
+        return "x" * 20_000 * len(ids)
 
 
 def test_a_reader_who_stops_is_aborted_and_others_are_not(serve):
