@@ -36,6 +36,11 @@ class RequestError(ValueError):
         self.field, self.status, self.retry_after, self.reason = field, status, retry_after, reason
 
 
+def internal_error() -> RequestError:
+    """What callers hear of a fault of ours."""
+    return RequestError("", "internal error; the server's log tells more", "INTERNAL")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen. Defaults are those of the OpenAI protocol, except that `max_tokens` is 256.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 from typing import Any, Literal
@@ -47,7 +48,7 @@ def application(front: Front) -> fastapi.FastAPI:
     @app.post("/admin/flush_cache")
     async def flush_cache() -> dict[str, int]:
         """Forgets every prefix that nobody holds; tells how many pages that frees."""
-        return {"pages": _engine(front).flush_cache()}
+        return {"pages": await asyncio.to_thread(_engine(front).flush_cache)}
 
     @app.post("/admin/abort")
     async def abort(body: AbortRequest) -> dict[str, int]:
@@ -56,7 +57,7 @@ def application(front: Front) -> fastapi.FastAPI:
         if body.request_id is not None and body.request_id not in front.streams:
             raise RequestError("request_id", f"{body.request_id[:100]!r} is not running", "NOT_FOUND")
         ids = list(front.streams) if body.request_id is None else [body.request_id]
-        return {"aborted": sum(_engine(front).cancel(id) for id in ids)}
+        return {"aborted": await front.abort(ids)}
 
     @app.post("/admin/log_level")
     async def log_level(body: LevelRequest) -> dict[str, str]:

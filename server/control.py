@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -29,7 +30,7 @@ class Control:
                 ids = own(caller(), self._front.streams, None)
             case _:
                 raise RequestError("target", "is missing: set request_id, or all to true")
-        return pb.AbortResponse(aborted=sum(self._engine().cancel(id) for id in ids))
+        return pb.AbortResponse(aborted=await self._front.abort(ids))
 
     async def GetModelInfo(self, message: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetModelInfoResponse:
         engine, tokenizer = self._engine(), self._front.tokenizer
@@ -54,7 +55,7 @@ class Control:
         return info
 
     async def GetLoad(self, message: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
-        load = self._engine().load()
+        load = await asyncio.to_thread(self._engine().load)
         return pb.GetLoadResponse(**{field.name: getattr(load, field.name) for field in pb.GetLoadResponse.DESCRIPTOR.fields})
 
     def _engine(self) -> Any:

@@ -18,7 +18,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from jaxserve.request import RequestError
+from jaxserve.request import RequestError, internal_error
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.front_metrics import FrontMetrics
 
@@ -100,7 +100,7 @@ async def _guarded(
             return None
         log.exception("%s failed", name)
         status = "INTERNAL"
-        await refuse(context, RequestError("", "internal error; the server's log tells more", "INTERNAL"))
+        await refuse(context, internal_error())
     finally:
         metrics.answered("grpc", status)
 

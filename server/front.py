@@ -12,7 +12,7 @@ import functools
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from jaxserve.clock import WallClock
 from jaxserve.completion import Answer, NoText
 from jaxserve.config import ServerConfig
 from jaxserve.guide import Guided, Guides
-from jaxserve.request import Finished, Request, RequestError, SamplingParams, Slo
+from jaxserve.request import Finished, Request, RequestError, SamplingParams, Slo, internal_error
 from jaxserve.server.access import Caller, Lease
 from jaxserve.server.front_metrics import FrontMetrics
 from jaxserve.server.prompts import Prompt, array_of, ids_of, size_of
@@ -100,6 +100,7 @@ class Front:
                 with self.trail.follow(request, ask.origin, caller.tenant) as ends:
                     stream = self._submit(ask, request, caller, lease, ends)
                     try:
+                        await stream.entered()
                         yield stream
                     except asyncio.CancelledError:
                         if stream.failure is None:      # the caller cancelled or went away
@@ -109,7 +110,7 @@ class Front:
                     if stream.failure is not None:
                         raise stream.failure
         except RequestError as error:
-            if stream is None and error.status == "RESOURCE_EXHAUSTED":
+            if (stream is None or stream.refused) and error.status == "RESOURCE_EXHAUSTED":
                 self.engine.metrics.rejected(error.reason or error.field)
             raise
 
@@ -145,6 +146,10 @@ class Front:
     def quiet_seconds(self) -> float:
         """Since anybody's last token."""
         return self._loop.time() - self._spoke_at
+
+    async def abort(self, ids: Sequence[str]) -> int:
+        """Ends requests as cancelled; returns how many there were."""
+        return await asyncio.to_thread(lambda: sum(self.engine.cancel(id) for id in ids))
 
     def watch(self) -> None:
         """Called now and then: ends streams that nobody reads, keeps silent ones alive, sees whether the engine is."""
@@ -195,11 +200,24 @@ class Front:
             raise RequestError("request_id", f"{ask.id!r} is in use", "ALREADY_EXISTS")
         engine = self.engine
         text = NoText if ask.ids_only or self.tokenizer is None else functools.partial(self.tokenizer.stream, not ask.keep_special)
-        answer = Answer(request, engine.model.eos_ids, text, functools.partial(engine.stop, request.id))
+        answer = Answer(request, engine.model.eos_ids, text, lambda index: engine.post(functools.partial(engine.stop, request.id, index)))
         stream = Stream(request, answer, caller, self._loop.time(), functools.partial(self._spoke, lease), ends)
-        engine.submit(request, functools.partial(self._mailbox.put, stream))
         self.streams[request.id] = stream
+        engine.post(functools.partial(self._enter, stream))
         return stream
+
+    def _enter(self, stream: Stream) -> None:
+        """On the engine's thread."""
+        told: Callable[[], None] = stream.enter
+        try:
+            self.engine.submit(stream.request, functools.partial(self._mailbox.put, stream))
+        except RequestError as error:
+            told = functools.partial(stream.refuse, error)
+        except Exception:
+            log.exception("a request was not taken")
+            told = functools.partial(stream.refuse, internal_error())
+        with contextlib.suppress(RuntimeError):         # the loop was closed
+            self._loop.call_soon_threadsafe(told)
 
     def _spoke(self, lease: Lease) -> None:
         self._spoke_at = self._loop.time()
@@ -208,9 +226,5 @@ class Front:
     def _close(self, stream: Stream) -> None:
         stream.closed = True
         del self.streams[stream.request.id]
-        if not stream.unfinished:
-            return
-        if self.state == STUCK:                         # whoever asks something of the engine may wait as long as it does
-            self._loop.run_in_executor(None, self.engine.cancel, stream.request.id)
-        else:
-            self.engine.cancel(stream.request.id)
+        if stream.unfinished and not stream.refused:
+            self.engine.post(functools.partial(self.engine.cancel, stream.request.id))

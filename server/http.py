@@ -21,9 +21,9 @@ from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxserve.config import ConfigError, ServerConfig
-from jaxserve.request import RequestError
+from jaxserve.request import RequestError, internal_error
 from jaxserve.server.front_metrics import FrontMetrics
-from jaxserve.server.openai.errors import INTERNAL, HttpError, body_of, response_of
+from jaxserve.server.openai.errors import HttpError, body_of, response_of
 
 log = logging.getLogger(__name__)
 of_connections = logging.getLogger(f"{__name__}.connections")
@@ -140,7 +140,7 @@ class Gate:
             if begun and not ended:
                 scope["transport"].abort()
             elif not begun:
-                await response_of(INTERNAL)(scope, receive, send)    # type: ignore[arg-type]
+                await response_of(internal_error())(scope, receive, send)    # type: ignore[arg-type]
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])

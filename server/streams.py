@@ -81,9 +81,10 @@ class Stream:
         self.failure: RequestError | None = None
         task = asyncio.current_task()
         self.cut: Callable[[], object] | None = None if task is None else task.cancel        # ends a write that waits for its reader
-        self.closed = False
+        self.closed = self.refused = False
         self._answer, self._spoke, self._ends = answer, spoke, ends
         self._more = asyncio.Event()
+        self._entered = False
         self._first: list[Output] = []
         self._progress: dict[int, Progress] = {}
         self._tokens: dict[int, list[Delta]] = {}
@@ -118,6 +119,24 @@ class Stream:
             self._add(output)
         if any(isinstance(output, Delta) for output in outputs):
             self._spoke()
+
+    def enter(self) -> None:
+        """The engine has the request."""
+        self._entered = True
+        self._more.set()
+
+    async def entered(self) -> None:
+        """Returns once the engine has the request. Errors: RequestError where it refuses it."""
+        while not self._entered and self.failure is None:
+            self._more.clear()
+            await self._more.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    def refuse(self, error: RequestError) -> None:
+        """The engine does not take the request."""
+        self.refused = True
+        self.fail(error)
 
     def fail(self, error: RequestError) -> None:
         """Ends the stream with an error after what is pending."""

@@ -9,6 +9,7 @@ tokens, not text.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import random
@@ -96,8 +97,10 @@ class Engine:
         self._free = 0.0                                              # and at which the first stage should be free again
         self._compiles = 0
         self._watchdog = Watchdog(config.hang_timeout)
-        self._lock = threading.Condition()
-        self._closing = False
+        self._lock = threading.RLock()
+        self._posted: deque[Callable[[], object]] = deque()
+        self._news = threading.Event()                                # somebody wants something
+        self._closing = self._ended = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.journal = Journal(config.mesh.spp, self.clock.now())
         self.metrics = Metrics(stages.plan.slots, config.scheduler.class_names, self._readings)
@@ -114,6 +117,21 @@ class Engine:
     def start(self) -> None:
         self._thread.start()
 
+    def post(self, command: Callable[[], object]) -> None:
+        """Has a command run before the next step, by the engine's thread; or here, where that has ended. It must not raise.
+
+        Whoever calls `submit` and the others below by way of it never waits for a step that is being issued.
+        """
+        self._posted.append(command)
+        self._news.set()
+        if self._ended:
+            self._take_posted()
+
+    def _take_posted(self) -> None:
+        with contextlib.suppress(IndexError):                         # it is empty
+            while True:
+                self._posted.popleft()()
+
     def submit(self, request: Request, sink: Sink) -> None:
         """Hands a request in; its events go to `sink`, which is called from the engine's thread and must not block. A sink that raises
         hears no more, and its request is cancelled.
@@ -127,7 +145,7 @@ class Engine:
             seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
             self._callers[request.id] = Caller(request, sink, seed, request.sampling.n, self.scheduler.due(request),
                                                self.scheduler.pace(request))
-            self._lock.notify()
+            self._news.set()
             self._send([(request.id, event) for event in events])
 
     def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
@@ -143,7 +161,7 @@ class Engine:
             if request_id not in self._callers:
                 return False
             self._send(self.scheduler.cancel(request_id, self.clock.now(), reason, index))
-            self._lock.notify()
+            self._news.set()
             return True
 
     def load(self) -> Load:
@@ -194,7 +212,7 @@ class Engine:
             if self._closing:
                 return
             self._closing = True
-            self._lock.notify()
+            self._news.set()
         if self._thread.is_alive():
             self._thread.join()
         self._fail(RequestError("", "the engine was closed", "UNAVAILABLE"))
@@ -204,14 +222,16 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._closing:
-                if not self._safe_turn():
-                    with self._lock:
-                        if not self._closing and not self.scheduler.waiting:
-                            self._lock.wait(timeout=0.5)
+                self._news.clear()
+                if not self._safe_turn() and not self.scheduler.waiting:
+                    self._news.wait(timeout=0.5)
         except Exception:
             log.exception("the engine's loop failed")
             self.alive = False
             self._fail(RequestError("", "the engine failed; see its log", "INTERNAL"))
+        finally:
+            self._ended = True
+            self._take_posted()
 
     def _safe_turn(self) -> bool:
         """A turn. Where a step fails on the devices, its requests end with an error and the others begin anew, unless that goes on."""
@@ -235,6 +255,7 @@ class Engine:
     def turn(self) -> bool:
         """Issues what can be issued and reads at most one batch. False where there was nothing to do."""
         with self._lock:
+            self._take_posted()
             now = self.clock.now()
             self._send(self.scheduler.expire(now))
             pause = self._pause(now)

@@ -14,10 +14,10 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxserve.completion import Completion, Gathered, Output
-from jaxserve.request import Finished, Logprobs, RequestError, Usage
+from jaxserve.request import Finished, Logprobs, RequestError, Usage, internal_error
 from jaxserve.server.front import Ask, Front
 from jaxserve.server.http import EventStream, when_gone
-from jaxserve.server.openai.errors import INTERNAL, body_of, header_value
+from jaxserve.server.openai.errors import body_of, header_value
 from jaxserve.server.streams import Stream
 from jaxserve.server.trail import Origin
 
@@ -78,7 +78,7 @@ async def _events(stack: contextlib.AsyncExitStack, streams: Sequence[Stream], w
         yield _lines([body_of(error)])
     except Exception:
         log.exception("an answer failed")
-        yield _lines([body_of(INTERNAL)])
+        yield _lines([body_of(internal_error())])
 
 
 async def _gathered(streams: Sequence[Stream]) -> list[list[Completion]]:

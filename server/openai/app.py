@@ -15,13 +15,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 
 import jaxserve
-from jaxserve.request import RequestError
+from jaxserve.request import RequestError, internal_error
 from jaxserve.server import page
 from jaxserve.server.front import INLINE_CHARS, Front
 from jaxserve.server.front_metrics import CONTENT_TYPE, exposition
 from jaxserve.server.openai import chat, completions
 from jaxserve.server.openai.answers import answer
-from jaxserve.server.openai.errors import INTERNAL, HttpError, response_of
+from jaxserve.server.openai.errors import HttpError, response_of
 from jaxserve.server.openai.wire import ChatRequest, CompletionRequest, DetokenizeRequest, Sampled, TokenizeRequest
 from jaxserve.server.probe import Probe
 from jaxserve.server.prompts import Chat, Text
@@ -52,7 +52,7 @@ def handle_errors(app: fastapi.FastAPI) -> None:
     """Whatever a route raises becomes an answer as the protocol writes it."""
     app.add_exception_handler(RequestError, lambda request, error: response_of(error))                    # type: ignore[arg-type]
     app.add_exception_handler(RequestValidationError, lambda request, error: response_of(_named(error)))   # type: ignore[arg-type]
-    app.add_exception_handler(Exception, lambda request, error: response_of(INTERNAL))
+    app.add_exception_handler(Exception, lambda request, error: response_of(internal_error()))
     app.add_exception_handler(HTTPException, lambda request, error: _refused(error))                      # type: ignore[arg-type]
     plain = app.openapi
 

@@ -21,7 +21,6 @@ TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permis
 UNREAD = (401, 403, 408, 413, 415)                      # what is left of the body is not read, and the connection ends
 MAX_MESSAGE = 1000                                      # characters
 RETRY_SECONDS = 1.0                                     # where nobody knows better
-INTERNAL = RequestError("", "internal error; the server's log tells more", "INTERNAL")
 
 
 class HttpError(RequestError):

@@ -141,6 +141,9 @@ class FakeEngine:
         if self._thread.is_alive():
             self._thread.join()
 
+    def post(self, command: Callable[[], object]) -> None:
+        command()
+
     def submit(self, request: Request, sink: Callable[[Sequence[Event]], None]) -> None:
         if self.fault:
             raise self.fault
