@@ -10,12 +10,11 @@ tokens, not text.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import random
 import threading
 import time
-from collections import abc, deque
+from collections import deque
 from collections.abc import Callable
 
 import jax
@@ -23,59 +22,21 @@ import numpy as np
 
 from jaxserve.clock import Clock, WallClock
 from jaxserve.config import EngineConfig
-from jaxserve.engine import guides, sampling
-from jaxserve.engine.arrays import Arrays, Piece, RingRow, Shape, Work, fullest, ring_rows, to_arrays
+from jaxserve.engine import guides, results, sampling
+from jaxserve.engine.arrays import RingRow, Shape, Work, fullest, ring_rows, to_arrays
+from jaxserve.engine.callers import Caller, Callers, Sink
 from jaxserve.engine.faults import Watchdog, told
-from jaxserve.engine.stages import SCORES, Hidden, Sampled, Stages
+from jaxserve.engine.results import Flight
+from jaxserve.engine.stages import Stages
 from jaxserve.metrics import Metrics
-from jaxserve.request import Event, Finished, Logprobs, Request, RequestError
+from jaxserve.request import Event, Request, RequestError
 from jaxserve.scheduling import Batch, Load, Scheduler
 from jaxserve.scheduling.exchange import Exchange
 from jaxserve.scheduling.journal import Journal
-from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.view import Snapshot
 
 TICK = 0.001                                         # seconds between looks at a step that may end early
 log = logging.getLogger(__name__)
-Sink = Callable[[abc.Sequence[Event]], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Score:
-    """Log-probabilities of some prompt tokens, on their way: those after positions of a chunk."""
-
-    chunk: int
-    size: int
-    lane: int
-    arrays: tuple                                    # see step.score
-
-
-@dataclasses.dataclass
-class Caller:
-    """Who hears of a request: its sink, its seed, how many of its completions have not ended, whether one of them has begun, and the ends
-    of the others. `due` is the clock second for its first token, `tpot` its objective in seconds."""
-
-    request: Request
-    sink: Sink
-    seed: int
-    left: int
-    due: float
-    tpot: float
-    begun: bool = False
-    ends: list[Finished] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass
-class Flight:
-    """A batch that was issued and not yet read."""
-
-    batch: Batch
-    arrays: Arrays
-    done: jax.Array                                  # ready when the batch has left the last stage
-    unsampled: Hidden | None                         # what its tokens are still to be sampled from
-    sampled: Sampled | None = None
-    scores: list[Score] = dataclasses.field(default_factory=list)
-    issued: float = 0.0                              # clock seconds
 
 
 class Engine:
@@ -89,7 +50,6 @@ class Engine:
         self.exchange: Exchange | None = None                         # chooses, where a step's exchange between lanes is not set
         self._eos = eos_ids
         self._far = self._platform != "cpu"                           # tokens are copied from the devices, not read in place
-        self._callers: dict[str, Caller] = {}
         self._flights: deque[Flight] = deque()
         self._sampled_at = np.zeros(stages.plan.slots, np.int64)      # per slot: the version of `sampled` with its last token
         self._variant = np.zeros(stages.plan.slots, np.int8)          # per slot: what its sampling needs, an index of VARIANTS
@@ -104,6 +64,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.journal = Journal(config.mesh.spp, self.clock.now())
         self.metrics = Metrics(stages.plan.slots, config.scheduler.class_names, self._readings)
+        self._callers = Callers(scheduler, self.metrics, self.journal, config.cache.prefix_caching)
         plan, kv_dtype = stages.plan, np.dtype(stages.plan.kv_dtype)
         self.metrics.configured(block_size=plan.block_size, num_gpu_blocks=plan.pages * plan.mesh.kvp, cache_dtype=kv_dtype,
                                 enable_prefix_caching=config.cache.prefix_caching, placement=config.cache.placement)
@@ -143,7 +104,7 @@ class Engine:
                 raise RequestError("", "the engine is not running", "UNAVAILABLE")
             events = self.scheduler.add(request, self.clock.now())
             seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
-            self._callers[request.id] = Caller(request, sink, seed, request.sampling.n, self.scheduler.due(request),
+            self._callers.by_id[request.id] = Caller(request, sink, seed, request.sampling.n, self.scheduler.due(request),
                                                self.scheduler.pace(request))
             self._news.set()
             self._send([(request.id, event) for event in events])
@@ -158,7 +119,7 @@ class Engine:
 
     def _end(self, request_id: str, reason: str, index: int | None) -> bool:
         with self._lock:
-            if request_id not in self._callers:
+            if request_id not in self._callers.by_id:
                 return False
             self._send(self.scheduler.cancel(request_id, self.clock.now(), reason, index))
             self._news.set()
@@ -308,7 +269,7 @@ class Engine:
         flight = Flight(batch, arrays, hidden.ints, hidden if batch.sample.any() else None)
         self._flights.append(flight)
         self._sample(flight)
-        flight.scores, flight.issued = self._scores(batch, arrays, hidden), self.clock.now()
+        flight.scores, flight.issued = results.issue_scores(self.stages, self.scheduler, batch, arrays, hidden), self.clock.now()
 
     def _sample(self, flight: Flight) -> None:
         """Issues the sampling of the newest batch, unless a guide has to hear first of a token that was not read."""
@@ -357,7 +318,7 @@ class Engine:
     def _admit(self, batch: Batch, chunk: int) -> None:
         sequence = self.scheduler.sequences[int(batch.seq[chunk])]
         params = sequence.request.sampling
-        seed = sampling.fold_seed(self._callers[sequence.id].seed, sequence.index)
+        seed = sampling.fold_seed(self._callers.by_id[sequence.id].seed, sequence.index)
         for launch in sampling.admissions(params, int(batch.lane[chunk]), int(batch.slot[chunk]), sequence.request.prompt,
                                           sequence.output, seed, self._eos):
             self.stages.admit(launch)
@@ -366,47 +327,32 @@ class Engine:
         plain = 2 if params.logprobs is not None else 0 if params.greedy else 1
         self._variant[batch.slot[chunk]] = plain if sequence.matcher is None else 3
 
-    def _scores(self, batch: Batch, arrays: Arrays, hidden: Hidden) -> list[Score]:
-        """Issues what sequences that want log-probabilities of their prompt need from this step."""
-        out = []
-        for chunk in np.flatnonzero(~batch.feed).tolist():
-            request = self.scheduler.sequences[int(batch.seq[chunk])].request
-            if request.sampling.prompt_logprobs is None:
-                continue
-            single = [Piece(chunk, 0, 1, int(batch.lane[chunk]), int(arrays.last[chunk]))]
-            for piece in [piece for piece in arrays.pieces if piece.chunk == chunk] or single:
-                first = int(batch.start[chunk]) + piece.offset + 1
-                target = request.prompt[first : first + piece.size]
-                for at in range(0, len(target), SCORES):
-                    some = target[at : at + SCORES]
-                    ints = np.zeros((2, self.config.mesh.kvp, SCORES), np.int32)
-                    ints[0, piece.lane, : len(some)] = piece.token + at + np.arange(len(some))
-                    ints[1, piece.lane, : len(some)] = some
-                    out.append(Score(chunk, len(some), piece.lane, self.stages.score(hidden, *ints)))
-        return out
-
     # --- reading
 
     def _read(self, flight: Flight) -> None:
         """Waits for a batch and tells what came of it."""
         self._watchdog.hold(flight.batch, self.clock.now())
         flight.done.block_until_ready()                               # without tokens too: what runs ahead, arrivals wait behind
-        tokens, logprobs = self._fetch(flight)
-        scores = self._fetch_scores(flight)
+        tokens, logprobs = results.fetch_tokens(self.scheduler, flight)
+        scores = results.fetch_scores(self.scheduler, flight)
         self._watchdog.well()
         self._learn(flight)
         behind = list(self._flights)[self.config.mesh.spp - 1:]        # those that have not left the first stage
         self._free = self._read_at + sum(other.batch.seconds for other in behind)
         with self._lock:
-            now, prefilled = self.clock.now(), self._prefilled(flight.batch)
+            now, prefilled = self.clock.now(), self._callers.prefilled(flight.batch)
             self.journal.read(self._read_at)
             events = self.scheduler.finish(flight.batch, tokens, now, logprobs, scores)
-            self._count(flight.batch, prefilled, now)
+            self._callers.count(flight.batch, prefilled, now)
             self._send(events)
             if self._held:
                 self._watchdog.hold(self._flights[-1].batch, now)
                 self._sample(self._flights[-1])
                 self._watchdog.back()
+
+    def _send(self, events: list[tuple[str, Event]]) -> None:
+        for request_id in self._callers.send(events):
+            self._end(request_id, "cancelled", None)
 
     def _learn(self, flight: Flight) -> None:
         """Tells the predictor how long a step took: since it was issued, or since the one before it left the stages."""
@@ -418,104 +364,10 @@ class Engine:
         if comparable:
             self.scheduler.predictor.seen(flight.batch.seconds, now - before)
 
-    def _prefilled(self, batch: Batch) -> list[Sequence]:
-        """Sequences that may get their first token from this batch."""
-        if not batch.tokens.size:
-            return []
-        numbers = batch.seq[batch.sample & ~batch.feed].tolist()
-        return [sequence for number in numbers if (sequence := self.scheduler.sequences[number]).first is None]
-
-    def _count(self, batch: Batch, prefilled: list[Sequence], now: float) -> None:
-        """The metrics of a batch of which the scheduler has heard."""
-        self.metrics.tokens(self.scheduler.spoke, now)
-        if batch.tokens.size:
-            chunks = ~batch.feed
-            self.metrics.chunks(batch.length[chunks], np.count_nonzero(batch.held[chunks], axis=1))
-        for sequence in prefilled:
-            if sequence.first is not None and not (caller := self._callers[sequence.id]).begun:
-                caller.begun = True
-                self._count_first(sequence, caller.due, now)
-
-    def _count_first(self, sequence: Sequence, due: float, now: float) -> None:
-        """The metrics of a request that has its first token."""
-        request, started = sequence.request, now if sequence.started is None else sequence.started
-        looked_up = len(request.prompt) if sequence.reads_cache and self.config.cache.prefix_caching else 0
-        self.metrics.first_token(now - request.arrival, started - request.arrival, due - now, len(request.prompt), looked_up,
-                                 sequence.cached, request.slo.class_name)
-
-    def _count_ends(self, caller: Caller, ends: list[Finished]) -> None:
-        """The metrics of completions of a request that ended; where it has no other ones, those of the request."""
-        for event in ends:
-            self.metrics.sequence_ended(event.reason)
-            self.journal.ended(caller.request, event, caller.due - caller.request.arrival, self.scheduler.pace(caller.request))
-        caller.ends += ends
-        if caller.left:
-            return
-        arrival = caller.request.arrival
-        if all(event.reason in ("stop", "length") for event in caller.ends):
-            self.metrics.request_completed(caller.ends, caller.due - arrival, caller.tpot)
-        if not caller.begun and arrival + ends[-1].timing.total > caller.due:
-            self.metrics.late(caller.request.slo.class_name)
-
-    def _send(self, events: list[tuple[str, Event]]) -> None:
-        """Events to their sinks, one call per request; a request whose last completion ended is forgotten."""
-        by_request: dict[str, list[Event]] = {}
-        for request_id, event in events:
-            by_request.setdefault(request_id, []).append(event)
-        callers = [self._callers[request_id] for request_id in by_request]
-        for caller, (request_id, mine) in zip(callers, by_request.items()):
-            if ends := [event for event in mine if isinstance(event, Finished)]:
-                caller.left -= len(ends)
-                self._count_ends(caller, ends)
-            if not caller.left:
-                del self._callers[request_id]
-        for caller, (request_id, mine) in zip(callers, by_request.items()):
-            try:
-                caller.sink(mine)
-            except Exception:
-                log.exception("the sink of request %r failed", request_id, extra={"request_id": request_id})
-                caller.sink = lambda events: None
-                self._end(request_id, "cancelled", None)
-
-    def _fetch(self, flight: Flight) -> tuple[np.ndarray, list[Logprobs | None] | None]:
-        """Tokens [n] of the chunks that sampled one, and log-probabilities where they are wanted."""
-        batch, place = flight.batch, flight.arrays.sampled
-        out = np.zeros(len(batch.slot), np.int32)
-        if flight.sampled is None:
-            return out, None
-        rows = np.flatnonzero(batch.sample)
-        out[rows] = np.asarray(flight.sampled.tokens)[batch.lane[rows], place[rows]]
-        if not flight.sampled.logprobs:
-            return out, None
-        asked = [self.scheduler.sequences[number].request.sampling.logprobs for number in batch.seq[rows].tolist()]
-        if asked.count(None) == len(asked):              # only guided ones
-            return out, None
-        chosen, top, ids = map(np.asarray, flight.sampled.logprobs)
-        logprobs: list[Logprobs | None] = [None] * len(batch.slot)
-        for row, k in zip(rows.tolist(), asked):
-            if k is not None:
-                at = batch.lane[row], place[row]
-                logprobs[row] = _logprobs(chosen[at], top[at], ids[at], k)
-        return out, logprobs
-
-    def _fetch_scores(self, flight: Flight) -> dict[int, list[Logprobs]]:
-        out: dict[int, list[Logprobs]] = {}
-        for score in flight.scores:
-            number = int(flight.batch.seq[score.chunk])
-            sequence = self.scheduler.sequences.get(number)
-            if sequence is not None:
-                k = sequence.request.sampling.prompt_logprobs or 0
-                parts = [np.asarray(part)[score.lane, : score.size] for part in score.arrays]
-                out.setdefault(number, []).extend(_logprobs(chosen, top, ids, k) for chosen, top, ids in zip(*parts))
-        return out
-
     def _fail(self, error: RequestError) -> None:
         """Ends all requests with an error."""
         with self._lock:
             now = self.clock.now()
-            for request_id in list(self._callers):
+            for request_id in list(self._callers.by_id):
                 self._send(self.scheduler.cancel(request_id, now, "error", error=error))
 
-
-def _logprobs(chosen: np.ndarray, top: np.ndarray, ids: np.ndarray, k: int) -> Logprobs:
-    return Logprobs(float(chosen), tuple(zip(ids[:k].tolist(), top[:k].tolist())))

@@ -1,0 +1,108 @@
+"""Who hears of what the engine does, and what of it is counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import abc
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxserve.metrics import Metrics
+from jaxserve.request import Event, Finished, Request
+from jaxserve.scheduling import Batch, Scheduler
+from jaxserve.scheduling.journal import Journal
+from jaxserve.scheduling.sequence import Sequence
+
+log = logging.getLogger(__name__)
+Sink = Callable[[abc.Sequence[Event]], None]
+
+
+@dataclasses.dataclass
+class Caller:
+    """Who hears of a request: its sink, its seed, how many of its completions have not ended, whether one of them has begun, and the ends
+    of the others. `due` is the clock second for its first token, `tpot` its objective in seconds."""
+
+    request: Request
+    sink: Sink
+    seed: int
+    left: int
+    due: float
+    tpot: float
+    begun: bool = False
+    ends: list[Finished] = dataclasses.field(default_factory=list)
+
+
+class Callers:
+    """The callers of all requests that have not ended, by id. Nothing here has a lock of its own.
+
+    looks_up: whether prompts are looked up in the prefix cache.
+    """
+
+    def __init__(self, scheduler: Scheduler, metrics: Metrics, journal: Journal, looks_up: bool):
+        self.by_id: dict[str, Caller] = {}
+        self._scheduler, self._metrics, self._journal, self._looks_up = scheduler, metrics, journal, looks_up
+
+    def send(self, events: list[tuple[str, Event]]) -> list[str]:
+        """Events to their sinks, one call per request; a request whose last completion ended is forgotten. Returns the ids of requests
+        whose sinks failed: they hear no more."""
+        by_request: dict[str, list[Event]] = {}
+        for request_id, event in events:
+            by_request.setdefault(request_id, []).append(event)
+        heard = [(self.by_id[request_id], mine) for request_id, mine in by_request.items()]
+        for caller, mine in heard:
+            if ends := [event for event in mine if isinstance(event, Finished)]:
+                caller.left -= len(ends)
+                self._count_ends(caller, ends)
+            if not caller.left:
+                del self.by_id[caller.request.id]
+        return [caller.request.id for caller, mine in heard if not self._tell(caller, mine)]
+
+    def _tell(self, caller: Caller, events: list[Event]) -> bool:
+        try:
+            caller.sink(events)
+        except Exception:
+            log.exception("the sink of request %r failed", caller.request.id, extra={"request_id": caller.request.id})
+            caller.sink = lambda events: None
+            return False
+        return True
+
+    def prefilled(self, batch: Batch) -> list[Sequence]:
+        """Sequences that may get their first token from this batch."""
+        if not batch.tokens.size:
+            return []
+        numbers = batch.seq[batch.sample & ~batch.feed].tolist()
+        return [sequence for number in numbers if (sequence := self._scheduler.sequences[number]).first is None]
+
+    def count(self, batch: Batch, prefilled: list[Sequence], now: float) -> None:
+        """The metrics of a batch of which the scheduler has heard."""
+        self._metrics.tokens(self._scheduler.spoke, now)
+        if batch.tokens.size:
+            chunks = ~batch.feed
+            self._metrics.chunks(batch.length[chunks], np.count_nonzero(batch.held[chunks], axis=1))
+        for sequence in prefilled:
+            if sequence.first is not None and not (caller := self.by_id[sequence.id]).begun:
+                caller.begun = True
+                self._count_first(sequence, caller.due, now)
+
+    def _count_first(self, sequence: Sequence, due: float, now: float) -> None:
+        """The metrics of a request that has its first token."""
+        request, started = sequence.request, now if sequence.started is None else sequence.started
+        looked_up = len(request.prompt) if sequence.reads_cache and self._looks_up else 0
+        self._metrics.first_token(now - request.arrival, started - request.arrival, due - now, len(request.prompt), looked_up,
+                                 sequence.cached, request.slo.class_name)
+
+    def _count_ends(self, caller: Caller, ends: list[Finished]) -> None:
+        """The metrics of completions of a request that ended; where it has no other ones, those of the request."""
+        for event in ends:
+            self._metrics.sequence_ended(event.reason)
+            self._journal.ended(caller.request, event, caller.due - caller.request.arrival, caller.tpot)
+        caller.ends += ends
+        if caller.left:
+            return
+        arrival = caller.request.arrival
+        if all(event.reason in ("stop", "length") for event in caller.ends):
+            self._metrics.request_completed(caller.ends, caller.due - arrival, caller.tpot)
+        if not caller.begun and arrival + ends[-1].timing.total > caller.due:
+            self._metrics.late(caller.request.slo.class_name)
