@@ -89,6 +89,7 @@ class Server:
         self.access, self.tls = Access(config), Tls.of(config)
         self.config, self.front = config, Front(config)
         self.ports: dict[str, int] = {}
+        self._host = f"[{config.host.strip('[]')}]" if ":" in config.host else config.host
         self._listeners: list[Listener] = []
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(interceptors=(Guard(self.access),), options=channel_options(config))
@@ -103,12 +104,11 @@ class Server:
 
     async def start(self) -> None:
         """Listens. Errors: ConfigError where the address cannot be had."""
-        host = f"[{self.config.host.strip('[]')}]" if ":" in self.config.host else self.config.host
         await self._tell_health()
         try:
-            self.ports["grpc"] = self._listen(f"{host}:{self.config.port}")
+            self.ports["grpc"] = self._listen(f"{self._host}:{self.config.port}")
         except RuntimeError:
-            raise ConfigError("port", f"cannot listen on {host}:{self.config.port}: is it taken?") from None
+            raise ConfigError("port", f"cannot listen on {self._host}:{self.config.port}: is it taken?") from None
         config, access, metrics = self.config, self.access, self.front.metrics
         http = Gate(users(self.front, Probe(self.front, access.anonymous)), config, access.authenticate, OPEN_PATHS, metrics)
         admin = Gate(operators(self.front), config, functools.partial(access.authenticate, admin=True), frozenset(), metrics)
@@ -121,6 +121,11 @@ class Server:
             await listener.start()
         await self._server.start()
         self._watchers = [asyncio.create_task(self._watch())]
+
+    def address(self, name: str) -> str:
+        """Of one of `ports`: HOST:PORT of grpc, a URL of the others."""
+        scheme = "" if name == "grpc" else "http://" if self.tls is None else "https://"
+        return f"{scheme}{self._host}:{self.ports[name]}"
 
     def _listen(self, address: str) -> int:
         if self.tls is None:
@@ -251,12 +256,12 @@ class Background:
     @property
     def target(self) -> str:
         """The gRPC address."""
-        return f"{self._config.host}:{self.server.ports['grpc']}"
+        return self.server.address("grpc")
 
     @property
     def url(self) -> str:
         """Of the HTTP port."""
-        return f"{'http' if self.server.tls is None else 'https'}://{self._config.host}:{self.server.ports['http']}"
+        return self.server.address("http")
 
     def _listening(self, server: Server) -> None:
         self.server = server
