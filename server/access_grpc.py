@@ -27,10 +27,10 @@ def caller() -> Caller:
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """An interceptor: lets in who has a key. admin: whether this is the admin port."""
+    """An interceptor: lets in who has a key."""
 
-    def __init__(self, access: Access, admin: bool = False):
-        self._access, self._admin = access, admin
+    def __init__(self, access: Access):
+        self._access = access
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails) -> Any:
         if details.method.startswith(OPEN):
@@ -39,7 +39,7 @@ class Guard(grpc.aio.ServerInterceptor):
         try:
             if len(given) > 1:                          # which of them a proxy has looked at, nobody knows
                 raise RequestError(HEADER, "is there twice", "UNAUTHENTICATED")
-            _caller.set(self._access.authenticate(given[0] if given else None, admin=self._admin))
+            _caller.set(self._access.authenticate(given[0] if given else None))
         except RequestError as error:                   # a handler of streams reads no message by itself
             return grpc.stream_stream_rpc_method_handler(functools.partial(_refused, error))
         return await continuation(details)
