@@ -166,13 +166,13 @@ class Server:
             self.access.refresh()
             if self.tls is not None:
                 self.tls.refresh()
-            before = self.front.state
             self.front.watch()
-            if self.front.state != before:
+            if self.front.state != self._told:          # by itself, or as an operator asked
                 await self._tell_health()
 
     async def _tell_health(self) -> None:
-        serving = self.front.state == SERVING
+        self._told = self.front.state
+        serving = self._told == SERVING
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *self._names):
             await self._health.set(name, status)
