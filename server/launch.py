@@ -92,7 +92,7 @@ class Server:
         self._host = f"[{config.host.strip('[]')}]" if ":" in config.host else config.host
         self._listeners: list[Listener] = []
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(interceptors=(Guard(self.access),), options=channel_options(config))
+        self._server = grpc.aio.server(interceptors=(Guard(self.access, self.front.metrics),), options=channel_options(config))
         self._server.add_generic_rpc_handlers((
             handlers(Inference(self.front), SERVICES["Inference"], config.max_message_mib << 20, self.front.metrics),
             handlers(Control(self.front), SERVICES["Control"], CONTROL_LIMIT, self.front.metrics),
