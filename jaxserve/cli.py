@@ -18,7 +18,7 @@ from jaxserve.request import RequestError
 from jaxserve.server import logs
 
 COMMANDS = {                                            # name -> module in `commands`, summary
-    "serve": ("serve", "serve a model over gRPC"),
+    "serve": ("serve", "serve a model over gRPC and the OpenAI protocol"),
     "generate": ("generate", "complete prompts in this process"),
     "demo": ("demo", "serve a small model on a mesh of twelve CPU devices and talk to it"),
     "fetch": ("fetch", "download a model into the cache folder"),

@@ -200,7 +200,8 @@ class EngineConfig(Checked):
     scheduler: SchedulerConfig = SchedulerConfig()
     profile: str = option("auto", "what steps cost: a file of `jaxserve profile`; auto measures at the first start and keeps it; none")
     lookahead: int = option(1, "steps that are issued before the tokens of the last one are read", low=0, high=8)
-    hang_timeout: float = option(60.0, "seconds by which a step may be overdue before the devices count as hung", low=0.01)
+    hang_timeout: float = option(60.0, "seconds after which a step counts as hung, if it has also taken ten times as long as predicted",
+                                low=0.01)
     compile_cache: str | None = option(None, "folder of compiled programs; default: under the user's cache folder; '' for none")
 
     def __post_init__(self) -> None:
@@ -220,7 +221,7 @@ class ServerConfig(Checked):
     host: str = option("127.0.0.1", "address to listen on; addresses beyond loopback need api_keys, tls_client_ca or insecure")
     port: int = option(8470, "gRPC port; 0 takes a free one", low=0, high=65535)
     http_port: int | None = option(8000, "HTTP port: OpenAI protocol, /metrics, live page; 0 takes a free one", low=0, high=65535)
-    admin_port: int | None = option(None, "HTTP port for operators: drain, caches, logs, profiles; 0 takes a free one; default: none",
+    admin_port: int | None = option(None, "HTTP port for operators: drain, abort, cache, log levels; 0 takes a free one; default: none",
                                     low=0, high=65535)
     insecure: bool = option(False, "serve everybody who can connect, on any address, without keys and without client certificates")
     api_keys: str | None = option(None, "file of API keys, as `jaxserve keys` writes it, read again when it changes; default: none")

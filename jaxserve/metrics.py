@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from jaxserve.config import DEFAULT_CLASS
-from jaxserve.request import Finished
+from jaxserve.request import Finished, Summary
 
 PREFIX = "jaxserve:"
 REASONS = ("stop", "length", "cancelled", "deadline", "error")
@@ -241,17 +241,16 @@ class Metrics:
 
     def request_completed(self, ends: Sequence[Finished], ttft: float, tpot: float) -> None:
         """A request ran to its end, which is that of its last completion. ttft, tpot: its objectives in seconds."""
-        timings = [end.timing for end in ends]
-        first, total = min(timing.first_token for timing in timings), max(timing.total for timing in timings)
-        paces = [end.timing.tpot(end.usage.completion) for end in ends if end.usage.completion > 1]
-        self._e2e.observe(total)
-        self._prefill.observe(first - min(timing.queued for timing in timings))
-        self._decode.observe(total - first)
+        whole = Summary.of(ends)
+        self._e2e.observe(whole.total)
+        self._prefill.observe(whole.prefill)
+        self._decode.observe(whole.decode)
         self._prompts.observe(ends[0].usage.prompt)
-        self._outputs.observe(sum(end.usage.completion for end in ends))
-        for pace in paces:
-            self._pace.observe(pace)
-        self._goodput.inc(first <= ttft and max(paces, default=0.0) <= tpot)
+        self._outputs.observe(whole.output)
+        for end in ends:
+            if end.tpot is not None:
+                self._pace.observe(end.tpot)
+        self._goodput.inc((whole.ttft or 0.0) <= ttft and (whole.tpot or 0.0) <= tpot)
 
     def rejected(self, reason: str) -> None:
         """A request was refused for there was too much to do; reason: one of REJECTIONS, anything else counts as other."""

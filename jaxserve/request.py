@@ -216,13 +216,14 @@ class Usage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds since arrival: when the first chunk started, the first token came, the last token came."""
+    """Seconds since arrival: when the first chunk started, the first token came, the completion ended (also of what did not come)."""
 
     queued: float
     first_token: float
     total: float
 
     def tpot(self, completion: int) -> float:
+        """Mean seconds per token after the first of so many; 0 where there is none."""
         return (self.total - self.first_token) / (completion - 1) if completion > 1 else 0.0
 
 
@@ -260,6 +261,48 @@ class Finished:
     timing: Timing
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
     error: RequestError | None = None
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first token; None where none came."""
+        return self.timing.first_token if self.usage.completion else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean seconds per token after the first; None where there is none."""
+        return self.timing.tpot(self.usage.completion) if self.usage.completion > 1 else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Summary:
+    """A request as a whole. Seconds since arrival: when its first chunk started, its first token came (None: none came), its last
+    completion ended. tpot: of its slowest completion; None where none has two tokens. cached: tokens of its prompt; output: of all
+    completions."""
+
+    queued: float
+    ttft: float | None
+    total: float
+    tpot: float | None
+    cached: int
+    output: int
+
+    @classmethod
+    def of(cls, ends: Sequence[Finished]) -> Summary:
+        """ends: of at least one of its completions."""
+        ttfts, tpots = [[value for value in values if value is not None] for values in zip(*((end.ttft, end.tpot) for end in ends))]
+        return cls(
+            min(end.timing.queued for end in ends), min(ttfts, default=None), max(end.timing.total for end in ends),
+            max(tpots, default=None), max(end.usage.cached for end in ends), sum(end.usage.completion for end in ends))
+
+    @property
+    def prefill(self) -> float:
+        """Seconds from the first chunk to the first token, or to the end where none came."""
+        return (self.total if self.ttft is None else self.ttft) - self.queued
+
+    @property
+    def decode(self) -> float:
+        """Seconds from the first token to the end."""
+        return self.total - self.queued - self.prefill
 
 
 Event = Accepted | Progress | Token | Finished

@@ -19,7 +19,6 @@ from jaxserve.config import ServerConfig
 from jaxserve.request import RequestError
 from jaxserve.server.keys import MAX_KEY_CHARS, Key, Keys, Limits
 
-REASONS = ("no_key", "unknown_key", "wrong_port", "requests_per_minute", "concurrency", "queued_tokens")
 HEADER = "authorization"
 MAX_HEADER_CHARS = 2 * MAX_KEY_CHARS                    # base64 of the longest key, with a name before it
 RETRY_SECONDS = 1.0                                     # where only the end of other requests makes room
@@ -27,17 +26,13 @@ ROUNDING = 1e-6                                         # seconds
 
 
 class Access:
-    """Who may come in. Without a key file everybody may, as the caller without a name. Errors: ConfigError for the file.
-
-    refused: how many were, by what REASONS says.
-    """
+    """Who may come in. Without a key file everybody may, as the caller without a name. Errors: ConfigError for the file."""
 
     def __init__(self, config: ServerConfig):
-        self.refused = dict.fromkeys(REASONS, 0)
         self._keys = Keys(config.api_keys) if config.api_keys is not None else None
         self._isolated = not config.share_prefixes
         self._usage: dict[str, Usage] = {}
-        self.anonymous = Caller("", "", Limits(), Usage(self.refused), False)
+        self.anonymous = Caller("", "", Limits(), Usage(), False)
 
     def refresh(self) -> None:
         """To be called now and then: sees whether the key file has changed."""
@@ -51,25 +46,21 @@ class Access:
         if self._keys is None:
             return self.anonymous
         if authorization is None:
-            raise self._refusal("no_key", "an API key is missing: send it as Authorization: Bearer KEY", "UNAUTHENTICATED")
+            raise RequestError(HEADER, "an API key is missing: send it as Authorization: Bearer KEY", "UNAUTHENTICATED")
         presented = presented_key(authorization)
         key = None if presented is None else self._keys.find(presented)
         if key is None:
-            raise self._refusal("unknown_key", "not an API key of this server, sent as Bearer KEY", "UNAUTHENTICATED")
+            raise RequestError(HEADER, "not an API key of this server, sent as Bearer KEY", "UNAUTHENTICATED")
         if key.admin != admin:
             said = "this port needs an admin key" if admin else "an admin key works on the admin port only"
-            raise self._refusal("wrong_port", said, "PERMISSION_DENIED")
+            raise RequestError(HEADER, said, "PERMISSION_DENIED")
         return self._caller(key)
 
     def _caller(self, key: Key) -> Caller:
         usage = self._usage.get(key.name)
         if usage is None:
-            usage = self._usage[key.name] = Usage(self.refused)
+            usage = self._usage[key.name] = Usage()
         return Caller(key.name, key.tenant, key.limits, usage, self._isolated)
-
-    def _refusal(self, reason: str, message: str, status: str) -> RequestError:
-        self.refused[reason] += 1
-        return RequestError(HEADER, message, status)
 
 
 def presented_key(authorization: str) -> str | None:
@@ -92,18 +83,18 @@ def presented_key(authorization: str) -> str | None:
 class Usage:
     """What the requests of one key take now, and when the next one may come."""
 
-    def __init__(self, refused: dict[str, int]):
+    def __init__(self) -> None:
         self.running = self.queued = 0
-        self._refused, self._due = refused, float("-inf")
+        self._due = float("-inf")
 
     def check(self, limits: Limits, tokens: int, now: float) -> None:
         """Errors: RequestError where one more request, with so many prompt tokens, is too much."""
         if limits.requests_per_minute is not None:
             wait = self._due - now + 60 / limits.requests_per_minute - 60
             if wait > ROUNDING:
-                raise self._refusal("requests_per_minute", f"the limit of this key is {limits.requests_per_minute}", wait)
+                raise _too_much("requests_per_minute", f"the limit of this key is {limits.requests_per_minute}", wait)
         if limits.concurrency is not None and self.running >= limits.concurrency:
-            raise self._refusal("concurrency", f"{self.running} requests of this key run; its limit is {limits.concurrency}")
+            raise _too_much("concurrency", f"{self.running} requests of this key run; its limit is {limits.concurrency}")
         self.check_tokens(limits, tokens)
 
     def check_tokens(self, limits: Limits, tokens: int) -> None:
@@ -111,10 +102,9 @@ class Usage:
         if most is None or self.queued + tokens <= most:
             return
         if tokens > most:                               # which no waiting helps
-            self._refused["queued_tokens"] += 1
             raise RequestError("queued_tokens", f"the prompt has {tokens} tokens; the limit of this key is {most}")
         said = f"{self.queued} prompt tokens of this key wait, and this prompt has {tokens}; the limit is {most}"
-        raise self._refusal("queued_tokens", said)
+        raise _too_much("queued_tokens", said)
 
     def take(self, limits: Limits, now: float) -> None:
         """Counts a request."""
@@ -122,9 +112,9 @@ class Usage:
         if limits.requests_per_minute is not None:      # as if requests came evenly: one falls due so long after the one before
             self._due = max(self._due, now) + 60 / limits.requests_per_minute
 
-    def _refusal(self, reason: str, message: str, wait: float = RETRY_SECONDS) -> RequestError:
-        self._refused[reason] += 1
-        return RequestError(reason, message, "RESOURCE_EXHAUSTED", wait)
+
+def _too_much(limit: str, message: str, wait: float = RETRY_SECONDS) -> RequestError:
+    return RequestError(limit, message, "RESOURCE_EXHAUSTED", wait)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

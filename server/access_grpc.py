@@ -16,6 +16,7 @@ import grpc
 from jaxserve.request import RequestError
 from jaxserve.server.access import HEADER, Access, Caller
 from jaxserve.server.door import refuse
+from jaxserve.server.front_metrics import FrontMetrics
 
 OPEN = "/grpc.health.v1.Health/"
 _caller: contextvars.ContextVar[Caller] = contextvars.ContextVar("caller")
@@ -27,10 +28,10 @@ def caller() -> Caller:
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """An interceptor: lets in who has a key. admin: whether this is the admin port."""
+    """An interceptor: lets in who has a key, and counts who has none."""
 
-    def __init__(self, access: Access, admin: bool = False):
-        self._access, self._admin = access, admin
+    def __init__(self, access: Access, metrics: FrontMetrics):
+        self._access, self._metrics = access, metrics
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails) -> Any:
         if details.method.startswith(OPEN):
@@ -39,8 +40,9 @@ class Guard(grpc.aio.ServerInterceptor):
         try:
             if len(given) > 1:                          # which of them a proxy has looked at, nobody knows
                 raise RequestError(HEADER, "is there twice", "UNAUTHENTICATED")
-            _caller.set(self._access.authenticate(given[0] if given else None, admin=self._admin))
+            _caller.set(self._access.authenticate(given[0] if given else None))
         except RequestError as error:                   # a handler of streams reads no message by itself
+            self._metrics.answered("grpc", error.status)
             return grpc.stream_stream_rpc_method_handler(functools.partial(_refused, error))
         return await continuation(details)
 

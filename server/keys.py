@@ -26,6 +26,7 @@ from typing import Any
 import yaml
 
 from jaxserve.config import ConfigError
+from jaxserve.server.files import check_private, signature
 
 log = logging.getLogger(__name__)
 FIELD = "api_keys"
@@ -59,7 +60,7 @@ class Keys:
 
     def __init__(self, file: str | Path):
         self._file, self._secret = Path(file), secrets.token_bytes(32)
-        self._seen = _signature(self._file)
+        self._seen = signature(self._file)
         self._keys = self._table(read(self._file))
 
     @property
@@ -70,16 +71,16 @@ class Keys:
         """The key that was presented, if the file has it."""
         if len(presented) > MAX_KEY_CHARS:
             return None
-        digest = hashlib.sha256(presented.encode(errors="surrogatepass")).digest()
+        digest = hash_of(presented)
         key = self._keys.get(self._place(digest))
         return key if hmac.compare_digest(digest, key.sha256 if key else bytes(32)) else None
 
     def refresh(self) -> bool:
         """Reads the file again if it changed; returns whether the keys are new ones. Costs a stat where it did not."""
-        signature = _signature(self._file)
-        if signature == self._seen:
+        now = signature(self._file)
+        if now == self._seen:
             return False
-        self._seen = signature
+        self._seen = now
         try:
             self._keys = self._table(read(self._file))
         except ConfigError as error:
@@ -96,7 +97,7 @@ class Keys:
 
 
 def hash_of(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+    return hashlib.sha256(key.encode(errors="surrogatepass")).digest()
 
 
 def read(file: Path) -> list[Key]:
@@ -106,10 +107,7 @@ def read(file: Path) -> list[Key]:
             info, data = os.fstat(opened.fileno()), opened.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(FIELD, f"{file}: {error.strerror}") from None
-    if info.st_uid not in (0, os.geteuid()):
-        raise ConfigError(FIELD, f"{file} belongs to another user")
-    if info.st_mode & 0o077:
-        raise ConfigError(FIELD, f"{file} can be read or written by others; mend it with chmod 600 {file}")
+    check_private(FIELD, file, info, 0o077)
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(FIELD, f"{file} has more than {MAX_FILE_BYTES} bytes")
     try:
@@ -212,12 +210,3 @@ def _count(name: str, node: Any) -> int:
     if not (re.fullmatch(r"[0-9]{1,13}", text) and 1 <= int(text) <= MAX_LIMIT):
         raise _fault(node, f"{name} must be a whole number from 1 to {MAX_LIMIT}, not {text[:64]!r}")
     return int(text)
-
-
-def _signature(file: Path) -> tuple[int, ...] | None:
-    """What differs when a file was written, replaced, or given to somebody else."""
-    try:
-        info = file.stat()
-    except OSError:
-        return None
-    return info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns

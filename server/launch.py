@@ -89,9 +89,10 @@ class Server:
         self.access, self.tls = Access(config), Tls.of(config)
         self.config, self.front = config, Front(config)
         self.ports: dict[str, int] = {}
+        self._host = f"[{config.host.strip('[]')}]" if ":" in config.host else config.host
         self._listeners: list[Listener] = []
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(interceptors=(Guard(self.access),), options=channel_options(config))
+        self._server = grpc.aio.server(interceptors=(Guard(self.access, self.front.metrics),), options=channel_options(config))
         self._server.add_generic_rpc_handlers((
             handlers(Inference(self.front), SERVICES["Inference"], config.max_message_mib << 20, self.front.metrics),
             handlers(Control(self.front), SERVICES["Control"], CONTROL_LIMIT, self.front.metrics),
@@ -103,12 +104,11 @@ class Server:
 
     async def start(self) -> None:
         """Listens. Errors: ConfigError where the address cannot be had."""
-        host = f"[{self.config.host.strip('[]')}]" if ":" in self.config.host else self.config.host
         await self._tell_health()
         try:
-            self.ports["grpc"] = self._listen(f"{host}:{self.config.port}")
+            self.ports["grpc"] = self._listen(f"{self._host}:{self.config.port}")
         except RuntimeError:
-            raise ConfigError("port", f"cannot listen on {host}:{self.config.port}: is it taken?") from None
+            raise ConfigError("port", f"cannot listen on {self._host}:{self.config.port}: is it taken?") from None
         config, access, metrics = self.config, self.access, self.front.metrics
         http = Gate(users(self.front, Probe(self.front, access.anonymous)), config, access.authenticate, OPEN_PATHS, metrics)
         admin = Gate(operators(self.front), config, functools.partial(access.authenticate, admin=True), frozenset(), metrics)
@@ -121,6 +121,11 @@ class Server:
             await listener.start()
         await self._server.start()
         self._watchers = [asyncio.create_task(self._watch())]
+
+    def address(self, name: str) -> str:
+        """Of one of `ports`: HOST:PORT of grpc, a URL of the others."""
+        scheme = "" if name == "grpc" else "http://" if self.tls is None else "https://"
+        return f"{scheme}{self._host}:{self.ports[name]}"
 
     def _listen(self, address: str) -> int:
         if self.tls is None:
@@ -161,13 +166,13 @@ class Server:
             self.access.refresh()
             if self.tls is not None:
                 self.tls.refresh()
-            before = self.front.state
             self.front.watch()
-            if self.front.state != before:
+            if self.front.state != self._told:          # by itself, or as an operator asked
                 await self._tell_health()
 
     async def _tell_health(self) -> None:
-        serving = self.front.state == SERVING
+        self._told = self.front.state
+        serving = self._told == SERVING
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *self._names):
             await self._health.set(name, status)
@@ -251,12 +256,12 @@ class Background:
     @property
     def target(self) -> str:
         """The gRPC address."""
-        return f"{self._config.host}:{self.server.ports['grpc']}"
+        return self.server.address("grpc")
 
     @property
     def url(self) -> str:
         """Of the HTTP port."""
-        return f"{'http' if self.server.tls is None else 'https'}://{self._config.host}:{self.server.ports['http']}"
+        return self.server.address("http")
 
     def _listening(self, server: Server) -> None:
         self.server = server

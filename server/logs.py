@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TextIO
 
-from jaxserve.request import Finished, Request
+from jaxserve.request import Finished, Request, Summary
 
 LONGEST = 4000                                          # characters of a message or a value
 CAUSES = 3                                              # exceptions told of a chain of them
@@ -53,22 +53,17 @@ def bound(request_id: str, trace_id: str = "") -> Iterator[None]:
 
 def ended(request: Request, finished: Sequence[Finished], status: str, *, tenant: str = "", protocol: str = "", trace_id: str = "") -> None:
     """The one line about a request that is over. finished: the ends of its completions that are known; status: gRPC's name of it."""
-    first = min((end.timing.first_token for end in finished if end.usage.completion), default=None)
-    paces = [end.timing.tpot(end.usage.completion) for end in finished if end.usage.completion > 1]
-    fields = {
+    whole = Summary.of(finished) if finished else None
+    fields: dict[str, Any] = {
         "status": status, "reason": ",".join(dict.fromkeys(end.reason for end in finished)) or status.lower(),
         "tenant": tenant or None, "protocol": protocol or None, "prompt_tokens": len(request.prompt),
-        "cached_tokens": max((end.usage.cached for end in finished), default=0),
-        "output_tokens": sum(end.usage.completion for end in finished),
-        "queued": _rounded(min((end.timing.queued for end in finished), default=None)), "ttft": _rounded(first),
-        "tpot": _rounded(max(paces, default=None)), "seconds": _rounded(max((end.timing.total for end in finished), default=None)),
+        "cached_tokens": whole.cached if whole else 0, "output_tokens": whole.output if whole else 0,
     }
+    if whole:
+        times = {"queued": whole.queued, "ttft": whole.ttft, "tpot": whole.tpot, "seconds": whole.total}
+        fields |= {name: round(seconds, 6) for name, seconds in times.items() if seconds is not None}
     known = {name: value for name, value in fields.items() if value is not None}
     log.info("ended", extra={"fields": known, "request_id": request.id, "trace_id": trace_id or _request.get()[1]})
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)
 
 
 class Text(logging.Formatter):

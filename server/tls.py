@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-import os
 import ssl
 import time
 from pathlib import Path
@@ -16,11 +15,11 @@ from pathlib import Path
 import grpc
 
 from jaxserve.config import ConfigError, ServerConfig
+from jaxserve.server.files import check_private, signature
 
 log = logging.getLogger(__name__)
 SOON_DAYS = 7
 X509_EXPIRED, X509_NOT_YET = 10, 9                      # OpenSSL's verify codes
-Signature = tuple[tuple[int, ...], ...]
 
 
 class Tls:
@@ -31,7 +30,7 @@ class Tls:
         self._cert, self._key = Path(config.tls_cert), Path(config.tls_key)
         self._authorities = None if config.tls_client_ca is None else _text("tls_client_ca", Path(config.tls_client_ca))
         self._contexts: list[ssl.SSLContext] = []
-        self._seen = self._signature()
+        self._seen = signature(self._cert, self._key)
         self._pair = self._read()
         self._told: tuple[bytes, bytes] | None = None   # what gRPC has
 
@@ -69,10 +68,10 @@ class Tls:
     def refresh(self) -> None:
         """To be called now and then: sees whether the files have changed."""
         try:
-            signature = self._signature()
-            if signature == self._seen:
+            now = signature(self._cert, self._key)
+            if now == self._seen:
                 return
-            self._seen = signature
+            self._seen = now
             self._pair = self._read()
             for context in self._contexts:
                 context.load_cert_chain(self._cert, self._key)
@@ -84,20 +83,9 @@ class Tls:
     def _read(self) -> tuple[bytes, bytes]:
         """Key and certificates, tried out."""
         pair = _text("tls_key", self._key), _text("tls_cert", self._cert)
-        info = self._key.stat()
-        if info.st_uid not in (0, os.geteuid()):
-            raise ConfigError("tls_key", f"{self._key} belongs to another user")
-        if info.st_mode & 0o027:
-            raise ConfigError("tls_key", f"{self._key} can be read or written by others; mend it with chmod 600 {self._key}")
+        check_private("tls_key", self._key, self._key.stat(), 0o027)                # a group may read it
         _warn_of_dates(self._cert, _end_of(_context(self._cert, self._key), pair[1]))
         return pair
-
-    def _signature(self) -> Signature | None:
-        try:
-            found = (self._cert.stat(), self._key.stat())
-        except OSError:
-            return None
-        return tuple((info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns) for info in found)
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration([self._pair], self._authorities)

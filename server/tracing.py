@@ -17,7 +17,7 @@ from typing import Any
 
 import jaxserve
 from jaxserve.config import ConfigError
-from jaxserve.request import Finished, Request, RequestError
+from jaxserve.request import Finished, Request, RequestError, Summary
 
 log = logging.getLogger(__name__)
 INSTALL = "pip install jaxserve[traces]"
@@ -87,33 +87,26 @@ class _Recorded(Span):
         if not span.is_recording():
             return
         if finished:
-            times = _times(finished)
-            last = self._at(times["end"])
-            span.set_attributes(_answered(finished, times))
-            self._parts(times)
+            whole = Summary.of(finished)
+            last = self._at(whole.total)
+            span.set_attributes(_answered(finished, whole))
+            self._parts(whole)
         if error is not None:
             span.set_attribute("error.type", error.status)
             span.set_status(Status(StatusCode.ERROR, str(error)[:LONGEST]))
         span.end(last)
 
-    def _parts(self, times: dict[str, float]) -> None:
+    def _parts(self, whole: Summary) -> None:
         from opentelemetry.trace import set_span_in_context
 
         inside, began = set_span_in_context(self._span), 0.0
-        for name, stop in (("queued", times["queued"]), ("prefill", times["first"]), ("decode", times["end"])):
-            if stop > began:
-                self._tracer.start_span(name, inside, start_time=self._at(began)).end(self._at(stop))
-            began = max(began, stop)
+        for name, seconds in (("queued", whole.queued), ("prefill", whole.prefill), ("decode", whole.decode)):
+            if seconds > 0:
+                self._tracer.start_span(name, inside, start_time=self._at(began)).end(self._at(began + seconds))
+            began += seconds
 
     def _at(self, seconds: float) -> int:
         return self._began + int(seconds * 1e9)
-
-
-def _times(finished: Sequence[Finished]) -> dict[str, float]:
-    """Seconds from arrival to a request's first chunk, first token and end."""
-    timings = [end.timing for end in finished]
-    return {"queued": min(timing.queued for timing in timings), "first": min(timing.first_token for timing in timings),
-            "end": max(timing.total for timing in timings)}
 
 
 def _asked(request: Request, model: str, operation: str) -> dict[str, Any]:
@@ -129,19 +122,15 @@ def _asked(request: Request, model: str, operation: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _answered(finished: Sequence[Finished], times: dict[str, float]) -> dict[str, Any]:
+def _answered(finished: Sequence[Finished], whole: Summary) -> dict[str, Any]:
     """What became of it. Figures of a token are there where there was one."""
-    output = sum(end.usage.completion for end in finished)
     found: dict[str, Any] = {
-        "gen_ai.usage.output_tokens": output, "gen_ai.usage.cache_read.input_tokens": max(end.usage.cached for end in finished),
-        "gen_ai.response.finish_reasons": [end.reason for end in finished], "jaxserve.queue_seconds": times["queued"],
-        "jaxserve.prefill_seconds": times["first"] - times["queued"], "jaxserve.decode_seconds": times["end"] - times["first"],
+        "gen_ai.usage.output_tokens": whole.output, "gen_ai.usage.cache_read.input_tokens": whole.cached,
+        "gen_ai.response.finish_reasons": [end.reason for end in finished], "jaxserve.queue_seconds": whole.queued,
+        "jaxserve.prefill_seconds": whole.prefill, "jaxserve.decode_seconds": whole.decode,
+        "gen_ai.response.time_to_first_chunk": whole.ttft, "jaxserve.ttft": whole.ttft, "jaxserve.tpot": whole.tpot,
     }
-    if output:
-        found["gen_ai.response.time_to_first_chunk"] = found["jaxserve.ttft"] = times["first"]
-    if paces := [end.timing.tpot(end.usage.completion) for end in finished if end.usage.completion > 1]:
-        found["jaxserve.tpot"] = max(paces)
-    return found
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _provider(endpoint: str | None) -> Any:

@@ -10,12 +10,11 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-from jaxserve.request import Finished, Request, RequestError
+from jaxserve.request import Finished, Request, RequestError, internal_error
 from jaxserve.server import logs
 from jaxserve.server.tracing import Tracer
 
 GONE = RequestError("", "the caller went away", "CANCELLED")
-FAULT = RequestError("", "internal error; the log tells more", "INTERNAL")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class Trail:
             error = raised
             raise
         except Exception:
-            error = FAULT
+            error = internal_error()
             raise
         finally:
             span.end(ends, error)

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -21,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from jaxserve.commands.display import table
-from jaxserve.commands.settings import ALL, engine_config, engine_groups
+from jaxserve.commands.own_server import own_server
+from jaxserve.commands.settings import engine_groups
 from jaxserve.completion import Delta
 from jaxserve.config import ConfigError
 from jaxserve.flags import Command
@@ -164,29 +164,11 @@ async def _send(client: Any, request: Sent, prompt: np.ndarray, began: float, ti
 @contextlib.contextmanager
 def _server(values: dict[str, Any]) -> Iterator[str]:
     """The address of the server to measure; one of our own ends with the measurement."""
-    from jaxserve.server.client import Client
-
     if values["target"]:
         yield values["target"]
-        return
-    engine_config(values)                               # so that a mistake is ours to tell
-    flags = [flag(name, values[name]) for name in ALL if values[name] is not None]
-    command = [sys.executable, "-m", "jaxserve", "serve", "--port=0", "--http_port=0", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        target = process.stdout.readline().strip()
-        if not target:
-            raise ConfigError("target", "the server did not start")
-        with Client(target) as client:
-            while not client.healthy():
-                if process.poll() is not None:
-                    raise ConfigError("target", "the server did not start")
-                time.sleep(0.1)
-        yield target
-    finally:
-        process.terminate()
-        process.wait()
+    else:
+        with own_server(values) as server:
+            yield server.grpc
 
 
 def _credentials(values: dict[str, Any]) -> dict[str, Any]:
@@ -198,10 +180,6 @@ def _credentials(values: dict[str, Any]) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError("tls_ca", f"{values['tls_ca']}: {error.strerror}") from None
     return {"api_key": values["api_key"] or os.environ.get("JAXSERVE_API_KEY") or None, "root_certificates": roots}
-
-
-def flag(name: str, value: Any) -> str:
-    return f"--{'' if value else 'no'}{name}" if isinstance(value, bool) else f"--{name}={value}"
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:

@@ -51,7 +51,7 @@ def run(values: dict[str, Any]) -> int:
     patient = Patient()
     found = list(_all(patient, values))
     healthy = all(check.state != FAULT for check in found)
-    print(_json(patient, found, healthy) if values["json"] else _text(patient, found, healthy))
+    print(_json(patient, found, healthy) if values["json"] else _text(patient, found))
     return 0 if healthy else 1
 
 
@@ -253,7 +253,7 @@ def _scheduler(patient: Patient, costs: Any) -> Any:
     return Scheduler(config.scheduler, cache, config.mesh, patient.max_len, costs=costs)
 
 
-def _text(patient: Patient, found: list[Check], healthy: bool) -> str:
+def _text(patient: Patient, found: list[Check]) -> str:
     width = max(len(check.name) for check in found)
     lines = []
     for check in found:

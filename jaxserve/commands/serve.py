@@ -1,4 +1,4 @@
-"""`jaxserve serve`: an engine behind gRPC until SIGTERM or Ctrl-C."""
+"""`jaxserve serve`: an engine behind gRPC and HTTP until SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from jaxserve.flags import Command
 log = logging.getLogger(__name__)
 
 ABOUT = """\
-The server listens at once and takes requests when the model is loaded and compiled; grpc.health.v1 tells when. It prints its address
-on a line of its own. SIGTERM and Ctrl-C let running requests finish.
+The server listens at once and takes requests when the model is loaded and compiled; grpc.health.v1 and /ready tell when. It prints its \
+addresses, each on a line: gRPC, HTTP (the OpenAI protocol, /metrics, the live page at /), and the operators' port, if there is one. \
+SIGTERM and Ctrl-C let running requests finish.
 
   jaxserve serve --model=smollm2-135m --mesh=spp=2,tp=3 --dtype=bfloat16
 """
@@ -33,8 +34,8 @@ def run(values: dict[str, Any]) -> int:
     check_host(server)
 
     def listening(started: Server) -> None:
-        for name, port in started.ports.items():
-            print(f"{'' if name == 'grpc' else 'http://'}{server.host}:{port}", flush=True)
+        for name in started.ports:
+            print(started.address(name), flush=True)
         log.info("loading %s on %s", engine.source.model, engine.mesh)
 
     def build() -> tuple[Any, Any]:

@@ -15,22 +15,20 @@ import os
 import random
 import socket
 import struct
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.commands.bench_serve import flag
 from jaxserve.commands.display import table
 from jaxserve.commands.machine import described, machine
-from jaxserve.commands.settings import ALL, engine_config, engine_groups
-from jaxserve.config import ConfigError
+from jaxserve.commands.own_server import OwnServer, own_server
+from jaxserve.commands.settings import engine_groups
 from jaxserve.flags import Command
 from jaxserve.options import Option
 from jaxserve.request import RequestError, SamplingParams
@@ -73,16 +71,8 @@ class Sample:
     pages_held: float
 
 
-@dataclasses.dataclass
-class Server:
-    pid: int
-    grpc: str
-    http: tuple[str, int]
-
-
 def run(values: dict[str, Any]) -> int:
-    engine_config(values)                               # so that a mistake is ours to tell
-    with _server(values) as server:
+    with own_server(values) as server:
         samples, outcomes = asyncio.run(Soak(server, values).run())
     faults = faults_of(samples)
     print(report(samples, outcomes, faults))
@@ -133,8 +123,9 @@ def report(samples: list[Sample], outcomes: dict[str, int], faults: list[str]) -
 class Soak:
     """Callers of every kind until the time is up."""
 
-    def __init__(self, server: Server, values: dict[str, Any]):
+    def __init__(self, server: OwnServer, values: dict[str, Any]):
         self._server, self._values = server, values
+        self._address = urlsplit(server.url)
         self._dice = random.Random(values["seed"])
         self._outcomes: Counter[str] = Counter()
         self._crowd: set[asyncio.Task[None]] = set()
@@ -258,7 +249,7 @@ class Soak:
         return (head.split()[1].decode() if head else "closed"), body
 
     async def _send(self, method: str, path: str, body: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection(*self._server.http, limit=1 << 20)
+        reader, writer = await asyncio.open_connection(self._address.hostname, self._address.port, limit=1 << 20)
         writer.write(f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
                      f"content-length: {len(body)}\r\n\r\n".encode() + body)
         return reader, writer
@@ -279,30 +270,6 @@ class Soak:
             minute, int(status["VmRSS"].split()[0]) / 1024, int(status["Threads"]), len(os.listdir(f"/proc/{self._server.pid}/fd")),
             int(values["jaxserve:num_requests_running"]), int(values["jaxserve:num_requests_waiting"]),
             values["jaxserve:kv_cache_usage_perc"])
-
-
-@contextlib.contextmanager
-def _server(values: dict[str, Any]) -> Iterator[Server]:
-    flags = [flag(name, values[name]) for name in ALL if values[name] is not None]
-    command = [sys.executable, "-m", "jaxserve", "serve", "--port=0", "--http_port=0", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        target, url = (process.stdout.readline().strip() for _ in range(2))
-        if not url:
-            raise ConfigError("model", "the server did not start")
-        from jaxserve.server.client import Client
-
-        with Client(target) as client:
-            while not client.healthy():
-                if process.poll() is not None:
-                    raise ConfigError("model", "the server did not start")
-                time.sleep(0.2)
-        host, _, port = url.removeprefix("http://").rpartition(":")
-        yield Server(process.pid, target, (host, int(port)))
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
 
 
 COMMAND = Command({"load": LOAD, **engine_groups(policy="slack", chunking="adaptive")}, run, ABOUT)

@@ -9,13 +9,12 @@ nobody passes one that waits.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
 
 from jaxserve.cache import CacheManager
-from jaxserve.scheduling.roster import DECODE, PREFILL, Roster
+from jaxserve.scheduling.roster import Roster
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 
 LARGE = 1 / 64                                        # of all pages: prompts that take more, cached or not, are large
@@ -41,7 +40,7 @@ class Admission:
         self._reserve = reserve
         self._spare = cache.available - reserve - sum(pages for pages, _ in promised)
         self._small = cache.small_pages + sum(pages for pages, small in promised if small)
-        self._tpot = float(roster.tpot[(roster.phase == PREFILL) | (roster.phase == DECODE)].min(initial=math.inf))
+        self._tpot = roster.tightest()
         self._open = ALL if self._slots else NOBODY
         if self._claim is not None and (self._claim.slot != NO_SLOT or self._claim.number not in roster.sequences):
             self._claim = None

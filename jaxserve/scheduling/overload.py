@@ -26,7 +26,7 @@ from jaxserve.scheduling.chunking import LEAST
 from jaxserve.scheduling.line import ARRIVAL, DUE, TOKENS, WORK
 from jaxserve.scheduling.packing import SHORTER
 from jaxserve.scheduling.predictor import NOMINAL, Lane, Predictor
-from jaxserve.scheduling.roster import DECODE, PREFILL, Roster
+from jaxserve.scheduling.roster import DECODE, Roster
 from jaxserve.scheduling.sequence import Sequence
 
 POINTS = 9                                            # numbers of decodes for which a step's time is predicted; in between, by a line
@@ -205,7 +205,7 @@ class Gate:
         """With a tightest objective of `tpot` at most; `context`: tokens, of decodes to come."""
         roster, stages, lasting = self.roster, self.predictor.mesh.spp, self._lasting
         running = roster.phase == DECODE
-        tpot = float(roster.tpot[running | (roster.phase == PREFILL)].min(initial=tpot))
+        tpot = roster.tightest(tpot)
         decodes, curve = int(np.count_nonzero(running)), self._curve(roster.issued[running], context)
         step, share = self._step(curve, tpot / stages)
         pace, period = np.maximum(share * self.yielded, 1e-3), min(float(step[decodes]), HURRY * self._mixed) * stages
@@ -221,7 +221,7 @@ class Gate:
         config = self.config
         if config.chunking == "static":
             chunk = self.predictor.prefill(0, config.chunk_tokens, config.chunk_tokens)
-            chunk = min(chunk, self.backlog() or chunk)
+            chunk = min(chunk, self.roster.backlog or chunk)
             return curve + chunk, chunk / (curve + chunk)
         target = min(target, config.step_time / self.predictor.mesh.spp) if target == math.inf else target
         step = np.where(target > curve, target, (1 + LEAST) * curve)
@@ -240,13 +240,9 @@ class Gate:
 
     # --- what is learnt
 
-    def backlog(self) -> float:
-        """Seconds of prefill that are left to do."""
-        return float(self.roster.queue.fields[WORK].sum()) + sum(sequence.left for sequence in self.roster.prefilling)
-
     def issued(self, batch: Batch, before: float) -> None:
         """A batch was packed; `before`: the backlog until then. It tells what a step gets done where there is more than it can do."""
-        after, self._seen = self.backlog(), None
+        after, self._seen = self.roster.backlog, None
         if not batch.tokens.size or after <= 0 or after >= before or self.predictor.costs is NOMINAL:
             return
         fed = batch.feed

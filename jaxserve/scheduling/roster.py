@@ -6,6 +6,7 @@ and from either to LEAVING (preempted: will wait again) or ENDED; it is given ba
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable, Iterable
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from jaxserve.cache import CacheManager
 from jaxserve.scheduling.batch import Batch
-from jaxserve.scheduling.line import Line, age
+from jaxserve.scheduling.line import WORK, Line, age
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 
 EMPTY, PREFILL, DECODE, LEAVING, ENDED = range(5)     # from LEAVING on nothing more is issued
@@ -46,6 +47,15 @@ class Roster:
     def draining(self) -> bool:
         """Whether slots and pages come back without anyone's doing, once batches in flight finish."""
         return bool((self.phase >= LEAVING).any())
+
+    @property
+    def backlog(self) -> float:
+        """Seconds of prefill that are left to do."""
+        return float(self.queue.fields[WORK].sum()) + sum(sequence.left for sequence in self.prefilling)
+
+    def tightest(self, tpot: float = math.inf) -> float:
+        """The least objective per token, in seconds, of those that run, and this one."""
+        return float(self.tpot[(self.phase == PREFILL) | (self.phase == DECODE)].min(initial=tpot))
 
     def wait(self, sequence: Sequence) -> None:
         sequence.target = len(sequence.history)

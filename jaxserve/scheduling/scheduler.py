@@ -96,10 +96,9 @@ class Scheduler:
 
     def load(self) -> Load:
         free, cached, _ = self.cache.counts()
-        seconds = float(self._roster.queue.fields[WORK].sum()) + sum(sequence.left for sequence in self._roster.prefilling)
         tokens = sum(sequence.target - int(self._roster.issued[sequence.slot]) for sequence in self._roster.prefilling)
         tokens += int(self._roster.queue.fields[TOKENS].sum())
-        return Load(self.running, self.waiting, tokens, seconds, free, self.cache.total, cached)
+        return Load(self.running, self.waiting, tokens, self._roster.backlog, free, self.cache.total, cached)
 
     def add(self, request: Request, now: float | None = None) -> list[Event]:
         """Queues a request that comes now (None: at its arrival). Errors: RequestError for an id in use, a full queue, a request that can
@@ -189,7 +188,7 @@ class Scheduler:
 
     def start(self, now: float) -> Batch | None:
         """The next batch, to be run after all batches before it; None where nothing can be issued now."""
-        backlog = 0.0 if self.gate is None else self.gate.backlog()
+        backlog = 0.0 if self.gate is None else self._roster.backlog
         packed = self.packer.pack(self._batches, now)
         if packed is None:
             return None

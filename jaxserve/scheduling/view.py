@@ -24,13 +24,11 @@ STEPS = 128                                           # of one view; the next on
 DECODES, CHUNKS = 32, 64                              # of a step, named one by one
 RUNNING, WAITING, ENDED = 256, 128, 256               # requests
 
-REQUEST_COLUMNS = (
+COLUMNS = (
     "number", "id", "index", "class", "state", "arrival", "prompt", "prefilled", "cached", "generated", "ttft_given", "slack",
-    "relative_slack", "ttft", "tpot_given", "tpot", "lane")
-END_COLUMNS = (
-    "number", "id", "index", "class", "state", "arrival", "prompt", "prefilled", "cached", "generated", "ttft_given", "slack",
-    "relative_slack", "ttft", "tpot_given", "tpot", "ended")
-ID, INDEX = REQUEST_COLUMNS.index("id"), REQUEST_COLUMNS.index("index")
+    "relative_slack", "ttft", "tpot_given", "tpot")
+REQUEST_COLUMNS, END_COLUMNS = (*COLUMNS, "lane"), (*COLUMNS, "ended")
+ID = COLUMNS.index("id")
 
 
 @dataclass(frozen=True)
@@ -112,9 +110,8 @@ def _row(sequence: Sequence, state: str, now: float, prefilled: int | None, lane
 
 
 def _end(end: End) -> list[Any]:
-    usage, timing = end.event.usage, end.event.timing
-    ttft = _round(timing.first_token) if usage.completion else None
-    tpot = _round(timing.tpot(usage.completion)) if usage.completion > 1 else None
+    usage = end.event.usage
+    ttft, tpot = (None if seconds is None else _round(seconds) for seconds in (end.event.ttft, end.event.tpot))
     return [
         end.number, end.request_id, end.index, end.class_name, end.event.reason, _round(end.arrival), usage.prompt,
         usage.prompt if usage.completion else None, usage.cached, usage.completion, _round(end.given), None, None, ttft, _round(end.tpot),

@@ -20,7 +20,6 @@ COMPLETION_TOKENS = 16                                  # the protocol's default
 ROOM = 2**31 - 1                                        # tokens: as many as the model has room for
 _IDS = {"type": "array", "items": {"type": "integer"}}
 _PROMPT = {"anyOf": [{"type": "string"}, _IDS, {"type": "array", "items": {"type": "string"}}, {"type": "array", "items": _IDS}]}
-Text = str
 Lists = Annotated[Any, WithJsonSchema(_PROMPT)]         # read piece by piece: a list may have millions of ids
 Ids = Annotated[Any, WithJsonSchema(_IDS)]
 

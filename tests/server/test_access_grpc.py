@@ -18,9 +18,10 @@ from jaxserve.request import RequestError, SamplingParams
 from jaxserve.server import access_grpc
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import AsyncClient, Client, ServerError
+from jaxserve.server.front_metrics import FrontMetrics
 from jaxserve.server.logs import Text
+from tests.server.conftest import eventually
 from tests.server.keyed import TWO, bearer
-from tests.server.test_lifecycle import eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,7 +94,7 @@ def test_handlers_know_the_caller(access):
         return access_grpc.caller().name.encode()
 
     async def main():
-        server = grpc.aio.server(interceptors=[access_grpc.Guard(access), access_grpc.Guard(access)])
+        server = grpc.aio.server(interceptors=[access_grpc.Guard(access, FrontMetrics()), access_grpc.Guard(access, FrontMetrics())])
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s", {"m": grpc.unary_unary_rpc_method_handler(name)}),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

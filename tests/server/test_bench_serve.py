@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jaxserve import cli
-from jaxserve.commands import bench_serve
 from jaxserve.commands.bench_serve import Sent, figures, plan, report
+from jaxserve.commands.own_server import flag
 from tests.server.fakes import FakeEngine
 
 
@@ -56,4 +56,4 @@ def test_lengths_beyond_the_model_are_refused(serve, capsys):
 
 
 def test_flags_are_handed_on():
-    assert [bench_serve.flag("a", v) for v in (True, False, 3, "x")] == ["--a", "--noa", "--a=3", "--a=x"]
+    assert [flag("a", v) for v in (True, False, 3, "x")] == ["--a", "--noa", "--a=3", "--a=x"]

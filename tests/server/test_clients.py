@@ -20,6 +20,7 @@ from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.llm import open_engine
 from jaxserve.options import make
 from jaxserve.server.launch import Background
+from tests.server.conftest import eventually
 
 MODEL = "smollm2-135m"
 SETTINGS = {"model": MODEL, "max_model_len": 1024, "chunk_tokens": 128, "max_seqs": 8, "pages": 400, "profile": "none"}
@@ -126,12 +127,9 @@ def test_a_stream_that_is_closed_frees_its_request(client, server):
     next(iter(stream))
     stream.close()
     engine = server.server.front.engine
-    for _ in range(100):
-        if not engine.load().running:
-            break
-        asyncio.run(asyncio.sleep(0.01))
+    eventually(lambda: not engine.load().running)
     load = engine.load()
-    assert not load.running and load.pages_free + load.pages_cached == load.pages_total
+    assert load.pages_free + load.pages_cached == load.pages_total
 
 
 def test_the_requests_of_vllm_bench_serve_are_answered_as_it_expects(server):

@@ -1,7 +1,5 @@
 """The real engine with a tiny random model behind gRPC: the same tokens as offline, and nothing left behind."""
 
-import time
-
 import pytest
 
 from jaxserve import LLM
@@ -12,6 +10,7 @@ from jaxserve.request import RequestError, SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import Client
 from jaxserve.server.launch import Background
+from tests.server.conftest import eventually
 
 SETTINGS = {"model": "random:tiny", "max_model_len": 256, "chunk_tokens": 16, "max_seqs": 4, "pages": 80, "max_queue": 64,
             "classes": "chat:ttft=0.5,tpot=0.05;batch:ttft=600"}
@@ -35,10 +34,8 @@ def client():
 
 
 def idle(client):
-    deadline = time.monotonic() + 10
-    while (load := client.load()).running or load.waiting:
-        assert time.monotonic() < deadline, load
-        time.sleep(0.01)
+    eventually(lambda: not (load := client.load()).running and not load.waiting, 10.0)
+    load = client.load()
     return load.pages_free + load.pages_cached
 
 

@@ -19,6 +19,7 @@ from jaxserve.server.door import parse
 from jaxserve.server.keys import parse as parse_keys
 from jaxserve.server.launch import Background
 from jaxserve.tokenizer.tools import FORMATS, CallReader
+from tests.server.conftest import eventually
 from tests.server.fakes import FakeEngine, FakeTokenizer, expected
 
 FEW = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -94,10 +95,7 @@ def test_any_bytes_as_a_grpc_message_are_answered(server, data):
 
 
 def test_after_all_that_nothing_is_left(server):
-    deadline = time.monotonic() + 5
-    while server.engine.requests or server.server.front.streams:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: not server.engine.requests and not server.server.front.streams)
     assert well(server) and threading.active_count() < 60
 
 

@@ -120,10 +120,14 @@ def test_answers_are_counted_by_protocol_and_status(serve, key_file):
     assert post(served, "/no/such/route", {}, **key)[0] == 404
     with pytest.raises(grpc.RpcError):
         list(served.channel.unary_stream("/jaxserve.v1.Inference/Generate")(b"\xff", timeout=10, metadata=list(key.items())))
+    with pytest.raises(grpc.RpcError):
+        list(served.channel.unary_stream("/jaxserve.v1.Inference/Generate")(b"", timeout=10))
+    eventually(lambda: ("requests_total", "grpc", "INVALID_ARGUMENT") in counted(served))         # counted after the caller has heard
     found = counted(served)
-    for status in ("200", "400", "401", "404"):
+    for status in ("400", "401", "404"):
         assert found["requests_total", "http", status] == 1, status
-    assert found["requests_total", "grpc", "INVALID_ARGUMENT"] == 1
+    assert found["requests_total", "http", "200"] >= 2                   # our looks are among them
+    assert found["requests_total", "grpc", "INVALID_ARGUMENT"] == found["requests_total", "grpc", "UNAUTHENTICATED"] == 1
     assert found["process_open_fds",] > 3
     eventually(lambda: counted(served)["event_loop_lag_seconds_count",] > 0)
 

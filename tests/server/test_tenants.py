@@ -148,9 +148,11 @@ def test_operators_drain_and_resume_and_abort(keyed):
         assert call("ops", "POST", "/admin/drain", "admin").json() == {"state": "draining", "requests": 1}
         assert call("alice", "POST", "/v1/completions", json={"prompt": "x"}).status_code == 503
         assert call(None, "GET", "/ready").status_code == 503
+        eventually(lambda: not served.client.healthy())
         with pytest.raises(ServerError, match="draining"), Client(served.target, api_key="alice-key") as client:
             client.complete("hi", GREEDY)
         assert call("ops", "POST", "/admin/resume", "admin").json()["state"] == "serving"
+        eventually(served.client.healthy)
         assert call("ops", "POST", "/admin/abort", "admin", json={"request_id": "alice:r"}).json() == {"aborted": 1}
         assert any("cancelled" in line for line in lines)
     assert call("ops", "POST", "/admin/log_level", "admin", json={"level": "DEBUG", "logger": "root"}).status_code == 400

@@ -83,15 +83,16 @@ def test_parts_were_when_the_engine_says(spans):
     assert all(span.parent.span_id == whole.context.span_id for name, span in found.items() if span is not whole)
 
 
-@pytest.mark.parametrize("timing, parts", [
-    ((1.0, 1.0, 1.0), {"queued"}), ((0.25, 1.0, 1.0), {"queued", "prefill"}), ((0.0, 0.5, 1.0), {"prefill", "decode"}),
+@pytest.mark.parametrize("timing, tokens, parts", [
+    ((1.0, 1.0, 1.0), 0, {"queued"}), ((0.25, 1.0, 1.0), 0, {"queued", "prefill"}), ((0.0, 0.5, 1.0), 1, {"prefill", "decode"}),
 ])
-def test_only_what_happened_has_a_part(spans, timing, parts):
-    ended = end(reason="cancelled", completion=0, queued=timing[0], first=timing[1], total=timing[2])
+def test_only_what_happened_has_a_part(spans, timing, tokens, parts):
+    ended = end(reason="cancelled", completion=tokens, queued=timing[0], first=timing[1], total=timing[2])
     spans.tracer.start(None, request()).end([ended], RequestError("", "the request was aborted", "CANCELLED"))
     found = spans()
     assert found.keys() == parts | {"jaxserve.generate"}
-    assert "jaxserve.ttft" not in found["jaxserve.generate"].attributes and "jaxserve.tpot" not in found["jaxserve.generate"].attributes
+    assert ("jaxserve.ttft" in found["jaxserve.generate"].attributes) == bool(tokens)
+    assert "jaxserve.tpot" not in found["jaxserve.generate"].attributes
 
 
 def test_several_completions_are_one_request(spans):
