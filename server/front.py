@@ -32,7 +32,7 @@ from jaxserve.server.trail import Origin, Trail
 log = logging.getLogger(__name__)
 INLINE_CHARS = 4096                                     # longer texts, or more ids, are worked on beside the event loop
 MAX_SALT_CHARS = 1024
-STARTING, SERVING, DRAINING, STUCK, BROKEN = "starting", "serving", "draining", "stuck", "broken"
+STARTING, SERVING, DRAINING, STOPPING, STUCK, BROKEN = "starting", "serving", "draining", "stopping", "stuck", "broken"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Front:
     """Made on the event loop. It has no engine, and refuses requests, until `open`."""
 
     def __init__(self, config: ServerConfig):
-        self.config, self.state = config, STARTING
+        self.config, self.state, self._before = config, STARTING, STARTING
         self.streams: dict[str, Stream] = {}
         self.engine: Any = None
         self.guides: Any = None
@@ -110,7 +110,7 @@ class Front:
                     if stream.failure is not None:
                         raise stream.failure
         except RequestError as error:
-            if (stream is None or stream.refused) and error.status == "RESOURCE_EXHAUSTED":
+            if (stream is None or stream.refused) and not ask.origin.ours and error.status == "RESOURCE_EXHAUSTED":
                 self.engine.metrics.rejected(error.reason or error.field)
             raise
 
@@ -165,13 +165,13 @@ class Front:
         if not self.engine.alive:
             log.error("the engine stopped")
             self.state = BROKEN
-        elif late is not None and self.state == SERVING:
+        elif late is not None and self.state in (SERVING, DRAINING, STOPPING):
             log.error("a step is overdue by %.1f s: nothing is taken until it ends", late)
-            self.state = STUCK
+            self._before, self.state = self.state, STUCK
             self.abort_all(RequestError("", "the devices do not answer", "UNAVAILABLE"))
         elif late is None and self.state == STUCK:
             log.warning("the step that was overdue has ended")
-            self.state = SERVING
+            self.state = self._before
 
     def abort_all(self, error: RequestError) -> int:
         """Ends every stream with an error; returns how many there were."""

@@ -16,6 +16,7 @@ import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -45,6 +46,7 @@ class Connection(H11Protocol):
         super().__init__(*arguments, **rest)
         self.logger = of_connections
         self._timer: asyncio.TimerHandle | None = None
+        self._reader: asyncio.TimerHandle | None = None
         self.app = functools.partial(self._with_transport, self.app)     # type: ignore[assignment]
 
     def connection_made(self, transport: Any) -> None:
@@ -65,7 +67,30 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._reader is not None:
+            self._reader.cancel()
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:       # the rest of the body has no time limit
+            self.transport.close()
+        self._watch_reader()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def _watch_reader(self, left: int | None = None) -> None:
+        """Cuts off a caller who has read nothing of what waits for him in `stall_timeout`. left: bytes that waited then."""
+        size = self.transport.get_write_buffer_size()
+        if left is None and self._reader is not None:
+            return
+        self._reader = None
+        if left is not None and size >= left:
+            self.transport.abort()
+        elif size:
+            self._reader = self.loop.call_later(self.limits.stall_timeout, self._watch_reader, size)
 
     def send_400_response(self, msg: str) -> None:
         long = len(self.conn.trailing_data[0]) > self.limits.max_header_kib << 10

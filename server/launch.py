@@ -27,7 +27,7 @@ from jaxserve.server.access_grpc import Guard
 from jaxserve.server.admin import application as operators
 from jaxserve.server.control import Control
 from jaxserve.server.door import CONTROL_LIMIT, handlers
-from jaxserve.server.front import DRAINING, SERVING, STARTING, Front
+from jaxserve.server.front import SERVING, STARTING, STOPPING, Front
 from jaxserve.server.http import Gate, Listener, is_loopback
 from jaxserve.server.openai.app import OPEN_PATHS
 from jaxserve.server.openai.app import application as users
@@ -140,7 +140,7 @@ class Server:
 
     async def drain(self) -> None:
         """Takes no new requests, gives the running ones `drain_timeout`, ends the rest with UNAVAILABLE."""
-        self.front.state = DRAINING
+        self.front.state = STOPPING
         await self._tell_health()
         if self.front.streams:
             log.info("draining: %d requests have %g s to finish", len(self.front.streams), self.config.drain_timeout)
@@ -181,7 +181,7 @@ class Server:
 async def run(config: ServerConfig, build: Build, listening: Callable[[Server], None], stop: asyncio.Event) -> bool:
     """Serves until `stop` is set. `build` makes the engine and its tokenizer, on a thread of its own; what it raises ends the server.
 
-    Returns whether the engine was ever built; if not, the thread that builds it may still be busy.
+    Returns whether the engine was ever built and has closed; if not, a thread that builds it, or waits for a step, may still be busy.
     """
     server, before = Server(config), sys.getswitchinterval()
     await server.start()
@@ -204,7 +204,7 @@ async def run(config: ServerConfig, build: Build, listening: Callable[[Server], 
         if engine is not None:
             engine.close()
         sys.setswitchinterval(before)
-    return engine is not None
+    return engine is not None and engine.stuck() is None
 
 
 def serve(config: ServerConfig, build: Build, listening: Callable[[Server], None]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from jaxserve.request import RequestError, SamplingParams
+from jaxserve.request import RequestError, SamplingParams, Slo
 from jaxserve.server.access import Caller
 from jaxserve.server.front import BROKEN, SERVING, STUCK, Ask, Front
 from jaxserve.server.trail import Origin
@@ -38,8 +38,8 @@ class Probe:
         return await asyncio.shield(self._asking)
 
     async def _ask(self) -> str:
-        ask = Ask([0], SamplingParams(temperature=0, max_tokens=1), priority=-8, timeout=PATIENCE, bypass_prefix_cache=True, ids_only=True,
-                  origin=Origin(ours=True))
+        ask = Ask([0], SamplingParams(temperature=0, max_tokens=1), slo=Slo(ttft=PATIENCE), timeout=PATIENCE, bypass_prefix_cache=True,
+                  ids_only=True, origin=Origin(ours=True))
         try:
             async with asyncio.timeout(PATIENCE), self._front.answer(ask, self._caller) as stream:
                 while await stream.take():

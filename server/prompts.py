@@ -41,7 +41,7 @@ def size_of(prompt: Prompt) -> int:
         case Text():
             return len(prompt.text)
         case Chat():
-            return sum(_chars(message.get("content")) for message in prompt.messages if isinstance(message, Mapping))
+            return _chars([prompt.messages, prompt.tools])
     return len(prompt)
 
 
@@ -75,13 +75,20 @@ def array_of(name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.concatenate(slices) if slices else np.zeros(0, np.int64)
 
 
-def _chars(content: Any) -> int:
-    """Of a message's content: a text, or parts with one each."""
-    if isinstance(content, str):
-        return len(content)
-    if not isinstance(content, (list, tuple)):
-        return 0
-    return sum(len(part["text"]) for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str))
+def _chars(value: Any) -> int:
+    """Of all texts in a value of JSON, and one for each object and list."""
+    line, chars = [value], 0
+    while line:
+        part = line.pop()
+        if isinstance(part, str):
+            chars += len(part)
+        elif isinstance(part, Mapping):
+            chars += 1 + sum(map(len, part))
+            line.extend(part.values())
+        elif isinstance(part, (list, tuple)):
+            chars += 1
+            line.extend(part)
+    return chars
 
 
 def _check_chars(name: str, chars: int, max_len: int) -> None:

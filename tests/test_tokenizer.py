@@ -232,3 +232,16 @@ def test_long_chats_are_within_the_bounds():
     source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     assert len(rendered(source, *["word " * 50] * 5000)) > 1_000_000
     assert template.MAX_TURNS >= 100_000
+
+
+@pytest.mark.parametrize("source", [
+    "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x | length }}",
+    "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x | length }}",
+    "{{ 'a'.ljust(500000000) | length }}", "{{ '%500000000d' % 1 }}",
+])
+def test_templates_that_call_or_grow_without_end_are_stopped(source):
+    began = time.monotonic()
+    with pytest.raises(RequestError, match="template"):
+        rendered(source, "x")
+    assert time.monotonic() - began < 20

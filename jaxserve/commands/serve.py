@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from jaxserve.commands.forecast import launch_lines
-from jaxserve.commands.settings import SERVER, engine_config, engine_groups, server_config
+from jaxserve.commands.settings import SERVED, SERVER, engine_config, engine_groups, server_config
 from jaxserve.flags import Command
 
 log = logging.getLogger(__name__)
@@ -49,4 +49,4 @@ def run(values: dict[str, Any]) -> int:
     return 0
 
 
-COMMAND = Command({**SERVER, **engine_groups(policy="slack", chunking="adaptive", admission="predict")}, run, ABOUT)
+COMMAND = Command({**SERVER, **engine_groups(**SERVED)}, run, ABOUT)

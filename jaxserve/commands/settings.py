@@ -26,6 +26,7 @@ CONFIG = {"settings": [
                                 "the file; default: JAXSERVE_CONFIG, if that is set"),
     Option("print_config", bool, False, "print all settings as such a file, with where they are from, and end"),
 ]}
+SERVED: dict[str, Any] = dict(policy="slack", chunking="adaptive", admission="predict")          # what servers do by default
 SERVER = {"server": list(options_of(ServerConfig).values())}
 
 

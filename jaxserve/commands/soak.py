@@ -28,7 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxserve.commands.display import table
 from jaxserve.commands.machine import described, machine
 from jaxserve.commands.own_server import OwnServer, own_server
-from jaxserve.commands.settings import engine_groups
+from jaxserve.commands.settings import SERVED, engine_groups
 from jaxserve.flags import Command
 from jaxserve.options import Option
 from jaxserve.request import RequestError, SamplingParams
@@ -272,4 +272,4 @@ class Soak:
             values["jaxserve:kv_cache_usage_perc"])
 
 
-COMMAND = Command({"load": LOAD, **engine_groups(policy="slack", chunking="adaptive")}, run, ABOUT)
+COMMAND = Command({"load": LOAD, **engine_groups(**SERVED)}, run, ABOUT)

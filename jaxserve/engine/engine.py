@@ -15,7 +15,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -36,6 +36,7 @@ from jaxserve.scheduling.journal import Journal
 from jaxserve.scheduling.view import Snapshot
 
 TICK = 0.001                                         # seconds between looks at a step that may end early
+PATIENCE = 1.0                                       # seconds that other threads wait for the lock
 log = logging.getLogger(__name__)
 
 
@@ -118,15 +119,25 @@ class Engine:
         return self._end(request_id, "stop", index)
 
     def _end(self, request_id: str, reason: str, index: int | None) -> bool:
-        with self._lock:
+        with self._asked():
             if request_id not in self._callers.by_id:
                 return False
             self._send(self.scheduler.cancel(request_id, self.clock.now(), reason, index))
             self._news.set()
             return True
 
+    @contextlib.contextmanager
+    def _asked(self) -> Iterator[None]:
+        """The lock, for any thread. Errors: RequestError, UNAVAILABLE, where a step that hangs while it is issued keeps it."""
+        if not self._lock.acquire(timeout=PATIENCE):
+            raise RequestError("", "the devices do not answer", "UNAVAILABLE")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
     def load(self) -> Load:
-        with self._lock:
+        with self._asked():
             return self.scheduler.load()
 
     def stuck(self) -> float | None:
@@ -136,7 +147,7 @@ class Engine:
 
     def flush_cache(self) -> int:
         """Forgets the prefixes that no request uses just now; how many pages are free by that."""
-        with self._lock:
+        with self._asked():
             return self.scheduler.cache.flush()
 
     def _readings(self) -> dict[str, float]:
@@ -163,19 +174,20 @@ class Engine:
 
     def view(self, since: int = 0) -> dict:
         """What runs and what ran lately, steps from number `since` on, as plain data for a page: see scheduling.view."""
-        with self._lock:
+        with self._asked():
             snapshot = Snapshot.take(self.journal, self.scheduler, self.clock.now(), since)
         return {"model": self.model.name, "mesh": str(self.config.mesh), "alive": self.alive, **snapshot.shown()}
 
     def close(self) -> None:
-        """Stops the loop. Requests that still run end with an error of status UNAVAILABLE."""
-        with self._lock:
-            if self._closing:
+        """Stops the loop. Requests that still run end with an error of status UNAVAILABLE. A step that hangs is left behind."""
+        if self._closing:
+            return
+        self._closing = True
+        self._news.set()
+        while self._thread.is_alive():
+            if self.stuck() is not None:
                 return
-            self._closing = True
-            self._news.set()
-        if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(0.1)
         self._fail(RequestError("", "the engine was closed", "UNAVAILABLE"))
 
     # --- the loop

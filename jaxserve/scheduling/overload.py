@@ -13,7 +13,7 @@ how much, as a share of the time that was given, all but a few first tokens come
 from __future__ import annotations
 
 import math
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +42,7 @@ YIELD = 0.05, 4.0                                     # its limits
 HURRY = 1.25                                          # times what steps have taken of late that they may take soon
 FORGET = 0.999                                        # what a decoded token leaves of the weight of those before, for how long they last
 BEHIND = 1e7                                          # seconds: more than any two deadlines are apart
+SPENT = 1024                                          # entries of sequences that have begun, before they are thrown away
 SOON = 0.05                                           # seconds: the shortest wait that is told
 
 
@@ -258,6 +259,9 @@ class Gate:
         """A sequence is accepted, with its first token at clock second `first`."""
         self._promised[sequence.number] = first
         heappush(self._due, (sequence.due, sequence.number))
+        if len(self._due) > 2 * len(self._promised) + SPENT:
+            self._due = [entry for entry in self._due if entry[1] in self._promised]
+            heapify(self._due)
 
     def began(self, sequence: Sequence, now: float) -> None:
         """A sequence has its first token."""

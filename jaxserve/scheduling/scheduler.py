@@ -136,7 +136,9 @@ class Scheduler:
             raise RequestError("prompt", f"with max_tokens {limit} it needs {need} pages, the cache has {self.cache.total}")
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
         due, tpot = self.due(request), self.pace(request)
-        return [Sequence(self._born + index, index, request, limit, stops, self.cache, due, tpot) for index in range(sampling.n)]
+        turn = limit * tpot / self.config.max_seqs               # nothing is promised of later completions: they take slots as these come
+        return [Sequence(self._born + index, index, request, limit, stops, self.cache, due + index * turn, tpot)
+                for index in range(sampling.n)]
 
     def _predicted_ttft(self, sequence: Sequence) -> float:
         """Seconds from arrival to the first token of one that has just joined the queue: half of the step that was issued last, then what

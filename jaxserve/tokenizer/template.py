@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +25,7 @@ from jaxserve.tokenizer.tools import ToolFormat, format_of
 
 MAX_TURNS = 1_000_000                                # of all loops of one rendering together
 MAX_VALUE_CHARS = 256
+WIDE = re.compile(r"%[^a-zA-Z%]*([0-9]{5}|\*)")       # a width, in what % formats, of 10,000 or of an argument
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "turns_left")
 MAX_WRAPPING = 2**20                                 # characters that a template may add, besides four times those of the messages
 
@@ -58,7 +60,7 @@ class ChatTemplate:
                  "tools": list(tools) or None, "documents": None}
         pieces, size = [], 0
         try:
-            for piece in self._template.generate(given, turns_left=_Turns()):
+            for piece in self._template.generate(given, turns_left=_Turns(limit)):
                 pieces.append(piece)
                 size += len(piece)
                 if size > limit:
@@ -80,6 +82,8 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         raise RequestError("messages", f"message {number} is not an object with a role")
     content, calls = message.get("content"), message.get("tool_calls")
     if calls:
+        if not isinstance(calls, (list, tuple)):
+            raise RequestError("messages", f"message {number} has tool_calls that are no list")
         message = {**message, "tool_calls": [_call(call, number) for call in calls]}
         content = "" if content is None else content
     if isinstance(content, (list, tuple)):
@@ -112,10 +116,20 @@ def _values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Turns:
-    """Turns of loops that a rendering has left."""
+    """Turns of loops, and calls, that a rendering has left. limit: characters of a text."""
 
-    def __init__(self) -> None:
-        self.left = MAX_TURNS
+    def __init__(self, limit: int) -> None:
+        self.left, self.limit = MAX_TURNS, limit
+
+    def spend(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise jinja2.TemplateError(f"its loops and calls take more than {MAX_TURNS} turns")
+
+    def sized(self, value: Any) -> Any:
+        if isinstance(value, str) and len(value) > self.limit:
+            raise jinja2.TemplateError(f"it makes a text of more than {self.limit} characters")
+        return value
 
 
 class _Bounding(NodeTransformer):
@@ -125,6 +139,10 @@ class _Bounding(NodeTransformer):
         self.generic_visit(node)
         node.iter = nodes.Filter(node.iter, "bounded", [], [], None, None, lineno=node.lineno)
         return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
+        self.generic_visit(node)
+        return nodes.Filter(node, "sized", [], [], None, None, lineno=node.lineno)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -138,20 +156,28 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(["*", "**"])
+    intercepted_binops = frozenset(["*", "**", "+", "%"])
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-        self.filters.update(tojson=_tojson, bounded=_bounded)
+        self.filters.update(tojson=_tojson, bounded=_bounded, sized=pass_context(lambda context, value: _turns(context).sized(value)))
         self.globals.update(raise_exception=_raise, strftime_now=lambda form: datetime.datetime.now().strftime(form))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _Bounding().visit(super()._parse(source, name, filename))
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" or _product_size(left, right) > MAX_WRAPPING:
+        large = operator == "*" and _product_size(left, right) > MAX_WRAPPING
+        if operator == "**" or large or (operator == "%" and isinstance(left, str) and WIDE.search(left)):
             raise jinja2.TemplateError(f"it computes {operator!r} of values that are too large")
-        return super().call_binop(context, operator, left, right)
+        return _turns(context).sized(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Any, __obj: Any, *arguments: Any, **rest: Any) -> Any:
+        turns = _turns(__context)
+        turns.spend()
+        if any(isinstance(value, int) and abs(value) > MAX_WRAPPING for value in arguments):     # as of ljust
+            raise jinja2.TemplateError("it calls a function with a number that is too large")
+        return turns.sized(super().call(__context, __obj, *arguments, **rest))
 
 
 def _product_size(left: Any, right: Any) -> int:
@@ -161,14 +187,17 @@ def _product_size(left: Any, right: Any) -> int:
 
 @pass_context
 def _bounded(context: jinja2.runtime.Context, items: Iterable[Any]) -> Iterator[Any]:
+    turns = _turns(context)
+    for item in items:
+        turns.spend()
+        yield item
+
+
+def _turns(context: jinja2.runtime.Context) -> _Turns:
     turns = context.resolve("turns_left")
     if not isinstance(turns, _Turns):
         raise jinja2.TemplateError("it sets turns_left, which is not its own")
-    for item in items:
-        turns.left -= 1
-        if turns.left < 0:
-            raise jinja2.TemplateError(f"its loops take more than {MAX_TURNS} turns")
-        yield item
+    return turns
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:

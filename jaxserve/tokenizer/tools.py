@@ -74,7 +74,8 @@ def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[st
     functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
     definitions: dict[str, Any] = {}
     for function in functions:
-        definitions |= (function.get("parameters") or {}).get("$defs", {})
+        found = (function.get("parameters") or {}).get("$defs", {})
+        definitions |= found if isinstance(found, dict) else {}
     calls = [{"type": "object", "properties": {"name": {"const": f["name"]}, "arguments": f.get("parameters") or {"type": "object"}},
               "required": ["name", "arguments"], "additionalProperties": False} for f in functions]
     schema = calls[0] if len(calls) == 1 else {"anyOf": calls}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
@@ -22,6 +23,7 @@ from jaxserve.server.streams import Stream
 from jaxserve.server.trail import Origin
 
 log = logging.getLogger(__name__)
+INLINE_TOKENS = 512                                     # a longer answer is written beside the event loop
 COMMENT = b": waiting\n\n"                              # keeps proxies from closing a silent stream
 DONE = b"data: [DONE]\n\n"
 
@@ -52,7 +54,9 @@ async def answer(front: Front, asks: Sequence[Ask], writer: Writer, request: Htt
                 found = await _gathered(streams)
             if not found:
                 return Response(status_code=499)
-            return Response(_json(writer.whole(found)), 200, headers, "application/json")
+            whole = functools.partial(_whole, writer, found)
+            large = sum(len(one.ids) for group in found for one in group) > INLINE_TOKENS
+            return Response(await asyncio.to_thread(whole) if large else whole(), 200, headers, "application/json")
         for stream in streams:
             stream.cut = request.scope["transport"].abort
         return EventStream(_events(stack.pop_all(), streams, writer, usage), headers)
@@ -161,6 +165,13 @@ class Tokens:
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _whole(writer: Writer, found: Sequence[Sequence[Completion]]) -> bytes:
+    """Choice by choice: writing one keeps the interpreter from other threads."""
+    whole = writer.whole(found)
+    choices = b",".join(map(_json, whole.pop("choices")))
+    return _json(whole)[:-1] + b',"choices":[' + choices + b"]}"
 
 
 def _lines(chunks: Iterable[dict[str, Any]]) -> bytes:

@@ -12,6 +12,7 @@ import pydantic_core
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
 import jaxserve
@@ -27,6 +28,9 @@ from jaxserve.server.probe import Probe
 from jaxserve.server.prompts import Chat, Text
 
 OPEN_PATHS = frozenset({"/health", "/ready"})           # who asks whether we live needs no key
+MAX_FIELDS = 256                                        # of a body
+MAX_KEYS = 4096                                         # of an object in it
+MAX_VALUES = 1 << 16                                    # of a field: 10,000 messages have some 50,000
 ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
     for code, text in {400: "a field that is wrong, by name", 401: "no key, or none of ours", 404: "no such model or route",
@@ -145,12 +149,38 @@ def _upkeep(front: Front, probe: Probe) -> fastapi.APIRouter:
 class _Request(fastapi.Request):
     async def read(self) -> None:
         """Reads and parses the body; a large one beside the event loop. Errors: RequestError."""
-        body = await self.body()
         try:
-            parsed = pydantic_core.from_json(body) if len(body) < INLINE_CHARS else await asyncio.to_thread(pydantic_core.from_json, body)
-        except ValueError as error:
-            raise RequestError("", f"the body is not JSON: {str(error)[:200]}") from None
+            body = await self.body()
+        except ClientDisconnect:
+            raise RequestError("", "the caller went away", "CANCELLED") from None
+        parsed = _parsed(body) if len(body) < INLINE_CHARS else await asyncio.to_thread(_parsed, body)
         self._json = parsed                              # where `json` looks first
+
+
+def _parsed(body: bytes) -> Any:
+    """Of JSON. Errors: RequestError, also where there is so much of it that checking it would keep the event loop for long."""
+    try:
+        parsed = pydantic_core.from_json(body)
+    except ValueError as error:
+        raise RequestError("", f"the body is not JSON: {str(error)[:200]}") from None
+    if isinstance(parsed, dict):
+        if len(parsed) > MAX_FIELDS:
+            raise RequestError("", f"the body has {len(parsed)} fields; the limit is {MAX_FIELDS}")
+        for name, value in parsed.items():
+            if name not in ("prompt", "tokens"):         # which are read piece by piece
+                _check_values(name, value)
+    return parsed
+
+
+def _check_values(name: str, value: Any) -> None:
+    line, count = [value], 0
+    while line:
+        part = line.pop()
+        if isinstance(part, (dict, list)):
+            count += len(part)
+            if count > MAX_VALUES or (isinstance(part, dict) and len(part) > MAX_KEYS):
+                raise RequestError(name[:100], f"has more than {MAX_VALUES} values, or an object with more than {MAX_KEYS}")
+            line.extend(part.values() if isinstance(part, dict) else part)
 
 
 class _Route(APIRoute):

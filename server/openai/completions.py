@@ -59,7 +59,7 @@ class CompletionWriter:
         self.head: dict[str, Any] = {}
         self._streams: Sequence[Stream] = ()
         self._tokenizer, self._model = front.tokenizer, body.model or front.engine.config.source.model
-        self._written: dict[int, int] = {}              # characters of each choice
+        self._written: dict[int, int] = {}              # characters of each choice's prompt and tokens
 
     def open(self, streams: Sequence[Stream]) -> None:
         self._streams = streams
@@ -77,7 +77,8 @@ class CompletionWriter:
         if isinstance(output, Delta):
             at = number * self._n + output.index
             logprobs = self._logprobs(output.ids, output.logprobs, self._written.get(at, 0)) if output.logprobs else None
-            self._written[at] = self._written.get(at, 0) + len(output.text)
+            if logprobs:                                # the text may lag behind its tokens
+                self._written[at] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
             if output.text or logprobs:
                 yield self._chunk(number, output.index, output.text, logprobs)
         elif isinstance(output, Finished):

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 
 from jaxserve.guide import Guided
 from jaxserve.request import RequestError, SamplingParams, Slo
@@ -30,7 +30,6 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool = False
-    continuous_usage_stats: bool = False
 
 
 class JsonSchema(Strict):
@@ -171,7 +170,7 @@ class NamedTool(Strict):
 
 
 class ChatRequest(Sampled):
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], FailFast()]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

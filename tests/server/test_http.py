@@ -1,5 +1,6 @@
 """Connections over HTTP: bombs, laggards, readers who stop and callers who go away cost others nothing and leave nothing behind."""
 
+import contextlib
 import json
 import socket
 import struct
@@ -213,9 +214,41 @@ def test_draining_ends_no_stream_and_takes_no_new_one(serve):
         thread.start()
     eventually(lambda: len(served.engine.requests) == 50)
     served.server._loop.call_soon_threadsafe(served.server._stop.set)
-    eventually(lambda: served.server.server.front.state == "draining")
+    eventually(lambda: served.server.server.front.state == "stopping")
     assert httpx.post(f"{url}/v1/completions", json={"prompt": "hi"}).status_code == 503
     assert httpx.get(f"{url}/ready").status_code == 503 and httpx.get(f"{url}/health").status_code == 200
     for thread in threads:
         thread.join()
     assert texts == [bytes(expected(b"hi", 100)).decode()] * 50
+
+
+def test_a_body_that_comes_after_its_answer_holds_no_connection(serve):
+    served = serve(header_timeout=0.5, body_timeout=0.5, keep_alive=1.0)
+    there = connect(served)
+    there.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n")
+    assert status_of(there) == 200
+    there.settimeout(5)
+    with contextlib.suppress(ConnectionError):
+        there.sendall(b"1\r\na\r\n")
+        while there.recv(4096):
+            pass
+
+
+def test_answers_that_nobody_reads_are_cut_off(serve):
+    served = serve(stall_timeout=1.0)
+    there = socket.socket()
+    there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    there.connect(("127.0.0.1", served.server.server.ports["http"]))
+    there.settimeout(1.0)
+    with contextlib.suppress(OSError):                  # the server stops reading, for its own answers are not taken
+        for _ in range(20_000):
+            there.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    (listener,) = served.server.server._listeners
+    eventually(lambda: not listener._server.server_state.connections, 10)
+    assert well(served)
+
+
+def test_going_away_within_a_body_is_no_fault_of_ours(serve, caplog):
+    served = serve()
+    send_request(served, b"{", headers=["content-length: 100"]).close()
+    assert well(served) and "Traceback" not in caplog.text

@@ -401,3 +401,38 @@ def test_a_forced_call_is_the_only_output_there_can_be(http, monkeypatch):
     assert seen[0]["properties"]["name"] == {"const": "add"} and len(seen) == 2
     body = {**CHAT, "tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}
     assert post(client, "/v1/chat/completions", body).status_code == 400
+
+
+@pytest.mark.parametrize("field,value", [("messages", [1] * 300_000), ("messages", [{"role": "user", "content": [{}] * 100_000}]),
+                                         ("tools", [{}] * 300_000), ("metadata", {str(i): 1 for i in range(50_000)})])
+def test_a_small_body_of_many_values_is_refused_without_work(http, field, value):
+    client = http()
+    began = time.monotonic()
+    answer = post(client, "/v1/chat/completions", {**CHAT, field: value})
+    assert answer.status_code == 400 and field in answer.json()["error"]["param"] and time.monotonic() - began < 2
+
+
+def test_texts_of_tools_and_of_calls_count_as_part_of_the_prompt(http):
+    client = http()
+    tool = {"type": "function", "function": {"name": "f", "description": "x " * 400_000}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "x " * 400_000})}}
+    for body in ({**CHAT, "tools": [tool]}, {**CHAT, "messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}):
+        answer = post(client, "/v1/chat/completions", body)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize("body", [
+    {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$defs": 5}}}], "tool_choice": "required"},
+    {"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]},
+])
+def test_what_looks_like_tools_but_is_not_is_no_fault_of_ours(http, body):
+    assert post(http(), "/v1/chat/completions", {**CHAT, **body}).status_code in (200, 400)
+
+
+def test_offsets_are_those_of_tokens_though_their_text_is_held_back(http):
+    client = http(FakeEngine(script=b"abEabEx", step_seconds=0.01))
+    body = {"prompt": "x", "max_tokens": 7, "logprobs": 0, "stop": "END"}
+    whole = post(client, "/v1/completions", body).json()["choices"][0]["logprobs"]["text_offset"]
+    chunks, _ = events(client, "/v1/completions", body)
+    logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [at for found in logprobs if found for at in found["text_offset"]] == whole == list(range(7))
