@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "jaxserve" / "__init__.py").read_text())[1]
 
 TEST = ["pytest>=8", "hypothesis>=6.100", "psutil>=5.9", "ruff>=0.6", "safetensors>=0.4", "openai>=2", "schemathesis>=4", "selenium>=4.20",
-        "trustme>=1.1", "grpcio-tools>=1.67.1", "opentelemetry-sdk>=1.25"]
+        "trustme>=1.1", "cryptography>=42", "httpx>=0.27", "jsonschema-rs>=0.30", "grpcio-tools>=1.67.1", "opentelemetry-sdk>=1.25"]
 
 setup(
     name="jaxserve",
