@@ -121,7 +121,7 @@ class Connection(H11Protocol):
         await app({**scope, "transport": self.transport}, receive, send)
 
 
-class Gate:
+class Door:
     """Before any application: keys, encodings, sizes, and the last word where something fails."""
 
     def __init__(self, app: App, config: ServerConfig, authenticate: Callable[[str | None], Any], open_paths: frozenset[str],
@@ -161,7 +161,7 @@ class Gate:
                 raise
             await response_of(error)(scope, receive, send)   # type: ignore[arg-type]
         except Exception:
-            log.exception("%s %s failed", scope["method"], _plain(scope["path"]))
+            log.exception("%s %s failed", scope["method"], scope["path"][:200])
             if begun and not ended:
                 scope["transport"].abort()
             elif not begun:
@@ -251,10 +251,6 @@ class Listener:
         while not self._server.started:
             await asyncio.sleep(0)
 
-    @property
-    def connections(self) -> int:
-        return len(self._server.server_state.connections)
-
     async def stop(self) -> None:
         self._server.should_exit = True
         await self._task
@@ -318,7 +314,3 @@ def is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     return host == "localhost"
-
-
-def _plain(text: str) -> str:
-    return "".join(char if char.isprintable() else "?" for char in text)[:200]

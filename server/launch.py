@@ -28,7 +28,7 @@ from jaxserve.server.admin import application as operators
 from jaxserve.server.control import Control
 from jaxserve.server.door import CONTROL_LIMIT, handlers
 from jaxserve.server.front import SERVING, STARTING, STOPPING, Front
-from jaxserve.server.http import Gate, Listener, is_loopback
+from jaxserve.server.http import Door, Listener, is_loopback
 from jaxserve.server.openai.app import OPEN_PATHS
 from jaxserve.server.openai.app import application as users
 from jaxserve.server.probe import Probe
@@ -110,8 +110,8 @@ class Server:
         except RuntimeError:
             raise ConfigError("port", f"cannot listen on {self._host}:{self.config.port}: is it taken?") from None
         config, access, metrics = self.config, self.access, self.front.metrics
-        http = Gate(users(self.front, Probe(self.front, access.anonymous)), config, access.authenticate, OPEN_PATHS, metrics)
-        admin = Gate(operators(self.front), config, functools.partial(access.authenticate, admin=True), frozenset(), metrics)
+        http = Door(users(self.front, Probe(self.front, access.anonymous)), config, access.authenticate, OPEN_PATHS, metrics)
+        admin = Door(operators(self.front), config, functools.partial(access.authenticate, admin=True), frozenset(), metrics)
         for name, app, port in (("http", http, config.http_port), ("admin", admin, config.admin_port)):
             if port is not None:
                 listener = Listener(app, config, f"{name}_port", port, None if self.tls is None else self.tls.context())

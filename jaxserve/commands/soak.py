@@ -49,6 +49,7 @@ LOAD = [
 ]
 WARM_UP = 0.25                                          # of the run: what grows in it does not count
 RSS_MIB_PER_HOUR = 60.0                                 # growth that counts as a leak
+LONG_ENOUGH = 0.25                                      # hours after the warm-up: before, memory is not judged
 CROWD = 0.005                                           # of the turns bring one
 WORDS = ("the", "of", "and", "to", "in", "a", "is", "that", "for", "it", "was", "on", "are", "as", "with", "his", "they", "at", "be")
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -93,7 +94,7 @@ def faults_of(samples: list[Sample]) -> list[str]:
         found.append(f"{last.pages_held:.2%} of the pages are held, with nobody there")
     growth = slope([s.minute for s in warm[:-1]], [s.rss_mib for s in warm[:-1]]) * 60
     hours = (warm[-1].minute - warm[0].minute) / 60
-    if growth > RSS_MIB_PER_HOUR and growth * hours > 30:
+    if growth > RSS_MIB_PER_HOUR and hours >= LONG_ENOUGH:
         found.append(f"memory grows by {growth:.0f} MiB an hour")
     for name in ("threads", "descriptors"):
         before, after = getattr(warm[0], name), getattr(last, name)

@@ -24,10 +24,10 @@ from jaxserve.clock import Clock, WallClock
 from jaxserve.config import EngineConfig
 from jaxserve.engine import guides, results, sampling
 from jaxserve.engine.arrays import RingRow, Shape, Work, fullest, ring_rows, to_arrays
-from jaxserve.engine.callers import Caller, Callers, Sink
 from jaxserve.engine.faults import Watchdog, told
 from jaxserve.engine.results import Flight
 from jaxserve.engine.stages import Stages
+from jaxserve.engine.subscribers import Sink, Subscriber, Subscribers
 from jaxserve.metrics import Metrics
 from jaxserve.request import Event, Request, RequestError
 from jaxserve.scheduling import Batch, Load, Scheduler
@@ -65,7 +65,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.journal = Journal(config.mesh.spp, self.clock.now())
         self.metrics = Metrics(stages.plan.slots, config.scheduler.class_names, self._readings)
-        self._callers = Callers(scheduler, self.metrics, self.journal, config.cache.prefix_caching)
+        self._subscribers = Subscribers(scheduler, self.metrics, self.journal, config.cache.prefix_caching)
         plan, kv_dtype = stages.plan, np.dtype(stages.plan.kv_dtype)
         self.metrics.configured(block_size=plan.block_size, num_gpu_blocks=plan.pages * plan.mesh.kvp, cache_dtype=kv_dtype,
                                 enable_prefix_caching=config.cache.prefix_caching, placement=config.cache.placement)
@@ -105,7 +105,7 @@ class Engine:
                 raise RequestError("", "the engine is not running", "UNAVAILABLE")
             events = self.scheduler.add(request, self.clock.now())
             seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
-            self._callers.by_id[request.id] = Caller(request, sink, seed, request.sampling.n, self.scheduler.due(request),
+            self._subscribers.by_id[request.id] = Subscriber(request, sink, seed, request.sampling.n, self.scheduler.due(request),
                                                self.scheduler.pace(request))
             self._news.set()
             self._send([(request.id, event) for event in events])
@@ -120,7 +120,7 @@ class Engine:
 
     def _end(self, request_id: str, reason: str, index: int | None) -> bool:
         with self._asked():
-            if request_id not in self._callers.by_id:
+            if request_id not in self._subscribers.by_id:
                 return False
             self._send(self.scheduler.cancel(request_id, self.clock.now(), reason, index))
             self._news.set()
@@ -330,7 +330,7 @@ class Engine:
     def _admit(self, batch: Batch, chunk: int) -> None:
         sequence = self.scheduler.sequences[int(batch.seq[chunk])]
         params = sequence.request.sampling
-        seed = sampling.fold_seed(self._callers.by_id[sequence.id].seed, sequence.index)
+        seed = sampling.fold_seed(self._subscribers.by_id[sequence.id].seed, sequence.index)
         for launch in sampling.admissions(params, int(batch.lane[chunk]), int(batch.slot[chunk]), sequence.request.prompt,
                                           sequence.output, seed, self._eos):
             self.stages.admit(launch)
@@ -352,10 +352,10 @@ class Engine:
         behind = list(self._flights)[self.config.mesh.spp - 1:]        # those that have not left the first stage
         self._free = self._read_at + sum(other.batch.seconds for other in behind)
         with self._lock:
-            now, prefilled = self.clock.now(), self._callers.prefilled(flight.batch)
+            now, prefilled = self.clock.now(), self._subscribers.prefilled(flight.batch)
             self.journal.read(self._read_at)
             events = self.scheduler.finish(flight.batch, tokens, now, logprobs, scores)
-            self._callers.count(flight.batch, prefilled, now)
+            self._subscribers.count(flight.batch, prefilled, now)
             self._send(events)
             if self._held:
                 self._watchdog.hold(self._flights[-1].batch, now)
@@ -363,7 +363,7 @@ class Engine:
                 self._watchdog.back()
 
     def _send(self, events: list[tuple[str, Event]]) -> None:
-        for request_id in self._callers.send(events):
+        for request_id in self._subscribers.send(events):
             self._end(request_id, "cancelled", None)
 
     def _learn(self, flight: Flight) -> None:
@@ -380,6 +380,6 @@ class Engine:
         """Ends all requests with an error."""
         with self._lock:
             now = self.clock.now()
-            for request_id in list(self._callers.by_id):
+            for request_id in list(self._subscribers.by_id):
                 self._send(self.scheduler.cancel(request_id, now, "error", error=error))
 

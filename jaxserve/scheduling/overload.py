@@ -46,7 +46,7 @@ SPENT = 1024                                          # entries of sequences tha
 SOON = 0.05                                           # seconds: the shortest wait that is told
 
 
-class View(NamedTuple):
+class Outlook(NamedTuple):
     """What runs, as seconds from now. `pace` [slots + 1]: seconds of prefill done per second beside so many decodes. `ends` [decodes] and
     `slots` [at most slots]: when decodes end and slots come free, soonest first; `lasts`: how long a completion that begins later takes."""
 
@@ -72,7 +72,7 @@ class Gate:
         self._mixed = math.inf                        # seconds in a stage of steps with decodes and prompts
         self._tokens = self._ended = 0.0              # decoded, and ends among them: recent ones
         self._counts = np.unique(np.linspace(0, config.max_seqs, POINTS).astype(int))
-        self._seen: View | None = None
+        self._seen: Outlook | None = None
         self._promised: dict[int, float] = {}         # clock second of the first token, by number of a sequence that waits for it
         self._due: list[tuple[float, int]] = []       # a heap: when these are due, and some that are no more
 
@@ -109,7 +109,7 @@ class Gate:
         self._check_time(sequence, now, place, before, first, fields, alone, view.room / SHORTER)
         return now + float(first[place])
 
-    def _check_decodes(self, sequence: Sequence, view: View) -> None:
+    def _check_decodes(self, sequence: Sequence, view: Outlook) -> None:
         """Errors: RequestError where too many run beside it for its objective per token, which is the tightest."""
         count = view.decodes + len(self.roster.prefilling) + sequence.request.sampling.n
         if count > max(view.most, 1):
@@ -140,7 +140,7 @@ class Gate:
             if (crosses | presses).any():
                 raise _refused("others, whose first tokens are due, would have to wait for it", "ttft", after)
 
-    def _rank(self, fields: np.ndarray, view: View, now: float) -> np.ndarray:
+    def _rank(self, fields: np.ndarray, view: Outlook, now: float) -> np.ndarray:
         """By which prompts go, smallest first. Policies that look at deadlines end up with the first that is due, as long as there is time;
         those that need several steps leave most of these to much shorter ones."""
         config, (arrival, due, work, _) = self.config, fields
@@ -152,7 +152,7 @@ class Gate:
 
     # --- the model
 
-    def _firsts(self, fields: np.ndarray, waits: np.ndarray, view: View) -> np.ndarray:
+    def _firsts(self, fields: np.ndarray, waits: np.ndarray, view: Outlook) -> np.ndarray:
         """Seconds [n] to the first tokens of prompts that go in this order; `waits` [n] bool: for a slot."""
         slots, work, at = len(view.slots), fields[WORK], np.arange(len(waits))
         turns = (view.slots + view.lasts * np.arange(1 + len(waits) // slots)[:, None]).ravel()       # slots, each again and again
@@ -166,7 +166,7 @@ class Gate:
             before /= self.predictor.mesh.kvp
         return np.maximum.accumulate(ready - before) + before + seconds
 
-    def _pages_ready(self, tokens: np.ndarray, waits: np.ndarray, view: View) -> np.ndarray | float:
+    def _pages_ready(self, tokens: np.ndarray, waits: np.ndarray, view: Outlook) -> np.ndarray | float:
         """When there are pages for each, where there are not enough for all."""
         roster, cache = self.roster, self.cache
         spare = cache.available - sum(cache.blocks(s.target) - len(cache.tables[s.slot]) for s in roster.prefilling)
@@ -176,7 +176,7 @@ class Gate:
         last = float(view.slots[-1]) or view.lasts                    # pages come back evenly until then
         return np.maximum(short, 0.0) * (last / max(cache.total - cache.available, 1))
 
-    def _view_for(self, sequence: Sequence) -> tuple[View, bool]:
+    def _view_for(self, sequence: Sequence) -> tuple[Outlook, bool]:
         """What runs as it is since the last batch came or went, and as if `sequence` were there too; whether its objective per token is
         tighter than those of the others."""
         view = self._running()
@@ -185,7 +185,7 @@ class Gate:
             view = self._view(sequence.tpot, sequence.target)
         return view._replace(lasts=min(sequence.limit - 1, self._lasting) * view.step), tighter
 
-    def _running(self) -> View:
+    def _running(self) -> Outlook:
         if self._seen is None:
             coming = self.roster.facts()[TOKENS]
             self._seen = self._view(math.inf, float(coming.mean()) if coming.size else 0.0)
@@ -202,7 +202,7 @@ class Gate:
         """Tokens that a completion may still be expected to put out, whenever one looks."""
         return self._tokens / self._ended if self._ended else math.inf
 
-    def _view(self, tpot: float, context: float) -> View:
+    def _view(self, tpot: float, context: float) -> Outlook:
         """With a tightest objective of `tpot` at most; `context`: tokens, of decodes to come."""
         roster, stages, lasting = self.roster, self.predictor.mesh.spp, self._lasting
         running = roster.phase == DECODE
@@ -215,7 +215,8 @@ class Gate:
         for other in roster.prefilling:
             busy[other.slot] = other.left / pace[decodes] + min(other.end - other.target, lasting) * period
         most, room = _fitting(curve, tpot / stages), period / stages * float(pace[decodes])
-        return View(tpot, decodes, period, room, pace, curve, np.sort(ends[running]), np.sort(busy)[len(busy) - max(1, most) :], 0.0, most)
+        free = np.sort(busy)[len(busy) - max(1, most) :]
+        return Outlook(tpot, decodes, period, room, pace, curve, np.sort(ends[running]), free, 0.0, most)
 
     def _step(self, curve: np.ndarray, target: float) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of a step [slots + 1] in a stage beside so many decodes while prompts wait, and the share of it that is theirs."""

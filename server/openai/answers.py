@@ -15,7 +15,7 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxserve.completion import Completion, Gathered, Output
-from jaxserve.request import Finished, Logprobs, RequestError, Usage, internal_error
+from jaxserve.request import Finished, Logprobs, RequestError, internal_error
 from jaxserve.server.front import Ask, Front
 from jaxserve.server.http import EventStream, when_gone
 from jaxserve.server.openai.errors import body_of, header_value
@@ -53,7 +53,7 @@ async def answer(front: Front, asks: Sequence[Ask], writer: Writer, request: Htt
             async with when_gone(request.receive):
                 found = await _gathered(streams)
             if not found:
-                return Response(status_code=499)
+                raise RequestError("", "the caller went away", "CANCELLED")
             whole = functools.partial(_whole, writer, found)
             large = sum(len(one.ids) for group in found for one in group) > INLINE_TOKENS
             return Response(await asyncio.to_thread(whole) if large else whole(), 200, headers, "application/json")
@@ -63,20 +63,20 @@ async def answer(front: Front, asks: Sequence[Ask], writer: Writer, request: Htt
 
 
 async def _events(stack: contextlib.AsyncExitStack, streams: Sequence[Stream], writer: Writer, usage: bool) -> AsyncGenerator[bytes]:
-    loop, ends = asyncio.get_running_loop(), Totals()
+    loop, ends = asyncio.get_running_loop(), list[Finished]()
     try:
         async with stack:
             yield _lines(writer.first())
             async for number, outputs in _outputs(streams):
                 chunks = [chunk for output in outputs for chunk in writer.chunks(number, output)]
-                ends.add(outputs)
+                ends += [output for output in outputs if isinstance(output, Finished)]
                 for stream in streams:
                     stream.writing(loop.time())
                 yield _lines(chunks) or COMMENT
                 for stream in streams:
                     stream.written(loop.time())
         if usage:
-            yield _lines([{**writer.head, "choices": [], "usage": ends.message()}])
+            yield _lines([{**writer.head, "choices": [], "usage": usage_of(ends)}])
         yield DONE
     except RequestError as error:
         yield _lines([body_of(error)])
@@ -117,30 +117,13 @@ async def _outputs(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, list[O
             task.cancel()
 
 
-class Totals:
+def usage_of(ends: Iterable[Finished | Completion]) -> dict[str, Any]:
     """The usage of all prompts and completions of a request. A prompt counts once, however many completions it has."""
-
-    def __init__(self) -> None:
-        self._ends: list[Finished] = []
-
-    def add(self, outputs: Iterable[Output]) -> None:
-        self._ends += [output for output in outputs if isinstance(output, Finished)]
-
-    def message(self) -> dict[str, Any]:
-        return usage_message([[end.usage for end in self._ends if end.index == 0], [end.usage for end in self._ends if end.index]])
-
-
-def usage_message(usages: Sequence[Sequence[Usage]]) -> dict[str, Any]:
-    """usages: those of first completions, and those of the others."""
-    first, others = usages
-    prompt, completion = sum(u.prompt for u in first), sum(u.completion for u in [*first, *others])
+    usages = [(end.index, end.usage) for end in ends]
+    prompt, cached = (sum(getattr(usage, name) for index, usage in usages if index == 0) for name in ("prompt", "cached"))
+    completion = sum(usage.completion for _, usage in usages)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(u.cached for u in first)}}
-
-
-def totals_of(completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-    every = [completion for group in completions for completion in group]
-    return usage_message([[c.usage for c in every if c.index == 0], [c.usage for c in every if c.index]])
+            "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 class Tokens:

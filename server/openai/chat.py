@@ -12,7 +12,7 @@ from jaxserve.completion import Completion, Delta, Output
 from jaxserve.guide import Guided
 from jaxserve.request import Finished, RequestError
 from jaxserve.server.front import Ask, Front
-from jaxserve.server.openai.answers import Tokens, totals_of
+from jaxserve.server.openai.answers import Tokens, usage_of
 from jaxserve.server.openai.wire import ROOM, ChatRequest, NamedTool
 from jaxserve.server.prompts import Chat
 from jaxserve.server.streams import Stream
@@ -94,7 +94,7 @@ class ChatWriter:
             yield self._chunk(output.index, {}, None, self._reason(output.reason, self._calls.get(output.index, 0)))
 
     def whole(self, completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-        return {**self.head, "choices": [self._choice(c) for c in completions[0]], "usage": totals_of(completions)}
+        return {**self.head, "choices": [self._choice(c) for c in completions[0]], "usage": usage_of(completions[0])}
 
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:
         return {**self.head, "choices": [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}]}

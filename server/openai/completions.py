@@ -10,7 +10,7 @@ from typing import Any
 from jaxserve.completion import Completion, Delta, Output
 from jaxserve.request import Finished, Logprobs, RequestError
 from jaxserve.server.front import Ask, Front
-from jaxserve.server.openai.answers import Tokens, totals_of
+from jaxserve.server.openai.answers import Tokens, usage_of
 from jaxserve.server.openai.wire import COMPLETION_TOKENS, MAX_PROMPTS, CompletionRequest
 from jaxserve.server.prompts import Prompt, Text
 from jaxserve.server.streams import Stream
@@ -86,7 +86,7 @@ class CompletionWriter:
 
     def whole(self, completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
         choices = [self._choice(number, completion) for number, group in enumerate(completions) for completion in group]
-        return {**self.head, "choices": choices, "usage": totals_of(completions)}
+        return {**self.head, "choices": choices, "usage": usage_of(one for group in completions for one in group)}
 
     def _chunk(self, number: int, index: int, text: str, logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:
         choice = {"index": number * self._n + index, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -115,4 +115,4 @@ def assert_empty(engine: Engine) -> None:
     load = engine.load()
     assert load.running == load.waiting == 0
     assert load.pages_free + load.pages_cached == load.pages_total
-    assert not engine._callers.by_id and not engine._flights
+    assert not engine._subscribers.by_id and not engine._flights

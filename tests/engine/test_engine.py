@@ -208,7 +208,7 @@ def test_a_full_queue_refuses(real):
         with pytest.raises(RequestError) as refused:
             ask(real, "c")
         assert refused.value.status == "RESOURCE_EXHAUSTED"
-        assert "c" not in real._callers.by_id
+        assert "c" not in real._subscribers.by_id
     finally:
         object.__setattr__(real.scheduler.config, "max_queue", 4096)
 
@@ -250,7 +250,7 @@ def test_a_sink_that_raises_ends_its_own_request_and_no_other(running, kind, cap
     good = ask(running, "good", length=100, max_tokens=50)
     running.submit(request(running, "bad", length=100, n=2, rest=dict(cache_salt="of its own")), broken)
     assert good.finished().reason == "length" and len(good.tokens) == 50
-    until(lambda: "bad" not in running._callers.by_id)
+    until(lambda: "bad" not in running._subscribers.by_id)
     assert any(isinstance(event, kind) for event in heard[-1]) and "the sink of request 'bad' failed" in caplog.text
     assert ask(running, "bad").finished().reason == "length"
     assert running.alive

@@ -20,7 +20,7 @@ Sink = Callable[[abc.Sequence[Event]], None]
 
 
 @dataclasses.dataclass
-class Caller:
+class Subscriber:
     """Who hears of a request: its sink, its seed, how many of its completions have not ended, whether one of them has begun, and the ends
     of the others. `due` is the clock second for its first token, `tpot` its objective in seconds."""
 
@@ -34,14 +34,14 @@ class Caller:
     ends: list[Finished] = dataclasses.field(default_factory=list)
 
 
-class Callers:
-    """The callers of all requests that have not ended, by id. Nothing here has a lock of its own.
+class Subscribers:
+    """The subscribers of all requests that have not ended, by id. Nothing here has a lock of its own.
 
     looks_up: whether prompts are looked up in the prefix cache.
     """
 
     def __init__(self, scheduler: Scheduler, metrics: Metrics, journal: Journal, looks_up: bool):
-        self.by_id: dict[str, Caller] = {}
+        self.by_id: dict[str, Subscriber] = {}
         self._scheduler, self._metrics, self._journal, self._looks_up = scheduler, metrics, journal, looks_up
 
     def send(self, events: list[tuple[str, Event]]) -> list[str]:
@@ -51,20 +51,20 @@ class Callers:
         for request_id, event in events:
             by_request.setdefault(request_id, []).append(event)
         heard = [(self.by_id[request_id], mine) for request_id, mine in by_request.items()]
-        for caller, mine in heard:
+        for subscriber, mine in heard:
             if ends := [event for event in mine if isinstance(event, Finished)]:
-                caller.left -= len(ends)
-                self._count_ends(caller, ends)
-            if not caller.left:
-                del self.by_id[caller.request.id]
-        return [caller.request.id for caller, mine in heard if not self._tell(caller, mine)]
+                subscriber.left -= len(ends)
+                self._count_ends(subscriber, ends)
+            if not subscriber.left:
+                del self.by_id[subscriber.request.id]
+        return [subscriber.request.id for subscriber, mine in heard if not self._tell(subscriber, mine)]
 
-    def _tell(self, caller: Caller, events: list[Event]) -> bool:
+    def _tell(self, subscriber: Subscriber, events: list[Event]) -> bool:
         try:
-            caller.sink(events)
+            subscriber.sink(events)
         except Exception:
-            log.exception("the sink of request %r failed", caller.request.id, extra={"request_id": caller.request.id})
-            caller.sink = lambda events: None
+            log.exception("the sink of request %r failed", subscriber.request.id, extra={"request_id": subscriber.request.id})
+            subscriber.sink = lambda events: None
             return False
         return True
 
@@ -82,9 +82,9 @@ class Callers:
             chunks = ~batch.feed
             self._metrics.chunks(batch.length[chunks], np.count_nonzero(batch.held[chunks], axis=1))
         for sequence in prefilled:
-            if sequence.first is not None and not (caller := self.by_id[sequence.id]).begun:
-                caller.begun = True
-                self._count_first(sequence, caller.due, now)
+            if sequence.first is not None and not (subscriber := self.by_id[sequence.id]).begun:
+                subscriber.begun = True
+                self._count_first(sequence, subscriber.due, now)
 
     def _count_first(self, sequence: Sequence, due: float, now: float) -> None:
         """The metrics of a request that has its first token."""
@@ -93,16 +93,16 @@ class Callers:
         self._metrics.first_token(now - request.arrival, started - request.arrival, due - now, len(request.prompt), looked_up,
                                  sequence.cached, request.slo.class_name)
 
-    def _count_ends(self, caller: Caller, ends: list[Finished]) -> None:
+    def _count_ends(self, subscriber: Subscriber, ends: list[Finished]) -> None:
         """The metrics of completions of a request that ended; where it has no other ones, those of the request."""
         for event in ends:
             self._metrics.sequence_ended(event.reason)
-            self._journal.ended(caller.request, event, caller.due - caller.request.arrival, caller.tpot)
-        caller.ends += ends
-        if caller.left:
+            self._journal.ended(subscriber.request, event, subscriber.due - subscriber.request.arrival, subscriber.tpot)
+        subscriber.ends += ends
+        if subscriber.left:
             return
-        arrival = caller.request.arrival
-        if all(event.reason in ("stop", "length") for event in caller.ends):
-            self._metrics.request_completed(caller.ends, caller.due - arrival, caller.tpot)
-        if not caller.begun and arrival + ends[-1].timing.total > caller.due:
-            self._metrics.late(caller.request.slo.class_name)
+        arrival = subscriber.request.arrival
+        if all(event.reason in ("stop", "length") for event in subscriber.ends):
+            self._metrics.request_completed(subscriber.ends, subscriber.due - arrival, subscriber.tpot)
+        if not subscriber.begun and arrival + ends[-1].timing.total > subscriber.due:
+            self._metrics.late(subscriber.request.slo.class_name)
