@@ -8,6 +8,7 @@ import ssl
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
@@ -271,3 +272,27 @@ def test_a_running_server_with_keys_and_tls_is_measured(files, capsys, tmp_path,
         monkeypatch.setenv("JAXSERVE_API_KEY", key)
         assert cli.main([*command, *target]) == 0
         assert cli.main([*command, *target, "--api_key=wrong"]) != 0
+
+
+def gets(files, url, client=None):
+    """What /v1/models answers over HTTPS, or None where the handshake fails."""
+    context = ssl.create_default_context(cadata=files.ours.cert_pem.bytes().decode())
+    if client is not None:
+        context.load_cert_chain(files.write("c.pem", client["certificate"]), files.write("c.key", client["private_key"]))
+    try:
+        return httpx.get(f"{url}/v1/models", verify=context, timeout=10).status_code
+    except httpx.HTTPError:
+        return None
+
+
+def test_http_and_the_operators_port_speak_tls_as_grpc_does(files):
+    with served(files.pair() | files.client_ca() | {"admin_port": 0}) as server:
+        server.wait_ready()
+        assert server.url.startswith("https://") and gets(files, server.url, files.client()) == 200
+        admin = f"https://127.0.0.1:{server.server.ports['admin']}"
+        for url in (server.url, admin):
+            assert gets(files, url) is None and gets(files, url, files.client(files.theirs)) is None
+            assert gets(files, url, files.client(not_after=PAST)) is None
+            with pytest.raises(httpx.HTTPError):
+                httpx.get(f"{url.replace('https', 'http')}/health", timeout=5)
+        assert gets(files, admin, files.client()) == 404
