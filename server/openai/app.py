@@ -33,10 +33,11 @@ MAX_KEYS = 4096                                         # of an object in it
 MAX_VALUES = 1 << 16                                    # of a field: 10,000 messages have some 50,000
 ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
-    for code, text in {400: "a field that is wrong, by name", 401: "no key, or none of ours", 404: "no such model or route",
-                       405: "another method", 409: "the request id is in use", 413: "the body is too large", 415: "compressed, or not JSON",
-                       429: "too much at once; Retry-After says when again", 499: "the caller went away", 503: "not ready, or draining",
-                       504: "the deadline passed"}.items()}
+    for code, text in {400: "a field that is wrong, by name", 401: "no key, or none of ours",
+                       403: "a key for another port, or a page of another site", 404: "no such model or route", 405: "another method",
+                       408: "too slow", 409: "the request id is in use", 413: "the body is too large", 415: "compressed, or not JSON",
+                       429: "too much at once; Retry-After says when again", 499: "the caller went away", 500: "a fault of ours",
+                       503: "not ready, or draining", 504: "the deadline passed"}.items()}
 ERROR_SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": {
     "type": "object", "required": ["message", "type", "param", "code"], "properties": {
         "message": {"type": "string"}, "type": {"type": "string"}, "param": {"type": ["string", "null"]}, "code": {"type": "string"}}}}}
