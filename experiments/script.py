@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from jaxserve.commands.machine import machine
 from jaxserve.config import ConfigError
 from jaxserve.flags import Command, UsageError, help_of, parse
+
+
+def keep(values: Mapping[str, Any], **figures: Any) -> None:
+    """Writes the figures to the file of --json, if there is one, with the machine and the settings that they are of."""
+    if values["json"]:
+        Path(values["json"]).write_text(json.dumps({"machine": machine(), "settings": values, **figures}, indent=1) + "\n")
 
 
 def command_line(name: str, summary: str, command: Command, arguments: Sequence[str], *errors: type[Exception]) -> int:

@@ -35,6 +35,11 @@ class RequestError(ValueError):
         super().__init__(f"{field}: {message}" if field else message)
         self.field, self.status, self.retry_after, self.reason = field, status, retry_after, reason
 
+    @property
+    def retry_seconds(self) -> float:
+        """`retry_after`, or a second where nobody knows better."""
+        return 1.0 if self.retry_after is None else self.retry_after
+
 
 def internal_error() -> RequestError:
     """What callers hear of a fault of ours."""

@@ -48,7 +48,7 @@ def application(front: Front) -> fastapi.FastAPI:
     @app.post("/admin/flush_cache")
     async def flush_cache() -> dict[str, int]:
         """Forgets every prefix that nobody holds; tells how many pages that frees."""
-        return {"pages": await asyncio.to_thread(_engine(front).flush_cache)}
+        return {"pages": await asyncio.to_thread(front.running.flush_cache)}
 
     @app.post("/admin/abort")
     async def abort(body: AbortRequest) -> dict[str, int]:
@@ -78,12 +78,6 @@ def application(front: Front) -> fastapi.FastAPI:
 
     handle_errors(app)
     return app
-
-
-def _engine(front: Front) -> Any:
-    if front.engine is None:
-        raise RequestError("", f"the server is {front.state}", "UNAVAILABLE")
-    return front.engine
 
 
 def _state(front: Front) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import grpc
 
@@ -12,7 +11,7 @@ from jaxserve.request import RequestError
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.access import own
 from jaxserve.server.access_grpc import caller
-from jaxserve.server.front import STARTING, Front
+from jaxserve.server.front import Front
 
 SCHEMA_REVISION = 1
 
@@ -33,7 +32,7 @@ class Control:
         return pb.AbortResponse(aborted=await self._front.abort(ids))
 
     async def GetModelInfo(self, message: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetModelInfoResponse:
-        engine, tokenizer = self._engine(), self._front.tokenizer
+        engine, tokenizer = self._front.running, self._front.tokenizer
         model, config = engine.model, engine.config
         return pb.GetModelInfoResponse(
             model=config.source.model, max_len=engine.max_len, vocab=model.vocab, eos_ids=model.eos_ids, bos_id=model.bos_id,
@@ -55,10 +54,5 @@ class Control:
         return info
 
     async def GetLoad(self, message: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
-        load = await asyncio.to_thread(self._engine().load)
+        load = await asyncio.to_thread(self._front.running.load)
         return pb.GetLoadResponse(**{field.name: getattr(load, field.name) for field in pb.GetLoadResponse.DESCRIPTOR.fields})
-
-    def _engine(self) -> Any:
-        if self._front.engine is None:
-            raise RequestError("", f"the server is {STARTING}", "UNAVAILABLE")
-        return self._front.engine

@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 CONTROL_LIMIT = 1 << 20
 WALKED = 1 << 18                                        # bytes of a message up to which an unknown field is found and named
 MAX_DETAILS = 1000                                      # characters of a status message: trailers are limited to 8 KiB
-RETRY_SECONDS = 1
 REASON_KEY, FIELD_KEY, RICH_KEY = "jaxserve-reject-reason", "jaxserve-field", "grpc-status-details-bin"
 
 
@@ -112,7 +111,7 @@ async def refuse(context: grpc.aio.ServicerContext, error: RequestError) -> None
     metadata: list[tuple[str, str | bytes]] = [(FIELD_KEY, _ascii(error.field))] if error.field else []
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         retry = pb.RetryInfo()
-        retry.retry_delay.FromNanoseconds(int(1e9 * (RETRY_SECONDS if error.retry_after is None else error.retry_after)))
+        retry.retry_delay.FromNanoseconds(int(1e9 * error.retry_seconds))
         rich = pb.RichStatus(code=code.value[0], message=details)
         rich.details.add(type_url="type.googleapis.com/google.rpc.RetryInfo", value=retry.SerializeToString())
         metadata += [(REASON_KEY, _ascii(error.reason or error.field) or "overloaded"), (RICH_KEY, rich.SerializeToString())]

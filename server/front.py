@@ -83,6 +83,13 @@ class Front:
         if self.state != SERVING:
             raise RequestError("", f"the server is {self.state}", "UNAVAILABLE")
 
+    @property
+    def running(self) -> Any:
+        """The engine. Errors: RequestError where there is none yet."""
+        if self.engine is None:
+            raise RequestError("", f"the server is {self.state}", "UNAVAILABLE")
+        return self.engine
+
     def check_model(self, name: str) -> None:
         """Errors: RequestError for a model that is not served here; '' is the one that is."""
         if name and name not in (self.engine.model.name, self.engine.config.source.model):

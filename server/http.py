@@ -98,7 +98,7 @@ class Connection(H11Protocol):
 
     @property
     def _reading_header(self) -> bool:
-        return self.conn.their_state.__name__ == "IDLE"          # type: ignore[attr-defined]
+        return self.conn.their_state is h11.IDLE
 
     def _expect_header(self) -> None:
         if self._timer is None:
@@ -121,6 +121,20 @@ class Connection(H11Protocol):
         await app({**scope, "transport": self.transport}, receive, send)
 
 
+class _Sent:
+    """Sends, and knows of an answer its status, None before it has begun, and whether all of it was sent."""
+
+    def __init__(self, send: Send):
+        self.status: int | None = None
+        self.whole = False
+        self._send = send
+
+    async def __call__(self, message: MutableMapping[str, Any]) -> None:
+        self.status = message.get("status", self.status)
+        self.whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+        await self._send(message)
+
+
 class Door:
     """Before any application: keys, encodings, sizes, and the last word where something fails."""
 
@@ -129,43 +143,26 @@ class Door:
         self._app, self._config, self._authenticate, self._open, self._metrics = app, config, authenticate, open_paths, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = 499
-
-        async def counting(message: MutableMapping[str, Any]) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
-
+        sent = _Sent(send)
         try:
-            await self._answer(scope, receive, counting)
+            await self._answer(scope, receive, sent)
         finally:
-            self._metrics.answered("http", status)
+            self._metrics.answered("http", 499 if sent.status is None else sent.status)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = ended = False
-
-        async def sending(message: MutableMapping[str, Any]) -> None:
-            nonlocal begun, ended
-            begun, ended = True, message["type"] == "http.response.body" and not message.get("more_body", False)
-            await send(message)
-
+    async def _answer(self, scope: Scope, receive: Receive, sent: _Sent) -> None:
         try:
             self._check(scope)
+            await self._app(scope, self._bounded(receive), sent)
         except RequestError as error:
-            await response_of(error)(scope, receive, send)       # type: ignore[arg-type]
-            return
-        try:
-            await self._app(scope, self._bounded(receive), sending)
-        except RequestError as error:
-            if begun:
+            if sent.status is not None:
                 raise
-            await response_of(error)(scope, receive, send)   # type: ignore[arg-type]
+            await response_of(error)(scope, receive, sent)   # type: ignore[arg-type]
         except Exception:
             log.exception("%s %s failed", scope["method"], scope["path"][:200])
-            if begun and not ended:
+            if sent.status is None:
+                await response_of(internal_error())(scope, receive, sent)    # type: ignore[arg-type]
+            elif not sent.whole:
                 scope["transport"].abort()
-            elif not begun:
-                await response_of(internal_error())(scope, receive, send)    # type: ignore[arg-type]
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 
 from jaxserve.request import RequestError, SamplingParams, Slo
 from jaxserve.server.access import Caller
@@ -12,7 +11,6 @@ from jaxserve.server.trail import Origin
 
 FRESH = 5.0                                             # seconds for which a token is proof enough
 PATIENCE = 5.0                                          # seconds that ours may take
-log = logging.getLogger(__name__)
 
 
 class Probe:

@@ -18,13 +18,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
 
-from experiments.script import command_line
+from experiments.script import command_line, keep
 from jaxserve.commands.display import table
 from jaxserve.commands.machine import described, machine
 from jaxserve.config import EngineConfig, ServerConfig
@@ -211,8 +210,7 @@ def run(values: dict[str, Any]) -> int:
                     rounds.append({"callers": count, **{way: dataclasses.asdict(measure(way, count, values["seconds"])) for way in order}})
             outside.stdin.close()                        # type: ignore[union-attr]
     print(report(rounds, lag.worst))
-    if values["json"]:
-        Path(values["json"]).write_text(json.dumps({"machine": machine(), "flags": values, "rounds": rounds, "lag": lag.worst}, indent=1))
+    keep(values, rounds=rounds, lag=lag.worst)
     return 0
 
 

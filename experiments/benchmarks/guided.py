@@ -15,10 +15,9 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from experiments.script import command_line
+from experiments.script import command_line, keep
 from jaxserve.commands.display import table
 from jaxserve.commands.machine import described, machine
 from jaxserve.flags import Command
@@ -81,8 +80,7 @@ def run(values: dict[str, Any]) -> int:
     print(described(machine()))
     print(f"{values['model']}: {values['tokens']} output tokens a request, {values['rounds']} rounds\n")
     print(shown(results))
-    if values["json"]:
-        Path(values["json"]).write_text(json.dumps({"machine": machine(), "settings": values, "results": results}, indent=1) + "\n")
+    keep(values, results=results)
     return 0
 
 

@@ -9,17 +9,15 @@ at half of it.
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.script import command_line
+from experiments.script import command_line, keep
 from jaxserve.commands.display import table
 from jaxserve.commands.machine import described, machine
 from jaxserve.config import CacheConfig, EngineConfig, MeshConfig, ModelSource, SchedulerConfig
@@ -198,8 +196,7 @@ def run(values: dict[str, Any]) -> int:
     print(shown(result))
     print(f"\nprompt tokens computed for refused requests: {result['tokens_for_refused']}; requests that waited when the overload ended: "
           f"{result['waiting_at_the_end']}; predictor's scale {result['scale']:.2f}")
-    if values["json"]:
-        Path(values["json"]).write_text(json.dumps({"machine": machine(), "settings": values, **result}, indent=1) + "\n")
+    keep(values, **result)
     return 0
 
 

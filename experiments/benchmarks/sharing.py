@@ -7,17 +7,15 @@ Each engine is measured idle first, so that its figures are ratios to its own. E
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.script import command_line
+from experiments.script import command_line, keep
 from jaxserve.commands.display import table
 from jaxserve.commands.machine import described, machine
 from jaxserve.config import CacheConfig, ConfigError, EngineConfig, MeshConfig, ModelSource, SchedulerConfig
@@ -170,8 +168,7 @@ def run(values: dict[str, Any]) -> int:
           f"{values['tpot'] * 1e3:.0f} ms per token, a prompt of {values['short']} tokens every {values['every']} s with "
           f"one of {values['ttft'] * 1e3:.0f} ms to its first token\n")
     print(shown(results))
-    if values["json"]:
-        Path(values["json"]).write_text(json.dumps({"machine": machine(), "settings": values, "results": results}, indent=1) + "\n")
+    keep(values, results=results)
     return 0
 
 

@@ -86,13 +86,13 @@ def run(values: dict[str, Any]) -> int:
 
 def faults_of(samples: list[Sample]) -> list[str]:
     """What was left behind. The last sample was taken when nobody was there."""
-    last, warm = samples[-1], samples[max(1, int(WARM_UP * len(samples))):]
+    last, warm = samples[-1], _warm(samples)
     found = []
     if last.running or last.waiting:
         found.append(f"{last.running} requests run and {last.waiting} wait, with nobody there")
     if last.pages_held:
         found.append(f"{last.pages_held:.2%} of the pages are held, with nobody there")
-    growth = slope([s.minute for s in warm[:-1]], [s.rss_mib for s in warm[:-1]]) * 60
+    growth = growth_of(samples)
     hours = (warm[-1].minute - warm[0].minute) / 60
     if growth > RSS_MIB_PER_HOUR and hours >= LONG_ENOUGH:
         found.append(f"memory grows by {growth:.0f} MiB an hour")
@@ -101,6 +101,17 @@ def faults_of(samples: list[Sample]) -> list[str]:
         if after > before + 10:
             found.append(f"{name}: {before} before, {after} after")
     return found
+
+
+def _warm(samples: list[Sample]) -> list[Sample]:
+    """Those after the warm-up."""
+    return samples[max(1, int(WARM_UP * len(samples))):]
+
+
+def growth_of(samples: list[Sample]) -> float:
+    """MiB an hour, after the warm-up and while there were callers."""
+    busy = _warm(samples)[:-1]
+    return slope([s.minute for s in busy], [s.rss_mib for s in busy]) * 60
 
 
 def slope(x: list[float], y: list[float]) -> float:
@@ -112,11 +123,9 @@ def report(samples: list[Sample], outcomes: dict[str, int], faults: list[str]) -
     rows = [[f"{s.minute:.1f}", f"{s.rss_mib:.0f}", *map(str, (s.threads, s.descriptors, s.running, s.waiting)), f"{s.pages_held:.1%}"]
             for s in samples]
     shown = rows if len(rows) <= 12 else [*rows[:: max(1, len(rows) // 10)], rows[-1]]
-    warm = samples[int(WARM_UP * len(samples)):-1]
-    growth = slope([s.minute for s in warm], [s.rss_mib for s in warm]) * 60
     return "\n".join([
         described(machine()), "", table(["minute", "RSS MiB", "threads", "descriptors", "running", "waiting", "pages held"], shown), "",
-        f"after the first {WARM_UP:.0%}: {growth:+.1f} MiB an hour",
+        f"after the first {WARM_UP:.0%}: {growth_of(samples):+.1f} MiB an hour",
         "requests: " + ", ".join(f"{name} {count}" for name, count in sorted(outcomes.items())),
         "left behind: " + ("; ".join(faults) or "nothing")])
 

@@ -20,7 +20,6 @@ TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permis
          429: "rate_limit_error"}
 UNREAD = (401, 403, 408, 413, 415)                      # what is left of the body is not read, and the connection ends
 MAX_MESSAGE = 1000                                      # characters
-RETRY_SECONDS = 1.0                                     # where nobody knows better
 
 
 class HttpError(RequestError):
@@ -50,8 +49,7 @@ def response_of(error: RequestError) -> Response:
     code = status_of(error)
     headers = {"content-type": "application/json"}
     if code in (429, 503):
-        seconds = RETRY_SECONDS if error.retry_after is None else error.retry_after
-        headers["retry-after"] = str(max(1, math.ceil(seconds)))
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_seconds)))
     if code == 429:
         headers["jaxserve-reject-reason"] = header_value(error.reason or error.field or "overloaded")
     if code == 401:
