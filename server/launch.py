@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -27,7 +28,7 @@ from jaxserve.server.access_grpc import Guard
 from jaxserve.server.admin import application as operators
 from jaxserve.server.control import Control
 from jaxserve.server.door import CONTROL_LIMIT, handlers
-from jaxserve.server.front import SERVING, STARTING, STOPPING, Front
+from jaxserve.server.front import SERVING, STOPPING, Front
 from jaxserve.server.http import Door, Listener, is_loopback
 from jaxserve.server.openai.app import OPEN_PATHS
 from jaxserve.server.openai.app import application as users
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 SERVICES = {name: pb.DESCRIPTOR.services_by_name[name] for name in ("Inference", "Control")}
 SWITCH_SECONDS = 0.0005                                 # how long the engine's thread waits for the interpreter while streams are written
 STOP_SECONDS = 2.0                                      # for the statuses of aborted requests to get out
+MIN_PING_MS = 10_000                                    # between pings of a client: callers wait minutes for a prefill
 
 Build = Callable[[], tuple[Any, Any]]
 
@@ -67,13 +69,13 @@ def _authenticated(config: ServerConfig) -> bool:
 
 
 def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
-    """Keepalive that lets clients ping every 10 s through minutes of prefill, and notices callers that vanished."""
+    """Keepalive that lets clients ping, and notices callers that vanished."""
     return [
         ("grpc.max_receive_message_length", config.max_message_mib << 20),
         ("grpc.max_send_message_length", -1),
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_MS),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
@@ -183,28 +185,47 @@ async def run(config: ServerConfig, build: Build, listening: Callable[[Server], 
 
     Returns whether the engine was ever built and has closed; if not, a thread that builds it, or waits for a step, may still be busy.
     """
-    server, before = Server(config), sys.getswitchinterval()
+    server, engine = Server(config), None
     await server.start()
     listening(server)
-    sys.setswitchinterval(SWITCH_SECONDS)
-    engine = None
     stopping = asyncio.create_task(stop.wait())
-    try:
-        built = _in_thread(build)
-        await asyncio.wait((built, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if built.done():
-            engine, tokenizer = built.result()
-            engine.start()
-            await server.open(engine, tokenizer)
-            await stopping
-    finally:
-        stopping.cancel()
-        await server.drain()
-        await server.stop()
-        if engine is not None:
-            engine.close()
-        sys.setswitchinterval(before)
+    with _shared_interpreter():
+        try:
+            built = _in_thread(functools.partial(_settled, build))
+            await asyncio.wait((built, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if built.done():
+                engine, tokenizer = built.result()
+                engine.start()
+                await server.open(engine, tokenizer)
+                await stopping
+        finally:
+            stopping.cancel()
+            await server.drain()
+            await server.stop()
+            if engine is not None:
+                engine.close()
     return engine is not None and engine.stuck() is None
+
+
+@contextlib.contextmanager
+def _shared_interpreter() -> Iterator[None]:
+    """The engine's thread and the event loop take turns often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+        gc.unfreeze()
+
+
+def _settled(build: Build) -> tuple[Any, Any]:
+    """What was built lives as long as the server. Each look of the garbage collector at it, some 400,000 objects, would hold up the
+    engine and all streams for a quarter of a second."""
+    built = build()
+    gc.collect()
+    gc.freeze()
+    return built
 
 
 def serve(config: ServerConfig, build: Build, listening: Callable[[Server], None]) -> bool:
@@ -248,7 +269,7 @@ class Background:
 
     def wait_ready(self) -> None:
         """Returns once requests are taken. Errors: what building the engine raised."""
-        while self._thread.is_alive() and self.server.front.state == STARTING:
+        while self._thread.is_alive() and self.server.front.engine is None:
             self._thread.join(0.02)
         if self._error is not None:
             raise self._error

@@ -17,8 +17,8 @@ from jaxserve.completion import Answer, Delta, Output, merged
 from jaxserve.request import Accepted, Event, Finished, Progress, Request, RequestError, Token
 from jaxserve.server.access import Caller
 
-SHARE = 0.25                                            # of a core's time, what streams may take from the engine's thread
-MOST_REST = 0.1                                         # seconds that events may wait for that
+SHARE = 0.1                                             # of a core's time, what streams may take from the engine's thread
+MOST_REST = 0.05                                        # seconds that events may wait for that
 _ENDINGS = {"cancelled": ("CANCELLED", "the request was aborted"), "deadline": ("DEADLINE_EXCEEDED", "the deadline has passed")}
 
 
@@ -38,8 +38,7 @@ class Mailbox:
     def put(self, stream: Stream, events: Sequence[Event]) -> None:
         """Called by the engine's thread; does not wait."""
         stream.inbox.append(events)
-        if stream.silent and any(isinstance(event, Token) for event in events):          # a first token does not wait
-            stream.silent = False
+        if stream.urgent(events):
             self._call(stream.wake)
             return
         if not stream.called:
@@ -92,6 +91,13 @@ class Stream:
         self._newest = Progress(0, 0, len(request.prompt))
         self._sent = now
         self._writing = False
+
+    def urgent(self, events: Sequence[Event]) -> bool:
+        """Whether events are not to wait for others: a first token, an end. Called by the engine's thread."""
+        if self.silent and any(isinstance(event, Token) for event in events):
+            self.silent = False
+            return True
+        return any(isinstance(event, Finished) for event in events)
 
     @property
     def unfinished(self) -> bool:

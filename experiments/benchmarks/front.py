@@ -3,15 +3,20 @@
     python -m experiments.benchmarks.front --json=front.json
 
 One process holds a tiny model's engine and its server. Callers without a front hand requests to the engine from a thread of that process;
-those over gRPC and HTTP are in a process of their own. Each of so many callers sends its next request when the last one ended. The three
-ways take turns in every round, and a round's ratio is taken within it. How long the server's event loop was held up is measured all along.
+those over gRPC and HTTP are in a process of their own. Each of so many callers sends its next request a random while after the last one
+ended: those who call within the process would otherwise keep step with the engine, which nobody else can. The ways take turns in every
+round, and a round's ratio is taken within it. On a machine without an accelerator the model needs the same few cores as fronts and callers,
+so the engine without them is also measured beside a process that is as busy as they were. How long the server's event loop was held up is
+measured all along.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
+import heapq
 import json
 import queue
 import subprocess
@@ -39,23 +44,27 @@ OPTIONS = {"front": [
     Option("rounds", int, 7, "of the three ways in turn", 1),
     Option("seconds", float, 4.0, "of each measurement", 0.5),
     Option("model", str, "random:tiny", "a model without weights"),
-    Option("prompt", int, 32, "tokens of a prompt", 1),
-    Option("output", int, 64, "tokens of an output", 2),
+    Option("prompt", int, 1024, "tokens of a prompt", 1),
+    Option("output", int, 128, "tokens of an output", 2),
+    Option("pause", float, 0.05, "seconds between a caller's requests, on average", 0),
     Option("json", str, None, "file for all figures"),
 ]}
-WAYS = ("engine", "grpc", "http")
-TICK = 0.002                                         # seconds between looks at the event loop
+WAYS = ("engine", "beside", "grpc", "http")
+FRONTS = WAYS[2:]
+TICK = 0.005                                         # seconds between looks at the event loop
+SLICE = 0.005                                        # seconds in which a busy process is busy once
 WORKER = "--worker"
 FIRST = 0x20000                                      # of characters that stand for ids
 
 
 @dataclasses.dataclass
 class Figures:
-    """Of one measurement. ttft: seconds, median."""
+    """Of one measurement. ttft: seconds, median. cores: what the callers' process and the front took."""
 
     tokens_per_s: float
     ttft: float
     requests: int
+    cores: float = 0.0
 
 
 class Tally:
@@ -72,20 +81,23 @@ class Tally:
 class InProcess:
     """Callers of the engine itself."""
 
-    def __init__(self, engine: Any, prompt: int, output: int):
-        self._engine, self._prompt, self._number = engine, prompt, 0
+    def __init__(self, engine: Any, prompt: int, output: int, pause: float):
+        self._engine, self._prompt, self._pause, self._number = engine, prompt, pause, 0
         self._sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
         self._dice = np.random.default_rng(0)
 
     def measure(self, callers: int, seconds: float) -> Figures:
         tally, done = Tally(), queue.SimpleQueue[None]()
-        for _ in range(callers):
-            self._submit(tally, done)
-        while time.perf_counter() - tally.began < seconds:
-            done.get()
-            self._submit(tally, done)
+        until, due = tally.began + seconds, [tally.began] * callers          # a heap: when who pauses goes on
+        while (now := time.perf_counter()) < until:
+            while due and due[0] <= now:
+                heapq.heappop(due)
+                self._submit(tally, done)
+            with contextlib.suppress(queue.Empty):
+                done.get(timeout=max(0.0, min([until, *due[:1]]) - now))
+                heapq.heappush(due, time.perf_counter() + self._dice.exponential(self._pause))
         figures = tally.figures()
-        for _ in range(callers):
+        for _ in range(callers - len(due)):
             done.get()
         return figures
 
@@ -137,8 +149,8 @@ async def over_http(address: tuple[str, int], prompt: list[int], output: int, ta
     writer.close()
 
 
-async def worker(target: str, port: int, prompt: int, output: int) -> None:
-    """The process of those who call: reads 'way callers seconds' from its input, writes figures."""
+async def worker(target: str, port: int, prompt: int, output: int, pause: float) -> None:
+    """The process of those who call: reads 'way callers seconds busy' from its input, writes figures."""
     from jaxserve.server.client import AsyncClient
 
     loop, dice = asyncio.get_running_loop(), np.random.default_rng(1)
@@ -146,19 +158,61 @@ async def worker(target: str, port: int, prompt: int, output: int) -> None:
         calls: dict[str, Callable[..., Awaitable[None]]] = {
             "grpc": functools.partial(over_grpc, client), "http": functools.partial(over_http, ("127.0.0.1", port))}
         while line := await loop.run_in_executor(None, sys.stdin.readline):
-            way, callers, seconds = line.split()
-            tally = Tally()
+            way, callers, seconds, busy = line.split()
+            tally, cpu = Tally(), time.process_time()
             until = tally.began + float(seconds)
+            if way == "beside":
+                be_busy(until, float(busy))
+                continue
 
             async def one(call: Callable[..., Awaitable[None]] = calls[way], tally: Tally = tally, until: float = until) -> None:
                 while time.perf_counter() < until:
                     await call(dice.integers(3, 256, prompt).tolist(), output, tally, until)
+                    await asyncio.sleep(dice.exponential(pause))
 
             ending = asyncio.gather(*(one() for _ in range(int(callers))))
             await asyncio.sleep(until - time.perf_counter())
             figures = tally.figures()
+            figures.cores = (time.process_time() - cpu) / float(seconds)
             await ending
             print(json.dumps(dataclasses.asdict(figures)), flush=True)
+
+
+def be_busy(until: float, cores: float) -> None:
+    """Takes so much of a core."""
+    while (now := time.perf_counter()) < until:
+        while time.perf_counter() < now + cores * SLICE:
+            pass
+        time.sleep((1 - cores) * SLICE)
+
+
+class Bench:
+    """All ways to one engine. Made once its server is ready."""
+
+    def __init__(self, server: Background, outside: subprocess.Popen, inside: InProcess):
+        self._inside, self._input, self._output = inside, outside.stdin, outside.stdout
+        self._clock = time.pthread_getcpuclockid(server._thread.ident)               # type: ignore[arg-type]
+        self._busy: dict[int, list[float]] = {}             # by callers: the cores that fronts and callers took
+
+    def measure(self, way: str, callers: int, seconds: float) -> Figures:
+        if way == "engine":
+            return self._inside.measure(callers, seconds)
+        busy = float(np.mean(self._busy.get(callers, [0.0])))
+        began = time.clock_gettime(self._clock)
+        print(way, callers, seconds, busy, file=self._input, flush=True)
+        if way == "beside":
+            figures = self._inside.measure(callers, seconds)
+            figures.cores = busy
+            return figures
+        figures = Figures(**json.loads(self._output.readline()))                     # type: ignore[union-attr]
+        figures.cores += (time.clock_gettime(self._clock) - began) / seconds
+        self._busy.setdefault(callers, []).append(figures.cores)
+        return figures
+
+    def round(self, number: int, callers: int, seconds: float) -> dict[str, Any]:
+        first = number % len(WAYS)
+        found = {way: dataclasses.asdict(self.measure(way, callers, seconds)) for way in WAYS[first:] + WAYS[:first]}
+        return {"callers": callers, **found}
 
 
 class Lag:
@@ -187,27 +241,19 @@ def run(values: dict[str, Any]) -> int:
     length = 2 * (values["prompt"] + values["output"])
     config = make(EngineConfig, {"model": values["model"], "max_model_len": length, "max_seqs": max(callers), "prefix_caching": False,
                                  "pages": 2 + max(callers) * length // 16, "profile": "none"})
-    rounds: list[dict[str, Any]] = []
     with Background(ServerConfig(port=0, http_port=0), lambda: (open_engine(config, progress=False)[0], tokenizer())) as server:
         server.wait_ready()
-        inside, lag = InProcess(server.server.front.engine, values["prompt"], values["output"]), Lag(server._loop)
+        inside, lag = InProcess(server.server.front.engine, values["prompt"], values["output"], values["pause"]), Lag(server._loop)
         command = [sys.executable, "-m", "experiments.benchmarks.front", WORKER, server.target, str(server.server.ports["http"]),
-                   str(values["prompt"]), str(values["output"])]
+                   *(str(values[name]) for name in ("prompt", "output", "pause"))]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as outside:
-            def measure(way: str, count: int, seconds: float) -> Figures:
-                if way == "engine":
-                    return inside.measure(count, seconds)
-                assert outside.stdin is not None and outside.stdout is not None
-                print(way, count, seconds, file=outside.stdin, flush=True)
-                return Figures(**json.loads(outside.stdout.readline()))
-
-            for way in WAYS:
-                measure(way, max(callers), 1.0)
+            bench = Bench(server, outside, inside)
+            for count in callers:                        # the first time for everything, and how busy the ways are
+                bench.measure("engine", count, 1.0)
+                for way in FRONTS:
+                    bench.measure(way, count, 1.0)
             lag.worst = 0.0
-            for number in range(values["rounds"]):
-                for count in callers:
-                    order = WAYS[number % 3:] + WAYS[: number % 3]
-                    rounds.append({"callers": count, **{way: dataclasses.asdict(measure(way, count, values["seconds"])) for way in order}})
+            rounds = [bench.round(number, count, values["seconds"]) for number in range(values["rounds"]) for count in callers]
             outside.stdin.close()                        # type: ignore[union-attr]
     print(report(rounds, lag.worst))
     keep(values, rounds=rounds, lag=lag.worst)
@@ -217,13 +263,13 @@ def run(values: dict[str, Any]) -> int:
 def report(rounds: Sequence[dict[str, Any]], lag: float) -> str:
     rows = []
     for count in sorted({found["callers"] for found in rounds}):
+        mine = [found for found in rounds if found["callers"] == count]
         for way in WAYS:
-            mine = [found for found in rounds if found["callers"] == count]
-            speed, wait = ([found[way][name] for found in mine] for name in ("tokens_per_s", "ttft"))
-            ratios = [[found[way][name] / found["engine"][name] for found in mine] for name in ("tokens_per_s", "ttft")]
-            rows.append([f"{count} callers, {way}", f"{np.median(speed):.0f}", _spread(ratios[0]), f"{1000 * np.median(wait):.1f}",
-                         _spread(ratios[1])])
-    headers = ["", "tokens/s", "to the engine", "TTFT ms", "to the engine"]
+            speed, wait, cores = (float(np.median([found[way][name] for found in mine])) for name in ("tokens_per_s", "ttft", "cores"))
+            ratios = [[found[way][name] / found[peer][name] for found in mine] for name in ("tokens_per_s", "ttft") for peer in WAYS[:2]]
+            rows.append([f"{count} callers, {way}", f"{cores:.2f}", f"{speed:.0f}", *map(_spread, ratios[:2]), f"{1000 * wait:.1f}",
+                         *map(_spread, ratios[2:])])
+    headers = ["", "cores", "tokens/s", "to engine", "to beside", "TTFT ms", "to engine", "to beside"]
     return "\n".join([described(machine()), "", table(headers, rows), "", f"the event loop was held up {1000 * lag:.1f} ms at most"])
 
 
@@ -235,6 +281,6 @@ COMMAND = Command(OPTIONS, run, __doc__.partition("\n")[2])
 
 if __name__ == "__main__":
     if WORKER in sys.argv:
-        asyncio.run(worker(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])))
+        asyncio.run(worker(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]), float(sys.argv[6])))
     else:
         sys.exit(command_line("front", "what the fronts cost", COMMAND, sys.argv[1:]))

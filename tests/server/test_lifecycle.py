@@ -1,6 +1,8 @@
 """Cancellation, deadlines, slow readers, health, reflection, and the end of a server."""
 
 import asyncio
+import contextlib
+import gc
 import os
 import pathlib
 import signal
@@ -18,6 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from jaxserve.completion import Delta, NoText
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.request import Accepted, RequestError, SamplingParams
+from jaxserve.server import launch
 from jaxserve.server.client import AsyncClient, Client, ServerError
 from jaxserve.server.launch import Background, check_host
 from tests.server.conftest import eventually
@@ -284,3 +287,34 @@ def end_of(outputs):
         return list(outputs)[-1].reason
     except RequestError as error:
         return error.status
+
+
+def test_the_garbage_collector_leaves_what_serves_alone_and_is_itself_again_afterwards():
+    with Background(ServerConfig(port=0, http_port=0), lambda: (FakeEngine(), FakeTokenizer())) as server:
+        server.wait_ready()
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0
+
+
+def test_waiting_for_a_server_whose_engine_cannot_be_built_says_why():
+    def build():
+        raise ConfigError("model", "is not there")
+
+    for _ in range(5):
+        with pytest.raises(ConfigError, match="is not there"), Background(ServerConfig(port=0, http_port=0), build) as server:
+            server.wait_ready()
+            pytest.fail("it was not built")
+
+
+def test_a_client_may_ping_for_ever_unless_it_does_so_too_often(serve, monkeypatch):
+    ready, options = grpc.ChannelConnectivity.READY, [
+        ("grpc.keepalive_time_ms", 150), ("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.max_pings_without_data", 0)]
+    servers, states = [serve()], [[], []]
+    monkeypatch.setattr(launch, "MIN_PING_MS", 50)
+    servers.append(serve())
+    with contextlib.ExitStack() as stack:
+        for served, told in zip(servers, states):
+            stack.enter_context(grpc.insecure_channel(served.target, options=options)).subscribe(told.append, try_to_connect=True)
+        eventually(lambda: ready in states[0] and ready in states[1], 5.0)
+        eventually(lambda: states[0][-1] != ready, 15.0)
+        assert states[1][-1] == ready

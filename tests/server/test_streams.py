@@ -1,0 +1,70 @@
+"""What waits on its way from the engine's thread to a caller while the event loop is busy, and what does not."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from jaxserve.completion import Answer, Delta, NoText
+from jaxserve.config import ServerConfig
+from jaxserve.request import Finished, Request, SamplingParams, Timing, Token, Usage
+from jaxserve.server import streams
+from jaxserve.server.access import Access
+from jaxserve.server.streams import Mailbox, Stream
+
+END = Finished(0, "length", Usage(3, 0, 4), Timing(0.0, 0.1, 0.2))
+
+
+@pytest.fixture
+def busy(monkeypatch):
+    """Streams have had all of the time that they may take."""
+    monkeypatch.setattr(streams, "SHARE", 1e-9)
+    monkeypatch.setattr(streams, "MOST_REST", 30.0)
+
+
+def opened():
+    request = Request("r", np.arange(3, dtype=np.int32), SamplingParams(max_tokens=4))
+    stream = Stream(request, Answer(request, (), NoText, [].append), Access(ServerConfig()).anonymous, 0.0, lambda: None, [])
+    return Mailbox(asyncio.get_running_loop()), stream
+
+
+def seen(outputs):
+    return [id for output in outputs if isinstance(output, Delta) for id in output.ids], END in outputs
+
+
+def test_first_tokens_and_ends_do_not_wait_for_a_busy_loop(busy):
+    async def main():
+        mailbox, stream = opened()
+        mailbox.put(stream, [Token(0, 1)])
+        await asyncio.sleep(0.01)
+        assert seen(await stream.take()) == ([1], False)
+        mailbox.put(stream, [Token(0, 2)])              # the mailbox was never emptied before: nor does this one wait
+        await asyncio.sleep(0.01)
+        assert seen(await stream.take()) == ([2], False)
+        waiting = asyncio.create_task(stream.take())
+        await asyncio.sleep(0.01)
+        mailbox.put(stream, [Token(0, 3)])
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        mailbox.put(stream, [Token(0, 4), END])
+        assert seen(await asyncio.wait_for(waiting, 5)) == ([3, 4], True)
+
+    asyncio.run(main())
+
+
+def test_tokens_that_waited_come_in_order_and_once():
+    async def main():
+        mailbox, stream = opened()
+        told = list(range(1, 200))
+        for id in told:
+            mailbox.put(stream, [Token(0, id)])
+            if id % 7 == 0:
+                await asyncio.sleep(0)
+        mailbox.put(stream, [END])
+        got = []
+        while outputs := await stream.take():
+            got += [id for output in outputs if isinstance(output, Delta) for id in output.ids]
+        return told, got
+
+    told, got = asyncio.run(main())
+    assert got == told
