@@ -1,14 +1,17 @@
-"""Ten times as many requests as a live engine can serve, for a minute: what is refused, how soon, and how those that are not fare.
+"""Ten times as many requests as a live server can serve, for a minute: what is refused, how soon, and how those that are not fare.
 
-    python -m experiments.benchmarks.overload --json=overload.json
+    python -m experiments.benchmarks.overload --way=http --json=overload.json
 
 First the engine's capacity is measured: requests per second with all slots always taken. Then requests come as a Poisson process, whatever
 becomes of those before: for a while at 0.9 times the capacity, which is what goodput is compared with, at `factor` times the capacity, and
-at half of it.
+at half of it. They come over gRPC or HTTP, each on a thread of its own in this process, or without a front.
 """
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 import sys
 import threading
 import time
@@ -20,10 +23,15 @@ import numpy as np
 from experiments.script import command_line, keep
 from jaxserve.commands.display import table
 from jaxserve.commands.machine import described, machine
-from jaxserve.config import CacheConfig, EngineConfig, MeshConfig, ModelSource, SchedulerConfig
+from jaxserve.completion import Delta
+from jaxserve.config import CacheConfig, EngineConfig, MeshConfig, ModelSource, SchedulerConfig, ServerConfig
+from jaxserve.engine.engine import Engine
 from jaxserve.flags import Command
+from jaxserve.llm import open_engine
 from jaxserve.options import Option
 from jaxserve.request import Event, Finished, Request, RequestError, SamplingParams, Token
+from jaxserve.server.client import Client
+from jaxserve.server.launch import Background
 
 OPTIONS = {"overload": [
     Option("model", str, "smollm2-135m", "model: a fetched name, a folder or a .gguf file"),
@@ -34,6 +42,7 @@ OPTIONS = {"overload": [
     Option("max_seqs", int, 8, "sequences that run at once", 1),
     Option("factor", float, 10.0, "overload, times the capacity", 1),
     Option("seconds", float, 60.0, "of overload", 1),
+    Option("way", str, "engine", "how requests come", choices=("engine", "grpc", "http")),
     Option("admission", str, "predict", "see jaxserve serve", choices=("predict", "queue")),
     Option("seed", int, 0, "of arrivals and lengths", 0),
     Option("json", str, None, "file for all figures"),
@@ -45,68 +54,105 @@ WAIT = 600.0                                           # most seconds for anythi
 
 
 class Asked:
-    """One request: when it came, how long it took to be refused, and when its tokens came, in seconds of the process."""
+    """One request: when it came, how long it took to be refused, when its first and last tokens came, in seconds of the process."""
 
     def __init__(self, prompt: int) -> None:
         self.prompt, self.came, self.refused = prompt, time.perf_counter(), 0.0
         self.error: RequestError | None = None
-        self.times: list[float] = []
+        self.tokens, self.first, self.last = 0, 0.0, 0.0
         self.done = threading.Event()
 
-    def __call__(self, events: Sequence[Event]) -> None:
-        now = time.perf_counter()
-        self.times += [now for event in events if isinstance(event, Token)]
-        if any(isinstance(event, Finished) for event in events):
-            self.done.set()
+    def heard(self, tokens: int) -> None:
+        self.last = time.perf_counter()
+        self.first, self.tokens = self.first or self.last, self.tokens + tokens
 
     def refuse(self, error: RequestError) -> None:
         self.error, self.refused = error, time.perf_counter() - self.came
-        self.done.set()
 
     @property
     def ttft(self) -> float:
-        return self.times[0] - self.came
+        return self.first - self.came
 
     @property
     def tpot(self) -> float:
-        return (self.times[-1] - self.times[0]) / max(1, len(self.times) - 1)
+        return (self.last - self.first) / max(1, self.tokens - 1)
+
+
+class WithoutFront:
+    def __init__(self, server: Background):
+        self._engine = server.server.front.engine
+
+    def ask(self, asked: Asked, prompt: np.ndarray, output: int) -> None:
+        engine, ended = self._engine, threading.Event()
+
+        def sink(events: Sequence[Event]) -> None:
+            tokens = sum(isinstance(event, Token) for event in events)
+            if tokens:
+                asked.heard(tokens)
+            if any(isinstance(event, Finished) for event in events):
+                ended.set()
+
+        engine.submit(Request.make(str(id(asked)), prompt, sampling(output), vocab=engine.model.vocab, max_len=engine.max_len,
+                                   arrival=engine.clock.now()), sink)
+        ended.wait(WAIT)
+
+
+class OverGrpc:
+    def __init__(self, server: Background):
+        self._client = Client(server.target)
+
+    def ask(self, asked: Asked, prompt: np.ndarray, output: int) -> None:
+        for event in self._client.generate(prompt, sampling(output)):
+            if isinstance(event, Delta):
+                asked.heard(len(event.ids))
+
+
+class OverHttp:
+    def __init__(self, server: Background):
+        self._port = server.server.ports["http"]
+
+    def ask(self, asked: Asked, prompt: np.ndarray, output: int) -> None:
+        body = {"prompt": prompt.tolist(), "max_tokens": output, "temperature": 0, "ignore_eos": True, "stream": True,
+                "stream_options": {"include_usage": True}}
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=WAIT)) as connection:
+            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+            answer = connection.getresponse()
+            if answer.status == 429:
+                raise RequestError("", answer.read().decode(), "RESOURCE_EXHAUSTED", reason=answer.headers["jaxserve-reject-reason"],
+                                   retry_after=float(answer.headers["retry-after"]))
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    chunk = json.loads(line[6:])
+                    asked.heard(chunk["usage"]["completion_tokens"] if chunk.get("usage") else 0)
+
+
+WAYS = {"engine": WithoutFront, "grpc": OverGrpc, "http": OverHttp}
+
+
+def sampling(output: int) -> SamplingParams:
+    return SamplingParams.make(temperature=0, max_tokens=output, ignore_eos=True)
 
 
 class Load:
-    """An engine, requests at random for it, and how many prompt tokens its steps computed."""
+    """Requests at random for a server."""
 
-    def __init__(self, values: dict[str, Any]):
-        from jaxserve.engine.build import build
-
+    def __init__(self, values: dict[str, Any], server: Background):
         self.values, self.dice = values, np.random.default_rng(values["seed"])
-        scheduler = SchedulerConfig(policy="slack", chunking="adaptive", admission=values["admission"], max_seqs=values["max_seqs"],
-                                    ttft=values["ttft"], tpot=values["tpot"])
-        source, cache = ModelSource(values["model"], max_model_len=LONGEST), CacheConfig(prefix_caching=False)
-        config = EngineConfig(source, MeshConfig(), cache, scheduler)
-        self.engine = build(config, progress=sys.stderr.isatty())
-        self.computed, self._serial = 0, 0
-        start = self.engine.scheduler.start
-
-        def counting(now: float) -> Any:
-            batch = start(now)
-            self.computed += 0 if batch is None else batch.tokens.size
-            return batch
-
-        self.engine.scheduler.start = counting                        # type: ignore[method-assign]
-        self.engine.start()
+        self.engine, self._way = server.server.front.engine, WAYS[values["way"]](server)
 
     def ask(self) -> Asked:
-        engine, dice = self.engine, self.dice
-        prompt = dice.integers(0, engine.model.vocab, int(np.clip(dice.lognormal(np.log(self.values["prompt"]), 0.6), 8, 1000)))
-        output = int(np.clip(dice.lognormal(np.log(self.values["output"]), 0.5), 2, 200))
-        self._serial += 1
-        asked = Asked(len(prompt))
-        request = Request.make(f"{self._serial}", prompt, SamplingParams.make(temperature=0, max_tokens=output, ignore_eos=True),
-                               vocab=engine.model.vocab, max_len=engine.max_len, arrival=engine.clock.now())
-        try:
-            engine.submit(request, asked)
-        except RequestError as error:
-            asked.refuse(error)
+        dice = self.dice
+        prompt = dice.integers(0, self.engine.model.vocab, int(np.clip(dice.lognormal(np.log(self.values["prompt"]), 0.6), 8, 1000)))
+        asked, output = Asked(len(prompt)), int(np.clip(dice.lognormal(np.log(self.values["output"]), 0.5), 2, 200))
+
+        def main() -> None:
+            try:
+                self._way.ask(asked, prompt, output)
+            except RequestError as error:
+                asked.refuse(error)
+            asked.done.set()
+
+        threading.Thread(target=main, daemon=True).start()
         return asked
 
     def capacity(self, seconds: float) -> float:
@@ -156,27 +202,44 @@ def percentiles(values: Any) -> dict[str, float]:
 
 
 def measured(values: dict[str, Any]) -> dict[str, Any]:
-    load = Load(values)
-    try:
-        load.capacity(5.0)                                            # what runs first runs slower: it does not count
-        capacity = load.capacity(15.0)
-        phases: dict[str, Any] = {}
-        for name, factor, seconds in (("0.9x", 0.9, BASE), (f"{values['factor']:g}x", values["factor"], values["seconds"])):
-            computed, asked = load.computed, load.poisson(factor * capacity, seconds)
-            if factor < 1:
-                finished(asked)
-                phases[name] = figures(asked, seconds, values)
-        depth = load.engine.load().waiting
-        after = load.poisson(0.5 * capacity, AFTER)
-        finished([*asked, *after])
-        spent = load.computed - computed - sum(one.prompt for one in [*asked, *after] if one.error is None)
-        phases[f"{values['factor']:g}x"] = figures(asked, values["seconds"], values)
-        late = [one for one in after if one.came - after[0].came > RECOVERY]
-        phases["0.5x, after 10 s"] = figures(late, AFTER - RECOVERY, values)
-        return {"capacity": capacity, "phases": phases, "waiting_at_the_end": depth, "tokens_for_refused": spent,
-                "scale": load.engine.scheduler.predictor.scale}
-    finally:
-        load.engine.close()
+    scheduler = SchedulerConfig(policy="slack", chunking="adaptive", admission=values["admission"], max_seqs=values["max_seqs"],
+                                ttft=values["ttft"], tpot=values["tpot"])
+    source, cache = ModelSource(values["model"], max_model_len=LONGEST), CacheConfig(prefix_caching=False)
+    config = EngineConfig(source, MeshConfig(), cache, scheduler)
+    with Background(ServerConfig(port=0, http_port=0), lambda: open_engine(config, progress=sys.stderr.isatty())) as server:
+        server.wait_ready()
+        return phases(Load(values, server), Computed(server.server.front.engine))
+
+
+class Computed:
+    """Counts the tokens that an engine's steps compute."""
+
+    def __init__(self, engine: Engine):
+        self.tokens, self._start = 0, engine.scheduler.start
+        engine.scheduler.start = self._counting                       # type: ignore[method-assign]
+
+    def _counting(self, now: float) -> Any:
+        batch = self._start(now)
+        self.tokens += 0 if batch is None else batch.tokens.size
+        return batch
+
+
+def phases(load: Load, computed: Computed) -> dict[str, Any]:
+    values, engine = load.values, load.engine
+    load.capacity(5.0)                                                # what runs first runs slower: it does not count
+    capacity, factor = load.capacity(15.0), values["factor"]
+    base = load.poisson(0.9 * capacity, BASE)
+    finished(base)
+    before = computed.tokens
+    asked = load.poisson(factor * capacity, values["seconds"])
+    depth = engine.load().waiting
+    after = load.poisson(0.5 * capacity, AFTER)
+    finished([*asked, *after])
+    spent = computed.tokens - before - sum(one.prompt for one in [*asked, *after] if one.error is None)
+    late = [one for one in after if one.came - after[0].came > RECOVERY]
+    return {"capacity": capacity, "waiting_at_the_end": depth, "tokens_for_refused": spent, "scale": engine.scheduler.predictor.scale,
+            "phases": {"0.9x": figures(base, BASE, values), f"{factor:g}x": figures(asked, values["seconds"], values),
+                       "0.5x, after 10 s": figures(late, AFTER - RECOVERY, values)}}
 
 
 def shown(result: dict[str, Any]) -> str:
@@ -190,7 +253,7 @@ def shown(result: dict[str, Any]) -> str:
 def run(values: dict[str, Any]) -> int:
     result = measured(values)
     print(described(machine()))
-    print(f"{values['model']}, prompts of {values['prompt']} tokens and answers of {values['output']} (medians), "
+    print(f"{values['way']}: {values['model']}, prompts of {values['prompt']} tokens and answers of {values['output']} (medians), "
           f"{values['max_seqs']} slots; objectives {values['ttft']:g} s to the first token, {values['tpot']:g} s per token; capacity "
           f"{result['capacity']:.2f} requests/s\n")
     print(shown(result))
