@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from jaxserve.completion import Completion, Gathered, Output
+from jaxserve.completion import Completion, Delta, Gathered, Output
 from jaxserve.request import Finished, Logprobs, RequestError, internal_error
 from jaxserve.server.front import Ask, Front
 from jaxserve.server.http import EventStream, when_gone
@@ -63,12 +63,13 @@ async def answer(front: Front, asks: Sequence[Ask], writer: Writer, request: Htt
 
 
 async def _events(stack: contextlib.AsyncExitStack, streams: Sequence[Stream], writer: Writer, usage: bool) -> AsyncGenerator[bytes]:
-    loop, ends = asyncio.get_running_loop(), list[Finished]()
+    loop, ends, first = asyncio.get_running_loop(), list[Finished](), writer.first()
     try:
         async with stack:
-            yield _lines(writer.first())
             async for number, outputs in _outputs(streams):
                 chunks = [chunk for output in outputs for chunk in writer.chunks(number, output)]
+                if any(isinstance(output, (Delta, Finished)) for output in outputs):
+                    chunks = [*first, *chunks]           # once; not before a token, for who measures takes it for one
                 ends += [output for output in outputs if isinstance(output, Finished)]
                 for stream in streams:
                     stream.writing(loop.time())

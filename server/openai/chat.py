@@ -83,7 +83,7 @@ class ChatWriter:
         if isinstance(output, Delta):
             text, calls = self._read(output.index, output.text)
             logprobs = {"content": self._tokens.entries(output.ids, output.logprobs), "refusal": None} if output.logprobs else None
-            if text or logprobs:
+            if text or logprobs or self._form is None:    # without text, too: tokens came
                 yield self._chunk(output.index, {"content": text}, logprobs)
             yield from self._call_chunks(output.index, calls)
         elif isinstance(output, Finished):

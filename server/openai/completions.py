@@ -79,8 +79,7 @@ class CompletionWriter:
             logprobs = self._logprobs(output.ids, output.logprobs, self._written.get(at, 0)) if output.logprobs else None
             if logprobs:                                # the text may lag behind its tokens
                 self._written[at] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
-            if output.text or logprobs:
-                yield self._chunk(number, output.index, output.text, logprobs)
+            yield self._chunk(number, output.index, output.text, logprobs)         # without text, too: tokens came
         elif isinstance(output, Finished):
             yield self._chunk(number, output.index, "", None, output.reason)
 

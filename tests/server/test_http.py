@@ -173,11 +173,14 @@ def test_a_reader_who_stops_is_cut_off_and_others_are_not(serve):
     assert served.engine.cancelled and well(served)
 
 
-def test_silence_is_broken_by_comments(serve):
+@pytest.mark.parametrize("path, more", [("completions", {}), ("completions", {"echo": True}),
+                                        ("chat/completions", {"prompt": None, "messages": [{"role": "user", "content": "x"}]})])
+def test_silence_is_broken_by_comments_and_not_by_a_chunk_that_looks_like_a_token(serve, path, more):
     engine = FakeEngine()
     engine.paused = True
     served = serve(engine, progress_interval=0.2)
-    with httpx.stream("POST", f"{served.server.url}/v1/completions", json=BODY, timeout=10) as answer:
+    body = {name: value for name, value in {**BODY, **more}.items() if value is not None}
+    with httpx.stream("POST", f"{served.server.url}/v1/{path}", json=body, timeout=10) as answer:
         lines = answer.iter_lines()
         assert [next(lines) for _ in range(6)] == [": waiting", ""] * 3
     eventually(lambda: idle(served), 1.0)

@@ -436,3 +436,11 @@ def test_offsets_are_those_of_tokens_though_their_text_is_held_back(http):
     chunks, _ = events(client, "/v1/completions", body)
     logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     assert [at for found in logprobs if found for at in found["text_offset"]] == whole == list(range(7))
+
+
+@pytest.mark.parametrize("path, prompt", [("/v1/completions", {"prompt": "x"}),
+                                          ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})])
+def test_tokens_without_text_are_told_when_they_come(http, path, prompt):
+    client = http(FakeEngine(script=[EOS] * 8, step_seconds=0.1))
+    chunks, _ = events(client, path, {**prompt, "max_tokens": 8, "ignore_eos": True})
+    assert len(chunks) > 5                               # special tokens, which have none
