@@ -183,6 +183,9 @@ def test_silence_is_broken_by_comments_and_not_by_a_chunk_that_looks_like_a_toke
     with httpx.stream("POST", f"{served.server.url}/v1/{path}", json=body, timeout=10) as answer:
         lines = answer.iter_lines()
         assert [next(lines) for _ in range(6)] == [": waiting", ""] * 3
+        engine.paused = False
+        assert next(line for line in lines if line not in (": waiting", "")) == ":"
+        assert [next(lines), next(lines)[:6]] == ["", "data: "]
     eventually(lambda: idle(served), 1.0)
 
 
