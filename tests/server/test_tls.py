@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import datetime
 import logging
+import queue
 import ssl
 from pathlib import Path
 
@@ -65,16 +66,21 @@ def files(tmp_path):
     return Files(tmp_path)
 
 
+@contextlib.contextmanager
 def served(config):
-    return Background(ServerConfig(port=0, http_port=0, **config), lambda: (FakeEngine(), FakeTokenizer()))
+    with Background(ServerConfig(port=0, http_port=0, **config), lambda: (FakeEngine(), FakeTokenizer())) as server:
+        server.wait_ready()
+        yield server
 
 
 def reaches(target, **credentials):
     """Whether a client gets through the handshake."""
+    ends, states = (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE), queue.SimpleQueue()
     with Client(target, **credentials) as client:
-        try:
-            grpc.channel_ready_future(client._calls.channel).result(1.0 if credentials else 0.5)
-        except grpc.FutureTimeoutError:
+        client._calls.channel.subscribe(states.put, try_to_connect=True)
+        while (state := states.get(timeout=30)) not in ends:
+            pass
+        if state != grpc.ChannelConnectivity.READY:
             return False
         client.wait_ready(5)
         return client.tokenize("ab") == [97, 98]
