@@ -209,7 +209,7 @@ async def run(config: ServerConfig, build: Build, listening: Callable[[Server], 
 
 @contextlib.contextmanager
 def _shared_interpreter() -> Iterator[None]:
-    """The engine's thread and the event loop take turns often."""
+    """The engine's thread and the event loop take turns often. At the end the garbage collector is as before, see `_settled`."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:

@@ -41,7 +41,7 @@ from jaxserve.tokenizer import Tokenizer
 
 OPTIONS = {"front": [
     Option("concurrency", str, "8,64", "callers at once, as N,N"),
-    Option("rounds", int, 7, "of the three ways in turn", 1),
+    Option("rounds", int, 7, "of all ways in turn", 1),
     Option("seconds", float, 4.0, "of each measurement", 0.5),
     Option("model", str, "random:tiny", "a model without weights"),
     Option("prompt", int, 1024, "tokens of a prompt", 1),

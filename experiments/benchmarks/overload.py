@@ -89,8 +89,10 @@ class WithoutFront:
             tokens = sum(isinstance(event, Token) for event in events)
             if tokens:
                 asked.heard(tokens)
-            if any(isinstance(event, Finished) for event in events):
-                ended.set()
+            for event in events:
+                if isinstance(event, Finished):
+                    asked.error = event.error
+                    ended.set()
 
         engine.submit(Request.make(str(id(asked)), prompt, sampling(output), vocab=engine.model.vocab, max_len=engine.max_len,
                                    arrival=engine.clock.now()), sink)
@@ -117,12 +119,14 @@ class OverHttp:
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=WAIT)) as connection:
             connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
             answer = connection.getresponse()
-            if answer.status == 429:
-                raise RequestError("", answer.read().decode(), "RESOURCE_EXHAUSTED", reason=answer.headers["jaxserve-reject-reason"],
-                                   retry_after=float(answer.headers["retry-after"]))
+            if answer.status != 200:
+                raise RequestError("", answer.read().decode(), reason=answer.headers.get("jaxserve-reject-reason", str(answer.status)),
+                                   retry_after=float(answer.headers.get("retry-after", 0)))
             for line in answer:
                 if line.startswith(b"data: {"):
                     chunk = json.loads(line[6:])
+                    if "error" in chunk:
+                        raise RequestError("", chunk["error"]["message"], reason=chunk["error"]["code"])
                     asked.heard(chunk["usage"]["completion_tokens"] if chunk.get("usage") else 0)
 
 

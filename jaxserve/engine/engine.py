@@ -106,7 +106,7 @@ class Engine:
             events = self.scheduler.add(request, self.clock.now())
             seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
             self._subscribers.by_id[request.id] = Subscriber(request, sink, seed, request.sampling.n, self.scheduler.due(request),
-                                               self.scheduler.pace(request))
+                                                             self.scheduler.pace(request))
             self._news.set()
             self._send([(request.id, event) for event in events])
 

@@ -293,7 +293,6 @@ def gets(files, url, client=None):
 
 def test_http_and_the_operators_port_speak_tls_as_grpc_does(files):
     with served(files.pair() | files.client_ca() | {"admin_port": 0}) as server:
-        server.wait_ready()
         assert server.url.startswith("https://") and gets(files, server.url, files.client()) == 200
         admin = f"https://127.0.0.1:{server.server.ports['admin']}"
         for url in (server.url, admin):
