@@ -87,17 +87,17 @@ class Usage:
         self.running = self.queued = 0
         self._due = float("-inf")
 
-    def check(self, limits: Limits, tokens: int, now: float) -> None:
-        """Errors: RequestError where one more request, with so many prompt tokens, is too much."""
+    def check(self, limits: Limits, now: float) -> None:
+        """Errors: RequestError where one more request is too much."""
         if limits.requests_per_minute is not None:
             wait = self._due - now + 60 / limits.requests_per_minute - 60
             if wait > ROUNDING:
                 raise _too_much("requests_per_minute", f"the limit of this key is {limits.requests_per_minute}", wait)
         if limits.concurrency is not None and self.running >= limits.concurrency:
             raise _too_much("concurrency", f"{self.running} requests of this key run; its limit is {limits.concurrency}")
-        self.check_tokens(limits, tokens)
 
     def check_tokens(self, limits: Limits, tokens: int) -> None:
+        """Errors: RequestError where so many more prompt tokens are too much; INVALID_ARGUMENT where they are that alone."""
         most = limits.queued_tokens
         if most is None or self.queued + tokens <= most:
             return
@@ -143,15 +143,12 @@ class Caller:
         """Whether a request among those of all callers is its own."""
         return scoped.startswith(f"{self.name}:")
 
-    def admit(self, tokens: int, now: float) -> Lease:
-        """Lets a request with so many prompt tokens in, at `now` (seconds of any steady clock). Where they are not known yet, because
-        reading the prompt takes time: 0 here, and then `Lease.queue`. Errors: RequestError, RESOURCE_EXHAUSTED with `retry_after`; where
-        the prompt alone is beyond the limit INVALID_ARGUMENT."""
-        self.usage.check(self.limits, tokens, now)
+    def admit(self, now: float) -> Lease:
+        """Lets a request in, at `now` (seconds of any steady clock); its prompt is counted by `Lease.queue`, once it was read.
+        Errors: RequestError, RESOURCE_EXHAUSTED with `retry_after`."""
+        self.usage.check(self.limits, now)
         self.usage.take(self.limits, now)
-        lease = Lease(self)
-        lease.queue(tokens)
-        return lease
+        return Lease(self)
 
     def owns(self, other: Caller) -> bool:
         """Whether the other's requests are its own, to abort and to hear of."""
@@ -165,7 +162,7 @@ class Lease:
         self._caller, self._queued, self._open = caller, 0, True
 
     def queue(self, tokens: int) -> None:
-        """So many more prompt tokens wait. Errors: as of `Caller.admit`; nothing is counted then."""
+        """So many more prompt tokens wait. Errors: as of `Usage.check_tokens`; nothing is counted then."""
         if self._open:
             self._caller.usage.check_tokens(self._caller.limits, tokens)
             self._caller.usage.queued += tokens

@@ -133,7 +133,7 @@ class Front:
 
     def _admitted(self, caller: Caller) -> contextlib.closing[Lease]:
         self.check_open()
-        return contextlib.closing(caller.admit(0, self._clock.now()))
+        return contextlib.closing(caller.admit(self._clock.now()))
 
     async def _ids(self, prompt: Prompt) -> Sequence[int] | np.ndarray:
         read = functools.partial(ids_of, prompt, self.tokenizer, self.engine.max_len)
@@ -162,7 +162,7 @@ class Front:
         """Called now and then: ends streams that nobody reads, keeps silent ones alive, sees whether the engine is."""
         now, config = self._loop.time(), self.config
         for stream in list(self.streams.values()):
-            stream.heartbeat(now, 0.75 * config.progress_interval)
+            stream.heartbeat(now)
             stream.abort_stalled(now, config.stall_timeout)
         if self.engine is not None and self.state != BROKEN:
             self._watch_engine()
@@ -208,7 +208,8 @@ class Front:
         engine = self.engine
         text = NoText if ask.ids_only or self.tokenizer is None else functools.partial(self.tokenizer.stream, not ask.keep_special)
         answer = Answer(request, engine.model.eos_ids, text, lambda index: engine.post(functools.partial(engine.stop, request.id, index)))
-        stream = Stream(request, answer, caller, self._loop.time(), functools.partial(self._spoke, lease), ends)
+        patience = 0.75 * self.config.progress_interval          # `watch` looks at it a few times in that
+        stream = Stream(request, answer, caller, self._loop.time(), patience, functools.partial(self._spoke, lease), ends)
         self.streams[request.id] = stream
         engine.post(functools.partial(self._enter, stream))
         return stream

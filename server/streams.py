@@ -37,8 +37,7 @@ class Mailbox:
 
     def put(self, stream: Stream, events: Sequence[Event]) -> None:
         """Called by the engine's thread; does not wait."""
-        stream.inbox.append(events)
-        if stream.urgent(events):
+        if stream.deliver(events):
             self._call(stream.wake)
             return
         if not stream.called:
@@ -67,21 +66,23 @@ class Mailbox:
 
 
 class Stream:
-    """The answer to one request on its way out. All methods belong to the event loop; the engine's thread fills the `inbox`.
+    """The answer to one request on its way out. All methods belong to the event loop; the engine's thread fills its inbox, by `deliver`.
 
-    spoke: called with tokens, the first ones and others. ends: gets the ends of completions.
+    patience: seconds after which something is to be written, be there news or not. spoke: called with tokens, the first ones and others.
+    ends: gets the ends of completions.
     """
 
-    def __init__(self, request: Request, answer: Answer, caller: Caller, now: float, spoke: Callable[[], None], ends: list[Finished]):
+    def __init__(self, request: Request, answer: Answer, caller: Caller, now: float, patience: float, spoke: Callable[[], None],
+                 ends: list[Finished]):
         self.request, self.caller, self.id = request, caller, caller.own_id(request.id)
-        self.inbox: collections.deque[Sequence[Event]] = collections.deque()
         self.called = False                             # whether the mailbox is about to wake it
-        self.silent = True                              # whether there was no token yet
         self.failure: RequestError | None = None
         task = asyncio.current_task()
         self.cut: Callable[[], object] | None = None if task is None else task.cancel        # ends a write that waits for its reader
         self.closed = self.refused = False
-        self._answer, self._spoke, self._ends = answer, spoke, ends
+        self._answer, self._spoke, self._ends, self._patience = answer, spoke, ends, patience
+        self._inbox: collections.deque[Sequence[Event]] = collections.deque()
+        self._silent = True                             # whether the engine has given no token yet
         self._more = asyncio.Event()
         self._entered = False
         self._first: list[Output] = []
@@ -92,10 +93,12 @@ class Stream:
         self._sent = now
         self._writing = False
 
-    def urgent(self, events: Sequence[Event]) -> bool:
-        """Whether events are not to wait for others: a first token, an end. Called by the engine's thread."""
-        if self.silent and any(isinstance(event, Token) for event in events):
-            self.silent = False
+    def deliver(self, events: Sequence[Event]) -> bool:
+        """Takes the events of a step; returns whether they are not to wait for others: a first token, an end. Called by the engine's
+        thread."""
+        self._inbox.append(events)
+        if self._silent and any(isinstance(event, Token) for event in events):
+            self._silent = False
             return True
         return any(isinstance(event, Finished) for event in events)
 
@@ -116,8 +119,8 @@ class Stream:
 
     def _read(self) -> None:
         events: list[Event] = []
-        while self.inbox:
-            events += self.inbox.popleft()
+        while self._inbox:
+            events += self._inbox.popleft()
         if not events or self.closed or self.ended:
             return
         outputs = self._answer.feed(events)
@@ -169,9 +172,13 @@ class Stream:
             if self.cut is not None:
                 self.cut()
 
-    def heartbeat(self, now: float, interval: float) -> None:
+    def overdue(self, now: float) -> bool:
+        """Whether nothing was written for so long that something should be."""
+        return not self._writing and now - self._sent > self._patience
+
+    def heartbeat(self, now: float) -> None:
         """Repeats the newest progress where nothing was said for a while."""
-        if not self._writing and now - self._sent > interval:
+        if self.overdue(now):
             self._add(self._newest)
             self._more.set()
 

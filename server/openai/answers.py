@@ -60,14 +60,11 @@ async def answer(front: Front, asks: Sequence[Ask], writer: Writer, request: Htt
             return Response(await asyncio.to_thread(whole) if large else whole(), 200, headers, "application/json")
         for stream in streams:
             stream.cut = request.scope["transport"].abort
-        return EventStream(_events(stack.pop_all(), streams, writer, usage, front.config.progress_interval / 2), headers)
+        return EventStream(_events(stack.pop_all(), streams, writer, usage), headers)
 
 
-async def _events(stack: contextlib.AsyncExitStack, streams: Sequence[Stream], writer: Writer, usage: bool,
-                  patience: float) -> AsyncGenerator[bytes]:
-    """patience: seconds without anything to write after which a comment is written."""
-    loop, ends, first = asyncio.get_running_loop(), list[Finished](), writer.first()
-    said, commented = loop.time(), False
+async def _events(stack: contextlib.AsyncExitStack, streams: Sequence[Stream], writer: Writer, usage: bool) -> AsyncGenerator[bytes]:
+    loop, ends, first, commented = asyncio.get_running_loop(), list[Finished](), writer.first(), False
     try:
         async with stack:
             async for number, outputs in _outputs(streams):
@@ -75,14 +72,14 @@ async def _events(stack: contextlib.AsyncExitStack, streams: Sequence[Stream], w
                 if any(isinstance(output, (Delta, Finished)) for output in outputs):
                     chunks = [*first, *chunks]           # once; not before a token, for who measures takes it for one
                 ends += [output for output in outputs if isinstance(output, Finished)]
-                if not chunks and loop.time() - said < patience:
+                if not chunks and not streams[number].overdue(loop.time()):
                     continue
                 for stream in streams:
                     stream.writing(loop.time())
                 yield AFTER_COMMENT * commented + _lines(chunks) if chunks else COMMENT
-                said, commented = loop.time(), not chunks
+                commented = not chunks
                 for stream in streams:
-                    stream.written(said)
+                    stream.written(loop.time())
         if usage:
             yield _lines([{**writer.head, "choices": [], "usage": usage_of(ends)}])
         yield DONE

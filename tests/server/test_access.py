@@ -52,7 +52,9 @@ def test_without_a_key_file_everybody_is_the_caller_without_a_name():
     for header in (None, "", bearer("whatever")):
         caller = access.authenticate(header)
         assert (caller.name, caller.tenant, caller.salt("s")) == ("", "", "s")
-        caller.admit(10**9, NEW).close()
+        lease = caller.admit(NEW)
+        lease.queue(10**9)
+        lease.close()
 
 
 def test_a_file_without_keys_lets_nobody_in(key_file):
@@ -86,35 +88,39 @@ def refusal(call, *arguments):
 def test_as_many_requests_as_a_minute_has_may_come_at_once_and_then_one_in_each_interval():
     caller = caller_with(requests_per_minute=600)
     for _ in range(600):
-        caller.admit(1, NEW).close()
-    status, field, wait = refusal(caller.admit, 1, NEW)
+        caller.admit(NEW).close()
+    status, field, wait = refusal(caller.admit, NEW)
     assert (status, field) == ("RESOURCE_EXHAUSTED", "requests_per_minute") and wait == pytest.approx(0.1, abs=1e-3)
-    caller.admit(1, NEW + wait).close()
-    assert refusal(caller.admit, 1, NEW + wait)[2] == pytest.approx(0.1, abs=1e-3)
+    caller.admit(NEW + wait).close()
+    assert refusal(caller.admit, NEW + wait)[2] == pytest.approx(0.1, abs=1e-3)
     for _ in range(300):
-        caller.admit(1, NEW + wait + 30).close()
-    refusal(caller.admit, 1, NEW + wait + 30)
+        caller.admit(NEW + wait + 30).close()
+    refusal(caller.admit, NEW + wait + 30)
 
 
 def test_refused_requests_take_nothing():
     caller = caller_with(requests_per_minute=2, concurrency=1, queued_tokens=10)
-    first = caller.admit(5, NEW)
+    first = caller.admit(NEW)
+    first.queue(5)
+    assert refusal(first.queue, 6) == ("RESOURCE_EXHAUSTED", "queued_tokens", 1.0)
     for _ in range(9):
-        assert refusal(caller.admit, 5, NEW) == ("RESOURCE_EXHAUSTED", "concurrency", 1.0)
+        assert refusal(caller.admit, NEW) == ("RESOURCE_EXHAUSTED", "concurrency", 1.0)
     first.close()
-    caller.admit(5, NEW).close()
-    assert refusal(caller.admit, 5, NEW)[1:] == ("requests_per_minute", pytest.approx(30, abs=0.01))
+    caller.admit(NEW).close()
+    assert refusal(caller.admit, NEW)[1:] == ("requests_per_minute", pytest.approx(30, abs=0.01))
     assert (caller.usage.running, caller.usage.queued) == (0, 0)
 
 
 def test_prompt_tokens_count_until_the_first_token():
     caller = caller_with(queued_tokens=100)
-    first, second = caller.admit(60, NEW), caller.admit(0, NEW)
-    assert refusal(caller.admit, 41, NEW) == refusal(second.queue, 41) == ("RESOURCE_EXHAUSTED", "queued_tokens", 1.0)
+    first, second, third = (caller.admit(NEW) for _ in range(3))
+    first.queue(60)
+    assert refusal(second.queue, 41) == ("RESOURCE_EXHAUSTED", "queued_tokens", 1.0)
     second.queue(40)
     first.started()
-    caller.admit(60, NEW).close()
-    assert refusal(caller.admit, 101, NEW) == ("INVALID_ARGUMENT", "queued_tokens", None)
+    third.queue(60)
+    third.close()
+    assert refusal(first.queue, 101) == ("INVALID_ARGUMENT", "queued_tokens", None)
     second.close()
     second.queue(10**9)                                 # the prompt was read after its caller had gone
     first.close()
@@ -135,10 +141,8 @@ def test_limits_hold_and_counts_return_to_zero_whatever_happens(moves, per_minut
             if move == "wait":
                 now += number / 4
             elif move == "admit":
-                lease = caller.admit(number, now)
-                leases.append(lease)
+                leases.append(caller.admit(now))
                 began.append(now)
-                waiting[lease] = number
             elif lease and move == "queue":
                 lease.queue(number)
                 waiting[lease] += number
@@ -174,21 +178,21 @@ def test_a_caller_reaches_its_own_requests_only(access):
 
 
 def test_what_a_key_has_running_outlives_a_change_of_the_file(key_file, access):
-    leases = [access.authenticate(bearer("a-key")).admit(1, NEW) for _ in range(2)]
+    leases = [access.authenticate(bearer("a-key")).admit(NEW) for _ in range(2)]
     key_file(TWO.replace("concurrency: 2", "concurrency: 3"))
     access.refresh()
-    leases.append(access.authenticate(bearer("a-key")).admit(1, NEW))
+    leases.append(access.authenticate(bearer("a-key")).admit(NEW))
     with pytest.raises(RequestError, match="3 requests of this key run"):
-        access.authenticate(bearer("a-key")).admit(1, NEW)
+        access.authenticate(bearer("a-key")).admit(NEW)
     key_file("keys: []")
     access.refresh()
     key_file(TWO)
     access.refresh()
     leases.pop().close()
     with pytest.raises(RequestError, match="2 requests of this key run"):
-        access.authenticate(bearer("a-key")).admit(1, NEW)
+        access.authenticate(bearer("a-key")).admit(NEW)
     leases.pop().close()
-    access.authenticate(bearer("a-key")).admit(1, NEW)
+    access.authenticate(bearer("a-key")).admit(NEW)
 
 
 def test_finding_a_key_takes_microseconds(key_file):

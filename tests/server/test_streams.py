@@ -24,7 +24,7 @@ def busy(monkeypatch):
 
 def opened():
     request = Request("r", np.arange(3, dtype=np.int32), SamplingParams(max_tokens=4))
-    stream = Stream(request, Answer(request, (), NoText, [].append), Access(ServerConfig()).anonymous, 0.0, lambda: None, [])
+    stream = Stream(request, Answer(request, (), NoText, [].append), Access(ServerConfig()).anonymous, 0.0, 1.0, lambda: None, [])
     return Mailbox(asyncio.get_running_loop()), stream
 
 
