@@ -297,7 +297,7 @@ async def when_gone(receive: Receive) -> AsyncIterator[None]:
 def _listening(host: str, port: int, name: str) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(found[0], socket.SOCK_STREAM)
+        listener = socket.socket(*found[:3])            # with its protocol: asyncio sends without delay on what it knows to be TCP
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(found[4])
         listener.listen(BACKLOG)

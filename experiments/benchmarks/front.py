@@ -5,9 +5,9 @@
 One process holds a tiny model's engine and its server. Callers without a front hand requests to the engine from a thread of that process;
 those over gRPC and HTTP are in a process of their own. Each of so many callers sends its next request a random while after the last one
 ended: those who call within the process would otherwise keep step with the engine, which nobody else can. The ways take turns in every
-round, and a round's ratio is taken within it. On a machine without an accelerator the model needs the same few cores as fronts and callers,
-so the engine without them is also measured beside a process that is as busy as they were. How long the server's event loop was held up is
-measured all along.
+round, and a round's ratio is taken within it. On a machine without an accelerator the model needs the same few cores as fronts and callers:
+--cores=1 leaves it one of them, in all ways, and the others to the host, as where there is an accelerator. The engine without fronts is also
+measured beside a process that is as busy as they were. How long the server's event loop was held up is measured all along.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import heapq
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -44,6 +45,7 @@ OPTIONS = {"front": [
     Option("rounds", int, 7, "of all ways in turn", 1),
     Option("seconds", float, 4.0, "of each measurement", 0.5),
     Option("model", str, "random:tiny", "a model without weights"),
+    Option("cores", int, None, "that the model computes on; all of them if absent", 1),
     Option("prompt", int, 1024, "tokens of a prompt", 1),
     Option("output", int, 128, "tokens of an output", 2),
     Option("pause", float, 0.05, "seconds between a caller's requests, on average", 0),
@@ -54,6 +56,7 @@ FRONTS = WAYS[2:]
 TICK = 0.005                                         # seconds between looks at the event loop
 SLICE = 0.005                                        # seconds in which a busy process is busy once
 WORKER = "--worker"
+LAST_CHUNK = b"0\r\n"
 FIRST = 0x20000                                      # of characters that stand for ids
 
 
@@ -133,30 +136,35 @@ async def over_grpc(client: Any, prompt: list[int], output: int, tally: Tally, u
                 first = False
 
 
-async def over_http(address: tuple[str, int], prompt: list[int], output: int, tally: Tally, until: float) -> None:
-    """Counts characters: every token of this tokenizer is one, but for those that are none."""
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def over_http(address: tuple[str, int], idle: list[Connection], prompt: list[int], output: int, tally: Tally, until: float) -> None:
+    """Counts characters: every token of this tokenizer is one, but for those that are none. idle: connections that are open."""
     body = json.dumps({"prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True, "stream": True}).encode()
     sent, first = time.perf_counter(), True
-    reader, writer = await asyncio.open_connection(*address)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    reader, writer = idle.pop() if idle else await asyncio.open_connection(*address)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
                  b"content-length: %d\r\n\r\n" % len(body) + body)
-    async for line in reader:
+    while (line := await reader.readline()) != LAST_CHUNK:
+        assert line, "the server closed the connection"
         if line.startswith(b"data: {") and time.perf_counter() < until:
             tally.tokens += len(json.loads(line[6:])["choices"][0]["text"])
             if first:
                 tally.firsts.append(time.perf_counter() - sent)
                 first = False
-    writer.close()
+    await reader.readline()
+    idle.append((reader, writer))
 
 
 async def worker(target: str, port: int, prompt: int, output: int, pause: float) -> None:
     """The process of those who call: reads 'way callers seconds busy' from its input, writes figures."""
     from jaxserve.server.client import AsyncClient
 
-    loop, dice = asyncio.get_running_loop(), np.random.default_rng(1)
+    loop, dice, idle = asyncio.get_running_loop(), np.random.default_rng(1), list[Connection]()
     async with AsyncClient(target) as client:
         calls: dict[str, Callable[..., Awaitable[None]]] = {
-            "grpc": functools.partial(over_grpc, client), "http": functools.partial(over_http, ("127.0.0.1", port))}
+            "grpc": functools.partial(over_grpc, client), "http": functools.partial(over_http, ("127.0.0.1", port), idle)}
         while line := await loop.run_in_executor(None, sys.stdin.readline):
             way, callers, seconds, busy = line.split()
             tally, cpu = Tally(), time.process_time()
@@ -237,6 +245,8 @@ def tokenizer() -> Tokenizer:
 
 
 def run(values: dict[str, Any]) -> int:
+    if values["cores"] is not None:                      # XLA's client for CPUs reads it when it is made
+        os.environ["PJRT_NPROC"] = os.environ["NPROC"] = str(values["cores"])
     callers = [int(text) for text in values["concurrency"].split(",")]
     length = 2 * (values["prompt"] + values["output"])
     config = make(EngineConfig, {"model": values["model"], "max_model_len": length, "max_seqs": max(callers), "prefix_caching": False,

@@ -1,5 +1,6 @@
 """Connections over HTTP: bombs, laggards, readers who stop and callers who go away cost others nothing and leave nothing behind."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -11,6 +12,8 @@ import httpx
 import psutil
 import pytest
 
+from jaxserve.config import ServerConfig
+from jaxserve.server.http import Listener
 from tests.server.conftest import eventually
 from tests.server.fakes import FakeEngine, expected
 
@@ -118,6 +121,27 @@ def test_a_second_request_on_a_connection_has_its_time_too(serve):
         data += there.recv(4096)
     there.sendall(b"GET /hea")
     assert status_of(there) == 408
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_tokens_do_not_wait_until_the_caller_has_acknowledged_the_last_ones(host):
+    """On a connection that is used again that would be 40 ms."""
+    async def main():
+        options = []
+
+        async def app(scope, receive, send):
+            options.append(scope["transport"].get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body"})
+
+        listener = Listener(app, ServerConfig(host=host), "http_port", 0)
+        await listener.start()
+        async with httpx.AsyncClient() as client:
+            await client.get(f"http://{f'[{host}]' if ':' in host else host}:{listener.port}")
+        await listener.stop()
+        assert options == [1]
+
+    asyncio.run(main())
 
 
 def test_idle_connections_are_closed_and_there_is_a_most_of_them(serve):
