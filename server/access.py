@@ -9,6 +9,7 @@ A client's TLS certificate says that it may connect, not who it is: names and li
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import dataclasses
@@ -34,9 +35,9 @@ class Access:
         self._usage: dict[str, Usage] = {}
         self.anonymous = Caller("", "", Limits(), Usage(), False)
 
-    def refresh(self) -> None:
-        """To be called now and then: sees whether the key file has changed."""
-        if self._keys is not None and self._keys.refresh():
+    async def refresh(self) -> None:
+        """To be called now and then: sees whether the key file has changed, and reads it beside the event loop."""
+        if self._keys is not None and self._keys.changed and await asyncio.to_thread(self._keys.refresh):
             names = self._keys.names
             self._usage = {name: usage for name, usage in self._usage.items() if name in names or usage.running}
 

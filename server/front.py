@@ -30,7 +30,7 @@ from jaxserve.server.tracing import Tracer
 from jaxserve.server.trail import Origin, Trail
 
 log = logging.getLogger(__name__)
-INLINE_CHARS = 4096                                     # longer texts, or more ids, are worked on beside the event loop
+INLINE_CHARS = 4096                                     # longer texts, or more ids to make a text of, are worked on beside the event loop
 MAX_SALT_CHARS = 1024
 STARTING, SERVING, DRAINING, STOPPING, STUCK, BROKEN = "starting", "serving", "draining", "stopping", "stuck", "broken"
 

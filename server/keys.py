@@ -75,12 +75,14 @@ class Keys:
         key = self._keys.get(self._place(digest))
         return key if hmac.compare_digest(digest, key.sha256 if key else bytes(32)) else None
 
+    @property
+    def changed(self) -> bool:
+        """Whether the file is another than the one that was read last. Costs a stat."""
+        return signature(self._file) != self._seen
+
     def refresh(self) -> bool:
-        """Reads the file again if it changed; returns whether the keys are new ones. Costs a stat where it did not."""
-        now = signature(self._file)
-        if now == self._seen:
-            return False
-        self._seen = now
+        """Reads the file again; returns whether the keys are new ones. Takes a second for thousands of keys; any thread may call it."""
+        self._seen = signature(self._file)
         try:
             self._keys = self._table(read(self._file))
         except ConfigError as error:
@@ -131,10 +133,12 @@ def parse(text: str, name: str) -> list[Key]:
     if listed is None or listed.id != "sequence":
         raise _fault(root, "keys must be a list")
     keys: list[Key] = []
+    seen: set[str | bytes] = set()                      # names and keys
     for node in listed.value:
         key = _key(node)
-        if any(key.name == other.name or key.sha256 == other.sha256 for other in keys):
+        if key.name in seen or key.sha256 in seen:
             raise _fault(node, f"{key.name}: its name or its key is there twice")
+        seen |= {key.name, key.sha256}
         keys.append(key)
     return keys
 

@@ -39,6 +39,7 @@ from jaxserve.server.tls import Tls
 log = logging.getLogger(__name__)
 SERVICES = {name: pb.DESCRIPTOR.services_by_name[name] for name in ("Inference", "Control")}
 SWITCH_SECONDS = 0.0005                                 # how long the engine's thread waits for the interpreter while streams are written
+FILES_SECONDS = 0.25                                    # between looks at the files of keys and certificates
 STOP_SECONDS = 2.0                                      # for the statuses of aborted requests to get out
 MIN_PING_MS = 10_000                                    # between pings of a client: callers wait minutes for a prefill
 
@@ -122,7 +123,7 @@ class Server:
         for listener in self._listeners:
             await listener.start()
         await self._server.start()
-        self._watchers = [asyncio.create_task(self._watch())]
+        self._watchers = [asyncio.create_task(self._watch()), asyncio.create_task(self._watch_files())]
 
     def address(self, name: str) -> str:
         """Of one of `ports`: HOST:PORT of grpc, a URL of the others."""
@@ -165,12 +166,16 @@ class Server:
         period = min(0.25, self.config.progress_interval / 4)
         while True:
             await asyncio.sleep(period)
-            self.access.refresh()
-            if self.tls is not None:
-                self.tls.refresh()
             self.front.watch()
             if self.front.state != self._told:          # by itself, or as an operator asked
                 await self._tell_health()
+
+    async def _watch_files(self) -> None:
+        while True:
+            await asyncio.sleep(FILES_SECONDS)
+            await self.access.refresh()
+            if self.tls is not None:
+                self.tls.refresh()
 
     async def _tell_health(self) -> None:
         self._told = self.front.state

@@ -12,6 +12,7 @@ from jaxserve.request import RequestError
 
 MAX_MESSAGES = 10_000
 SLICE = 1 << 16                                         # ids that are read without a break
+IDS_PER_CHAR = 4                                        # that are read in the same time
 CHARS_PER_TOKEN = 128                                   # text longer than this times the model's limit is refused before it is read
 
 
@@ -36,13 +37,13 @@ Prompt = Text | Chat | Sequence[int] | np.ndarray
 
 
 def size_of(prompt: Prompt) -> int:
-    """How long reading a prompt may take, in characters or ids."""
+    """How long reading a prompt may take, in characters of text."""
     match prompt:
         case Text():
             return len(prompt.text)
         case Chat():
             return _chars([prompt.messages, prompt.tools])
-    return len(prompt)
+    return len(prompt) // IDS_PER_CHAR
 
 
 def ids_of(prompt: Prompt, tokenizer: Any, max_len: int) -> Sequence[int] | np.ndarray:

@@ -1,5 +1,6 @@
 """`jaxserve keys`."""
 
+import asyncio
 import concurrent.futures
 import os
 import re
@@ -58,7 +59,7 @@ keys:
     assert code == 0 and admin not in out and [line.split() for line in out.splitlines()[2:]] == [
         ["old", "old", "no", "-", "3", "1000"], ["boss", "boss", "yes", "-", "-", "-"], ["alice", "alice", "no", "-", "-", "-"]]
     assert run(capsys, file, "--remove=alice") == (0, "", "")
-    access.refresh()
+    asyncio.run(access.refresh())
     with pytest.raises(RequestError):
         access.authenticate(f"Bearer {alice}")
     run(capsys, file, "--remove=boss"), run(capsys, file, "--remove=old")

@@ -6,8 +6,8 @@ One process holds a tiny model's engine and its server. Callers without a front 
 those over gRPC and HTTP are in a process of their own. Each of so many callers sends its next request a random while after the last one
 ended: those who call within the process would otherwise keep step with the engine, which nobody else can. The ways take turns in every
 round, and a round's ratio is taken within it. On a machine without an accelerator the model needs the same few cores as fronts and callers:
---cores=1 leaves it one of them, in all ways, and the others to the host, as where there is an accelerator. The engine without fronts is also
-measured beside a process that is as busy as they were. How long the server's event loop was held up is measured all along.
+--cores=1 leaves it one of them, in all ways, and the others to the host, as where there is an accelerator. The engine without fronts is
+also measured beside a process that is as busy as they were. How long the server's event loop was held up is measured all along.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse, Response
 import jaxserve
 from jaxserve.request import RequestError, internal_error
 from jaxserve.server import page
-from jaxserve.server.front import INLINE_CHARS, Front
+from jaxserve.server.front import Front
 from jaxserve.server.front_metrics import CONTENT_TYPE, exposition
 from jaxserve.server.openai import chat, completions
 from jaxserve.server.openai.answers import answer
@@ -28,6 +28,7 @@ from jaxserve.server.probe import Probe
 from jaxserve.server.prompts import Chat, Text
 
 OPEN_PATHS = frozenset({"/health", "/ready"})           # who asks whether we live needs no key
+INLINE_BYTES = 1 << 16                                  # longer bodies are parsed beside the event loop
 MAX_FIELDS = 256                                        # of a body
 MAX_KEYS = 4096                                         # of an object in it
 MAX_VALUES = 1 << 16                                    # of a field: 10,000 messages have some 50,000
@@ -154,7 +155,7 @@ class _Request(fastapi.Request):
             body = await self.body()
         except ClientDisconnect:
             raise RequestError("", "the caller went away", "CANCELLED") from None
-        parsed = _parsed(body) if len(body) < INLINE_CHARS else await asyncio.to_thread(_parsed, body)
+        parsed = _parsed(body) if len(body) < INLINE_BYTES else await asyncio.to_thread(_parsed, body)
         self._json = parsed                              # where `json` looks first
 
 

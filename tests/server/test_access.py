@@ -1,5 +1,6 @@
 """Who may come in, and how much each key may ask for."""
 
+import asyncio
 import base64
 import collections
 import time
@@ -180,14 +181,14 @@ def test_a_caller_reaches_its_own_requests_only(access):
 def test_what_a_key_has_running_outlives_a_change_of_the_file(key_file, access):
     leases = [access.authenticate(bearer("a-key")).admit(NEW) for _ in range(2)]
     key_file(TWO.replace("concurrency: 2", "concurrency: 3"))
-    access.refresh()
+    asyncio.run(access.refresh())
     leases.append(access.authenticate(bearer("a-key")).admit(NEW))
     with pytest.raises(RequestError, match="3 requests of this key run"):
         access.authenticate(bearer("a-key")).admit(NEW)
     key_file("keys: []")
-    access.refresh()
+    asyncio.run(access.refresh())
     key_file(TWO)
-    access.refresh()
+    asyncio.run(access.refresh())
     leases.pop().close()
     with pytest.raises(RequestError, match="2 requests of this key run"):
         access.authenticate(bearer("a-key")).admit(NEW)

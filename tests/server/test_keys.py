@@ -1,5 +1,6 @@
 """The file of API keys."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -77,13 +78,28 @@ def test_any_text_is_keys_or_a_config_error(text):
         assert str(error).startswith("api_keys: f")
 
 
+def test_thousands_of_new_keys_are_read_while_the_event_loop_does_its_work(key_file, access):
+    many = [Key(f"k{number}", bytes.fromhex(sha(f"key-{number}")), "t") for number in range(2000)]
+    key_file(text_of(many))
+
+    async def main():
+        reading, turns = asyncio.create_task(access.refresh()), 0
+        while not reading.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        assert turns > 10
+
+    asyncio.run(main())
+    assert access.authenticate(bearer("key-1999")).name == "k1999"
+
+
 def test_a_change_of_the_file_is_seen_and_a_broken_one_changes_nothing(key_file, access, caplog):
     assert access.authenticate(bearer("a-key"))
     key_file(TWO + f"  - {{name: new, sha256: {sha('n-key')}}}\n")
-    access.refresh()
+    asyncio.run(access.refresh())
     assert access.authenticate(bearer("n-key")).tenant == "new"
     key_file(TWO.replace(sha("a-key"), sha("z-key")))
-    access.refresh()
+    asyncio.run(access.refresh())
     for key, known in (("z-key", True), ("a-key", False), ("n-key", False)):
         if known:
             access.authenticate(bearer(key))
@@ -91,10 +107,10 @@ def test_a_change_of_the_file_is_seen_and_a_broken_one_changes_nothing(key_file,
             with pytest.raises(RequestError):
                 access.authenticate(bearer(key))
     file = Path(key_file("keys: ["))
-    access.refresh()
+    asyncio.run(access.refresh())
     file.unlink()
-    access.refresh()
-    access.refresh()
+    asyncio.run(access.refresh())
+    asyncio.run(access.refresh())
     assert access.authenticate(bearer("z-key"))
     errors = [record.message for record in caplog.records if record.levelname == "ERROR"]
     assert len(errors) == 2 and "not YAML" in errors[0] and "No such file" in errors[1]
