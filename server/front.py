@@ -12,7 +12,7 @@ import functools
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -216,16 +216,16 @@ class Front:
 
     def _enter(self, stream: Stream) -> None:
         """On the engine's thread."""
-        told: Callable[[], None] = stream.enter
         try:
             self.engine.submit(stream.request, functools.partial(self._mailbox.put, stream))
+            return
         except RequestError as error:
-            told = functools.partial(stream.refuse, error)
+            refusal = error
         except Exception:
             log.exception("a request was not taken")
-            told = functools.partial(stream.refuse, internal_error())
+            refusal = internal_error()
         with contextlib.suppress(RuntimeError):         # the loop was closed
-            self._loop.call_soon_threadsafe(told)
+            self._loop.call_soon_threadsafe(stream.refuse, refusal)
 
     def _spoke(self, lease: Lease) -> None:
         self._spoke_at = self._loop.time()

@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.request import RequestError
+from jaxserve.server import event_loop
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.access import Access
 from jaxserve.server.access_grpc import Guard
@@ -38,7 +39,7 @@ from jaxserve.server.tls import Tls
 
 log = logging.getLogger(__name__)
 SERVICES = {name: pb.DESCRIPTOR.services_by_name[name] for name in ("Inference", "Control")}
-SWITCH_SECONDS = 0.0005                                 # how long the engine's thread waits for the interpreter while streams are written
+SWITCH_SECONDS = 0.0001                                 # how long the engine's thread waits for the interpreter while streams are written
 FILES_SECONDS = 0.25                                    # between looks at the files of keys and certificates
 STOP_SECONDS = 2.0                                      # for the statuses of aborted requests to get out
 MIN_PING_MS = 10_000                                    # between pings of a client: callers wait minutes for a prefill
@@ -246,7 +247,7 @@ def serve(config: ServerConfig, build: Build, listening: Callable[[Server], None
             loop.add_signal_handler(number, signalled, number)
         return await run(config, build, listening, stop)
 
-    return asyncio.run(main())
+    return event_loop.run(main())
 
 
 class Background:
@@ -299,7 +300,7 @@ class Background:
             await run(self._config, self._build, self._listening, self._stop)
 
         try:
-            asyncio.run(main())
+            event_loop.run(main())
         except Exception as error:
             self._error = error
         finally:

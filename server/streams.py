@@ -94,13 +94,13 @@ class Stream:
         self._writing = False
 
     def deliver(self, events: Sequence[Event]) -> bool:
-        """Takes the events of a step; returns whether they are not to wait for others: a first token, an end. Called by the engine's
-        thread."""
+        """Takes the events of a step; returns whether they are not to wait for others: that the request was accepted, its first token, an
+        end. Called by the engine's thread."""
         self._inbox.append(events)
         if self._silent and any(isinstance(event, Token) for event in events):
             self._silent = False
             return True
-        return any(isinstance(event, Finished) for event in events)
+        return any(isinstance(event, (Accepted, Finished)) for event in events)
 
     @property
     def unfinished(self) -> bool:
@@ -113,6 +113,7 @@ class Stream:
 
     def wake(self) -> None:
         """There is something in the inbox. It is read when somebody asks for it: many steps at once, where that takes a while."""
+        self._entered = True
         self._more.set()
         if self._writing and self.request.sampling.stop:          # the engine must hear of a stop string though the reader is slow
             self._read()
@@ -128,11 +129,6 @@ class Stream:
             self._add(output)
         if any(isinstance(output, Delta) for output in outputs):
             self._spoke()
-
-    def enter(self) -> None:
-        """The engine has the request."""
-        self._entered = True
-        self._more.set()
 
     async def entered(self) -> None:
         """Returns once the engine has the request. Errors: RequestError where it refuses it."""

@@ -183,6 +183,8 @@ async def worker(target: str, port: int, prompt: int, output: int, pause: float)
             figures = tally.figures()
             figures.cores = (time.process_time() - cpu) / float(seconds)
             await ending
+            while idle:                                  # the server closes those that nobody uses for a while
+                idle.pop()[1].close()
             print(json.dumps(dataclasses.asdict(figures)), flush=True)
 
 
@@ -191,7 +193,7 @@ def be_busy(until: float, cores: float) -> None:
     while (now := time.perf_counter()) < until:
         while time.perf_counter() < now + cores * SLICE:
             pass
-        time.sleep((1 - cores) * SLICE)
+        time.sleep(max(0.0, 1 - cores) * SLICE)
 
 
 class Bench:
@@ -206,14 +208,14 @@ class Bench:
         if way == "engine":
             return self._inside.measure(callers, seconds)
         busy = float(np.mean(self._busy.get(callers, [0.0])))
-        began = time.clock_gettime(self._clock)
+        cpu, began = time.clock_gettime(self._clock), time.perf_counter()
         print(way, callers, seconds, busy, file=self._input, flush=True)
         if way == "beside":
             figures = self._inside.measure(callers, seconds)
             figures.cores = busy
             return figures
         figures = Figures(**json.loads(self._output.readline()))                     # type: ignore[union-attr]
-        figures.cores += (time.clock_gettime(self._clock) - began) / seconds
+        figures.cores += (time.clock_gettime(self._clock) - cpu) / (time.perf_counter() - began)
         self._busy.setdefault(callers, []).append(figures.cores)
         return figures
 
