@@ -4,10 +4,13 @@
 
 One process holds a tiny model's engine and its server. Callers without a front hand requests to the engine from a thread of that process;
 those over gRPC and HTTP are in a process of their own. Each of so many callers sends its next request a random while after the last one
-ended: those who call within the process would otherwise keep step with the engine, which nobody else can. The ways take turns in every
-round, and a round's ratio is taken within it. On a machine without an accelerator the model needs the same few cores as fronts and callers:
---cores=1 leaves it one of them, in all ways, and the others to the host, as where there is an accelerator. The engine without fronts is
-also measured beside a process that is as busy as they were. How long the server's event loop was held up is measured all along.
+ended, and asks for more or less of an output, lest all keep step. The ways take turns in every round, and a round's ratio is taken within
+it. How long a request waits depends on which others are there, so what a front adds to the time to its first token is also taken request
+by request, beside what the engine itself has noted of the same one.
+
+On a machine without an accelerator the model needs the same few cores as fronts and callers: --cores=1 leaves it one of them, in all ways,
+and the others to the host, as where there is an accelerator. The engine without fronts is also measured beside a process that is as busy as
+they were. How long the server's event loop was held up is measured all along.
 """
 
 from __future__ import annotations
@@ -17,13 +20,16 @@ import contextlib
 import dataclasses
 import functools
 import heapq
+import itertools
 import json
+import logging
+import math
 import os
 import queue
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +43,7 @@ from jaxserve.flags import Command
 from jaxserve.llm import open_engine
 from jaxserve.options import Option, make
 from jaxserve.request import Event, Finished, Request, SamplingParams, Token
+from jaxserve.server import logs
 from jaxserve.server.launch import Background
 from jaxserve.tokenizer import Tokenizer
 
@@ -47,12 +54,13 @@ OPTIONS = {"front": [
     Option("model", str, "random:tiny", "a model without weights"),
     Option("cores", int, None, "that the model computes on; all of them if absent", 1),
     Option("prompt", int, 1024, "tokens of a prompt", 1),
-    Option("output", int, 128, "tokens of an output", 2),
+    Option("output", int, 128, "tokens of an output, on average", 2),
     Option("pause", float, 0.05, "seconds between a caller's requests, on average", 0),
     Option("json", str, None, "file for all figures"),
 ]}
 WAYS = ("engine", "beside", "grpc", "http")
 FRONTS = WAYS[2:]
+BEFORE = 1.0                                         # seconds of calls before a measurement begins
 TICK = 0.005                                         # seconds between looks at the event loop
 SLICE = 0.005                                        # seconds in which a busy process is busy once
 WORKER = "--worker"
@@ -62,130 +70,148 @@ FIRST = 0x20000                                      # of characters that stand 
 
 @dataclasses.dataclass
 class Figures:
-    """Of one measurement. ttft: seconds, median. cores: what the callers' process and the front took."""
+    """Of one measurement, times as medians over its requests. ttft: seconds, as callers saw it; added: what of it the engine did not see;
+    over: their ratio. cores: what the callers' process and the front took."""
 
     tokens_per_s: float
     ttft: float
+    added: float
+    over: float
     requests: int
     cores: float = 0.0
 
 
 class Tally:
-    """Tokens and first tokens between two moments."""
+    """Tokens within so many seconds, and the seconds to the first one of each request that was sent in them, by its id."""
+
+    def __init__(self, seconds: float):
+        self.began, self.tokens, self.firsts, self._seconds = time.perf_counter() + BEFORE, 0, dict[str, float](), seconds
+        self.until = self.began + seconds
+
+    def heard(self, id: str, sent: float, tokens: int) -> None:
+        now = time.perf_counter()
+        if self.began < now < self.until:
+            self.tokens += tokens
+            if sent > self.began:
+                self.firsts.setdefault(id, now - sent)
+
+    def figures(self, noted: Mapping[str, float]) -> Figures:
+        """noted: the engine's own seconds to each request's first token."""
+        seen, own = np.array([(ttft, noted[id]) for id, ttft in self.firsts.items() if id in noted] or [(math.nan, math.nan)]).T
+        return Figures(self.tokens / self._seconds, *(float(np.median(one)) for one in (seen, seen - own, seen / own)), len(self.firsts))
+
+
+class Noted(logging.Handler):
+    """What the engine notes of requests that came over a front: their seconds to the first token, by id."""
 
     def __init__(self) -> None:
-        self.began, self.tokens, self.firsts = time.perf_counter(), 0, list[float]()
+        super().__init__(logging.INFO)
+        self.ttft: dict[str, float] = {}
+        logs.log.setLevel(logging.INFO)
+        logs.log.propagate = False
+        logs.log.addHandler(self)
 
-    def figures(self) -> Figures:
-        seconds = time.perf_counter() - self.began
-        return Figures(self.tokens / seconds, float(np.median(self.firsts)) if self.firsts else 0.0, len(self.firsts))
+    def emit(self, record: logging.LogRecord) -> None:
+        self.ttft[record.request_id] = record.fields["ttft"]        # type: ignore[attr-defined]
 
 
 class InProcess:
     """Callers of the engine itself."""
 
     def __init__(self, engine: Any, prompt: int, output: int, pause: float):
-        self._engine, self._prompt, self._pause, self._number = engine, prompt, pause, 0
-        self._sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
+        self._engine, self._prompt, self._output, self._pause, self._number = engine, prompt, output, pause, 0
         self._dice = np.random.default_rng(0)
 
     def measure(self, callers: int, seconds: float) -> Figures:
-        tally, done = Tally(), queue.SimpleQueue[None]()
-        until, due = tally.began + seconds, [tally.began] * callers          # a heap: when who pauses goes on
-        while (now := time.perf_counter()) < until:
+        tally, done, noted = Tally(seconds), queue.SimpleQueue[None](), dict[str, float]()
+        due = [0.0] * callers                                # a heap: when who pauses goes on
+        while (now := time.perf_counter()) < tally.until:
             while due and due[0] <= now:
                 heapq.heappop(due)
-                self._submit(tally, done)
+                self._submit(tally, done, noted)
             with contextlib.suppress(queue.Empty):
-                done.get(timeout=max(0.0, min([until, *due[:1]]) - now))
+                done.get(timeout=max(0.0, min([tally.until, *due[:1]]) - now))
                 heapq.heappush(due, time.perf_counter() + self._dice.exponential(self._pause))
-        figures = tally.figures()
         for _ in range(callers - len(due)):
             done.get()
-        return figures
+        return tally.figures(noted)
 
-    def _submit(self, tally: Tally, done: queue.SimpleQueue[None]) -> None:
-        sent, first = time.perf_counter(), True
+    def _submit(self, tally: Tally, done: queue.SimpleQueue[None], noted: dict[str, float]) -> None:
+        self._number += 1
+        id, prompt = f"r{self._number}", self._dice.integers(3, self._engine.model.vocab, self._prompt)
+        sampling, sent = SamplingParams(temperature=0, max_tokens=some(self._output, self._dice), ignore_eos=True), time.perf_counter()
 
         def sink(events: Sequence[Event]) -> None:
-            nonlocal first
             for event in events:
                 if isinstance(event, Token):
-                    tally.tokens += 1
-                    if first:
-                        tally.firsts.append(time.perf_counter() - sent)
-                        first = False
+                    tally.heard(id, sent, 1)
                 elif isinstance(event, Finished):
+                    noted[id] = event.timing.first_token
                     done.put(None)
 
-        self._number += 1
-        prompt = self._dice.integers(3, self._engine.model.vocab, self._prompt)
-        self._engine.submit(Request.make(f"r{self._number}", prompt, self._sampling, vocab=self._engine.model.vocab,
-                                         max_len=self._engine.max_len, arrival=time.monotonic()), sink)
+        self._engine.submit(Request.make(id, prompt, sampling, vocab=self._engine.model.vocab, max_len=self._engine.max_len,
+                                         arrival=time.monotonic()), sink)
 
 
-async def over_grpc(client: Any, prompt: list[int], output: int, tally: Tally, until: float) -> None:
+def some(output: int, dice: np.random.Generator) -> int:
+    """Tokens of one output, so many on average."""
+    return int(dice.integers(output // 2, output + output // 2 + 1))
+
+
+async def over_grpc(client: Any, id: str, prompt: list[int], output: int, tally: Tally) -> None:
     from jaxserve.completion import Delta
 
-    sent, first = time.perf_counter(), True
-    async for event in client.generate(prompt, SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)):
-        if isinstance(event, Delta) and time.perf_counter() < until:
-            tally.tokens += len(event.ids)
-            if first:
-                tally.firsts.append(time.perf_counter() - sent)
-                first = False
+    sent = time.perf_counter()
+    async for event in client.generate(prompt, SamplingParams(temperature=0, max_tokens=output, ignore_eos=True), request_id=id):
+        if isinstance(event, Delta):
+            tally.heard(id, sent, len(event.ids))
 
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def over_http(address: tuple[str, int], idle: list[Connection], prompt: list[int], output: int, tally: Tally, until: float) -> None:
+async def over_http(address: tuple[str, int], idle: list[Connection], id: str, prompt: list[int], output: int, tally: Tally) -> None:
     """Counts characters: every token of this tokenizer is one, but for those that are none. idle: connections that are open."""
+    sent = time.perf_counter()
     body = json.dumps({"prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True, "stream": True}).encode()
-    sent, first = time.perf_counter(), True
     reader, writer = idle.pop() if idle else await asyncio.open_connection(*address)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-                 b"content-length: %d\r\n\r\n" % len(body) + body)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nx-request-id: %s\r\n"
+                 b"content-length: %d\r\n\r\n" % (id.encode(), len(body)) + body)
     while (line := await reader.readline()) != LAST_CHUNK:
         assert line, "the server closed the connection"
-        if line.startswith(b"data: {") and time.perf_counter() < until:
-            tally.tokens += len(json.loads(line[6:])["choices"][0]["text"])
-            if first:
-                tally.firsts.append(time.perf_counter() - sent)
-                first = False
+        if line.startswith(b"data: {"):
+            tally.heard(id, sent, len(json.loads(line[6:])["choices"][0]["text"]))
     await reader.readline()
     idle.append((reader, writer))
 
 
 async def worker(target: str, port: int, prompt: int, output: int, pause: float) -> None:
-    """The process of those who call: reads 'way callers seconds busy' from its input, writes figures."""
+    """The process of those who call: reads 'way callers seconds busy' from its input, writes what they saw."""
     from jaxserve.server.client import AsyncClient
 
-    loop, dice, idle = asyncio.get_running_loop(), np.random.default_rng(1), list[Connection]()
+    loop, dice, idle, number = asyncio.get_running_loop(), np.random.default_rng(1), list[Connection](), itertools.count()
     async with AsyncClient(target) as client:
         calls: dict[str, Callable[..., Awaitable[None]]] = {
             "grpc": functools.partial(over_grpc, client), "http": functools.partial(over_http, ("127.0.0.1", port), idle)}
         while line := await loop.run_in_executor(None, sys.stdin.readline):
             way, callers, seconds, busy = line.split()
-            tally, cpu = Tally(), time.process_time()
-            until = tally.began + float(seconds)
+            tally, cpu, began = Tally(float(seconds)), time.process_time(), time.perf_counter()
             if way == "beside":
-                be_busy(until, float(busy))
+                be_busy(tally.until, float(busy))
                 continue
 
-            async def one(call: Callable[..., Awaitable[None]] = calls[way], tally: Tally = tally, until: float = until) -> None:
-                while time.perf_counter() < until:
-                    await call(dice.integers(3, 256, prompt).tolist(), output, tally, until)
+            async def one(call: Callable[..., Awaitable[None]] = calls[way], tally: Tally = tally) -> None:
+                while time.perf_counter() < tally.until:
+                    await call(f"w{next(number)}", dice.integers(3, 256, prompt).tolist(), some(output, dice), tally)
                     await asyncio.sleep(dice.exponential(pause))
 
             ending = asyncio.gather(*(one() for _ in range(int(callers))))
-            await asyncio.sleep(until - time.perf_counter())
-            figures = tally.figures()
-            figures.cores = (time.process_time() - cpu) / float(seconds)
+            await asyncio.sleep(tally.until - time.perf_counter())
+            cores = (time.process_time() - cpu) / (time.perf_counter() - began)
             await ending
             while idle:                                  # the server closes those that nobody uses for a while
                 idle.pop()[1].close()
-            print(json.dumps(dataclasses.asdict(figures)), flush=True)
+            print(json.dumps({"tokens": tally.tokens, "firsts": tally.firsts, "cores": cores}), flush=True)
 
 
 def be_busy(until: float, cores: float) -> None:
@@ -200,7 +226,7 @@ class Bench:
     """All ways to one engine. Made once its server is ready."""
 
     def __init__(self, server: Background, outside: subprocess.Popen, inside: InProcess):
-        self._inside, self._input, self._output = inside, outside.stdin, outside.stdout
+        self._inside, self._input, self._output, self._noted = inside, outside.stdin, outside.stdout, Noted()
         self._clock = time.pthread_getcpuclockid(server._thread.ident)               # type: ignore[arg-type]
         self._busy: dict[int, list[float]] = {}             # by callers: the cores that fronts and callers took
 
@@ -214,8 +240,10 @@ class Bench:
             figures = self._inside.measure(callers, seconds)
             figures.cores = busy
             return figures
-        figures = Figures(**json.loads(self._output.readline()))                     # type: ignore[union-attr]
-        figures.cores += (time.clock_gettime(self._clock) - cpu) / (time.perf_counter() - began)
+        tally, seen = Tally(seconds), json.loads(self._output.readline())            # type: ignore[union-attr]
+        tally.tokens, tally.firsts = seen["tokens"], seen["firsts"]
+        figures = tally.figures(self._noted.ttft)
+        figures.cores = seen["cores"] + (time.clock_gettime(self._clock) - cpu) / (time.perf_counter() - began)
         self._busy.setdefault(callers, []).append(figures.cores)
         return figures
 
@@ -277,11 +305,14 @@ def report(rounds: Sequence[dict[str, Any]], lag: float) -> str:
     for count in sorted({found["callers"] for found in rounds}):
         mine = [found for found in rounds if found["callers"] == count]
         for way in WAYS:
-            speed, wait, cores = (float(np.median([found[way][name] for found in mine])) for name in ("tokens_per_s", "ttft", "cores"))
-            ratios = [[found[way][name] / found[peer][name] for found in mine] for name in ("tokens_per_s", "ttft") for peer in WAYS[:2]]
-            rows.append([f"{count} callers, {way}", f"{cores:.2f}", f"{speed:.0f}", *map(_spread, ratios[:2]), f"{1000 * wait:.1f}",
-                         *map(_spread, ratios[2:])])
-    headers = ["", "cores", "tokens/s", "to engine", "to beside", "TTFT ms", "to engine", "to beside"]
+            cores, speed, wait, added = (float(np.median([found[way][name] for found in mine]))
+                                         for name in ("cores", "tokens_per_s", "ttft", "added"))
+            ratios = {name: [[found[way][name] / found[peer][name] for found in mine] for peer in WAYS[:2]]
+                      for name in ("tokens_per_s", "ttft")}
+            rows.append([f"{count} callers, {way}", f"{cores:.2f}", f"{speed:.0f}", *map(_spread, ratios["tokens_per_s"]),
+                         f"{1000 * wait:.1f}", *map(_spread, ratios["ttft"]), f"{1000 * added:.1f}",
+                         _spread([found[way]["over"] for found in mine])])
+    headers = ["", "cores", "tokens/s", "to engine", "to beside", "TTFT ms", "to engine", "to beside", "added ms", "to its engine's"]
     return "\n".join([described(machine()), "", table(headers, rows), "", f"the event loop was held up {1000 * lag:.1f} ms at most"])
 
 
