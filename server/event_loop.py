@@ -7,7 +7,6 @@ of callers who come at once, each of whom costs half a millisecond, would hold u
 from __future__ import annotations
 
 import asyncio
-import random
 import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -23,7 +22,28 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 class FewAtOnce(selectors.DefaultSelector):
+    """Tells of at most AT_ONCE sockets that are ready: those that have waited longest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turn = 0
+        self._since: dict[int, int] = {}                # by number of a socket: the turn from which on it has waited
+        self._own: int | None = None                    # the loop's, where signals come in: the first that is registered
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        key = super().register(fileobj, events, data)
+        self._own = key.fd if self._own is None else self._own
+        return key
+
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(timeout)
-        first = random.randrange(len(ready)) if len(ready) > AT_ONCE else 0          # else the same ones might come first each time
-        return (ready + ready)[first : first + min(AT_ONCE, len(ready))]
+        if len(ready) <= AT_ONCE:
+            self._since.clear()
+            return ready
+        self._turn += 1
+        since = {key.fd: 0 if key.fd == self._own else self._since.get(key.fd, self._turn) for key, _ in ready}
+        ready.sort(key=lambda one: since[one[0].fd])
+        for key, _ in ready[:AT_ONCE]:
+            del since[key.fd]
+        self._since = since
+        return ready[:AT_ONCE]

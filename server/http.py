@@ -23,6 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.request import RequestError, internal_error
+from jaxserve.server.event_loop import AT_ONCE
 from jaxserve.server.front_metrics import FrontMetrics
 from jaxserve.server.openai.errors import HttpError, body_of, response_of
 
@@ -238,7 +239,7 @@ class Listener:
         settings = uvicorn.Config(
             app, http=type("Limited", (Connection,), {"limits": config}), ws="none", lifespan="off", log_config=None, access_log=False,
             server_header=False, timeout_keep_alive=int(config.keep_alive), h11_max_incomplete_event_size=config.max_header_kib << 10,
-            timeout_graceful_shutdown=int(STOP_SECONDS), proxy_headers=False)
+            timeout_graceful_shutdown=int(STOP_SECONDS), proxy_headers=False, backlog=AT_ONCE)
         settings.load()
         settings.ssl = ssl
         self._server = _Quiet(settings)
@@ -247,6 +248,7 @@ class Listener:
         self._task = asyncio.create_task(self._server.serve([self._socket]))
         while not self._server.started:
             await asyncio.sleep(0)
+        self._socket.listen(BACKLOG)                    # asyncio has one number for how many may wait and how many it accepts in a turn
 
     async def stop(self) -> None:
         self._server.should_exit = True

@@ -174,9 +174,12 @@ class Server:
     async def _watch_files(self) -> None:
         while True:
             await asyncio.sleep(FILES_SECONDS)
-            await self.access.refresh()
-            if self.tls is not None:
-                self.tls.refresh()
+            try:
+                await self.access.refresh()
+                if self.tls is not None:
+                    self.tls.refresh()
+            except Exception:                           # a key that was taken back would work for ever
+                log.exception("the files of keys and certificates were not read again")
 
     async def _tell_health(self) -> None:
         self._told = self.front.state

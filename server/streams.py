@@ -1,6 +1,6 @@
 """How events get from the engine's thread to a caller who may read slowly.
 
-The engine's thread puts the events of a step into the `Mailbox`, which wakes the event loop at most once for all of them. On the
+The engine's thread puts the events of a step into the `Mailbox`, which wakes the event loop at most once for all that may wait. On the
 loop a `Stream` makes outputs of them, text included. What the caller has not taken yet is merged, so that a slow reader, or a busy server,
 gets fewer and larger ones, never a long queue of them.
 """
@@ -66,7 +66,7 @@ class Mailbox:
 
 
 class Stream:
-    """The answer to one request on its way out. All methods belong to the event loop; the engine's thread fills its inbox, by `deliver`.
+    """The answer to one request on its way out. All methods but `deliver` belong to the event loop.
 
     patience: seconds after which something is to be written, be there news or not. spoke: called with tokens, the first ones and others.
     ends: gets the ends of completions.
@@ -113,7 +113,7 @@ class Stream:
 
     def wake(self) -> None:
         """There is something in the inbox. It is read when somebody asks for it: many steps at once, where that takes a while."""
-        self._entered = True
+        self._entered = True                            # the first that the engine says is that it has the request
         self._more.set()
         if self._writing and self.request.sampling.stop:          # the engine must hear of a stop string though the reader is slow
             self._read()

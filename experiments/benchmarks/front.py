@@ -6,7 +6,7 @@ One process holds a tiny model's engine and its server. Callers without a front 
 those over gRPC and HTTP are in a process of their own. Each of so many callers sends its next request a random while after the last one
 ended, and asks for more or less of an output, lest all keep step. The ways take turns in every round, and a round's ratio is taken within
 it. How long a request waits depends on which others are there, so what a front adds to the time to its first token is also taken request
-by request, beside what the engine itself has noted of the same one.
+by request, beside what was noted of the same one: the seconds from its arrival, when the front has parsed it, to the engine's token.
 
 On a machine without an accelerator the model needs the same few cores as fronts and callers: --cores=1 leaves it one of them, in all ways,
 and the others to the host, as where there is an accelerator. The engine without fronts is also measured beside a process that is as busy as
@@ -70,8 +70,9 @@ FIRST = 0x20000                                      # of characters that stand 
 
 @dataclasses.dataclass
 class Figures:
-    """Of one measurement, times as medians over its requests. ttft: seconds, as callers saw it; added: what of it the engine did not see;
-    over: their ratio. cores: what the callers' process and the front took."""
+    """Of one measurement, times as medians over its requests. ttft: seconds, as callers saw it; added: those of them before the request's
+    arrival, as a front notes it, and after the engine's token; over: ttft to the rest. cores: what the callers' process and the event loop
+    took."""
 
     tokens_per_s: float
     ttft: float
@@ -92,13 +93,14 @@ class Tally:
         now = time.perf_counter()
         if self.began < now < self.until:
             self.tokens += tokens
-            if sent > self.began:
-                self.firsts.setdefault(id, now - sent)
+        if self.began < sent < self.until:                   # whenever its first token came: those of slow ones count as well
+            self.firsts.setdefault(id, now - sent)
 
     def figures(self, noted: Mapping[str, float]) -> Figures:
         """noted: the engine's own seconds to each request's first token."""
-        seen, own = np.array([(ttft, noted[id]) for id, ttft in self.firsts.items() if id in noted] or [(math.nan, math.nan)]).T
-        return Figures(self.tokens / self._seconds, *(float(np.median(one)) for one in (seen, seen - own, seen / own)), len(self.firsts))
+        found = [(ttft, noted[id]) for id, ttft in self.firsts.items() if id in noted]
+        seen, own = np.array(found or [(math.nan, math.nan)]).T
+        return Figures(self.tokens / self._seconds, *(float(np.median(one)) for one in (seen, seen - own, seen / own)), len(found))
 
 
 class Noted(logging.Handler):
@@ -112,7 +114,8 @@ class Noted(logging.Handler):
         logs.log.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.ttft[record.request_id] = record.fields["ttft"]        # type: ignore[attr-defined]
+        if "ttft" in (fields := record.fields):              # type: ignore[attr-defined]
+            self.ttft[record.request_id] = fields["ttft"]    # type: ignore[attr-defined]
 
 
 class InProcess:
@@ -155,7 +158,7 @@ class InProcess:
 
 def some(output: int, dice: np.random.Generator) -> int:
     """Tokens of one output, so many on average."""
-    return int(dice.integers(output // 2, output + output // 2 + 1))
+    return int(dice.integers(output - output // 2, output + output // 2 + 1))
 
 
 async def over_grpc(client: Any, id: str, prompt: list[int], output: int, tally: Tally) -> None:
@@ -174,7 +177,7 @@ async def over_http(address: tuple[str, int], idle: list[Connection], id: str, p
     """Counts characters: every token of this tokenizer is one, but for those that are none. idle: connections that are open."""
     sent = time.perf_counter()
     body = json.dumps({"prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True, "stream": True}).encode()
-    reader, writer = idle.pop() if idle else await asyncio.open_connection(*address)
+    reader, writer = idle.pop(0) if idle else await asyncio.open_connection(*address)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nx-request-id: %s\r\n"
                  b"content-length: %d\r\n\r\n" % (id.encode(), len(body)) + body)
     while (line := await reader.readline()) != LAST_CHUNK:
@@ -233,7 +236,7 @@ class Bench:
     def measure(self, way: str, callers: int, seconds: float) -> Figures:
         if way == "engine":
             return self._inside.measure(callers, seconds)
-        busy = float(np.mean(self._busy.get(callers, [0.0])))
+        busy = min(1.0, float(np.median(self._busy[callers]))) if way == "beside" else 0.0
         cpu, began = time.clock_gettime(self._clock), time.perf_counter()
         print(way, callers, seconds, busy, file=self._input, flush=True)
         if way == "beside":

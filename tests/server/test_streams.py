@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve.completion import Answer, Delta, NoText
 from jaxserve.config import ServerConfig
-from jaxserve.request import Finished, Request, SamplingParams, Timing, Token, Usage
+from jaxserve.request import Accepted, Finished, Request, SamplingParams, Timing, Token, Usage
 from jaxserve.server import streams
 from jaxserve.server.access import Access
 from jaxserve.server.streams import Mailbox, Stream
@@ -30,6 +30,17 @@ def opened():
 
 def seen(outputs):
     return [id for output in outputs if isinstance(output, Delta) for id in output.ids], END in outputs
+
+
+def test_that_a_request_was_accepted_does_not_wait_for_a_busy_loop(busy):
+    async def main():
+        (mailbox, other), (_, stream) = opened(), opened()
+        mailbox.put(other, [])
+        await asyncio.sleep(0.01)                       # the mailbox was emptied just now, and is to rest
+        mailbox.put(stream, [Accepted(0)])
+        await asyncio.wait_for(stream.entered(), 5)
+
+    asyncio.run(main())
 
 
 def test_first_tokens_and_ends_do_not_wait_for_a_busy_loop(busy):
