@@ -96,11 +96,16 @@ class Tally:
         if self.began < sent < self.until:                   # whenever its first token came: those of slow ones count as well
             self.firsts.setdefault(id, now - sent)
 
-    def figures(self, noted: Mapping[str, float]) -> Figures:
-        """noted: the engine's own seconds to each request's first token."""
-        found = [(ttft, noted[id]) for id, ttft in self.firsts.items() if id in noted]
-        seen, own = np.array(found or [(math.nan, math.nan)]).T
-        return Figures(self.tokens / self._seconds, *(float(np.median(one)) for one in (seen, seen - own, seen / own)), len(found))
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self._seconds
+
+
+def figures_of(tokens_per_s: float, firsts: Mapping[str, float], noted: Mapping[str, float], cores: float = 0.0) -> Figures:
+    """firsts: seconds to the first token of each request, by its id, as its caller saw them; noted: as the engine did."""
+    found = [(ttft, noted[id]) for id, ttft in firsts.items() if id in noted]
+    seen, own = np.array(found or [(math.nan, math.nan)]).T
+    return Figures(tokens_per_s, *(float(np.median(one)) for one in (seen, seen - own, seen / own)), len(found), cores)
 
 
 class Noted(logging.Handler):
@@ -137,7 +142,7 @@ class InProcess:
                 heapq.heappush(due, time.perf_counter() + self._dice.exponential(self._pause))
         for _ in range(callers - len(due)):
             done.get()
-        return tally.figures(noted)
+        return figures_of(tally.tokens_per_s, tally.firsts, noted)
 
     def _submit(self, tally: Tally, done: queue.SimpleQueue[None], noted: dict[str, float]) -> None:
         self._number += 1
@@ -214,7 +219,7 @@ async def worker(target: str, port: int, prompt: int, output: int, pause: float)
             await ending
             while idle:                                  # the server closes those that nobody uses for a while
                 idle.pop()[1].close()
-            print(json.dumps({"tokens": tally.tokens, "firsts": tally.firsts, "cores": cores}), flush=True)
+            print(json.dumps({"tokens_per_s": tally.tokens_per_s, "firsts": tally.firsts, "cores": cores}), flush=True)
 
 
 def be_busy(until: float, cores: float) -> None:
@@ -243,10 +248,9 @@ class Bench:
             figures = self._inside.measure(callers, seconds)
             figures.cores = busy
             return figures
-        tally, seen = Tally(seconds), json.loads(self._output.readline())            # type: ignore[union-attr]
-        tally.tokens, tally.firsts = seen["tokens"], seen["firsts"]
-        figures = tally.figures(self._noted.ttft)
-        figures.cores = seen["cores"] + (time.clock_gettime(self._clock) - cpu) / (time.perf_counter() - began)
+        seen = json.loads(self._output.readline())                                   # type: ignore[union-attr]
+        cores = seen["cores"] + (time.clock_gettime(self._clock) - cpu) / (time.perf_counter() - began)
+        figures = figures_of(seen["tokens_per_s"], seen["firsts"], self._noted.ttft, cores)
         self._busy.setdefault(callers, []).append(figures.cores)
         return figures
 
