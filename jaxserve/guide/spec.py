@@ -26,6 +26,7 @@ MAX_RULES = 256
 SPACE = r"[ \n\r\t]{1,40}"                           # between the tokens of JSON: bounded, so that no model indents for ever
 
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_NAMES = ("$id", "id")                               # of what references within are relative to
 _RULE = re.compile(r"^[ \t]*[!?]?\w+[^\n:\"/]*:", re.MULTILINE)
 _EMBEDDED = re.compile(r"%(json|llguidance)\b")
 
@@ -109,7 +110,7 @@ def _schema(field: str, text: str) -> Any:
 
 def _check_schema(field: str, schema: Any) -> None:
     deepest, references, multiples = 0, set(), []
-    for part, depth in _parts(schema):
+    for part, depth, place in _parts(schema):
         deepest = max(deepest, depth)
         if depth > MAX_DEPTH:
             raise RequestError(field, f"is nested too deeply; the limit is {MAX_DEPTH}")
@@ -119,7 +120,7 @@ def _check_schema(field: str, schema: Any) -> None:
             raise RequestError(field, f"has an object with {len(part)} properties; the limit is {MAX_PROPERTIES}")
         if "x-guidance" in part:
             raise RequestError(field, "x-guidance is not supported")
-        references |= {part[name] for name in _REFERENCES if isinstance(part.get(name), str)}
+        references |= {(place, part[name]) for name in _REFERENCES if isinstance(part.get(name), str)}
         multiples += [part["multipleOf"]] if isinstance(part.get("multipleOf"), (int, float)) else []
     if deepest * len(references) > MAX_REACH:
         said = f"has {len(references)} references and {deepest} levels"
@@ -128,14 +129,16 @@ def _check_schema(field: str, schema: Any) -> None:
         raise RequestError(field, f"has a common multiple of all multipleOf, as whole numbers, above the limit {MAX_MULTIPLE}")
 
 
-def _parts(schema: Any) -> Iterator[tuple[Any, int]]:
-    """Every object and list, with its depth."""
-    line = [(schema, 1)]
+def _parts(schema: Any) -> Iterator[tuple[Any, int, int]]:
+    """Every object and list, its depth, and a number for what its references are relative to."""
+    line, places = [(schema, 1, 0)], 0
     while line:
-        part, depth = line.pop()
-        yield part, depth
+        part, depth, place = line.pop()
+        if isinstance(part, dict) and any(isinstance(part.get(name), str) for name in _NAMES):
+            place = places = places + 1
+        yield part, depth, place
         inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-        line.extend((value, depth + 1) for value in inner if isinstance(value, (dict, list)))
+        line.extend((value, depth + 1, place) for value in inner if isinstance(value, (dict, list)))
 
 
 def _least_multiple(multiples: list[int | float]) -> int:

@@ -70,16 +70,12 @@ def format_of(template: str) -> ToolFormat:
 
 
 def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
-    """The JSON schema of a call of one of these functions, or of the named one. What functions define lies beside the calls, as before."""
+    """The JSON schema of a call of one of these functions, or of the named one. References in a function's schema stay within it."""
     functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-    definitions: dict[str, Any] = {}
-    for function in functions:
-        found = (function.get("parameters") or {}).get("$defs", {})
-        definitions |= found if isinstance(found, dict) else {}
-    calls = [{"type": "object", "properties": {"name": {"const": f["name"]}, "arguments": f.get("parameters") or {"type": "object"}},
-              "required": ["name", "arguments"], "additionalProperties": False} for f in functions]
-    schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return {**schema, "$defs": definitions} if definitions else schema
+    calls = [{"type": "object", "required": ["name", "arguments"], "additionalProperties": False, "properties": {
+        "name": {"const": f["name"]}, "arguments": {**(f.get("parameters") or {"type": "object"}), "$id": f"urn:jaxserve:{number}"}}}
+        for number, f in enumerate(functions)]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
 
 
 class CallReader:

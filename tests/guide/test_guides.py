@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from jaxserve.guide import Guided, Guides, spec
 from jaxserve.request import Request, RequestError, SamplingParams
 from jaxserve.tokenizer import Tokenizer
+from jaxserve.tokenizer.tools import call_schema
 from tests.guide.vocabulary import EOS, tokenizer
 
 VOCAB = 512
@@ -50,6 +51,15 @@ def walk(matcher, seed: int, free: int, most: int = 300) -> list[int] | None:
         ids.append(ending[0] if ending and rng.random() < 0.8 else rng.choice(may))
         matcher.push(ids[-1])
     return ids
+
+
+def follows(matcher, text: str) -> bool:
+    """Whether the matcher lets the text through."""
+    for token in tokenizer().encode(text, special=False):
+        if token not in allowed(matcher):
+            return False
+        matcher.push(token)
+    return True
 
 
 def said(matcher, seed: int, free: int) -> str:
@@ -197,14 +207,21 @@ def test_min_tokens_and_a_guide_exclude_each_other(guides):
         Request.make("r", [5], SamplingParams(min_tokens=2), vocab=VOCAB, max_len=64, guide=guide)
 
 
-def nested(depth: int) -> str:
-    return '{"type":"array","items":' * depth + "{}" + "}" * depth
+def nested(depth: int, inner: str = "{}") -> str:
+    return '{"type":"array","items":' * depth + inner + "}" * depth
 
 
 def chained(count: int, levels: int) -> str:
     """References that lead on to each other, each through some levels."""
-    part = lambda inner: inner if levels == 0 else json.loads('{"type":"array","items":' * levels + json.dumps(inner) + "}" * levels)
-    return json.dumps({"$defs": {f"d{i}": part({"$ref": f"#/$defs/d{(i + 1) % count}"}) for i in range(count)}, "$ref": "#/$defs/d0"})
+    part = lambda number: json.loads(nested(levels, json.dumps({"$ref": f"#/$defs/d{(number + 1) % count}"})))
+    return json.dumps({"$defs": {f"d{i}": part(i) for i in range(count)}, "$ref": "#/$defs/d0"})
+
+
+def relative(count: int, levels: int) -> str:
+    """The same, each by the same words: every part has an address that its reference is relative to."""
+    part = lambda number: f'{{"$id":"x:/{"b/" * number}",' + nested(levels, '{"$ref":"b/"}')[1:]
+    return json.dumps({"$defs": {f"d{i}": json.loads(part(i)) for i in range(count)} | {"end": {"$id": "x:/" + "b/" * count}},
+                       "$ref": "x:/"})
 
 
 def rules(count: int, upper: bool = False) -> str:
@@ -219,6 +236,7 @@ WRONG = {
     "options": ("json_schema", '{"x-guidance": {"whitespace_pattern": "x"}}'),
     "more than a schema": ("json_schema", '{}}], "max_tokens": 3}'),
     "elsewhere": ("json_schema", '{"$ref": "http://127.0.0.1:1/x"}'), "itself": ("json_schema", '{"$ref": "#"}'),
+    "relative references": ("json_schema", relative(40, 40)),
     "bad regex": ("regex", "("), "look-ahead": ("regex", "(?=a)b"), "back reference": ("regex", r"(a)\1"), "nothing": ("regex", r"[^\s\S]"),
     "half a character": ("regex", "\ud800"), "bad grammar": ("grammar", 'start: "a'), "no start": ("grammar", 'a: "b"'),
     "another grammar": ("grammar", '{"grammars": [{"json_schema": {}}]}'), "embedded": ("grammar", 'start: %json {"type": "object"}'),
@@ -307,11 +325,22 @@ def test_what_is_just_within_the_limits_is_taken(guides):
     deepest = json.loads(nested(spec.MAX_DEPTH - 1))
     properties = {f"p{i}": {"type": "null"} for i in range(300)}
     for schema in (deepest, {"type": "object", "properties": properties}, json.loads(chained(150, 1)), json.loads(chained(30, 30)),
-                   {"multipleOf": 0.25}, {"type": "integer", "multipleOf": spec.MAX_MULTIPLE},
+                   json.loads(relative(30, 28)), {"multipleOf": 0.25}, {"type": "integer", "multipleOf": spec.MAX_MULTIPLE},
                    {"enum": [f"value {i}" for i in range(2000)]}):
         assert allowed(guides.compile(Guided("json_schema", json.dumps(schema))).matcher())
     assert allowed(guides.compile(Guided("grammar", rules(spec.MAX_RULES - 2))).matcher())
     assert allowed(guides.compile(Guided("choice", choices=tuple(f"choice {i}" for i in range(spec.MAX_CHOICES)))).matcher())
+
+
+def test_references_in_the_schema_of_a_function_stay_within_it(guides):
+    part = lambda kind: {"type": "object", "required": ["x"], "additionalProperties": False, "$defs": {"X": {"type": kind}},
+                         "properties": {"x": {"$ref": "#/$defs/X"}, "more": {"$ref": "#"}}}
+    tools = [{"function": {"name": kind, "parameters": part(kind)}} for kind in ("integer", "boolean")]
+    guide = guides.compile(Guided("json_schema", json.dumps(call_schema(tools, None))))
+    for kind, x, more, fits in (("integer", 1, 2, True), ("boolean", True, False, True),
+                                ("integer", True, 2, False), ("boolean", 1, True, False), ("integer", 1, True, False)):
+        text = json.dumps({"name": kind, "arguments": {"x": x, "more": {"x": more}}}, separators=(",", ":"))
+        assert follows(guide.matcher(), text) == fits, text
 
 
 def test_many_threads_may_compile_at_once(guides):
