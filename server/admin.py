@@ -11,7 +11,7 @@ import fastapi
 
 from jaxserve.request import RequestError
 from jaxserve.server.front import DRAINING, SERVING, Front
-from jaxserve.server.openai.app import handle_errors
+from jaxserve.server.openai.app import without_routes
 from jaxserve.server.openai.wire import Strict
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class LevelRequest(Strict):
 
 
 def application(front: Front) -> fastapi.FastAPI:
-    app = fastapi.FastAPI(title="jaxserve admin", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = without_routes("jaxserve admin")
 
     @app.post("/admin/drain")
     async def drain() -> dict[str, Any]:
@@ -76,7 +76,6 @@ def application(front: Front) -> fastapi.FastAPI:
         engine = {} if front.engine is None else dataclasses.asdict(front.engine.config)
         return {"server": dataclasses.asdict(front.config), "engine": engine}
 
-    handle_errors(app)
     return app
 
 

@@ -238,8 +238,9 @@ class Listener:
         self.port = self._socket.getsockname()[1]
         settings = uvicorn.Config(
             app, http=type("Limited", (Connection,), {"limits": config}), ws="none", lifespan="off", log_config=None, access_log=False,
-            server_header=False, timeout_keep_alive=int(config.keep_alive), h11_max_incomplete_event_size=config.max_header_kib << 10,
-            timeout_graceful_shutdown=int(STOP_SECONDS), proxy_headers=False, backlog=AT_ONCE)
+            server_header=False, h11_max_incomplete_event_size=config.max_header_kib << 10, proxy_headers=False, backlog=AT_ONCE,
+            timeout_keep_alive=config.keep_alive,       # type: ignore[arg-type]     # goes to asyncio, which takes fractions
+            timeout_graceful_shutdown=int(STOP_SECONDS))
         settings.load()
         settings.ssl = ssl
         self._server = _Quiet(settings)

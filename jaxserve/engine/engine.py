@@ -36,7 +36,7 @@ from jaxserve.scheduling.journal import Journal
 from jaxserve.scheduling.view import Snapshot
 
 TICK = 0.001                                         # seconds between looks at a step that may end early
-PATIENCE = 1.0                                       # seconds that other threads wait for the lock
+PATIENCE = 1.0                                       # seconds between looks at a step that keeps the lock
 log = logging.getLogger(__name__)
 
 
@@ -129,8 +129,9 @@ class Engine:
     @contextlib.contextmanager
     def _asked(self) -> Iterator[None]:
         """The lock, for any thread. Errors: RequestError, UNAVAILABLE, where a step that hangs while it is issued keeps it."""
-        if not self._lock.acquire(timeout=PATIENCE):
-            raise RequestError("", "the devices do not answer", "UNAVAILABLE")
+        while not self._lock.acquire(timeout=PATIENCE):
+            if self.stuck() is not None:
+                raise RequestError("", "the devices do not answer", "UNAVAILABLE")
         try:
             yield
         finally:

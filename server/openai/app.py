@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -39,23 +40,26 @@ ERRORS: dict[int | str, dict[str, Any]] = {
                        408: "too slow", 409: "the request id is in use", 413: "the body is too large", 415: "compressed, or not JSON",
                        429: "too much at once; Retry-After says when again", 499: "the caller went away", 500: "a fault of ours",
                        503: "not ready, or draining", 504: "the deadline passed"}.items()}
+SILENT: dict[str, Any] = {                               # newer FastAPIs trace by themselves, and would tell what is wrong with a prompt
+    "telemetry": dict.fromkeys(("tracing", "metrics", "logs", "operation_spans", "auto_configure"), False)
+} if "telemetry" in inspect.signature(fastapi.FastAPI).parameters else {}
 ERROR_SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": {
     "type": "object", "required": ["message", "type", "param", "code"], "properties": {
         "message": {"type": "string"}, "type": {"type": "string"}, "param": {"type": ["string", "null"]}, "code": {"type": "string"}}}}}
 
 
 def application(front: Front, probe: Probe) -> fastapi.FastAPI:
-    app = fastapi.FastAPI(title="jaxserve", version=jaxserve.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = without_routes("jaxserve")
     app.router.route_class = _Route
     app.include_router(_protocol(front), responses=ERRORS)
     app.include_router(_upkeep(front, probe))
     app.include_router(page.router(front, _mine))
-    handle_errors(app)
     return app
 
 
-def handle_errors(app: fastapi.FastAPI) -> None:
-    """Whatever a route raises becomes an answer as the protocol writes it."""
+def without_routes(title: str) -> fastapi.FastAPI:
+    """Whatever a route raises becomes an answer as the protocol writes it. Bodies and errors are told to nobody else."""
+    app = fastapi.FastAPI(title=title, version=jaxserve.__version__, docs_url=None, redoc_url=None, redirect_slashes=False, **SILENT)
     app.add_exception_handler(RequestError, lambda request, error: response_of(error))                    # type: ignore[arg-type]
     app.add_exception_handler(RequestValidationError, lambda request, error: response_of(_named(error)))   # type: ignore[arg-type]
     app.add_exception_handler(Exception, lambda request, error: response_of(internal_error()))
@@ -71,6 +75,7 @@ def handle_errors(app: fastapi.FastAPI) -> None:
         return found
 
     app.openapi = functools.cache(schema)                                                              # type: ignore[method-assign]
+    return app
 
 
 def _protocol(front: Front) -> fastapi.APIRouter:

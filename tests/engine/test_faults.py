@@ -12,8 +12,10 @@ import pytest
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.faults import FAULTS
+from jaxserve.request import RequestError
 from tests.engine.harness import assert_empty, engine, fresh
-from tests.engine.test_engine import ask, until
+from tests.engine.test_engine import ask
+from tests.waiting import eventually
 
 TOO_MUCH = 2**50                                      # bytes that no allocator has
 
@@ -85,7 +87,7 @@ def test_where_a_launch_finds_no_memory_its_requests_fail_and_the_engine_goes_on
     after = ask(running, "again")
     assert after.finished().reason == "length" and after.finished().usage.cached == 0 and running.alive
     assert "failed" in caplog.text
-    until(lambda: not running.load().running)
+    eventually(lambda: not running.load().running)
     with running._lock:
         running.scheduler.check()
     assert_empty(running)
@@ -101,7 +103,7 @@ def test_a_step_that_fails_on_the_way_ends_its_requests_and_others_begin_anew(mo
         expected = [listener.finished() and listener.tokens for listener in alone]
         listeners = [ask(real, f"r{i}", 20 + i, max_tokens=80, **kind) for i, kind in enumerate(kinds)]
         waits = ask(real, "waits", 40)
-        until(lambda: all(len(listener.tokens) > 3 for listener in listeners))
+        eventually(lambda: all(len(listener.tokens) > 3 for listener in listeners))
         once(real, monkeypatch, "step", on_the_way(real))
         ends = [listener.finished() for listener in listeners]
         assert sorted(end.reason for end in ends) == ["error", "error", "length", "length"]
@@ -109,7 +111,7 @@ def test_a_step_that_fails_on_the_way_ends_its_requests_and_others_begin_anew(mo
             assert listener.tokens == tokens[: end.usage.completion] and len(tokens) == 80
             assert end.error is None or end.error.status == "INTERNAL"
         assert waits.finished().reason == "length" and real.alive
-        until(lambda: not real.load().running)
+        eventually(lambda: not real.load().running)
         with real._lock:
             real.scheduler.check()
         assert_empty(real)
@@ -121,15 +123,38 @@ def test_an_engine_whose_every_step_fails_gives_up(running, monkeypatch):
     monkeypatch.setattr(running.stages, "step", no_memory)
     ends = [ask(running, str(number)).finished() for number in range(FAULTS)]
     assert [end.error.status for end in ends] == ["RESOURCE_EXHAUSTED"] * (FAULTS - 1) + ["INTERNAL"]
-    until(lambda: not running.alive)
+    eventually(lambda: not running.alive)
+
+
+def watched(built: Engine, hang_timeout: float) -> Engine:
+    built.stages.reset()
+    real = fresh(built, "grow")
+    return Engine(dataclasses.replace(real.config, hang_timeout=hang_timeout), real.stages, real.scheduler, real._eos)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_others_wait_for_a_step_that_is_issued_slowly_but_not_for_one_that_hangs(built, monkeypatch, hangs):
+    monkeypatch.setattr("jaxserve.engine.engine.PATIENCE", 0.05)
+    real, begun, gate = watched(built, 0.2 if hangs else 60), threading.Event(), threading.Event()
+    real.start()
+    try:
+        once(real, monkeypatch, "step", lambda right, args: (begun.set(), gate.wait(60 if hangs else 0.5), right(*args))[2])
+        listener = ask(real, "a")
+        assert begun.wait(60)
+        if hangs:
+            with pytest.raises(RequestError, match="do not answer"):
+                real.load()
+        else:
+            assert real.load().running == 1
+        gate.set()
+        assert listener.finished().reason == "length" and not real.load().running
+    finally:
+        gate.set()
+        real.close()
 
 
 def test_a_hung_step_can_be_told_by_others(built, monkeypatch):
-    real = fresh(built, "grow")
-    real.config = dataclasses.replace(real.config, hang_timeout=0.2)
-    built.stages.reset()
-    real = Engine(real.config, real.stages, real.scheduler, real._eos)
-    gate = threading.Event()
+    real, gate = watched(built, 0.2), threading.Event()
     real.start()
     try:
         assert ask(real, "before").finished().reason == "length" and real.stuck() is None
@@ -142,13 +167,13 @@ def test_a_hung_step_can_be_told_by_others(built, monkeypatch):
 
         once(real, monkeypatch, "step", hang)
         listener = ask(real, "hangs")
-        until(lambda: real.stuck() is not None)
+        eventually(lambda: real.stuck() is not None)
         first = real.stuck()
-        until(lambda: real.stuck() > first)
+        eventually(lambda: real.stuck() > first)
         assert real.alive and not listener.tokens
         gate.set()
         assert listener.finished().reason == "length"
-        until(lambda: real.stuck() is None)
+        eventually(lambda: real.stuck() is None)
     finally:
         gate.set()
         real.close()
@@ -159,12 +184,12 @@ def test_flushing_forgets_what_nobody_holds(running):
     first.finished()
     warm = ask(running, "b", 100).finished()
     assert warm.usage.cached == 96
-    until(lambda: not running.load().running)
+    eventually(lambda: not running.load().running)
     cached = running.load().pages_cached
     assert running.flush_cache() == cached > 0 == running.flush_cache()
     assert running.load().pages_free == running.load().pages_total
     held = ask(running, "c", 100, max_tokens=300)
-    assert (until(lambda: held.tokens), running.flush_cache())[1] == 0
+    assert (eventually(lambda: held.tokens), running.flush_cache())[1] == 0
     assert ask(running, "d", 100).finished().usage.cached == 96          # what is held stays known
     running.cancel("c")
     assert held.finished().usage.cached == 0 and first.tokens == held.tokens[:5]

@@ -1,5 +1,4 @@
 import contextlib
-import time
 
 import grpc
 import pytest
@@ -10,13 +9,6 @@ from jaxserve.server.client import Client
 from jaxserve.server.launch import Background
 from tests.server.fakes import FakeEngine, FakeTokenizer
 from tests.server.keyed import TWO
-
-
-def eventually(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 class Served:

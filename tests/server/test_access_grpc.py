@@ -20,8 +20,8 @@ from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import AsyncClient, Client, ServerError
 from jaxserve.server.front_metrics import FrontMetrics
 from jaxserve.server.logs import Text
-from tests.server.conftest import eventually
 from tests.server.keyed import TWO, bearer
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 

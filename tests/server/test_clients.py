@@ -20,7 +20,7 @@ from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.llm import open_engine
 from jaxserve.options import make
 from jaxserve.server.launch import Background
-from tests.server.conftest import eventually
+from tests.waiting import eventually
 
 MODEL = "smollm2-135m"
 SETTINGS = {"model": MODEL, "max_model_len": 1024, "chunk_tokens": 128, "max_seqs": 8, "pages": 400, "profile": "none"}

@@ -10,7 +10,7 @@ from jaxserve.request import RequestError, SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import Client
 from jaxserve.server.launch import Background
-from tests.server.conftest import eventually
+from tests.waiting import eventually
 
 SETTINGS = {"model": "random:tiny", "max_model_len": 256, "chunk_tokens": 16, "max_seqs": 4, "pages": 80, "max_queue": 64,
             "classes": "chat:ttft=0.5,tpot=0.05;batch:ttft=600"}

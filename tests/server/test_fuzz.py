@@ -19,8 +19,8 @@ from jaxserve.server.door import parse
 from jaxserve.server.keys import parse as parse_keys
 from jaxserve.server.launch import Background
 from jaxserve.tokenizer.tools import FORMATS, CallReader
-from tests.server.conftest import eventually
 from tests.server.fakes import FakeEngine, FakeTokenizer, expected
+from tests.waiting import eventually
 
 FEW = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 MANY = settings(max_examples=2000, deadline=1000)

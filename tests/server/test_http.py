@@ -14,8 +14,8 @@ import pytest
 
 from jaxserve.config import ServerConfig
 from jaxserve.server.http import Listener
-from tests.server.conftest import eventually
 from tests.server.fakes import FakeEngine, expected
+from tests.waiting import eventually
 
 BODY = {"prompt": "hello", "max_tokens": 4000, "stream": True, "ignore_eos": True}
 

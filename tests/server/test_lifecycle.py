@@ -23,8 +23,8 @@ from jaxserve.request import Accepted, RequestError, SamplingParams
 from jaxserve.server import launch
 from jaxserve.server.client import AsyncClient, Client, ServerError
 from jaxserve.server.launch import Background, check_host
-from tests.server.conftest import eventually
 from tests.server.fakes import FakeEngine, FakeTokenizer, expected
+from tests.waiting import eventually
 
 LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
 ROOT = pathlib.Path(__file__).parents[2]
@@ -253,8 +253,8 @@ SERVER = """
 import sys
 from jaxserve.config import ServerConfig
 from jaxserve.server.launch import serve
-from tests.server.conftest import eventually
 from tests.server.fakes import FakeEngine, FakeTokenizer
+from tests.waiting import eventually
 config = ServerConfig(port=0, http_port=0, drain_timeout=float(sys.argv[1]))
 serve(config, lambda: (FakeEngine(step_seconds=0.01), FakeTokenizer()), lambda server: print(server.ports['grpc'], flush=True))
 """

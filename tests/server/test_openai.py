@@ -10,8 +10,8 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.options import make
 from jaxserve.request import SamplingParams, Slo
-from tests.server.conftest import eventually
 from tests.server.fakes import EOS, FakeEngine, expected
+from tests.waiting import eventually
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 NAN, INF = float("nan"), float("inf")

@@ -10,8 +10,8 @@ from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.request import SamplingParams
 from jaxserve.server.client import Client, ServerError
 from jaxserve.server.launch import check_host
-from tests.server.conftest import eventually
 from tests.server.fakes import FakeEngine
+from tests.waiting import eventually
 
 KEYS = """
 keys:

@@ -20,8 +20,8 @@ from jaxserve.request import SamplingParams
 from jaxserve.server.client import AsyncClient, Client
 from jaxserve.server.launch import Background, check_host, warn_of_host
 from jaxserve.server.tls import Tls
-from tests.server.conftest import eventually
 from tests.server.fakes import FakeEngine, FakeTokenizer
+from tests.waiting import eventually
 
 HOSTS = ("localhost", "127.0.0.1")
 PAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)

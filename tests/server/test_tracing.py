@@ -9,6 +9,7 @@ import time
 import types
 from typing import ClassVar
 
+import httpx
 import numpy as np
 import pytest
 from opentelemetry import trace
@@ -22,6 +23,7 @@ from jaxserve.config import ConfigError
 from jaxserve.request import Finished, Request, RequestError, SamplingParams, Slo, Timing, Usage
 from jaxserve.server import tracing
 from jaxserve.server.tracing import Tracer
+from tests.waiting import eventually
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 NO_SLO = Slo()
@@ -132,6 +134,20 @@ def test_where_nobody_wants_traces_there_are_none():
     assert type(span) is tracing.Span and span.trace_id == TRACE
     span.end([end()])
     tracer.close()
+
+
+def test_only_our_own_spans_are_recorded_and_no_prompt_is_in_them(serve, monkeypatch):
+    """Also where an agent has set up tracing for the whole process, which the web framework would join in."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    served = serve()
+    url = f"http://127.0.0.1:{served.server.server.ports['http']}/v1/completions"
+    codes = [httpx.post(url, json={"prompt": "secret", **rest}).status_code for rest in ({}, {"n": "secret"}, {"max_tokens": -1})]
+    assert codes == [200, 400, 400]
+    eventually(exporter.get_finished_spans)
+    found = exporter.get_finished_spans()
+    assert {span.instrumentation_scope.name for span in found} == {"jaxserve"} and not any("secret" in span.to_json() for span in found)
 
 
 def test_what_is_not_sampled_costs_no_parts():
