@@ -10,7 +10,8 @@ by request, beside what was noted of the same one: the seconds from its arrival,
 
 On a machine without an accelerator the model needs the same few cores as fronts and callers: --cores=1 leaves it one of them, in all ways,
 and the others to the host, as where there is an accelerator. The engine without fronts is also measured beside a process that is as busy as
-they were. How long the server's event loop was held up is measured all along.
+they were. How long the server's event loop was held up is measured all along, beside a process that only sleeps: what held that up as well
+was the machine.
 """
 
 from __future__ import annotations
@@ -64,6 +65,15 @@ BEFORE = 1.0                                         # seconds of calls before a
 TICK = 0.005                                         # seconds between looks at the event loop
 SLICE = 0.005                                        # seconds in which a busy process is busy once
 WORKER = "--worker"
+SLEEPER = f"""
+import select, sys, time
+worst = 0.0
+while not select.select([sys.stdin], [], [], 0)[0]:
+    due = time.monotonic() + {TICK}
+    time.sleep({TICK})
+    worst = max(worst, time.monotonic() - due)
+print(worst)
+"""
 LAST_CHUNK = b"0\r\n"
 FIRST = 0x20000                                      # of characters that stand for ids
 
@@ -293,21 +303,27 @@ def run(values: dict[str, Any]) -> int:
         inside, lag = InProcess(server.server.front.engine, values["prompt"], values["output"], values["pause"]), Lag(server._loop)
         command = [sys.executable, "-m", "experiments.benchmarks.front", WORKER, server.target, str(server.server.ports["http"]),
                    *(str(values[name]) for name in ("prompt", "output", "pause"))]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as outside:
+        with _started(command) as outside:
             bench = Bench(server, outside, inside)
             for count in callers:                        # the first time for everything, and how busy the ways are
                 bench.measure("engine", count, 1.0)
                 for way in FRONTS:
                     bench.measure(way, count, 1.0)
-            lag.worst = 0.0
-            rounds = [bench.round(number, count, values["seconds"]) for number in range(values["rounds"]) for count in callers]
+            with _started([sys.executable, "-c", SLEEPER]) as sleeper:
+                lag.worst = 0.0
+                rounds = [bench.round(number, count, values["seconds"]) for number in range(values["rounds"]) for count in callers]
+                held = {"loop": lag.worst, "sleeper": float(sleeper.communicate()[0])}
             outside.stdin.close()                        # type: ignore[union-attr]
-    print(report(rounds, lag.worst))
-    keep(values, rounds=rounds, lag=lag.worst)
+    print(report(rounds, held))
+    keep(values, rounds=rounds, held=held)
     return 0
 
 
-def report(rounds: Sequence[dict[str, Any]], lag: float) -> str:
+def _started(command: Sequence[str]) -> subprocess.Popen:
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def report(rounds: Sequence[dict[str, Any]], held: Mapping[str, float]) -> str:
     rows = []
     for count in sorted({found["callers"] for found in rounds}):
         mine = [found for found in rounds if found["callers"] == count]
@@ -320,7 +336,8 @@ def report(rounds: Sequence[dict[str, Any]], lag: float) -> str:
                          f"{1000 * wait:.1f}", *map(_spread, ratios["ttft"]), f"{1000 * added:.1f}",
                          _spread([found[way]["over"] for found in mine])])
     headers = ["", "cores", "tokens/s", "to engine", "to beside", "TTFT ms", "to engine", "to beside", "added ms", "to its engine's"]
-    return "\n".join([described(machine()), "", table(headers, rows), "", f"the event loop was held up {1000 * lag:.1f} ms at most"])
+    said = f"held up at most: the event loop {1000 * held['loop']:.1f} ms, a process that only sleeps {1000 * held['sleeper']:.1f} ms"
+    return "\n".join([described(machine()), "", table(headers, rows), "", said])
 
 
 def _spread(ratios: Sequence[float]) -> str:
