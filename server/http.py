@@ -23,6 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.request import RequestError, internal_error
+from jaxserve.server import logs
 from jaxserve.server.event_loop import AT_ONCE
 from jaxserve.server.front_metrics import FrontMetrics
 from jaxserve.server.openai.errors import HttpError, body_of, response_of
@@ -65,6 +66,8 @@ class Connection(H11Protocol):
         super().data_received(data)
         if not self._reading_header:
             self._stop_timer()
+        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) <= self.limits.max_header_kib << 10:
+            self.flow.resume_reading()                  # whoever sends his next request before the answer may still go away
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -119,7 +122,8 @@ class Connection(H11Protocol):
         self.transport.close()
 
     async def _with_transport(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
-        await app({**scope, "transport": self.transport}, receive, send)
+        with logs.bound(""):                            # a connection may be read in the name of the request before
+            await app({**scope, "transport": self.transport}, receive, send)
 
 
 class _Sent:

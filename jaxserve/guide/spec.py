@@ -22,12 +22,15 @@ MAX_DEPTH = 64                                       # of objects and lists in a
 MAX_REACH = 1024                                     # depth times references: how deep a schema may be once these are followed
 MAX_PROPERTIES = 1024                                # of one object
 MAX_MULTIPLE = 10_000                                # least common multiple of all of a schema's multipleOf, as whole numbers
+MAX_ITEMS = 4096                                     # that a list or object may be said to have, at least or at most
+MAX_PATTERNS = 32                                    # of patternProperties, in all of a schema
 MAX_RULES = 256
 SPACE = r"[ \n\r\t]{1,40}"                           # between the tokens of JSON: bounded, so that no model indents for ever
 
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _NAMES = ("$id", "id")                               # of what references within are relative to
-_RULE = re.compile(r"^[ \t]*[!?]?\w+[^\n:\"/]*:", re.MULTILINE)
+_COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties")
+_TEXTS = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\\n])*/?')      # of a grammar: comments, strings, regular expressions
 _EMBEDDED = re.compile(r"%(json|llguidance)\b")
 
 
@@ -109,24 +112,33 @@ def _schema(field: str, text: str) -> Any:
 
 
 def _check_schema(field: str, schema: Any) -> None:
-    deepest, references, multiples = 0, set(), []
+    deepest, references, multiples, patterns = 0, set(), [], 0
     for part, depth, place in _parts(schema):
         deepest = max(deepest, depth)
         if depth > MAX_DEPTH:
             raise RequestError(field, f"is nested too deeply; the limit is {MAX_DEPTH}")
-        if not isinstance(part, dict):
-            continue
-        if len(part) > MAX_PROPERTIES:
-            raise RequestError(field, f"has an object with {len(part)} properties; the limit is {MAX_PROPERTIES}")
-        if "x-guidance" in part:
-            raise RequestError(field, "x-guidance is not supported")
-        references |= {(place, part[name]) for name in _REFERENCES if isinstance(part.get(name), str)}
-        multiples += [part["multipleOf"]] if isinstance(part.get("multipleOf"), (int, float)) else []
+        if isinstance(part, dict):
+            _check_part(field, part)
+            references |= {(place, part[name]) for name in _REFERENCES if isinstance(part.get(name), str)}
+            multiples += [part["multipleOf"]] if isinstance(part.get("multipleOf"), (int, float)) else []
+            patterns += len(part["patternProperties"]) if isinstance(part.get("patternProperties"), dict) else 0
     if deepest * len(references) > MAX_REACH:
         said = f"has {len(references)} references and {deepest} levels"
         raise RequestError(field, f"{said}; the limit is {MAX_REACH} for the one times the other")
     if _least_multiple(multiples) > MAX_MULTIPLE:
         raise RequestError(field, f"has a common multiple of all multipleOf, as whole numbers, above the limit {MAX_MULTIPLE}")
+    if patterns > MAX_PATTERNS:
+        raise RequestError(field, f"has {patterns} patternProperties; the limit is {MAX_PATTERNS}")
+
+
+def _check_part(field: str, part: dict[str, Any]) -> None:
+    if len(part) > MAX_PROPERTIES or (isinstance(part.get("required"), list) and len(part["required"]) > MAX_PROPERTIES):
+        raise RequestError(field, f"has an object with more than {MAX_PROPERTIES} properties")
+    if "x-guidance" in part:
+        raise RequestError(field, "x-guidance is not supported")
+    for name in _COUNTS:
+        if isinstance(part.get(name), (int, float)) and part[name] > MAX_ITEMS:
+            raise RequestError(field, f"has {name} above the limit {MAX_ITEMS}")
 
 
 def _parts(schema: Any) -> Iterator[tuple[Any, int, int]]:
@@ -144,15 +156,15 @@ def _parts(schema: Any) -> Iterator[tuple[Any, int, int]]:
 def _least_multiple(multiples: list[int | float]) -> int:
     """Least common multiple, once all are whole: 0.5 and 3 are 5 and 30."""
     try:
-        numbers = [Decimal(str(value)) for value in multiples if value > 0]
+        numbers = [Decimal(str(abs(value))) for value in multiples if value]
         places = max((-min(int(number.as_tuple().exponent), 0) for number in numbers), default=0)
         return lcm(*(int(number.scaleb(places)) for number in numbers)) if places < 20 else MAX_MULTIPLE + 1
-    except (InvalidOperation, OverflowError):
+    except (InvalidOperation, OverflowError, ValueError):    # the last: of what is no finite number
         return MAX_MULTIPLE + 1
 
 
 def _check_grammar(field: str, text: str) -> None:
-    rules = len(_RULE.findall(text))
+    rules = _TEXTS.sub("", text).count(":")
     if rules > MAX_RULES:
         raise RequestError(field, f"has {rules} rules; the limit is {MAX_RULES}")
     if found := _EMBEDDED.search(text):

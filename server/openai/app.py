@@ -50,7 +50,6 @@ ERROR_SCHEMA = {"type": "object", "required": ["error"], "properties": {"error":
 
 def application(front: Front, probe: Probe) -> fastapi.FastAPI:
     app = without_routes("jaxserve")
-    app.router.route_class = _Route
     app.include_router(_protocol(front), responses=ERRORS)
     app.include_router(_upkeep(front, probe))
     app.include_router(page.router(front, _mine))
@@ -60,10 +59,9 @@ def application(front: Front, probe: Probe) -> fastapi.FastAPI:
 def without_routes(title: str) -> fastapi.FastAPI:
     """Whatever a route raises becomes an answer as the protocol writes it. Bodies and errors are told to nobody else."""
     app = fastapi.FastAPI(title=title, version=jaxserve.__version__, docs_url=None, redoc_url=None, redirect_slashes=False, **SILENT)
-    app.add_exception_handler(RequestError, lambda request, error: response_of(error))                    # type: ignore[arg-type]
-    app.add_exception_handler(RequestValidationError, lambda request, error: response_of(_named(error)))   # type: ignore[arg-type]
-    app.add_exception_handler(Exception, lambda request, error: response_of(internal_error()))
-    app.add_exception_handler(HTTPException, lambda request, error: _refused(error))                      # type: ignore[arg-type]
+    app.router.route_class = _Route
+    for fault, respond in FAULTS.items():
+        app.add_exception_handler(fault, functools.partial(_responded, respond))
     plain = app.openapi
 
     def schema() -> dict[str, Any]:
@@ -76,6 +74,11 @@ def without_routes(title: str) -> fastapi.FastAPI:
 
     app.openapi = functools.cache(schema)                                                              # type: ignore[method-assign]
     return app
+
+
+async def _responded(respond: Callable[[Any], Response], request: fastapi.Request, error: Exception) -> Response:
+    """On the event loop: what is no coroutine would wait for a thread."""
+    return respond(error)
 
 
 def _protocol(front: Front) -> fastapi.APIRouter:
@@ -156,6 +159,9 @@ def _upkeep(front: Front, probe: Probe) -> fastapi.APIRouter:
 class _Request(fastapi.Request):
     async def read(self) -> None:
         """Reads and parses the body; a large one beside the event loop. Errors: RequestError."""
+        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" and not kind.endswith("+json"):
+            raise HttpError("content-type", "must be application/json", 415)
         try:
             body = await self.body()
         except ClientDisconnect:
@@ -196,7 +202,7 @@ class _Route(APIRoute):
 
         async def handled(request: fastapi.Request) -> Response:
             request = _Request(request.scope, request.receive)
-            if request.method == "POST":
+            if self.body_field is not None:
                 await request.read()
             return await handle(request)
 
@@ -222,6 +228,12 @@ def _refused(error: HTTPException) -> Response:
     response = response_of(HttpError("", text, code) if code != 404 else RequestError("", text, "NOT_FOUND"))
     response.headers.update(error.headers or {})
     return response
+
+
+FAULTS: dict[type[Exception], Callable[[Any], Response]] = {
+    RequestError: response_of, RequestValidationError: lambda error: response_of(_named(error)), HTTPException: _refused,
+    Exception: lambda error: response_of(internal_error()),
+}
 
 
 def _id(body: Sampled, request: fastapi.Request) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import socket
 import struct
@@ -13,10 +14,12 @@ import psutil
 import pytest
 
 from jaxserve.config import ServerConfig
+from jaxserve.server import logs
 from jaxserve.server.http import Listener
 from tests.server.fakes import FakeEngine, expected
 from tests.waiting import eventually
 
+PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 BODY = {"prompt": "hello", "max_tokens": 4000, "stream": True, "ignore_eos": True}
 
 
@@ -250,6 +253,34 @@ def test_draining_ends_no_stream_and_takes_no_new_one(serve):
     for thread in threads:
         thread.join()
     assert texts == [bytes(expected(b"hi", 100)).decode()] * 50
+
+
+def test_who_has_sent_the_next_request_already_may_go_away(serve):
+    served = serve(FakeEngine(step_seconds=0.01))
+    there = send_request(served, b'{"prompt": "hi", "max_tokens": 500, "ignore_eos": true}')
+    eventually(lambda: served.engine.requests)
+    there.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    time.sleep(0.1)
+    there.close()
+    eventually(lambda: not served.engine.requests, 2.0)
+
+
+def test_lines_about_a_request_are_not_in_the_name_of_the_one_before(serve, monkeypatch):
+    """A large body makes the server stop reading; whatever has it read on, the next request is nobody's but its own."""
+    seen: list[str] = []
+    monkeypatch.setattr(logs, "ended", lambda *rest, trace_id="", **more: seen.append(trace_id or logs._request.get()[1]))
+    there = http.client.HTTPConnection("127.0.0.1", serve().server.server.ports["http"], timeout=10)
+    body = b" " * 200_000 + json.dumps({"prompt": "hi", "max_tokens": 2}).encode()
+    for parent in ({"traceparent": PARENT}, {}):
+        there.putrequest("POST", "/v1/completions")
+        for name, value in {"content-type": "application/json", "content-length": str(len(body)), **parent}.items():
+            there.putheader(name, value)
+        there.endheaders()
+        time.sleep(0.05)
+        there.send(body)
+        assert there.getresponse().read()
+        time.sleep(0.05)
+    assert seen == [PARENT[3:35], ""]
 
 
 def test_a_body_that_comes_after_its_answer_holds_no_connection(serve):

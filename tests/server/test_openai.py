@@ -235,7 +235,9 @@ def test_other_routes_and_methods_and_models_are_told(http):
         assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
     assert client.get("/v1/models").json()["data"][0]["id"] == client.served.engine.config.source.model
     assert client.get("/v1/models/nope").status_code == 404
-    assert client.post("/v1/completions", content="prompt=x", headers={"content-type": "text/plain"}).status_code == 400
+    for kind in ({"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}, {}):
+        answer = client.post("/v1/completions", content='{"prompt": "x"}', headers=kind)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (415, "content-type")
 
 
 def test_a_full_queue_is_429_with_when_to_come_again(http):

@@ -76,7 +76,7 @@ def test_browsers_send_the_key_as_a_password_and_pages_of_others_send_nothing(ke
     for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200)):
         answer = httpx.post(f"{url}/v1/completions", auth=basic, json={"prompt": "x"}, headers={"sec-fetch-site": site})
         assert answer.status_code == status
-    assert call("alice", "POST", "/v1/completions", content='{"prompt": "x"}', headers={"content-type": "text/plain"}).status_code == 400
+    assert call("alice", "POST", "/v1/completions", content='{"prompt": "x"}', headers={"content-type": "text/plain"}).status_code == 415
 
 
 def test_without_keys_a_browser_is_not_led_here_under_another_name(serve):
