@@ -75,6 +75,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
+        self._guides.close()
         self.engine.close()
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None, *,

@@ -79,6 +79,12 @@ class Front:
         self.guides = Guides(tokenizer, engine.model.vocab, engine.model.eos_ids)
         self.trail.model = engine.config.source.model
 
+    def close(self) -> None:
+        """Blocks for some seconds where nobody takes the spans that are left."""
+        self.trail.close()
+        if self.guides is not None:
+            self.guides.close()
+
     def check_open(self) -> None:
         if self.state != SERVING:
             raise RequestError("", f"the server is {self.state}", "UNAVAILABLE")

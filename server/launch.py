@@ -161,7 +161,7 @@ class Server:
         await self._server.stop(STOP_SECONDS)
         for listener in self._listeners:
             await listener.stop()
-        await asyncio.to_thread(self.front.trail.close)
+        await asyncio.to_thread(self.front.close)
 
     async def _watch(self) -> None:
         period = min(0.25, self.config.progress_interval / 4)

@@ -6,6 +6,7 @@ in well under the time of a step: what one request does to its guide, no other o
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -14,15 +15,13 @@ import llguidance
 import numpy as np
 
 from jaxserve.guide.spec import Guided
+from jaxserve.guide.trial import Trial, compiled
 from jaxserve.request import RequestError
 from jaxserve.tokenizer import Tokenizer
 
-COMPILE_SECONDS = 2.0                                # most that a caller waits; the limits below make it a small part of that
 COMPILES = 2                                         # at a time
-STACK_BYTES = 64 << 20                               # of the thread that compiles, whatever the system gives threads
+TURN_SECONDS = 2.0                                   # most that a caller waits for others to compile
 SAID_CHARS = 300                                     # of what the library says about a faulty grammar
-LIMITS: dict[str, Any] = dict(initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=16_000,
-                              max_grammar_size=100_000, verbose_errors=False)
 
 
 class Matcher:
@@ -77,24 +76,35 @@ class Guides:
     def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos_ids: Sequence[int]):
         self._made: llguidance.LLTokenizer | None = None
         self._tokenizer, self._vocab, self._eos_ids = tokenizer, vocab, list(eos_ids)
-        self._making, self._slots = threading.Lock(), threading.Semaphore(COMPILES)
+        self._making = threading.Lock()
+        self._trials: list[Trial] = []
+        self._free: queue.LifoQueue[Trial] = queue.LifoQueue()       # a second process begins only where two compile at once
 
     def compile(self, spec: Guided, field: str = "") -> Guide:
-        """The guide of a spec, for one request. Takes a millisecond for an ordinary schema; any thread may call it.
+        """The guide of a spec, for one request. Takes milliseconds for an ordinary schema, the first one a second; any thread may call it.
 
         Errors: RequestError that names `field` (else the kind) for a spec that is wrong, cannot be met or is too complex, and, with status
         FAILED_PRECONDITION, for a model without a tokenizer or an end token.
         """
-        grammar, field = spec.grammar(field), field or spec.kind
+        grammar, field, regex = spec.grammar(field), field or spec.kind, spec.kind in ("regex", "choice")
         tokenizer = self._native(field)
-        if not self._slots.acquire(timeout=COMPILE_SECONDS):
-            raise RequestError("", "too many guides are being compiled", "RESOURCE_EXHAUSTED")
-        out: list[Any] = []
-        _start(lambda: self._compile(spec.kind, grammar, tokenizer, out)).join(COMPILE_SECONDS)
-        native, said = out or (None, f"takes more than {COMPILE_SECONDS:g} s to compile")
-        if said:
-            raise RequestError(field, _said(said))
+        try:
+            trial = self._free.get(timeout=TURN_SECONDS)
+        except queue.Empty:
+            raise RequestError("", "too many guides are being compiled", "RESOURCE_EXHAUSTED") from None
+        try:
+            said = trial.said(grammar, regex)
+        finally:
+            self._free.put(trial)
+        native, fault = (None, said) if said else compiled(tokenizer, grammar, regex)
+        if fault:
+            raise RequestError(field, _said(fault))
         return Guide(native)
+
+    def close(self) -> None:
+        """Ends the processes that compile."""
+        for trial in self._trials:
+            trial.close()
 
     def _native(self, field: str) -> llguidance.LLTokenizer:
         """The library's form of the tokenizer: made once, when it is first needed."""
@@ -102,50 +112,16 @@ class Guides:
             raise RequestError(field, f"this model has no {'end token' if self._tokenizer else 'tokenizer'}", "FAILED_PRECONDITION")
         with self._making:
             if self._made is None:
+                text = self._tokenizer.to_json()
                 try:
-                    self._made = llguidance.LLTokenizer(self._tokenizer.to_json(), n_vocab=self._vocab, eos_token=self._eos_ids)
+                    self._made = llguidance.LLTokenizer(text, n_vocab=self._vocab, eos_token=self._eos_ids)
                 except ValueError as error:
                     said = f"this model's tokenizer cannot be used: {_said(str(error))}"
                     raise RequestError(field, said, "FAILED_PRECONDITION") from None
+                self._trials = [Trial(text, self._vocab, self._eos_ids) for _ in range(COMPILES)]
+                for trial in self._trials:
+                    self._free.put(trial)
             return self._made
-
-    def _compile(self, kind: str, grammar: str, tokenizer: llguidance.LLTokenizer, out: list[Any]) -> None:
-        """Puts into `out` the native matcher and what is wrong with it; on a thread of its own, which gives the slot back."""
-        try:
-            if kind in ("regex", "choice"):
-                grammar = llguidance.LLMatcher.grammar_from_regex(grammar)
-            native = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
-            out.extend((native, native.get_error() or _trial(native)))
-        except BaseException as error:               # a panic of native code is no Exception
-            out.extend((None, f"cannot be compiled: {error}"))
-        finally:
-            self._slots.release()
-
-
-def _trial(native: Any) -> str:
-    """What is wrong with the first token. A lexer that breaks in one copy is seen to be broken in the next."""
-    for copy in (native.deep_copy(), native.deep_copy()):
-        mask = np.frombuffer(copy.compute_bitmask(), np.uint8)
-        if not copy.is_error():
-            copy.consume_token(int(np.unpackbits(mask, bitorder="little").argmax()))
-        if copy.is_error():
-            return f"nothing can match it, or it is too complex: {copy.get_error()}"
-    return ""
-
-
-_starting = threading.Lock()
-
-
-def _start(target: Any) -> threading.Thread:
-    """A running thread with room for deep recursion. The size is a setting of the process: it is put back at once."""
-    thread = threading.Thread(target=target, name="guide", daemon=True)
-    with _starting:
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    return thread
 
 
 def _fault(error: BaseException) -> RequestError:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jsonschema_rs
 import numpy as np
+import psutil
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -224,6 +225,12 @@ def relative(count: int, levels: int) -> str:
                        "$ref": "x:/"})
 
 
+def combined(widths: list[int], values: int) -> str:
+    """Alternatives of which every combination is a schema of its own."""
+    parts = [{"anyOf": [{"type": "object"}] * width} for width in widths]
+    return json.dumps({"allOf": [*parts, {"type": "object", "properties": {"a": {"enum": [1] * values}}}]})
+
+
 def rules(count: int, upper: bool = False) -> str:
     name = "R" if upper else "r"
     return f"start: {name}0\n" + "\n".join(f'{name}{i}: {name}{i + 1} "x"?' for i in range(count)) + f'\n{name}{count}: "a"'
@@ -248,6 +255,11 @@ BOMBS = {
     "huge enum": ("json_schema", json.dumps({"enum": [f"v{i}" for i in range(10**5)]})),
     "product": ("json_schema", json.dumps({"allOf": [{"anyOf": [{"properties": {f"{c}{i}": {"type": "null"}}} for c in "ab"]}
                                                      for i in range(30)]})),
+    "combinations": ("json_schema", combined([30, 30, 30], 800)), "two of them": ("json_schema", combined([100, 100], 600)),
+    "items": ("json_schema", json.dumps({"allOf": [{"type": "array", "items": {"enum": [1] * 4000}},
+                                                   {"type": "array", "prefixItems": [True] * 1500}]})),
+    "at least one": ("json_schema", json.dumps({"type": "object", "properties": {f"a{i}": {} for i in range(1024)},
+                                                "additionalProperties": False, "minProperties": 1})),
     "wide": ("json_schema", json.dumps({"properties": {f"p{i}": {} for i in range(4000)}})),
     "optional": ("json_schema", json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(1000)}})),
     "aliases": ("grammar", "start: R0 -> x " + " ".join(f'R{i}: R{i + 1} "x"? -> x' for i in range(2000)) + ' R2000: "a"'),
@@ -289,7 +301,7 @@ def test_what_is_no_spec_is_refused(guides, spec, message):
 
 
 def test_bombs_end_at_once_in_little_memory_and_hurt_nobody():
-    """In a process of its own: native code that overflows its stack would end it."""
+    """In a process of its own: native code that overflows its stack would end whatever calls it."""
     code = "from tests.guide.test_guides import explode; explode()"
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -346,6 +358,21 @@ def test_references_in_the_schema_of_a_function_stay_within_it(guides):
                                 ("integer", True, 2, False), ("boolean", 1, True, False), ("integer", 1, True, False)):
         text = json.dumps({"name": kind, "arguments": {"x": x, "more": {"x": more}}}, separators=(",", ":"))
         assert follows(guide.matcher(), text) == fits, text
+
+
+def test_a_process_that_compiles_may_be_killed_and_none_is_left(guides):
+    mine, digits = Guides(tokenizer(), VOCAB, (EOS,)), Guided("regex", "[0-9]+")
+    before = set(psutil.Process().children())
+    for _ in range(3):
+        assert allowed(mine.compile(digits).matcher())
+        (compiling,) = set(psutil.Process().children()) - before
+        compiling.kill()
+    bomb = Guided("json_schema", combined([30, 30, 30], 800))
+    with pytest.raises(RequestError, match="to compile"):
+        mine.compile(bomb)
+    assert allowed(mine.compile(digits).matcher())
+    mine.close()
+    assert set(psutil.Process().children()) == before
 
 
 def test_many_threads_may_compile_at_once(guides):
