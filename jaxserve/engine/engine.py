@@ -36,7 +36,7 @@ from jaxserve.scheduling.journal import Journal
 from jaxserve.scheduling.view import Snapshot
 
 TICK = 0.001                                         # seconds between looks at a step that may end early
-PATIENCE = 1.0                                       # seconds between looks at a step that keeps the lock
+LOOK, LOOKS = 1.0, 10                                # seconds that other threads wait for the lock before they look at the step, how often
 log = logging.getLogger(__name__)
 
 
@@ -128,10 +128,14 @@ class Engine:
 
     @contextlib.contextmanager
     def _asked(self) -> Iterator[None]:
-        """The lock, for any thread. Errors: RequestError, UNAVAILABLE, where a step that hangs while it is issued keeps it."""
-        while not self._lock.acquire(timeout=PATIENCE):
+        """The lock, for any thread. Errors: RequestError, UNAVAILABLE, where a step that hangs or is slow to issue keeps it."""
+        for _ in range(LOOKS):
+            if self._lock.acquire(timeout=LOOK):
+                break
             if self.stuck() is not None:
                 raise RequestError("", "the devices do not answer", "UNAVAILABLE")
+        else:
+            raise RequestError("", "a step takes long to be issued", "UNAVAILABLE")
         try:
             yield
         finally:

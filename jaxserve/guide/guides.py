@@ -6,7 +6,8 @@ in well under the time of a step: what one request does to its guide, no other o
 
 from __future__ import annotations
 
-import queue
+import collections
+import logging
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +17,10 @@ import numpy as np
 
 from jaxserve.guide.spec import Guided
 from jaxserve.guide.trial import Trial, compiled
-from jaxserve.request import RequestError
+from jaxserve.request import RequestError, internal_error
 from jaxserve.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
 COMPILES = 2                                         # at a time
 TURN_SECONDS = 2.0                                   # most that a caller waits for others to compile
 SAID_CHARS = 300                                     # of what the library says about a faulty grammar
@@ -78,7 +80,8 @@ class Guides:
         self._tokenizer, self._vocab, self._eos_ids = tokenizer, vocab, list(eos_ids)
         self._making = threading.Lock()
         self._trials: list[Trial] = []
-        self._free: queue.LifoQueue[Trial] = queue.LifoQueue()       # a second process begins only where two compile at once
+        self._idle: collections.deque[Trial] = collections.deque()   # on the right those that run
+        self._turns = threading.Semaphore(COMPILES)
 
     def compile(self, spec: Guided, field: str = "") -> Guide:
         """The guide of a spec, for one request. Takes milliseconds for an ordinary schema, the first one a second; any thread may call it.
@@ -88,17 +91,20 @@ class Guides:
         """
         grammar, field, regex = spec.grammar(field), field or spec.kind, spec.kind in ("regex", "choice")
         tokenizer = self._native(field)
-        try:
-            trial = self._free.get(timeout=TURN_SECONDS)
-        except queue.Empty:
-            raise RequestError("", "too many guides are being compiled", "RESOURCE_EXHAUSTED") from None
+        if not self._turns.acquire(timeout=TURN_SECONDS):
+            raise RequestError("", "too many guides are being compiled", "RESOURCE_EXHAUSTED")
+        trial = self._idle.pop()
         try:
             said = trial.said(grammar, regex)
+            native, said = (None, said) if said else compiled(tokenizer, grammar, regex)
+        except OSError:
+            log.exception("a guide was not compiled")
+            raise internal_error() from None
         finally:
-            self._free.put(trial)
-        native, fault = (None, said) if said else compiled(tokenizer, grammar, regex)
-        if fault:
-            raise RequestError(field, _said(fault))
+            (self._idle.append if trial.running else self._idle.appendleft)(trial)
+            self._turns.release()
+        if said:
+            raise RequestError(field, _said(said))
         return Guide(native)
 
     def close(self) -> None:
@@ -119,8 +125,7 @@ class Guides:
                     said = f"this model's tokenizer cannot be used: {_said(str(error))}"
                     raise RequestError(field, said, "FAILED_PRECONDITION") from None
                 self._trials = [Trial(text, self._vocab, self._eos_ids) for _ in range(COMPILES)]
-                for trial in self._trials:
-                    self._free.put(trial)
+                self._idle.extend(self._trials)
             return self._made
 
 

@@ -5,6 +5,7 @@ The limits keep native code, which recurses over a schema or grammar, within its
 
 from __future__ import annotations
 
+import collections
 import json
 import re
 from collections.abc import Iterator
@@ -112,18 +113,21 @@ def _schema(field: str, text: str) -> Any:
 
 
 def _check_schema(field: str, schema: Any) -> None:
-    deepest, references, multiples, patterns = 0, set(), [], 0
+    deepest, references, multiples, patterns = 0, collections.defaultdict[int, set[str]](set), [], 0
     for part, depth, place in _parts(schema):
         deepest = max(deepest, depth)
         if depth > MAX_DEPTH:
             raise RequestError(field, f"is nested too deeply; the limit is {MAX_DEPTH}")
         if isinstance(part, dict):
             _check_part(field, part)
-            references |= {(place, part[name]) for name in _REFERENCES if isinstance(part.get(name), str)}
+            references[place] |= {part[name] for name in _REFERENCES if isinstance(part.get(name), str)}
             multiples += [part["multipleOf"]] if isinstance(part.get("multipleOf"), (int, float)) else []
             patterns += len(part["patternProperties"]) if isinstance(part.get("patternProperties"), dict) else 0
-    if deepest * len(references) > MAX_REACH:
-        said = f"has {len(references)} references and {deepest} levels"
+    counts = [len(found) for found in references.values()]
+    local = all(reference.startswith("#") for found in references.values() for reference in found)
+    count = max(counts, default=0) if local else sum(counts)         # the others lead from place to place
+    if deepest * count > MAX_REACH:
+        said = f"has {count} references and {deepest} levels"
         raise RequestError(field, f"{said}; the limit is {MAX_REACH} for the one times the other")
     if _least_multiple(multiples) > MAX_MULTIPLE:
         raise RequestError(field, f"has a common multiple of all multipleOf, as whole numbers, above the limit {MAX_MULTIPLE}")

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +22,7 @@ from typing import Any, TypeVar
 import llguidance
 
 START_SECONDS = 60.0                                 # for the process to begin and read the tokenizer
-SECONDS = 2.0                                        # to compile something
+SECONDS = 2                                          # to compile something
 ROOM = 512 << 20                                     # bytes of memory for that
 STACK_BYTES = 64 << 20                               # of the thread that compiles, whatever the system gives threads
 LIMITS: dict[str, Any] = dict(initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=16_000,
@@ -29,55 +31,74 @@ T = TypeVar("T")
 
 
 class Trial:
-    """One such process, begun when it is first needed. For one thread at a time.
+    """One such process, begun when it is first needed. `said` is for one thread at a time; any may `close`.
 
     tokenizer: as JSON; vocab: ids that the model has; eos_ids: those that end a completion.
     """
 
     def __init__(self, tokenizer: str, vocab: int, eos_ids: list[int]):
-        self._first = {"tokenizer": tokenizer, "vocab": vocab, "eos_ids": eos_ids}
+        self._first = _line({"tokenizer": tokenizer, "vocab": vocab, "eos_ids": eos_ids})
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed, self._lock = False, threading.Lock()
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None
 
     def said(self, grammar: str, regex: bool) -> str:
-        """What is wrong with a grammar, or with a regular expression; '' where it compiles and a first token can be taken."""
-        fresh = self._process is None
-        if (fault := self._begun()) is not None:
-            return fault
-        answer = self._asked({"grammar": grammar, "regex": regex}, SECONDS)
+        """What is wrong with a grammar, or with a regular expression; '' where it compiles and a first token can be taken.
+
+        Errors: OSError where there is no such process.
+        """
+        fresh, question = not self.running, _line({"grammar": grammar, "regex": regex})
+        if fresh and self._asked(self._begun(), self._first, START_SECONDS) != "":
+            raise OSError("no process that compiles guides could be started")
+        try:
+            answer = self._asked(self._process, question, SECONDS)
+        except TimeoutError:
+            return f"takes more than {SECONDS} s to compile"
         if answer is None and not fresh:                 # memory that was used before may have been what was missing
             return self.said(grammar, regex)
-        return f"takes more than {SECONDS:g} s or {ROOM >> 20} MiB to compile" if answer is None else answer
-
-    def _begun(self) -> str | None:
-        """Begins the process where there is none; returns what is wrong with the tokenizer, if anything."""
-        if self._process is not None:
-            return None
-        self._process = subprocess.Popen([sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=subprocess.DEVNULL, start_new_session=True)
-        answer = self._asked(self._first, START_SECONDS)
-        if answer:
-            self.close()
-        return "no process to compile it in could be started" if answer is None else answer or None
-
-    def _asked(self, question: dict[str, Any], seconds: float) -> str | None:
-        """The answer to a question; None where none came, which ends the process."""
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        with contextlib.suppress(OSError, ValueError):       # it ended meanwhile, maybe in the middle of a line
-            process.stdin.write(json.dumps(question).encode() + b"\n")
-            process.stdin.flush()
-            news = select.poll()                             # not `select`, which knows the first 1024 descriptors only
-            news.register(process.stdout, select.POLLIN)
-            if news.poll(1000 * seconds):
-                return json.loads(process.stdout.readline())
-        self.close()
-        return None
+        return f"takes more than {ROOM >> 20} MiB to compile" if answer is None else answer
 
     def close(self) -> None:
-        process, self._process = self._process, None
+        """Ends the process for good."""
+        self._closed = True
+        self._end()
+
+    def _begun(self) -> subprocess.Popen[bytes]:
+        with self._lock:
+            if self._closed:
+                raise OSError("no more guides are compiled")
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                start_new_session=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+            return self._process
+
+    def _end(self) -> None:
+        with self._lock:
+            process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.communicate()
+
+    def _asked(self, process: subprocess.Popen[bytes] | None, question: bytes, seconds: float) -> str | None:
+        """The answer to a question; None where the process ended. Without an answer it is made to. Errors: TimeoutError."""
+        answer: str | None = None
+        try:
+            with contextlib.suppress(BrokenPipeError, ValueError):           # it ended, maybe in the middle of a line
+                if process is not None and process.stdin is not None and process.stdout is not None:
+                    process.stdin.write(question)
+                    process.stdin.flush()
+                    news = select.poll()                 # not `select`, which knows the first 1024 descriptors only
+                    news.register(process.stdout, select.POLLIN)
+                    if not news.poll(1000 * seconds):
+                        raise TimeoutError
+                    answer = json.loads(process.stdout.readline())
+        finally:
+            if answer is None:                           # also where the caller was interrupted: the next one must not get this answer
+                self._end()
+        return answer
 
 
 def compiled(tokenizer: llguidance.LLTokenizer, grammar: str, regex: bool) -> tuple[Any, str]:
@@ -89,9 +110,20 @@ def _compiled(tokenizer: llguidance.LLTokenizer, grammar: str, regex: bool) -> t
     try:
         native = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_regex(grammar) if regex else grammar, log_level=0,
                                       limits=llguidance.LLParserLimits(**LIMITS))
-        return native, native.get_error()
+        return native, native.get_error() or _first_token(native)
     except BaseException as error:                       # a panic of native code is no Exception
         return None, f"cannot be compiled: {error}"
+
+
+def _first_token(native: Any) -> str:
+    """What is wrong with the first token. A lexer that breaks in one copy is seen to be broken in the next."""
+    for copy in (native.deep_copy(), native.deep_copy()):
+        mask = int.from_bytes(copy.compute_bitmask(), "little")
+        if not copy.is_error():
+            copy.consume_token((mask & -mask).bit_length() - 1)
+        if copy.is_error():
+            return f"nothing can match it, or it is too complex: {copy.get_error()}"
+    return ""
 
 
 _starting = threading.Lock()
@@ -111,36 +143,26 @@ def _on_a_deep_stack(work: Callable[[], T]) -> T:
     return out[0]
 
 
-def _tried(tokenizer: llguidance.LLTokenizer, grammar: str, regex: bool) -> str:
-    native, said = _compiled(tokenizer, grammar, regex)
-    try:
-        for copy in () if said else (native.deep_copy(), native.deep_copy()):        # a lexer that breaks in one is seen broken in the next
-            mask = int.from_bytes(copy.compute_bitmask(), "little")
-            if not copy.is_error():
-                copy.consume_token((mask & -mask).bit_length() - 1)
-            if copy.is_error():
-                return f"nothing can match it, or it is too complex: {copy.get_error()}"
-    except BaseException as error:
-        return f"cannot be followed: {error}"
-    return said
+def _line(value: Any) -> bytes:
+    return json.dumps(value).encode() + b"\n"
 
 
 def _answer_all() -> None:
     """Reads questions, one a line, and writes the answers."""
     first = json.loads(sys.stdin.readline())
-    try:
-        tokenizer = llguidance.LLTokenizer(first["tokenizer"], n_vocab=first["vocab"], eos_token=first["eos_ids"])
-    except ValueError as error:
-        print(json.dumps(f"this model's tokenizer cannot be used: {error}"), flush=True)
-        return
+    tokenizer = llguidance.LLTokenizer(first["tokenizer"], n_vocab=first["vocab"], eos_token=first["eos_ids"])
     with contextlib.suppress(OSError), open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, used + ROOM))
+        most = int(file.read().split()[0]) * resource.getpagesize() + ROOM
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print(json.dumps(""), flush=True)
     for line in sys.stdin:
         question = json.loads(line)
-        print(json.dumps(_on_a_deep_stack(lambda: _tried(tokenizer, question["grammar"], question["regex"]))), flush=True)    # noqa: B023
+        signal.alarm(SECONDS + 1)                        # ends the process also where nobody is left to kill it
+        said = compiled(tokenizer, question["grammar"], question["regex"])[1]
+        signal.alarm(0)
+        print(json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":

@@ -72,10 +72,16 @@ def format_of(template: str) -> ToolFormat:
 def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
     """The JSON schema of a call of one of these functions, or of the named one. References in a function's schema stay within it."""
     functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-    calls = [{"type": "object", "required": ["name", "arguments"], "additionalProperties": False, "properties": {
-        "name": {"const": f["name"]}, "arguments": {**(f.get("parameters") or {"type": "object"}), "$id": f"urn:jaxserve:{number}"}}}
-        for number, f in enumerate(functions)]
+    calls = [{"type": "object", "required": ["name", "arguments"], "additionalProperties": False,
+              "properties": {"name": {"const": function["name"]}, "arguments": _arguments(number, function.get("parameters"))}}
+             for number, function in enumerate(functions)]
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def _arguments(number: int, schema: Mapping[str, Any] | None) -> dict[str, Any]:
+    """With an address that its references are relative to, which older drafts do not know."""
+    kept = {name: value for name, value in (schema or {"type": "object"}).items() if name != "$schema"}
+    return {"$id": f"json-schema:///{number}", **kept}
 
 
 class CallReader:

@@ -134,7 +134,7 @@ def watched(built: Engine, hang_timeout: float) -> Engine:
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_others_wait_for_a_step_that_is_issued_slowly_but_not_for_one_that_hangs(built, monkeypatch, hangs):
-    monkeypatch.setattr("jaxserve.engine.engine.PATIENCE", 0.05)
+    monkeypatch.setattr("jaxserve.engine.engine.LOOK", 0.1)
     real, begun, gate = watched(built, 0.2 if hangs else 60), threading.Event(), threading.Event()
     real.start()
     try:

@@ -113,7 +113,7 @@ def test_any_object_is_an_object(guides, seed, free):
 
 
 regexes = st.recursive(
-    st.sampled_from(["a", "b", "é", "😀", "[a-c]", "[^a]", r"\d", "[a-z0-9_]", ".", r"\.", " ", '"', "tr"]),
+    st.sampled_from(["a", "b", "é", "😀", "[a-c]", "[^a]", "[0-9]", "[a-z0-9_]", ".", r"\.", " ", '"', "tr"]),
     lambda inner: st.one_of(
         st.lists(inner, min_size=1, max_size=3).map("".join),
         st.lists(inner, min_size=2, max_size=3).map(lambda parts: f"({'|'.join(parts)})"),
@@ -353,11 +353,33 @@ def test_references_in_the_schema_of_a_function_stay_within_it(guides):
     part = lambda kind: {"type": "object", "required": ["x"], "additionalProperties": False, "$defs": {"X": {"type": kind}},
                          "properties": {"x": {"$ref": "#/$defs/X"}, "more": {"$ref": "#"}}}
     tools = [{"function": {"name": kind, "parameters": part(kind)}} for kind in ("integer", "boolean")]
+    tools[0]["function"]["parameters"]["$schema"] = "http://json-schema.org/draft-07/schema#"
     guide = guides.compile(Guided("json_schema", json.dumps(call_schema(tools, None))))
+    many = [{"function": {"name": f"f{number}", "parameters": {**part("integer"), "title": "x"}}} for number in range(100)]
+    assert allowed(guides.compile(Guided("json_schema", json.dumps(call_schema(many, None)))).matcher())
     for kind, x, more, fits in (("integer", 1, 2, True), ("boolean", True, False, True),
                                 ("integer", True, 2, False), ("boolean", 1, True, False), ("integer", 1, True, False)):
         text = json.dumps({"name": kind, "arguments": {"x": x, "more": {"x": more}}}, separators=(",", ":"))
         assert follows(guide.matcher(), text) == fits, text
+
+
+def test_a_guide_that_was_given_up_is_not_the_answer_to_the_next_one(monkeypatch):
+    mine = Guides(tokenizer(), VOCAB, (EOS,))
+    assert allowed(mine.compile(Guided("regex", "a")).matcher())
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("jaxserve.guide.trial.json.loads", interrupt)
+        mine.compile(Guided("regex", "["))
+    assert allowed(mine.compile(Guided("regex", "a")).matcher())
+    with pytest.raises(RequestError):
+        mine.compile(Guided("regex", "["))
+    mine.close()
+    with pytest.raises(RequestError) as fault:
+        mine.compile(Guided("regex", "a"))
+    assert fault.value.status == "INTERNAL"
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 def test_a_process_that_compiles_may_be_killed_and_none_is_left(guides):
