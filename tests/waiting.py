@@ -3,7 +3,7 @@
 import time
 
 
-def eventually(condition, seconds: float = 30.0) -> None:
+def eventually(condition, seconds: float = 5.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"

@@ -84,7 +84,7 @@ class Guides:
         self._turns = threading.Semaphore(COMPILES)
 
     def compile(self, spec: Guided, field: str = "") -> Guide:
-        """The guide of a spec, for one request. Takes milliseconds for an ordinary schema, the first one a second; any thread may call it.
+        """The guide of a spec, for one request. Takes milliseconds for an ordinary schema, longer for the first; any thread may call it.
 
         Errors: RequestError that names `field` (else the kind) for a spec that is wrong, cannot be met or is too complex, and, with status
         FAILED_PRECONDITION, for a model without a tokenizer or an end token.

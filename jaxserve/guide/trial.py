@@ -85,18 +85,20 @@ class Trial:
     def _asked(self, process: subprocess.Popen[bytes] | None, question: bytes, seconds: float) -> str | None:
         """The answer to a question; None where the process ended. Without an answer it is made to. Errors: TimeoutError."""
         answer: str | None = None
+        if process is None or process.stdin is None or process.stdout is None:
+            return None
         try:
-            with contextlib.suppress(BrokenPipeError, ValueError):           # it ended, maybe in the middle of a line
-                if process is not None and process.stdin is not None and process.stdout is not None:
-                    process.stdin.write(question)
-                    process.stdin.flush()
-                    news = select.poll()                 # not `select`, which knows the first 1024 descriptors only
-                    news.register(process.stdout, select.POLLIN)
-                    if not news.poll(1000 * seconds):
-                        raise TimeoutError
-                    answer = json.loads(process.stdout.readline())
+            process.stdin.write(question)
+            process.stdin.flush()
+            news = select.poll()                             # not `select`, which knows the first 1024 descriptors only
+            news.register(process.stdout, select.POLLIN)
+            if not news.poll(1000 * seconds):
+                raise TimeoutError
+            answer = json.loads(process.stdout.readline())
+        except (BrokenPipeError, ValueError):                # it ended, maybe in the middle of a line
+            pass
         finally:
-            if answer is None:                           # also where the caller was interrupted: the next one must not get this answer
+            if answer is None:                               # also where the caller was interrupted: the next one must not get this answer
                 self._end()
         return answer
 

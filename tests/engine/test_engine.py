@@ -79,7 +79,7 @@ def test_a_request_is_accepted_makes_progress_speaks_and_ends_in_this_order(runn
     assert ended.reason == "length" and ended.usage.prompt == 100 and ended.usage.completion == 5
     assert 0 <= ended.timing.queued <= ended.timing.first_token <= ended.timing.total < 60
     assert listener.threads == {threading.current_thread().name, "engine"}
-    eventually(lambda: not running.load().running)
+    eventually(lambda: not running.load().running, 60)
     assert_empty(running)
 
 
@@ -109,7 +109,7 @@ def test_many_threads_submit_and_cancel_at_once(running):
         thread.join()
     reasons = {listener.finished().reason for listener in listeners.values()}
     assert len(listeners) == 60 and reasons == {"length", "cancelled"}
-    eventually(lambda: not running.load().running)
+    eventually(lambda: not running.load().running, 60)
     with running._lock:
         running.scheduler.check()
         assert_empty(running)
@@ -117,7 +117,7 @@ def test_many_threads_submit_and_cancel_at_once(running):
 
 def test_closing_ends_what_runs_and_refuses_what_comes(running):
     listeners = [ask(running, str(i), max_tokens=480) for i in range(6)]              # two of them wait
-    eventually(lambda: listeners[0].tokens)
+    eventually(lambda: listeners[0].tokens, 60)
     running.close()
     for listener in listeners:
         ended = listener.finished()
@@ -142,12 +142,12 @@ def test_a_loop_that_fails_ends_all_requests_and_says_so(real, place, name, monk
 
     real.start()
     listeners = [ask(real, "a", max_tokens=480), ask(real, "b", max_tokens=480)]
-    eventually(lambda: all(listener.tokens for listener in listeners))
+    eventually(lambda: all(listener.tokens for listener in listeners), 60)
     monkeypatch.setattr(getattr(real, place), name, fail)
     for listener in listeners:
         ended = listener.finished()
         assert ended.reason == "error" and ended.error.status == "INTERNAL" and ended.usage.completion == len(listener.tokens)
-    eventually(lambda: not real._thread.is_alive())
+    eventually(lambda: not real._thread.is_alive(), 60)
     assert not real.alive and "the device is gone" in caplog.text
     with pytest.raises(RequestError, match="not running"):
         ask(real)
@@ -244,7 +244,7 @@ def test_a_sink_that_raises_ends_its_own_request_and_no_other(running, kind, cap
     good = ask(running, "good", length=100, max_tokens=50)
     running.submit(request(running, "bad", length=100, n=2, rest=dict(cache_salt="of its own")), broken)
     assert good.finished().reason == "length" and len(good.tokens) == 50
-    eventually(lambda: "bad" not in running._subscribers.by_id)
+    eventually(lambda: "bad" not in running._subscribers.by_id, 60)
     assert any(isinstance(event, kind) for event in heard[-1]) and "the sink of request 'bad' failed" in caplog.text
     assert ask(running, "bad").finished().reason == "length"
     assert running.alive

@@ -87,7 +87,7 @@ def test_where_a_launch_finds_no_memory_its_requests_fail_and_the_engine_goes_on
     after = ask(running, "again")
     assert after.finished().reason == "length" and after.finished().usage.cached == 0 and running.alive
     assert "failed" in caplog.text
-    eventually(lambda: not running.load().running)
+    eventually(lambda: not running.load().running, 60)
     with running._lock:
         running.scheduler.check()
     assert_empty(running)
@@ -103,7 +103,7 @@ def test_a_step_that_fails_on_the_way_ends_its_requests_and_others_begin_anew(mo
         expected = [listener.finished() and listener.tokens for listener in alone]
         listeners = [ask(real, f"r{i}", 20 + i, max_tokens=80, **kind) for i, kind in enumerate(kinds)]
         waits = ask(real, "waits", 40)
-        eventually(lambda: all(len(listener.tokens) > 3 for listener in listeners))
+        eventually(lambda: all(len(listener.tokens) > 3 for listener in listeners), 60)
         once(real, monkeypatch, "step", on_the_way(real))
         ends = [listener.finished() for listener in listeners]
         assert sorted(end.reason for end in ends) == ["error", "error", "length", "length"]
@@ -111,7 +111,7 @@ def test_a_step_that_fails_on_the_way_ends_its_requests_and_others_begin_anew(mo
             assert listener.tokens == tokens[: end.usage.completion] and len(tokens) == 80
             assert end.error is None or end.error.status == "INTERNAL"
         assert waits.finished().reason == "length" and real.alive
-        eventually(lambda: not real.load().running)
+        eventually(lambda: not real.load().running, 60)
         with real._lock:
             real.scheduler.check()
         assert_empty(real)
@@ -123,7 +123,7 @@ def test_an_engine_whose_every_step_fails_gives_up(running, monkeypatch):
     monkeypatch.setattr(running.stages, "step", no_memory)
     ends = [ask(running, str(number)).finished() for number in range(FAULTS)]
     assert [end.error.status for end in ends] == ["RESOURCE_EXHAUSTED"] * (FAULTS - 1) + ["INTERNAL"]
-    eventually(lambda: not running.alive)
+    eventually(lambda: not running.alive, 60)
 
 
 def watched(built: Engine, hang_timeout: float) -> Engine:
@@ -167,13 +167,13 @@ def test_a_hung_step_can_be_told_by_others(built, monkeypatch):
 
         once(real, monkeypatch, "step", hang)
         listener = ask(real, "hangs")
-        eventually(lambda: real.stuck() is not None)
+        eventually(lambda: real.stuck() is not None, 60)
         first = real.stuck()
-        eventually(lambda: real.stuck() > first)
+        eventually(lambda: real.stuck() > first, 60)
         assert real.alive and not listener.tokens
         gate.set()
         assert listener.finished().reason == "length"
-        eventually(lambda: real.stuck() is None)
+        eventually(lambda: real.stuck() is None, 60)
     finally:
         gate.set()
         real.close()
@@ -184,12 +184,12 @@ def test_flushing_forgets_what_nobody_holds(running):
     first.finished()
     warm = ask(running, "b", 100).finished()
     assert warm.usage.cached == 96
-    eventually(lambda: not running.load().running)
+    eventually(lambda: not running.load().running, 60)
     cached = running.load().pages_cached
     assert running.flush_cache() == cached > 0 == running.flush_cache()
     assert running.load().pages_free == running.load().pages_total
     held = ask(running, "c", 100, max_tokens=300)
-    assert (eventually(lambda: held.tokens), running.flush_cache())[1] == 0
+    assert (eventually(lambda: held.tokens, 60), running.flush_cache())[1] == 0
     assert ask(running, "d", 100).finished().usage.cached == 96          # what is held stays known
     running.cancel("c")
     assert held.finished().usage.cached == 0 and first.tokens == held.tokens[:5]

@@ -39,7 +39,7 @@ def guarded(built: Engine, **settings) -> Engine:
     began = time.monotonic()
     ask(plain, "again", LONG, max_tokens=2, rest=dict(bypass_prefix_cache=True)).finished()
     seconds = time.monotonic() - began
-    eventually(lambda: not plain.load().running)
+    eventually(lambda: not plain.load().running, 60)
     plain.close()
     objectives = {"ttft": max(0.5, 20 * seconds), "tpot": max(0.05, seconds), "step_time": max(0.05, seconds)}
     config = SchedulerConfig(**{"policy": "slack", "chunking": "adaptive", "admission": "predict", "max_seqs": 4, "chunk_tokens": 32,
@@ -72,7 +72,7 @@ def test_one_who_sends_the_longest_prompts_takes_nothing_from_others(built):
         assert accepted and len(short) >= 24 and np.percentile(short, 99) <= due
         firsts = [listener.finished().timing.first_token for listener in accepted]
         assert np.mean(np.array(firsts) <= 2 * due) >= 0.9
-        eventually(lambda: not real.load().running)
+        eventually(lambda: not real.load().running, 60)
         assert_empty(real)
     finally:
         real.close()
@@ -90,7 +90,7 @@ def test_a_deadline_that_comes_before_its_turn_costs_no_prefill(built):
     real.scheduler.start = counting
     try:
         running = [ask(real, f"r{number}", 10, max_tokens=400) for number in range(4)]
-        eventually(lambda: all(listener.tokens for listener in running))
+        eventually(lambda: all(listener.tokens for listener in running), 60)
         late = ask(real, "late", 100, rest=dict(deadline=real.clock.now() + 0.05))
         assert late.finished().reason == "deadline" and not late.tokens
         assert sum(computed) == 4 * 10

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import unicodedata
 from pathlib import Path
 
 import jsonschema_rs
@@ -113,7 +114,7 @@ def test_any_object_is_an_object(guides, seed, free):
 
 
 regexes = st.recursive(
-    st.sampled_from(["a", "b", "é", "😀", "[a-c]", "[^a]", "[0-9]", "[a-z0-9_]", ".", r"\.", " ", '"', "tr"]),
+    st.sampled_from(["a", "b", "é", "😀", "[a-c]", "[^a]", r"\d", "[a-z0-9_]", ".", r"\.", " ", '"', "tr"]),
     lambda inner: st.one_of(
         st.lists(inner, min_size=1, max_size=3).map("".join),
         st.lists(inner, min_size=2, max_size=3).map(lambda parts: f"({'|'.join(parts)})"),
@@ -124,7 +125,8 @@ regexes = st.recursive(
 @given(regex=regexes, seed=st.integers(0, 2**32), free=st.integers(0, 30))
 def test_what_a_regular_expression_lets_through_matches_it(guides, regex, seed, free):
     text = said(guides.compile(Guided("regex", regex)).matcher(), seed, free)
-    assert re.fullmatch(regex, text), (regex, text)
+    newer = "".join("0" if unicodedata.category(char) == "Cn" else char for char in text)       # digits that this Python does not know
+    assert re.fullmatch(regex, text) or re.fullmatch(regex, newer), (regex, text)
 
 
 @settings(max_examples=60, deadline=None)

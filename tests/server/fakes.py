@@ -15,6 +15,8 @@ from jaxserve.request import Accepted, Event, Finished, Logprobs, Progress, Requ
 from jaxserve.tokenizer.template import ChatTemplate
 from jaxserve.tokenizer.tokenizer import _byte_alphabet
 
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"               # a caller's traceparent
 EOS = 256
 VOCAB = 257
 MAX_LEN = 4096

@@ -16,10 +16,9 @@ import pytest
 from jaxserve.config import ServerConfig
 from jaxserve.server import logs
 from jaxserve.server.http import Listener
-from tests.server.fakes import FakeEngine, expected
+from tests.server.fakes import PARENT, TRACE, FakeEngine, expected
 from tests.waiting import eventually
 
-PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 BODY = {"prompt": "hello", "max_tokens": 4000, "stream": True, "ignore_eos": True}
 
 
@@ -280,7 +279,7 @@ def test_lines_about_a_request_are_not_in_the_name_of_the_one_before(serve, monk
         there.send(body)
         assert there.getresponse().read()
         time.sleep(0.05)
-    assert seen == [PARENT[3:35], ""]
+    assert seen == [TRACE, ""]
 
 
 def test_a_body_that_comes_after_its_answer_holds_no_connection(serve):

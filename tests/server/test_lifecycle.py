@@ -254,7 +254,6 @@ import sys
 from jaxserve.config import ServerConfig
 from jaxserve.server.launch import serve
 from tests.server.fakes import FakeEngine, FakeTokenizer
-from tests.waiting import eventually
 config = ServerConfig(port=0, http_port=0, drain_timeout=float(sys.argv[1]))
 serve(config, lambda: (FakeEngine(step_seconds=0.01), FakeTokenizer()), lambda server: print(server.ports['grpc'], flush=True))
 """

@@ -17,12 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.logs import Json
 from jaxserve.server.tracing import Tracer
-from tests.server.fakes import FakeEngine
+from tests.server.fakes import PARENT, TRACE, FakeEngine
 from tests.server.keyed import TWO
 from tests.waiting import eventually
-
-TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
-PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
 
 
 class Lines(logging.Handler):

@@ -23,11 +23,10 @@ from jaxserve.config import ConfigError
 from jaxserve.request import Finished, Request, RequestError, SamplingParams, Slo, Timing, Usage
 from jaxserve.server import tracing
 from jaxserve.server.tracing import Tracer
+from tests.server.fakes import PARENT, TRACE
 from tests.waiting import eventually
 
-TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 NO_SLO = Slo()
-PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
 
 
 @pytest.fixture(autouse=True)

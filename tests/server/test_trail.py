@@ -16,8 +16,8 @@ from jaxserve.request import Finished, Request, RequestError, SamplingParams, Ti
 from jaxserve.server.logs import Json
 from jaxserve.server.tracing import Tracer
 from jaxserve.server.trail import Origin, Trail
+from tests.server.fakes import TRACE
 
-TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 ORIGIN = Origin("http", f"00-{TRACE}-00f067aa0ba902b7-01", operation="chat")
 END = Finished(0, "length", Usage(3, 1, 5), Timing(0.1, 0.2, 0.6))
 
