@@ -1,7 +1,7 @@
 """The server's event loop. It is asyncio's, but hears few sockets in each of its turns.
 
 asyncio hears all sockets that have something, and then does all that they ask for, before it looks at the time or at anything else. A crowd
-of callers who come at once, each of whom costs half a millisecond, would hold up those who are served already.
+of callers who come at once, each of whom costs a millisecond or two, would hold up those who are served already.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-AT_ONCE = 8                                             # sockets that are heard in a turn, at most
+AT_ONCE = 4                                             # sockets that are heard in a turn, at most
 T = TypeVar("T")
 
 

@@ -4,14 +4,15 @@
 
 One process holds a tiny model's engine and its server. Callers without a front hand requests to the engine from a thread of that process;
 those over gRPC and HTTP are in a process of their own. Each of so many callers sends its next request a random while after the last one
-ended, and asks for more or less of an output, lest all keep step. The ways take turns in every round, and a round's ratio is taken within
-it. How long a request waits depends on which others are there, so what a front adds to the time to its first token is also taken request
-by request, beside what was noted of the same one: the seconds from its arrival, when the front has parsed it, to the engine's token.
+ended, and asks for more or less of an output, lest all keep step. The ways take turns in every round, with the same dice, and a round's
+ratio is taken within it. How long a request waits depends on which others are there, so what a front adds to the time to its first token
+is also taken request by request, beside what was noted of the same one: the seconds from its arrival, when the front has parsed it, to the
+engine's token.
 
 On a machine without an accelerator the model needs the same few cores as fronts and callers: --cores=1 leaves it one of them, in all ways,
 and the others to the host, as where there is an accelerator. The engine without fronts is also measured beside a process that is as busy as
-they were. How long the server's event loop was held up is measured all along, beside a process that only sleeps: what held that up as well
-was the machine.
+they were. How long the server's event loop was held up is measured all along, and how much of that its thread could have run but had no
+core, as the operating system counts it: that part is the machine's, the rest the server's.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ import json
 import logging
 import math
 import os
+import pathlib
 import queue
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -65,24 +68,16 @@ BEFORE = 1.0                                         # seconds of calls before a
 TICK = 0.005                                         # seconds between looks at the event loop
 SLICE = 0.005                                        # seconds in which a busy process is busy once
 WORKER = "--worker"
-SLEEPER = f"""
-import select, sys, time
-worst = 0.0
-while not select.select([sys.stdin], [], [], 0)[0]:
-    due = time.monotonic() + {TICK}
-    time.sleep({TICK})
-    worst = max(worst, time.monotonic() - due)
-print(worst)
-"""
+IDS = (3, 256)                                       # of prompts: from, to
 LAST_CHUNK = b"0\r\n"
 FIRST = 0x20000                                      # of characters that stand for ids
 
 
 @dataclasses.dataclass
 class Figures:
-    """Of one measurement, times as medians over its requests. ttft: seconds, as callers saw it; added: those of them before the request's
-    arrival, as a front notes it, and after the engine's token; over: ttft to the rest. cores: what the callers' process and the event loop
-    took."""
+    """Of one measurement. ttft: seconds, as callers saw it, the mean over its requests: it has a peak for every number of prompts that may
+    be ahead, and a median jumps between them. added: those of them before the request's arrival, as a front notes it, and after the
+    engine's token; over: ttft to the rest; both as medians. cores: what the callers' process and the event loop took."""
 
     tokens_per_s: float
     ttft: float
@@ -115,7 +110,7 @@ def figures_of(tokens_per_s: float, firsts: Mapping[str, float], noted: Mapping[
     """firsts: seconds to the first token of each request, by its id, as its caller saw them; noted: as the engine did."""
     found = [(ttft, noted[id]) for id, ttft in firsts.items() if id in noted]
     seen, own = np.array(found or [(math.nan, math.nan)]).T
-    return Figures(tokens_per_s, *(float(np.median(one)) for one in (seen, seen - own, seen / own)), len(found), cores)
+    return Figures(tokens_per_s, float(seen.mean()), float(np.median(seen - own)), float(np.median(seen / own)), len(found), cores)
 
 
 class Noted(logging.Handler):
@@ -138,26 +133,25 @@ class InProcess:
 
     def __init__(self, engine: Any, prompt: int, output: int, pause: float):
         self._engine, self._prompt, self._output, self._pause, self._number = engine, prompt, output, pause, 0
-        self._dice = np.random.default_rng(0)
 
-    def measure(self, callers: int, seconds: float) -> Figures:
-        tally, done, noted = Tally(seconds), queue.SimpleQueue[None](), dict[str, float]()
+    def measure(self, callers: int, seconds: float, seed: int) -> Figures:
+        tally, done, noted, dice = Tally(seconds), queue.SimpleQueue[None](), dict[str, float](), np.random.default_rng(seed)
         due = [0.0] * callers                                # a heap: when who pauses goes on
         while (now := time.perf_counter()) < tally.until:
             while due and due[0] <= now:
                 heapq.heappop(due)
-                self._submit(tally, done, noted)
+                self._submit(*drawn(self._prompt, self._output, dice), tally, done, noted)
             with contextlib.suppress(queue.Empty):
                 done.get(timeout=max(0.0, min([tally.until, *due[:1]]) - now))
-                heapq.heappush(due, time.perf_counter() + self._dice.exponential(self._pause))
+                heapq.heappush(due, time.perf_counter() + dice.exponential(self._pause))
         for _ in range(callers - len(due)):
             done.get()
         return figures_of(tally.tokens_per_s, tally.firsts, noted)
 
-    def _submit(self, tally: Tally, done: queue.SimpleQueue[None], noted: dict[str, float]) -> None:
+    def _submit(self, prompt: np.ndarray, output: int, tally: Tally, done: queue.SimpleQueue[None], noted: dict[str, float]) -> None:
         self._number += 1
-        id, prompt = f"r{self._number}", self._dice.integers(3, self._engine.model.vocab, self._prompt)
-        sampling, sent = SamplingParams(temperature=0, max_tokens=some(self._output, self._dice), ignore_eos=True), time.perf_counter()
+        id, sampling = f"r{self._number}", SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
+        sent = time.perf_counter()
 
         def sink(events: Sequence[Event]) -> None:
             for event in events:
@@ -171,16 +165,16 @@ class InProcess:
                                          arrival=time.monotonic()), sink)
 
 
-def some(output: int, dice: np.random.Generator) -> int:
-    """Tokens of one output, so many on average."""
-    return int(dice.integers(output - output // 2, output + output // 2 + 1))
+def drawn(prompt: int, output: int, dice: np.random.Generator) -> tuple[np.ndarray, int]:
+    """Ids of one prompt of so many, and tokens of its output, so many on average."""
+    return dice.integers(*IDS, prompt), int(dice.integers(output - output // 2, output + output // 2 + 1))
 
 
-async def over_grpc(client: Any, id: str, prompt: list[int], output: int, tally: Tally) -> None:
+async def over_grpc(client: Any, id: str, prompt: np.ndarray, output: int, tally: Tally) -> None:
     from jaxserve.completion import Delta
 
     sent = time.perf_counter()
-    async for event in client.generate(prompt, SamplingParams(temperature=0, max_tokens=output, ignore_eos=True), request_id=id):
+    async for event in client.generate(prompt.tolist(), SamplingParams(temperature=0, max_tokens=output, ignore_eos=True), request_id=id):
         if isinstance(event, Delta):
             tally.heard(id, sent, len(event.ids))
 
@@ -188,10 +182,10 @@ async def over_grpc(client: Any, id: str, prompt: list[int], output: int, tally:
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def over_http(address: tuple[str, int], idle: list[Connection], id: str, prompt: list[int], output: int, tally: Tally) -> None:
+async def over_http(address: tuple[str, int], idle: list[Connection], id: str, prompt: np.ndarray, output: int, tally: Tally) -> None:
     """Counts characters: every token of this tokenizer is one, but for those that are none. idle: connections that are open."""
     sent = time.perf_counter()
-    body = json.dumps({"prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True, "stream": True}).encode()
+    body = json.dumps({"prompt": prompt.tolist(), "max_tokens": output, "temperature": 0, "ignore_eos": True, "stream": True}).encode()
     reader, writer = idle.pop(0) if idle else await asyncio.open_connection(*address)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nx-request-id: %s\r\n"
                  b"content-length: %d\r\n\r\n" % (id.encode(), len(body)) + body)
@@ -204,26 +198,28 @@ async def over_http(address: tuple[str, int], idle: list[Connection], id: str, p
 
 
 async def worker(target: str, port: int, prompt: int, output: int, pause: float) -> None:
-    """The process of those who call: reads 'way callers seconds busy' from its input, writes what they saw."""
+    """The process of those who call: reads 'way callers seconds seed busy' from its input, writes what they saw."""
     from jaxserve.server.client import AsyncClient
 
-    loop, dice, idle, number = asyncio.get_running_loop(), np.random.default_rng(1), list[Connection](), itertools.count()
+    loop, idle, number = asyncio.get_running_loop(), list[Connection](), itertools.count()
+
+    async def one(call: Callable[..., Awaitable[None]], tally: Tally, dice: np.random.Generator) -> None:
+        while time.perf_counter() < tally.until:
+            await call(f"w{next(number)}", *drawn(prompt, output, dice), tally)
+            await asyncio.sleep(dice.exponential(pause))
+
     async with AsyncClient(target) as client:
         calls: dict[str, Callable[..., Awaitable[None]]] = {
             "grpc": functools.partial(over_grpc, client), "http": functools.partial(over_http, ("127.0.0.1", port), idle)}
         while line := await loop.run_in_executor(None, sys.stdin.readline):
-            way, callers, seconds, busy = line.split()
+            way, callers, seconds, seed, busy = line.split()
             tally, cpu, began = Tally(float(seconds)), time.process_time(), time.perf_counter()
             if way == "beside":
                 be_busy(tally.until, float(busy))
                 continue
 
-            async def one(call: Callable[..., Awaitable[None]] = calls[way], tally: Tally = tally) -> None:
-                while time.perf_counter() < tally.until:
-                    await call(f"w{next(number)}", dice.integers(3, 256, prompt).tolist(), some(output, dice), tally)
-                    await asyncio.sleep(dice.exponential(pause))
-
-            ending = asyncio.gather(*(one() for _ in range(int(callers))))
+            dice = np.random.default_rng(int(seed))
+            ending = asyncio.gather(*(one(calls[way], tally, dice) for _ in range(int(callers))))
             await asyncio.sleep(tally.until - time.perf_counter())
             cores = (time.process_time() - cpu) / (time.perf_counter() - began)
             await ending
@@ -248,14 +244,14 @@ class Bench:
         self._clock = time.pthread_getcpuclockid(server._thread.ident)               # type: ignore[arg-type]
         self._busy: dict[int, list[float]] = {}             # by callers: the cores that fronts and callers took
 
-    def measure(self, way: str, callers: int, seconds: float) -> Figures:
+    def measure(self, way: str, callers: int, seconds: float, seed: int = 0) -> Figures:
         if way == "engine":
-            return self._inside.measure(callers, seconds)
+            return self._inside.measure(callers, seconds, seed)
         busy = min(1.0, float(np.median(self._busy[callers]))) if way == "beside" else 0.0
         cpu, began = time.clock_gettime(self._clock), time.perf_counter()
-        print(way, callers, seconds, busy, file=self._input, flush=True)
+        print(way, callers, seconds, seed, busy, file=self._input, flush=True)
         if way == "beside":
-            figures = self._inside.measure(callers, seconds)
+            figures = self._inside.measure(callers, seconds, seed)
             figures.cores = busy
             return figures
         seen = json.loads(self._output.readline())                                   # type: ignore[union-attr]
@@ -266,21 +262,34 @@ class Bench:
 
     def round(self, number: int, callers: int, seconds: float) -> dict[str, Any]:
         first = number % len(WAYS)
-        found = {way: dataclasses.asdict(self.measure(way, callers, seconds)) for way in WAYS[first:] + WAYS[:first]}
+        found = {way: dataclasses.asdict(self.measure(way, callers, seconds, number)) for way in WAYS[first:] + WAYS[:first]}
         return {"callers": callers, **found}
 
 
 class Lag:
-    """How long an event loop was held up beyond what was asked of it, in seconds."""
+    """How long an event loop was held up beyond what was asked of it, in seconds. worst: in all; own: without its thread's waits for a
+    core, where the operating system tells of them (Linux does, in the second number of schedstat)."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.worst, self._loop = 0.0, loop
-        loop.call_soon_threadsafe(self._look, loop.time())
+        self._loop = loop
+        self.reset()
+        loop.call_soon_threadsafe(self._begin)
 
-    def _look(self, due: float) -> None:
-        now = self._loop.time()
+    def reset(self) -> None:
+        self.worst = self.own = 0.0
+
+    def _begin(self) -> None:
+        self._waits = pathlib.Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self._look(self._loop.time(), self._waited())
+
+    def _waited(self) -> float:
+        return int(self._waits.read_text().split()[1]) / 1e9 if self._waits.exists() else 0.0
+
+    def _look(self, due: float, waited: float) -> None:
+        now, until = self._loop.time(), self._waited()
         self.worst = max(self.worst, now - due)
-        self._loop.call_at(now + TICK, self._look, now + TICK)
+        self.own = max(self.own, now - due - (until - waited))
+        self._loop.call_at(now + TICK, self._look, now + TICK, until)
 
 
 def tokenizer() -> Tokenizer:
@@ -303,24 +312,19 @@ def run(values: dict[str, Any]) -> int:
         inside, lag = InProcess(server.server.front.engine, values["prompt"], values["output"], values["pause"]), Lag(server._loop)
         command = [sys.executable, "-m", "experiments.benchmarks.front", WORKER, server.target, str(server.server.ports["http"]),
                    *(str(values[name]) for name in ("prompt", "output", "pause"))]
-        with _started(command) as outside:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as outside:
             bench = Bench(server, outside, inside)
             for count in callers:                        # the first time for everything, and how busy the ways are
                 bench.measure("engine", count, 1.0)
                 for way in FRONTS:
                     bench.measure(way, count, 1.0)
-            with _started([sys.executable, "-c", SLEEPER]) as sleeper:
-                lag.worst = 0.0
-                rounds = [bench.round(number, count, values["seconds"]) for number in range(values["rounds"]) for count in callers]
-                held = {"loop": lag.worst, "sleeper": float(sleeper.communicate()[0])}
+            lag.reset()
+            rounds = [bench.round(number, count, values["seconds"]) for number in range(values["rounds"]) for count in callers]
+            held = {"worst": lag.worst, "own": lag.own}
             outside.stdin.close()                        # type: ignore[union-attr]
     print(report(rounds, held))
     keep(values, rounds=rounds, held=held)
     return 0
-
-
-def _started(command: Sequence[str]) -> subprocess.Popen:
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def report(rounds: Sequence[dict[str, Any]], held: Mapping[str, float]) -> str:
@@ -336,7 +340,7 @@ def report(rounds: Sequence[dict[str, Any]], held: Mapping[str, float]) -> str:
                          f"{1000 * wait:.1f}", *map(_spread, ratios["ttft"]), f"{1000 * added:.1f}",
                          _spread([found[way]["over"] for found in mine])])
     headers = ["", "cores", "tokens/s", "to engine", "to beside", "TTFT ms", "to engine", "to beside", "added ms", "to its engine's"]
-    said = f"held up at most: the event loop {1000 * held['loop']:.1f} ms, a process that only sleeps {1000 * held['sleeper']:.1f} ms"
+    said = f"the event loop was held up at most {1000 * held['worst']:.1f} ms; without waits for a core {1000 * held['own']:.1f} ms"
     return "\n".join([described(machine()), "", table(headers, rows), "", said])
 
 
