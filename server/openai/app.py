@@ -53,6 +53,7 @@ def application(front: Front, probe: Probe) -> fastapi.FastAPI:
     app.include_router(_protocol(front), responses=ERRORS)
     app.include_router(_upkeep(front, probe))
     app.include_router(page.router(front, _mine))
+    app.openapi()                                       # made once, in 40 ms: now, not while others are served
     return app
 
 
