@@ -223,7 +223,8 @@ class ServerConfig(Checked):
     http_port: int | None = option(8000, "HTTP port: OpenAI protocol, /metrics, live page; 0 takes a free one", low=0, high=65535)
     admin_port: int | None = option(None, "HTTP port for operators: drain, abort, cache, log levels; 0 takes a free one; default: none",
                                     low=0, high=65535)
-    insecure: bool = option(False, "serve everybody who can connect, on any address, without keys and without client certificates")
+    insecure: bool = option(False, "serve everybody who can connect, on any address and by any name, without keys and without client "
+                                   "certificates")
     api_keys: str | None = option(None, "file of API keys, as `jaxserve keys` writes it, read again when it changes; default: none")
     share_prefixes: bool = option(False, "let tenants reuse the KV of each other's equal prefixes; latencies tell of it")
     tls_cert: str | None = option(None, "PEM file of the server's certificate and those between it and a root; default: no TLS")

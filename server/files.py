@@ -7,17 +7,16 @@ from pathlib import Path
 
 from jaxserve.config import ConfigError
 
+OTHERS = 0o027                                          # of a mode. A group may read: Kubernetes hands users secrets that way
 Signature = tuple[tuple[int, ...], ...]
 
 
-def check_private(field: str, file: Path, info: os.stat_result, others: int) -> None:
-    """others: bits of the mode that must not be set.
-
-    Errors: ConfigError of `field` where one is, or the file is neither this user's nor root's.
-    """
+def check_private(field: str, file: Path, info: os.stat_result) -> None:
+    """Errors: ConfigError of `field` where others than the owner can write the file, others than its group read it, or it is neither this
+    user's nor root's."""
     if info.st_uid not in (0, os.geteuid()):
         raise ConfigError(field, f"{file} belongs to another user")
-    if info.st_mode & others:
+    if info.st_mode & OTHERS:
         raise ConfigError(field, f"{file} can be read or written by others; mend it with chmod 600 {file}")
 
 

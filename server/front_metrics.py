@@ -29,7 +29,7 @@ class FrontMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
         ProcessCollector(registry=self.registry)
-        self._answers = Counter(PREFIX + "requests", "Calls that were answered, refusals included, by protocol and status",
+        self._answers = Counter(PREFIX + "requests", "Calls that were answered, refusals of what was read included, by protocol and status",
                                 ("protocol", "status"), registry=self.registry)
         self._answers.labels("grpc", "OK"), self._answers.labels("http", "200")         # there from the start, at 0
         self._lag = Histogram(PREFIX + "event_loop_lag_seconds", "Seconds by which the event loop was late, looked at 20 times a second",

@@ -13,6 +13,7 @@ import ipaddress
 import json
 import logging
 import socket
+import urllib.parse
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -184,18 +185,21 @@ class Door:
             raise self._too_large()
 
     def _check_browser(self, method: str, headers: Mapping[bytes, bytes]) -> None:
-        """A browser brings what its user may do to whichever page asks for it: pages of others ask for nothing here.
+        """A browser brings what its user may do to whichever page asks for it: pages of others send nothing here.
 
-        Without keys, a name that is led to the loopback address makes another's page look like ours, so names are checked too.
+        Without keys, a name that is led to the loopback address makes another's page look like ours, so names are checked too. Browsers
+        tell the site of a page only to addresses they trust, its origin to all.
         """
-        origin = headers.get(b"sec-fetch-site")
-        if origin is None:                              # no browser
+        config, host = self._config, headers.get(b"host", b"")
+        if config.api_keys is None and not config.insecure and is_loopback(config.host) and host and not is_loopback(_name_in(host)):
+            raise RequestError("host", "without --api_keys or --insecure the address must be a loopback one", "PERMISSION_DENIED")
+        if method in ("GET", "HEAD"):
             return
-        if method not in ("GET", "HEAD") and origin not in (b"same-origin", b"none"):
-            raise RequestError("sec-fetch-site", "pages of other sites may not send requests", "PERMISSION_DENIED")
-        name = headers.get(b"host", b"").decode("latin-1").rpartition(":")[0].strip("[]") or headers.get(b"host", b"").decode("latin-1")
-        if self._config.api_keys is None and is_loopback(self._config.host) and not is_loopback(name):
-            raise RequestError("host", "without --api_keys browsers must use a loopback address", "PERMISSION_DENIED")
+        site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
+        if origin is not None and site is None:
+            site = b"same-origin" if origin.partition(b"://")[2] == host else b"cross-site"
+        if site not in (None, b"same-origin", b"none"):
+            raise RequestError("origin", "pages of other sites may not send requests", "PERMISSION_DENIED")
 
     @property
     def _most(self) -> int:
@@ -312,6 +316,13 @@ def _listening(host: str, port: int, name: str) -> socket.socket:
     except OSError as error:
         raise ConfigError(name, f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     return listener
+
+
+def _name_in(host: bytes) -> str:
+    """The name or address in a header `host`, which may have a port; '' where there is none."""
+    with contextlib.suppress(ValueError):
+        return urllib.parse.urlsplit("//" + host.decode("latin-1")).hostname or ""
+    return ""
 
 
 def is_loopback(host: str) -> bool:

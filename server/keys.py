@@ -109,7 +109,7 @@ def read(file: Path) -> list[Key]:
             info, data = os.fstat(opened.fileno()), opened.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(FIELD, f"{file}: {error.strerror}") from None
-    check_private(FIELD, file, info, 0o077)
+    check_private(FIELD, file, info)
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(FIELD, f"{file} has more than {MAX_FILE_BYTES} bytes")
     try:

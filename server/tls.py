@@ -83,7 +83,7 @@ class Tls:
     def _read(self) -> tuple[bytes, bytes]:
         """Key and certificates, tried out."""
         pair = _text("tls_key", self._key), _text("tls_cert", self._cert)
-        check_private("tls_key", self._key, self._key.stat(), 0o027)                # a group may read it
+        check_private("tls_key", self._key, self._key.stat())
         _warn_of_dates(self._cert, _end_of(_context(self._cert, self._key), pair[1]))
         return pair
 

@@ -39,10 +39,14 @@ def test_mistakes_in_the_file_are_named_with_their_line(key_file, text, message)
     assert str(error.value).startswith(f"api_keys: {file}") and message in str(error.value)
 
 
-@pytest.mark.parametrize("mode", [0o604, 0o640, 0o602, 0o620, 0o644])
+@pytest.mark.parametrize("mode", [0o604, 0o602, 0o620, 0o644])
 def test_a_file_that_others_can_read_or_write_is_refused(key_file, mode):
     with pytest.raises(ConfigError, match="chmod 600"):
         Access(ServerConfig(api_keys=key_file(TWO, mode)))
+
+
+def test_a_group_may_read_the_file(key_file):
+    Access(ServerConfig(api_keys=key_file(TWO, 0o440)))
 
 
 def test_a_file_of_another_user_is_refused(key_file, give_away):

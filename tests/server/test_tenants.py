@@ -73,17 +73,20 @@ def test_browsers_send_the_key_as_a_password_and_pages_of_others_send_nothing(ke
     url = served.server.url
     assert httpx.get(f"{url}/v1/models", auth=basic).status_code == 200
     assert "Basic" in httpx.get(f"{url}/v1/models").headers["www-authenticate"]
-    for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200)):
-        answer = httpx.post(f"{url}/v1/completions", auth=basic, json={"prompt": "x"}, headers={"sec-fetch-site": site})
-        assert answer.status_code == status
+    for headers, status in (({"sec-fetch-site": "cross-site"}, 403), ({"sec-fetch-site": "same-site"}, 403),
+                            ({"sec-fetch-site": "same-origin"}, 200), ({"origin": "http://evil.example"}, 403), ({"origin": "null"}, 403),
+                            ({"origin": f"{url}0"}, 403), ({"origin": url}, 200), ({"origin": "null", "sec-fetch-site": "none"}, 200)):
+        answer = httpx.post(f"{url}/v1/completions", auth=basic, json={"prompt": "x"}, headers=headers)
+        assert answer.status_code == status, headers
     assert call("alice", "POST", "/v1/completions", content='{"prompt": "x"}', headers={"content-type": "text/plain"}).status_code == 415
 
 
 def test_without_keys_a_browser_is_not_led_here_under_another_name(serve):
     url = serve().server.url
-    for host, status in (("evil.example:80", 403), ("127.0.0.1:80", 200), ("localhost", 200), ("[::1]:80", 200)):
-        assert httpx.get(f"{url}/v1/models", headers={"host": host, "sec-fetch-site": "same-origin"}).status_code == status
-        assert httpx.get(f"{url}/v1/models", headers={"host": host}).status_code == 200
+    for host, status in (("evil.example:80", 403), ("evil.example", 403), ("127.0.0.1.evil.example", 403), ("[", 403),
+                         ("127.0.0.1:80", 200), ("localhost", 200), ("LOCALHOST:80", 200), ("[::1]:80", 200), ("[::1]", 200)):
+        assert httpx.get(f"{url}/v1/models", headers={"host": host}).status_code == status, host
+    assert httpx.get(f"{serve(insecure=True).server.url}/v1/models", headers={"host": "any.example"}).status_code == 200
 
 
 def test_limits_of_a_key_are_429_over_both_fronts_and_others_do_not_feel_them(keyed):
