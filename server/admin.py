@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 from typing import Any, Literal
@@ -48,7 +47,7 @@ def application(front: Front) -> fastapi.FastAPI:
     @app.post("/admin/flush_cache")
     async def flush_cache() -> dict[str, int]:
         """Forgets every prefix that nobody holds; tells how many pages that frees."""
-        return {"pages": await asyncio.to_thread(front.running.flush_cache)}
+        return {"pages": await front.of_engine(front.running.flush_cache)}
 
     @app.post("/admin/abort")
     async def abort(body: AbortRequest) -> dict[str, int]:

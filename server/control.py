@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import grpc
 
 import jaxserve
@@ -54,5 +52,5 @@ class Control:
         return info
 
     async def GetLoad(self, message: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
-        load = await asyncio.to_thread(self._front.running.load)
+        load = await self._front.of_engine(self._front.running.load)
         return pb.GetLoadResponse(**{field.name: getattr(load, field.name) for field in pb.GetLoadResponse.DESCRIPTOR.fields})

@@ -6,14 +6,15 @@ gRPC (`service`) and HTTP (`openai`) are translators: they make an `Ask` of what
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,7 +33,10 @@ from jaxserve.server.trail import Origin, Trail
 log = logging.getLogger(__name__)
 INLINE_CHARS = 4096                                     # longer texts, or more ids to make a text of, are worked on beside the event loop
 MAX_SALT_CHARS = 1024
+MAX_IDS = 2**20                                         # to make a text of, or as many as the model has room for
+ASKERS = 4                                              # threads for questions to the engine
 STARTING, SERVING, DRAINING, STOPPING, STUCK, BROKEN = "starting", "serving", "draining", "stopping", "stuck", "broken"
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ class Front:
         self.streams: dict[str, Stream] = {}
         self.engine: Any = None
         self.guides: Any = None
+        self._asking = concurrent.futures.ThreadPoolExecutor(ASKERS, "engine")
         self.tokenizer: Any = None
         self.metrics, self.trail = FrontMetrics(), Trail(Tracer(config.traces_endpoint))
         self._loop = asyncio.get_running_loop()
@@ -74,16 +79,16 @@ class Front:
         self._mailbox = Mailbox(self._loop)
         self._spoke_at = -math.inf
 
-    def open(self, engine: Any, tokenizer: Any) -> None:
-        self.engine, self.tokenizer, self.state = engine, tokenizer, SERVING
-        self.guides = Guides(tokenizer, engine.model.vocab, engine.model.eos_ids)
+    def open(self, engine: Any, tokenizer: Any, guides: Guides) -> None:
+        self.engine, self.tokenizer, self.guides, self.state = engine, tokenizer, guides, SERVING
         self.trail.model = engine.config.source.model
 
     def close(self) -> None:
         """Blocks for some seconds where nobody takes the spans that are left."""
-        self.trail.close()
         if self.guides is not None:
             self.guides.close()
+        self._asking.shutdown(wait=False, cancel_futures=True)
+        self.trail.close()
 
     def check_open(self) -> None:
         if self.state != SERVING:
@@ -132,10 +137,15 @@ class Front:
         with self._admitted(caller):
             return await self._ids(prompt)
 
-    async def text(self, ids: Sequence[int], caller: Caller, skip_special: bool = True) -> str:
-        """Text of token ids. Errors: RequestError."""
+    async def text(self, ids: Sequence[int], caller: Caller, skip_special: bool = True, name: str = "ids") -> str:
+        """Text of token ids. name: of the field that has them. Errors: RequestError."""
         with self._admitted(caller):
-            return await self._text(ids, skip_special)
+            if self.tokenizer is None:
+                raise RequestError(name, "this model has no tokenizer", "FAILED_PRECONDITION")
+            if len(ids) > (most := max(MAX_IDS, self.engine.max_len)):
+                raise RequestError(name, f"has {len(ids)} ids; the limit is {most}")
+            read = functools.partial(self._text, ids, skip_special, name)
+            return read() if len(ids) < INLINE_CHARS else await asyncio.to_thread(read)
 
     def _admitted(self, caller: Caller) -> contextlib.closing[Lease]:
         self.check_open()
@@ -145,15 +155,12 @@ class Front:
         read = functools.partial(ids_of, prompt, self.tokenizer, self.engine.max_len)
         return read() if size_of(prompt) < INLINE_CHARS else await asyncio.to_thread(read)
 
-    async def _text(self, ids: Sequence[int], skip_special: bool) -> str:
-        if self.tokenizer is None:
-            raise RequestError("ids", "this model has no tokenizer", "FAILED_PRECONDITION")
-        array = array_of("ids", ids)
+    def _text(self, ids: Sequence[int], skip_special: bool, name: str) -> str:
+        array = array_of(name, ids)
         wrong = array[(array < 0) | (array >= self.engine.model.vocab)]
         if wrong.size:
-            raise RequestError("ids", f"id {wrong[0]} is not in 0 to {self.engine.model.vocab - 1}")
-        decode = functools.partial(self.tokenizer.decode, array.tolist(), skip_special=skip_special)
-        return decode() if array.size < INLINE_CHARS else await asyncio.to_thread(decode)
+            raise RequestError(name, f"id {wrong[0]} is not in 0 to {self.engine.model.vocab - 1}")
+        return self.tokenizer.decode(array.tolist(), skip_special=skip_special)
 
     @property
     def quiet_seconds(self) -> float:
@@ -162,7 +169,11 @@ class Front:
 
     async def abort(self, ids: Sequence[str]) -> int:
         """Ends requests as cancelled; returns how many there were."""
-        return await asyncio.to_thread(lambda: sum(self.engine.cancel(id) for id in ids))
+        return await self.of_engine(lambda: sum(self.engine.cancel(id) for id in ids))
+
+    async def of_engine(self, ask: Callable[[], T]) -> T:
+        """What the engine answers. It may take seconds, while a step is issued slowly: on threads that nothing else waits for."""
+        return await self._loop.run_in_executor(self._asking, ask)
 
     def watch(self) -> None:
         """Called now and then: ends streams that nobody reads, keeps silent ones alive, sees whether the engine is."""
@@ -200,7 +211,7 @@ class Front:
         if ask.sampling.stop and (ask.ids_only or self.tokenizer is None):
             raise RequestError("stop", "stop strings need text")
         prompt = await self._ids(ask.prompt)
-        guide = None if ask.guided is None else await asyncio.to_thread(self.guides.compile, ask.guided, ask.guided_name)
+        guide = None if ask.guided is None else await asyncio.wrap_future(self.guides.submit(ask.guided, ask.guided_name))
         return Request.make(
             caller.scoped(ask.id or f"jaxserve-{secrets.token_hex(8)}"), prompt, ask.sampling,
             vocab=engine.model.vocab, max_len=engine.max_len, classes=engine.config.scheduler.class_names, arrival=now,

@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from jaxserve.config import ConfigError, ServerConfig
+from jaxserve.guide import Guides
 from jaxserve.request import RequestError
 from jaxserve.server import event_loop
 from jaxserve.server import jaxserve_pb2 as pb
@@ -30,6 +31,7 @@ from jaxserve.server.admin import application as operators
 from jaxserve.server.control import Control
 from jaxserve.server.door import CONTROL_LIMIT, handlers
 from jaxserve.server.front import SERVING, STOPPING, Front
+from jaxserve.server.health import Health
 from jaxserve.server.http import Door, Listener, is_loopback
 from jaxserve.server.openai.app import OPEN_PATHS
 from jaxserve.server.openai.app import application as users
@@ -38,6 +40,7 @@ from jaxserve.server.service import Inference
 from jaxserve.server.tls import Tls
 
 log = logging.getLogger(__name__)
+HEALTH = "grpc.health.v1.Health"
 SERVICES = {name: pb.DESCRIPTOR.services_by_name[name] for name in ("Inference", "Control")}
 SWITCH_SECONDS = 0.0001                                 # how long the engine's thread waits for the interpreter while streams are written
 FILES_SECONDS = 0.25                                    # between looks at the files of keys and certificates
@@ -95,20 +98,18 @@ class Server:
         self.ports: dict[str, int] = {}
         self._host = f"[{config.host.strip('[]')}]" if ":" in config.host else config.host
         self._listeners: list[Listener] = []
-        self._health = health.aio.HealthServicer()
+        self._health = Health([service.full_name for service in SERVICES.values()])
         self._server = grpc.aio.server(interceptors=(Guard(self.access, self.front.metrics),), options=channel_options(config))
         self._server.add_generic_rpc_handlers((
             handlers(Inference(self.front), SERVICES["Inference"], config.max_message_mib << 20, self.front.metrics),
             handlers(Control(self.front), SERVICES["Control"], CONTROL_LIMIT, self.front.metrics),
         ))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self._names = [service.full_name for service in SERVICES.values()]
         if config.reflection:
-            _reflect((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+            _reflect((*self._health.names, HEALTH, reflection.SERVICE_NAME), self._server)
 
     async def start(self) -> None:
         """Listens. Errors: ConfigError where the address cannot be had."""
-        await self._tell_health()
         try:
             self.ports["grpc"] = self._listen(f"{self._host}:{self.config.port}")
         except RuntimeError:
@@ -136,16 +137,16 @@ class Server:
             return self._server.add_insecure_port(address)
         return self._server.add_secure_port(address, self.tls.credentials())
 
-    async def open(self, engine: Any, tokenizer: Any) -> None:
-        self.front.open(engine, tokenizer)
+    def open(self, engine: Any, tokenizer: Any, guides: Guides) -> None:
+        self.front.open(engine, tokenizer, guides)
         self._watchers.append(asyncio.create_task(self.front.metrics.watch_loop()))
-        await self._tell_health()
+        self._health.tell(True)
         log.info("serving on %s: %s", self.config.host, ", ".join(f"{name} {port}" for name, port in self.ports.items()))
 
     async def drain(self) -> None:
         """Takes no new requests, gives the running ones `drain_timeout`, ends the rest with UNAVAILABLE."""
         self.front.state = STOPPING
-        await self._tell_health()
+        self._health.tell(False)
         if self.front.streams:
             log.info("draining: %d requests have %g s to finish", len(self.front.streams), self.config.drain_timeout)
         deadline = asyncio.get_running_loop().time() + self.config.drain_timeout
@@ -168,8 +169,7 @@ class Server:
         while True:
             await asyncio.sleep(period)
             self.front.watch()
-            if self.front.state != self._told:          # by itself, or as an operator asked
-                await self._tell_health()
+            self._health.tell(self.front.state == SERVING)   # which changes by itself, or as an operator asks
 
     async def _watch_files(self) -> None:
         while True:
@@ -180,13 +180,6 @@ class Server:
                     self.tls.refresh()
             except Exception:                           # a key that was taken back would work for ever
                 log.exception("the files of keys and certificates were not read again")
-
-    async def _tell_health(self) -> None:
-        self._told = self.front.state
-        serving = self._told == SERVING
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", *self._names):
-            await self._health.set(name, status)
 
 
 async def run(config: ServerConfig, build: Build, listening: Callable[[Server], None], stop: asyncio.Event) -> bool:
@@ -203,9 +196,9 @@ async def run(config: ServerConfig, build: Build, listening: Callable[[Server], 
             built = _in_thread(functools.partial(_settled, build))
             await asyncio.wait((built, stopping), return_when=asyncio.FIRST_COMPLETED)
             if built.done():
-                engine, tokenizer = built.result()
+                engine, tokenizer, guides = built.result()
                 engine.start()
-                await server.open(engine, tokenizer)
+                server.open(engine, tokenizer, guides)
                 await stopping
         finally:
             stopping.cancel()
@@ -228,13 +221,15 @@ def _shared_interpreter() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _settled(build: Build) -> tuple[Any, Any]:
-    """What was built lives as long as the server. Each look of the garbage collector at it, some 400,000 objects, would hold up the
-    engine and all streams for a quarter of a second."""
-    built = build()
+def _settled(build: Build) -> tuple[Any, Any, Guides]:
+    """What was built, and what compiles guides for it, live as long as the server. Each look of the garbage collector at it, some 400,000
+    objects, would hold up the engine and all streams for a quarter of a second."""
+    engine, tokenizer = build()
+    guides = Guides(tokenizer, engine.model.vocab, engine.model.eos_ids)
+    guides.prepare()
     gc.collect()
     gc.freeze()
-    return built
+    return engine, tokenizer, guides
 
 
 def serve(config: ServerConfig, build: Build, listening: Callable[[Server], None]) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,42 +53,55 @@ def ids_of(prompt: Prompt, tokenizer: Any, max_len: int) -> Sequence[int] | np.n
         return array_of("prompt_ids", prompt)
     if tokenizer is None:
         raise RequestError("prompt", "this model has no tokenizer: send token ids", "FAILED_PRECONDITION")
+    name = "prompt" if isinstance(prompt, Text) else "messages"
+    try:
+        return _ids_of_text(name, prompt, tokenizer, max_len)
+    except UnicodeEncodeError:                          # calls of functions hold JSON of their own, where there may be anything
+        raise RequestError(name, "holds half a character: a surrogate without its other half") from None
+
+
+def _ids_of_text(name: str, prompt: Text | Chat, tokenizer: Any, max_len: int) -> Sequence[int]:
     if isinstance(prompt, Text):
-        _check_chars("prompt", size_of(prompt), max_len)
+        _check_chars(name, size_of(prompt), max_len)
         return tokenizer.encode(prompt.text, special=prompt.special)
     if not prompt.messages:
-        raise RequestError("messages", "is empty")
+        raise RequestError(name, "is empty")
     if len(prompt.messages) > MAX_MESSAGES:
-        raise RequestError("messages", f"has {len(prompt.messages)} entries; the limit is {MAX_MESSAGES}")
-    _check_chars("messages", size_of(prompt), max_len)
+        raise RequestError(name, f"has {len(prompt.messages)} entries; the limit is {MAX_MESSAGES}")
+    _check_chars(name, size_of(prompt), max_len)
     return tokenizer.chat(prompt.messages, tools=prompt.tools, values=prompt.values)
 
 
 def array_of(name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
     """Ids of a list, read in slices between which other threads get the interpreter. Errors: RequestError that names the field."""
-    if isinstance(ids, np.ndarray):
-        return ids
-    try:
-        slices = [np.asarray(ids[at : at + SLICE]) for at in range(0, len(ids), SLICE)]
-    except ValueError:                                  # lists of several lengths
-        slices = [np.empty(0)]
-    if any(part.dtype.kind not in "iu" or part.ndim != 1 for part in slices):
-        raise RequestError(name, "must be a flat list of integers, none of them beyond 64 bits")
-    return np.concatenate(slices) if slices else np.zeros(0, np.int64)
+    return ids if isinstance(ids, np.ndarray) else np.frombuffer(b"".join(_slices(name, ids)), np.int64)
+
+
+def _slices(name: str, ids: Sequence[int]) -> Iterator[array.array[int]]:
+    """Not by numpy, which gives every one of many ids the room that a long text among them needs."""
+    for at in range(0, len(ids), SLICE):
+        part = ids[at : at + SLICE]
+        if not set(map(type, part)) <= {int}:
+            raise RequestError(name, "must be a flat list of integers")
+        try:
+            yield array.array("q", part)
+        except OverflowError:
+            raise RequestError(name, "holds an integer beyond 64 bits") from None
 
 
 def _chars(value: Any) -> int:
-    """Of all texts in a value of JSON, and one for each object and list."""
+    """Of all texts in a value of JSON, and one for each other value in it."""
     line, chars = [value], 0
     while line:
         part = line.pop()
         if isinstance(part, str):
             chars += len(part)
-        elif isinstance(part, Mapping):
-            chars += 1 + sum(map(len, part))
+            continue
+        chars += 1
+        if isinstance(part, Mapping):
+            chars += sum(map(len, part))
             line.extend(part.values())
         elif isinstance(part, (list, tuple)):
-            chars += 1
             line.extend(part)
     return chars
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 
 import grpc
 
+from jaxserve.completion import Output
+from jaxserve.request import Finished
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.access_grpc import caller
 from jaxserve.server.convert import ask_of, event_message, prompt_of
 from jaxserve.server.front import Front
+from jaxserve.server.streams import Stream
 from jaxserve.server.trail import Origin
+
+INLINE_LOGPROBS = 256                                   # of a prompt: the message with more is made beside the event loop
 
 
 class Inference:
@@ -27,7 +33,7 @@ class Inference:
             while outputs := await stream.take():
                 for output in outputs:
                     stream.writing(loop.time())
-                    await context.write(event_message(stream.id, len(stream.request.prompt), output))
+                    await context.write(await _message(stream, output))
                     stream.written(loop.time())
 
     async def Tokenize(self, message: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
@@ -36,3 +42,9 @@ class Inference:
     async def Detokenize(self, message: pb.DetokenizeRequest, context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
         skip = message.skip_special if message.HasField("skip_special") else True
         return pb.DetokenizeResponse(text=await self._front.text(message.ids, caller(), skip))
+
+
+async def _message(stream: Stream, output: Output) -> pb.GenerateEvent:
+    make = functools.partial(event_message, stream.id, len(stream.request.prompt), output)
+    large = isinstance(output, Finished) and len(output.prompt_logprobs or ()) > INLINE_LOGPROBS
+    return await asyncio.to_thread(make) if large else make()

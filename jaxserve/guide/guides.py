@@ -7,8 +7,10 @@ in well under the time of a step: what one request does to its guide, no other o
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +24,7 @@ from jaxserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 COMPILES = 2                                         # at a time
-TURN_SECONDS = 2.0                                   # most that a caller waits for others to compile
+TURN_SECONDS = 2.0                                   # who has waited longer for others to compile is refused
 SAID_CHARS = 300                                     # of what the library says about a faulty grammar
 
 
@@ -76,23 +78,49 @@ class Guides:
     """Compiles for one model: its tokenizer, its number of ids, the ids that end a completion."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos_ids: Sequence[int]):
-        self._made: llguidance.LLTokenizer | None = None
+        self._native: llguidance.LLTokenizer | str | None = None
         self._tokenizer, self._vocab, self._eos_ids = tokenizer, vocab, list(eos_ids)
-        self._making = threading.Lock()
+        self._preparing = threading.Lock()
         self._trials: list[Trial] = []
         self._idle: collections.deque[Trial] = collections.deque()   # on the right those that run
-        self._turns = threading.Semaphore(COMPILES)
+        self._threads = concurrent.futures.ThreadPoolExecutor(COMPILES, "guides")
+
+    def prepare(self) -> llguidance.LLTokenizer | str:
+        """The library's form of the tokenizer, or what is wrong with it. Made once; every other thread waits for that."""
+        with self._preparing:
+            if self._native is None:
+                self._native = self._made()
+            return self._native
+
+    def submit(self, spec: Guided, field: str = "") -> concurrent.futures.Future[Guide]:
+        """The guide of a spec, for one request, to come. Takes milliseconds for an ordinary schema, longer for the first; on threads of its
+        own, lest others wait for what takes long. Any thread may call it.
+
+        Errors: RequestError that names `field` (else the kind) for a spec that is wrong, cannot be met or is too complex, with status
+        FAILED_PRECONDITION for a model without a tokenizer or an end token, and RESOURCE_EXHAUSTED where others take too long.
+        """
+        try:
+            return self._threads.submit(self._compiled, spec, field, time.monotonic() + TURN_SECONDS)
+        except RuntimeError:                         # it was closed
+            raise internal_error() from None
 
     def compile(self, spec: Guided, field: str = "") -> Guide:
-        """The guide of a spec, for one request. Takes milliseconds for an ordinary schema, longer for the first; any thread may call it.
+        """Waits for what `submit` gives."""
+        return self.submit(spec, field).result()
 
-        Errors: RequestError that names `field` (else the kind) for a spec that is wrong, cannot be met or is too complex, and, with status
-        FAILED_PRECONDITION, for a model without a tokenizer or an end token.
-        """
-        grammar, field, regex = spec.grammar(field), field or spec.kind, spec.kind in ("regex", "choice")
-        tokenizer = self._native(field)
-        if not self._turns.acquire(timeout=TURN_SECONDS):
+    def close(self) -> None:
+        """Ends the processes that compile, and takes no more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for trial in self._trials:
+            trial.close()
+
+    def _compiled(self, spec: Guided, field: str, latest: float) -> Guide:
+        if time.monotonic() > latest:
             raise RequestError("", "too many guides are being compiled", "RESOURCE_EXHAUSTED")
+        grammar, field, regex = spec.grammar(field), field or spec.kind, spec.kind in ("regex", "choice")
+        tokenizer = self.prepare()
+        if isinstance(tokenizer, str):
+            raise RequestError(field, tokenizer, "FAILED_PRECONDITION")
         trial = self._idle.pop()
         try:
             said = trial.said(grammar, regex)
@@ -102,31 +130,21 @@ class Guides:
             raise internal_error() from None
         finally:
             (self._idle.append if trial.running else self._idle.appendleft)(trial)
-            self._turns.release()
         if said:
             raise RequestError(field, _said(said))
         return Guide(native)
 
-    def close(self) -> None:
-        """Ends the processes that compile."""
-        for trial in self._trials:
-            trial.close()
-
-    def _native(self, field: str) -> llguidance.LLTokenizer:
-        """The library's form of the tokenizer: made once, when it is first needed."""
+    def _made(self) -> llguidance.LLTokenizer | str:
         if self._tokenizer is None or not self._eos_ids:
-            raise RequestError(field, f"this model has no {'end token' if self._tokenizer else 'tokenizer'}", "FAILED_PRECONDITION")
-        with self._making:
-            if self._made is None:
-                text = self._tokenizer.to_json()
-                try:
-                    self._made = llguidance.LLTokenizer(text, n_vocab=self._vocab, eos_token=self._eos_ids)
-                except ValueError as error:
-                    said = f"this model's tokenizer cannot be used: {_said(str(error))}"
-                    raise RequestError(field, said, "FAILED_PRECONDITION") from None
-                self._trials = [Trial(text, self._vocab, self._eos_ids) for _ in range(COMPILES)]
-                self._idle.extend(self._trials)
-            return self._made
+            return f"this model has no {'end token' if self._tokenizer else 'tokenizer'}"
+        text = self._tokenizer.to_json()
+        try:
+            native = llguidance.LLTokenizer(text, n_vocab=self._vocab, eos_token=self._eos_ids)
+        except ValueError as error:
+            return f"this model's tokenizer cannot be used: {_said(str(error))}"
+        self._trials = [Trial(text, self._vocab, self._eos_ids) for _ in range(COMPILES)]
+        self._idle.extend(self._trials)
+        return native
 
 
 def _fault(error: BaseException) -> RequestError:

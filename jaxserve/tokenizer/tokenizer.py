@@ -83,7 +83,7 @@ class Tokenizer:
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Ids of a text. special: names of special tokens in it become these tokens, and the model's first token is added where the model
         wants one; otherwise the text is only text."""
-        return self._library.encode(text).ids if special else self._plain.encode(text, add_special_tokens=False).ids
+        return _ids(self._library, text, True) if special else _ids(self._plain, text, False)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of ids; broken characters become U+FFFD, ids without a token nothing."""
@@ -106,7 +106,7 @@ class Tokenizer:
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **rest: Any) -> list[int]:
         """Ids of a conversation. The template writes the first token itself where the model wants one."""
-        return self._library.encode(self.render(messages, **rest), add_special_tokens=False).ids
+        return _ids(self._library, self.render(messages, **rest), False)
 
     @functools.cached_property
     def _plain(self) -> tokenizers.Tokenizer:
@@ -114,6 +114,11 @@ class Tokenizer:
         copy = tokenizers.Tokenizer.from_str(self._library.to_str())
         copy.encode_special_tokens = True
         return copy
+
+
+def _ids(library: tokenizers.Tokenizer, text: str, first: bool) -> list[int]:
+    """As a batch, for which the library lets go of the interpreter. first: with the model's first token."""
+    return library.encode_batch_fast([text], add_special_tokens=first)[0].ids
 
 
 class Detokenizer:

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
@@ -24,9 +25,14 @@ from jaxserve.server.trail import Origin
 
 log = logging.getLogger(__name__)
 INLINE_TOKENS = 512                                     # a longer answer is written beside the event loop
+INLINE_PROMPT = 4096                                    # ids of prompts, of which more are made a text there
+LOGPROBS = 8                                            # tokens that are written in the time of one's log-probabilities
+PIECE = 256                                             # entries of a list that are written without a break
+WRITE = 1 << 16                                         # bytes of events that are written without a break
 COMMENT = b": waiting\n\n"                              # keeps proxies from closing a silent stream
 AFTER_COMMENT = b":\n\n"                                # for clients, vllm's among them, that strip what they read: a comment ends here
 DONE = b"data: [DONE]\n\n"
+T = TypeVar("T")
 
 
 class Writer(Protocol):
@@ -35,7 +41,7 @@ class Writer(Protocol):
     operation: str                                      # as traces name it
     head: dict[str, Any]                                # what all chunks have in common, once `open` was called
 
-    def open(self, streams: Sequence[Stream]) -> None: ...
+    def open(self, streams: Sequence[Stream]) -> None: ...           # maybe beside the event loop
     def first(self) -> Iterable[dict[str, Any]]: ...
     def chunks(self, number: int, output: Output) -> Iterable[dict[str, Any]]: ...
     def whole(self, completions: Sequence[Sequence[Completion]]) -> dict[str, Any]: ...
@@ -48,16 +54,16 @@ async def answer(front: Front, asks: Sequence[Ask], writer: Writer, request: Htt
         asks = [dataclasses.replace(ask, origin=origin) for ask in asks]
         streams = [await stack.enter_async_context(front.answer(ask, request.state.caller)) for ask in asks]
         headers = {"x-request-id": header_value(streams[0].id)}
-        writer.open(streams)
+        prompts = sum(len(stream.request.prompt) for stream in streams)
+        await _beside(prompts > INLINE_PROMPT, functools.partial(writer.open, streams))
         if usage is None:
             found: list[list[Completion]] = []
             async with when_gone(request.receive):
                 found = await _gathered(streams)
             if not found:
                 raise RequestError("", "the caller went away", "CANCELLED")
-            whole = functools.partial(_whole, writer, found)
-            large = sum(len(one.ids) for group in found for one in group) > INLINE_TOKENS
-            return Response(await asyncio.to_thread(whole) if large else whole(), 200, headers, "application/json")
+            large = sum(_size(completion) for group in found for completion in group) > INLINE_TOKENS
+            return Response(await written(large, functools.partial(writer.whole, found)), 200, headers, "application/json")
         for stream in streams:
             stream.cut = request.scope["transport"].abort
         return EventStream(_events(stack.pop_all(), streams, writer, usage), headers)
@@ -68,26 +74,26 @@ async def _events(stack: contextlib.AsyncExitStack, streams: Sequence[Stream], w
     try:
         async with stack:
             async for number, outputs in _outputs(streams):
-                chunks = [chunk for output in outputs for chunk in writer.chunks(number, output)]
+                chunks: Iterable[dict[str, Any]] = [chunk for output in outputs for chunk in writer.chunks(number, output)]
                 if any(isinstance(output, (Delta, Finished)) for output in outputs):
-                    chunks = [*first, *chunks]           # once; not before a token, for who measures takes it for one
+                    chunks = itertools.chain(first, chunks)      # once; not before a token, for who measures takes it for one
                 ends += [output for output in outputs if isinstance(output, Finished)]
-                if not chunks and not streams[number].overdue(loop.time()):
-                    continue
-                for stream in streams:
-                    stream.writing(loop.time())
-                yield AFTER_COMMENT * commented + _lines(chunks) if chunks else COMMENT
-                commented = not chunks
-                for stream in streams:
-                    stream.written(loop.time())
+                comment = [COMMENT] if streams[number].overdue(loop.time()) else []
+                for lines in _batches(chunks, comment):
+                    for stream in streams:
+                        stream.writing(loop.time())
+                    yield lines if lines is COMMENT else AFTER_COMMENT * commented + lines
+                    commented = lines is COMMENT
+                    for stream in streams:
+                        stream.written(loop.time())
         if usage:
-            yield _lines([{**writer.head, "choices": [], "usage": usage_of(ends)}])
+            yield _line({**writer.head, "choices": [], "usage": usage_of(ends)})
         yield DONE
     except RequestError as error:
-        yield _lines([body_of(error)])
+        yield _line(body_of(error))
     except Exception:
         log.exception("an answer failed")
-        yield _lines([body_of(internal_error())])
+        yield _line(body_of(internal_error()))
 
 
 async def _gathered(streams: Sequence[Stream]) -> list[list[Completion]]:
@@ -151,16 +157,62 @@ class Tokens:
         return [{**self.entry(id, at.chosen), "top_logprobs": [self.entry(*top) for top in at.top]} for id, at in zip(ids, logprobs)]
 
 
+def _size(completion: Completion) -> int:
+    """In tokens to write. The prompt may be echoed: as one text, in no time."""
+    logprobs = len(completion.logprobs or ()) + len(completion.prompt_logprobs or ())
+    return len(completion.ids) + LOGPROBS * logprobs + len(completion.prompt_ids) // LOGPROBS
+
+
+async def written(large: bool, make: Callable[[], Any]) -> bytes:
+    """JSON of what is made; where it is large, beside the event loop and piece by piece."""
+    return await _beside(large, lambda: b"".join(pieces(make())) if large else _json(make()))
+
+
+async def _beside(large: bool, work: Callable[[], T]) -> T:
+    return await asyncio.to_thread(work) if large else work()
+
+
+def pieces(value: Any) -> Iterator[bytes]:
+    """JSON of a value. Between the pieces other threads get the interpreter, which the library keeps while it writes."""
+    if isinstance(value, dict) and _is_deep(value.values()):
+        for number, (name, part) in enumerate(value.items()):
+            yield (b"," if number else b"{") + _json(name) + b":"
+            yield from pieces(part)
+        yield b"}"
+    elif isinstance(value, list) and _is_deep(value):
+        for number, part in enumerate(value):
+            yield b"," if number else b"["
+            yield from pieces(part)
+        yield b"]"
+    elif isinstance(value, list) and value:
+        for at in range(0, len(value), PIECE):
+            yield (b"," if at else b"[") + _json(value[at : at + PIECE])[1:-1]
+        yield b"]"
+    else:
+        yield _json(value)
+
+
+def _is_deep(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, (dict, list)) for value in values)
+
+
 def _json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+    """Half characters, which a model's JSON may have, become question marks."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
 
 
-def _whole(writer: Writer, found: Sequence[Sequence[Completion]]) -> bytes:
-    """Choice by choice: writing one keeps the interpreter from other threads."""
-    whole = writer.whole(found)
-    choices = b",".join(map(_json, whole.pop("choices")))
-    return _json(whole)[:-1] + b',"choices":[' + choices + b"]}"
+def _batches(chunks: Iterable[dict[str, Any]], otherwise: Sequence[bytes]) -> Iterator[bytes]:
+    """Events in pieces of some size; what else to send where there are none."""
+    lines, size = list[bytes](), 0
+    for chunk in chunks:
+        otherwise = ()
+        lines.append(_line(chunk))
+        size += len(lines[-1])
+        if size > WRITE:
+            yield b"".join(lines)
+            lines, size = [], 0
+    yield from [b"".join(lines)] if lines else otherwise
 
 
-def _lines(chunks: Iterable[dict[str, Any]]) -> bytes:
-    return b"".join(b"data: " + _json(chunk) + b"\n\n" for chunk in chunks)
+def _line(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + _json(chunk) + b"\n\n"

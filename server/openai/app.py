@@ -22,7 +22,7 @@ from jaxserve.server import page
 from jaxserve.server.front import Front
 from jaxserve.server.front_metrics import CONTENT_TYPE, exposition
 from jaxserve.server.openai import chat, completions
-from jaxserve.server.openai.answers import answer
+from jaxserve.server.openai.answers import INLINE_TOKENS, answer, written
 from jaxserve.server.openai.errors import HttpError, response_of
 from jaxserve.server.openai.wire import ChatRequest, CompletionRequest, DetokenizeRequest, Sampled, TokenizeRequest
 from jaxserve.server.probe import Probe
@@ -33,6 +33,7 @@ INLINE_BYTES = 1 << 16                                  # longer bodies are pars
 MAX_FIELDS = 256                                        # of a body
 MAX_KEYS = 4096                                         # of an object in it
 MAX_VALUES = 1 << 16                                    # of a field: 10,000 messages have some 50,000
+MAX_BITS = 256                                          # of an integer: longer ones take long to write
 ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
     for code, text in {400: "a field that is wrong, by name", 401: "no key, or none of ours",
@@ -87,6 +88,7 @@ def _protocol(front: Front) -> fastapi.APIRouter:
 
     @router.post("/v1/completions")
     async def complete(body: CompletionRequest, request: fastapi.Request) -> Response:
+        front.check_open()
         asks = completions.asks_of(body, _id(body, request), request.headers)
         return await answer(front, asks, completions.CompletionWriter(front, body, asks), request, _usage(body))
 
@@ -108,23 +110,27 @@ def _protocol(front: Front) -> fastapi.APIRouter:
         return _model(front)
 
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, request: fastapi.Request) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, request: fastapi.Request) -> Response:
         front.check_open()
         front.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt", "give either prompt or messages")
         prompt = Chat(body.messages or ()) if body.prompt is None else Text(body.prompt, body.add_special_tokens)
-        ids = [int(id) for id in await front.ids(prompt, request.state.caller)]
-        texts = {"token_strs": [front.tokenizer.piece(id).decode(errors="replace") for id in ids]} if body.return_token_strs else {}
-        return {"count": len(ids), "max_model_len": front.engine.max_len, "tokens": ids, **texts}
+        ids = list(await front.ids(prompt, request.state.caller))
+
+        def answer() -> dict[str, Any]:
+            texts = {"token_strs": [front.tokenizer.piece(id).decode(errors="replace") for id in ids]} if body.return_token_strs else {}
+            return {"count": len(ids), "max_model_len": front.engine.max_len, "tokens": ids, **texts}
+
+        return Response(await written(len(ids) > INLINE_TOKENS, answer), media_type="application/json")
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: fastapi.Request) -> dict[str, Any]:
         front.check_open()
         front.check_model(body.model)
-        if not isinstance(body.tokens, list) or not all(type(id) is int for id in body.tokens):
+        if not isinstance(body.tokens, list):
             raise RequestError("tokens", "must be a list of token ids")
-        return {"prompt": await front.text(body.tokens, request.state.caller, body.skip_special_tokens)}
+        return {"prompt": await front.text(body.tokens, request.state.caller, body.skip_special_tokens, "tokens")}
 
     return router
 
@@ -152,7 +158,7 @@ def _upkeep(front: Front, probe: Probe) -> fastapi.APIRouter:
         names = request.query_params.getlist("name[]")
         registries = [front.metrics.registry] + ([] if front.engine is None else [front.engine.metrics.registry])
         chosen = [registry.restricted_registry(names) for registry in registries] if names else registries
-        return Response(await asyncio.to_thread(exposition, chosen), 200, media_type=CONTENT_TYPE)
+        return Response(await front.of_engine(functools.partial(exposition, chosen)), 200, media_type=CONTENT_TYPE)
 
     return router
 
@@ -195,6 +201,8 @@ def _check_values(name: str, value: Any) -> None:
             if count > MAX_VALUES or (isinstance(part, dict) and len(part) > MAX_KEYS):
                 raise RequestError(name[:100], f"has more than {MAX_VALUES} values, or an object with more than {MAX_KEYS}")
             line.extend(part.values() if isinstance(part, dict) else part)
+        elif isinstance(part, int) and part.bit_length() > MAX_BITS:
+            raise RequestError(name[:100], f"holds an integer beyond {MAX_BITS} bits")
 
 
 class _Route(APIRoute):
@@ -247,7 +255,7 @@ def _usage(body: Sampled) -> bool | None:
         if body.stream_options is not None:
             raise RequestError("stream_options", "is for stream=true")
         return None
-    return body.stream_options is not None and body.stream_options.include_usage
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
 def _model(front: Front) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def ask_of(body: ChatRequest, id: str, headers: Mapping[str, str]) -> Ask:
             raise RequestError("tool_choice", f"cannot force a call beside {name}")
         guided, name = Guided("json_schema", json.dumps(call_schema(tools, _chosen(body)))), "tools"
     return Ask(Chat(body.messages, tools, body.chat_template_kwargs or {}), sampling, id, body.model, body.slo(headers), body.priority or 0,
-               body.cache_salt or "", body.bypass_prefix_cache, body.timeout(), keep_special=bool(tools) and guided is None,
+               body.cache_salt or "", body.bypass_prefix_cache or False, body.timeout(), keep_special=bool(tools) and guided is None,
                guided=guided, guided_name=name)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxserve.completion import Completion, Delta, Output
 from jaxserve.request import Finished, Logprobs, RequestError
@@ -28,8 +30,8 @@ def asks_of(body: CompletionRequest, id: str, headers: Mapping[str, str]) -> lis
     prompts = _prompts(body.prompt)
     ids = [id] if len(prompts) == 1 else [id and f"{id}-{number}" for number in range(len(prompts))]
     guided, name = body.guided()
-    ask = Ask([], sampling, "", body.model, body.slo(headers), body.priority or 0, body.cache_salt or "", body.bypass_prefix_cache,
-              body.timeout(), guided=guided, guided_name=name)
+    ask = Ask([], sampling, "", body.model, body.slo(headers), body.priority or 0, body.cache_salt or "",
+              body.bypass_prefix_cache or False, body.timeout(), guided=guided, guided_name=name)
     return [dataclasses.replace(ask, prompt=prompt, id=each) for prompt, each in zip(prompts, ids)]
 
 
@@ -57,21 +59,20 @@ class CompletionWriter:
         self._tokens, self._body, self._asks = Tokens(front.tokenizer), body, asks
         self._n = body.n or 1
         self.head: dict[str, Any] = {}
-        self._streams: Sequence[Stream] = ()
+        self._texts: Sequence[str] = ()                 # of the prompts, where they are echoed
         self._tokenizer, self._model = front.tokenizer, body.model or front.engine.config.source.model
         self._written: dict[int, int] = {}              # characters of each choice's prompt and tokens
 
     def open(self, streams: Sequence[Stream]) -> None:
-        self._streams = streams
+        if self._body.echo:
+            self._texts = [self._prompt_text(ask.prompt, stream.request.prompt) for ask, stream in zip(self._asks, streams)]
         self.head = {"id": streams[0].id, "object": "text_completion", "created": int(time.time()), "model": self._model}
 
     def first(self) -> Iterator[dict[str, Any]]:
-        if self._body.echo:
-            for number, stream in enumerate(self._streams):
-                text = self._prompt_text(number, stream.request.prompt)
-                for index in range(self._n):
-                    self._written[number * self._n + index] = len(text)
-                    yield self._chunk(number, index, text)
+        for number, text in enumerate(self._texts):
+            for index in range(self._n):
+                self._written[number * self._n + index] = len(text)
+                yield self._chunk(number, index, text)
 
     def chunks(self, number: int, output: Output) -> Iterator[dict[str, Any]]:
         if isinstance(output, Delta):
@@ -92,7 +93,7 @@ class CompletionWriter:
         return {**self.head, "choices": [choice]}
 
     def _choice(self, number: int, completion: Completion) -> dict[str, Any]:
-        prompt = self._prompt_text(number, completion.prompt_ids) if self._body.echo else ""
+        prompt = self._texts[number] if self._body.echo else ""
         logprobs = None
         if self._body.logprobs is not None:
             ids, values = list(completion.ids), list(completion.logprobs or ())
@@ -102,11 +103,10 @@ class CompletionWriter:
         return {"index": number * self._n + completion.index, "text": prompt + completion.text, "logprobs": logprobs,
                 "finish_reason": completion.reason}
 
-    def _prompt_text(self, number: int, ids: Iterable[int]) -> str:
-        prompt = self._asks[number].prompt
+    def _prompt_text(self, prompt: Prompt, ids: np.ndarray) -> str:
         if isinstance(prompt, Text):
             return prompt.text
-        return "" if self._tokenizer is None else self._tokenizer.decode([int(id) for id in ids], skip_special=False)
+        return "" if self._tokenizer is None else self._tokenizer.decode(ids.tolist(), skip_special=False)
 
     def _logprobs(self, ids: Sequence[int], values: Sequence[Logprobs | None], offset: int) -> dict[str, Any]:
         """None among the values: the first token of a prompt, which nothing predicts."""

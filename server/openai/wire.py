@@ -24,12 +24,21 @@ Lists = Annotated[Any, WithJsonSchema(_PROMPT)]         # read piece by piece: a
 Ids = Annotated[Any, WithJsonSchema(_IDS)]
 
 
+class First(FailFast):
+    """The first of thousands of entries that are wrong is enough."""
+
+    __hash__ = object.__hash__                          # which unions of types want of what is in them
+
+
+Messages = Annotated[list[dict[str, Any]], First()]
+
+
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class StreamOptions(Strict):
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class JsonSchema(Strict):
@@ -50,7 +59,7 @@ class StructuredOutputs(Strict):
     json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], First()] | None = None
     grammar: str | None = Field(None, description="in the form that llguidance reads, Lark's")
 
 
@@ -70,8 +79,8 @@ class Sampled(Strict):
     n: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], First()] | None = None
+    stop_token_ids: Annotated[list[int], First()] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -84,7 +93,7 @@ class Sampled(Strict):
     deadline_ms: float | None = Field(None, description="milliseconds after which the request ends, done or not")
     priority: int | None = Field(None, description="-8 to 8; each step down halves the class's objective for the first token")
     cache_salt: str | None = Field(None, description="prefixes are shared between requests of equal salt only")
-    bypass_prefix_cache: bool = False
+    bypass_prefix_cache: bool | None = None
     user: str | None = Field(None, description="has no effect, as the next four")
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -142,7 +151,7 @@ class Sampled(Strict):
 
 class CompletionRequest(Sampled):
     prompt: Lists = Field(...)
-    echo: bool = False
+    echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = Field(None, description="must be n, if anything")
     suffix: Literal[""] | None = Field(None, description="not supported")
@@ -170,11 +179,11 @@ class NamedTool(Strict):
 
 
 class ChatRequest(Sampled):
-    messages: Annotated[list[dict[str, Any]], FailFast()]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = Field(None, max_length=128)
+    tools: Annotated[list[Tool], First()] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="values for the model's own template")
@@ -183,7 +192,7 @@ class ChatRequest(Sampled):
 class TokenizeRequest(Strict):
     model: str = ""
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

@@ -1,16 +1,18 @@
 """The OpenAI protocol over an engine whose answers are known: what is asked, what comes back, what is refused."""
 
 import json
+import threading
 import time
 import urllib.parse
 
 import httpx
 import pytest
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.options import make
 from jaxserve.request import SamplingParams, Slo
-from tests.server.fakes import EOS, FakeEngine, expected
+from jaxserve.server.launch import Background
+from tests.server.fakes import EOS, FakeEngine, FakeTokenizer, expected
 from tests.waiting import eventually
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
@@ -362,8 +364,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 def test_what_outputs_must_look_like_reaches_the_engine(http, monkeypatch, field, value, kind):
     client, seen = http(), []
     guides = client.served.server.server.front.guides
-    compile = guides.compile
-    monkeypatch.setattr(guides, "compile", lambda spec, name: (seen.append((spec.kind, name)), compile(spec, name))[1])
+    submit = guides.submit
+    monkeypatch.setattr(guides, "submit", lambda spec, name: (seen.append((spec.kind, name)), submit(spec, name))[1])
     for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", CHAT)):
         assert post(client, path, {**body, field: value}).status_code == 200
     assert len(seen) == (0 if kind is None else 2) and all(found == kind and name.startswith(field) for found, name in seen)
@@ -394,8 +396,8 @@ def test_what_cannot_be_obeyed_is_refused_by_name_and_in_time(http, field, value
 def test_a_forced_call_is_the_only_output_there_can_be(http, monkeypatch):
     client, seen = http(FakeEngine(script=[*b'{"name": "add", "arguments": {"a": 1}}', EOS])), []
     guides = client.served.server.server.front.guides
-    compile = guides.compile
-    monkeypatch.setattr(guides, "compile", lambda spec, name: (seen.append(json.loads(spec.text)), compile(spec, name))[1])
+    submit = guides.submit
+    monkeypatch.setattr(guides, "submit", lambda spec, name: (seen.append(json.loads(spec.text)), submit(spec, name))[1])
     for choice in ("required", {"type": "function", "function": {"name": "add"}}):
         (found,) = post(client, "/v1/chat/completions", {**CHAT, "max_tokens": 99, "tools": TOOLS, "tool_choice": choice}).json()["choices"]
         assert [call["function"] for call in found["message"]["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}]
@@ -446,3 +448,22 @@ def test_tokens_without_text_are_told_when_they_come(http, path, prompt):
     client = http(FakeEngine(script=[EOS] * 8, step_seconds=0.1))
     chunks, _ = events(client, path, {**prompt, "max_tokens": 8, "ignore_eos": True})
     assert len(chunks) > 5                               # special tokens, which have none
+
+
+def test_before_there_is_an_engine_nobody_is_told_of_a_fault_of_ours():
+    go = threading.Event()
+    with Background(ServerConfig(port=0, http_port=0), lambda: (go.wait(30), FakeEngine(), FakeTokenizer())[1:]) as server:
+        try:
+            for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": [{"role": "user", "content": "x"}]})):
+                answer = httpx.post(f"{server.url}/v1/{path}", json=body)
+                assert answer.status_code == 503 and "retry-after" in answer.headers, answer.text
+        finally:
+            go.set()
+
+
+def test_null_is_as_if_a_field_were_absent(http):
+    client = http()
+    for name in ("echo", "n", "stop", "logprobs", "stream", "stream_options", "bypass_prefix_cache", "best_of", "suffix", "seed", "user"):
+        assert post(client, "/v1/completions", {"prompt": "x", name: None}).status_code == 200, name
+    streamed = post(client, "/v1/completions", {"prompt": "x", "stream": True, "stream_options": {"include_usage": None}})
+    assert streamed.status_code == 200 and "usage" not in streamed.text

@@ -1,0 +1,174 @@
+"""What is large is refused, or worked on beside the event loop: others are answered meanwhile."""
+
+import concurrent.futures
+import json
+import sys
+import threading
+import time
+import tracemalloc
+
+import httpx
+import numpy as np
+import pydantic
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.guide import Guided, guides
+from jaxserve.guide.trial import Trial
+from jaxserve.request import Request, RequestError, SamplingParams
+from jaxserve.server import front
+from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.client import Client, ServerError
+from jaxserve.server.openai.answers import INLINE_TOKENS, pieces
+from jaxserve.server.openai.wire import ChatRequest, CompletionRequest, TokenizeRequest
+from jaxserve.server.prompts import Chat, array_of, size_of
+from jaxserve.tokenizer import Tokenizer
+from tests.guide.vocabulary import tokenizer as small_tokenizer
+from tests.server.fakes import MAX_LEN, FakeTokenizer
+
+LONG = [ord("x")] * MAX_LEN                             # enough to be worked on beside the event loop
+CROWD = 40                                              # more than there are threads
+
+
+@pytest.mark.parametrize("ids", [[1] * 2000 + ["x" * 100_000], [[1]], [1, [1]], [1.0], [True], [None], [2**70]])
+def test_what_are_no_ids_takes_no_memory(ids):
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError) as error:
+            array_of("prompt_ids", ids)
+        assert error.value.field == "prompt_ids" and tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_ids_of_a_list_are_read_as_they_are():
+    assert array_of("ids", [0, -1, 2**63 - 1]).tolist() == [0, -1, 2**63 - 1] and array_of("ids", []).tolist() == []
+    assert array_of("ids", pb.TokenIds(ids=range(200_000)).ids).tolist() == list(range(200_000))
+
+
+def test_a_million_ids_become_text_and_no_more(serve):
+    served, most = serve(), [ord("x")] * front.MAX_IDS
+    assert served.client.detokenize(most) == "x" * len(most)
+    assert httpx.post(f"{served.server.url}/detokenize", json={"tokens": LONG}).json() == {"prompt": "x" * MAX_LEN}
+    code, details = served.status_of("Inference/Detokenize", pb.DetokenizeRequest(ids=[*most, 1]))
+    assert code.name == "INVALID_ARGUMENT" and details.startswith("ids:") and str(len(most)) in details
+    answer = httpx.post(f"{served.server.url}/detokenize", json={"tokens": [*most, 1]})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tokens"
+
+
+@pytest.mark.parametrize("count", [3, INLINE_TOKENS + 5])
+def test_short_and_long_texts_are_tokenized_alike(serve, count):
+    text = "é" * (count // 2)
+    body = httpx.post(f"{serve().server.url}/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert body == {"count": len(text.encode()), "max_model_len": MAX_LEN, "tokens": list(text.encode()),
+                    "token_strs": ["\ufffd"] * len(text.encode())}
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
+values = st.recursive(scalars | st.lists(scalars, max_size=3).map(lambda some: some * 300), lambda inner: st.one_of(
+    st.lists(inner, max_size=5), st.dictionaries(st.text(max_size=3), inner, max_size=4)), max_leaves=8)
+
+
+@settings(deadline=None)
+@given(values)
+def test_json_in_pieces_is_the_same_json(value):
+    assert json.loads(b"".join(pieces(value))) == value
+
+
+def test_of_thousands_of_faults_the_first_is_looked_for():
+    wrong = {"prompt": "x", "stop": [1] * 1000, "stop_token_ids": ["a"] * 1000, "structured_outputs": {"choice": [1] * 1000}}
+    for kind, body in ((CompletionRequest, wrong), (ChatRequest, {"messages": [1] * 1000, "tools": [1] * 1000}),
+                       (TokenizeRequest, {"messages": [1] * 1000})):
+        with pytest.raises(pydantic.ValidationError) as error:
+            kind.model_validate(body)
+        assert error.value.error_count() < 10
+
+
+def test_numbers_of_a_thousand_digits_are_refused_and_all_values_count(serve):
+    url = serve().server.url
+    message = {"role": "user", "content": "x", "more": [10**1000]}
+    answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": [message]})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+    assert size_of(Chat([{"role": "user", "content": "x", "more": [1] * 5000}])) > 5000
+
+
+def test_log_probabilities_of_a_prompt_have_a_limit_together():
+    def make(tokens):
+        return Request.make("r", np.ones(tokens, np.int32), SamplingParams(prompt_logprobs=1, max_tokens=1), vocab=10, max_len=2**20)
+
+    assert len(make(2**19).prompt) == 2**19
+    with pytest.raises(RequestError, match=r"prompt_logprobs: .*1048576"):
+        make(2**19 + 1)
+
+
+def test_text_becomes_ids_while_other_threads_run():
+    text = "the quick brown fox, é " * 20_000
+    for encode in (lambda: small_tokenizer().encode(text), lambda: small_tokenizer().encode(text, special=False)):
+        began, ticks = time.monotonic(), [time.monotonic()]
+        thread = threading.Thread(target=encode)
+        thread.start()
+        while thread.is_alive():
+            ticks.append(time.monotonic())
+        took, before = ticks[-1] - began, sys.getswitchinterval()
+        longest = max(after - at for at, after in zip(ticks, ticks[1:]))
+        assert longest < max(0.5 * took, 10 * before), (longest, took)
+
+
+def test_ids_of_a_batch_are_those_of_the_text():
+    tokenizer: Tokenizer = small_tokenizer()
+    for text in ("", "x", "word é 😀\n" * 50):
+        assert tokenizer.encode(text) == tokenizer._library.encode(text).ids
+        assert tokenizer.encode(text, special=False) == tokenizer._library.encode(text, add_special_tokens=False).ids
+
+
+def test_half_a_character_is_refused_by_name(serve):
+    function = {"name": "f", "arguments": '{"x": "\\ud83d"}'}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+    class Telling(FakeTokenizer):
+        def chat(self, messages, **rest):
+            return self.encode(json.dumps(json.loads(messages[0]["tool_calls"][0]["function"]["arguments"]), ensure_ascii=False))
+
+    answer = httpx.post(f"{serve(tokenizer=Telling).server.url}/v1/chat/completions", json={"messages": [call]})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+    assert b"".join(pieces({"arguments": "\ud83d"})) == b'{"arguments":"?"}'
+
+
+def test_guides_that_take_long_hold_up_none_without_and_no_crowd_waits_for_them(serve, monkeypatch):
+    served, go, said = serve(), threading.Event(), Trial.said
+    monkeypatch.setattr(guides, "TURN_SECONDS", 0.2)
+    monkeypatch.setattr(Trial, "said", lambda *arguments: (go.wait(30), said(*arguments))[1])
+
+    def ask(_):
+        with Client(served.target) as client:
+            try:
+                return client.complete("x", SamplingParams(max_tokens=2), guided=Guided("regex", "[a-z]+"))[0].reason
+            except ServerError as error:
+                return error.status
+
+    with concurrent.futures.ThreadPoolExecutor(CROWD) as pool:
+        crowd = [pool.submit(ask, number) for number in range(CROWD)]
+        time.sleep(0.5)
+        try:
+            assert served.client.detokenize(LONG) == "x" * MAX_LEN
+            assert not any(one.done() and one.result() == "length" for one in crowd)
+        finally:
+            go.set()
+        reasons = [one.result() for one in crowd]
+    assert set(reasons) == {"length", "RESOURCE_EXHAUSTED"} and reasons.count("length") <= guides.COMPILES
+
+
+def test_questions_to_a_busy_engine_hold_up_no_prompt(serve):
+    served, go = serve(), threading.Event()
+    load = served.engine.load
+    served.engine.load = lambda: (go.wait(30), load())[1]
+    with concurrent.futures.ThreadPoolExecutor(CROWD) as pool:
+        asked = [pool.submit(served.client.load) for _ in range(CROWD)]
+        time.sleep(0.5)
+        try:
+            assert served.client.detokenize(LONG) == "x" * MAX_LEN
+            assert not any(one.done() for one in asked)
+        finally:
+            go.set()
+        assert all(one.result().running == 0 for one in asked)
