@@ -28,6 +28,7 @@ setup(
         "grpcio>=1.67.1", "grpcio-health-checking>=1.67.1", "grpcio-reflection>=1.67.1", "protobuf>=5.27.2",
         "absl-py>=2.1", "tokenizers>=0.20", "gguf>=0.10", "jinja2>=3.1", "tqdm>=4.66", "scipy>=1.11",
         "prometheus-client>=0.20", "fastapi>=0.115", "uvicorn>=0.30", "h11>=0.14", "llguidance>=1.3", "pyyaml>=6",
+        "pysimdjson>=6.0",
     ],
     extras_require={"test": TEST, "dev": [*TEST, "mypy>=1.11"],
                     "traces": ["opentelemetry-sdk>=1.25", "opentelemetry-exporter-otlp>=1.25"], "hub": ["huggingface_hub>=0.24"],

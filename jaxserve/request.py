@@ -19,7 +19,7 @@ MAX_STOP = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 32
 MAX_LOGPROBS = 20
-MAX_PROMPT_LOGPROBS = 2**20                           # of all tokens of a prompt together
+MAX_PROMPT_LOGPROBS = 2**20                           # of all tokens of a prompt and all completions together
 MAX_LOGIT_BIAS = 512
 MAX_ID_CHARS = 256
 MAX_SEED = 2**63
@@ -116,6 +116,10 @@ class SamplingParams:
         plain = self.repetition_penalty == 1 and self.presence_penalty == 0 and self.frequency_penalty == 0 and not self.logit_bias
         return self.temperature == 0 and plain and self.min_tokens == 0
 
+    def prompt_entries(self, tokens: int) -> int:
+        """Log-probabilities of a prompt of so many tokens, in all completions."""
+        return 0 if self.prompt_logprobs is None else tokens * self.n * (1 + self.prompt_logprobs)
+
 
 class Matcher(Protocol):
     """Says which tokens one completion may go on with. `done`: with none, it is complete. Errors: RequestError, which ends it."""
@@ -181,9 +185,9 @@ class Request:
                     raise RequestError(name, f"id {token} is not below the vocabulary size {vocab}")
         if sampling.min_tokens and rest.get("guide") is not None:
             raise RequestError("min_tokens", "cannot be given with a guide, which says itself when a completion ends")
-        if sampling.prompt_logprobs is not None and len(tokens) * (1 + sampling.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
-            raise RequestError("prompt_logprobs", f"{1 + sampling.prompt_logprobs} for each of the prompt's {len(tokens)} tokens are too "
-                                                  f"many; the limit is {MAX_PROMPT_LOGPROBS} in all")
+        if sampling.prompt_entries(len(tokens)) > MAX_PROMPT_LOGPROBS:
+            raise RequestError("prompt_logprobs", f"{sampling.prompt_entries(len(tokens))} are too many, of {len(tokens)} tokens and for n "
+                                                  f"{sampling.n}; the limit is {MAX_PROMPT_LOGPROBS}")
         room = max_len - len(tokens)
         if sampling.min_tokens > room:
             said = f"{sampling.min_tokens} does not fit: the prompt has {len(tokens)} tokens, the limit is {max_len}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import concurrent.futures
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -33,11 +34,14 @@ class Access:
         self._keys = Keys(config.api_keys) if config.api_keys is not None else None
         self._isolated = not config.share_prefixes
         self._usage: dict[str, Usage] = {}
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "keys")     # waits for nothing that callers ask for
         self.anonymous = Caller("", "", Limits(), Usage(), False)
 
     async def refresh(self) -> None:
         """To be called now and then: sees whether the key file has changed, and reads it beside the event loop."""
-        if self._keys is not None and self._keys.changed and await asyncio.to_thread(self._keys.refresh):
+        if self._keys is None or not self._keys.changed:
+            return
+        if await asyncio.get_running_loop().run_in_executor(self._thread, self._keys.refresh):
             names = self._keys.names
             self._usage = {name: usage for name, usage in self._usage.items() if name in names or usage.running}
 

@@ -33,7 +33,7 @@ from jaxserve.server.trail import Origin, Trail
 log = logging.getLogger(__name__)
 INLINE_CHARS = 4096                                     # longer texts, or more ids to make a text of, are worked on beside the event loop
 MAX_SALT_CHARS = 1024
-MAX_IDS = 2**20                                         # to make a text of, or as many as the model has room for
+MAX_IDS = 2**18                                         # to make a text of, or as many as the model has room for
 ASKERS = 4                                              # threads for questions to the engine
 STARTING, SERVING, DRAINING, STOPPING, STUCK, BROKEN = "starting", "serving", "draining", "stopping", "stuck", "broken"
 T = TypeVar("T")
@@ -132,7 +132,7 @@ class Front:
                 self.engine.metrics.rejected(error.reason or error.field)
             raise
 
-    async def ids(self, prompt: Prompt, caller: Caller) -> Sequence[int] | np.ndarray:
+    async def ids(self, prompt: Prompt, caller: Caller) -> np.ndarray:
         """Token ids of a prompt. Errors: RequestError."""
         with self._admitted(caller):
             return await self._ids(prompt)
@@ -151,7 +151,7 @@ class Front:
         self.check_open()
         return contextlib.closing(caller.admit(self._clock.now()))
 
-    async def _ids(self, prompt: Prompt) -> Sequence[int] | np.ndarray:
+    async def _ids(self, prompt: Prompt) -> np.ndarray:
         read = functools.partial(ids_of, prompt, self.tokenizer, self.engine.max_len)
         return read() if size_of(prompt) < INLINE_CHARS else await asyncio.to_thread(read)
 

@@ -103,7 +103,7 @@ def hash_of(key: str) -> bytes:
 
 
 def read(file: Path) -> list[Key]:
-    """The keys of a file that belongs to this user or to root and that nobody else can read. Errors: ConfigError."""
+    """The keys of a file that belongs to this user or to root and that nobody but its group can read. Errors: ConfigError."""
     try:
         with open(file, "rb") as opened:
             info, data = os.fstat(opened.fileno()), opened.read(MAX_FILE_BYTES + 1)

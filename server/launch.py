@@ -227,6 +227,8 @@ def _settled(build: Build) -> tuple[Any, Any, Guides]:
     engine, tokenizer = build()
     guides = Guides(tokenizer, engine.model.vocab, engine.model.eos_ids)
     guides.prepare()
+    if tokenizer is not None:
+        tokenizer.encode("", special=False)             # which makes a copy of its vocabulary at the first time
     gc.collect()
     gc.freeze()
     return engine, tokenizer, guides

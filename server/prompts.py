@@ -47,15 +47,15 @@ def size_of(prompt: Prompt) -> int:
     return len(prompt) // IDS_PER_CHAR
 
 
-def ids_of(prompt: Prompt, tokenizer: Any, max_len: int) -> Sequence[int] | np.ndarray:
+def ids_of(prompt: Prompt, tokenizer: Any, max_len: int) -> np.ndarray:
     """Token ids of a prompt. Long ones take time. Errors: RequestError; FAILED_PRECONDITION where there is no tokenizer."""
     if not isinstance(prompt, (Text, Chat)):
         return array_of("prompt_ids", prompt)
-    if tokenizer is None:
-        raise RequestError("prompt", "this model has no tokenizer: send token ids", "FAILED_PRECONDITION")
     name = "prompt" if isinstance(prompt, Text) else "messages"
+    if tokenizer is None:
+        raise RequestError(name, "this model has no tokenizer: send token ids", "FAILED_PRECONDITION")
     try:
-        return _ids_of_text(name, prompt, tokenizer, max_len)
+        return array_of(name, _ids_of_text(name, prompt, tokenizer, max_len))
     except UnicodeEncodeError:                          # calls of functions hold JSON of their own, where there may be anything
         raise RequestError(name, "holds half a character: a surrogate without its other half") from None
 

@@ -8,7 +8,7 @@ import functools
 
 import grpc
 
-from jaxserve.completion import Output
+from jaxserve.completion import Delta, Output
 from jaxserve.request import Finished
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.access_grpc import caller
@@ -17,7 +17,7 @@ from jaxserve.server.front import Front
 from jaxserve.server.streams import Stream
 from jaxserve.server.trail import Origin
 
-INLINE_LOGPROBS = 256                                   # of a prompt: the message with more is made beside the event loop
+INLINE_LOGPROBS = 256                                   # tokens: the message with more of them is made beside the event loop
 
 
 class Inference:
@@ -32,12 +32,13 @@ class Inference:
         async with self._front.answer(ask, caller()) as stream:
             while outputs := await stream.take():
                 for output in outputs:
+                    event = await _message(stream, output)
                     stream.writing(loop.time())
-                    await context.write(await _message(stream, output))
+                    await context.write(event)
                     stream.written(loop.time())
 
     async def Tokenize(self, message: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
-        return pb.TokenizeResponse(ids=await self._front.ids(prompt_of(message), caller()))
+        return pb.TokenizeResponse(ids=(await self._front.ids(prompt_of(message), caller())).tolist())
 
     async def Detokenize(self, message: pb.DetokenizeRequest, context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
         skip = message.skip_special if message.HasField("skip_special") else True
@@ -46,5 +47,6 @@ class Inference:
 
 async def _message(stream: Stream, output: Output) -> pb.GenerateEvent:
     make = functools.partial(event_message, stream.id, len(stream.request.prompt), output)
-    large = isinstance(output, Finished) and len(output.prompt_logprobs or ()) > INLINE_LOGPROBS
+    logprobs = output.logprobs if isinstance(output, Delta) else output.prompt_logprobs if isinstance(output, Finished) else None
+    large = len(logprobs or ()) > INLINE_LOGPROBS
     return await asyncio.to_thread(make) if large else make()

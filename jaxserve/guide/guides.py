@@ -140,7 +140,7 @@ class Guides:
         text = self._tokenizer.to_json()
         try:
             native = llguidance.LLTokenizer(text, n_vocab=self._vocab, eos_token=self._eos_ids)
-        except ValueError as error:
+        except BaseException as error:               # a panic of native code is no Exception
             return f"this model's tokenizer cannot be used: {_said(str(error))}"
         self._trials = [Trial(text, self._vocab, self._eos_ids) for _ in range(COMPILES)]
         self._idle.extend(self._trials)

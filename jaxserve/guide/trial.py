@@ -37,7 +37,7 @@ class Trial:
     """
 
     def __init__(self, tokenizer: str, vocab: int, eos_ids: list[int]):
-        self._first = _line({"tokenizer": tokenizer, "vocab": vocab, "eos_ids": eos_ids})
+        self._first = {"tokenizer": tokenizer, "vocab": vocab, "eos_ids": eos_ids}
         self._process: subprocess.Popen[bytes] | None = None
         self._closed, self._lock = False, threading.Lock()
 
@@ -51,7 +51,7 @@ class Trial:
         Errors: OSError where there is no such process.
         """
         fresh, question = not self.running, _line({"grammar": grammar, "regex": regex})
-        if fresh and self._asked(self._begun(), self._first, START_SECONDS) != "":
+        if fresh and self._asked(self._begun(), _line(self._first), START_SECONDS) != "":
             raise OSError("no process that compiles guides could be started")
         try:
             answer = self._asked(self._process, question, SECONDS)

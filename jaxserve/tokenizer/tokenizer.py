@@ -117,8 +117,12 @@ class Tokenizer:
 
 
 def _ids(library: tokenizers.Tokenizer, text: str, first: bool) -> list[int]:
-    """As a batch, for which the library lets go of the interpreter. first: with the model's first token."""
-    return library.encode_batch_fast([text], add_special_tokens=first)[0].ids
+    """As a batch, for which the library lets go of the interpreter. first: with the model's first token. Errors: UnicodeEncodeError."""
+    try:
+        return library.encode_batch_fast([text], add_special_tokens=first)[0].ids
+    except TypeError:
+        text.encode()                                # tells of half a character, which the library takes for no text
+        raise
 
 
 class Detokenizer:

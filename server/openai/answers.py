@@ -39,6 +39,7 @@ class Writer(Protocol):
     """What a kind of answer makes of outputs. A prompt has a number, from 0."""
 
     operation: str                                      # as traces name it
+    echoes: bool                                        # prompts, which may be long: `open` makes texts of them
     head: dict[str, Any]                                # what all chunks have in common, once `open` was called
 
     def open(self, streams: Sequence[Stream]) -> None: ...           # maybe beside the event loop
@@ -54,8 +55,8 @@ async def answer(front: Front, asks: Sequence[Ask], writer: Writer, request: Htt
         asks = [dataclasses.replace(ask, origin=origin) for ask in asks]
         streams = [await stack.enter_async_context(front.answer(ask, request.state.caller)) for ask in asks]
         headers = {"x-request-id": header_value(streams[0].id)}
-        prompts = sum(len(stream.request.prompt) for stream in streams)
-        await _beside(prompts > INLINE_PROMPT, functools.partial(writer.open, streams))
+        large = writer.echoes and sum(len(stream.request.prompt) for stream in streams) > INLINE_PROMPT
+        await _beside(large, functools.partial(writer.open, streams))
         if usage is None:
             found: list[list[Completion]] = []
             async with when_gone(request.receive):
@@ -74,7 +75,7 @@ async def _events(stack: contextlib.AsyncExitStack, streams: Sequence[Stream], w
     try:
         async with stack:
             async for number, outputs in _outputs(streams):
-                chunks: Iterable[dict[str, Any]] = [chunk for output in outputs for chunk in writer.chunks(number, output)]
+                chunks: Iterator[dict[str, Any]] = (chunk for output in outputs for chunk in writer.chunks(number, output))
                 if any(isinstance(output, (Delta, Finished)) for output in outputs):
                     chunks = itertools.chain(first, chunks)      # once; not before a token, for who measures takes it for one
                 ends += [output for output in outputs if isinstance(output, Finished)]
@@ -86,6 +87,8 @@ async def _events(stack: contextlib.AsyncExitStack, streams: Sequence[Stream], w
                     commented = lines is COMMENT
                     for stream in streams:
                         stream.written(loop.time())
+                    if len(lines) > WRITE:               # others may come in between
+                        await asyncio.sleep(0)
         if usage:
             yield _line({**writer.head, "choices": [], "usage": usage_of(ends)})
         yield DONE

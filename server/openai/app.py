@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import fastapi
-import pydantic_core
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -23,17 +22,13 @@ from jaxserve.server.front import Front
 from jaxserve.server.front_metrics import CONTENT_TYPE, exposition
 from jaxserve.server.openai import chat, completions
 from jaxserve.server.openai.answers import INLINE_TOKENS, answer, written
+from jaxserve.server.openai.body import LARGE, parsed
 from jaxserve.server.openai.errors import HttpError, response_of
 from jaxserve.server.openai.wire import ChatRequest, CompletionRequest, DetokenizeRequest, Sampled, TokenizeRequest
 from jaxserve.server.probe import Probe
 from jaxserve.server.prompts import Chat, Text
 
 OPEN_PATHS = frozenset({"/health", "/ready"})           # who asks whether we live needs no key
-INLINE_BYTES = 1 << 16                                  # longer bodies are parsed beside the event loop
-MAX_FIELDS = 256                                        # of a body
-MAX_KEYS = 4096                                         # of an object in it
-MAX_VALUES = 1 << 16                                    # of a field: 10,000 messages have some 50,000
-MAX_BITS = 256                                          # of an integer: longer ones take long to write
 ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
     for code, text in {400: "a field that is wrong, by name", 401: "no key, or none of ours",
@@ -116,21 +111,22 @@ def _protocol(front: Front) -> fastapi.APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt", "give either prompt or messages")
         prompt = Chat(body.messages or ()) if body.prompt is None else Text(body.prompt, body.add_special_tokens)
-        ids = list(await front.ids(prompt, request.state.caller))
+        ids = (await front.ids(prompt, request.state.caller)).tolist()
 
-        def answer() -> dict[str, Any]:
+        def make() -> dict[str, Any]:
             texts = {"token_strs": [front.tokenizer.piece(id).decode(errors="replace") for id in ids]} if body.return_token_strs else {}
             return {"count": len(ids), "max_model_len": front.engine.max_len, "tokens": ids, **texts}
 
-        return Response(await written(len(ids) > INLINE_TOKENS, answer), media_type="application/json")
+        return Response(await written(len(ids) > INLINE_TOKENS, make), media_type="application/json")
 
     @router.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest, request: fastapi.Request) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest, request: fastapi.Request) -> Response:
         front.check_open()
         front.check_model(body.model)
         if not isinstance(body.tokens, list):
             raise RequestError("tokens", "must be a list of token ids")
-        return {"prompt": await front.text(body.tokens, request.state.caller, body.skip_special_tokens, "tokens")}
+        text = await front.text(body.tokens, request.state.caller, body.skip_special_tokens, "tokens")
+        return Response(await written(len(body.tokens) > INLINE_TOKENS, lambda: {"prompt": text}), media_type="application/json")
 
     return router
 
@@ -173,36 +169,8 @@ class _Request(fastapi.Request):
             body = await self.body()
         except ClientDisconnect:
             raise RequestError("", "the caller went away", "CANCELLED") from None
-        parsed = _parsed(body) if len(body) < INLINE_BYTES else await asyncio.to_thread(_parsed, body)
-        self._json = parsed                              # where `json` looks first
-
-
-def _parsed(body: bytes) -> Any:
-    """Of JSON. Errors: RequestError, also where there is so much of it that checking it would keep the event loop for long."""
-    try:
-        parsed = pydantic_core.from_json(body)
-    except ValueError as error:
-        raise RequestError("", f"the body is not JSON: {str(error)[:200]}") from None
-    if isinstance(parsed, dict):
-        if len(parsed) > MAX_FIELDS:
-            raise RequestError("", f"the body has {len(parsed)} fields; the limit is {MAX_FIELDS}")
-        for name, value in parsed.items():
-            if name not in ("prompt", "tokens"):         # which are read piece by piece
-                _check_values(name, value)
-    return parsed
-
-
-def _check_values(name: str, value: Any) -> None:
-    line, count = [value], 0
-    while line:
-        part = line.pop()
-        if isinstance(part, (dict, list)):
-            count += len(part)
-            if count > MAX_VALUES or (isinstance(part, dict) and len(part) > MAX_KEYS):
-                raise RequestError(name[:100], f"has more than {MAX_VALUES} values, or an object with more than {MAX_KEYS}")
-            line.extend(part.values() if isinstance(part, dict) else part)
-        elif isinstance(part, int) and part.bit_length() > MAX_BITS:
-            raise RequestError(name[:100], f"holds an integer beyond {MAX_BITS} bits")
+        read = parsed(body) if len(body) <= LARGE else await asyncio.to_thread(parsed, body)
+        self._json = read                                # where `json` looks first
 
 
 class _Route(APIRoute):

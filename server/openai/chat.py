@@ -61,12 +61,13 @@ def _chosen(body: ChatRequest) -> str | None:
 
 
 class ChatWriter:
-    operation = "chat"
+    operation, echoes = "chat", False
 
     def __init__(self, front: Front, body: ChatRequest):
         self._tokens, self._body = Tokens(front.tokenizer), body
+        template = front.tokenizer and front.tokenizer.template
         self._model = body.model or front.engine.config.source.model
-        self._form = FORCED if forced(body) else front.tokenizer.template.tools if tools_of(body) and front.tokenizer else None
+        self._form = FORCED if forced(body) else template.tools if tools_of(body) and template else None
         self._readers: dict[int, CallReader] = {}
         self._calls: dict[int, int] = {}                # of each choice, so far
         self.head: dict[str, Any] = {}

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 
 from jaxserve.completion import Completion, Delta, Output
-from jaxserve.request import Finished, Logprobs, RequestError
+from jaxserve.request import MAX_PROMPT_LOGPROBS, Finished, Logprobs, RequestError
 from jaxserve.server.front import Ask, Front
 from jaxserve.server.openai.answers import Tokens, usage_of
 from jaxserve.server.openai.wire import COMPLETION_TOKENS, MAX_PROMPTS, CompletionRequest
 from jaxserve.server.prompts import Prompt, Text
 from jaxserve.server.streams import Stream
+
+MAX_ECHO = 2**20                                        # tokens of prompts in one answer
 
 
 def asks_of(body: CompletionRequest, id: str, headers: Mapping[str, str]) -> list[Ask]:
@@ -57,7 +59,7 @@ class CompletionWriter:
 
     def __init__(self, front: Front, body: CompletionRequest, asks: Sequence[Ask]):
         self._tokens, self._body, self._asks = Tokens(front.tokenizer), body, asks
-        self._n = body.n or 1
+        self._n, self.echoes = body.n or 1, body.echo or False
         self.head: dict[str, Any] = {}
         self._texts: Sequence[str] = ()                 # of the prompts, where they are echoed
         self._tokenizer, self._model = front.tokenizer, body.model or front.engine.config.source.model
@@ -65,8 +67,16 @@ class CompletionWriter:
 
     def open(self, streams: Sequence[Stream]) -> None:
         if self._body.echo:
+            self._check_echo(streams)
             self._texts = [self._prompt_text(ask.prompt, stream.request.prompt) for ask, stream in zip(self._asks, streams)]
         self.head = {"id": streams[0].id, "object": "text_completion", "created": int(time.time()), "model": self._model}
+
+    def _check_echo(self, streams: Sequence[Stream]) -> None:
+        entries = sum(stream.request.sampling.prompt_entries(len(stream.request.prompt)) for stream in streams)
+        if entries > MAX_PROMPT_LOGPROBS:
+            raise RequestError("echo", f"of {entries} log-probabilities is too much; the limit is {MAX_PROMPT_LOGPROBS}")
+        if (tokens := self._n * sum(len(stream.request.prompt) for stream in streams)) > MAX_ECHO:
+            raise RequestError("echo", f"of {tokens} tokens is too much; the limit is {MAX_ECHO}")
 
     def first(self) -> Iterator[dict[str, Any]]:
         for number, text in enumerate(self._texts):

@@ -66,7 +66,7 @@ def watching_unread(port: int) -> socket.socket:
     there.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, struct.pack(">HI", 4, 0)) + frame(1, 4, 1, header)
                   + frame(0, 1, 1, bytes(5)))
     there.settimeout(10)
-    with there.makefile("rb", buffering=0) as reader:        # up to the header of the answer, which needs no window
+    with there.makefile("rb") as reader:        # up to the header of the answer, which needs no window
         while True:
             size, kind = struct.unpack(">IB", b"\0" + reader.read(4))
             reader.read(5 + size)
