@@ -232,7 +232,7 @@ class ServerConfig(Checked):
     tls_client_ca: str | None = option(None, "PEM file of the authorities that sign clients' certificates, without which nobody connects")
     reflection: bool = option(True, "serve gRPC reflection")
     max_message_mib: int = option(256, "largest gRPC message, in MiB", low=1, high=2047)
-    max_body_mib: int = option(16, "largest body over HTTP, in MiB; longer prompts come over gRPC", low=1, high=2047)
+    max_body_mib: int = option(8, "largest body over HTTP, in MiB; longer prompts come over gRPC", low=1, high=2047)
     max_header_kib: int = option(32, "largest header over HTTP, in KiB", low=1, high=1024)
     max_connections: int = option(4096, "HTTP connections at once", low=1)
     header_timeout: float = option(10.0, "seconds an HTTP client has for its header", low=0.1)
