@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 AT_ONCE = 4                                             # sockets that are heard in a turn, at most
@@ -19,6 +19,11 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` with this loop."""
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(FewAtOnce())) as runner:
         return runner.run(main)
+
+
+async def beside(large: bool, work: Callable[[], T]) -> T:
+    """What some work gives: where it is large, on another thread, so that the loop goes on."""
+    return await asyncio.to_thread(work) if large else work()
 
 
 class FewAtOnce(selectors.DefaultSelector):

@@ -24,6 +24,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.guide import Guided, Guides
 from jaxserve.request import Finished, Request, RequestError, SamplingParams, Slo, internal_error
 from jaxserve.server.access import Caller, Lease
+from jaxserve.server.event_loop import beside
 from jaxserve.server.front_metrics import FrontMetrics
 from jaxserve.server.prompts import Prompt, array_of, ids_of, size_of
 from jaxserve.server.streams import Mailbox, Stream
@@ -144,16 +145,14 @@ class Front:
                 raise RequestError(name, "this model has no tokenizer", "FAILED_PRECONDITION")
             if len(ids) > (most := max(MAX_IDS, self.engine.max_len)):
                 raise RequestError(name, f"has {len(ids)} ids; the limit is {most}")
-            read = functools.partial(self._text, ids, skip_special, name)
-            return read() if len(ids) < INLINE_CHARS else await asyncio.to_thread(read)
+            return await beside(len(ids) >= INLINE_CHARS, functools.partial(self._text, ids, skip_special, name))
 
     def _admitted(self, caller: Caller) -> contextlib.closing[Lease]:
         self.check_open()
         return contextlib.closing(caller.admit(self._clock.now()))
 
     async def _ids(self, prompt: Prompt) -> np.ndarray:
-        read = functools.partial(ids_of, prompt, self.tokenizer, self.engine.max_len)
-        return read() if size_of(prompt) < INLINE_CHARS else await asyncio.to_thread(read)
+        return await beside(size_of(prompt) >= INLINE_CHARS, functools.partial(ids_of, prompt, self.tokenizer, self.engine.max_len))
 
     def _text(self, ids: Sequence[int], skip_special: bool, name: str) -> str:
         array = array_of(name, ids)

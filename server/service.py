@@ -13,6 +13,7 @@ from jaxserve.request import Finished
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.access_grpc import caller
 from jaxserve.server.convert import ask_of, event_message, prompt_of
+from jaxserve.server.event_loop import beside
 from jaxserve.server.front import Front
 from jaxserve.server.streams import Stream
 from jaxserve.server.trail import Origin
@@ -48,5 +49,4 @@ class Inference:
 async def _message(stream: Stream, output: Output) -> pb.GenerateEvent:
     make = functools.partial(event_message, stream.id, len(stream.request.prompt), output)
     logprobs = output.logprobs if isinstance(output, Delta) else output.prompt_logprobs if isinstance(output, Finished) else None
-    large = len(logprobs or ()) > INLINE_LOGPROBS
-    return await asyncio.to_thread(make) if large else make()
+    return await beside(len(logprobs or ()) > INLINE_LOGPROBS, make)

@@ -10,13 +10,14 @@ import itertools
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxserve.completion import Completion, Delta, Gathered, Output
 from jaxserve.request import Finished, Logprobs, RequestError, internal_error
+from jaxserve.server.event_loop import beside
 from jaxserve.server.front import Ask, Front
 from jaxserve.server.http import EventStream, when_gone
 from jaxserve.server.openai.errors import body_of, header_value
@@ -32,7 +33,6 @@ WRITE = 1 << 16                                         # bytes of events that a
 COMMENT = b": waiting\n\n"                              # keeps proxies from closing a silent stream
 AFTER_COMMENT = b":\n\n"                                # for clients, vllm's among them, that strip what they read: a comment ends here
 DONE = b"data: [DONE]\n\n"
-T = TypeVar("T")
 
 
 class Writer(Protocol):
@@ -56,7 +56,7 @@ async def answer(front: Front, asks: Sequence[Ask], writer: Writer, request: Htt
         streams = [await stack.enter_async_context(front.answer(ask, request.state.caller)) for ask in asks]
         headers = {"x-request-id": header_value(streams[0].id)}
         large = writer.echoes and sum(len(stream.request.prompt) for stream in streams) > INLINE_PROMPT
-        await _beside(large, functools.partial(writer.open, streams))
+        await beside(large, functools.partial(writer.open, streams))
         if usage is None:
             found: list[list[Completion]] = []
             async with when_gone(request.receive):
@@ -168,11 +168,7 @@ def _size(completion: Completion) -> int:
 
 async def written(large: bool, make: Callable[[], Any]) -> bytes:
     """JSON of what is made; where it is large, beside the event loop and piece by piece."""
-    return await _beside(large, lambda: b"".join(pieces(make())) if large else _json(make()))
-
-
-async def _beside(large: bool, work: Callable[[], T]) -> T:
-    return await asyncio.to_thread(work) if large else work()
+    return await beside(large, lambda: b"".join(pieces(make())) if large else _json(make()))
 
 
 def pieces(value: Any) -> Iterator[bytes]:

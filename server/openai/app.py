@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 import jaxserve
 from jaxserve.request import RequestError, internal_error
 from jaxserve.server import page
+from jaxserve.server.event_loop import beside
 from jaxserve.server.front import Front
 from jaxserve.server.front_metrics import CONTENT_TYPE, exposition
 from jaxserve.server.openai import chat, completions
@@ -169,8 +169,7 @@ class _Request(fastapi.Request):
             body = await self.body()
         except ClientDisconnect:
             raise RequestError("", "the caller went away", "CANCELLED") from None
-        read = parsed(body) if len(body) <= LARGE else await asyncio.to_thread(parsed, body)
-        self._json = read                                # where `json` looks first
+        self._json = await beside(len(body) > LARGE, functools.partial(parsed, body))        # where `json` looks first
 
 
 class _Route(APIRoute):

@@ -66,7 +66,7 @@ class CompletionWriter:
         self._written: dict[int, int] = {}              # characters of each choice's prompt and tokens
 
     def open(self, streams: Sequence[Stream]) -> None:
-        if self._body.echo:
+        if self.echoes:
             self._check_echo(streams)
             self._texts = [self._prompt_text(ask.prompt, stream.request.prompt) for ask, stream in zip(self._asks, streams)]
         self.head = {"id": streams[0].id, "object": "text_completion", "created": int(time.time()), "model": self._model}
@@ -103,11 +103,11 @@ class CompletionWriter:
         return {**self.head, "choices": [choice]}
 
     def _choice(self, number: int, completion: Completion) -> dict[str, Any]:
-        prompt = self._texts[number] if self._body.echo else ""
+        prompt = self._texts[number] if self.echoes else ""
         logprobs = None
         if self._body.logprobs is not None:
             ids, values = list(completion.ids), list(completion.logprobs or ())
-            if self._body.echo:
+            if self.echoes:
                 ids, values = [*completion.prompt_ids, *ids], [*(completion.prompt_logprobs or ()), *values]      # type: ignore[list-item]
             logprobs = self._logprobs(ids, values, 0)
         return {"index": number * self._n + completion.index, "text": prompt + completion.text, "logprobs": logprobs,
