@@ -1,4 +1,5 @@
-"""Packaging. Code lives in jaxserve/ and, by relative links inside it, in kernels/, sharding/ and server/: one name is installed."""
+"""Packaging. Code lives in jaxserve/ and, by relative links inside it, in kernels/, sharding/ and
+server/: one name is installed."""
 
 import re
 from pathlib import Path
@@ -8,8 +9,22 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "jaxserve" / "__init__.py").read_text())[1]
 
-TEST = ["pytest>=8", "hypothesis>=6.100", "psutil>=5.9", "ruff>=0.6", "safetensors>=0.4", "openai>=2", "schemathesis>=4", "selenium>=4.20",
-        "trustme>=1.1", "cryptography>=42", "httpx>=0.27", "jsonschema-rs>=0.30", "grpcio-tools>=1.67.1", "opentelemetry-sdk>=1.25"]
+TEST = [
+    "pytest>=8",
+    "hypothesis>=6.100",
+    "psutil>=5.9",
+    "ruff>=0.6",
+    "safetensors>=0.4",
+    "openai>=2",
+    "schemathesis>=4",
+    "selenium>=4.20",
+    "trustme>=1.1",
+    "cryptography>=42",
+    "httpx>=0.27",
+    "jsonschema-rs>=0.30",
+    "grpcio-tools>=1.67.1",
+    "opentelemetry-sdk>=1.25",
+]
 
 setup(
     name="jaxserve",
@@ -20,18 +35,43 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["jaxserve", "jaxserve.*"]),
-    package_data={"jaxserve.server": ["*.proto", "*.pyi"], "jaxserve.server.page": ["*.html", "*.js", "*.css", "*.svg"],
-                  "jaxserve.scheduling": ["*.json"], "jaxserve.kernels.mosaic": ["*.json"]},
+    package_data={
+        "jaxserve.server": ["*.proto", "*.pyi"],
+        "jaxserve.server.page": ["*.html", "*.js", "*.css", "*.svg"],
+        "jaxserve.scheduling": ["*.json"],
+        "jaxserve.kernels.mosaic": ["*.json"],
+    },
     python_requires=">=3.11",
     install_requires=[
-        "jax>=0.10.2", "flax>=0.12", "orbax-checkpoint>=0.11", "numpy>=1.26", "ml_dtypes>=0.4",
-        "grpcio>=1.67.1", "grpcio-health-checking>=1.67.1", "grpcio-reflection>=1.67.1", "protobuf>=5.27.2",
-        "absl-py>=2.1", "tokenizers>=0.20", "gguf>=0.10", "jinja2>=3.1", "tqdm>=4.66", "scipy>=1.11",
-        "prometheus-client>=0.20", "fastapi>=0.115", "uvicorn>=0.30", "h11>=0.14", "llguidance>=1.3", "pyyaml>=6",
+        "jax>=0.10.2",
+        "flax>=0.12",
+        "orbax-checkpoint>=0.11",
+        "numpy>=1.26",
+        "ml_dtypes>=0.4",
+        "grpcio>=1.67.1",
+        "grpcio-health-checking>=1.67.1",
+        "grpcio-reflection>=1.67.1",
+        "protobuf>=5.27.2",
+        "absl-py>=2.1",
+        "tokenizers>=0.20",
+        "gguf>=0.10",
+        "jinja2>=3.1",
+        "tqdm>=4.66",
+        "scipy>=1.11",
+        "prometheus-client>=0.20",
+        "fastapi>=0.115",
+        "uvicorn>=0.30",
+        "h11>=0.14",
+        "llguidance>=1.3",
+        "pyyaml>=6",
         "pysimdjson>=6.0",
     ],
-    extras_require={"test": TEST, "dev": [*TEST, "mypy>=1.11"],
-                    "traces": ["opentelemetry-sdk>=1.25", "opentelemetry-exporter-otlp>=1.25"], "hub": ["huggingface_hub>=0.24"],
-                    "experiments": ["matplotlib>=3.8", "pandas>=2.1", "pyarrow>=14", "scipy>=1.11"]},
+    extras_require={
+        "test": TEST,
+        "dev": [*TEST, "mypy>=1.11"],
+        "traces": ["opentelemetry-sdk>=1.25", "opentelemetry-exporter-otlp>=1.25"],
+        "hub": ["huggingface_hub>=0.24"],
+        "experiments": ["matplotlib>=3.8", "pandas>=2.1", "pyarrow>=14", "scipy>=1.11"],
+    },
     entry_points={"console_scripts": ["jaxserve=jaxserve.cli:main"]},
 )

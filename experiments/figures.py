@@ -1,6 +1,8 @@
-"""What the papers' figures share: rows to CSV and back, the paper's numbers beside ours, pictures, the command line, the summary.
+"""What the papers' figures share: rows to CSV and back, the paper's numbers beside ours, pictures,
+the command line, the summary.
 
-A figure is a file: a sweep that yields rows, claims read off the rows, panels to draw. What a sweep is given is up to its paper.
+A figure is a file: a sweep that yields rows, claims read off the rows, panels to draw. What a sweep
+is given is up to its paper.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ Cell = float | str
 Row = dict[str, Cell]
 Rows = Sequence[Row]
 
-CLOSE = 1.25                                          # a ratio to the paper's number within this, either way, is close
+CLOSE = 1.25  # a ratio to the paper's number within this, either way, is close
 
 
 @dataclass(frozen=True)
 class Claim:
     """A number of the paper, where it stands, and how ours is read off the rows.
 
-    better: 'higher' or 'lower' where one is better, 'equal' where neither is. limit: the paper says at most (or at least) so much.
-    remark: why ours differs, or what the paper says twice.
+    better: 'higher' or 'lower' where one is better, 'equal' where neither is. limit: the paper says
+    at most (or at least) so much. remark: why ours differs, or what the paper says twice.
     """
 
     what: str
@@ -63,20 +65,22 @@ class Claim:
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture: y over x, a line for each value of `by`, of the rows whose columns equal `where`."""
+    """One picture: y over x, a line for each value of `by`, of the rows whose columns equal
+    `where`."""
 
     title: str
     x: str
     y: str
     by: str
     where: tuple[tuple[str, Cell], ...] = ()
-    log: str = ""                                     # axes that are logarithmic: 'x', 'y', 'xy'
+    log: str = ""  # axes that are logarithmic: 'x', 'y', 'xy'
     marker: str = "o"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of the paper. kind: 'simulated', or 'computed' where it is closed-form from the predictor."""
+    """One figure of the paper. kind: 'simulated', or 'computed' where it is closed-form from the
+    predictor."""
 
     name: str
     title: str
@@ -88,12 +92,14 @@ class Figure:
 
 # --- rows
 
+
 def matching(rows: Rows, **where: Cell) -> list[Row]:
     return [row for row in rows if all(row[name] == value for name, value in where.items())]
 
 
 def cell(rows: Rows, column: str, **where: Cell) -> float:
-    """The one number of `column` in the row where the other columns are so; NaN where there is none. Errors: ValueError for several."""
+    """The one number of `column` in the row where the other columns are so; NaN where there is
+    none. Errors: ValueError for several."""
     found = matching(rows, **where)
     if len(found) > 1:
         raise ValueError(f"{len(found)} rows have {where}")
@@ -108,8 +114,9 @@ def ratio(rows: Rows, column: str, above: Row, below: Row) -> float:
 
 
 def capacity(points: Sequence[tuple[float, float]], limit: float) -> float:
-    """The load at which a time, known in seconds at some loads, reaches the limit: between loads its logarithm is a straight line. The
-    lowest load where it is above the limit there, the highest where it never is."""
+    """The load at which a time, known in seconds at some loads, reaches the limit: between loads
+    its logarithm is a straight line. The lowest load where it is above the limit there, the highest
+    where it never is."""
     before = None
     for load, seconds in points:
         if seconds > limit:
@@ -125,7 +132,13 @@ def write_csv(path: Path, rows: Rows) -> None:
     with path.open("w", newline="") as file:
         out = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         out.writeheader()
-        out.writerows({name: f"{value:.5g}" if isinstance(value, float) else value for name, value in row.items()} for row in rows)
+        out.writerows(
+            {
+                name: f"{value:.5g}" if isinstance(value, float) else value
+                for name, value in row.items()
+            }
+            for row in rows
+        )
 
 
 def read_csv(path: Path) -> list[Row]:
@@ -142,6 +155,7 @@ def _value(text: str) -> Cell:
 
 # --- the paper's numbers beside ours
 
+
 def number(value: float, unit: str) -> str:
     """A number as people write it: 3.4x, 92 %, 15 s."""
     if not math.isfinite(value):
@@ -157,13 +171,20 @@ def compared(figure: Figure, rows: Rows) -> str:
     for claim in figure.claims:
         ours = claim.ours(rows)
         sign = {"higher": ">", "lower": "<"}.get(claim.better, "") if claim.limit else ""
-        lines.append([claim.what, sign + number(claim.paper, claim.unit), number(ours, claim.unit), claim.verdict(ours)])
+        lines.append(
+            [
+                claim.what,
+                sign + number(claim.paper, claim.unit),
+                number(ours, claim.unit),
+                claim.verdict(ours),
+            ]
+        )
     return table([f"{figure.name}, {figure.kind}", "paper", "ours", ""], lines)
 
 
 # --- pictures
 
-canvas = functools.partial(figure_class, "out", "pictures need")         # gives matplotlib's Figure
+canvas = functools.partial(figure_class, "out", "pictures need")  # gives matplotlib's Figure
 
 
 def draw(path: Path, figure: Figure, rows: Rows) -> None:
@@ -175,7 +196,7 @@ def draw(path: Path, figure: Figure, rows: Rows) -> None:
     places = picture.subplots(lines, columns, squeeze=False).flat
     for axes, panel in zip(places, figure.panels):
         _draw_panel(axes, panel, rows)
-    for axes in places[len(figure.panels):]:
+    for axes in places[len(figure.panels) :]:
         axes.remove()
     picture.savefig(path)
 
@@ -186,8 +207,14 @@ def _draw_panel(axes: Any, panel: Panel, rows: Rows) -> None:
         chosen = matching(rows, **dict(panel.where), **{panel.by: value})
         points = [(row[panel.x], row[panel.y]) for row in chosen if row[panel.y] != ""]
         if points:
-            axes.plot(*zip(*points), color=f"C{place}", marker=panel.marker, markersize=3, linewidth=1.2,
-                      label=value if isinstance(value, str) else f"{panel.by} {value:g}")
+            axes.plot(
+                *zip(*points),
+                color=f"C{place}",
+                marker=panel.marker,
+                markersize=3,
+                linewidth=1.2,
+                label=value if isinstance(value, str) else f"{panel.by} {value:g}",
+            )
     axes.set_xlabel(panel.x, fontsize=9)
     axes.set_ylabel(panel.y, fontsize=9)
     axes.set_title(panel.title, fontsize=9)
@@ -200,9 +227,11 @@ def _draw_panel(axes: Any, panel: Panel, rows: Rows) -> None:
 
 # --- running
 
+
 def make(figure: Figure, settings: Any, out: Path) -> str:
-    """Writes the figure's CSV and PNG; returns its table, made from the CSV. Errors: ConfigError without matplotlib."""
-    canvas()                                          # before the sweep, which may take minutes
+    """Writes the figure's CSV and PNG; returns its table, made from the CSV. Errors: ConfigError
+    without matplotlib."""
+    canvas()  # before the sweep, which may take minutes
     out.mkdir(parents=True, exist_ok=True)
     file = out / f"{figure.name}.csv"
     write_csv(file, list(figure.sweep(settings)))
@@ -211,24 +240,47 @@ def make(figure: Figure, settings: Any, out: Path) -> str:
     return compared(figure, rows)
 
 
-def main(figure: Figure, options: Sequence[Option], settings_of: Callable[[dict[str, Any]], Any],
-         arguments: Sequence[str] | None = None) -> None:
-    """The command line of one figure's file; options: `out` and what `settings_of` makes the sweep's settings of."""
+def main(
+    figure: Figure,
+    options: Sequence[Option],
+    settings_of: Callable[[dict[str, Any]], Any],
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """The command line of one figure's file; options: `out` and what `settings_of` makes the
+    sweep's settings of."""
+
     def run(values: dict[str, Any]) -> int:
         print(make(figure, settings_of(values), Path(values["out"])))
         return 0
 
     command = Command({"what is made": list(options)}, run)
-    sys.exit(command_line(figure.name, figure.title, command, sys.argv[1:] if arguments is None else arguments))
+    sys.exit(
+        command_line(
+            figure.name, figure.title, command, sys.argv[1:] if arguments is None else arguments
+        )
+    )
 
 
-def main_of_all(paper: str, numbers: Sequence[str], options: Sequence[Option], settings_of: Callable[[dict[str, Any]], Any], head: str,
-                arguments: Sequence[str]) -> int:
-    """The command line of `python -m experiments.PAPER`: figures by number, each a module `figN` or `tableN`, and summary.md."""
-    choice = Option("figures", str, ",".join(numbers), "which, as N,N; the summary has all whose CSV is in the folder")
+def main_of_all(
+    paper: str,
+    numbers: Sequence[str],
+    options: Sequence[Option],
+    settings_of: Callable[[dict[str, Any]], Any],
+    head: str,
+    arguments: Sequence[str],
+) -> int:
+    """The command line of `python -m experiments.PAPER`: figures by number, each a module `figN` or
+    `tableN`, and summary.md."""
+    choice = Option(
+        "figures",
+        str,
+        ",".join(numbers),
+        "which, as N,N; the summary has all whose CSV is in the folder",
+    )
 
     def run(values: dict[str, Any]) -> int:
-        out, settings = Path(values["out"]), settings_of(values)
+        out = Path(values["out"])
+        settings = settings_of(values)
         for figure in figures_of(paper, numbers, values["figures"]):
             began = time.monotonic()
             print(make(figure, settings, out), end="\n\n", flush=True)
@@ -236,17 +288,26 @@ def main_of_all(paper: str, numbers: Sequence[str], options: Sequence[Option], s
         (out / "summary.md").write_text(summary(figures_of(paper, numbers), out, head))
         return 0
 
-    command = Command({"what is made": [*options, choice]}, run, f"python -m experiments.{paper} --out=DIR")
+    command = Command(
+        {"what is made": [*options, choice]}, run, f"python -m experiments.{paper} --out=DIR"
+    )
     return command_line(paper, f"all figures of experiments/{paper}", command, arguments)
 
 
 def figures_of(paper: str, numbers: Sequence[str], wanted: str | None = None) -> list[Figure]:
-    """The figures of a paper; wanted: only these, as 'N,N'. Errors: ConfigError for one that there is not."""
-    chosen = list(numbers) if wanted is None else [number for number in wanted.replace(" ", "").split(",") if number]
+    """The figures of a paper; wanted: only these, as 'N,N'. Errors: ConfigError for one that there
+    is not."""
+    chosen = (
+        list(numbers)
+        if wanted is None
+        else [number for number in wanted.replace(" ", "").split(",") if number]
+    )
     if unknown := [number for number in chosen if number not in numbers]:
         raise ConfigError("figures", f"{', '.join(unknown)}: known are {', '.join(numbers)}")
     name = lambda number: number if number.startswith("table") else f"fig{number}"
-    return [importlib.import_module(f"experiments.{paper}.{name(number)}").FIGURE for number in chosen]
+    return [
+        importlib.import_module(f"experiments.{paper}.{name(number)}").FIGURE for number in chosen
+    ]
 
 
 # --- the summary
@@ -258,11 +319,20 @@ VERDICTS = """\
 
 
 def summary(figures: Sequence[Figure], folder: Path, head: str) -> str:
-    """summary.md: the paper's numbers and ours in one table, of those figures whose CSV is in the folder."""
-    made = [(figure, read_csv(file)) for figure in figures if (file := folder / f"{figure.name}.csv").is_file()]
+    """summary.md: the paper's numbers and ours in one table, of those figures whose CSV is in the
+    folder."""
+    made = [
+        (figure, read_csv(file))
+        for figure in figures
+        if (file := folder / f"{figure.name}.csv").is_file()
+    ]
     lengths = sorted({str(row["lengths"]) for _, rows in made for row in rows if "lengths" in row})
     told = [f"Lengths of the requests: {', '.join(lengths) or 'none'}.", ""]
-    lines = [_line(COLUMNS), _line("---" for _ in COLUMNS), *(_line(cells) for figure, rows in made for cells in _summed(figure, rows))]
+    lines = [
+        _line(COLUMNS),
+        _line("---" for _ in COLUMNS),
+        *(_line(cells) for figure, rows in made for cells in _summed(figure, rows)),
+    ]
     return "\n".join([head + "\n" + VERDICTS, *told, *lines]) + "\n"
 
 
@@ -271,8 +341,17 @@ def _summed(figure: Figure, rows: Rows) -> Iterator[Sequence[str]]:
         ours = claim.ours(rows)
         share = f"{ours / claim.paper:.2f}" if math.isfinite(ours) and not claim.limit else ""
         sign = {"higher": "> ", "lower": "< "}.get(claim.better, "") if claim.limit else ""
-        yield (figure.name.removeprefix("fig"), figure.kind, claim.what, sign + number(claim.paper, claim.unit), claim.source,
-               number(ours, claim.unit), share, claim.verdict(ours), claim.remark)
+        yield (
+            figure.name.removeprefix("fig"),
+            figure.kind,
+            claim.what,
+            sign + number(claim.paper, claim.unit),
+            claim.source,
+            number(ours, claim.unit),
+            share,
+            claim.verdict(ours),
+            claim.remark,
+        )
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -14,13 +14,19 @@ from jaxserve.flags import Command, UsageError, help_of, parse
 
 
 def keep(values: Mapping[str, Any], **figures: Any) -> None:
-    """Writes the figures to the file of --json, if there is one, with the machine and the settings that they are of."""
+    """Writes the figures to the file of --json, if there is one, with the machine and the settings
+    that they are of."""
     if values["json"]:
-        Path(values["json"]).write_text(json.dumps({"machine": machine(), "settings": values, **figures}, indent=1) + "\n")
+        Path(values["json"]).write_text(
+            json.dumps({"machine": machine(), "settings": values, **figures}, indent=1) + "\n"
+        )
 
 
-def command_line(name: str, summary: str, command: Command, arguments: Sequence[str], *errors: type[Exception]) -> int:
-    """Runs the command; returns the exit code, 2 for a mistake. errors: what else than a wrong flag or setting counts as one."""
+def command_line(
+    name: str, summary: str, command: Command, arguments: Sequence[str], *errors: type[Exception]
+) -> int:
+    """Runs the command; returns the exit code, 2 for a mistake. errors: what else than a wrong flag
+    or setting counts as one."""
     if any(argument in ("-h", "-help", "--help") for argument in arguments):
         print(help_of(name, summary, command))
         return 0

@@ -1,7 +1,9 @@
-"""jaxserve: exact serving of language models with contexts from a hundred tokens to ten million, in JAX.
+"""jaxserve: exact serving of language models with contexts from a hundred tokens to ten million, in
+JAX.
 
-Two towers. The host tower (request, config, cache, scheduling) decides, in plain ints, and imports no JAX; the device tower (kernels,
-sharding, models, weights, engine) executes. The border is a `scheduling.Batch`. `server` and `llm` stand on both.
+Two towers. The host tower (request, config, cache, scheduling) decides, in plain ints, and imports
+no JAX; the device tower (kernels, sharding, models, weights, engine) executes. The border is a
+`scheduling.Batch`. `server` and `llm` stand on both.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ __all__ = ["LLM", "Request", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when first used, so that `import jaxserve` stays light and free of JAX."""
+    """Public names are imported when first used, so that `import jaxserve` stays light and free of
+    JAX."""
     if name == "LLM":
         from jaxserve.llm import LLM
+
         return LLM
     if name in ("Request", "SamplingParams"):
         from jaxserve import request
+
         return getattr(request, name)
     raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")

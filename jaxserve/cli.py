@@ -1,4 +1,5 @@
-"""The command line: `jaxserve COMMAND [flags]`. Each command is a file in `commands`; its flags are made from the config classes."""
+"""The command line: `jaxserve COMMAND [flags]`. Each command is a file in `commands`; its flags are
+made from the config classes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from jaxserve.flags import Command, UsageError, help_of, parse
 from jaxserve.request import RequestError
 from jaxserve.server import logs
 
-COMMANDS = {                                            # name -> module in `commands`, summary
+COMMANDS = {  # name -> module in `commands`, summary
     "serve": ("serve", "serve a model over gRPC and the OpenAI protocol"),
     "generate": ("generate", "complete prompts in this process"),
     "demo": ("demo", "serve a small model on a mesh of twelve CPU devices and talk to it"),
@@ -27,11 +28,14 @@ COMMANDS = {                                            # name -> module in `com
     "profile": ("profile", "measure what steps cost here, for the scheduler's predictions"),
     "simulate": ("simulate", "what a model on so many GPUs would make of a workload, simulated"),
     "plan": ("plan", "which mesh of so many GPUs serves a workload best, simulated"),
-    "bench engine": ("bench_engine", "measure prefill, decode and the host's work, without a server"),
+    "bench engine": (
+        "bench_engine",
+        "measure prefill, decode and the host's work, without a server",
+    ),
     "bench serve": ("bench_serve", "measure a server under load"),
     "soak": ("soak", "everything at once for hours, and what is left afterwards"),
 }
-USAGE = 2                                               # exit code of a command line or a setting at fault
+USAGE = 2  # exit code of a command line or a setting at fault
 INTERRUPTED = 130
 
 
@@ -41,11 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _main(list(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt:
         print(file=sys.stderr)
-        if arguments is None:                           # the process is ours, and threads that compile would hold it for minutes
+        # the process is ours, and threads that compile would hold it for minutes
+        if arguments is None:
             sys.stdout.flush()
             os._exit(INTERRUPTED)
         return INTERRUPTED
-    except BrokenPipeError:                             # `| head` has enough
+    except BrokenPipeError:  # `| head` has enough
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -60,7 +65,10 @@ def _main(arguments: list[str]) -> int:
     name, rest = _named(arguments)
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
-        return _say("", f"{name!r} is not a command; {f'did you mean {near[0]!r}?' if near else 'see jaxserve --help'}")
+        return _say(
+            "",
+            f"{name!r} is not a command; {f'did you mean {near[0]!r}?' if near else 'see jaxserve --help'}",
+        )
     command = load(name)
     if any(argument in ("-h", "-help", "--help") for argument in rest):
         print(help_of(f"jaxserve {name}", COMMANDS[name][1], command))
@@ -75,9 +83,17 @@ def load(name: str) -> Command:
 def overview() -> str:
     """The help page of jaxserve itself."""
     lines = [f"  {name:14}{summary}" for name, (_, summary) in COMMANDS.items()]
-    return "\n".join([
-        f"jaxserve {jaxserve.__version__}: exact serving of language models with contexts from a hundred tokens to ten million", "",
-        "usage: jaxserve COMMAND [flags]", "", *lines, "", "`jaxserve COMMAND --help` tells a command's flags."])
+    return "\n".join(
+        [
+            f"jaxserve {jaxserve.__version__}: exact serving of language models with contexts from a hundred tokens to ten million",
+            "",
+            "usage: jaxserve COMMAND [flags]",
+            "",
+            *lines,
+            "",
+            "`jaxserve COMMAND --help` tells a command's flags.",
+        ]
+    )
 
 
 def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
@@ -101,7 +117,9 @@ def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
 def _place(field: str, command: Command, origins: dict[str, str]) -> str:
     """Where the setting at fault is from: before its name."""
     origin = origins.get(field, "--")
-    return "" if field not in command.options else "--" if origin.startswith("--") else f"{origin}: "
+    return (
+        "" if field not in command.options else "--" if origin.startswith("--") else f"{origin}: "
+    )
 
 
 def _named(arguments: list[str]) -> tuple[str, list[str]]:
@@ -112,7 +130,11 @@ def _named(arguments: list[str]) -> tuple[str, list[str]]:
 
 def _page(arguments: list[str]) -> int:
     name = " ".join(arguments)
-    print(help_of(f"jaxserve {name}", COMMANDS[name][1], load(name)) if name in COMMANDS else overview())
+    print(
+        help_of(f"jaxserve {name}", COMMANDS[name][1], load(name))
+        if name in COMMANDS
+        else overview()
+    )
     return 0
 
 

@@ -1,4 +1,5 @@
-"""Where time comes from. Only the two loops, live and simulated, hold a clock; everything else gets `now` as an argument, in seconds."""
+"""Where time comes from. Only the two loops, live and simulated, hold a clock; everything else gets
+`now` as an argument, in seconds."""
 
 from __future__ import annotations
 

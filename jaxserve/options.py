@@ -14,7 +14,8 @@ from jaxserve.config import ConfigError, MeshConfig
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One setting. kind: int, float, bool, str or MeshConfig; limits are inclusive; None as default stands for 'not given'."""
+    """One setting. kind: int, float, bool, str or MeshConfig; limits are inclusive; None as default
+    stands for 'not given'."""
 
     name: str
     kind: type
@@ -32,7 +33,9 @@ def options_of(config: type) -> dict[str, Option]:
     for field in dataclasses.fields(config):
         kind = _plain(hints[field.name])
         if kind is MeshConfig:
-            found[field.name] = Option(field.name, kind, field.default, "degrees of the mesh axes: stages, lanes, ranks")
+            found[field.name] = Option(
+                field.name, kind, field.default, "degrees of the mesh axes: stages, lanes, ranks"
+            )
         elif dataclasses.is_dataclass(kind):
             found |= options_of(kind)
         else:
@@ -41,18 +44,23 @@ def options_of(config: type) -> dict[str, Option]:
 
 
 def make(config: type, values: Mapping[str, Any]) -> Any:
-    """The config with these settings; those left out keep their defaults. Errors: ConfigError for an unknown name or a wrong value."""
+    """The config with these settings; those left out keep their defaults. Errors: ConfigError for
+    an unknown name or a wrong value."""
     options = options_of(config)
     for name, value in values.items():
         if name not in options:
             near = difflib.get_close_matches(name, options, 1)
-            raise ConfigError(name, f"unknown setting; {f'did you mean {near[0]}' if near else 'known are ' + ', '.join(options)}?")
+            raise ConfigError(
+                name,
+                f"unknown setting; {f'did you mean {near[0]}' if near else 'known are ' + ', '.join(options)}?",
+            )
         _check_kind(options[name], value)
     return _made(config, values)
 
 
 def _made(config: type, values: Mapping[str, Any]) -> Any:
-    hints, given = typing.get_type_hints(config), {}
+    hints = typing.get_type_hints(config)
+    given = {}
     for field in dataclasses.fields(config):
         kind = _plain(hints[field.name])
         if kind is MeshConfig:
@@ -69,7 +77,7 @@ def _mesh(name: str, value: str | MeshConfig) -> MeshConfig:
         return value
     try:
         return MeshConfig.parse(value)
-    except ConfigError as error:                        # of an axis: name the setting too
+    except ConfigError as error:  # of an axis: name the setting too
         raise error if error.field == name else ConfigError(name, str(error)) from None
 
 

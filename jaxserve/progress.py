@@ -14,7 +14,9 @@ def progress_bar(name: str, total: int, show: bool) -> Iterator[Callable[[str], 
     from tqdm import tqdm
 
     with tqdm(total=total, desc=f"{name:10}", disable=not show, bar_format=STYLE) as bar:
+
         def step(name: str = "") -> None:
             bar.set_postfix_str(name, refresh=False)
             bar.update()
+
         yield step

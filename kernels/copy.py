@@ -1,4 +1,5 @@
-"""Whole pages from one pool to another: for transfers, tiers and rebalancing. The platform chooses as in `ops`."""
+"""Whole pages from one pool to another: for transfers, tiers and rebalancing. The platform chooses
+as in `ops`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ def gather(pages: Pool, ids: jax.Array) -> Pool:
 
 
 def scatter(pages: Pool, ids: jax.Array, these: Pool) -> Pool:
-    """These n pages go to those of `ids` [n] int32, all different, in place where `pages` is donated; those out of range nowhere."""
+    """These n pages go to those of `ids` [n] int32, all different, in place where `pages` is
+    donated; those out of range nowhere."""
     return jax.tree.map(functools.partial(_scatter, ids=ids), pages, these)
 
 

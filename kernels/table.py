@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-NARROW = 2**18                                       # comparisons
+NARROW = 2**18  # comparisons
 
 
 def below(blocks: jax.Array, slot: jax.Array, held: jax.Array, wanted: jax.Array) -> jax.Array:
     """How many of the first `held` blocks of table row `slot` are below `wanted`.
 
-    blocks [slots, W], slot [R], held and wanted [R, n] (or held [R, 1]) -> [R, n]. Narrow tables are compared entry by entry, in one
-    launch; in wide ones a binary search costs less.
+    blocks [slots, W], slot [R], held and wanted [R, n] (or held [R, 1]) -> [R, n]. Narrow tables
+    are compared entry by entry, in one launch; in wide ones a binary search costs less.
     """
     width = blocks.shape[1]
     if wanted.size * width <= NARROW:
@@ -27,4 +27,5 @@ def below(blocks: jax.Array, slot: jax.Array, held: jax.Array, wanted: jax.Array
         return jnp.where(right, middle + 1, low), jnp.where(right, high, middle)
 
     start = jnp.zeros_like(wanted), jnp.broadcast_to(held, wanted.shape)
-    return lax.fori_loop(0, width.bit_length(), halve, start)[0]           # unrolled it would take XLA minutes to compile
+    # unrolled it would take XLA minutes to compile
+    return lax.fori_loop(0, width.bit_length(), halve, start)[0]

@@ -1,7 +1,8 @@
-"""Keys over gRPC: every method but those of grpc.health.v1 asks for one, in the metadata `authorization`, before its message is read.
+"""Keys over gRPC: every method but those of grpc.health.v1 asks for one, in the metadata
+`authorization`, before its message is read.
 
-That is so for methods that do not exist too. A refused call's message stays on the wire: what flow control lets a stranger send is all
-that is ever held of it.
+That is so for methods that do not exist too. A refused call's message stays on the wire: what flow
+control lets a stranger send is all that is ever held of it.
 """
 
 from __future__ import annotations
@@ -31,17 +32,20 @@ class Guard(grpc.aio.ServerInterceptor):
     """An interceptor: lets in who has a key, and counts who has none."""
 
     def __init__(self, access: Access, metrics: FrontMetrics):
-        self._access, self._metrics = access, metrics
+        self._access = access
+        self._metrics = metrics
 
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails) -> Any:
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
         if details.method.startswith(OPEN):
             return await continuation(details)
         given = [value for name, value in details.invocation_metadata or () if name == HEADER]
         try:
-            if len(given) > 1:                          # which of them a proxy has looked at, nobody knows
+            if len(given) > 1:  # which of them a proxy has looked at, nobody knows
                 raise RequestError(HEADER, "is there twice", "UNAUTHENTICATED")
             _caller.set(self._access.authenticate(given[0] if given else None))
-        except RequestError as error:                   # a handler of streams reads no message by itself
+        except RequestError as error:  # a handler of streams reads no message by itself
             self._metrics.answered("grpc", error.status)
             return grpc.stream_stream_rpc_method_handler(functools.partial(_refused, error))
         return await continuation(details)

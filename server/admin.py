@@ -54,7 +54,9 @@ def application(front: Front) -> fastapi.FastAPI:
         if body.all == (body.request_id is not None):
             raise RequestError("request_id", "give either request_id or all=true")
         if body.request_id is not None and body.request_id not in front.streams:
-            raise RequestError("request_id", f"{body.request_id[:100]!r} is not running", "NOT_FOUND")
+            raise RequestError(
+                "request_id", f"{body.request_id[:100]!r} is not running", "NOT_FOUND"
+            )
         ids = list(front.streams) if body.request_id is None else [body.request_id]
         return {"aborted": await front.abort(ids)}
 
@@ -67,7 +69,10 @@ def application(front: Front) -> fastapi.FastAPI:
 
     @app.get("/admin/requests")
     async def requests() -> list[dict[str, Any]]:
-        return [{"id": stream.request.id, "prompt_tokens": len(stream.request.prompt)} for stream in front.streams.values()]
+        return [
+            {"id": stream.request.id, "prompt_tokens": len(stream.request.prompt)}
+            for stream in front.streams.values()
+        ]
 
     @app.get("/admin/config")
     async def config() -> dict[str, Any]:

@@ -1,8 +1,10 @@
-"""The client: `Client` for threads and scripts, `AsyncClient` for asyncio. Both speak jaxserve.v1 and raise `ServerError`.
+"""The client: `Client` for threads and scripts, `AsyncClient` for asyncio. Both speak jaxserve.v1
+and raise `ServerError`.
 
-Both take the same keyword arguments: `api_key`, where the server asks for one; `root_certificates`, the authorities of the server's
-certificate, and for a server that wants a client certificate `certificate` and `private_key`. These are PEM bytes, and any of them, or
-`tls=True` with the system's authorities, turns TLS on.
+Both take the same keyword arguments: `api_key`, where the server asks for one; `root_certificates`,
+the authorities of the server's certificate, and for a server that wants a client certificate
+`certificate` and `private_key`. These are PEM bytes, and any of them, or `tls=True` with the
+system's authorities, turns TLS on.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from jaxserve.server import jaxserve_pb2_grpc as rpc
 from jaxserve.server.convert import Given, generate_message, output_of, set_prompt
 from jaxserve.server.door import FIELD_KEY, REASON_KEY, RICH_KEY
 
-OPTIONS = [                                             # pings through minutes of prefill, not more often than the server lets
+OPTIONS = [  # pings through minutes of prefill, not more often than the server lets
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.keepalive_time_ms", 20_000),
@@ -33,11 +35,14 @@ OPTIONS = [                                             # pings through minutes 
 
 
 class ServerError(RequestError):
-    """What a server answered instead. `status` as in gRPC, `reason` and `retry_after` (seconds) where it was overloaded."""
+    """What a server answered instead. `status` as in gRPC, `reason` and `retry_after` (seconds)
+    where it was overloaded."""
 
     def __init__(self, error: grpc.RpcError):
         metadata = dict(error.trailing_metadata() or ())
-        super().__init__("", error.details() or "", error.code().name, _retry_after(metadata.get(RICH_KEY)))
+        super().__init__(
+            "", error.details() or "", error.code().name, _retry_after(metadata.get(RICH_KEY))
+        )
         self.field = metadata.get(FIELD_KEY, "")
         self.reason = metadata.get(REASON_KEY, "")
 
@@ -60,7 +65,9 @@ class Credentials:
         """module: grpc or grpc.aio."""
         if not (self.tls or self.root_certificates or self.certificate or self.private_key):
             return module.insecure_channel(target, OPTIONS)
-        credentials = grpc.ssl_channel_credentials(self.root_certificates, self.private_key, self.certificate)
+        credentials = grpc.ssl_channel_credentials(
+            self.root_certificates, self.private_key, self.certificate
+        )
         return module.secure_channel(target, credentials, OPTIONS)
 
 
@@ -70,12 +77,14 @@ class Calls:
     def __init__(self, module: Any, target: str, credentials: Credentials):
         channel = self.channel = credentials.channel(module, target)
         self.metadata = credentials.metadata
-        self.inference, self.control = rpc.InferenceStub(channel), rpc.ControlStub(channel)
+        self.inference = rpc.InferenceStub(channel)
+        self.control = rpc.ControlStub(channel)
         self.health = health_pb2_grpc.HealthStub(channel)
 
 
 class Client:
-    """`with Client("127.0.0.1:8470") as client: print(client.complete("Once upon a time")[0].text)`. Safe to share between threads."""
+    """`with Client("127.0.0.1:8470") as client: print(client.complete("Once upon a
+    time")[0].text)`. Safe to share between threads."""
 
     def __init__(self, target: str, **credentials: Any):
         self._calls = Calls(grpc, target, Credentials(**credentials))
@@ -89,15 +98,25 @@ class Client:
     def close(self) -> None:
         self._calls.channel.close()
 
-    def generate(self, prompt: Given, sampling: SamplingParams | None = None, *, timeout: float | None = None,
-                 **fields: Any) -> Iterator[Output]:
-        """Events as they come: Accepted, Progress, Delta, Finished. Sent when the first is asked for; closing the iterator aborts it.
+    def generate(
+        self,
+        prompt: Given,
+        sampling: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> Iterator[Output]:
+        """Events as they come: Accepted, Progress, Delta, Finished. Sent when the first is asked
+        for; closing the iterator aborts it.
 
-        prompt: text, token ids, or chat messages (dicts of role and content). timeout: seconds. fields: `guided`, a Guided, and others of
-        GenerateRequest, such as request_id, ids_only, kv. Errors: ServerError.
+        prompt: text, token ids, or chat messages (dicts of role and content). timeout: seconds.
+        fields: `guided`, a Guided, and others of GenerateRequest, such as request_id, ids_only, kv.
+        Errors: ServerError.
         """
         message = generate_message(prompt, sampling, **fields)
-        call = self._calls.inference.Generate(message, timeout=timeout, metadata=self._calls.metadata)
+        call = self._calls.inference.Generate(
+            message, timeout=timeout, metadata=self._calls.metadata
+        )
         try:
             for event in call:
                 yield output_of(event)
@@ -106,8 +125,14 @@ class Client:
         finally:
             call.cancel()
 
-    def complete(self, prompt: Given, sampling: SamplingParams | None = None, *, timeout: float | None = None,
-                 **fields: Any) -> list[Completion]:
+    def complete(
+        self,
+        prompt: Given,
+        sampling: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> list[Completion]:
         """The n completions, whole. Arguments and errors as for `generate`."""
         gathered = Gathered(_ids_of(prompt))
         for output in self.generate(prompt, sampling, timeout=timeout, **fields):
@@ -115,10 +140,15 @@ class Client:
         return gathered.completions()
 
     def tokenize(self, prompt: Given, special: bool = True) -> list[int]:
-        return list(self._call(self._calls.inference.Tokenize, _tokenize_message(prompt, special)).ids)
+        return list(
+            self._call(self._calls.inference.Tokenize, _tokenize_message(prompt, special)).ids
+        )
 
     def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        return self._call(self._calls.inference.Detokenize, pb.DetokenizeRequest(ids=ids, skip_special=skip_special)).text
+        return self._call(
+            self._calls.inference.Detokenize,
+            pb.DetokenizeRequest(ids=ids, skip_special=skip_special),
+        ).text
 
     def abort(self, request_id: str | None = None) -> int:
         """Aborts one request, or all where no id is given; returns how many."""
@@ -171,11 +201,19 @@ class AsyncClient:
     async def close(self) -> None:
         await self._calls.channel.close()
 
-    async def generate(self, prompt: Given, sampling: SamplingParams | None = None, *, timeout: float | None = None,
-                       **fields: Any) -> AsyncIterator[Output]:
+    async def generate(
+        self,
+        prompt: Given,
+        sampling: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> AsyncIterator[Output]:
         """As `Client.generate`. To abort: cancel the task, or `aclose` the iterator."""
         message = generate_message(prompt, sampling, **fields)
-        call = self._calls.inference.Generate(message, timeout=timeout, metadata=self._calls.metadata)
+        call = self._calls.inference.Generate(
+            message, timeout=timeout, metadata=self._calls.metadata
+        )
         try:
             async for event in call:
                 yield output_of(event)
@@ -184,18 +222,33 @@ class AsyncClient:
         finally:
             call.cancel()
 
-    async def complete(self, prompt: Given, sampling: SamplingParams | None = None, *, timeout: float | None = None,
-                       **fields: Any) -> list[Completion]:
+    async def complete(
+        self,
+        prompt: Given,
+        sampling: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> list[Completion]:
         gathered = Gathered(_ids_of(prompt))
         async for output in self.generate(prompt, sampling, timeout=timeout, **fields):
             gathered.add(output)
         return gathered.completions()
 
     async def tokenize(self, prompt: Given, special: bool = True) -> list[int]:
-        return list((await self._call(self._calls.inference.Tokenize, _tokenize_message(prompt, special))).ids)
+        return list(
+            (
+                await self._call(self._calls.inference.Tokenize, _tokenize_message(prompt, special))
+            ).ids
+        )
 
     async def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        return (await self._call(self._calls.inference.Detokenize, pb.DetokenizeRequest(ids=ids, skip_special=skip_special))).text
+        return (
+            await self._call(
+                self._calls.inference.Detokenize,
+                pb.DetokenizeRequest(ids=ids, skip_special=skip_special),
+            )
+        ).text
 
     async def abort(self, request_id: str | None = None) -> int:
         return (await self._call(self._calls.control.Abort, _abort_message(request_id))).aborted
@@ -218,7 +271,11 @@ class AsyncClient:
 
 def _ids_of(prompt: Any) -> Sequence[int]:
     """The prompt where it is token ids, else nothing."""
-    return () if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)) else prompt
+    return (
+        ()
+        if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping))
+        else prompt
+    )
 
 
 def _tokenize_message(prompt: Given, special: bool) -> pb.TokenizeRequest:
@@ -228,13 +285,16 @@ def _tokenize_message(prompt: Given, special: bool) -> pb.TokenizeRequest:
 
 
 def _abort_message(request_id: str | None) -> pb.AbortRequest:
-    return pb.AbortRequest(all=True) if request_id is None else pb.AbortRequest(request_id=request_id)
+    return (
+        pb.AbortRequest(all=True) if request_id is None else pb.AbortRequest(request_id=request_id)
+    )
 
 
 def _retry_after(rich: bytes | None) -> float | None:
     if not rich:
         return None
-    status, retry = pb.RichStatus.FromString(rich), pb.RetryInfo()
+    status = pb.RichStatus.FromString(rich)
+    retry = pb.RetryInfo()
     for detail in status.details:
         if detail.type_url.endswith("/google.rpc.RetryInfo"):
             retry.ParseFromString(detail.value)

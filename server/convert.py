@@ -10,12 +10,23 @@ import numpy as np
 
 from jaxserve.completion import Delta, Output
 from jaxserve.guide import Guided
-from jaxserve.request import Accepted, Finished, Logprobs, Progress, RequestError, SamplingParams, Slo, Timing, Usage
+from jaxserve.request import (
+    Accepted,
+    Finished,
+    Logprobs,
+    Progress,
+    RequestError,
+    SamplingParams,
+    Slo,
+    Timing,
+    Usage,
+)
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.front import Ask
 from jaxserve.server.prompts import Chat, Prompt, Text
 
-Given = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, str]]           # a prompt as Python callers write it
+# a prompt as Python callers write it
+Given = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, str]]
 
 
 def sampling_of(message: pb.SamplingParams) -> SamplingParams:
@@ -24,7 +35,10 @@ def sampling_of(message: pb.SamplingParams) -> SamplingParams:
 
 
 def slo_of(message: pb.Slo) -> Slo:
-    ttft, tpot = (seconds_of(f"slo.{name}", getattr(message, name)) if message.HasField(name) else None for name in ("ttft_ms", "tbt_ms"))
+    ttft, tpot = (
+        seconds_of(f"slo.{name}", getattr(message, name)) if message.HasField(name) else None
+        for name in ("ttft_ms", "tbt_ms")
+    )
     return Slo(ttft, tpot, message.class_name or None)
 
 
@@ -32,9 +46,19 @@ def ask_of(message: pb.GenerateRequest, timeout: float | None) -> Ask:
     """timeout: seconds that the caller waits. Errors: RequestError."""
     guided = guided_of(message.guided)
     return Ask(
-        prompt_of(message), sampling_of(message.sampling), message.request_id, message.model, slo_of(message.slo), message.slo.priority,
-        message.kv.cache_salt, message.kv.bypass_prefix_cache, timeout, message.ids_only, guided=guided,
-        guided_name=f"guided.{guided.kind}" if guided else "")
+        prompt_of(message),
+        sampling_of(message.sampling),
+        message.request_id,
+        message.model,
+        slo_of(message.slo),
+        message.slo.priority,
+        message.kv.cache_salt,
+        message.kv.bypass_prefix_cache,
+        timeout,
+        message.ids_only,
+        guided=guided,
+        guided_name=f"guided.{guided.kind}" if guided else "",
+    )
 
 
 def guided_of(message: pb.Guided) -> Guided | None:
@@ -61,7 +85,8 @@ def guided_message(guided: Guided) -> pb.Guided:
 
 
 def prompt_of(message: Any) -> Prompt:
-    """The prompt of a GenerateRequest or a TokenizeRequest. Errors: RequestError where there is none."""
+    """The prompt of a GenerateRequest or a TokenizeRequest. Errors: RequestError where there is
+    none."""
     match message.WhichOneof("prompt"):
         case "token_ids":
             return message.token_ids.ids
@@ -82,23 +107,41 @@ def seconds_of(name: str, ms: float) -> float:
 def event_message(id: str, prompt_tokens: int, output: Output) -> pb.GenerateEvent:
     match output:
         case Delta():
-            token = pb.Token(index=output.index, ids=output.ids, text=output.text, logprobs=map(logprobs_message, output.logprobs))
+            token = pb.Token(
+                index=output.index,
+                ids=output.ids,
+                text=output.text,
+                logprobs=map(logprobs_message, output.logprobs),
+            )
             return pb.GenerateEvent(token=token)
         case Progress():
-            return pb.GenerateEvent(progress=pb.Progress(
-                index=output.index, prefilled=output.prefilled, total=output.total, predicted_ttft=output.ttft))
+            return pb.GenerateEvent(
+                progress=pb.Progress(
+                    index=output.index,
+                    prefilled=output.prefilled,
+                    total=output.total,
+                    predicted_ttft=output.ttft,
+                )
+            )
         case Accepted():
-            return pb.GenerateEvent(accepted=pb.Accepted(
-                request_id=id, queue_position=output.queue_position, prompt_tokens=prompt_tokens,
-                predicted_ttft=output.predicted_ttft))
+            return pb.GenerateEvent(
+                accepted=pb.Accepted(
+                    request_id=id,
+                    queue_position=output.queue_position,
+                    prompt_tokens=prompt_tokens,
+                    predicted_ttft=output.predicted_ttft,
+                )
+            )
         case Finished():
             return pb.GenerateEvent(finished=_finished_message(output))
 
 
 def _finished_message(event: Finished) -> pb.Finished:
-    usage, timing = event.usage, event.timing
+    usage = event.usage
+    timing = event.timing
     return pb.Finished(
-        index=event.index, reason=event.reason,
+        index=event.index,
+        reason=event.reason,
         usage=pb.Usage(prompt=usage.prompt, cached=usage.cached, completion=usage.completion),
         timing=pb.Timing(queued=timing.queued, first_token=timing.first_token, total=timing.total),
         prompt_logprobs=map(logprobs_message, event.prompt_logprobs or ()),
@@ -108,7 +151,10 @@ def _finished_message(event: Finished) -> pb.Finished:
 def logprobs_message(logprobs: Logprobs | None) -> pb.Logprobs:
     if logprobs is None:
         return pb.Logprobs()
-    return pb.Logprobs(chosen=logprobs.chosen, top=[pb.Logprobs.Top(id=id, logprob=value) for id, value in logprobs.top])
+    return pb.Logprobs(
+        chosen=logprobs.chosen,
+        top=[pb.Logprobs.Top(id=id, logprob=value) for id, value in logprobs.top],
+    )
 
 
 def output_of(event: pb.GenerateEvent) -> Output:
@@ -116,20 +162,35 @@ def output_of(event: pb.GenerateEvent) -> Output:
     match event.WhichOneof("event"):
         case "token":
             token = event.token
-            return Delta(token.index, list(token.ids), token.text, [_logprobs_of(p) or Logprobs(math.nan) for p in token.logprobs])
+            return Delta(
+                token.index,
+                list(token.ids),
+                token.text,
+                [_logprobs_of(p) or Logprobs(math.nan) for p in token.logprobs],
+            )
         case "progress":
-            return Progress(event.progress.index, event.progress.prefilled, event.progress.total, event.progress.predicted_ttft)
+            return Progress(
+                event.progress.index,
+                event.progress.prefilled,
+                event.progress.total,
+                event.progress.predicted_ttft,
+            )
         case "accepted":
             return Accepted(event.accepted.queue_position, event.accepted.predicted_ttft)
         case "finished":
             return _finished_of(event.finished)
-    raise RequestError("event", "the server sent an event that this client does not know", "UNIMPLEMENTED")
+    raise RequestError(
+        "event", "the server sent an event that this client does not know", "UNIMPLEMENTED"
+    )
 
 
 def _finished_of(message: pb.Finished) -> Finished:
-    usage, timing = message.usage, message.timing
+    usage = message.usage
+    timing = message.timing
     return Finished(
-        message.index, message.reason, Usage(usage.prompt, usage.cached, usage.completion),
+        message.index,
+        message.reason,
+        Usage(usage.prompt, usage.cached, usage.completion),
         Timing(timing.queued, timing.first_token, timing.total),
         tuple(map(_logprobs_of, message.prompt_logprobs)) or None,
     )
@@ -141,8 +202,11 @@ def _logprobs_of(message: pb.Logprobs) -> Logprobs | None:
     return Logprobs(message.chosen, tuple((top.id, top.logprob) for top in message.top))
 
 
-def generate_message(prompt: Given, sampling: SamplingParams | None, guided: Guided | None = None, **fields: Any) -> pb.GenerateRequest:
-    """A request to send: text, token ids or chat messages. Only what differs from the defaults is set."""
+def generate_message(
+    prompt: Given, sampling: SamplingParams | None, guided: Guided | None = None, **fields: Any
+) -> pb.GenerateRequest:
+    """A request to send: text, token ids or chat messages. Only what differs from the defaults is
+    set."""
     message = pb.GenerateRequest(**fields)
     if guided is not None:
         message.guided.CopyFrom(guided_message(guided))
@@ -163,7 +227,8 @@ def set_prompt(message: Any, prompt: Given) -> None:
 
 
 def sampling_message(sampling: SamplingParams) -> pb.SamplingParams:
-    default, message = SamplingParams(), pb.SamplingParams()
+    default = SamplingParams()
+    message = pb.SamplingParams()
     for field in message.DESCRIPTOR.fields:
         value = getattr(sampling, field.name)
         if value == getattr(default, field.name):
@@ -179,7 +244,9 @@ def sampling_message(sampling: SamplingParams) -> pb.SamplingParams:
 
 def _chat_message(message: Any) -> pb.Chat.Message:
     if set(message) != {"role", "content"}:
-        raise RequestError("messages", f"an entry has role and content, not {', '.join(map(repr, message))}")
+        raise RequestError(
+            "messages", f"an entry has role and content, not {', '.join(map(repr, message))}"
+        )
     return pb.Chat.Message(**message)
 
 

@@ -1,7 +1,8 @@
 """The door: every message is parsed and every failure becomes a gRPC status here.
 
-Messages that are too large, do not parse, or carry fields unknown to this version are refused. A handler says no by raising
-`RequestError`; any other exception is a fault of ours: it is logged, and the caller gets INTERNAL without details.
+Messages that are too large, do not parse, or carry fields unknown to this version are refused. A
+handler says no by raising `RequestError`; any other exception is a fault of ours: it is logged, and
+the caller gets INTERNAL without details.
 """
 
 from __future__ import annotations
@@ -24,21 +25,31 @@ from jaxserve.server.front_metrics import FrontMetrics
 
 log = logging.getLogger(__name__)
 CONTROL_LIMIT = 1 << 20
-WALKED = 1 << 18                                        # bytes of a message up to which an unknown field is found and named
-MAX_DETAILS = 1000                                      # characters of a status message: trailers are limited to 8 KiB
-REASON_KEY, FIELD_KEY, RICH_KEY = "jaxserve-reject-reason", "jaxserve-field", "grpc-status-details-bin"
+WALKED = 1 << 18  # bytes of a message up to which an unknown field is found and named
+MAX_DETAILS = 1000  # characters of a status message: trailers are limited to 8 KiB
+REASON_KEY = "jaxserve-reject-reason"
+FIELD_KEY = "jaxserve-field"
+RICH_KEY = "grpc-status-details-bin"
 
 
-def handlers(servicer: object, service: ServiceDescriptor, limit: int, metrics: FrontMetrics) -> grpc.GenericRpcHandler:
+def handlers(
+    servicer: object, service: ServiceDescriptor, limit: int, metrics: FrontMetrics
+) -> grpc.GenericRpcHandler:
     """The methods of a service behind the door. `limit`: bytes of a message."""
     methods = {}
     for method in service.methods:
         request = message_factory.GetMessageClass(method.input_type)
-        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+        make = (
+            grpc.unary_stream_rpc_method_handler
+            if method.server_streaming
+            else grpc.unary_unary_rpc_method_handler
+        )
         methods[method.name] = make(
             functools.partial(_guarded, getattr(servicer, method.name), method.name, metrics),
             request_deserializer=functools.partial(parse, request, limit),
-            response_serializer=message_factory.GetMessageClass(method.output_type).SerializeToString,
+            response_serializer=message_factory.GetMessageClass(
+                method.output_type
+            ).SerializeToString,
         )
     return grpc.method_handlers_generic_handler(service.full_name, methods)
 
@@ -58,10 +69,12 @@ def parse(kind: type[Message], limit: int, data: bytes) -> Message | RequestErro
 
 
 def _lost(kind: type[Message], data: bytes, message: Message) -> bool:
-    """Whether a large message loses anything with its unknown fields, which it does here. There may be millions: none becomes an object."""
+    """Whether a large message loses anything with its unknown fields, which it does here. There may
+    be millions: none becomes an object."""
     message.DiscardUnknownFields()
     size = message.ByteSize()
-    return size < len(data) and size < kind.FromString(data).ByteSize()         # else the caller has just written it at greater length
+    # else the caller has just written it at greater length
+    return size < len(data) and size < kind.FromString(data).ByteSize()
 
 
 def unknown_field(message: Message) -> str | None:
@@ -80,7 +93,11 @@ def unknown_field(message: Message) -> str | None:
 
 
 async def _guarded(
-    handler: Callable[..., Awaitable], name: str, metrics: FrontMetrics, message: Any, context: grpc.aio.ServicerContext,
+    handler: Callable[..., Awaitable],
+    name: str,
+    metrics: FrontMetrics,
+    message: Any,
+    context: grpc.aio.ServicerContext,
 ) -> Any:
     status = "CANCELLED"
     try:
@@ -95,7 +112,7 @@ async def _guarded(
     except (grpc.aio.AbortError, asyncio.CancelledError):
         raise
     except Exception:
-        if context.done():                              # the caller went away while we wrote
+        if context.done():  # the caller went away while we wrote
             return None
         log.exception("%s failed", name)
         status = "INTERNAL"
@@ -108,13 +125,20 @@ async def refuse(context: grpc.aio.ServicerContext, error: RequestError) -> None
     """Ends the call with the error's status."""
     code = grpc.StatusCode.__members__.get(error.status, grpc.StatusCode.INTERNAL)
     details = str(error)[:MAX_DETAILS]
-    metadata: list[tuple[str, str | bytes]] = [(FIELD_KEY, _ascii(error.field))] if error.field else []
+    metadata: list[tuple[str, str | bytes]] = (
+        [(FIELD_KEY, _ascii(error.field))] if error.field else []
+    )
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         retry = pb.RetryInfo()
         retry.retry_delay.FromNanoseconds(int(1e9 * error.retry_seconds))
         rich = pb.RichStatus(code=code.value[0], message=details)
-        rich.details.add(type_url="type.googleapis.com/google.rpc.RetryInfo", value=retry.SerializeToString())
-        metadata += [(REASON_KEY, _ascii(error.reason or error.field) or "overloaded"), (RICH_KEY, rich.SerializeToString())]
+        rich.details.add(
+            type_url="type.googleapis.com/google.rpc.RetryInfo", value=retry.SerializeToString()
+        )
+        metadata += [
+            (REASON_KEY, _ascii(error.reason or error.field) or "overloaded"),
+            (RICH_KEY, rich.SerializeToString()),
+        ]
     await context.abort(code, details, tuple(metadata))
 
 

@@ -1,7 +1,8 @@
 """The server's event loop. It is asyncio's, but hears few sockets in each of its turns.
 
-asyncio hears all sockets that have something, and then does all that they ask for, before it looks at the time or at anything else. A crowd
-of callers who come at once, each of whom costs a millisecond or two, would hold up those who are served already.
+asyncio hears all sockets that have something, and then does all that they ask for, before it looks
+at the time or at anything else. A crowd of callers who come at once, each of whom costs a
+millisecond or two, would hold up those who are served already.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-AT_ONCE = 4                                             # sockets that are heard in a turn, at most
+AT_ONCE = 4  # sockets that are heard in a turn, at most
 T = TypeVar("T")
 
 
@@ -32,8 +33,10 @@ class FewAtOnce(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self._turn = 0
-        self._since: dict[int, int] = {}                # by number of a socket: the turn from which on it has waited
-        self._own: int | None = None                    # the loop's, where signals come in: the first that is registered
+        # by number of a socket: the turn from which on it has waited
+        self._since: dict[int, int] = {}
+        # the loop's, where signals come in: the first that is registered
+        self._own: int | None = None
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         key = super().register(fileobj, events, data)
@@ -46,7 +49,10 @@ class FewAtOnce(selectors.DefaultSelector):
             self._since.clear()
             return ready
         self._turn += 1
-        since = {key.fd: 0 if key.fd == self._own else self._since.get(key.fd, self._turn) for key, _ in ready}
+        since = {
+            key.fd: 0 if key.fd == self._own else self._since.get(key.fd, self._turn)
+            for key, _ in ready
+        }
         ready.sort(key=lambda one: since[one[0].fd])
         for key, _ in ready[:AT_ONCE]:
             del since[key.fd]

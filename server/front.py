@@ -1,6 +1,8 @@
-"""What all protocols share. A request is asked for here, whichever way it came, and answered by a stream of outputs.
+"""What all protocols share. A request is asked for here, whichever way it came, and answered by a
+stream of outputs.
 
-gRPC (`service`) and HTTP (`openai`) are translators: they make an `Ask` of what they read and write what the `Stream` gives.
+gRPC (`service`) and HTTP (`openai`) are translators: they make an `Ask` of what they read and write
+what the `Stream` gives.
 """
 
 from __future__ import annotations
@@ -32,11 +34,17 @@ from jaxserve.server.tracing import Tracer
 from jaxserve.server.trail import Origin, Trail
 
 log = logging.getLogger(__name__)
-INLINE_CHARS = 4096                                     # longer texts, or more ids to make a text of, are worked on beside the event loop
+# longer texts, or more ids to make a text of, are worked on beside the event loop
+INLINE_CHARS = 4096
 MAX_SALT_CHARS = 1024
-MAX_IDS = 2**18                                         # to make a text of, or as many as the model has room for
-ASKERS = 4                                              # threads for questions to the engine
-STARTING, SERVING, DRAINING, STOPPING, STUCK, BROKEN = "starting", "serving", "draining", "stopping", "stuck", "broken"
+MAX_IDS = 2**18  # to make a text of, or as many as the model has room for
+ASKERS = 4  # threads for questions to the engine
+STARTING = "starting"
+SERVING = "serving"
+DRAINING = "draining"
+STOPPING = "stopping"
+STUCK = "stuck"
+BROKEN = "broken"
 T = TypeVar("T")
 
 
@@ -44,8 +52,9 @@ T = TypeVar("T")
 class Ask:
     """What a caller wants. Left to be checked: whether this server and its model can give it.
 
-    id: '' for one of ours. model: '' for the one that is served. timeout: seconds from now. ids_only: no text is made of the tokens.
-    keep_special: special tokens are in the text. guided: how completions must look, and the name of the field that says so.
+    id: '' for one of ours. model: '' for the one that is served. timeout: seconds from now.
+    ids_only: no text is made of the tokens. keep_special: special tokens are in the text. guided:
+    how completions must look, and the name of the field that says so.
     """
 
     prompt: Prompt
@@ -68,20 +77,26 @@ class Front:
     """Made on the event loop. It has no engine, and refuses requests, until `open`."""
 
     def __init__(self, config: ServerConfig):
-        self.config, self.state, self._before = config, STARTING, STARTING
+        self.config = config
+        self.state = STARTING
+        self._before = STARTING
         self.streams: dict[str, Stream] = {}
         self.engine: Any = None
         self.guides: Any = None
         self._asking = concurrent.futures.ThreadPoolExecutor(ASKERS, "engine")
         self.tokenizer: Any = None
-        self.metrics, self.trail = FrontMetrics(), Trail(Tracer(config.traces_endpoint))
+        self.metrics = FrontMetrics()
+        self.trail = Trail(Tracer(config.traces_endpoint))
         self._loop = asyncio.get_running_loop()
         self._clock = WallClock()
         self._mailbox = Mailbox(self._loop)
         self._spoke_at = -math.inf
 
     def open(self, engine: Any, tokenizer: Any, guides: Guides) -> None:
-        self.engine, self.tokenizer, self.guides, self.state = engine, tokenizer, guides, SERVING
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.guides = guides
+        self.state = SERVING
         self.trail.model = engine.config.source.model
 
     def close(self) -> None:
@@ -105,12 +120,16 @@ class Front:
     def check_model(self, name: str) -> None:
         """Errors: RequestError for a model that is not served here; '' is the one that is."""
         if name and name not in (self.engine.model.name, self.engine.config.source.model):
-            raise RequestError("model", f"{name[:100]!r} is not served here; {self.engine.config.source.model!r} is", "NOT_FOUND")
+            raise RequestError(
+                "model",
+                f"{name[:100]!r} is not served here; {self.engine.config.source.model!r} is",
+                "NOT_FOUND",
+            )
 
     @contextlib.asynccontextmanager
     async def answer(self, ask: Ask, caller: Caller) -> AsyncIterator[Stream]:
-        """Submits a request; what the caller has not waited for is cancelled at the end. Errors: RequestError, before anything is computed,
-        and at the end what ended the stream."""
+        """Submits a request; what the caller has not waited for is cancelled at the end. Errors:
+        RequestError, before anything is computed, and at the end what ended the stream."""
         stream: Stream | None = None
         try:
             with self._admitted(caller) as lease:
@@ -122,14 +141,18 @@ class Front:
                         await stream.entered()
                         yield stream
                     except asyncio.CancelledError:
-                        if stream.failure is None:      # the caller cancelled or went away
+                        if stream.failure is None:  # the caller cancelled or went away
                             raise
                     finally:
                         self._close(stream)
                     if stream.failure is not None:
                         raise stream.failure
         except RequestError as error:
-            if (stream is None or stream.refused) and not ask.origin.ours and error.status == "RESOURCE_EXHAUSTED":
+            if (
+                (stream is None or stream.refused)
+                and not ask.origin.ours
+                and error.status == "RESOURCE_EXHAUSTED"
+            ):
                 self.engine.metrics.rejected(error.reason or error.field)
             raise
 
@@ -138,21 +161,28 @@ class Front:
         with self._admitted(caller):
             return await self._ids(prompt)
 
-    async def text(self, ids: Sequence[int], caller: Caller, skip_special: bool = True, name: str = "ids") -> str:
+    async def text(
+        self, ids: Sequence[int], caller: Caller, skip_special: bool = True, name: str = "ids"
+    ) -> str:
         """Text of token ids. name: of the field that has them. Errors: RequestError."""
         with self._admitted(caller):
             if self.tokenizer is None:
                 raise RequestError(name, "this model has no tokenizer", "FAILED_PRECONDITION")
             if len(ids) > (most := max(MAX_IDS, self.engine.max_len)):
                 raise RequestError(name, f"has {len(ids)} ids; the limit is {most}")
-            return await beside(len(ids) >= INLINE_CHARS, functools.partial(self._text, ids, skip_special, name))
+            return await beside(
+                len(ids) >= INLINE_CHARS, functools.partial(self._text, ids, skip_special, name)
+            )
 
     def _admitted(self, caller: Caller) -> contextlib.closing[Lease]:
         self.check_open()
         return contextlib.closing(caller.admit(self._clock.now()))
 
     async def _ids(self, prompt: Prompt) -> np.ndarray:
-        return await beside(size_of(prompt) >= INLINE_CHARS, functools.partial(ids_of, prompt, self.tokenizer, self.engine.max_len))
+        return await beside(
+            size_of(prompt) >= INLINE_CHARS,
+            functools.partial(ids_of, prompt, self.tokenizer, self.engine.max_len),
+        )
 
     def _text(self, ids: Sequence[int], skip_special: bool, name: str) -> str:
         array = array_of(name, ids)
@@ -171,12 +201,15 @@ class Front:
         return await self.of_engine(lambda: sum(self.engine.cancel(id) for id in ids))
 
     async def of_engine(self, ask: Callable[[], T]) -> T:
-        """What the engine answers. It may take seconds, while a step is issued slowly: on threads that nothing else waits for."""
+        """What the engine answers. It may take seconds, while a step is issued slowly: on threads
+        that nothing else waits for."""
         return await self._loop.run_in_executor(self._asking, ask)
 
     def watch(self) -> None:
-        """Called now and then: ends streams that nobody reads, keeps silent ones alive, sees whether the engine is."""
-        now, config = self._loop.time(), self.config
+        """Called now and then: ends streams that nobody reads, keeps silent ones alive, sees
+        whether the engine is."""
+        now = self._loop.time()
+        config = self.config
         for stream in list(self.streams.values()):
             stream.heartbeat(now)
             stream.abort_stalled(now, config.stall_timeout)
@@ -190,7 +223,8 @@ class Front:
             self.state = BROKEN
         elif late is not None and self.state in (SERVING, DRAINING, STOPPING):
             log.error("a step is overdue by %.1f s: nothing is taken until it ends", late)
-            self._before, self.state = self.state, STUCK
+            self._before = self.state
+            self.state = STUCK
             self.abort_all(RequestError("", "the devices do not answer", "UNAVAILABLE"))
         elif late is None and self.state == STUCK:
             log.warning("the step that was overdue has ended")
@@ -203,29 +237,65 @@ class Front:
         return len(self.streams)
 
     async def _request(self, ask: Ask, caller: Caller) -> Request:
-        engine, now = self.engine, self._clock.now()
+        engine = self.engine
+        now = self._clock.now()
         self.check_model(ask.model)
         if len(ask.cache_salt) > MAX_SALT_CHARS:
-            raise RequestError("cache_salt", f"has {len(ask.cache_salt)} characters; the limit is {MAX_SALT_CHARS}")
+            raise RequestError(
+                "cache_salt", f"has {len(ask.cache_salt)} characters; the limit is {MAX_SALT_CHARS}"
+            )
         if ask.sampling.stop and (ask.ids_only or self.tokenizer is None):
             raise RequestError("stop", "stop strings need text")
         prompt = await self._ids(ask.prompt)
-        guide = None if ask.guided is None else await asyncio.wrap_future(self.guides.submit(ask.guided, ask.guided_name))
+        guide = (
+            None
+            if ask.guided is None
+            else await asyncio.wrap_future(self.guides.submit(ask.guided, ask.guided_name))
+        )
         return Request.make(
-            caller.scoped(ask.id or f"jaxserve-{secrets.token_hex(8)}"), prompt, ask.sampling,
-            vocab=engine.model.vocab, max_len=engine.max_len, classes=engine.config.scheduler.class_names, arrival=now,
-            deadline=None if ask.timeout is None else now + ask.timeout, slo=ask.slo, priority=ask.priority,
-            cache_salt=caller.salt(ask.cache_salt), bypass_prefix_cache=ask.bypass_prefix_cache, guide=guide)
+            caller.scoped(ask.id or f"jaxserve-{secrets.token_hex(8)}"),
+            prompt,
+            ask.sampling,
+            vocab=engine.model.vocab,
+            max_len=engine.max_len,
+            classes=engine.config.scheduler.class_names,
+            arrival=now,
+            deadline=None if ask.timeout is None else now + ask.timeout,
+            slo=ask.slo,
+            priority=ask.priority,
+            cache_salt=caller.salt(ask.cache_salt),
+            bypass_prefix_cache=ask.bypass_prefix_cache,
+            guide=guide,
+        )
 
-    def _submit(self, ask: Ask, request: Request, caller: Caller, lease: Lease, ends: list[Finished]) -> Stream:
-        self.check_open()                               # again: reading the prompt may have taken a while
+    def _submit(
+        self, ask: Ask, request: Request, caller: Caller, lease: Lease, ends: list[Finished]
+    ) -> Stream:
+        self.check_open()  # again: reading the prompt may have taken a while
         if request.id in self.streams:
             raise RequestError("request_id", f"{ask.id!r} is in use", "ALREADY_EXISTS")
         engine = self.engine
-        text = NoText if ask.ids_only or self.tokenizer is None else functools.partial(self.tokenizer.stream, not ask.keep_special)
-        answer = Answer(request, engine.model.eos_ids, text, lambda index: engine.post(functools.partial(engine.stop, request.id, index)))
-        patience = 0.75 * self.config.progress_interval          # `watch` looks at it a few times in that
-        stream = Stream(request, answer, caller, self._loop.time(), patience, functools.partial(self._spoke, lease), ends)
+        text = (
+            NoText
+            if ask.ids_only or self.tokenizer is None
+            else functools.partial(self.tokenizer.stream, not ask.keep_special)
+        )
+        answer = Answer(
+            request,
+            engine.model.eos_ids,
+            text,
+            lambda index: engine.post(functools.partial(engine.stop, request.id, index)),
+        )
+        patience = 0.75 * self.config.progress_interval  # `watch` looks at it a few times in that
+        stream = Stream(
+            request,
+            answer,
+            caller,
+            self._loop.time(),
+            patience,
+            functools.partial(self._spoke, lease),
+            ends,
+        )
         self.streams[request.id] = stream
         engine.post(functools.partial(self._enter, stream))
         return stream
@@ -240,7 +310,7 @@ class Front:
         except Exception:
             log.exception("a request was not taken")
             refusal = internal_error()
-        with contextlib.suppress(RuntimeError):         # the loop was closed
+        with contextlib.suppress(RuntimeError):  # the loop was closed
             self._loop.call_soon_threadsafe(stream.refuse, refusal)
 
     def _spoke(self, lease: Lease) -> None:

@@ -1,13 +1,13 @@
 """The file of API keys: the names behind them, and how much each may ask for.
 
     keys:
-      - name: alice
-        sha256: 5e88...           # of the key, which is 256 random bits: nobody finds it from a plain hash
-        tenant: team-a            # default: the name; keys of one tenant share KV prefixes
-        admin: false              # admin keys work on the admin port only, others never there
-        limits: {requests_per_minute: 600, concurrency: 64, queued_tokens: 2000000}
+      - name: alice sha256: 5e88...           # of the key, which is 256 random bits: nobody finds
+        it from a plain hash tenant: team-a            # default: the name; keys of one tenant share
+        KV prefixes admin: false              # admin keys work on the admin port only, others never
+        there limits: {requests_per_minute: 600, concurrency: 64, queued_tokens: 2000000}
 
-The file is read again when it changes. One that cannot be used is logged and changes nothing, so a slip of the editor locks nobody out.
+The file is read again when it changes. One that cannot be used is logged and changes nothing, so a
+slip of the editor locks nobody out.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ MAX_LIMIT = 10**12
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one key; None: no limit. As many requests as a minute has may come at once after a quiet minute. queued_tokens: of the prompts of
-    requests without a first token."""
+    """Of one key; None: no limit. As many requests as a minute has may come at once after a quiet
+    minute. queued_tokens: of the prompts of requests without a first token."""
 
     requests_per_minute: int | None = None
     concurrency: int | None = None
@@ -56,10 +56,12 @@ class Key:
 
 
 class Keys:
-    """The keys of a file, found without telling by the time it takes how near a guess was. Errors: ConfigError where it cannot be used."""
+    """The keys of a file, found without telling by the time it takes how near a guess was. Errors:
+    ConfigError where it cannot be used."""
 
     def __init__(self, file: str | Path):
-        self._file, self._secret = Path(file), secrets.token_bytes(32)
+        self._file = Path(file)
+        self._secret = secrets.token_bytes(32)
         self._seen = signature(self._file)
         self._keys = self._table(read(self._file))
 
@@ -81,7 +83,8 @@ class Keys:
         return signature(self._file) != self._seen
 
     def refresh(self) -> bool:
-        """Reads the file again; returns whether the keys are new ones. Takes a second for thousands of keys; any thread may call it."""
+        """Reads the file again; returns whether the keys are new ones. Takes a second for thousands
+        of keys; any thread may call it."""
         self._seen = signature(self._file)
         try:
             self._keys = self._table(read(self._file))
@@ -103,10 +106,12 @@ def hash_of(key: str) -> bytes:
 
 
 def read(file: Path) -> list[Key]:
-    """The keys of a file that belongs to this user or to root and that nobody but its group can read. Errors: ConfigError."""
+    """The keys of a file that belongs to this user or to root and that nobody but its group can
+    read. Errors: ConfigError."""
     try:
         with open(file, "rb") as opened:
-            info, data = os.fstat(opened.fileno()), opened.read(MAX_FILE_BYTES + 1)
+            info = os.fstat(opened.fileno())
+            data = opened.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(FIELD, f"{file}: {error.strerror}") from None
     check_private(FIELD, file, info)
@@ -123,17 +128,19 @@ def parse(text: str, name: str) -> list[Key]:
     try:
         loader = yaml.SafeLoader(text)
         loader.name = name
-        root = loader.get_single_node()                 # nodes know their lines; no object is made
-    except (yaml.YAMLError, RecursionError) as error:   # whose own text would quote the file
+        root = loader.get_single_node()  # nodes know their lines; no object is made
+    except (yaml.YAMLError, RecursionError) as error:  # whose own text would quote the file
         mark = getattr(error, "problem_mark", None)
-        raise ConfigError(FIELD, f"{name}{f', line {mark.line + 1}' if mark else ''}: is not YAML") from None
+        raise ConfigError(
+            FIELD, f"{name}{f', line {mark.line + 1}' if mark else ''}: is not YAML"
+        ) from None
     if root is None:
         raise ConfigError(FIELD, f"{name} is empty; where there is no key it says keys: []")
     listed = _fields(root, "the file", {"keys"}).get("keys")
     if listed is None or listed.id != "sequence":
         raise _fault(root, "keys must be a list")
     keys: list[Key] = []
-    seen: set[str | bytes] = set()                      # names and keys
+    seen: set[str | bytes] = set()  # names and keys
     for node in listed.value:
         key = _key(node)
         if key.name in seen or key.sha256 in seen:
@@ -152,7 +159,11 @@ def text_of(keys: Iterable[Key]) -> str:
             entry["tenant"] = key.tenant
         if key.admin:
             entry["admin"] = True
-        if limits := {name: value for name, value in dataclasses.asdict(key.limits).items() if value is not None}:
+        if limits := {
+            name: value
+            for name, value in dataclasses.asdict(key.limits).items()
+            if value is not None
+        }:
             entry["limits"] = limits
         entries.append(entry)
     return yaml.safe_dump({"keys": entries}, sort_keys=False)
@@ -167,12 +178,25 @@ def _key(node: Any) -> Key:
     for name in ("name", "sha256"):
         if name not in fields:
             raise _fault(node, f"a key has no {name}")
-    name, digest = _name(fields["name"]), _text(fields["sha256"])
+    name = _name(fields["name"])
+    digest = _text(fields["sha256"])
     if not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
-        raise _fault(fields["sha256"], f"{name}: sha256 must be 64 hexadecimal digits, and never the key itself")
-    limits = _fields(fields["limits"], "limits", {f.name for f in dataclasses.fields(Limits)}) if "limits" in fields else {}
-    return Key(name, bytes.fromhex(digest), _name(fields["tenant"]) if "tenant" in fields else name,
-               "admin" in fields and _flag(fields["admin"]), Limits(**{limit: _count(limit, value) for limit, value in limits.items()}))
+        raise _fault(
+            fields["sha256"],
+            f"{name}: sha256 must be 64 hexadecimal digits, and never the key itself",
+        )
+    limits = (
+        _fields(fields["limits"], "limits", {f.name for f in dataclasses.fields(Limits)})
+        if "limits" in fields
+        else {}
+    )
+    return Key(
+        name,
+        bytes.fromhex(digest),
+        _name(fields["tenant"]) if "tenant" in fields else name,
+        "admin" in fields and _flag(fields["admin"]),
+        Limits(**{limit: _count(limit, value) for limit, value in limits.items()}),
+    )
 
 
 def _fields(node: Any, what: str, known: set[str]) -> dict[str, Any]:
@@ -183,7 +207,9 @@ def _fields(node: Any, what: str, known: set[str]) -> dict[str, Any]:
     for key, value in node.value:
         name = _text(key)
         if name not in known:
-            raise _fault(key, f"{what} has no field {name[:64]!r}; known are {', '.join(sorted(known))}")
+            raise _fault(
+                key, f"{what} has no field {name[:64]!r}; known are {', '.join(sorted(known))}"
+            )
         if name in found:
             raise _fault(key, f"{name} is there twice")
         found[name] = value
@@ -212,5 +238,7 @@ def _flag(node: Any) -> bool:
 def _count(name: str, node: Any) -> int:
     text = _text(node)
     if not (re.fullmatch(r"[0-9]{1,13}", text) and 1 <= int(text) <= MAX_LIMIT):
-        raise _fault(node, f"{name} must be a whole number from 1 to {MAX_LIMIT}, not {text[:64]!r}")
+        raise _fault(
+            node, f"{name} must be a whole number from 1 to {MAX_LIMIT}, not {text[:64]!r}"
+        )
     return int(text)

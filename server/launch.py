@@ -1,6 +1,8 @@
-"""The life of a server: it listens at once but serves only when its engine is warm; when told to stop it drains, then goes.
+"""The life of a server: it listens at once but serves only when its engine is warm; when told to
+stop it drains, then goes.
 
-Health (grpc.health.v1) is NOT_SERVING while the engine is built, while it drains, and when its engine has stopped.
+Health (grpc.health.v1) is NOT_SERVING while the engine is built, while it drains, and when its
+engine has stopped.
 """
 
 from __future__ import annotations
@@ -42,10 +44,11 @@ from jaxserve.server.tls import Tls
 log = logging.getLogger(__name__)
 HEALTH = "grpc.health.v1.Health"
 SERVICES = {name: pb.DESCRIPTOR.services_by_name[name] for name in ("Inference", "Control")}
-SWITCH_SECONDS = 0.0001                                 # how long the engine's thread waits for the interpreter while streams are written
-FILES_SECONDS = 0.25                                    # between looks at the files of keys and certificates
-STOP_SECONDS = 2.0                                      # for the statuses of aborted requests to get out
-MIN_PING_MS = 10_000                                    # between pings of a client: callers wait minutes for a prefill
+# how long the engine's thread waits for the interpreter while streams are written
+SWITCH_SECONDS = 0.0001
+FILES_SECONDS = 0.25  # between looks at the files of keys and certificates
+STOP_SECONDS = 2.0  # for the statuses of aborted requests to get out
+MIN_PING_MS = 10_000  # between pings of a client: callers wait minutes for a prefill
 
 Build = Callable[[], tuple[Any, Any]]
 
@@ -53,10 +56,16 @@ Build = Callable[[], tuple[Any, Any]]
 def check_host(config: ServerConfig) -> None:
     """Errors: ConfigError where strangers could connect and nobody said that they may."""
     if not (is_loopback(config.host) or _authenticated(config) or config.insecure):
-        raise ConfigError("host", f"{config.host!r} is not a loopback address, and neither --api_keys nor --tls_client_ca says who may "
-                                  "connect; add --insecure to serve everybody who can")
+        raise ConfigError(
+            "host",
+            f"{config.host!r} is not a loopback address, and neither --api_keys nor --tls_client_ca says who may "
+            "connect; add --insecure to serve everybody who can",
+        )
     if config.admin_port is not None and config.api_keys is None and not is_loopback(config.host):
-        raise ConfigError("admin_port", f"on {config.host!r} it needs --api_keys: operators have keys of their own")
+        raise ConfigError(
+            "admin_port",
+            f"on {config.host!r} it needs --api_keys: operators have keys of their own",
+        )
 
 
 def warn_of_host(config: ServerConfig) -> None:
@@ -64,9 +73,14 @@ def warn_of_host(config: ServerConfig) -> None:
     if is_loopback(config.host):
         return
     if not _authenticated(config):
-        log.warning("INSECURE: whoever can reach %s may use this server and stop what others run on it", config.host)
+        log.warning(
+            "INSECURE: whoever can reach %s may use this server and stop what others run on it",
+            config.host,
+        )
     if config.tls_cert is None:
-        log.warning("no TLS: prompts, answers and API keys travel from and to %s in plain text", config.host)
+        log.warning(
+            "no TLS: prompts, answers and API keys travel from and to %s in plain text", config.host
+        )
 
 
 def _authenticated(config: ServerConfig) -> bool:
@@ -88,22 +102,36 @@ def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
 
 
 class Server:
-    """A server on the running event loop. `ports` are those it listens on: grpc, http, admin, those it has."""
+    """A server on the running event loop. `ports` are those it listens on: grpc, http, admin, those
+    it has."""
 
     def __init__(self, config: ServerConfig):
         check_host(config)
         warn_of_host(config)
-        self.access, self.tls = Access(config), Tls.of(config)
-        self.config, self.front = config, Front(config)
+        self.access = Access(config)
+        self.tls = Tls.of(config)
+        self.config = config
+        self.front = Front(config)
         self.ports: dict[str, int] = {}
         self._host = f"[{config.host.strip('[]')}]" if ":" in config.host else config.host
         self._listeners: list[Listener] = []
         self._health = Health([service.full_name for service in SERVICES.values()])
-        self._server = grpc.aio.server(interceptors=(Guard(self.access, self.front.metrics),), options=channel_options(config))
-        self._server.add_generic_rpc_handlers((
-            handlers(Inference(self.front), SERVICES["Inference"], config.max_message_mib << 20, self.front.metrics),
-            handlers(Control(self.front), SERVICES["Control"], CONTROL_LIMIT, self.front.metrics),
-        ))
+        self._server = grpc.aio.server(
+            interceptors=(Guard(self.access, self.front.metrics),), options=channel_options(config)
+        )
+        self._server.add_generic_rpc_handlers(
+            (
+                handlers(
+                    Inference(self.front),
+                    SERVICES["Inference"],
+                    config.max_message_mib << 20,
+                    self.front.metrics,
+                ),
+                handlers(
+                    Control(self.front), SERVICES["Control"], CONTROL_LIMIT, self.front.metrics
+                ),
+            )
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if config.reflection:
             _reflect((*self._health.names, HEALTH, reflection.SERVICE_NAME), self._server)
@@ -113,19 +141,47 @@ class Server:
         try:
             self.ports["grpc"] = self._listen(f"{self._host}:{self.config.port}")
         except RuntimeError:
-            raise ConfigError("port", f"cannot listen on {self._host}:{self.config.port}: is it taken?") from None
-        config, access, metrics = self.config, self.access, self.front.metrics
-        http = Door(users(self.front, Probe(self.front, access.anonymous)), config, access.authenticate, OPEN_PATHS, metrics)
-        admin = Door(operators(self.front), config, functools.partial(access.authenticate, admin=True), frozenset(), metrics)
-        for name, app, port in (("http", http, config.http_port), ("admin", admin, config.admin_port)):
+            raise ConfigError(
+                "port", f"cannot listen on {self._host}:{self.config.port}: is it taken?"
+            ) from None
+        config = self.config
+        access = self.access
+        metrics = self.front.metrics
+        http = Door(
+            users(self.front, Probe(self.front, access.anonymous)),
+            config,
+            access.authenticate,
+            OPEN_PATHS,
+            metrics,
+        )
+        admin = Door(
+            operators(self.front),
+            config,
+            functools.partial(access.authenticate, admin=True),
+            frozenset(),
+            metrics,
+        )
+        for name, app, port in (
+            ("http", http, config.http_port),
+            ("admin", admin, config.admin_port),
+        ):
             if port is not None:
-                listener = Listener(app, config, f"{name}_port", port, None if self.tls is None else self.tls.context())
+                listener = Listener(
+                    app,
+                    config,
+                    f"{name}_port",
+                    port,
+                    None if self.tls is None else self.tls.context(),
+                )
                 self._listeners.append(listener)
                 self.ports[name] = listener.port
         for listener in self._listeners:
             await listener.start()
         await self._server.start()
-        self._watchers = [asyncio.create_task(self._watch()), asyncio.create_task(self._watch_files())]
+        self._watchers = [
+            asyncio.create_task(self._watch()),
+            asyncio.create_task(self._watch_files()),
+        ]
 
     def address(self, name: str) -> str:
         """Of one of `ports`: HOST:PORT of grpc, a URL of the others."""
@@ -141,14 +197,23 @@ class Server:
         self.front.open(engine, tokenizer, guides)
         self._watchers.append(asyncio.create_task(self.front.metrics.watch_loop()))
         self._health.tell(True)
-        log.info("serving on %s: %s", self.config.host, ", ".join(f"{name} {port}" for name, port in self.ports.items()))
+        log.info(
+            "serving on %s: %s",
+            self.config.host,
+            ", ".join(f"{name} {port}" for name, port in self.ports.items()),
+        )
 
     async def drain(self) -> None:
-        """Takes no new requests, gives the running ones `drain_timeout`, ends the rest with UNAVAILABLE."""
+        """Takes no new requests, gives the running ones `drain_timeout`, ends the rest with
+        UNAVAILABLE."""
         self.front.state = STOPPING
         self._health.tell(False)
         if self.front.streams:
-            log.info("draining: %d requests have %g s to finish", len(self.front.streams), self.config.drain_timeout)
+            log.info(
+                "draining: %d requests have %g s to finish",
+                len(self.front.streams),
+                self.config.drain_timeout,
+            )
         deadline = asyncio.get_running_loop().time() + self.config.drain_timeout
         while self.front.streams and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
@@ -169,7 +234,8 @@ class Server:
         while True:
             await asyncio.sleep(period)
             self.front.watch()
-            self._health.tell(self.front.state == SERVING)   # which changes by itself, or as an operator asks
+            # which changes by itself, or as an operator asks
+            self._health.tell(self.front.state == SERVING)
 
     async def _watch_files(self) -> None:
         while True:
@@ -178,16 +244,21 @@ class Server:
                 await self.access.refresh()
                 if self.tls is not None:
                     self.tls.refresh()
-            except Exception:                           # a key that was taken back would work for ever
+            except Exception:  # a key that was taken back would work for ever
                 log.exception("the files of keys and certificates were not read again")
 
 
-async def run(config: ServerConfig, build: Build, listening: Callable[[Server], None], stop: asyncio.Event) -> bool:
-    """Serves until `stop` is set. `build` makes the engine and its tokenizer, on a thread of its own; what it raises ends the server.
+async def run(
+    config: ServerConfig, build: Build, listening: Callable[[Server], None], stop: asyncio.Event
+) -> bool:
+    """Serves until `stop` is set. `build` makes the engine and its tokenizer, on a thread of its
+    own; what it raises ends the server.
 
-    Returns whether the engine was ever built and has closed; if not, a thread that builds it, or waits for a step, may still be busy.
+    Returns whether the engine was ever built and has closed; if not, a thread that builds it, or
+    waits for a step, may still be busy.
     """
-    server, engine = Server(config), None
+    server = Server(config)
+    engine = None
     await server.start()
     listening(server)
     stopping = asyncio.create_task(stop.wait())
@@ -211,7 +282,8 @@ async def run(config: ServerConfig, build: Build, listening: Callable[[Server], 
 
 @contextlib.contextmanager
 def _shared_interpreter() -> Iterator[None]:
-    """The engine's thread and the event loop take turns often. At the end the garbage collector is as before, see `_settled`."""
+    """The engine's thread and the event loop take turns often. At the end the garbage collector is
+    as before, see `_settled`."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
@@ -222,13 +294,15 @@ def _shared_interpreter() -> Iterator[None]:
 
 
 def _settled(build: Build) -> tuple[Any, Any, Guides]:
-    """What was built, and what compiles guides for it, live as long as the server. Each look of the garbage collector at it, some 400,000
-    objects, would hold up the engine and all streams for a quarter of a second."""
+    """What was built, and what compiles guides for it, live as long as the server. Each look of the
+    garbage collector at it, some 400,000 objects, would hold up the engine and all streams for a
+    quarter of a second."""
     engine, tokenizer = build()
     guides = Guides(tokenizer, engine.model.vocab, engine.model.eos_ids)
     guides.prepare()
     if tokenizer is not None:
-        tokenizer.encode("", special=False)             # which makes a copy of its vocabulary at the first time
+        # which makes a copy of its vocabulary at the first time
+        tokenizer.encode("", special=False)
     gc.collect()
     gc.freeze()
     return engine, tokenizer, guides
@@ -236,8 +310,10 @@ def _settled(build: Build) -> tuple[Any, Any, Guides]:
 
 def serve(config: ServerConfig, build: Build, listening: Callable[[Server], None]) -> bool:
     """`run` until SIGTERM or SIGINT; a second signal ends the process at once."""
+
     async def main() -> bool:
-        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
 
         def signalled(number: int) -> None:
             loop.remove_signal_handler(number)
@@ -251,10 +327,12 @@ def serve(config: ServerConfig, build: Build, listening: Callable[[Server], None
 
 
 class Background:
-    """A server on a thread of its own, for notebooks, the demo and tests. `with Background(config, build) as server` listens."""
+    """A server on a thread of its own, for notebooks, the demo and tests. `with Background(config,
+    build) as server` listens."""
 
     def __init__(self, config: ServerConfig, build: Build):
-        self._config, self._build = config, build
+        self._config = config
+        self._build = build
         self._started = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="jaxserve-server", daemon=True)
@@ -267,7 +345,7 @@ class Background:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with contextlib.suppress(RuntimeError):         # it ended by itself
+        with contextlib.suppress(RuntimeError):  # it ended by itself
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
         if self._error is not None and kind is None:
@@ -296,7 +374,8 @@ class Background:
 
     def _main(self) -> None:
         async def main() -> None:
-            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+            self._loop = asyncio.get_running_loop()
+            self._stop = asyncio.Event()
             await run(self._config, self._build, self._listening, self._stop)
 
         try:
@@ -308,19 +387,27 @@ class Background:
 
 
 def _reflect(names: Sequence[str], server: grpc.aio.Server) -> None:
-    """Reflection under its old name, v1alpha, and its new one; the messages are the same, the library knows only the old one."""
+    """Reflection under its old name, v1alpha, and its new one; the messages are the same, the
+    library knows only the old one."""
     reflection.enable_server_reflection(names, server)
     describe = grpc.stream_stream_rpc_method_handler(
         reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
-        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString)
-    server.add_generic_rpc_handlers((
-        grpc.method_handlers_generic_handler("grpc.reflection.v1.ServerReflection", {"ServerReflectionInfo": describe}),))
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers(
+        (
+            grpc.method_handlers_generic_handler(
+                "grpc.reflection.v1.ServerReflection", {"ServerReflectionInfo": describe}
+            ),
+        )
+    )
 
 
 def _in_thread(work: Callable[[], Any]) -> asyncio.Future:
     """A daemon thread: unlike an executor's it does not keep the process from ending."""
-    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    done = asyncio.get_running_loop().create_future()
 
     def tell(setter: Callable[[Any], None], value: Any) -> None:
         if not done.done():

@@ -9,21 +9,25 @@ from jaxserve.server.access import Caller
 from jaxserve.server.front import BROKEN, SERVING, STUCK, Ask, Front
 from jaxserve.server.trail import Origin
 
-FRESH = 5.0                                             # seconds for which a token is proof enough
-PATIENCE = 5.0                                          # seconds that ours may take
+FRESH = 5.0  # seconds for which a token is proof enough
+PATIENCE = 5.0  # seconds that ours may take
 
 
 class Probe:
-    """`ready` asks for a real token where none came lately; callers that ask at the same time share one."""
+    """`ready` asks for a real token where none came lately; callers that ask at the same time share
+    one."""
 
     def __init__(self, front: Front, caller: Caller):
         """caller: for whom ours is made."""
-        self._front, self._caller = front, caller
+        self._front = front
+        self._caller = caller
         self._asking: asyncio.Task[str] | None = None
 
     def alive(self) -> str:
         """'' or what is wrong."""
-        return {BROKEN: "the engine stopped", STUCK: "the devices do not answer"}.get(self._front.state, "")
+        return {BROKEN: "the engine stopped", STUCK: "the devices do not answer"}.get(
+            self._front.state, ""
+        )
 
     async def ready(self) -> str:
         """'' or what is wrong."""
@@ -36,14 +40,25 @@ class Probe:
         return await asyncio.shield(self._asking)
 
     async def _ask(self) -> str:
-        ask = Ask([0], SamplingParams(temperature=0, max_tokens=1), slo=Slo(ttft=PATIENCE), timeout=PATIENCE, bypass_prefix_cache=True,
-                  ids_only=True, origin=Origin(ours=True))
+        ask = Ask(
+            [0],
+            SamplingParams(temperature=0, max_tokens=1),
+            slo=Slo(ttft=PATIENCE),
+            timeout=PATIENCE,
+            bypass_prefix_cache=True,
+            ids_only=True,
+            origin=Origin(ours=True),
+        )
         try:
             async with asyncio.timeout(PATIENCE), self._front.answer(ask, self._caller) as stream:
                 while await stream.take():
                     pass
         except RequestError as error:
-            return "" if error.status == "RESOURCE_EXHAUSTED" and self._front.quiet_seconds < PATIENCE else f"no token came: {error}"
+            return (
+                ""
+                if error.status == "RESOURCE_EXHAUSTED" and self._front.quiet_seconds < PATIENCE
+                else f"no token came: {error}"
+            )
         except TimeoutError:
             return f"no token came within {PATIENCE:g} s"
         return ""

@@ -18,14 +18,16 @@ from jaxserve.server.front import Front
 from jaxserve.server.streams import Stream
 from jaxserve.server.trail import Origin
 
-INLINE_LOGPROBS = 256                                   # tokens: the message with more of them is made beside the event loop
+INLINE_LOGPROBS = 256  # tokens: the message with more of them is made beside the event loop
 
 
 class Inference:
     def __init__(self, front: Front):
         self._front = front
 
-    async def Generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    async def Generate(
+        self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> None:
         loop = asyncio.get_running_loop()
         sent = dict(context.invocation_metadata() or ())
         origin = Origin("grpc", sent.get("traceparent"), str(sent.get("tracestate", "")))
@@ -38,15 +40,27 @@ class Inference:
                     await context.write(event)
                     stream.written(loop.time())
 
-    async def Tokenize(self, message: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
-        return pb.TokenizeResponse(ids=(await self._front.ids(prompt_of(message), caller())).tolist())
+    async def Tokenize(
+        self, message: pb.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.TokenizeResponse:
+        return pb.TokenizeResponse(
+            ids=(await self._front.ids(prompt_of(message), caller())).tolist()
+        )
 
-    async def Detokenize(self, message: pb.DetokenizeRequest, context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
+    async def Detokenize(
+        self, message: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DetokenizeResponse:
         skip = message.skip_special if message.HasField("skip_special") else True
         return pb.DetokenizeResponse(text=await self._front.text(message.ids, caller(), skip))
 
 
 async def _message(stream: Stream, output: Output) -> pb.GenerateEvent:
     make = functools.partial(event_message, stream.id, len(stream.request.prompt), output)
-    logprobs = output.logprobs if isinstance(output, Delta) else output.prompt_logprobs if isinstance(output, Finished) else None
+    logprobs = (
+        output.logprobs
+        if isinstance(output, Delta)
+        else output.prompt_logprobs
+        if isinstance(output, Finished)
+        else None
+    )
     return await beside(len(logprobs or ()) > INLINE_LOGPROBS, make)

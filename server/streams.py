@@ -1,8 +1,9 @@
 """How events get from the engine's thread to a caller who may read slowly.
 
-The engine's thread puts the events of a step into the `Mailbox`, which wakes the event loop at most once for all that may wait. On the
-loop a `Stream` makes outputs of them, text included. What the caller has not taken yet is merged, so that a slow reader, or a busy server,
-gets fewer and larger ones, never a long queue of them.
+The engine's thread puts the events of a step into the `Mailbox`, which wakes the event loop at most
+once for all that may wait. On the loop a `Stream` makes outputs of them, text included. What the
+caller has not taken yet is merged, so that a slow reader, or a busy server, gets fewer and larger
+ones, never a long queue of them.
 """
 
 from __future__ import annotations
@@ -17,23 +18,28 @@ from jaxserve.completion import Answer, Delta, Output, merged
 from jaxserve.request import Accepted, Event, Finished, Progress, Request, RequestError, Token
 from jaxserve.server.access import Caller
 
-SHARE = 0.1                                             # of a core's time, what streams may take from the engine's thread
-MOST_REST = 0.05                                        # seconds that events may wait for that
-_ENDINGS = {"cancelled": ("CANCELLED", "the request was aborted"), "deadline": ("DEADLINE_EXCEEDED", "the deadline has passed")}
+SHARE = 0.1  # of a core's time, what streams may take from the engine's thread
+MOST_REST = 0.05  # seconds that events may wait for that
+_ENDINGS = {
+    "cancelled": ("CANCELLED", "the request was aborted"),
+    "deadline": ("DEADLINE_EXCEEDED", "the deadline has passed"),
+}
 
 
 class Mailbox:
     """From the engine's thread to the event loop, in order.
 
-    The two threads share one interpreter. Where the loop is busy it empties the mailbox less often, so that tokens go out in fewer
-    messages and the engine's thread is not starved.
+    The two threads share one interpreter. Where the loop is busy it empties the mailbox less often,
+    so that tokens go out in fewer messages and the engine's thread is not starved.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
-        self._streams: collections.deque[Stream] = collections.deque()       # those with news
+        self._streams: collections.deque[Stream] = collections.deque()  # those with news
         self._awake = False
-        self._emptied, self._cpu = 0.0, 0.0            # when it was last, and the loop's CPU seconds then
+        # when it was last, and the loop's CPU seconds then
+        self._emptied = 0.0
+        self._cpu = 0.0
 
     def put(self, stream: Stream, events: Sequence[Event]) -> None:
         """Called by the engine's thread; does not wait."""
@@ -48,41 +54,57 @@ class Mailbox:
             self._call(self._wake)
 
     def _call(self, callback: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):         # the loop was closed: nobody is left to tell
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is left to tell
             self._loop.call_soon_threadsafe(callback)
 
     def _wake(self) -> None:
-        now, cpu = self._loop.time(), time.thread_time()
+        now = self._loop.time()
+        cpu = time.thread_time()
         rested = self._emptied + min((cpu - self._cpu) / SHARE, MOST_REST)
         if now < rested:
             self._loop.call_at(rested, self._wake)
             return
-        self._emptied, self._cpu = now, cpu
-        self._awake = False                             # first: what is put from now on wakes the loop again
+        self._emptied = now
+        self._cpu = cpu
+        self._awake = False  # first: what is put from now on wakes the loop again
         while self._streams:
             stream = self._streams.popleft()
-            stream.called = False                       # first, too
+            stream.called = False  # first, too
             stream.wake()
 
 
 class Stream:
     """The answer to one request on its way out. All methods but `deliver` belong to the event loop.
 
-    patience: seconds after which something is to be written, be there news or not. spoke: called with tokens, the first ones and others.
-    ends: gets the ends of completions.
+    patience: seconds after which something is to be written, be there news or not. spoke: called
+    with tokens, the first ones and others. ends: gets the ends of completions.
     """
 
-    def __init__(self, request: Request, answer: Answer, caller: Caller, now: float, patience: float, spoke: Callable[[], None],
-                 ends: list[Finished]):
-        self.request, self.caller, self.id = request, caller, caller.own_id(request.id)
-        self.called = False                             # whether the mailbox is about to wake it
+    def __init__(
+        self,
+        request: Request,
+        answer: Answer,
+        caller: Caller,
+        now: float,
+        patience: float,
+        spoke: Callable[[], None],
+        ends: list[Finished],
+    ):
+        self.request = request
+        self.caller = caller
+        self.id = caller.own_id(request.id)
+        self.called = False  # whether the mailbox is about to wake it
         self.failure: RequestError | None = None
         task = asyncio.current_task()
-        self.cut: Callable[[], object] | None = None if task is None else task.cancel        # ends a write that waits for its reader
+        # ends a write that waits for its reader
+        self.cut: Callable[[], object] | None = None if task is None else task.cancel
         self.closed = self.refused = False
-        self._answer, self._spoke, self._ends, self._patience = answer, spoke, ends, patience
+        self._answer = answer
+        self._spoke = spoke
+        self._ends = ends
+        self._patience = patience
         self._inbox: collections.deque[Sequence[Event]] = collections.deque()
-        self._silent = True                             # whether the engine has given no token yet
+        self._silent = True  # whether the engine has given no token yet
         self._more = asyncio.Event()
         self._entered = False
         self._first: list[Output] = []
@@ -94,8 +116,8 @@ class Stream:
         self._writing = False
 
     def deliver(self, events: Sequence[Event]) -> bool:
-        """Takes the events of a step; returns whether they are not to wait for others: that the request was accepted, its first token, an
-        end. Called by the engine's thread."""
+        """Takes the events of a step; returns whether they are not to wait for others: that the
+        request was accepted, its first token, an end. Called by the engine's thread."""
         self._inbox.append(events)
         if self._silent and any(isinstance(event, Token) for event in events):
             self._silent = False
@@ -112,10 +134,12 @@ class Stream:
         return self.failure is not None or not self.unfinished
 
     def wake(self) -> None:
-        """There is something in the inbox. It is read when somebody asks for it: many steps at once, where that takes a while."""
-        self._entered = True                            # the first that the engine says is that it has the request
+        """There is something in the inbox. It is read when somebody asks for it: many steps at
+        once, where that takes a while."""
+        self._entered = True  # the first that the engine says is that it has the request
         self._more.set()
-        if self._writing and self.request.sampling.stop:          # the engine must hear of a stop string though the reader is slow
+        # the engine must hear of a stop string though the reader is slow
+        if self._writing and self.request.sampling.stop:
             self._read()
 
     def _read(self) -> None:
@@ -156,10 +180,12 @@ class Stream:
         return outputs
 
     def writing(self, now: float) -> None:
-        self._writing, self._sent = True, now
+        self._writing = True
+        self._sent = now
 
     def written(self, now: float) -> None:
-        self._writing, self._sent = False, now
+        self._writing = False
+        self._sent = now
 
     def abort_stalled(self, now: float, timeout: float) -> None:
         """Ends a stream whose caller has left a message unread for so long."""
@@ -198,7 +224,12 @@ class Stream:
     def _pending(self) -> list[Output]:
         self._read()
         progress = [p for p in self._progress.values() if p.index not in self._tokens]
-        outputs: list[Output] = [*self._first, *progress, *map(merged, self._tokens.values()), *self._last]
+        outputs: list[Output] = [
+            *self._first,
+            *progress,
+            *map(merged, self._tokens.values()),
+            *self._last,
+        ]
         for kind in (self._first, self._progress, self._tokens, self._last):
             kind.clear()
         return outputs

@@ -1,7 +1,9 @@
-"""TLS for every port: the server's certificate, and the authorities of its clients' certificates where these are asked for.
+"""TLS for every port: the server's certificate, and the authorities of its clients' certificates
+where these are asked for.
 
-Certificate and key are read again when their files change, as renewal does; connections that are open keep what they have. A pair that
-cannot be used is logged and changes nothing. The clients' authorities are read once.
+Certificate and key are read again when their files change, as renewal does; connections that are
+open keep what they have. A pair that cannot be used is logged and changes nothing. The clients'
+authorities are read once.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from jaxserve.server.files import check_private, signature
 
 log = logging.getLogger(__name__)
 SOON_DAYS = 7
-X509_EXPIRED, X509_NOT_YET = 10, 9                      # OpenSSL's verify codes
+# OpenSSL's verify codes
+X509_EXPIRED = 10
+X509_NOT_YET = 9
 
 
 class Tls:
@@ -27,19 +31,26 @@ class Tls:
 
     def __init__(self, config: ServerConfig):
         assert config.tls_cert is not None and config.tls_key is not None
-        self._cert, self._key = Path(config.tls_cert), Path(config.tls_key)
-        self._authorities = None if config.tls_client_ca is None else _text("tls_client_ca", Path(config.tls_client_ca))
+        self._cert = Path(config.tls_cert)
+        self._key = Path(config.tls_key)
+        self._authorities = (
+            None
+            if config.tls_client_ca is None
+            else _text("tls_client_ca", Path(config.tls_client_ca))
+        )
         self._contexts: list[ssl.SSLContext] = []
         self._seen = signature(self._cert, self._key)
         self._pair = self._read()
-        self._told: tuple[bytes, bytes] | None = None   # what gRPC has
+        self._told: tuple[bytes, bytes] | None = None  # what gRPC has
 
     @classmethod
     def of(cls, config: ServerConfig) -> Tls | None:
         """None where the settings ask for no TLS."""
         if config.tls_cert is None and config.tls_key is None:
             if config.tls_client_ca is not None:
-                raise ConfigError("tls_client_ca", "clients' certificates need TLS: give tls_cert and tls_key")
+                raise ConfigError(
+                    "tls_client_ca", "clients' certificates need TLS: give tls_cert and tls_key"
+                )
             return None
         for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
             if getattr(config, name) is None:
@@ -51,9 +62,12 @@ class Tls:
         context = _context(self._cert, self._key)
         if self._authorities is not None:
             try:
-                context.load_verify_locations(cadata=self._authorities.decode("ascii", "ignore"))      # comments may be in any script
+                # comments may be in any script
+                context.load_verify_locations(cadata=self._authorities.decode("ascii", "ignore"))
             except (ssl.SSLError, ValueError):
-                raise ConfigError("tls_client_ca", "holds no PEM certificates that can be read") from None
+                raise ConfigError(
+                    "tls_client_ca", "holds no PEM certificates that can be read"
+                ) from None
             context.verify_mode = ssl.CERT_REQUIRED
         self._contexts.append(context)
         return context
@@ -61,9 +75,11 @@ class Tls:
     def credentials(self) -> grpc.ServerCredentials:
         """For gRPC servers. They stay current as long as `refresh` is called."""
         if self._authorities is not None:
-            self.context()                              # gRPC would say nothing of authorities that it cannot read
+            self.context()  # gRPC would say nothing of authorities that it cannot read
         self._told = self._pair
-        return grpc.dynamic_ssl_server_credentials(self._configuration(), self._newer, self._authorities is not None)
+        return grpc.dynamic_ssl_server_credentials(
+            self._configuration(), self._newer, self._authorities is not None
+        )
 
     def refresh(self) -> None:
         """To be called now and then: sees whether the files have changed."""
@@ -116,9 +132,14 @@ def _context(cert: Path, key: Path) -> ssl.SSLContext:
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise ConfigError("tls_key", f"{key} is not the key of {cert}") from None
-        raise ConfigError("tls_cert", f"{cert} and {key} cannot be used: {error.reason or 'not a certificate and its key'}") from None
+        raise ConfigError(
+            "tls_cert",
+            f"{cert} and {key} cannot be used: {error.reason or 'not a certificate and its key'}",
+        ) from None
     except ValueError:
-        raise ConfigError("tls_key", f"{key} is encrypted; a server has nobody to ask for the password") from None
+        raise ConfigError(
+            "tls_key", f"{key} is encrypted; a server has nobody to ask for the password"
+        ) from None
     return context
 
 
@@ -127,13 +148,17 @@ def _no_password() -> str:
 
 
 def _end_of(server: ssl.SSLContext, cert: bytes) -> float:
-    """Unix seconds when a certificate ends, 0.0 where it has; from a handshake with ourselves, which the library tells it by."""
+    """Unix seconds when a certificate ends, 0.0 where it has; from a handshake with ourselves,
+    which the library tells it by."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
     client.load_verify_locations(cadata=cert.decode("ascii", "ignore"))
     wires = ssl.MemoryBIO(), ssl.MemoryBIO()
-    sides = client.wrap_bio(wires[0], wires[1]), server.wrap_bio(wires[1], wires[0], server_side=True)
+    sides = (
+        client.wrap_bio(wires[0], wires[1]),
+        server.wrap_bio(wires[1], wires[0], server_side=True),
+    )
     for side in sides * 3:
         try:
             side.do_handshake()
@@ -142,15 +167,25 @@ def _end_of(server: ssl.SSLContext, cert: bytes) -> float:
         except ssl.SSLCertVerificationError as error:
             if error.verify_code in (X509_EXPIRED, X509_NOT_YET):
                 return 0.0
-            raise ConfigError("tls_cert", f"clients will not take it: {error.verify_message}") from None
+            raise ConfigError(
+                "tls_cert", f"clients will not take it: {error.verify_message}"
+            ) from None
         except ssl.SSLError as error:
-            raise ConfigError("tls_cert", f"no handshake succeeds with it: {error.reason}") from None
+            raise ConfigError(
+                "tls_cert", f"no handshake succeeds with it: {error.reason}"
+            ) from None
     found = sides[0].getpeercert() or {}
     return ssl.cert_time_to_seconds(str(found["notAfter"]))
 
 
 def _warn_of_dates(file: Path, end: float) -> None:
     if end == 0.0:
-        log.warning("the certificate %s has expired or is not valid yet; clients will not take it", file)
+        log.warning(
+            "the certificate %s has expired or is not valid yet; clients will not take it", file
+        )
     elif end - time.time() < SOON_DAYS * 86400:
-        log.warning("the certificate %s ends on %s", file, datetime.datetime.fromtimestamp(end, datetime.UTC).date())
+        log.warning(
+            "the certificate %s ends on %s",
+            file,
+            datetime.datetime.fromtimestamp(end, datetime.UTC).date(),
+        )

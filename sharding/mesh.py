@@ -14,8 +14,9 @@ SPP, KVP, TP = AXES = ("spp", "kvp", "tp")
 
 
 def ensure_devices(count: int) -> None:
-    """Make the CPU platform show at least `count` devices. Works only before JAX is first used; later it changes nothing."""
-    if count > max(1, jax.config.jax_num_cpu_devices):              # type: ignore[attr-defined]
+    """Make the CPU platform show at least `count` devices. Works only before JAX is first used;
+    later it changes nothing."""
+    if count > max(1, jax.config.jax_num_cpu_devices):  # type: ignore[attr-defined]
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
 
@@ -26,9 +27,13 @@ def axis_sum(x: jax.Array, axis: str) -> jax.Array:
 
 
 def stage_meshes(config: MeshConfig) -> list[Mesh]:
-    """One mesh of lanes and ranks per stage, over the first devices. Errors: ConfigError where there are too few."""
+    """One mesh of lanes and ranks per stage, over the first devices. Errors: ConfigError where
+    there are too few."""
     devices = jax.devices()
     if len(devices) < config.devices:
-        raise ConfigError("mesh", f"{config} needs {config.devices} devices, {len(devices)} are here ({devices[0].platform})")
+        raise ConfigError(
+            "mesh",
+            f"{config} needs {config.devices} devices, {len(devices)} are here ({devices[0].platform})",
+        )
     grid = np.array(devices[: config.devices]).reshape(config.spp, config.kvp, config.tp)
     return [Mesh(stage, (KVP, TP), axis_types=(AxisType.Auto, AxisType.Auto)) for stage in grid]

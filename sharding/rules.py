@@ -1,4 +1,5 @@
-"""Where every kind of array lies: one table from logical to mesh axes. Axes not named here are not split."""
+"""Where every kind of array lies: one table from logical to mesh axes. Axes not named here are not
+split."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ RULES: dict[str, str | None] = {"vocab": TP, "kv_heads": TP, "ffn": TP, "embed":
 
 
 def spec(*axes: str | None) -> PartitionSpec:
-    """Logical axis names, one per dimension (None: not split) -> mesh axes. Errors: KeyError for a name that has no rule."""
+    """Logical axis names, one per dimension (None: not split) -> mesh axes. Errors: KeyError for a
+    name that has no rule."""
     return PartitionSpec(*(None if axis is None else RULES[axis] for axis in axes))
 
 

@@ -1,4 +1,5 @@
-"""What tests of several rooms share: enough CPU devices for meshes, the real model in two forms, and what it must say."""
+"""What tests of several rooms share: enough CPU devices for meshes, the real model in two forms,
+and what it must say."""
 
 import json
 import os
@@ -6,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "12")   # read when jax is first imported, which no host-side test does
+# read when jax is first imported, which no host-side test does
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "12")
 
 
 @pytest.fixture(scope="session")
@@ -32,8 +34,11 @@ def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory)
     from jaxserve.models.parse import to_hf
     from jaxserve.tokenizer import Tokenizer
 
-    checkpoint, folder = weights.open_checkpoint(smollm2_gguf), tmp_path_factory.mktemp("smollm2")
-    save_file({name: checkpoint.read(name) for name in checkpoint.tensors()}, folder / "model.safetensors")
+    checkpoint = weights.open_checkpoint(smollm2_gguf)
+    folder = tmp_path_factory.mktemp("smollm2")
+    save_file(
+        {name: checkpoint.read(name) for name in checkpoint.tensors()}, folder / "model.safetensors"
+    )
     (folder / "config.json").write_text(json.dumps(to_hf(checkpoint.config)))
     Tokenizer.load(smollm2_gguf).save(folder)
     return folder
@@ -41,10 +46,13 @@ def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def give_away(monkeypatch):
-    """Makes a file or folder another user's: only root can do that, anybody else becomes another user instead."""
+    """Makes a file or folder another user's: only root can do that, anybody else becomes another
+    user instead."""
+
     def give(path):
         if os.geteuid() == 0:
             os.chown(path, 12345, -1)
         else:
             monkeypatch.setattr(os, "geteuid", lambda: os.stat(path).st_uid + 1)
+
     return give

@@ -24,8 +24,18 @@ def test_virtual_time_moves_when_told_and_never_back():
 
 
 def test_nothing_that_serves_asks_for_the_date():
-    """A step of the system's date must not end requests or hold them up: durations come from monotonic clocks."""
+    """A step of the system's date must not end requests or hold them up: durations come from
+    monotonic clocks."""
     for room in ("engine", "scheduling", "cache", "simulate"):
         for path in (ROOT / "jaxserve" / room).glob("*.py"):
-            names = {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-            assert not names & {"time.time", "time.time_ns", "datetime.now", "datetime.datetime.now"}, path
+            names = {
+                ast.unparse(node)
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Attribute)
+            }
+            assert not names & {
+                "time.time",
+                "time.time_ns",
+                "datetime.now",
+                "datetime.datetime.now",
+            }, path

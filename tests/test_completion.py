@@ -4,7 +4,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.completion import Answer, Delta, NoText, StopStrings
-from jaxserve.request import Accepted, Finished, Logprobs, Progress, Request, SamplingParams, Timing, Token, Usage
+from jaxserve.request import (
+    Accepted,
+    Finished,
+    Logprobs,
+    Progress,
+    Request,
+    SamplingParams,
+    Timing,
+    Token,
+    Usage,
+)
 from tests.server.fakes import EOS, ByteDetokenizer
 
 TIMING = Timing(0.0, 0.1, 0.2)
@@ -32,14 +42,26 @@ def ids_of(outputs, index=0):
 
 
 def cut(text, stops):
-    """The meaning of stop strings, in one line: text before the match that ends first, the longest one where several end there."""
-    ends = [(end, -len(s)) for s in stops for end in range(len(s), len(text) + 1) if text.endswith(s, 0, end)]
+    """The meaning of stop strings, in one line: text before the match that ends first, the longest
+    one where several end there."""
+    ends = [
+        (end, -len(s))
+        for s in stops
+        for end in range(len(s), len(text) + 1)
+        if text.endswith(s, 0, end)
+    ]
     return text if not ends else text[: min(ends)[0] + min(ends)[1]]
 
 
-@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=5), max_size=4), st.randoms())
+@given(
+    st.text("ab", max_size=30),
+    st.lists(st.text("ab", min_size=1, max_size=5), max_size=4),
+    st.randoms(),
+)
 def test_stop_strings_cut_the_same_however_the_text_is_split(text, stops, random):
-    finder, shown, at = StopStrings(stops), "", 0
+    finder = StopStrings(stops)
+    shown = ""
+    at = 0
     while at < len(text):
         size = random.randint(1, 6)
         shown += finder.push(text[at : at + size])
@@ -51,9 +73,14 @@ def test_stop_strings_cut_the_same_however_the_text_is_split(text, stops, random
 
 
 @settings(max_examples=60)
-@given(st.text("aé🙂 b", max_size=20), st.lists(st.text("aé🙂 b", min_size=1, max_size=3), max_size=3), st.integers(1, 7))
+@given(
+    st.text("aé🙂 b", max_size=20),
+    st.lists(st.text("aé🙂 b", min_size=1, max_size=3), max_size=3),
+    st.integers(1, 7),
+)
 def test_streamed_text_is_the_full_decode_up_to_the_stop_string(text, stops, size):
-    stopped, outputs = [], []
+    stopped = []
+    outputs = []
     whole = answer(stopped, stop=stops)
     events = [*tokens(text), finished()]
     for at in range(0, len(events), size):
@@ -66,7 +93,11 @@ def test_streamed_text_is_the_full_decode_up_to_the_stop_string(text, stops, siz
 
 def test_tokens_after_a_stop_string_are_dropped_and_not_counted():
     whole = answer(stop="END")
-    outputs = whole.feed(tokens("one EN")) + whole.feed(tokens("D two")) + whole.feed([finished(reason="cancelled", count=11)])
+    outputs = (
+        whole.feed(tokens("one EN"))
+        + whole.feed(tokens("D two"))
+        + whole.feed([finished(reason="cancelled", count=11)])
+    )
     assert text_of(outputs) == "one "
     assert bytes(ids_of(outputs)) == b"one END"
     assert outputs[-1].reason == "stop" and outputs[-1].usage.completion == 7
@@ -89,12 +120,16 @@ def test_half_a_character_waits_for_its_other_half():
 
 @pytest.mark.parametrize("end", [EOS, ord("!")])
 def test_the_token_that_ends_a_completion_is_an_id_but_no_text(end):
-    outputs = answer(stop_token_ids=[ord("!")]).feed([*tokens("hi"), Token(0, end), finished(reason="stop")])
+    outputs = answer(stop_token_ids=[ord("!")]).feed(
+        [*tokens("hi"), Token(0, end), finished(reason="stop")]
+    )
     assert text_of(outputs) == "hi" and ids_of(outputs) == [*b"hi", end]
 
 
 def test_a_stop_id_that_did_not_end_the_completion_is_text():
-    outputs = answer(stop_token_ids=[ord("!")], min_tokens=4).feed([*tokens("h!i!"), finished(reason="length")])
+    outputs = answer(stop_token_ids=[ord("!")], min_tokens=4).feed(
+        [*tokens("h!i!"), finished(reason="length")]
+    )
     assert text_of(outputs) == "h!i!"
 
 
@@ -115,7 +150,13 @@ def test_completions_are_kept_apart_and_stop_one_by_one():
 
 def test_other_events_pass_in_order_and_logprobs_stay_with_their_tokens():
     logprobs = [Logprobs(-1.0), Logprobs(-2.0)]
-    events = [Accepted(0), Progress(0, 3, 3), Token(0, 97, logprobs[0]), Token(0, 98, logprobs[1]), finished()]
+    events = [
+        Accepted(0),
+        Progress(0, 3, 3),
+        Token(0, 97, logprobs[0]),
+        Token(0, 98, logprobs[1]),
+        finished(),
+    ]
     outputs = answer(logprobs=0).feed(events)
     assert outputs[:2] == events[:2]
     assert outputs[2] == Delta(0, [97, 98], "ab", logprobs)

@@ -1,4 +1,5 @@
-"""The measurements for a GPU, rehearsed: a broken section takes no other along, each is in the file, and little needs to be installed."""
+"""The measurements for a GPU, rehearsed: a broken section takes no other along, each is in the
+file, and little needs to be installed."""
 
 from __future__ import annotations
 
@@ -22,15 +23,36 @@ class Bare(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"no {{name}} on a bare machine", name=name)
 sys.meta_path.insert(0, Bare())
 """
-LACKS = ("fastapi", "gguf", "grpc", "grpc_health", "grpc_reflection", "hypothesis", "jinja2", "safetensors", "tokenizers", "torch", "tqdm")
+LACKS = (
+    "fastapi",
+    "gguf",
+    "grpc",
+    "grpc_health",
+    "grpc_reflection",
+    "hypothesis",
+    "jinja2",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "tqdm",
+)
 
-pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the kernels for Hopper need jax 0.11.2")
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the kernels for Hopper need jax 0.11.2"
+)
 
 
 def rehearsed(folder: Path, *flags: str) -> dict:
     """What a rehearsal on a machine with few modules writes."""
     (folder / "sitecustomize.py").write_text(BARE.format(names=LACKS))
-    command = [sys.executable, "-m", "experiments.benchmarks.h200", "--rehearse", f"--json={folder}/h200.json", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.benchmarks.h200",
+        "--rehearse",
+        f"--json={folder}/h200.json",
+        *flags,
+    ]
     env = os.environ | {"PYTHONPATH": str(folder), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -41,12 +63,20 @@ def rehearsed(folder: Path, *flags: str) -> dict:
 
 
 def test_a_section_that_breaks_takes_no_other_along(tmp_path):
-    sections = rehearsed(tmp_path, "--only=environment,kernels,ceilings,engine", "--most=1", "--inject=crash:ceilings")
+    sections = rehearsed(
+        tmp_path,
+        "--only=environment,kernels,ceilings,engine",
+        "--most=1",
+        "--inject=crash:ceilings",
+    )
     from experiments.benchmarks.h200 import PLAN
 
     assert list(sections) == list(PLAN)
-    assert {name: section["status"] for name, section in sections.items() if section["status"] != "left out"} == {
-        "environment": "ok", "kernels": "ok", "ceilings": "1 failed", "engine": "ok"}
+    assert {
+        name: section["status"]
+        for name, section in sections.items()
+        if section["status"] != "left out"
+    } == {"environment": "ok", "kernels": "ok", "ceilings": "1 failed", "engine": "ok"}
     (row,) = sections["ceilings"]["rows"]
     assert row["status"] == "failed" and "ended with -6" in row["why"]
     (row,) = sections["kernels"]["rows"]
@@ -59,18 +89,34 @@ def test_the_block_shape_that_is_kept_is_the_best_over_all_cases_of_its_rows(tmp
     from jaxserve.kernels import mosaic
     from jaxserve.kernels.mosaic import tiles
 
-    shapes = {"default": dict(keys=128, warpgroups=1, stages=3, blocks=132, narrow=0),
-              "few": dict(keys=64, warpgroups=1, stages=2, blocks=264, narrow=0)}
+    shapes = {
+        "default": dict(keys=128, warpgroups=1, stages=3, blocks=132, narrow=0),
+        "few": dict(keys=64, warpgroups=1, stages=2, blocks=264, narrow=0),
+    }
     case = lambda name, rows, **times: {
-        "case": name, "status": "ok", "shape": [dict(rows=rows, head_dim=128, dtype="bfloat16")], "tiles": [shapes],
-        "every": [{name: {"median": time} for name, time in times.items()}]}
+        "case": name,
+        "status": "ok",
+        "shape": [dict(rows=rows, head_dim=128, dtype="bfloat16")],
+        "tiles": [shapes],
+        "every": [{name: {"median": time} for name, time in times.items()}],
+    }
     report = h200.Report(tmp_path / "h200.json")
-    report.section("environment")["rows"] = [{"case": "device", "value": "NVIDIA H200", "status": "ok"}]
-    report.section("tiles")["rows"] = [case("1 x 1M", 4, default=100.0, few=90.0), case("64 x 8K", 4, default=50.0, few=60.0),
-                                       case("8K", 32768, default=70.0, few=40.0), {"case": "broken", "status": "failed"}]
+    report.section("environment")["rows"] = [
+        {"case": "device", "value": "NVIDIA H200", "status": "ok"}
+    ]
+    report.section("tiles")["rows"] = [
+        case("1 x 1M", 4, default=100.0, few=90.0),
+        case("64 x 8K", 4, default=50.0, few=60.0),
+        case("8K", 32768, default=70.0, few=40.0),
+        {"case": "broken", "status": "failed"},
+    ]
     report.found["tiles"] = h200.best_tiles(report)
     decode, prefill = report.found["tiles"]["NVIDIA H200"]
-    assert (decode["keys"], decode["blocks_per_core"], decode["slower"]) == (128, 1, pytest.approx(100 / 90))
+    assert (decode["keys"], decode["blocks_per_core"], decode["slower"]) == (
+        128,
+        1,
+        pytest.approx(100 / 90),
+    )
     assert (prefill["keys"], prefill["blocks_per_core"], prefill["slower"]) == (64, 2, 1.0)
 
     file = tmp_path / "tuned.json"
@@ -80,8 +126,10 @@ def test_the_block_shape_that_is_kept_is_the_best_over_all_cases_of_its_rows(tmp
     monkeypatch.setattr(tiles, "tuned", lambda: json.loads(file.read_text()))
     found = functools.partial(mosaic.tiles_for, "NVIDIA H200", 132)
     assert set(tiles.tuned()) == {"another", "NVIDIA H200"}
-    assert found(8, 128, "bfloat16") == mosaic.Tiles(128, 1, 3, 132) and found(100_000, 128, "bfloat16") == mosaic.Tiles(64, 1, 2, 264)
-    for rows, head_dim, dtype in ((8, 64, "bfloat16"), (8, 128, "float16")):         # nothing was measured
+    assert found(8, 128, "bfloat16") == mosaic.Tiles(128, 1, 3, 132) and found(
+        100_000, 128, "bfloat16"
+    ) == mosaic.Tiles(64, 1, 2, 264)
+    for rows, head_dim, dtype in ((8, 64, "bfloat16"), (8, 128, "float16")):  # nothing was measured
         assert found(rows, head_dim, dtype) == mosaic.default_tiles(rows, head_dim, dtype)
 
 
@@ -104,7 +152,8 @@ def test_what_is_called_the_truth_is_attention(tmp_path):
     out, lse = cases.truth(inputs, 0.1, shape.window)
     pages, blocks = inputs.table[:, inputs.rows[0], : inputs.count[0]]
     position = inputs.q_pos[0, 2]
-    weights, values = [], []
+    weights = []
+    values = []
     for page, block in zip(pages, blocks):
         for offset in range(16):
             if position - 20 < block * 16 + offset <= position:
@@ -113,7 +162,9 @@ def test_what_is_called_the_truth_is_attention(tmp_path):
                 values.append(v)
     assert len(weights) == 20
     np.testing.assert_allclose(lse[0, 2, 1, 0], np.log(sum(weights)))
-    np.testing.assert_allclose(out[0, 2, 1, 0], np.array(weights) @ np.array(values) / sum(weights), atol=1e-12)
+    np.testing.assert_allclose(
+        out[0, 2, 1, 0], np.array(weights) @ np.array(values) / sum(weights), atol=1e-12
+    )
     assert (out[-1] == 0).all() and np.isneginf(lse[-1]).all()
 
 

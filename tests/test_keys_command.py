@@ -37,17 +37,24 @@ def test_a_key_is_printed_once_and_only_its_hash_is_kept(capsys, file):
     finally:
         os.umask(old)
     assert code == 0 and re.fullmatch(r"jaxserve-[\w-]{43}\n", out) and not err
-    assert out.strip() not in file.read_text() and out[9:-1] not in file.read_text() and file.stat().st_mode & 0o777 == 0o600
+    assert (
+        out.strip() not in file.read_text()
+        and out[9:-1] not in file.read_text()
+        and file.stat().st_mode & 0o777 == 0o600
+    )
     caller = Access(ServerConfig(api_keys=str(file))).authenticate(f"Bearer {out.strip()}")
     assert (caller.name, caller.tenant) == ("alice", "team")
     assert [path.name for path in file.parent.iterdir()] == ["keys.yaml"]
 
 
 def test_keys_come_and_go_and_the_rest_stays(capsys, file):
-    file.write_text("""# by hand
+    file.write_text(
+        """# by hand
 keys:
   - {name: old, sha256: "%s", limits: {concurrency: 3, queued_tokens: 1000}}
-""" % ("5" * 64))
+"""
+        % ("5" * 64)
+    )
     file.chmod(0o600)
     first = read(file)
     admin = run(capsys, file, "--add=boss", "--admin")[1].strip()
@@ -56,8 +63,16 @@ keys:
     access = Access(ServerConfig(api_keys=str(file)))
     assert access.authenticate(f"Bearer {admin}", admin=True).name == "boss"
     code, out, _ = run(capsys, file, "--list")
-    assert code == 0 and admin not in out and [line.split() for line in out.splitlines()[2:]] == [
-        ["old", "old", "no", "-", "3", "1000"], ["boss", "boss", "yes", "-", "-", "-"], ["alice", "alice", "no", "-", "-", "-"]]
+    assert (
+        code == 0
+        and admin not in out
+        and [line.split() for line in out.splitlines()[2:]]
+        == [
+            ["old", "old", "no", "-", "3", "1000"],
+            ["boss", "boss", "yes", "-", "-", "-"],
+            ["alice", "alice", "no", "-", "-", "-"],
+        ]
+    )
     assert run(capsys, file, "--remove=alice") == (0, "", "")
     asyncio.run(access.refresh())
     with pytest.raises(RequestError):
@@ -73,32 +88,52 @@ def test_a_link_stays_one(capsys, file, tmp_path):
     assert (tmp_path / "link").is_symlink() and [key.name for key in read(file)] == ["a", "b"]
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ([], "--add: give one of --add=NAME, --remove=NAME and --list"), (["--add=a", "--remove=b"], "--add: give one of"),
-    (["--add=a b"], "--add: 'a b' is not a name"), (["--add=c", "--tenant=x/y"], "--tenant: 'x/y' is not a name"),
-    (["--add=a"], "--add: {file} has a key 'a' already"), (["--remove=z"], "--remove: there is no key 'z'; known are a"),
-    (["--list", "--file=/no/such/file"], "--file: /no/such/file: No such file"),
-    (["--add=x", "--file=/no/such/file"], "--file: /no/such: No such file"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "--add: give one of --add=NAME, --remove=NAME and --list"),
+        (["--add=a", "--remove=b"], "--add: give one of"),
+        (["--add=a b"], "--add: 'a b' is not a name"),
+        (["--add=c", "--tenant=x/y"], "--tenant: 'x/y' is not a name"),
+        (["--add=a"], "--add: {file} has a key 'a' already"),
+        (["--remove=z"], "--remove: there is no key 'z'; known are a"),
+        (["--list", "--file=/no/such/file"], "--file: /no/such/file: No such file"),
+        (["--add=x", "--file=/no/such/file"], "--file: /no/such: No such file"),
+    ],
+)
 def test_mistakes_are_named_and_change_nothing(capsys, file, arguments, message):
     run(capsys, file, "--add=a")
     before = file.read_text()
     code, out, err = run(capsys, file, *arguments)
-    assert (code, out) == (2, "") and message.format(file=file) in err and len(err.splitlines()) == 1
+    assert (
+        (code, out) == (2, "") and message.format(file=file) in err and len(err.splitlines()) == 1
+    )
     assert file.read_text() == before
 
 
 def test_a_file_that_cannot_be_used_is_left_as_it_is(capsys, file):
-    for text, mode, message in (("keys: [", 0o600, "line 1: is not YAML"), ("keys: []", 0o644, "chmod 600")):
+    for text, mode, message in (
+        ("keys: [", 0o600, "line 1: is not YAML"),
+        ("keys: []", 0o644, "chmod 600"),
+    ):
         file.write_text(text)
         file.chmod(mode)
         code, out, err = run(capsys, file, "--add=a")
-        assert (code, out) == (2, "") and f"--file: {file}" in err and message in err and file.read_text() == text
+        assert (
+            (code, out) == (2, "")
+            and f"--file: {file}" in err
+            and message in err
+            and file.read_text() == text
+        )
 
 
 def test_two_who_add_at_once_both_get_their_key(file):
     command = [sys.executable, "-m", "jaxserve", "keys", f"--file={file}"]
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        add = lambda i: subprocess.run([*command, f"--add=k{i}"], cwd=ROOT, capture_output=True, text=True)
+        add = lambda i: subprocess.run(
+            [*command, f"--add=k{i}"], cwd=ROOT, capture_output=True, text=True
+        )
         done = list(pool.map(add, range(12)))
-    assert all(one.returncode == 0 for one in done) and {key.name for key in read(file)} == {f"k{i}" for i in range(12)}
+    assert all(one.returncode == 0 for one in done) and {key.name for key in read(file)} == {
+        f"k{i}" for i in range(12)
+    }

@@ -1,5 +1,5 @@
-"""The floors of the house and their directions, read from the imports of every module; the host tower imports no JAX; axis names have
-one home; nothing that is loaded can run code."""
+"""The floors of the house and their directions, read from the imports of every module; the host
+tower imports no JAX; axis names have one home; nothing that is loaded can run code."""
 
 from __future__ import annotations
 
@@ -19,13 +19,36 @@ LINKED = ("kernels", "sharding", "server")
 
 # Rooms by floor. A room may import rooms of lower floors and, on its own floor, those before it.
 HOST = {
-    1: ("config", "clock", "request", "metrics", "source", "gguf_file", "tokenizer", "guide", "completion", "progress"),
-    2: ("cache", "transfer"), 3: ("scheduling",), 4: ("cluster",), 5: ("simulate",),
+    1: (
+        "config",
+        "clock",
+        "request",
+        "metrics",
+        "source",
+        "gguf_file",
+        "tokenizer",
+        "guide",
+        "completion",
+        "progress",
+    ),
+    2: ("cache", "transfer"),
+    3: ("scheduling",),
+    4: ("cluster",),
+    5: ("simulate",),
 }
 DEVICE = {1: ("kernels",), 2: ("sharding",), 3: ("models",), 4: ("weights",), 5: ("engine",)}
-DOORS = {6: ("options", "config_file", "flags", "server", "llm", "bench", "commands", "cli", "__main__")}
-PLACE = {room: (floor, place) for tower in (HOST, DEVICE, DOORS) for floor, rooms in tower.items() for place, room in enumerate(rooms)}
-HOST_ROOMS, DEVICE_ROOMS = ({room for rooms in tower.values() for room in rooms} for tower in (HOST, DEVICE))
+DOORS = {
+    6: ("options", "config_file", "flags", "server", "llm", "bench", "commands", "cli", "__main__")
+}
+PLACE = {
+    room: (floor, place)
+    for tower in (HOST, DEVICE, DOORS)
+    for floor, rooms in tower.items()
+    for place, room in enumerate(rooms)
+}
+HOST_ROOMS, DEVICE_ROOMS = (
+    {room for rooms in tower.values() for room in rooms} for tower in (HOST, DEVICE)
+)
 
 AXES = {"spp", "kvp", "tp"}
 AXIS_HOMES = {"sharding.mesh", "config"}
@@ -34,7 +57,7 @@ NO_CLOCK = ("cache", "scheduling", "cluster", "simulate")
 
 @dataclass(frozen=True)
 class Module:
-    name: str                                        # without the leading "jaxserve."; "" for the package itself
+    name: str  # without the leading "jaxserve."; "" for the package itself
     path: Path
 
     @property
@@ -62,29 +85,45 @@ def modules() -> list[Module]:
             if file.endswith(".py"):
                 path = Path(folder) / file
                 parts = path.relative_to(ROOT / "jaxserve").with_suffix("").parts
-                found.append(Module(".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
+                found.append(
+                    Module(".".join(parts[:-1] if parts[-1] == "__init__" else parts), path)
+                )
     return sorted(found, key=lambda module: module.name)
 
 
 MODULES = modules()
 WRITTEN = [module for module in MODULES if "_pb2" not in module.name]
 OURS = [Module(f"tests.{path.stem}", path) for path in ROOT.glob("tests/**/*.py")] + [
-    Module(f"experiments.{path.stem}", path) for path in ROOT.glob("experiments/**/*.py")]
+    Module(f"experiments.{path.stem}", path) for path in ROOT.glob("experiments/**/*.py")
+]
 
 
 def rooms_of(module: Module) -> set[str]:
     """Rooms of jaxserve that a module imports, its own left out."""
     names = (name.split(".") for name in module.imports())
-    return {parts[1] for parts in names if parts[0] == "jaxserve" and len(parts) > 1 and parts[1] in PLACE} - {module.room}
+    return {
+        parts[1]
+        for parts in names
+        if parts[0] == "jaxserve" and len(parts) > 1 and parts[1] in PLACE
+    } - {module.room}
 
 
 def test_all_modules_are_found():
-    assert {"", "config", "kernels.reference", "sharding.lanes", "server.service", "engine.engine"} <= {module.name for module in MODULES}
+    assert {
+        "",
+        "config",
+        "kernels.reference",
+        "sharding.lanes",
+        "server.service",
+        "engine.engine",
+    } <= {module.name for module in MODULES}
 
 
 def test_every_module_is_in_a_room():
     strangers = {module.room for module in MODULES} - set(PLACE) - {""}
-    assert not strangers, f"{strangers} stand on no floor; see HOST, DEVICE, DOORS here and section 3 of the design"
+    assert not strangers, (
+        f"{strangers} stand on no floor; see HOST, DEVICE, DOORS here and section 3 of the design"
+    )
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.name], ids=lambda module: module.name)
@@ -92,7 +131,11 @@ def test_a_module_imports_only_from_below(module):
     floor, place = PLACE[module.room]
     for room in rooms_of(module):
         below, before = PLACE[room]
-        fits = below < floor or (below == floor and before < place and (room in HOST_ROOMS) == (module.room in HOST_ROOMS))
+        fits = below < floor or (
+            below == floor
+            and before < place
+            and (room in HOST_ROOMS) == (module.room in HOST_ROOMS)
+        )
         assert fits, f"{module.name} is on floor {floor} and imports {room} on floor {below}"
 
 
@@ -100,7 +143,11 @@ def test_the_host_tower_imports_nothing_of_the_device_tower():
     for module in MODULES:
         if module.room in HOST_ROOMS:
             assert not rooms_of(module) & DEVICE_ROOMS, module.name
-            assert not [name for name in module.imports() if name.split(".")[0] in ("jax", "jaxlib", "flax", "orbax")], module.name
+            assert not [
+                name
+                for name in module.imports()
+                if name.split(".")[0] in ("jax", "jaxlib", "flax", "orbax")
+            ], module.name
 
 
 def test_no_room_imports_another_ones_private_names():
@@ -112,12 +159,18 @@ def test_no_room_imports_another_ones_private_names():
 
 
 def test_host_modules_and_the_front_door_can_be_imported_without_jax():
-    light = [f"jaxserve.{m.name}" for m in WRITTEN if m.room in HOST_ROOMS | {"options", "flags", "cli", "llm"}]
-    code = ("import importlib, sys\n"
-            f"for name in {['jaxserve', *light]}:\n"
-            "    importlib.import_module(name)\n"
-            "    heavy = {'jax', 'jaxlib', 'flax', 'torch', 'transformers'} & set(sys.modules)\n"
-            "    assert not heavy, f'{name} imports {heavy}'\n")
+    light = [
+        f"jaxserve.{m.name}"
+        for m in WRITTEN
+        if m.room in HOST_ROOMS | {"options", "flags", "cli", "llm"}
+    ]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {['jaxserve', *light]}:\n"
+        "    importlib.import_module(name)\n"
+        "    heavy = {'jax', 'jaxlib', 'flax', 'torch', 'transformers'} & set(sys.modules)\n"
+        "    assert not heavy, f'{name} imports {heavy}'\n"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -125,7 +178,9 @@ def test_host_modules_and_the_front_door_can_be_imported_without_jax():
 def test_the_parts_that_get_time_as_an_argument_have_no_clock_and_no_threads():
     for module in MODULES:
         if module.room in NO_CLOCK:
-            banned = {"time", "datetime", "threading", "asyncio", "logging"} & {name.split(".")[0] for name in module.imports()}
+            banned = {"time", "datetime", "threading", "asyncio", "logging"} & {
+                name.split(".")[0] for name in module.imports()
+            }
             assert not banned, f"{module.name} imports {banned}"
 
 
@@ -147,13 +202,34 @@ def test_the_links_are_relative_and_tracked():
 def test_axis_names_have_one_home():
     for module in WRITTEN:
         if module.name not in AXIS_HOMES:
-            literals = {node.value for node in ast.walk(module.tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+            literals = {
+                node.value
+                for node in ast.walk(module.tree)
+                if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            }
             assert not literals & AXES, f"{module.name} spells out {literals & AXES}"
 
 
-UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "torch"}
+UNSAFE_MODULES = {
+    "pickle",
+    "cPickle",
+    "cloudpickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "joblib",
+    "torch",
+}
 UNSAFE_MEMBERS = {"os.system", "os.popen", "jinja2.Environment", "jinja2.environment.Environment"}
-SAFE_YAML = {"yaml.safe_load", "yaml.safe_dump", "yaml.parse", "yaml.SafeLoader", "yaml.YAMLError", "yaml.MarkedYAMLError"}   # and events
+# and events
+SAFE_YAML = {
+    "yaml.safe_load",
+    "yaml.safe_dump",
+    "yaml.parse",
+    "yaml.SafeLoader",
+    "yaml.YAMLError",
+    "yaml.MarkedYAMLError",
+}
 UNSAFE_ARGUMENTS = {"allow_pickle", "shell", "trust_remote_code"}
 UNSAFE_NAMES = {"eval", "exec", "compile", "__import__"}
 
@@ -165,33 +241,66 @@ def unsafe_yaml(name: str) -> bool:
 
 def faults(module: Module) -> Iterator[str]:
     """What could turn data into running code."""
-    yield from (f"imports {name}" for name in module.imports() if name.split(".")[0] in UNSAFE_MODULES)
-    yield from (f"imports {name}" for name in module.imports() if name in UNSAFE_MEMBERS or unsafe_yaml(name))
+    yield from (
+        f"imports {name}" for name in module.imports() if name.split(".")[0] in UNSAFE_MODULES
+    )
+    yield from (
+        f"imports {name}"
+        for name in module.imports()
+        if name in UNSAFE_MEMBERS or unsafe_yaml(name)
+    )
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Name) and node.id in UNSAFE_NAMES:
             yield f"uses {node.id}"
         if isinstance(node, ast.alias) and node.name == "yaml" and node.asname:
             yield f"calls yaml {node.asname}"
-        if isinstance(node, ast.Attribute) and (ast.unparse(node) in UNSAFE_MEMBERS or unsafe_yaml(ast.unparse(node))):
+        if isinstance(node, ast.Attribute) and (
+            ast.unparse(node) in UNSAFE_MEMBERS or unsafe_yaml(ast.unparse(node))
+        ):
             yield f"uses {ast.unparse(node)}"
-        if isinstance(node, ast.keyword) and node.arg in UNSAFE_ARGUMENTS and ast.unparse(node.value) != "False":
+        if (
+            isinstance(node, ast.keyword)
+            and node.arg in UNSAFE_ARGUMENTS
+            and ast.unparse(node.value) != "False"
+        ):
             yield f"gives {node.arg}"
 
 
-@pytest.mark.parametrize("source", [
-    "import pickle", "from pickle import loads", "import torch", "def f():\n  import marshal", "eval('1')", "f = exec", "os.system('ls')",
-    "np.load(f, allow_pickle=True)", "subprocess.run('ls', shell=True)", "from jinja2 import Environment", "jinja2.Environment()",
-    "yaml.load(f, Loader=yaml.SafeLoader)", "yaml.unsafe_load(f)", "yaml.full_load(f)", "f(Loader=yaml.UnsafeLoader)",
-    "from yaml import load", "from yaml import *", "import yaml as y", "from yaml.loader import Loader", "import yaml.constructor",
-    "yaml.loader.Loader(f)",
-])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch",
+        "def f():\n  import marshal",
+        "eval('1')",
+        "f = exec",
+        "os.system('ls')",
+        "np.load(f, allow_pickle=True)",
+        "subprocess.run('ls', shell=True)",
+        "from jinja2 import Environment",
+        "jinja2.Environment()",
+        "yaml.load(f, Loader=yaml.SafeLoader)",
+        "yaml.unsafe_load(f)",
+        "yaml.full_load(f)",
+        "f(Loader=yaml.UnsafeLoader)",
+        "from yaml import load",
+        "from yaml import *",
+        "import yaml as y",
+        "from yaml.loader import Loader",
+        "import yaml.constructor",
+        "yaml.loader.Loader(f)",
+    ],
+)
 def test_what_could_run_code_is_recognised(source, tmp_path):
     (tmp_path / "m.py").write_text(source)
     assert list(faults(Module("m", tmp_path / "m.py")))
 
 
 def test_the_safe_part_of_yaml_is_no_fault(tmp_path):
-    (tmp_path / "m.py").write_text("import yaml\nyaml.safe_load(t)\ne = yaml.parse(t, Loader=yaml.SafeLoader)\nf = yaml.AliasEvent")
+    (tmp_path / "m.py").write_text(
+        "import yaml\nyaml.safe_load(t)\ne = yaml.parse(t, Loader=yaml.SafeLoader)\nf = yaml.AliasEvent"
+    )
     assert not list(faults(Module("m", tmp_path / "m.py")))
 
 

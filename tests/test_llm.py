@@ -18,15 +18,25 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
 def offline(monkeypatch):
     def make(engine=None, tokenizer=FakeTokenizer, **settings):
         engine = engine or FakeEngine()
-        monkeypatch.setattr(llm, "open_engine", lambda config, progress, warm_up: (engine, tokenizer and tokenizer()))
+        monkeypatch.setattr(
+            llm,
+            "open_engine",
+            lambda config, progress, warm_up: (engine, tokenizer and tokenizer()),
+        )
         return jaxserve.LLM(**settings)
 
     return make
 
 
-@pytest.mark.parametrize("prompt, ids", [
-    ("hi", b"hi"), ([104, 105], b"hi"), (np.array([104, 105]), b"hi"), ([{"role": "user", "content": "hi"}], b"<user>hi"),
-])
+@pytest.mark.parametrize(
+    "prompt, ids",
+    [
+        ("hi", b"hi"),
+        ([104, 105], b"hi"),
+        (np.array([104, 105]), b"hi"),
+        ([{"role": "user", "content": "hi"}], b"<user>hi"),
+    ],
+)
 def test_one_prompt_of_any_kind(offline, prompt, ids):
     with offline() as model:
         (completion,) = model.generate(prompt, GREEDY)
@@ -41,7 +51,9 @@ def test_completions_come_in_the_order_of_the_prompts(offline):
         completions = model.generate(prompts, sampling)
     wanted = [(list(p.encode()), i) for p, s in zip(prompts, sampling) for i in range(s.n)]
     assert [(c.prompt_ids, c.index) for c in completions] == wanted
-    assert [c.ids for c in completions if c.index == 0] == [expected(p.encode(), s.max_tokens) for p, s in zip(prompts, sampling)]
+    assert [c.ids for c in completions if c.index == 0] == [
+        expected(p.encode(), s.max_tokens) for p, s in zip(prompts, sampling)
+    ]
 
 
 def test_more_prompts_than_the_queue_holds(offline):
@@ -54,7 +66,9 @@ def test_more_prompts_than_the_queue_holds(offline):
 def test_stop_strings_cut_the_text_and_stop_the_engine(offline):
     with offline(FakeEngine(script=b"one END two")) as model:
         (completion,) = model.generate("x", SamplingParams(stop=("END",), max_tokens=4000))
-    assert (completion.text, completion.reason) == ("one ", "stop") and bytes(completion.ids) == b"one END"
+    assert (completion.text, completion.reason) == ("one ", "stop") and bytes(
+        completion.ids
+    ) == b"one END"
 
 
 def test_a_fault_in_one_prompt_stops_all_before_they_start(offline):
@@ -66,10 +80,14 @@ def test_a_fault_in_one_prompt_stops_all_before_they_start(offline):
 
 
 def test_classes_are_for_all_prompts_or_one_for_each(offline):
-    engine, seen = FakeEngine(), []
+    engine = FakeEngine()
+    seen = []
     engine.config = llm.make(llm.EngineConfig, {"classes": "chat:ttft=0.5;batch:ttft=600"})
     submit = engine.submit
-    engine.submit = lambda request, sink: (seen.append(request.slo.class_name), submit(request, sink))
+    engine.submit = lambda request, sink: (
+        seen.append(request.slo.class_name),
+        submit(request, sink),
+    )
     with offline(engine) as model:
         model.generate(["a", "b"], GREEDY, class_name="chat")
         model.generate(["a", "b"], GREEDY, class_name=["batch", None])
@@ -77,19 +95,27 @@ def test_classes_are_for_all_prompts_or_one_for_each(offline):
             model.generate(["a", "b"], GREEDY, class_name=["chat"])
         with pytest.raises(RequestError, match=r"slo.class_name: 'x' is not a class") as error:
             model.generate(["a", "b"], GREEDY, class_name=["chat", "x"])
-    assert (error.value.number, error.value.field) == (1, "slo.class_name") and seen == ["chat", "chat", "batch", None]
+    assert (error.value.number, error.value.field) == (1, "slo.class_name") and seen == [
+        "chat",
+        "chat",
+        "batch",
+        None,
+    ]
 
 
 def test_watch_sees_the_text_as_it_comes(offline):
     seen = ["", ""]
     with offline() as model:
-        completions = model.generate(["a", "b"], GREEDY, watch=lambda i, delta: seen.__setitem__(i, seen[i] + delta.text))
+        completions = model.generate(
+            ["a", "b"], GREEDY, watch=lambda i, delta: seen.__setitem__(i, seen[i] + delta.text)
+        )
     assert seen == [c.text for c in completions]
 
 
 def test_an_engine_that_dies_is_an_error_and_ctrl_c_leaves_nothing_running(offline):
     engine = FakeEngine(step_seconds=0.002)
     with offline(engine) as model:
+
         def interrupt(number, delta):
             raise KeyboardInterrupt
 
@@ -110,8 +136,11 @@ def test_without_a_tokenizer_only_ids_are_prompts(offline):
 
 def test_guided_completions_obey_each_its_own_guide(offline):
     with offline(engine(seqs=2), tokenizer) as llm:
-        said = llm.generate(["a", "b", "c"], SamplingParams(max_tokens=9), guided=[Guided("choice", choices=("yes", "no")), None,
-                                                                                  Guided("regex", "ab{3}")])
+        said = llm.generate(
+            ["a", "b", "c"],
+            SamplingParams(max_tokens=9),
+            guided=[Guided("choice", choices=("yes", "no")), None, Guided("regex", "ab{3}")],
+        )
     assert said[0].text in ("yes", "no") and said[2].text == "abbb"
 
 

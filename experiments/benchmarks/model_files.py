@@ -1,4 +1,5 @@
-"""The model as the peers read it, written by jaxserve from what it reads itself: a Hugging Face folder, and a GGUF file of plain f32."""
+"""The model as the peers read it, written by jaxserve from what it reads itself: a Hugging Face
+folder, and a GGUF file of plain f32."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from jaxserve.weights import open_checkpoint
 
 
 def folder_of(source: str, under: Path) -> Path:
-    """A folder with f32 safetensors, config and tokenizer of a model, written if it is not there."""
+    """A folder with f32 safetensors, config and tokenizer of a model, written if it is not
+    there."""
     folder = under / f"{_name(source)}-f32"
     if not folder.exists():
         under.mkdir(parents=True, exist_ok=True)
@@ -28,12 +30,13 @@ def folder_of(source: str, under: Path) -> Path:
             fresh = Path(work, "model")
             fresh.mkdir()
             _write_folder(source, fresh)
-            os.rename(fresh, folder)                    # whole or not at all
+            os.rename(fresh, folder)  # whole or not at all
     return folder
 
 
 def gguf_of(source: str, under: Path) -> Path | None:
-    """A GGUF file with all tensors in f32, written if it is not there; None where the model's source is no GGUF file."""
+    """A GGUF file with all tensors in f32, written if it is not there; None where the model's
+    source is no GGUF file."""
     original = model_file(resolve(source))
     if original.suffix != ".gguf":
         return None
@@ -52,11 +55,16 @@ def _name(source: str) -> str:
 
 def _write_folder(source: str, folder: Path) -> None:
     checkpoint = open_checkpoint(source)
-    tensors = {name: np.ascontiguousarray(checkpoint.read(name), np.float32) for name in checkpoint.tensors()}
+    tensors = {
+        name: np.ascontiguousarray(checkpoint.read(name), np.float32)
+        for name in checkpoint.tensors()
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = to_hf(checkpoint.config) | {"torch_dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    (folder / "generation_config.json").write_text(json.dumps({name: config[name] for name in ("bos_token_id", "eos_token_id")}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({name: config[name] for name in ("bos_token_id", "eos_token_id")})
+    )
     if checkpoint.tokenizer is not None:
         Tokenizer.load(checkpoint.tokenizer).save(folder)
 
@@ -71,7 +79,9 @@ def _write_gguf(original: Path, file: Path) -> None:
         writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
+        writer.add_tensor(
+            tensor.name, dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

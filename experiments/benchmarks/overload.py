@@ -1,10 +1,12 @@
-"""Ten times as many requests as a live server can serve, for a minute: what is refused, how soon, and how those that are not fare.
+"""Ten times as many requests as a live server can serve, for a minute: what is refused, how soon,
+and how those that are not fare.
 
     python -m experiments.benchmarks.overload --way=http --json=overload.json
 
-First the engine's capacity is measured: requests per second with all slots always taken. Then requests come as a Poisson process, whatever
-becomes of those before: for a while at 0.9 times the capacity, which is what goodput is compared with, at `factor` times the capacity, and
-at half of it. They come over gRPC or HTTP, each on a thread of its own in this process, or without a front.
+First the engine's capacity is measured: requests per second with all slots always taken. Then
+requests come as a Poisson process, whatever becomes of those before: for a while at 0.9 times the
+capacity, which is what goodput is compared with, at `factor` times the capacity, and at half of it.
+They come over gRPC or HTTP, each on a thread of its own in this process, or without a front.
 """
 
 from __future__ import annotations
@@ -24,7 +26,14 @@ from experiments.script import command_line, keep
 from jaxserve.commands.display import table
 from jaxserve.commands.machine import described, machine
 from jaxserve.completion import Delta
-from jaxserve.config import CacheConfig, EngineConfig, MeshConfig, ModelSource, SchedulerConfig, ServerConfig
+from jaxserve.config import (
+    CacheConfig,
+    EngineConfig,
+    MeshConfig,
+    ModelSource,
+    SchedulerConfig,
+    ServerConfig,
+)
 from jaxserve.engine.engine import Engine
 from jaxserve.flags import Command
 from jaxserve.llm import open_engine
@@ -33,41 +42,52 @@ from jaxserve.request import Event, Finished, Request, RequestError, SamplingPar
 from jaxserve.server.client import Client
 from jaxserve.server.launch import Background
 
-OPTIONS = {"overload": [
-    Option("model", str, "smollm2-135m", "model: a fetched name, a folder or a .gguf file"),
-    Option("prompt", int, 100, "tokens of a prompt, median", 1),
-    Option("output", int, 16, "tokens of an answer, median", 2),
-    Option("ttft", float, 4.0, "objective: seconds to the first token", 0.001),
-    Option("tpot", float, 0.5, "objective: seconds per output token", 0.001),
-    Option("max_seqs", int, 8, "sequences that run at once", 1),
-    Option("factor", float, 10.0, "overload, times the capacity", 1),
-    Option("seconds", float, 60.0, "of overload", 1),
-    Option("way", str, "engine", "how requests come", choices=("engine", "grpc", "http")),
-    Option("admission", str, "predict", "see jaxserve serve", choices=("predict", "queue")),
-    Option("seed", int, 0, "of arrivals and lengths", 0),
-    Option("json", str, None, "file for all figures"),
-]}
-LONGEST = 2048                                         # tokens of a sequence
-BASE, AFTER = 30.0, 40.0                               # seconds at 0.9 times, and at half of the capacity
-RECOVERY = 10.0                                        # seconds after the overload within which all is as it should be
-WAIT = 600.0                                           # most seconds for anything
+OPTIONS = {
+    "overload": [
+        Option("model", str, "smollm2-135m", "model: a fetched name, a folder or a .gguf file"),
+        Option("prompt", int, 100, "tokens of a prompt, median", 1),
+        Option("output", int, 16, "tokens of an answer, median", 2),
+        Option("ttft", float, 4.0, "objective: seconds to the first token", 0.001),
+        Option("tpot", float, 0.5, "objective: seconds per output token", 0.001),
+        Option("max_seqs", int, 8, "sequences that run at once", 1),
+        Option("factor", float, 10.0, "overload, times the capacity", 1),
+        Option("seconds", float, 60.0, "of overload", 1),
+        Option("way", str, "engine", "how requests come", choices=("engine", "grpc", "http")),
+        Option("admission", str, "predict", "see jaxserve serve", choices=("predict", "queue")),
+        Option("seed", int, 0, "of arrivals and lengths", 0),
+        Option("json", str, None, "file for all figures"),
+    ]
+}
+LONGEST = 2048  # tokens of a sequence
+# seconds at 0.9 times, and at half of the capacity
+BASE = 30.0
+AFTER = 40.0
+RECOVERY = 10.0  # seconds after the overload within which all is as it should be
+WAIT = 600.0  # most seconds for anything
 
 
 class Asked:
-    """One request: when it came, how long it took to be refused, when its first and last tokens came, in seconds of the process."""
+    """One request: when it came, how long it took to be refused, when its first and last tokens
+    came, in seconds of the process."""
 
     def __init__(self, prompt: int) -> None:
-        self.prompt, self.came, self.refused = prompt, time.perf_counter(), 0.0
+        self.prompt = prompt
+        self.came = time.perf_counter()
+        self.refused = 0.0
         self.error: RequestError | None = None
-        self.tokens, self.first, self.last = 0, 0.0, 0.0
+        self.tokens = 0
+        self.first = 0.0
+        self.last = 0.0
         self.done = threading.Event()
 
     def heard(self, tokens: int) -> None:
         self.last = time.perf_counter()
-        self.first, self.tokens = self.first or self.last, self.tokens + tokens
+        self.first = self.first or self.last
+        self.tokens = self.tokens + tokens
 
     def refuse(self, error: RequestError) -> None:
-        self.error, self.refused = error, time.perf_counter() - self.came
+        self.error = error
+        self.refused = time.perf_counter() - self.came
 
     @property
     def ttft(self) -> float:
@@ -83,7 +103,8 @@ class WithoutFront:
         self._engine = server.server.front.engine
 
     def ask(self, asked: Asked, prompt: np.ndarray, output: int) -> None:
-        engine, ended = self._engine, threading.Event()
+        engine = self._engine
+        ended = threading.Event()
 
         def sink(events: Sequence[Event]) -> None:
             tokens = sum(isinstance(event, Token) for event in events)
@@ -94,8 +115,17 @@ class WithoutFront:
                     asked.error = event.error
                     ended.set()
 
-        engine.submit(Request.make(str(id(asked)), prompt, sampling(output), vocab=engine.model.vocab, max_len=engine.max_len,
-                                   arrival=engine.clock.now()), sink)
+        engine.submit(
+            Request.make(
+                str(id(asked)),
+                prompt,
+                sampling(output),
+                vocab=engine.model.vocab,
+                max_len=engine.max_len,
+                arrival=engine.clock.now(),
+            ),
+            sink,
+        )
         ended.wait(WAIT)
 
 
@@ -114,19 +144,35 @@ class OverHttp:
         self._port = server.server.ports["http"]
 
     def ask(self, asked: Asked, prompt: np.ndarray, output: int) -> None:
-        body = {"prompt": prompt.tolist(), "max_tokens": output, "temperature": 0, "ignore_eos": True, "stream": True,
-                "stream_options": {"include_usage": True}}
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=WAIT)) as connection:
-            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        body = {
+            "prompt": prompt.tolist(),
+            "max_tokens": output,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        with contextlib.closing(
+            http.client.HTTPConnection("127.0.0.1", self._port, timeout=WAIT)
+        ) as connection:
+            connection.request(
+                "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+            )
             answer = connection.getresponse()
             if answer.status != 200:
-                raise RequestError("", answer.read().decode(), reason=answer.headers.get("jaxserve-reject-reason", str(answer.status)),
-                                   retry_after=float(answer.headers.get("retry-after", 0)))
+                raise RequestError(
+                    "",
+                    answer.read().decode(),
+                    reason=answer.headers.get("jaxserve-reject-reason", str(answer.status)),
+                    retry_after=float(answer.headers.get("retry-after", 0)),
+                )
             for line in answer:
                 if line.startswith(b"data: {"):
                     chunk = json.loads(line[6:])
                     if "error" in chunk:
-                        raise RequestError("", chunk["error"]["message"], reason=chunk["error"]["code"])
+                        raise RequestError(
+                            "", chunk["error"]["message"], reason=chunk["error"]["code"]
+                        )
                     asked.heard(chunk["usage"]["completion_tokens"] if chunk.get("usage") else 0)
 
 
@@ -141,13 +187,20 @@ class Load:
     """Requests at random for a server."""
 
     def __init__(self, values: dict[str, Any], server: Background):
-        self.values, self.dice = values, np.random.default_rng(values["seed"])
-        self.engine, self._way = server.server.front.engine, WAYS[values["way"]](server)
+        self.values = values
+        self.dice = np.random.default_rng(values["seed"])
+        self.engine = server.server.front.engine
+        self._way = WAYS[values["way"]](server)
 
     def ask(self) -> Asked:
         dice = self.dice
-        prompt = dice.integers(0, self.engine.model.vocab, int(np.clip(dice.lognormal(np.log(self.values["prompt"]), 0.6), 8, 1000)))
-        asked, output = Asked(len(prompt)), int(np.clip(dice.lognormal(np.log(self.values["output"]), 0.5), 2, 200))
+        prompt = dice.integers(
+            0,
+            self.engine.model.vocab,
+            int(np.clip(dice.lognormal(np.log(self.values["prompt"]), 0.6), 8, 1000)),
+        )
+        asked = Asked(len(prompt))
+        output = int(np.clip(dice.lognormal(np.log(self.values["output"]), 0.5), 2, 200))
 
         def main() -> None:
             try:
@@ -161,7 +214,9 @@ class Load:
 
     def capacity(self, seconds: float) -> float:
         """Requests per second that end while as many as there are slots are always there."""
-        until, ended, alive = time.perf_counter() + seconds, 0, [self.ask() for _ in range(self.values["max_seqs"])]
+        until = time.perf_counter() + seconds
+        ended = 0
+        alive = [self.ask() for _ in range(self.values["max_seqs"])]
         while time.perf_counter() < until:
             ended += sum(asked.done.is_set() and asked.error is None for asked in alive)
             alive = [self.ask() if asked.done.is_set() else asked for asked in alive]
@@ -170,7 +225,9 @@ class Load:
         return ended / seconds
 
     def poisson(self, rate: float, seconds: float) -> list[Asked]:
-        began, at, out = time.perf_counter(), 0.0, []
+        began = time.perf_counter()
+        at = 0.0
+        out = []
         while (at := at + float(self.dice.exponential(1 / rate))) < seconds:
             time.sleep(max(0.0, began + at - time.perf_counter()))
             out.append(self.ask())
@@ -190,14 +247,24 @@ def figures(asked: Sequence[Asked], seconds: float, values: dict[str, Any]) -> d
     ttft, tpot = (np.array([getattr(one, name) for one in served]) for name in ("ttft", "tpot"))
     both = (ttft <= values["ttft"]) & (tpot <= values["tpot"])
     count = max(1, len(served))
-    took, hints = [one.refused for one in refused], [one.error.retry_after or 0.0 for one in refused if one.error is not None]
+    took = [one.refused for one in refused]
+    hints = [one.error.retry_after or 0.0 for one in refused if one.error is not None]
     return {
-        "asked": len(asked), "accepted": len(served), "refused": len(refused),
-        "reasons": {reason: sum(one.error is not None and one.error.reason == reason for one in refused) for reason in
-                    sorted({one.error.reason for one in refused if one.error is not None})},
-        "ttft_met": float((ttft <= values["ttft"]).sum() / count), "tpot_met": float((tpot <= values["tpot"]).sum() / count),
-        "both_met": float(both.sum() / count), "goodput": float(both.sum() / seconds),
-        "ttft": percentiles(ttft), "tpot": percentiles(tpot), "refusal": percentiles(took), "retry_after": percentiles(hints),
+        "asked": len(asked),
+        "accepted": len(served),
+        "refused": len(refused),
+        "reasons": {
+            reason: sum(one.error is not None and one.error.reason == reason for one in refused)
+            for reason in sorted({one.error.reason for one in refused if one.error is not None})
+        },
+        "ttft_met": float((ttft <= values["ttft"]).sum() / count),
+        "tpot_met": float((tpot <= values["tpot"]).sum() / count),
+        "both_met": float(both.sum() / count),
+        "goodput": float(both.sum() / seconds),
+        "ttft": percentiles(ttft),
+        "tpot": percentiles(tpot),
+        "refusal": percentiles(took),
+        "retry_after": percentiles(hints),
     }
 
 
@@ -206,11 +273,20 @@ def percentiles(values: Any) -> dict[str, float]:
 
 
 def measured(values: dict[str, Any]) -> dict[str, Any]:
-    scheduler = SchedulerConfig(policy="slack", chunking="adaptive", admission=values["admission"], max_seqs=values["max_seqs"],
-                                ttft=values["ttft"], tpot=values["tpot"])
-    source, cache = ModelSource(values["model"], max_model_len=LONGEST), CacheConfig(prefix_caching=False)
+    scheduler = SchedulerConfig(
+        policy="slack",
+        chunking="adaptive",
+        admission=values["admission"],
+        max_seqs=values["max_seqs"],
+        ttft=values["ttft"],
+        tpot=values["tpot"],
+    )
+    source = ModelSource(values["model"], max_model_len=LONGEST)
+    cache = CacheConfig(prefix_caching=False)
     config = EngineConfig(source, MeshConfig(), cache, scheduler)
-    with Background(ServerConfig(port=0, http_port=0), lambda: open_engine(config, progress=sys.stderr.isatty())) as server:
+    with Background(
+        ServerConfig(port=0, http_port=0), lambda: open_engine(config, progress=sys.stderr.isatty())
+    ) as server:
         server.wait_ready()
         return phases(Load(values, server), Computed(server.server.front.engine))
 
@@ -219,8 +295,9 @@ class Computed:
     """Counts the tokens that an engine's steps compute."""
 
     def __init__(self, engine: Engine):
-        self.tokens, self._start = 0, engine.scheduler.start
-        engine.scheduler.start = self._counting                       # type: ignore[method-assign]
+        self.tokens = 0
+        self._start = engine.scheduler.start
+        engine.scheduler.start = self._counting  # type: ignore[method-assign]
 
     def _counting(self, now: float) -> Any:
         batch = self._start(now)
@@ -229,9 +306,11 @@ class Computed:
 
 
 def phases(load: Load, computed: Computed) -> dict[str, Any]:
-    values, engine = load.values, load.engine
-    load.capacity(5.0)                                                # what runs first runs slower: it does not count
-    capacity, factor = load.capacity(15.0), values["factor"]
+    values = load.values
+    engine = load.engine
+    load.capacity(5.0)  # what runs first runs slower: it does not count
+    capacity = load.capacity(15.0)
+    factor = values["factor"]
     base = load.poisson(0.9 * capacity, BASE)
     finished(base)
     before = computed.tokens
@@ -239,30 +318,73 @@ def phases(load: Load, computed: Computed) -> dict[str, Any]:
     depth = engine.load().waiting
     after = load.poisson(0.5 * capacity, AFTER)
     finished([*asked, *after])
-    spent = computed.tokens - before - sum(one.prompt for one in [*asked, *after] if one.error is None)
+    spent = (
+        computed.tokens - before - sum(one.prompt for one in [*asked, *after] if one.error is None)
+    )
     late = [one for one in after if one.came - after[0].came > RECOVERY]
-    return {"capacity": capacity, "waiting_at_the_end": depth, "tokens_for_refused": spent, "scale": engine.scheduler.predictor.scale,
-            "phases": {"0.9x": figures(base, BASE, values), f"{factor:g}x": figures(asked, values["seconds"], values),
-                       "0.5x, after 10 s": figures(late, AFTER - RECOVERY, values)}}
+    return {
+        "capacity": capacity,
+        "waiting_at_the_end": depth,
+        "tokens_for_refused": spent,
+        "scale": engine.scheduler.predictor.scale,
+        "phases": {
+            "0.9x": figures(base, BASE, values),
+            f"{factor:g}x": figures(asked, values["seconds"], values),
+            "0.5x, after 10 s": figures(late, AFTER - RECOVERY, values),
+        },
+    }
 
 
 def shown(result: dict[str, Any]) -> str:
-    rows = [[name, f["asked"], f["accepted"], f"{f['ttft_met']:.1%}", f"{f['tpot_met']:.1%}", f"{f['goodput']:.2f}",
-             f"{f['ttft']['p50']:.2f}", f"{f['ttft']['p99']:.2f}", f"{f['tpot']['p50']:.3f}", f"{f['tpot']['p99']:.3f}",
-             f"{f['refusal']['p50'] * 1e3:.1f}", f"{f['refusal']['p99'] * 1e3:.1f}"] for name, f in result["phases"].items()]
-    return table(["load", "asked", "accepted", "TTFT met", "TPOT met", "good/s", "TTFT p50 s", "p99", "TPOT p50 s", "p99",
-                  "ms to refuse p50", "p99"], [[str(cell) for cell in row] for row in rows])
+    rows = [
+        [
+            name,
+            f["asked"],
+            f["accepted"],
+            f"{f['ttft_met']:.1%}",
+            f"{f['tpot_met']:.1%}",
+            f"{f['goodput']:.2f}",
+            f"{f['ttft']['p50']:.2f}",
+            f"{f['ttft']['p99']:.2f}",
+            f"{f['tpot']['p50']:.3f}",
+            f"{f['tpot']['p99']:.3f}",
+            f"{f['refusal']['p50'] * 1e3:.1f}",
+            f"{f['refusal']['p99'] * 1e3:.1f}",
+        ]
+        for name, f in result["phases"].items()
+    ]
+    return table(
+        [
+            "load",
+            "asked",
+            "accepted",
+            "TTFT met",
+            "TPOT met",
+            "good/s",
+            "TTFT p50 s",
+            "p99",
+            "TPOT p50 s",
+            "p99",
+            "ms to refuse p50",
+            "p99",
+        ],
+        [[str(cell) for cell in row] for row in rows],
+    )
 
 
 def run(values: dict[str, Any]) -> int:
     result = measured(values)
     print(described(machine()))
-    print(f"{values['way']}: {values['model']}, prompts of {values['prompt']} tokens and answers of {values['output']} (medians), "
-          f"{values['max_seqs']} slots; objectives {values['ttft']:g} s to the first token, {values['tpot']:g} s per token; capacity "
-          f"{result['capacity']:.2f} requests/s\n")
+    print(
+        f"{values['way']}: {values['model']}, prompts of {values['prompt']} tokens and answers of {values['output']} (medians), "
+        f"{values['max_seqs']} slots; objectives {values['ttft']:g} s to the first token, {values['tpot']:g} s per token; capacity "
+        f"{result['capacity']:.2f} requests/s\n"
+    )
     print(shown(result))
-    print(f"\nprompt tokens computed for refused requests: {result['tokens_for_refused']}; requests that waited when the overload ended: "
-          f"{result['waiting_at_the_end']}; predictor's scale {result['scale']:.2f}")
+    print(
+        f"\nprompt tokens computed for refused requests: {result['tokens_for_refused']}; requests that waited when the overload ended: "
+        f"{result['waiting_at_the_end']}; predictor's scale {result['scale']:.2f}"
+    )
     keep(values, **result)
     return 0
 
@@ -270,4 +392,6 @@ def run(values: dict[str, Any]) -> int:
 COMMAND = Command(OPTIONS, run, __doc__.partition("\n")[2])
 
 if __name__ == "__main__":
-    sys.exit(command_line("overload", "ten times too many requests for a minute", COMMAND, sys.argv[1:]))
+    sys.exit(
+        command_line("overload", "ten times too many requests for a minute", COMMAND, sys.argv[1:])
+    )

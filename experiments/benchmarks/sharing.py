@@ -1,8 +1,10 @@
-"""Short requests and running decodes while a long prompt prefills, on one engine: time-shared, and first come, first served.
+"""Short requests and running decodes while a long prompt prefills, on one engine: time-shared, and
+first come, first served.
 
     python -m experiments.benchmarks.sharing --json=sharing.json
 
-Each engine is measured idle first, so that its figures are ratios to its own. Every request's tokens are compared with those it got alone.
+Each engine is measured idle first, so that its figures are ratios to its own. Every request's
+tokens are compared with those it got alone.
 """
 
 from __future__ import annotations
@@ -18,25 +20,40 @@ import numpy as np
 from experiments.script import command_line, keep
 from jaxserve.commands.display import table
 from jaxserve.commands.machine import described, machine
-from jaxserve.config import CacheConfig, ConfigError, EngineConfig, MeshConfig, ModelSource, SchedulerConfig
+from jaxserve.config import (
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    MeshConfig,
+    ModelSource,
+    SchedulerConfig,
+)
 from jaxserve.flags import Command
 from jaxserve.options import Option
 from jaxserve.request import Event, Finished, Request, SamplingParams, Slo, Token
 
-OPTIONS = {"sharing": [
-    Option("model", str, "smollm2-135m", "model: a fetched name, a folder or a .gguf file"),
-    Option("long", int, 8000, "tokens of the long prompt", 2),
-    Option("short", int, 64, "tokens of a short prompt", 1),
-    Option("every", float, 0.7, "seconds from one short request to the next", 0.01),
-    Option("decodes", int, 2, "sequences that decode meanwhile", 1),
-    Option("ttft", float, 0.15, "objective of the short requests, seconds to the first token", 0.001),
-    Option("tpot", float, 0.1, "objective of the decodes, seconds per token", 0.001),
-    Option("step_time", float, 0.06, "most seconds of a step without decodes", 0.001),
-    Option("min_chunk", int, 8, "fewest tokens of a chunk where steps are shared", 1),
-    Option("json", str, None, "file for all figures"),
-]}
-OUTPUT = 8                                              # tokens of a short request and of the long one
-WAIT = 600.0                                            # most seconds for anything
+OPTIONS = {
+    "sharing": [
+        Option("model", str, "smollm2-135m", "model: a fetched name, a folder or a .gguf file"),
+        Option("long", int, 8000, "tokens of the long prompt", 2),
+        Option("short", int, 64, "tokens of a short prompt", 1),
+        Option("every", float, 0.7, "seconds from one short request to the next", 0.01),
+        Option("decodes", int, 2, "sequences that decode meanwhile", 1),
+        Option(
+            "ttft",
+            float,
+            0.15,
+            "objective of the short requests, seconds to the first token",
+            0.001,
+        ),
+        Option("tpot", float, 0.1, "objective of the decodes, seconds per token", 0.001),
+        Option("step_time", float, 0.06, "most seconds of a step without decodes", 0.001),
+        Option("min_chunk", int, 8, "fewest tokens of a chunk where steps are shared", 1),
+        Option("json", str, None, "file for all figures"),
+    ]
+}
+OUTPUT = 8  # tokens of a short request and of the long one
+WAIT = 600.0  # most seconds for anything
 
 
 class Heard:
@@ -74,39 +91,71 @@ class Bench:
         from jaxserve.engine.build import build
 
         self.values = values
-        length, block = values["long"] + OUTPUT + 64, 16
+        length = values["long"] + OUTPUT + 64
+        block = 16
         pages = -(-length // block) + (values["decodes"] + 4) * 64
-        config = EngineConfig(ModelSource(values["model"]), MeshConfig(), CacheConfig(block_size=block, pages=pages, prefix_caching=False),
-                              scheduler, lookahead=lookahead)
+        config = EngineConfig(
+            ModelSource(values["model"]),
+            MeshConfig(),
+            CacheConfig(block_size=block, pages=pages, prefix_caching=False),
+            scheduler,
+            lookahead=lookahead,
+        )
         self.engine = build(config, progress=sys.stderr.isatty())
         if length > self.engine.max_len:
-            raise ConfigError("long", f"{values['long']} tokens and {OUTPUT + 64} more are above the model's {self.engine.max_len}")
+            raise ConfigError(
+                "long",
+                f"{values['long']} tokens and {OUTPUT + 64} more are above the model's {self.engine.max_len}",
+            )
         self.engine.start()
         self._serial = 0
 
     def send(self, tokens: int, output: int, seed: int) -> Heard:
         """A random prompt of so many tokens, the same for the same seed."""
-        heard, vocab = Heard(), self.engine.model.vocab
+        heard = Heard()
+        vocab = self.engine.model.vocab
         prompt = np.random.default_rng(seed).integers(0, vocab, tokens)
         sampling = SamplingParams.make(temperature=0, max_tokens=output, ignore_eos=True)
-        slo = Slo(ttft=self.values["ttft"] if tokens == self.values["short"] else None, tpot=self.values["tpot"])
+        slo = Slo(
+            ttft=self.values["ttft"] if tokens == self.values["short"] else None,
+            tpot=self.values["tpot"],
+        )
         self._serial += 1
-        self.engine.submit(Request.make(f"{self._serial}", prompt, sampling, vocab=vocab, max_len=self.engine.max_len,
-                                        arrival=self.engine.clock.now(), slo=slo), heard)
+        self.engine.submit(
+            Request.make(
+                f"{self._serial}",
+                prompt,
+                sampling,
+                vocab=vocab,
+                max_len=self.engine.max_len,
+                arrival=self.engine.clock.now(),
+                slo=slo,
+            ),
+            heard,
+        )
         return heard
 
     def idle(self, shorts: int) -> tuple[list[Heard], list[Heard]]:
         """Short requests one at a time, then the decodes alone."""
         alone = [self.send(self.values["short"], OUTPUT, seed).wait() for seed in range(shorts)]
-        decodes = [self.send(self.values["short"], 48, 1000 + number) for number in range(self.values["decodes"])]
+        decodes = [
+            self.send(self.values["short"], 48, 1000 + number)
+            for number in range(self.values["decodes"])
+        ]
         return alone, [heard.wait() for heard in decodes]
 
     def shared(self) -> tuple[Heard, list[Heard], list[Heard]]:
-        """The long prompt beside decodes, and short requests until its first token: (long, shorts, decodes)."""
-        decodes = [self.send(self.values["short"], 400, 1000 + number) for number in range(self.values["decodes"])]
+        """The long prompt beside decodes, and short requests until its first token: (long, shorts,
+        decodes)."""
+        decodes = [
+            self.send(self.values["short"], 400, 1000 + number)
+            for number in range(self.values["decodes"])
+        ]
         while not all(heard.times for heard in decodes):
             time.sleep(0.01)
-        long, shorts, seed = self.send(self.values["long"], OUTPUT, 77), [], 0
+        long = self.send(self.values["long"], OUTPUT, 77)
+        shorts = []
+        seed = 0
         while not long.times and time.perf_counter() - long.sent < WAIT:
             time.sleep(self.values["every"])
             shorts.append(self.send(self.values["short"], OUTPUT, seed))
@@ -118,7 +167,9 @@ class Bench:
         return long, shorts, decodes
 
 
-def measured(values: dict[str, Any], name: str, scheduler: SchedulerConfig, lookahead: int) -> dict[str, Any]:
+def measured(
+    values: dict[str, Any], name: str, scheduler: SchedulerConfig, lookahead: int
+) -> dict[str, Any]:
     """Figures of one engine."""
     bench = Bench(values, scheduler, lookahead)
     try:
@@ -126,19 +177,34 @@ def measured(values: dict[str, Any], name: str, scheduler: SchedulerConfig, look
         alone, decodes_alone = bench.idle(12)
         alone_long = bench.send(values["long"], OUTPUT, 77).wait()
         long, shorts, decodes = bench.shared()
-        during = [np.diff([t for t in heard.times if long.sent < t < long.times[0]]) for heard in decodes]
+        during = [
+            np.diff([t for t in heard.times if long.sent < t < long.times[0]]) for heard in decodes
+        ]
         known = {seed: heard.ids for seed, heard in enumerate(alone)}
         same = [heard.ids == known[seed] for seed, heard in enumerate(shorts) if seed in known]
         same.append(long.ids == alone_long.ids)
-        same += [heard.ids[:48] == other.ids[: len(heard.ids)] for heard, other in zip(decodes, decodes_alone)]
+        same += [
+            heard.ids[:48] == other.ids[: len(heard.ids)]
+            for heard, other in zip(decodes, decodes_alone)
+        ]
         idle = float(np.median([heard.ttft for heard in alone]))
         gaps = np.concatenate([gap for gap in during if len(gap)] or [np.array([long.ttft])])
         return {
-            "engine": name, "short_ttft_idle": idle, "short_ttft": spread([heard.ttft for heard in shorts]), "shorts": len(shorts),
-            "short_ratio": float(np.median([heard.ttft for heard in shorts])) / idle, "decode_gap": spread(gaps),
-            "decode_gap_idle": spread(np.concatenate([np.diff(heard.times) for heard in decodes_alone])),
-            "decode_mean": float(gaps.mean()), "long_ttft": long.ttft, "long_ttft_alone": alone_long.ttft,
-            "tokens_compared": len(same), "tokens_same": bool(all(same)), "scale": bench.engine.scheduler.predictor.scale,
+            "engine": name,
+            "short_ttft_idle": idle,
+            "short_ttft": spread([heard.ttft for heard in shorts]),
+            "shorts": len(shorts),
+            "short_ratio": float(np.median([heard.ttft for heard in shorts])) / idle,
+            "decode_gap": spread(gaps),
+            "decode_gap_idle": spread(
+                np.concatenate([np.diff(heard.times) for heard in decodes_alone])
+            ),
+            "decode_mean": float(gaps.mean()),
+            "long_ttft": long.ttft,
+            "long_ttft_alone": alone_long.ttft,
+            "tokens_compared": len(same),
+            "tokens_same": bool(all(same)),
+            "scale": bench.engine.scheduler.predictor.scale,
         }
     finally:
         bench.engine.close()
@@ -151,22 +217,59 @@ def spread(values: Any) -> dict[str, float]:
 
 def shown(results: Sequence[dict[str, Any]]) -> str:
     ms = lambda seconds: f"{seconds * 1e3:.0f}"
-    rows = [[r["engine"], ms(r["short_ttft_idle"]), *(ms(r["short_ttft"][p]) for p in ("p50", "p90", "max")), f"{r['short_ratio']:.2f}",
-             ms(r["decode_gap_idle"]["p50"]), ms(r["decode_mean"]), ms(r["decode_gap"]["p90"]), f"{r['long_ttft']:.1f}",
-             f"{r['long_ttft_alone']:.1f}", "yes" if r["tokens_same"] else "NO"] for r in results]
-    return table(["milliseconds", "short TTFT idle", "p50", "p90", "max", "p50 / idle", "gap idle", "gap mean", "gap p90", "long TTFT s",
-                  "alone s", "same tokens"], rows)
+    rows = [
+        [
+            r["engine"],
+            ms(r["short_ttft_idle"]),
+            *(ms(r["short_ttft"][p]) for p in ("p50", "p90", "max")),
+            f"{r['short_ratio']:.2f}",
+            ms(r["decode_gap_idle"]["p50"]),
+            ms(r["decode_mean"]),
+            ms(r["decode_gap"]["p90"]),
+            f"{r['long_ttft']:.1f}",
+            f"{r['long_ttft_alone']:.1f}",
+            "yes" if r["tokens_same"] else "NO",
+        ]
+        for r in results
+    ]
+    return table(
+        [
+            "milliseconds",
+            "short TTFT idle",
+            "p50",
+            "p90",
+            "max",
+            "p50 / idle",
+            "gap idle",
+            "gap mean",
+            "gap p90",
+            "long TTFT s",
+            "alone s",
+            "same tokens",
+        ],
+        rows,
+    )
 
 
 def run(values: dict[str, Any]) -> int:
     common = dict(max_seqs=8, chunk_tokens=512)
-    ours = dict(policy="slack", chunking="adaptive", min_chunk=values["min_chunk"], step_time=values["step_time"])
+    ours = dict(
+        policy="slack",
+        chunking="adaptive",
+        min_chunk=values["min_chunk"],
+        step_time=values["step_time"],
+    )
     shared = SchedulerConfig(**ours, **common)
-    results = [measured(values, "slack, adaptive", shared, 0), measured(values, "fcfs, static 512", SchedulerConfig(**common), 1)]
+    results = [
+        measured(values, "slack, adaptive", shared, 0),
+        measured(values, "fcfs, static 512", SchedulerConfig(**common), 1),
+    ]
     print(described(machine()))
-    print(f"{values['model']}: a prompt of {values['long']} tokens, {values['decodes']} decodes with an objective of "
-          f"{values['tpot'] * 1e3:.0f} ms per token, a prompt of {values['short']} tokens every {values['every']} s with "
-          f"one of {values['ttft'] * 1e3:.0f} ms to its first token\n")
+    print(
+        f"{values['model']}: a prompt of {values['long']} tokens, {values['decodes']} decodes with an objective of "
+        f"{values['tpot'] * 1e3:.0f} ms per token, a prompt of {values['short']} tokens every {values['every']} s with "
+        f"one of {values['ttft'] * 1e3:.0f} ms to its first token\n"
+    )
     print(shown(results))
     keep(values, results=results)
     return 0

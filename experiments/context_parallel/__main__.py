@@ -1,6 +1,6 @@
 """All tables and figures of the context parallel paper, and summary.md.
 
-    python -m experiments.context_parallel --out=DIR
+python -m experiments.context_parallel --out=DIR
 """
 
 from __future__ import annotations

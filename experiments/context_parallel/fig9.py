@@ -1,4 +1,5 @@
-"""Figure 9: speed of pass-KV over pass-Q by share of new tokens, 128000 tokens, 4 hosts; and what each rule's choice loses there."""
+"""Figure 9: speed of pass-KV over pass-Q by share of new tokens, 128000 tokens, 4 hosts; and what
+each rule's choice loses there."""
 
 from __future__ import annotations
 
@@ -10,29 +11,61 @@ from experiments.context_parallel.system import RANKS, RINGS, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
 from jaxserve.scheduling.exchange import Boundary, Exchange, fit
 
-ROOFLINE, ALL_THREE = "roofline of the rings", "roofline"
+ROOFLINE = "roofline of the rings"
+ALL_THREE = "roofline"
 
 
 def rules() -> dict[str, Exchange]:
-    """Our rule, the paper's with our constants, and the fitted line twice: the paper's, and one of table 4."""
+    """Our rule, the paper's with our constants, and the fitted line twice: the paper's, and one of
+    table 4."""
     system = calibrated()
     refit = fit([(row.cached, row.new, row.pass_kv, row.pass_q) for row in TABLE4])
-    return {ALL_THREE: system.exchange(RANKS), "alg1": system.exchange(RANKS, "alg1"), "alg5": system.exchange(RANKS, "alg5"),
-            "the paper's fit": system.exchange(RANKS, "fitted", Boundary(*FIT)), "fit to table 4": system.exchange(RANKS, "fitted", refit)}
+    return {
+        ALL_THREE: system.exchange(RANKS),
+        "alg1": system.exchange(RANKS, "alg1"),
+        "alg5": system.exchange(RANKS, "alg5"),
+        "the paper's fit": system.exchange(RANKS, "fitted", Boundary(*FIT)),
+        "fit to table 4": system.exchange(RANKS, "fitted", refit),
+    }
 
 
 def sweep(settings: None) -> Iterator[Row]:
-    """Speeds, and for each rule by how much its choice takes longer in the paper's table than the better ring."""
+    """Speeds, and for each rule by how much its choice takes longer in the paper's table than the
+    better ring."""
     fixed = rules()
     for row in TABLE4:
-        miss, ours = row.new / (row.cached + row.new), calibrated().ttft(row.cached, row.new, RANKS)
-        for name, speed in (("ours", ours["pass_q"] / ours["pass_kv"]), ("paper", row.pass_q / row.pass_kv)):
-            yield {"what": "speed", "name": name, "new": row.new, "miss": miss, "strategy": "", "value": speed}
-        chosen = {name: rule.choose([(row.cached, row.new)]).strategy for name, rule in fixed.items()}
+        miss = row.new / (row.cached + row.new)
+        ours = calibrated().ttft(row.cached, row.new, RANKS)
+        for name, speed in (
+            ("ours", ours["pass_q"] / ours["pass_kv"]),
+            ("paper", row.pass_q / row.pass_kv),
+        ):
+            yield {
+                "what": "speed",
+                "name": name,
+                "new": row.new,
+                "miss": miss,
+                "strategy": "",
+                "value": speed,
+            }
+        chosen = {
+            name: rule.choose([(row.cached, row.new)]).strategy for name, rule in fixed.items()
+        }
         chosen[ROOFLINE] = min(RINGS, key=ours.__getitem__)
         for name, strategy in chosen.items():
-            lost = getattr(row, strategy) / min(row.pass_kv, row.pass_q) - 1 if strategy in RINGS else ""
-            yield {"what": "lost", "name": name, "new": row.new, "miss": miss, "strategy": strategy, "value": lost}
+            lost = (
+                getattr(row, strategy) / min(row.pass_kv, row.pass_q) - 1
+                if strategy in RINGS
+                else ""
+            )
+            yield {
+                "what": "lost",
+                "name": name,
+                "new": row.new,
+                "miss": miss,
+                "strategy": strategy,
+                "value": lost,
+            }
 
 
 def _lost(rows: Rows, rule: str) -> list[float]:
@@ -41,7 +74,10 @@ def _lost(rows: Rows, rule: str) -> list[float]:
 
 def _last(rows: Rows, rule: str) -> float:
     """Highest share of new tokens at which pass-Q is chosen."""
-    return max((float(row["miss"]) for row in matching(rows, what="lost", name=rule, strategy="pass_q")), default=0.0)
+    return max(
+        (float(row["miss"]) for row in matching(rows, what="lost", name=rule, strategy="pass_q")),
+        default=0.0,
+    )
 
 
 def _speed(rows: Rows, new: int) -> float:
@@ -55,19 +91,59 @@ REMARKS = {
     "the paper's fit": "h is below 0 on all of table 4 with natural logarithms, above 0 with those of base 10; the base is not given",
 }
 FIGURE = Figure(
-    "fig9", "Speed of pass-KV over pass-Q, and what is chosen", "computed", sweep,
+    "fig9",
+    "Speed of pass-KV over pass-Q, and what is chosen",
+    "computed",
+    sweep,
     claims=(
-        *(Claim(f"rows of table 4 decided right, {rule}", 14, lambda rows, rule=rule: _lost(rows, rule).count(0), "table 4", "rows",
-                "higher", remark=REMARKS.get(rule, "")) for rule in RULES),
-        *(Claim(f"most that a choice loses, {rule}", 0.02, lambda rows, rule=rule: max(_lost(rows, rule)), "4.2.4: a tie near 5 %", "%",
-                "lower", limit=True) for rule in RULES),
-        *(Claim(f"highest share of new tokens with pass-Q, {rule}", 0.05, lambda rows, rule=rule: _last(rows, rule), "4.2.4: '5%'", "%")
-          for rule in (ROOFLINE, "alg1", "alg5", ALL_THREE)),
-        *(Claim(f"speed of pass-KV over pass-Q, {row.new / 1280:.3g} % new", row.pass_q / row.pass_kv,
-                lambda rows, row=row: _speed(rows, row.new), "figure 9") for row in TABLE4),
+        *(
+            Claim(
+                f"rows of table 4 decided right, {rule}",
+                14,
+                lambda rows, rule=rule: _lost(rows, rule).count(0),
+                "table 4",
+                "rows",
+                "higher",
+                remark=REMARKS.get(rule, ""),
+            )
+            for rule in RULES
+        ),
+        *(
+            Claim(
+                f"most that a choice loses, {rule}",
+                0.02,
+                lambda rows, rule=rule: max(_lost(rows, rule)),
+                "4.2.4: a tie near 5 %",
+                "%",
+                "lower",
+                limit=True,
+            )
+            for rule in RULES
+        ),
+        *(
+            Claim(
+                f"highest share of new tokens with pass-Q, {rule}",
+                0.05,
+                lambda rows, rule=rule: _last(rows, rule),
+                "4.2.4: '5%'",
+                "%",
+            )
+            for rule in (ROOFLINE, "alg1", "alg5", ALL_THREE)
+        ),
+        *(
+            Claim(
+                f"speed of pass-KV over pass-Q, {row.new / 1280:.3g} % new",
+                row.pass_q / row.pass_kv,
+                lambda rows, row=row: _speed(rows, row.new),
+                "figure 9",
+            )
+            for row in TABLE4
+        ),
     ),
-    panels=(Panel("speed of pass-KV over pass-Q", "miss", "value", "name", (("what", "speed"),), "x"),
-            Panel("what a choice loses", "miss", "value", "name", (("what", "lost"),), "x")),
+    panels=(
+        Panel("speed of pass-KV over pass-Q", "miss", "value", "name", (("what", "speed"),), "x"),
+        Panel("what a choice loses", "miss", "value", "name", (("what", "lost"),), "x"),
+    ),
 )
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""What the paper prints: "Context Parallelism for Scalable Million-Token Inference" (Yang et al., MLSys 2025), its tables as they stand.
+"""What the paper prints: "Context Parallelism for Scalable Million-Token Inference" (Yang et al.,
+MLSys 2025), its tables as they stand.
 
-Llama 3 405B with FP8 feed-forward weights, hosts of 8 H100 (96 GB HBM2e, 500 W), TP8 in a host and one rank of context parallelism per
-host, on GTT (RDMA, 400 Gb/s per GPU) unless said otherwise; section 4.1. A K is 1000 tokens: table 4's 128K are 128000.
+Llama 3 405B with FP8 feed-forward weights, hosts of 8 H100 (96 GB HBM2e, 500 W), TP8 in a host and
+one rank of context parallelism per host, on GTT (RDMA, 400 Gb/s per GPU) unless said otherwise;
+section 4.1. A K is 1000 tokens: table 4's 128K are 128000.
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ from jaxserve.scheduling.exchange import Heads
 from jaxserve.scheduling.profiles import ModelShape
 
 # Table 9, and the model's vocabulary.
-MODEL = ModelShape(layers=126, d_model=16384, heads=128, kv_heads=8, head_dim=128, d_ff=53248, vocab=128256)
+MODEL = ModelShape(
+    layers=126, d_model=16384, heads=128, kv_heads=8, head_dim=128, d_ff=53248, vocab=128256
+)
 PARAMETERS = 405e9
-GPUS = 8                                                # of a host
-HEADS = Heads(*MODEL.rank_heads(GPUS), MODEL.head_dim, item=2, partial=2)                     # of one GPU; BF16, section 4.1 and appendix A
-PEAK = 800e12                                           # FLOP/s of one GPU in BF16; appendix A
+GPUS = 8  # of a host
+# of one GPU; BF16, section 4.1 and appendix A
+HEADS = Heads(*MODEL.rank_heads(GPUS), MODEL.head_dim, item=2, partial=2)
+PEAK = 800e12  # FLOP/s of one GPU in BF16; appendix A
 
 
 class Partial(NamedTuple):
@@ -29,16 +34,26 @@ class Partial(NamedTuple):
 
 
 TABLE4 = (
-    Partial(126720, 1280, 1023.39, 898.71), Partial(124800, 3200, 1110.18, 1046.43), Partial(123840, 4160, 1298.92, 1280.1),
-    Partial(121600, 6400, 1305.56, 1302.01), Partial(115200, 12800, 2080.67, 2205.27), Partial(102400, 25600, 3353.02, 3617.02),
-    Partial(89600, 38400, 4629.23, 4922.52), Partial(76800, 51200, 5745.08, 6217.83), Partial(64000, 64000, 6845.21, 7367.99),
-    Partial(51200, 76800, 7890.35, 8468.66), Partial(38400, 89600, 8697.27, 9666.62), Partial(25600, 102400, 10105.78, 10652.39),
-    Partial(12800, 115200, 11136.4, 11571.62), Partial(0, 128000, 11462.15, 12360.57),
+    Partial(126720, 1280, 1023.39, 898.71),
+    Partial(124800, 3200, 1110.18, 1046.43),
+    Partial(123840, 4160, 1298.92, 1280.1),
+    Partial(121600, 6400, 1305.56, 1302.01),
+    Partial(115200, 12800, 2080.67, 2205.27),
+    Partial(102400, 25600, 3353.02, 3617.02),
+    Partial(89600, 38400, 4629.23, 4922.52),
+    Partial(76800, 51200, 5745.08, 6217.83),
+    Partial(64000, 64000, 6845.21, 7367.99),
+    Partial(51200, 76800, 7890.35, 8468.66),
+    Partial(38400, 89600, 8697.27, 9666.62),
+    Partial(25600, 102400, 10105.78, 10652.39),
+    Partial(12800, 115200, 11136.4, 11571.62),
+    Partial(0, 128000, 11462.15, 12360.57),
 )
 
 
 class Step(NamedTuple):
-    """A row of table 5: us of one step of the ring on 4 ranks, and of the all-to-all where there is one."""
+    """A row of table 5: us of one step of the ring on 4 ranks, and of the all-to-all where there is
+    one."""
 
     cached: int
     new: int
@@ -48,12 +63,17 @@ class Step(NamedTuple):
     exchange: float | None
 
 
-TABLE5 = (Step(124800, 3200, "pass_kv", 627, 414, None), Step(124800, 3200, "pass_q", 166, 414, 424),
-          Step(115200, 12800, "pass_kv", 631, 1608, None), Step(115200, 12800, "pass_q", 544, 1608, 1023))
+TABLE5 = (
+    Step(124800, 3200, "pass_kv", 627, 414, None),
+    Step(124800, 3200, "pass_q", 166, 414, 424),
+    Step(115200, 12800, "pass_kv", 631, 1608, None),
+    Step(115200, 12800, "pass_q", 544, 1608, 1023),
+)
 
 
 class Latency(NamedTuple):
-    """A row of tables 6 and 7: ms to the first token and per token after it, one sequence. kind: 'cp' or 'tp', over so many hosts."""
+    """A row of tables 6 and 7: ms to the first token and per token after it, one sequence. kind:
+    'cp' or 'tp', over so many hosts."""
 
     kind: str
     hosts: int
@@ -62,14 +82,26 @@ class Latency(NamedTuple):
     ttit: float
 
 
-TABLE6 = (Latency("cp", 1, 8000, 1740, 44.51), Latency("cp", 1, 32000, 7658, 44.64), Latency("cp", 1, 128000, 42010, 46.26),
-          Latency("cp", 2, 8000, 999, 65.61), Latency("cp", 2, 32000, 4015, 65.66), Latency("cp", 2, 128000, 21042, 66.63))
-TABLE7 = (Latency("cp", 1, 128000, 42010, 46.26), Latency("cp", 2, 128000, 21042, 60.23), Latency("tp", 2, 128000, 29917, 39.52),
-          Latency("cp", 4, 128000, 10950, 71.31), Latency("tp", 4, 128000, 19841, 47.3))
+TABLE6 = (
+    Latency("cp", 1, 8000, 1740, 44.51),
+    Latency("cp", 1, 32000, 7658, 44.64),
+    Latency("cp", 1, 128000, 42010, 46.26),
+    Latency("cp", 2, 8000, 999, 65.61),
+    Latency("cp", 2, 32000, 4015, 65.66),
+    Latency("cp", 2, 128000, 21042, 66.63),
+)
+TABLE7 = (
+    Latency("cp", 1, 128000, 42010, 46.26),
+    Latency("cp", 2, 128000, 21042, 60.23),
+    Latency("tp", 2, 128000, 29917, 39.52),
+    Latency("cp", 4, 128000, 10950, 71.31),
+    Latency("tp", 4, 128000, 19841, 47.3),
+)
 
 
 class Decode(NamedTuple):
-    """A column of table 8: us of pass-Q decode. op: one attention; loop: all of them; hops: all SendRecv."""
+    """A column of table 8: us of pass-Q decode. op: one attention; loop: all of them; hops: all
+    SendRecv."""
 
     batch: int
     tokens: int
@@ -81,8 +113,13 @@ class Decode(NamedTuple):
     whole: float
 
 
-TABLE8 = (Decode(1, 128000, 1, 38.9, 38.9, 0, 0, 38.9), Decode(1, 128000, 2, 22.0, 43.2, 32.3, 81.1, 157.7),
-          Decode(1, 128000, 4, 14.7, 60.8, 105.7, 79.9, 238.6), Decode(4, 32000, 1, 60.1, 60.1, 0, 0, 60.1),
-          Decode(4, 32000, 2, 13.9, 24.5, 33.3, 66.8, 136.6), Decode(4, 32000, 4, 9.6, 41.3, 104.9, 72.2, 180.6))
+TABLE8 = (
+    Decode(1, 128000, 1, 38.9, 38.9, 0, 0, 38.9),
+    Decode(1, 128000, 2, 22.0, 43.2, 32.3, 81.1, 157.7),
+    Decode(1, 128000, 4, 14.7, 60.8, 105.7, 79.9, 238.6),
+    Decode(4, 32000, 1, 60.1, 60.1, 0, 0, 60.1),
+    Decode(4, 32000, 2, 13.9, 24.5, 33.3, 66.8, 136.6),
+    Decode(4, 32000, 4, 9.6, 41.3, 104.9, 72.2, 180.6),
+)
 
-FIT = (-1.059, 1.145, 12.112)                           # appendix D: of log(T), of log(T / (T+P)), constant
+FIT = (-1.059, 1.145, 12.112)  # appendix D: of log(T), of log(T / (T+P)), constant

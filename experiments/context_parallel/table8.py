@@ -1,4 +1,5 @@
-"""Table 8: what a layer of decode takes by the number of hosts: attention, hops, all-to-all; beside it, gathered queries."""
+"""Table 8: what a layer of decode takes by the number of hosts: attention, hops, all-to-all; beside
+it, gathered queries."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
 from jaxserve.scheduling.exchange import Exchange, pass_q, work_of
 
 PARTS = ("op", "loop", "hops", "exchange", "whole")
-NAMES = {**dict(zip(PARTS, ("attention op", "attention, whole loop", "SendRecv", "All2All", "whole pass-Q"))), "gather": "gathered queries"}
+NAMES = {
+    **dict(
+        zip(PARTS, ("attention op", "attention, whole loop", "SendRecv", "All2All", "whole pass-Q"))
+    ),
+    "gather": "gathered queries",
+}
 
 
 def sweep(settings: None) -> Iterator[Row]:
@@ -22,8 +28,14 @@ def sweep(settings: None) -> Iterator[Row]:
         ours = parts(row)
         for part in (*PARTS, "gather"):
             paper = getattr(row, part) if part in PARTS else ""
-            yield {"load": load(row), "hosts": row.hosts, "part": part, "ours_us": ours[part] / MICRO, "paper_us": paper,
-                   "error": ours[part] / (paper * MICRO) - 1 if paper else ""}
+            yield {
+                "load": load(row),
+                "hosts": row.hosts,
+                "part": part,
+                "ours_us": ours[part] / MICRO,
+                "paper_us": paper,
+                "error": ours[part] / (paper * MICRO) - 1 if paper else "",
+            }
 
 
 def load(row: Decode) -> str:
@@ -31,38 +43,80 @@ def load(row: Decode) -> str:
 
 
 def parts(row: Decode) -> dict[str, float]:
-    """Seconds of a layer's parts: a call of attention has the queries of ceil(batch / hosts) sequences."""
-    rates, work = calibrated().decode, work_of([(row.tokens - 1, 1)] * row.batch, row.hosts)
-    traffic, each = pass_q(work, HEADS), math.ceil(row.batch / row.hosts) * row.tokens / row.hosts
+    """Seconds of a layer's parts: a call of attention has the queries of ceil(batch / hosts)
+    sequences."""
+    rates = calibrated().decode
+    work = work_of([(row.tokens - 1, 1)] * row.batch, row.hosts)
+    traffic = pass_q(work, HEADS)
+    each = math.ceil(row.batch / row.hosts) * row.tokens / row.hosts
     op = Exchange(row.hosts, HEADS, rates).attention(each, each)
     seconds = calibrated().decode_attention(row.tokens, row.hosts, row.batch)
-    return {"op": op, "loop": row.hosts * op, "hops": traffic.hops * rates.hop(traffic.hop) if traffic.hops else 0.0,
-            "exchange": rates.exchange(traffic.exchanged) if traffic.exchanged else 0.0, "whole": seconds["pass_q"],
-            "gather": seconds["gather"]}
+    return {
+        "op": op,
+        "loop": row.hosts * op,
+        "hops": traffic.hops * rates.hop(traffic.hop) if traffic.hops else 0.0,
+        "exchange": rates.exchange(traffic.exchanged) if traffic.exchanged else 0.0,
+        "whole": seconds["pass_q"],
+        "gather": seconds["gather"],
+    }
 
 
 def _error(rows: Rows, part: str) -> float:
     """Mean relative error of the six columns, without those that have none of the part."""
-    return float(np.mean([abs(float(row["error"])) for row in matching(rows, part=part) if row["error"] != ""]))
+    return float(
+        np.mean(
+            [abs(float(row["error"])) for row in matching(rows, part=part) if row["error"] != ""]
+        )
+    )
 
 
 def _claim(row: Decode, part: str, paper: float, remark: str, better: str = "equal") -> Claim:
-    return Claim(f"{NAMES[part]}, {load(row)}, CP{row.hosts}", paper,
-                 lambda rows: cell(rows, "ours_us", load=load(row), hosts=row.hosts, part=part), "table 8", "us", better, remark=remark)
+    return Claim(
+        f"{NAMES[part]}, {load(row)}, CP{row.hosts}",
+        paper,
+        lambda rows: cell(rows, "ours_us", load=load(row), hosts=row.hosts, part=part),
+        "table 8",
+        "us",
+        better,
+        remark=remark,
+    )
 
 
 ODD = "four sequences of 32K take 60.1 us on one host, one of 128K 38.9: as many bytes are read, which is what the model counts"
 FIGURE = Figure(
-    "table8", "A layer of decode by hosts", "computed", sweep,
+    "table8",
+    "A layer of decode by hosts",
+    "computed",
+    sweep,
     claims=(
-        *(Claim(f"mean error, {NAMES[part]}", 0.2, lambda rows, part=part: _error(rows, part), "goal: within 20 %", "%", "lower",
-                limit=True) for part in PARTS),
-        *(_claim(row, part, getattr(row, part), ODD if (row.batch, row.hosts) == (4, 1) else "")
-          for row in TABLE8 for part in ("op", "whole")),
-        *(_claim(row, "gather", row.whole, "beside the paper's ring", "lower") for row in TABLE8 if row.hosts > 1),
+        *(
+            Claim(
+                f"mean error, {NAMES[part]}",
+                0.2,
+                lambda rows, part=part: _error(rows, part),
+                "goal: within 20 %",
+                "%",
+                "lower",
+                limit=True,
+            )
+            for part in PARTS
+        ),
+        *(
+            _claim(row, part, getattr(row, part), ODD if (row.batch, row.hosts) == (4, 1) else "")
+            for row in TABLE8
+            for part in ("op", "whole")
+        ),
+        *(
+            _claim(row, "gather", row.whole, "beside the paper's ring", "lower")
+            for row in TABLE8
+            if row.hosts > 1
+        ),
     ),
-    panels=tuple(Panel(f"{some}, {whose}", "hosts", f"{whose}_us", "part", (("load", some),))
-                 for some in ("1 x 128K", "4 x 32K") for whose in ("ours", "paper")),
+    panels=tuple(
+        Panel(f"{some}, {whose}", "hosts", f"{whose}_us", "part", (("load", some),))
+        for some in ("1 x 128K", "4 x 32K")
+        for whose in ("ours", "paper")
+    ),
 )
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """All figures of Medha's evaluation, and summary.md.
 
-    python -m experiments.medha --out=DIR
+python -m experiments.medha --out=DIR
 """
 
 from __future__ import annotations
@@ -11,7 +11,25 @@ from collections.abc import Sequence
 from experiments.figures import main_of_all
 from experiments.medha.figure import OPTIONS, settings_of
 
-NUMBERS = ("1", "5b", "6", "8", "9", "10", "11", "13", "15", "16", "17", "18", "19", "20", "21", "22", "23")
+NUMBERS = (
+    "1",
+    "5b",
+    "6",
+    "8",
+    "9",
+    "10",
+    "11",
+    "13",
+    "15",
+    "16",
+    "17",
+    "18",
+    "19",
+    "20",
+    "21",
+    "22",
+    "23",
+)
 HEAD = """\
 # Medha's figures, again
 

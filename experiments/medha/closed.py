@@ -1,4 +1,5 @@
-"""What the predictor says about one long request alone, in closed form: meshes of H100 nodes of 8, no scheduler, no queue."""
+"""What the predictor says about one long request alone, in closed form: meshes of H100 nodes of 8,
+no scheduler, no queue."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from jaxserve.scheduling.predictor import Lane, Predictor
 from jaxserve.scheduling.profiles import ITEM, ModelShape, devices
 from jaxserve.simulate.run import System
 
-POINTS = 400                                          # of the context at which steps of a prefill are looked at
+POINTS = 400  # of the context at which steps of a prefill are looked at
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Node:
         return tokens <= self.system.kv_tokens() * self.mesh.kvp
 
     def _decodes(self, contexts: Sequence[int], spread: bool) -> list[Lane]:
-        count, lanes = len(contexts), self.mesh.kvp
+        count = len(contexts)
+        lanes = self.mesh.kvp
         held = np.ones((count, lanes), int)
         home = np.arange(count) % lanes
         return self.predictor.decodes(np.array(contexts, int), home, np.full(count, spread), held)
@@ -52,27 +54,46 @@ class Node:
         return self.predictor.latency(self.predictor.stage(lanes), 1, samples=1)
 
     def paces(self, tokens: int, chunk: int, decodes: Sequence[int] = ()) -> np.ndarray:
-        """Seconds in one stage of the steps of a prefill, at POINTS of them, with short decodes of these contexts beside it."""
-        predictor, steps = self.predictor, -(-tokens // chunk)
+        """Seconds in one stage of the steps of a prefill, at POINTS of them, with short decodes of
+        these contexts beside it."""
+        predictor = self.predictor
+        steps = -(-tokens // chunk)
         held = [1] * self.mesh.kvp if self.mesh.kvp > 1 else None
         lanes = self._decodes(decodes, spread=False)
         starts = np.unique(np.linspace(0, steps - 1, min(POINTS, steps)).astype(int)) * chunk
-        return np.array([predictor.with_chunk(lanes, 0, held, start, min(chunk, tokens - start)) for start in starts.tolist()])
+        return np.array(
+            [
+                predictor.with_chunk(lanes, 0, held, start, min(chunk, tokens - start))
+                for start in starts.tolist()
+            ]
+        )
 
     def first_token(self, tokens: int, chunk: int, decodes: Sequence[int] = ()) -> float:
-        """Seconds of a prefill: all its steps through the first stage, the last one through the others too (Medha, Eq. 4)."""
-        paces, steps = self.paces(tokens, chunk, decodes), -(-tokens // chunk)
+        """Seconds of a prefill: all its steps through the first stage, the last one through the
+        others too (Medha, Eq. 4)."""
+        paces = self.paces(tokens, chunk, decodes)
+        steps = -(-tokens // chunk)
         predictor = self.predictor
-        return steps * float(paces.mean()) + predictor.latency(float(paces[-1]), chunk, samples=0) - float(paces[-1])
+        return (
+            steps * float(paces.mean())
+            + predictor.latency(float(paces[-1]), chunk, samples=0)
+            - float(paces[-1])
+        )
 
     def mfu(self, tokens: int, chunk: int) -> float:
-        """Model FLOP (causal attention) per second of a prefill, as a share of the peak of all devices."""
+        """Model FLOP (causal attention) per second of a prefill, as a share of the peak of all
+        devices."""
         flops = self.shape.prefill_flops(tokens)
-        return flops / (self.first_token(tokens, chunk) * self.mesh.devices * devices()[self.device].flops_per_s)
+        return flops / (
+            self.first_token(tokens, chunk) * self.mesh.devices * devices()[self.device].flops_per_s
+        )
 
     def mbu(self, context: int) -> float:
-        """Bytes that a decode must read (the weights on every lane, the KV once) per second, as a share of the peak of all devices."""
-        weights = ITEM * (self.shape.layers * self.shape.layer_weights() + self.shape.head_weights())
+        """Bytes that a decode must read (the weights on every lane, the KV once) per second, as a
+        share of the peak of all devices."""
+        weights = ITEM * (
+            self.shape.layers * self.shape.layer_weights() + self.shape.head_weights()
+        )
         read = self.mesh.kvp * weights + context * self.shape.kv_bytes_per_token()
         peak = self.mesh.devices * devices()[self.device].memory_bytes_per_s
         return read / (self.token(context) * peak)

@@ -1,4 +1,5 @@
-"""Figure 1: the first token of short and long requests together, LoongServe and Medha on 16 A100, over an hour."""
+"""Figure 1: the first token of short and long requests together, LoongServe and Medha on 16 A100,
+over an hour."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from experiments.figures import Claim, Figure, Panel, Row, ratio
 from experiments.medha.figure import Settings, main
 from experiments.medha.systems import LOADS, Case, rows_of
 
-SYSTEMS = {0: ("loongserve",), 5: ("medha", "loongserve")}          # by percent of long requests
+SYSTEMS = {0: ("loongserve",), 5: ("medha", "loongserve")}  # by percent of long requests
 
 
 def sweep(settings: Settings) -> Iterator[Row]:
@@ -23,20 +24,49 @@ def _row(system: str, long_percent: int) -> Row:
 
 
 FIGURE = Figure(
-    "fig1", "TTFT with and without 5 % long requests, Llama-3 8B, 16 A100, one hour", "simulated", sweep,
+    "fig1",
+    "TTFT with and without 5 % long requests, Llama-3 8B, 16 A100, one hour",
+    "simulated",
+    sweep,
     claims=(
-        Claim("median TTFT, LoongServe / Medha, 0.75 q/s, 5 % long", 30,
-              lambda rows: ratio(rows, "ttft_s", _row("loongserve", 5), _row("medha", 5)), "5.2", better="higher",
-              remark="the abstract prints 30 %, the body 30X: the body is meant; grows with the length of the run, for LoongServe's "
-                     "queue does"),
-        Claim("median TTFT, LoongServe, 5 % long / none, 0.75 q/s", 1,
-              lambda rows: ratio(rows, "ttft_s", _row("loongserve", 5), _row("loongserve", 0)), "figure 1: 'sharp latency spikes'",
-              better="higher", limit=True),
+        Claim(
+            "median TTFT, LoongServe / Medha, 0.75 q/s, 5 % long",
+            30,
+            lambda rows: ratio(rows, "ttft_s", _row("loongserve", 5), _row("medha", 5)),
+            "5.2",
+            better="higher",
+            remark="the abstract prints 30 %, the body 30X: the body is meant; grows with the length of the run, for LoongServe's "
+            "queue does",
+        ),
+        Claim(
+            "median TTFT, LoongServe, 5 % long / none, 0.75 q/s",
+            1,
+            lambda rows: ratio(rows, "ttft_s", _row("loongserve", 5), _row("loongserve", 0)),
+            "figure 1: 'sharp latency spikes'",
+            better="higher",
+            limit=True,
+        ),
     ),
     panels=(
-        Panel("5 % long, median", "qps", "ttft_s", "system", (("long_percent", 5), ("percent", 50)), "y"),
-        Panel("5 % long, P90", "qps", "ttft_s", "system", (("long_percent", 5), ("percent", 90)), "y"),
-        Panel("0.75 q/s, 5 % long", "ttft_s", "percent", "system", (("long_percent", 5), ("qps", 0.75)), "x"),
+        Panel(
+            "5 % long, median",
+            "qps",
+            "ttft_s",
+            "system",
+            (("long_percent", 5), ("percent", 50)),
+            "y",
+        ),
+        Panel(
+            "5 % long, P90", "qps", "ttft_s", "system", (("long_percent", 5), ("percent", 90)), "y"
+        ),
+        Panel(
+            "0.75 q/s, 5 % long",
+            "ttft_s",
+            "percent",
+            "system",
+            (("long_percent", 5), ("qps", 0.75)),
+            "x",
+        ),
     ),
 )
 

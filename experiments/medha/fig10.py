@@ -17,7 +17,12 @@ def sweep(settings: Settings) -> Iterator[Row]:
     for model in ("llama3-8b", "llama3-70b"):
         for depth in DEPTHS:
             node = Node(model, MeshConfig(spp=depth, tp=8))
-            yield {"model": model, "context": CONTEXT, "spp": depth, "tpot_s": node.token(CONTEXT) if node.holds(CONTEXT) else ""}
+            yield {
+                "model": model,
+                "context": CONTEXT,
+                "spp": depth,
+                "tpot_s": node.token(CONTEXT) if node.holds(CONTEXT) else "",
+            }
 
 
 def _row(model: str, spp: int) -> Row:
@@ -25,15 +30,33 @@ def _row(model: str, spp: int) -> Row:
 
 
 FIGURE = Figure(
-    "fig10", "Decode after 2M tokens by depth of the pipeline, TP8, H100", "computed", sweep,
+    "fig10",
+    "Decode after 2M tokens by depth of the pipeline, TP8, H100",
+    "computed",
+    sweep,
     claims=(
-        Claim("TPOT, 16 stages / 1, 8B", 1, lambda rows: ratio(rows, "tpot_s", _row("llama3-8b", 16), _row("llama3-8b", 1)),
-              "3.3: 'minimal impact'", better="lower",
-              remark="every stage adds 0.2 ms of launch, set, not measured, and a stage's sampling is counted in each of them"),
-        Claim("TPOT, 16 stages / 2, 8B", 1, lambda rows: ratio(rows, "tpot_s", _row("llama3-8b", 16), _row("llama3-8b", 2)),
-              "3.3: 'minimal impact'", better="lower"),
-        Claim("TPOT, 16 stages / 4, 70B", 1, lambda rows: ratio(rows, "tpot_s", _row("llama3-70b", 16), _row("llama3-70b", 4)),
-              "3.3: less than for 8B", better="lower"),
+        Claim(
+            "TPOT, 16 stages / 1, 8B",
+            1,
+            lambda rows: ratio(rows, "tpot_s", _row("llama3-8b", 16), _row("llama3-8b", 1)),
+            "3.3: 'minimal impact'",
+            better="lower",
+            remark="every stage adds 0.2 ms of launch, set, not measured, and a stage's sampling is counted in each of them",
+        ),
+        Claim(
+            "TPOT, 16 stages / 2, 8B",
+            1,
+            lambda rows: ratio(rows, "tpot_s", _row("llama3-8b", 16), _row("llama3-8b", 2)),
+            "3.3: 'minimal impact'",
+            better="lower",
+        ),
+        Claim(
+            "TPOT, 16 stages / 4, 70B",
+            1,
+            lambda rows: ratio(rows, "tpot_s", _row("llama3-70b", 16), _row("llama3-70b", 4)),
+            "3.3: less than for 8B",
+            better="lower",
+        ),
     ),
     panels=(Panel("2M tokens", "spp", "tpot_s", "model", log="x"),),
 )

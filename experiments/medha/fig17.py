@@ -1,4 +1,5 @@
-"""Figure 17: the first token with and without a KVP axis, Llama-3 70B on 64 H100, 5 % long requests of up to 2M tokens."""
+"""Figure 17: the first token with and without a KVP axis, Llama-3 70B on 64 H100, 5 % long requests
+of up to 2M tokens."""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ from experiments.medha.systems import LARGE_2D, LARGE_3D, Case, rows_of
 SYSTEMS = {"2D: SPP8 TP8": LARGE_2D, "3D: SPP4 KVP2 TP8": LARGE_3D}
 FLAT, DEEP = SYSTEMS
 LOADS = (0.25, 0.75, 1.75)
-SECONDS = 600.0                                       # of a run
-STRETCH = 2.0                                         # on the lengths of the long prompts, which end at 1M (Medha 5.3)
+SECONDS = 600.0  # of a run
+STRETCH = 2.0  # on the lengths of the long prompts, which end at 1M (Medha 5.3)
 
 
 def sweep(settings: Settings) -> Iterator[Row]:
     for qps in LOADS:
         for label, system in SYSTEMS.items():
-            yield from rows_of("medha", Case(qps, stretch=STRETCH, seconds=SECONDS), settings, system, label)
+            yield from rows_of(
+                "medha", Case(qps, stretch=STRETCH, seconds=SECONDS), settings, system, label
+            )
 
 
 def row(system: str, qps: float, percent: int = 50) -> Row:
@@ -26,13 +29,31 @@ def row(system: str, qps: float, percent: int = 50) -> Row:
 
 
 FIGURE = Figure(
-    "fig17", "TTFT with and without KVP, Llama-3 70B, 64 H100, ten minutes", "simulated", sweep,
+    "fig17",
+    "TTFT with and without KVP, Llama-3 70B, 64 H100, ten minutes",
+    "simulated",
+    sweep,
     claims=tuple(
-        Claim(f"median TTFT, 3D / 2D, {qps:g} q/s", 1, lambda rows, qps=qps: ratio(rows, "ttft_s", row(DEEP, qps), row(FLAT, qps)),
-              "5.3: 'similar median latencies'", remark=note)
-        for qps, note in ((0.25, "a lane has half the stages and all the layers of the other: a short prompt, which stays on one lane, "
-                                 "has half the devices"), (0.75, ""), (1.75, ""))),
-    panels=tuple(Panel(f"{qps:g} q/s", "ttft_s", "percent", "system", (("qps", qps),), "x") for qps in LOADS),
+        Claim(
+            f"median TTFT, 3D / 2D, {qps:g} q/s",
+            1,
+            lambda rows, qps=qps: ratio(rows, "ttft_s", row(DEEP, qps), row(FLAT, qps)),
+            "5.3: 'similar median latencies'",
+            remark=note,
+        )
+        for qps, note in (
+            (
+                0.25,
+                "a lane has half the stages and all the layers of the other: a short prompt, which stays on one lane, "
+                "has half the devices",
+            ),
+            (0.75, ""),
+            (1.75, ""),
+        )
+    ),
+    panels=tuple(
+        Panel(f"{qps:g} q/s", "ttft_s", "percent", "system", (("qps", qps),), "x") for qps in LOADS
+    ),
 )
 
 if __name__ == "__main__":

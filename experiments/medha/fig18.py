@@ -10,12 +10,15 @@ from experiments.medha.closed import Node
 from experiments.medha.fig17 import DEEP, FLAT, LOADS, SYSTEMS, row
 from experiments.medha.figure import Settings, main
 
-PROMPT, CHUNK = 2_000_000, 64                         # the longest prompt, and the least chunk of it
-BESIDE = (1000,) * 16                                 # contexts of decodes in its steps, in tokens
+# the longest prompt, and the least chunk of it
+PROMPT = 2_000_000
+CHUNK = 64
+BESIDE = (1000,) * 16  # contexts of decodes in its steps, in tokens
 
 
 def sweep(settings: Settings) -> Iterator[Row]:
-    """least_s: seconds per token of decodes beside the last chunk of the longest prompt, from the predictor alone."""
+    """least_s: seconds per token of decodes beside the last chunk of the longest prompt, from the
+    predictor alone."""
     least = {label: _least(Node("llama3-70b", system.mesh)) for label, system in SYSTEMS.items()}
     yield from (found | {"least_s": least[str(found["system"])]} for found in fig17.sweep(settings))
 
@@ -26,18 +29,37 @@ def _least(node: Node) -> float:
 
 
 FIGURE = Figure(
-    "fig18", "Decode latency with and without KVP, Llama-3 70B, 64 H100, ten minutes", "simulated", sweep,
+    "fig18",
+    "Decode latency with and without KVP, Llama-3 70B, 64 H100, ten minutes",
+    "simulated",
+    sweep,
     claims=(
-        *(Claim(f"{'median' if percent == 50 else f'P{percent}'} TPOT, 2D / 3D, 1.75 q/s", 2,
-                lambda rows, percent=percent: ratio(rows, "tpot_s", row(FLAT, 1.75, percent), row(DEEP, 1.75, percent)), "5.3",
-                better="higher", remark="adaptive chunks fill the steps of both up to the objective of 100 ms per token: what KVP gains "
-                                        "becomes larger chunks")
-          for percent in (50, 90)),
-        Claim("TPOT beside 64 tokens of a prompt of 2M, 2D / 3D (computed)", 2,
-              lambda rows: ratio(rows, "least_s", row(FLAT, 1.75), row(DEEP, 1.75)), "5.3", better="higher",
-              remark="what the paper's explanation, small chunks of 2M prompts that delay decodes, comes to"),
+        *(
+            Claim(
+                f"{'median' if percent == 50 else f'P{percent}'} TPOT, 2D / 3D, 1.75 q/s",
+                2,
+                lambda rows, percent=percent: ratio(
+                    rows, "tpot_s", row(FLAT, 1.75, percent), row(DEEP, 1.75, percent)
+                ),
+                "5.3",
+                better="higher",
+                remark="adaptive chunks fill the steps of both up to the objective of 100 ms per token: what KVP gains "
+                "becomes larger chunks",
+            )
+            for percent in (50, 90)
+        ),
+        Claim(
+            "TPOT beside 64 tokens of a prompt of 2M, 2D / 3D (computed)",
+            2,
+            lambda rows: ratio(rows, "least_s", row(FLAT, 1.75), row(DEEP, 1.75)),
+            "5.3",
+            better="higher",
+            remark="what the paper's explanation, small chunks of 2M prompts that delay decodes, comes to",
+        ),
     ),
-    panels=tuple(Panel(f"{qps:g} q/s", "tpot_s", "percent", "system", (("qps", qps),), "x") for qps in LOADS),
+    panels=tuple(
+        Panel(f"{qps:g} q/s", "tpot_s", "percent", "system", (("qps", qps),), "x") for qps in LOADS
+    ),
 )
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Figure 19: FLOP of the model per second of prefill, as a share of the peak (Llama-3 70B, TP8, SPP 1 to 16)."""
+"""Figure 19: FLOP of the model per second of prefill, as a share of the peak (Llama-3 70B, TP8, SPP
+1 to 16)."""
 
 from __future__ import annotations
 
@@ -18,18 +19,45 @@ def sweep(settings: Settings) -> Iterator[Row]:
     for depth in DEPTHS:
         node = Node("llama3-70b", MeshConfig(spp=depth, tp=8))
         for prompt in PROMPTS:
-            yield {"gpus": node.mesh.devices, "prompt": prompt, "mfu": node.mfu(prompt, CHUNK) if node.holds(prompt) else ""}
+            yield {
+                "gpus": node.mesh.devices,
+                "prompt": prompt,
+                "mfu": node.mfu(prompt, CHUNK) if node.holds(prompt) else "",
+            }
 
 
 FIGURE = Figure(
-    "fig19", "MFU of prefill, Llama-3 70B, H100", "computed", sweep,
+    "fig19",
+    "MFU of prefill, Llama-3 70B, H100",
+    "computed",
+    sweep,
     claims=(
-        Claim("128 GPUs, 1M tokens", 0.5, lambda rows: cell(rows, "mfu", gpus=128, prompt=1_000_000), "5.5: over 50 %", "%",
-              better="higher", limit=True),
-        Claim("16 GPUs, 1M tokens", 0.55, lambda rows: cell(rows, "mfu", gpus=16, prompt=1_000_000), "5.5: 50 to 60 %", "%",
-              better="higher"),
-        Claim("128 GPUs, 128K tokens", 0.5, lambda rows: cell(rows, "mfu", gpus=128, prompt=128_000), "5.5: 50 to 60 %", "%",
-              better="higher", remark="31 chunks of 4096 fill 16 stages for two thirds of the time"),
+        Claim(
+            "128 GPUs, 1M tokens",
+            0.5,
+            lambda rows: cell(rows, "mfu", gpus=128, prompt=1_000_000),
+            "5.5: over 50 %",
+            "%",
+            better="higher",
+            limit=True,
+        ),
+        Claim(
+            "16 GPUs, 1M tokens",
+            0.55,
+            lambda rows: cell(rows, "mfu", gpus=16, prompt=1_000_000),
+            "5.5: 50 to 60 %",
+            "%",
+            better="higher",
+        ),
+        Claim(
+            "128 GPUs, 128K tokens",
+            0.5,
+            lambda rows: cell(rows, "mfu", gpus=128, prompt=128_000),
+            "5.5: 50 to 60 %",
+            "%",
+            better="higher",
+            remark="31 chunks of 4096 fill 16 stages for two thirds of the time",
+        ),
     ),
     panels=(Panel("chunks of 4096", "prompt", "mfu", "gpus", log="x"),),
 )

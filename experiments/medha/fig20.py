@@ -1,4 +1,5 @@
-"""Figure 20: bytes that a decode must read per second, as a share of the peak (TP8, KVP 1 to 16)."""
+"""Figure 20: bytes that a decode must read per second, as a share of the peak (TP8, KVP 1 to
+16)."""
 
 from __future__ import annotations
 
@@ -18,15 +19,29 @@ def sweep(settings: Settings) -> Iterator[Row]:
         for lanes in LANES:
             node = Node(model, MeshConfig(kvp=lanes, tp=8))
             for context in CONTEXTS:
-                yield {"model": model, "kvp": lanes, "context": context, "mbu": node.mbu(context) if node.holds(context) else ""}
+                yield {
+                    "model": model,
+                    "kvp": lanes,
+                    "context": context,
+                    "mbu": node.mbu(context) if node.holds(context) else "",
+                }
 
 
 FIGURE = Figure(
-    "fig20", "MBU of decode, TP8 and KVP, H100", "computed", sweep,
+    "fig20",
+    "MBU of decode, TP8 and KVP, H100",
+    "computed",
+    sweep,
     claims=(
-        Claim("the highest", 0.92, lambda rows: max(float(row["mbu"]) for row in rows if row["mbu"] != ""), "5.5: up to 92 %", "%",
-              better="higher", 
-              remark="attention alone was measured at 93 % of the peak; weights are read at 80 %, and sums and launches read nothing"),
+        Claim(
+            "the highest",
+            0.92,
+            lambda rows: max(float(row["mbu"]) for row in rows if row["mbu"] != ""),
+            "5.5: up to 92 %",
+            "%",
+            better="higher",
+            remark="attention alone was measured at 93 % of the peak; weights are read at 80 %, and sums and launches read nothing",
+        ),
     ),
     panels=(
         Panel("Llama-3 8B", "context", "mbu", "kvp", (("model", "llama3-8b"),), "x"),

@@ -1,4 +1,5 @@
-"""Figure 23: what a pool reserved for short prompts costs LoongServe's long ones, within an hour."""
+"""Figure 23: what a pool reserved for short prompts costs LoongServe's long ones, within an
+hour."""
 
 from __future__ import annotations
 
@@ -17,9 +18,13 @@ def sweep(settings: Settings) -> Iterator[Row]:
     for qps in LOADS:
         for name in SYSTEMS:
             case = Case(qps)
-            records = [record for record in run(name, case, settings).records if record.kind == "long"]
+            records = [
+                record for record in run(name, case, settings).records if record.kind == "long"
+            ]
             completed = sum(record.reason == "length" for record in records) / max(1, len(records))
-            yield from (row | {"completed": completed} for row in rows_of(name, case, settings, kind="long"))
+            yield from (
+                row | {"completed": completed} for row in rows_of(name, case, settings, kind="long")
+            )
 
 
 def _row(system: str, percent: int = 50) -> Row:
@@ -27,19 +32,42 @@ def _row(system: str, percent: int = 50) -> Row:
 
 
 FIGURE = Figure(
-    "fig23", "Long requests with a pool reserved for short ones, Llama-3 8B, 16 A100", "simulated", sweep,
+    "fig23",
+    "Long requests with a pool reserved for short ones, Llama-3 8B, 16 A100",
+    "simulated",
+    sweep,
     claims=(
-        Claim("completed long requests, LoongServe reserved / Medha, 0.75 q/s", 0.8,
-              lambda rows: ratio(rows, "completed", _row("loongserve-reserved"), _row("medha")), "5.4: up to 20 % lower",
-              remark="six instances are too few for the long prompts of 0.75 q/s, and what is left waiting grows over the hour"),
-        Claim("completed long requests, LoongServe reserved / LoongServe, 0.75 q/s", 0.9,
-              lambda rows: ratio(rows, "completed", _row("loongserve-reserved"), _row("loongserve")), "5.4: 10 % lower"),
-        Claim("median TPOT of long requests, LoongServe reserved / LoongServe, 0.75 q/s", 1,
-              lambda rows: ratio(rows, "tpot_s", _row("loongserve-reserved"), _row("loongserve")), "5.4: 'slightly lower'",
-              better="lower", limit=True, remark="fewer long requests end within the hour, so other requests are compared"),
-        Claim("median TPOT of long requests, LoongServe / Medha, 0.75 q/s", 1,
-              lambda rows: ratio(rows, "tpot_s", _row("loongserve"), _row("medha")), "5.4: Medha 'lower'", better="higher", limit=True,
-              remark="Medha's decodes share steps that are packed up to the objective of 100 ms; LoongServe's have a pool to themselves"),
+        Claim(
+            "completed long requests, LoongServe reserved / Medha, 0.75 q/s",
+            0.8,
+            lambda rows: ratio(rows, "completed", _row("loongserve-reserved"), _row("medha")),
+            "5.4: up to 20 % lower",
+            remark="six instances are too few for the long prompts of 0.75 q/s, and what is left waiting grows over the hour",
+        ),
+        Claim(
+            "completed long requests, LoongServe reserved / LoongServe, 0.75 q/s",
+            0.9,
+            lambda rows: ratio(rows, "completed", _row("loongserve-reserved"), _row("loongserve")),
+            "5.4: 10 % lower",
+        ),
+        Claim(
+            "median TPOT of long requests, LoongServe reserved / LoongServe, 0.75 q/s",
+            1,
+            lambda rows: ratio(rows, "tpot_s", _row("loongserve-reserved"), _row("loongserve")),
+            "5.4: 'slightly lower'",
+            better="lower",
+            limit=True,
+            remark="fewer long requests end within the hour, so other requests are compared",
+        ),
+        Claim(
+            "median TPOT of long requests, LoongServe / Medha, 0.75 q/s",
+            1,
+            lambda rows: ratio(rows, "tpot_s", _row("loongserve"), _row("medha")),
+            "5.4: Medha 'lower'",
+            better="higher",
+            limit=True,
+            remark="Medha's decodes share steps that are packed up to the objective of 100 ms; LoongServe's have a pool to themselves",
+        ),
     ),
     panels=(
         Panel("completed", "qps", "completed", "system", (("percent", 50),)),

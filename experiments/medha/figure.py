@@ -14,10 +14,18 @@ from jaxserve.options import Option
 
 RESULTS = Path(__file__).parent / "results"
 SIBLING = Path(__file__).parents[3] / "shared" / "data"
-LENGTHS = {5: "medha_mixed/merged_df_5_percent_long_context_mixed.csv.gz", 0: "medha_mixed/merged_df_0_percent_long_context_mixed.csv.gz"}
+LENGTHS = {
+    5: "medha_mixed/merged_df_5_percent_long_context_mixed.csv.gz",
+    0: "medha_mixed/merged_df_0_percent_long_context_mixed.csv.gz",
+}
 OPTIONS = [
     Option("out", str, str(RESULTS), "folder of the CSV and PNG"),
-    Option("data", str, None, "folder with medha_mixed; default: JAXSERVE_DATA, else ../shared/data, else generated lengths"),
+    Option(
+        "data",
+        str,
+        None,
+        "folder with medha_mixed; default: JAXSERVE_DATA, else ../shared/data, else generated lengths",
+    ),
     Option("requests", int, None, "most requests of a simulation; default: as the figure needs", 1),
     Option("seed", int, 0, "of arrivals and lengths", 0),
 ]
@@ -25,19 +33,24 @@ OPTIONS = [
 
 @dataclass(frozen=True)
 class Settings:
-    """What a sweep is given. data: None for generated lengths; requests: None for as many as the figure needs."""
+    """What a sweep is given. data: None for generated lengths; requests: None for as many as the
+    figure needs."""
 
     data: Path | None = None
     requests: int | None = None
     seed: int = 0
 
     def workload(self, percent: int) -> str:
-        """A workload with so many percent of long prompts, as `jaxserve simulate` takes it. Errors: ConfigError for a wrong folder."""
+        """A workload with so many percent of long prompts, as `jaxserve simulate` takes it. Errors:
+        ConfigError for a wrong folder."""
         if self.data is None:
             return f"poisson:mix=medha-{percent}"
         file = self.data / LENGTHS[percent]
         if not file.is_file():
-            raise ConfigError("data", f"{self.data} has no {LENGTHS[percent]}; give the folder that has it, or --data= to generate")
+            raise ConfigError(
+                "data",
+                f"{self.data} has no {LENGTHS[percent]}; give the folder that has it, or --data= to generate",
+            )
         return str(file)
 
     @property
@@ -48,7 +61,11 @@ class Settings:
 def settings_of(values: dict[str, Any]) -> Settings:
     """Errors: ConfigError for a data folder that was named and is not there."""
     named = os.environ.get("JAXSERVE_DATA") if values["data"] is None else values["data"]
-    data = (Path(named).expanduser() if named else None) if named is not None else (SIBLING if SIBLING.is_dir() else None)
+    data = (
+        (Path(named).expanduser() if named else None)
+        if named is not None
+        else (SIBLING if SIBLING.is_dir() else None)
+    )
     settings = Settings(data, values["requests"], values["seed"])
     for percent in LENGTHS:
         settings.workload(percent)

@@ -1,6 +1,8 @@
-"""The servers of Medha's evaluation, simulated: what a system makes of a mix at a load. Equal runs are simulated once.
+"""The servers of Medha's evaluation, simulated: what a system makes of a mix at a load. Equal runs
+are simulated once.
 
-A run is cut off after an hour, as in the paper: what has not begun by then counts as having waited until then.
+A run is cut off after an hour, as in the paper: what has not begun by then counts as having waited
+until then.
 """
 
 from __future__ import annotations
@@ -22,18 +24,19 @@ from jaxserve.simulate.replica import Record
 from jaxserve.simulate.run import System, execute
 from jaxserve.simulate.workload import parse
 
-HOUR = 3600.0                                         # seconds; the paper's profiling window
-LOADS = (0.25, 0.75, 1.25, 1.75)                      # queries per second (Medha 5.2)
-PERCENTS = (5, 10, 25, 50, 75, 90, 95, 99)            # at which distributions are noted
-SMALL = System(shape_of("llama3-8b"), "a100", MeshConfig(tp=8, spp=2))              # Medha 5.1: two DGX-A100
-LARGE_2D = System(shape_of("llama3-70b"), "h100", MeshConfig(tp=8, spp=8))          # Medha 5.3: eight DGX-H100
+HOUR = 3600.0  # seconds; the paper's profiling window
+LOADS = (0.25, 0.75, 1.25, 1.75)  # queries per second (Medha 5.2)
+PERCENTS = (5, 10, 25, 50, 75, 90, 95, 99)  # at which distributions are noted
+SMALL = System(shape_of("llama3-8b"), "a100", MeshConfig(tp=8, spp=2))  # Medha 5.1: two DGX-A100
+# Medha 5.3: eight DGX-H100
+LARGE_2D = System(shape_of("llama3-70b"), "h100", MeshConfig(tp=8, spp=8))
 LARGE_3D = System(shape_of("llama3-70b"), "h100", MeshConfig(tp=8, spp=4, kvp=2))
-
 
 
 @dataclass(frozen=True)
 class Case:
-    """A mix at a load. percent: of long prompts; stretch: factor on long prompts' lengths; seconds: after which it is cut off."""
+    """A mix at a load. percent: of long prompts; stretch: factor on long prompts' lengths; seconds:
+    after which it is cut off."""
 
     qps: float
     percent: int = 5
@@ -43,21 +46,34 @@ class Case:
     def arrivals(self, settings: Settings) -> list[Arrival]:
         most = math.ceil(self.qps * self.seconds)
         count = min(most, settings.requests or most)
-        found = parse(settings.workload(self.percent), qps=self.qps, requests=count, seed=settings.seed)
-        return [replace(a, prompt=round(a.prompt * self.stretch)) if a.kind == "long" else a for a in found]
+        found = parse(
+            settings.workload(self.percent), qps=self.qps, requests=count, seed=settings.seed
+        )
+        return [
+            replace(a, prompt=round(a.prompt * self.stretch)) if a.kind == "long" else a
+            for a in found
+        ]
 
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a case: a record per request that arrived, percentiles of the gaps between tokens, when it ended."""
+    """What came of a case: a record per request that arrived, percentiles of the gaps between
+    tokens, when it ended."""
 
     records: list[Record]
-    gaps: np.ndarray                                  # seconds, at PERCENTS
+    gaps: np.ndarray  # seconds, at PERCENTS
     end: float
 
     def ttft(self, kind: str = "") -> np.ndarray:
-        """Seconds to the first token of each request; of one that has none, the seconds that it has waited."""
-        return np.array([r.ttft if r.output else self.end - r.arrival for r in self._of(kind) if r.reason != "refused"])
+        """Seconds to the first token of each request; of one that has none, the seconds that it has
+        waited."""
+        return np.array(
+            [
+                r.ttft if r.output else self.end - r.arrival
+                for r in self._of(kind)
+                if r.reason != "refused"
+            ]
+        )
 
     def tpot(self, kind: str = "") -> np.ndarray:
         """Mean seconds per output token of each request that ended."""
@@ -88,7 +104,11 @@ def _run(name: str, case: Case, settings: Settings, system: System) -> Run:
     else:
         outcome = compare(name, system, scheduler, cache, arrivals, until=case.seconds)
     end = min(case.seconds, max((record.end for record in outcome.records), default=0.0))
-    gaps = np.percentile(outcome.gaps, PERCENTS) if len(outcome.gaps) else np.full(len(PERCENTS), np.nan)
+    gaps = (
+        np.percentile(outcome.gaps, PERCENTS)
+        if len(outcome.gaps)
+        else np.full(len(PERCENTS), np.nan)
+    )
     return Run(outcome.records, gaps, end)
 
 
@@ -97,11 +117,29 @@ def distribution(values: np.ndarray) -> np.ndarray:
     return np.percentile(values, PERCENTS) if len(values) else np.full(len(PERCENTS), np.nan)
 
 
-def rows_of(name: str, case: Case, settings: Settings, system: System = SMALL, label: str = "", kind: str = "") -> Iterator[Row]:
+def rows_of(
+    name: str,
+    case: Case,
+    settings: Settings,
+    system: System = SMALL,
+    label: str = "",
+    kind: str = "",
+) -> Iterator[Row]:
     """A run as one row per percentile."""
     result = run(name, case, settings, system)
-    columns = zip(PERCENTS, distribution(result.ttft(kind)), distribution(result.tpot(kind)), result.gaps)
+    columns = zip(
+        PERCENTS, distribution(result.ttft(kind)), distribution(result.tpot(kind)), result.gaps
+    )
     for percent, ttft, tpot, gap in columns:
-        yield {"lengths": settings.lengths, "system": label or name, "long_percent": case.percent, "qps": case.qps, "percent": percent,
-               "ttft_s": float(ttft), "tpot_s": float(tpot), "gap_s": float(gap),
-               "finished": result.finished(kind), "requests": len(result.ttft(kind))}
+        yield {
+            "lengths": settings.lengths,
+            "system": label or name,
+            "long_percent": case.percent,
+            "qps": case.qps,
+            "percent": percent,
+            "ttft_s": float(ttft),
+            "tpot_s": float(tpot),
+            "gap_s": float(gap),
+            "finished": result.finished(kind),
+            "requests": len(result.ttft(kind)),
+        }

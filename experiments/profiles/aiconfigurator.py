@@ -1,4 +1,5 @@
-"""Tables of aiconfigurator-core 0.12.0: products, attention, sums over ranks and served requests. Times become seconds."""
+"""Tables of aiconfigurator-core 0.12.0: products, attention, sums over ranks and served requests.
+Times become seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-ENGINES = {                                             # device -> engine -> version of its tables
+ENGINES = {  # device -> engine -> version of its tables
     "a100": {"sglang": "0.5.10", "vllm": "0.14.0"},
     "h100": {"sglang": "0.5.14", "vllm": "0.24.0"},
     "h200": {"sglang": "0.5.14", "vllm": "0.24.0"},
@@ -17,7 +18,8 @@ NCCL = {"a100": "2.27.3", "h100": "2.29.2", "h200": "2.29.2"}
 
 def file(device: str, engine: str, table: str) -> str:
     """Name of a table, as in the folder of the device."""
-    group, version = ("gemm" if table == "gemm" else "attention" if "attention" in table else "comm"), ENGINES[device][engine]
+    group = "gemm" if table == "gemm" else "attention" if "attention" in table else "comm"
+    version = ENGINES[device][engine]
     return f"{group}__{engine}__{version}__{table}_perf"
 
 
@@ -29,10 +31,17 @@ def _read(data: Path, device: str, name: str) -> pd.DataFrame:
     return pd.read_parquet(path)
 
 
-def attention(data: Path, device: str, engine: str, kind: str, heads: int, kv_heads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sequences, tokens of each (kind 'context': all new, 'generation': in the cache), seconds; heads of 128, bf16."""
+def attention(
+    data: Path, device: str, engine: str, kind: str, heads: int, kv_heads: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sequences, tokens of each (kind 'context': all new, 'generation': in the cache), seconds;
+    heads of 128, bf16."""
     table = _read(data, device, file(device, engine, f"{kind}_attention"))
-    keep = (table.head_dim == 128) & (table.attn_dtype == "bfloat16") & (table.kv_cache_dtype == "bfloat16")
+    keep = (
+        (table.head_dim == 128)
+        & (table.attn_dtype == "bfloat16")
+        & (table.kv_cache_dtype == "bfloat16")
+    )
     keep &= (table.num_heads == heads) & (table.num_key_value_heads == kv_heads)
     if "window_size" in table:
         keep &= table.window_size == 0
@@ -42,7 +51,8 @@ def attention(data: Path, device: str, engine: str, kind: str, heads: int, kv_he
 
 
 class Products:
-    """Seconds of [m, k] x [k, n] in bf16: what the table has, and between its n and k seconds per n k, linear in log n and log k."""
+    """Seconds of [m, k] x [k, n] in bf16: what the table has, and between its n and k seconds per n
+    k, linear in log n and log k."""
 
     def __init__(self, data: Path, device: str, engine: str):
         table = _read(data, device, file(device, engine, "gemm"))
@@ -55,28 +65,39 @@ class Products:
 
     def __call__(self, n: float, k: float) -> np.ndarray:
         """Seconds for each of `self.m`. Beyond the table, as the largest product there per n k."""
-        n_index, k_index, rates = np.log(self.n), np.log(self.k), self.seconds / np.outer(self.n, self.k)
+        n_index = np.log(self.n)
+        k_index = np.log(self.k)
+        rates = self.seconds / np.outer(self.n, self.k)
         out = []
         for rate in rates:
             known = ~np.isnan(rate)
             some = known.any(1)
-            of_n = [np.interp(np.log(k), k_index[here], row[here]) for row, here in zip(rate[some], known[some])]
+            of_n = [
+                np.interp(np.log(k), k_index[here], row[here])
+                for row, here in zip(rate[some], known[some])
+            ]
             out.append(np.interp(np.log(n), n_index[some], of_n))
         return np.array(out) * n * k
 
 
 def all_reduces(data: Path, device: str, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes, and seconds of a sum over `ranks` devices: of NCCL and SGLang's own kernel in a CUDA graph, the faster."""
+    """Bytes, and seconds of a sum over `ranks` devices: of NCCL and SGLang's own kernel in a CUDA
+    graph, the faster."""
     nccl = _read(data, device, f"comm__nccl__{NCCL[device]}__nccl_perf")
     nccl = nccl[(nccl.nccl_dtype == "half") & (nccl.op_name == "all_reduce")]
     own = _read(data, device, file(device, "sglang", "custom_allreduce"))
     own = own[own.backend.str.contains("graph")]
-    best = pd.concat([table[table.num_gpus == ranks] for table in (nccl, own)]).groupby("message_size").latency.min()
+    best = (
+        pd.concat([table[table.num_gpus == ranks] for table in (nccl, own)])
+        .groupby("message_size")
+        .latency.min()
+    )
     return best.index.to_numpy(float), best.to_numpy() * 1e-3
 
 
 def served(data: Path) -> pd.DataFrame:
-    """Measured bf16 points: model_path, system, backend, isl, osl, batch_size, tp_size, silicon_ttft_ms, silicon_tpot_ms."""
+    """Measured bf16 points: model_path, system, backend, isl, osl, batch_size, tp_size,
+    silicon_ttft_ms, silicon_tpot_ms."""
     path = data / "aiconfigurator" / "e2e" / "silicon_sample_h100_h200_llama_qwen32b.csv.gz"
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing")

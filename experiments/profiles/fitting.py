@@ -1,7 +1,8 @@
-"""Fits of the forms in `jaxserve.scheduling.predictor.Costs` by robust least squares of relative errors.
+"""Fits of the forms in `jaxserve.scheduling.predictor.Costs` by robust least squares of relative
+errors.
 
-A part is a matrix of inputs, one row per measured point, and its seconds. All forms but the bend of the linear parts are sums, so their
-coefficients are found without a start; none is below 0.
+A part is a matrix of inputs, one row per measured point, and its seconds. All forms but the bend of
+the linear parts are sums, so their coefficients are found without a start; none is below 0.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from scipy.optimize import least_squares, nnls
 from jaxserve.scheduling.predictor import SHARPNESS
 
 FOLDS = 5
-OUTLIER = 0.05                                          # relative error from which an error counts less than its square
-Fit = Callable[[np.ndarray, np.ndarray], np.ndarray]    # inputs [points, coefficients], seconds [points] -> coefficients
-Form = Callable[[np.ndarray, np.ndarray], np.ndarray]   # coefficients, inputs -> seconds
+OUTLIER = 0.05  # relative error from which an error counts less than its square
+# inputs [points, coefficients], seconds [points] -> coefficients
+Fit = Callable[[np.ndarray, np.ndarray], np.ndarray]
+Form = Callable[[np.ndarray, np.ndarray], np.ndarray]  # coefficients, inputs -> seconds
 
 
 def total(c: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -24,11 +26,13 @@ def total(c: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def fit_total(x: np.ndarray, seconds: np.ndarray, slack: float = 0.0) -> np.ndarray:
-    """Coefficients of `total`. An error counts relative to `seconds + slack`: what lasts much less than `slack` hardly counts."""
+    """Coefficients of `total`. An error counts relative to `seconds + slack`: what lasts much less
+    than `slack` hardly counts."""
     weight = _even(seconds) / (seconds + slack)
     scale = np.linalg.norm(x * weight[:, None], axis=0)
     scale[scale == 0] = 1.0
-    robust, c = np.ones(len(seconds)), np.zeros(x.shape[1])
+    robust = np.ones(len(seconds))
+    c = np.zeros(x.shape[1])
     for _ in range(30):
         c = nnls(x / scale * (weight * robust)[:, None], seconds * weight * robust)[0] / scale
         error = (x @ c - seconds) / (seconds + slack)
@@ -37,23 +41,37 @@ def fit_total(x: np.ndarray, seconds: np.ndarray, slack: float = 0.0) -> np.ndar
 
 
 def bent(c: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """bend(floor, use): the first half of the columns add up to the one, the second half to the other."""
+    """bend(floor, use): the first half of the columns add up to the one, the second half to the
+    other."""
     half = x.shape[1] // 2
-    return ((x[:, :half] @ c[:half]) ** SHARPNESS + (x[:, half:] @ c[half:]) ** SHARPNESS) ** (1 / SHARPNESS)
+    return ((x[:, :half] @ c[:half]) ** SHARPNESS + (x[:, half:] @ c[half:]) ** SHARPNESS) ** (
+        1 / SHARPNESS
+    )
 
 
 def fit_bent(x: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Coefficients of `bent`, from those of the sum of both halves."""
     weight = _even(seconds)
-    scale = 1 / np.maximum(np.linalg.norm(x / seconds[:, None], axis=0) / np.sqrt(len(seconds)), 1e-300)
+    scale = 1 / np.maximum(
+        np.linalg.norm(x / seconds[:, None], axis=0) / np.sqrt(len(seconds)), 1e-300
+    )
     start = np.maximum(fit_total(x, seconds) / scale, 1e-3)
-    return least_squares(lambda c: weight * (bent(c * scale, x) / seconds - 1), start, bounds=(0, np.inf), loss="soft_l1",
-                         f_scale=OUTLIER).x * scale
+    return (
+        least_squares(
+            lambda c: weight * (bent(c * scale, x) / seconds - 1),
+            start,
+            bounds=(0, np.inf),
+            loss="soft_l1",
+            f_scale=OUTLIER,
+        ).x
+        * scale
+    )
 
 
 def held_out(fit: Fit, form: Form, x: np.ndarray, seconds: np.ndarray) -> float:
     """Mean relative error of points that were not fitted, over five folds."""
-    folds, errors = np.arange(len(seconds)) % FOLDS, []
+    folds = np.arange(len(seconds)) % FOLDS
+    errors = []
     for fold in range(FOLDS):
         kept = folds != fold
         errors.append(np.abs(form(fit(x[kept], seconds[kept]), x[~kept]) / seconds[~kept] - 1))
@@ -67,6 +85,9 @@ def mape(predicted: np.ndarray, seconds: np.ndarray, above: float = 0.0) -> floa
 
 
 def _even(seconds: np.ndarray) -> np.ndarray:
-    """Weights with which each factor of two in time counts the same, however many points it holds."""
-    _, where, counts = np.unique(np.floor(np.log2(seconds)), return_inverse=True, return_counts=True)
+    """Weights with which each factor of two in time counts the same, however many points it
+    holds."""
+    _, where, counts = np.unique(
+        np.floor(np.log2(seconds)), return_inverse=True, return_counts=True
+    )
     return np.sqrt(len(seconds) / len(counts) / counts[where])

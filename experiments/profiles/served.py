@@ -1,4 +1,5 @@
-"""The composed model beside measured servers: time per output token of bf16 models that other engines served (aiconfigurator's points)."""
+"""The composed model beside measured servers: time per output token of bf16 models that other
+engines served (aiconfigurator's points)."""
 
 from __future__ import annotations
 
@@ -11,12 +12,15 @@ from jaxserve.config import MeshConfig
 from jaxserve.scheduling.predictor import Lane, Predictor
 from jaxserve.scheduling.profiles import ModelShape, costs
 
-SHAPES = {"Llama-3.1-8B-Instruct": ModelShape(32, 4096, 32, 8, 128, 14336, 128256),
-          "Qwen3-32B": ModelShape(64, 5120, 64, 8, 128, 25600, 151936)}
+SHAPES = {
+    "Llama-3.1-8B-Instruct": ModelShape(32, 4096, 32, 8, 128, 14336, 128256),
+    "Qwen3-32B": ModelShape(64, 5120, 64, 8, 128, 25600, 151936),
+}
 
 
 def tokens(predictor: Predictor, isl: int, osl: int, count: int) -> tuple[float, float]:
-    """Seconds of a decode step of `count` requests halfway through their outputs, and of one whole prompt."""
+    """Seconds of a decode step of `count` requests halfway through their outputs, and of one whole
+    prompt."""
     decode = predictor.stage([Lane(decodes=count, context=count * (isl + osl / 2), samples=count)])
     return decode, predictor.prefill(0, isl, isl)
 
@@ -24,17 +28,33 @@ def tokens(predictor: Predictor, isl: int, osl: int, count: int) -> tuple[float,
 def compared(data: Path) -> list[dict]:
     """Per measured point: device, model, engine and tp; requests at once; seconds per output token.
 
-    While one of `count` requests decodes, the others are prefilled once each: a token takes a decode step and (count - 1) / osl prompts.
+    While one of `count` requests decodes, the others are prefilled once each: a token takes a
+    decode step and (count - 1) / osl prompts.
     """
     found = []
     for row in aiconfigurator.served(data).itertuples():
-        model, count, isl, osl, tp = row.model_path.split("/")[1], int(row.batch_size), int(row.isl), int(row.osl), int(row.tp_size)
+        model = row.model_path.split("/")[1]
+        count = int(row.batch_size)
+        isl = int(row.isl)
+        osl = int(row.osl)
+        tp = int(row.tp_size)
         if model not in SHAPES:
             continue
         device = row.system.removesuffix("_sxm")
-        decode, prompt = tokens(Predictor(costs(device, SHAPES[model], tp), MeshConfig()), isl, osl, count)
-        found.append({"key": (device, model, row.backend, tp), "count": count, "isl": isl, "osl": osl,
-                      "measured": row.silicon_tpot_ms * 1e-3, "alone": decode, "predicted": decode + prompt * (count - 1) / osl})
+        decode, prompt = tokens(
+            Predictor(costs(device, SHAPES[model], tp), MeshConfig()), isl, osl, count
+        )
+        found.append(
+            {
+                "key": (device, model, row.backend, tp),
+                "count": count,
+                "isl": isl,
+                "osl": osl,
+                "measured": row.silicon_tpot_ms * 1e-3,
+                "alone": decode,
+                "predicted": decode + prompt * (count - 1) / osl,
+            }
+        )
     return found
 
 
@@ -43,8 +63,12 @@ def summary(points: list[dict]) -> list[str]:
     lines = []
     for key in sorted({point["key"] for point in points}):
         mine = [point for point in points if point["key"] == key]
-        measured, predicted, alone = (np.array([point[name] for point in mine]) for name in ("measured", "predicted", "alone"))
+        measured, predicted, alone = (
+            np.array([point[name] for point in mine]) for name in ("measured", "predicted", "alone")
+        )
         error = np.abs(predicted / measured - 1).mean()
-        lines.append(f"  {' '.join(map(str, key)):42s} {len(mine):3d} points, median {np.median(predicted / measured):.2f}, "
-                     f"mean relative error {100 * error:4.1f} %, median without prompts {np.median(alone / measured):.2f}")
+        lines.append(
+            f"  {' '.join(map(str, key)):42s} {len(mine):3d} points, median {np.median(predicted / measured):.2f}, "
+            f"mean relative error {100 * error:4.1f} %, median without prompts {np.median(alone / measured):.2f}"
+        )
     return lines

@@ -1,4 +1,5 @@
-"""Tables of Vidur (MLSys'24): layer parts, chunk attention and messages of A100 and H100. Times become seconds, sizes bytes."""
+"""Tables of Vidur (MLSys'24): layer parts, chunk attention and messages of A100 and H100. Times
+become seconds, sizes bytes."""
 
 from __future__ import annotations
 
@@ -19,19 +20,28 @@ def _read(data: Path, name: str) -> pd.DataFrame:
     return pd.read_csv(path).rename(columns=lambda column: column.removeprefix("time_stats."))
 
 
-def linear(data: Path, name: str, tp: int, parts: tuple[str, ...] = PRODUCTS + ELEMENTWISE) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens, and seconds of these parts of one layer on one of `tp` ranks. name: a file, for example 'a100__Meta-Llama-3-8B__mlp'."""
+def linear(
+    data: Path, name: str, tp: int, parts: tuple[str, ...] = PRODUCTS + ELEMENTWISE
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, and seconds of these parts of one layer on one of `tp` ranks. name: a file, for
+    example 'a100__Meta-Llama-3-8B__mlp'."""
     table = _read(data, name)
     table = table[table.num_tensor_parallel_workers == tp].sort_values("num_tokens")
-    return table.num_tokens.to_numpy(float), table[[f"{part}.median" for part in parts]].sum(axis=1).to_numpy() * 1e-3
+    return table.num_tokens.to_numpy(float), table[[f"{part}.median" for part in parts]].sum(
+        axis=1
+    ).to_numpy() * 1e-3
 
 
 def chunks(data: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cached tokens, new tokens, seconds: Llama-2-70B's attention of one layer on one of two A100 ranks (32 heads, 4 kv heads)."""
+    """Cached tokens, new tokens, seconds: Llama-2-70B's attention of one layer on one of two A100
+    ranks (32 heads, 4 kv heads)."""
     table = _read(data, "a100__old_attention")
     table = table[table.is_prefill & (table.batch_size == 1)]
-    return (table.kv_cache_size.to_numpy(float), table.prefill_chunk_size.to_numpy(float),
-            table["attn_prefill.median"].to_numpy() * 1e-3)
+    return (
+        table.kv_cache_size.to_numpy(float),
+        table.prefill_chunk_size.to_numpy(float),
+        table["attn_prefill.median"].to_numpy() * 1e-3,
+    )
 
 
 def sends(data: Path, device: str) -> tuple[np.ndarray, np.ndarray]:
@@ -42,14 +52,19 @@ def sends(data: Path, device: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sends_hdr(data: Path) -> tuple[np.ndarray, np.ndarray]:
-    """As `sends`, from A100 to A100 through one 200 Gbit/s adapter each; begins at about 90 us, that of an eager launch."""
+    """As `sends`, from A100 to A100 through one 200 Gbit/s adapter each; begins at about 90 us,
+    that of an eager launch."""
     table = _read(data, "a100__old_p2p_inter_node")
-    return ((2 * table.n_embd * table.num_tokens / table.num_tensor_parallel_workers).to_numpy(float),
-            table["send_recv.median"].to_numpy() * 1e-3)
+    return (
+        (2 * table.n_embd * table.num_tokens / table.num_tensor_parallel_workers).to_numpy(float),
+        table["send_recv.median"].to_numpy() * 1e-3,
+    )
 
 
 def all_reduces(data: Path, device: str, ranks: int) -> tuple[np.ndarray, np.ndarray]:
     """Bytes, and seconds of a sum over `ranks` devices of one node."""
     table = _read(data, f"{device}_dgx__all_reduce")
-    table = table[(table.num_workers == ranks) & (table.devices_per_node == ranks)].sort_values("size")
+    table = table[(table.num_workers == ranks) & (table.devices_per_node == ranks)].sort_values(
+        "size"
+    )
     return table["size"].to_numpy(float), table["all_reduce.median"].to_numpy() * 1e-3

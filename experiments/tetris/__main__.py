@@ -1,6 +1,6 @@
 """All figures of Tetris' evaluation, and summary.md.
 
-    python -m experiments.tetris --out=DIR
+python -m experiments.tetris --out=DIR
 """
 
 from __future__ import annotations

@@ -7,8 +7,14 @@ from experiments.tetris.fig11 import CLAIMS, PANELS, sweep
 from experiments.tetris.figure import main
 from experiments.tetris.systems import MODELS
 
-FIGURE = Figure("fig12", "Fixed improvement rates over one that follows the load, Llama-3 70B", "simulated",
-                lambda settings: sweep(settings, MODELS[1]), CLAIMS, PANELS)
+FIGURE = Figure(
+    "fig12",
+    "Fixed improvement rates over one that follows the load, Llama-3 70B",
+    "simulated",
+    lambda settings: sweep(settings, MODELS[1]),
+    CLAIMS,
+    PANELS,
+)
 
 if __name__ == "__main__":
     main(FIGURE)

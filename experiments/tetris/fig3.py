@@ -1,4 +1,5 @@
-"""Figure 3 and the examples of section 2.4, with Table 1's own seconds: what one chunk must choose between, and several need not."""
+"""Figure 3 and the examples of section 2.4, with Table 1's own seconds: what one chunk must choose
+between, and several need not."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def exact(size: int) -> Latency:
     """The one that gives Table 1's seconds of 16k, 32k and 128k tokens exactly."""
     lengths = np.array([16 * K, 32 * K, 128 * K], float)
     seconds = [TABLE[size][LENGTHS.index(int(length))] for length in lengths]
-    base, token, pair = np.linalg.solve(np.stack([lengths**0, lengths, lengths**2], 1), seconds).tolist()
+    base, token, pair = np.linalg.solve(
+        np.stack([lengths**0, lengths, lengths**2], 1), seconds
+    ).tolist()
     return Latency(base, token, 2 * pair, pair)
 
 
@@ -36,15 +39,27 @@ def plans(rule: str, queues: np.ndarray, *prompts: int) -> Iterator[Plan]:
 
 
 def sweep(settings: Settings) -> Iterator[Row]:
-    """Sixteen instances. 'queue': all have a second to go, then 32k and 16k tokens come; 'gap': 16k run on eight as 128k come."""
+    """Sixteen instances. 'queue': all have a second to go, then 32k and 16k tokens come; 'gap': 16k
+    run on eight as 128k come."""
     running = POLICIES["single"](INSTANCES, np.zeros(16), 16 * K, RATE)
     gap = occupied(np.zeros(16), running)
     for rule in RULES:
         first, second = plans(rule, np.ones(16), 32 * K, 16 * K)
-        third, = plans(rule, gap, 128 * K)
-        for example, prompt, plan in (("queue", 32 * K, first), ("queue", 16 * K, second), ("gap", 128 * K, third)):
-            yield {"example": example, "rule": rule, "tokens": prompt, "ttft_s": plan.ttft, "chunks": len(plan.chunks),
-                   "first_chunk": plan.chunks[0].tokens, "largest": len(plan.chunks[-1].group)}
+        (third,) = plans(rule, gap, 128 * K)
+        for example, prompt, plan in (
+            ("queue", 32 * K, first),
+            ("queue", 16 * K, second),
+            ("gap", 128 * K, third),
+        ):
+            yield {
+                "example": example,
+                "rule": rule,
+                "tokens": prompt,
+                "ttft_s": plan.ttft,
+                "chunks": len(plan.chunks),
+                "first_chunk": plan.chunks[0].tokens,
+                "largest": len(plan.chunks[-1].group),
+            }
 
 
 def _ttft(example: str, rule: str, thousands: int):
@@ -54,19 +69,70 @@ def _ttft(example: str, rule: str, thousands: int):
 GAP = {rule: _ttft("gap", rule, 128) for rule in RULES}
 
 FIGURE = Figure(
-    "fig3", "Examples of section 2.4, 16 instances, Llama-3 8B", "computed", sweep,
+    "fig3",
+    "Examples of section 2.4, 16 instances, Llama-3 8B",
+    "computed",
+    sweep,
     claims=(
-        Claim("32k, then 16k: SP16 for the first, TTFT of 32k", 1.53, _ttft("queue", "SP16", 32), "2.4 (2)", "s"),
-        Claim("32k, then 16k: SP16 for the first, TTFT of 16k", 1.84, _ttft("queue", "SP16", 16), "2.4 (2)", "s"),
-        Claim("32k, then 16k: SP8 for both, TTFT of 32k", 1.58, _ttft("queue", "SP8", 32), "2.4 (2)", "s"),
-        Claim("32k, then 16k: SP8 for both, TTFT of 16k", 1.31, _ttft("queue", "SP8", 16), "2.4 (2)", "s"),
-        Claim("32k, then 16k: CDSP, TTFT of 16k", 1.84, _ttft("queue", "CDSP", 16), "2.4 (2): below SP16's", "s", "lower", limit=True),
-        Claim("128k beside 16k on SP8: SP8 more than SP16", 1.34, lambda rows: GAP["SP8"](rows) - GAP["SP16"](rows), "2.4 (3)", "s"),
-        Claim("128k beside 16k on SP8: CDSP", 2.62, GAP["CDSP"], "2.4 (3): 2.31 s and 0.31 s of idling on SP16", "s", "lower", limit=True,
-              remark="the gap of 0.31 s is filled with 16k tokens, by which Table 1's SP16 row falls little: its constant part rules"),
+        Claim(
+            "32k, then 16k: SP16 for the first, TTFT of 32k",
+            1.53,
+            _ttft("queue", "SP16", 32),
+            "2.4 (2)",
+            "s",
+        ),
+        Claim(
+            "32k, then 16k: SP16 for the first, TTFT of 16k",
+            1.84,
+            _ttft("queue", "SP16", 16),
+            "2.4 (2)",
+            "s",
+        ),
+        Claim(
+            "32k, then 16k: SP8 for both, TTFT of 32k",
+            1.58,
+            _ttft("queue", "SP8", 32),
+            "2.4 (2)",
+            "s",
+        ),
+        Claim(
+            "32k, then 16k: SP8 for both, TTFT of 16k",
+            1.31,
+            _ttft("queue", "SP8", 16),
+            "2.4 (2)",
+            "s",
+        ),
+        Claim(
+            "32k, then 16k: CDSP, TTFT of 16k",
+            1.84,
+            _ttft("queue", "CDSP", 16),
+            "2.4 (2): below SP16's",
+            "s",
+            "lower",
+            limit=True,
+        ),
+        Claim(
+            "128k beside 16k on SP8: SP8 more than SP16",
+            1.34,
+            lambda rows: GAP["SP8"](rows) - GAP["SP16"](rows),
+            "2.4 (3)",
+            "s",
+        ),
+        Claim(
+            "128k beside 16k on SP8: CDSP",
+            2.62,
+            GAP["CDSP"],
+            "2.4 (3): 2.31 s and 0.31 s of idling on SP16",
+            "s",
+            "lower",
+            limit=True,
+            remark="the gap of 0.31 s is filled with 16k tokens, by which Table 1's SP16 row falls little: its constant part rules",
+        ),
     ),
-    panels=(Panel("32k, then 16k", "tokens", "ttft_s", "rule", (("example", "queue"),)),
-            Panel("128k beside 16k", "tokens", "ttft_s", "rule", (("example", "gap"),))),
+    panels=(
+        Panel("32k, then 16k", "tokens", "ttft_s", "rule", (("example", "queue"),)),
+        Panel("128k beside 16k", "tokens", "ttft_s", "rule", (("example", "gap"),)),
+    ),
 )
 
 if __name__ == "__main__":

@@ -17,12 +17,20 @@ from jaxserve.simulate.workload import parse
 
 RESULTS = Path(__file__).parent / "results"
 SIBLING = Path(__file__).parents[3] / "shared" / "data"
-RECORDED = "mooncake/synthetic_trace.jsonl.gz"        # the public trace with lengths like the paper's short one
-LOW, HIGH = 4_000, 95_000                             # tokens; the short trace's limits
-TRACES = ("short", "medium", "long")                  # the paper's, of which limits and mean are known (7.1)
+# the public trace with lengths like the paper's short one
+RECORDED = "mooncake/synthetic_trace.jsonl.gz"
+# tokens; the short trace's limits
+LOW = 4_000
+HIGH = 95_000
+TRACES = ("short", "medium", "long")  # the paper's, of which limits and mean are known (7.1)
 OPTIONS = [
     Option("out", str, str(RESULTS), "folder of the CSV and PNG"),
-    Option("data", str, None, "folder with mooncake; default: JAXSERVE_DATA, else ../shared/data, else generated lengths only"),
+    Option(
+        "data",
+        str,
+        None,
+        "folder with mooncake; default: JAXSERVE_DATA, else ../shared/data, else generated lengths only",
+    ),
     Option("requests", int, 2000, "of a simulation", 1),
     Option("seed", int, 0, "of arrivals and lengths", 0),
 ]
@@ -42,13 +50,18 @@ class Settings:
 
     @property
     def lengths(self) -> str:
-        return "generated: tetris mixes" + ("" if self.data is None else "; recorded: mooncake synthetic, 4k to 95k tokens")
+        return "generated: tetris mixes" + (
+            "" if self.data is None else "; recorded: mooncake synthetic, 4k to 95k tokens"
+        )
 
     def arrivals(self, trace: str, load: float) -> list[Arrival]:
-        """Requests at so many per second: Poisson with generated lengths, or recorded ones stretched to that rate (7.2)."""
+        """Requests at so many per second: Poisson with generated lengths, or recorded ones
+        stretched to that rate (7.2)."""
         if trace != "recorded":
-            return parse(f"poisson:mix=tetris-{trace}", qps=load, requests=self.requests, seed=self.seed)
-        found = _recorded(self.file())[:self.requests]
+            return parse(
+                f"poisson:mix=tetris-{trace}", qps=load, requests=self.requests, seed=self.seed
+            )
+        found = _recorded(self.file())[: self.requests]
         span = found[-1].time - found[0].time
         factor = (len(found) - 1) / load / span if span else 1.0
         return [replace(arrival, time=(arrival.time - found[0].time) * factor) for arrival in found]
@@ -57,7 +70,10 @@ class Settings:
         """Errors: ConfigError for a wrong folder."""
         assert self.data is not None
         if not (self.data / RECORDED).is_file():
-            raise ConfigError("data", f"{self.data} has no {RECORDED}; give the folder that has it, or --data= to generate")
+            raise ConfigError(
+                "data",
+                f"{self.data} has no {RECORDED}; give the folder that has it, or --data= to generate",
+            )
         return self.data / RECORDED
 
 
@@ -69,7 +85,11 @@ def _recorded(file: Path) -> list[Arrival]:
 def settings_of(values: dict[str, Any]) -> Settings:
     """Errors: ConfigError for a data folder that was named and does not have the trace."""
     named = os.environ.get("JAXSERVE_DATA") if values["data"] is None else values["data"]
-    data = (Path(named).expanduser() if named else None) if named is not None else (SIBLING if SIBLING.is_dir() else None)
+    data = (
+        (Path(named).expanduser() if named else None)
+        if named is not None
+        else (SIBLING if SIBLING.is_dir() else None)
+    )
     settings = Settings(data, values["requests"], values["seed"])
     if data is not None:
         settings.file()

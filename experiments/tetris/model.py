@@ -1,8 +1,10 @@
-"""Seconds of prefill that Tetris' figures are simulated with: Table 1 for Llama-3 8B, composed from costs for 70B.
+"""Seconds of prefill that Tetris' figures are simulated with: Table 1 for Llama-3 8B, composed from
+costs for 70B.
 
-The paper prints no latencies of 70B. They are composed, layer by layer, of what our profiles say of A100s at tp=4 (linear parts and
-attention, split over the group), of the hops of KV in a ring, which attention hides as far as it lasts, and of what a hop costs whatever
-it carries, which is read off Table 1: the constant parts of its rows grow with the number of hops.
+The paper prints no latencies of 70B. They are composed, layer by layer, of what our profiles say of
+A100s at tp=4 (linear parts and attention, split over the group), of the hops of KV in a ring, which
+attention hides as far as it lasts, and of what a hop costs whatever it carries, which is read off
+Table 1: the constant parts of its rows grow with the number of hops.
 """
 
 from __future__ import annotations
@@ -15,36 +17,50 @@ from jaxserve.commands.simulate import shape_of
 from jaxserve.scheduling.profiles import costs, devices
 
 K = 1024
-NODE = 8                                              # GPUs
+NODE = 8  # GPUs
 LENGTHS = tuple(K * thousands for thousands in (4, 8, 16, 32, 64, 128, 256))
-TABLE: dict[int, tuple[float, ...]] = {               # Table 1: seconds by SP size; 256k tokens do not fit on one GPU
+# Table 1: seconds by SP size; 256k tokens do not fit on one GPU
+TABLE: dict[int, tuple[float, ...]] = {
     1: (0.28, 0.57, 1.29, 3.22, 9.05, 29.20),
     2: (0.16, 0.31, 0.69, 1.67, 4.61, 14.30, 50.07),
     4: (0.13, 0.20, 0.39, 0.92, 2.43, 7.32, 24.77),
     8: (0.21, 0.24, 0.31, 0.58, 1.37, 3.96, 12.81),
     16: (0.39, 0.43, 0.46, 0.53, 0.96, 2.31, 7.02),
 }
-TP = {"llama3-8b": 1, "llama3-70b": 4}                # of prefill instances (7.1)
-BLOCK = 256                                           # tokens; chunks end on whole blocks
+TP = {"llama3-8b": 1, "llama3-70b": 4}  # of prefill instances (7.1)
+BLOCK = 256  # tokens; chunks end on whole blocks
 
 
 def table_points() -> Iterator[Point]:
     """Table 1, as `fit` takes it."""
-    yield from ((size, 0, length, seconds) for size, row in TABLE.items() for length, seconds in zip(LENGTHS, row))
+    yield from (
+        (size, 0, length, seconds)
+        for size, row in TABLE.items()
+        for length, seconds in zip(LENGTHS, row)
+    )
 
 
 def hop(size: int) -> float:
-    """Seconds that a hop in a ring of so many costs whatever it carries: Table 1's constant parts, by hop and layer."""
+    """Seconds that a hop in a ring of so many costs whatever it carries: Table 1's constant parts,
+    by hop and layer."""
     fitted = fit(table_points())
-    return max(fitted[size].base - fitted[1].base, 0.0) / shape_of("llama3-8b").layers / (size - 1) if size > 1 else 0.0
+    return (
+        max(fitted[size].base - fitted[1].base, 0.0) / shape_of("llama3-8b").layers / (size - 1)
+        if size > 1
+        else 0.0
+    )
 
 
 def composed(model: str, size: int, history: int, tokens: int) -> float:
     """Seconds of a chunk on `size` instances, from the costs of one."""
-    shape, tp, device = shape_of(model), TP[model], devices()["a100"]
+    shape = shape_of(model)
+    tp = TP[model]
+    device = devices()["a100"]
     one = costs("a100", shape, tp)
     kv = 2 * 2 * shape.rank_heads(tp)[1] * shape.head_dim * (history + tokens) / size
-    attention = max(one.attend_chunk(history, tokens) / size, (size - 1) * kv / device.node.bytes_per_s)
+    attention = max(
+        one.attend_chunk(history, tokens) / size, (size - 1) * kv / device.node.bytes_per_s
+    )
     layer = one.linear(-(-tokens // size)) + attention + (size - 1) * hop(size)
     return one.launch + one.layers * layer + one.head + one.head_token
 
@@ -52,7 +68,10 @@ def composed(model: str, size: int, history: int, tokens: int) -> float:
 def composed_points(model: str) -> Iterator[Point]:
     for size in TABLE:
         for history in (0, 16 * K, 64 * K, 128 * K):
-            yield from ((size, history, tokens, composed(model, size, history, tokens)) for tokens in LENGTHS[:6])
+            yield from (
+                (size, history, tokens, composed(model, size, history, tokens))
+                for tokens in LENGTHS[:6]
+            )
 
 
 @functools.cache

@@ -1,12 +1,15 @@
-"""The clusters of Tetris' evaluation, simulated: what a system makes of a trace at a load. Equal runs are simulated once.
+"""The clusters of Tetris' evaluation, simulated: what a system makes of a trace at a load. Equal
+runs are simulated once.
 
-Four nodes of eight A100 for 8B and eight for 70B; half of them prefill where prefill and decode are apart (7.1). Systems:
+Four nodes of eight A100 for 8B and eight for 70B; half of them prefill where prefill and decode are
+apart (7.1). Systems:
 
-    tetris             chunks of growing groups; the improvement rate follows the load
-    single-chunk       the same without chunks (7.3), with improvement rates profiled for it
-    fixed-8, fixed-16  groups that never change; the paper leaves out fixed-4 and fixed-1, slow when idle, which waste less under load
-    loongserve-disagg  each request alone on the group that ends first, whatever that does to others
-    loongserve         the same on all instances, one of which each request keeps while it decodes, for its batch takes no others (2.4)
+    tetris             chunks of growing groups; the improvement rate follows the load single-chunk
+    the same without chunks (7.3), with improvement rates profiled for it fixed-8, fixed-16  groups
+    that never change; the paper leaves out fixed-4 and fixed-1, slow when idle, which waste less
+    under load loongserve-disagg  each request alone on the group that ends first, whatever that
+    does to others loongserve         the same on all instances, one of which each request keeps
+    while it decodes, for its batch takes no others (2.4)
 """
 
 from __future__ import annotations
@@ -31,23 +34,33 @@ from jaxserve.simulate.tetris import RATES, Prefill, Served, constant, profile
 
 MODELS = ("llama3-8b", "llama3-70b")
 NODES = {"llama3-8b": 4, "llama3-70b": 8}
-MOST = {                                              # requests per second: about where no system keeps up
-    ("llama3-8b", "short"): 8.0, ("llama3-8b", "medium"): 5.5, ("llama3-8b", "long"): 3.0, ("llama3-8b", "recorded"): 8.0,
-    ("llama3-70b", "short"): 2.0, ("llama3-70b", "medium"): 1.5, ("llama3-70b", "long"): 1.0, ("llama3-70b", "recorded"): 2.0,
+MOST = {  # requests per second: about where no system keeps up
+    ("llama3-8b", "short"): 8.0,
+    ("llama3-8b", "medium"): 5.5,
+    ("llama3-8b", "long"): 3.0,
+    ("llama3-8b", "recorded"): 8.0,
+    ("llama3-70b", "short"): 2.0,
+    ("llama3-70b", "medium"): 1.5,
+    ("llama3-70b", "long"): 1.0,
+    ("llama3-70b", "recorded"): 2.0,
 }
-LOADS = 16                                            # that a sweep goes through up to MOST
-STEP = {"llama3-8b": 0.5, "llama3-70b": 0.125}        # requests per second between rows of a table of improvement rates
-PROFILED = 1500                                       # requests of a sample, as the table is made
-PATIENCE = 25                                         # mean TTFT over light-load latency up to which a load counts as served (7.2)
-LOW = 5                                               # the same, for what 7.3 calls low latency without a number
-PERCENTS = (5, 10, 25, 50, 75, 90, 95, 99)            # at which distributions are noted
-BASELINES = ("fixed-8", "fixed-16", "loongserve-disagg")             # the paper's, on as many prefill instances as Tetris
+LOADS = 16  # that a sweep goes through up to MOST
+# requests per second between rows of a table of improvement rates
+STEP = {"llama3-8b": 0.5, "llama3-70b": 0.125}
+PROFILED = 1500  # requests of a sample, as the table is made
+PATIENCE = 25  # mean TTFT over light-load latency up to which a load counts as served (7.2)
+LOW = 5  # the same, for what 7.3 calls low latency without a number
+PERCENTS = (5, 10, 25, 50, 75, 90, 95, 99)  # at which distributions are noted
+# the paper's, on as many prefill instances as Tetris
+BASELINES = ("fixed-8", "fixed-16", "loongserve-disagg")
 SYSTEMS = ("tetris", *BASELINES, "loongserve", "fixed-4", "fixed-1")
 
 
 def possible(names: Iterable[str], model: str) -> tuple[str, ...]:
     """Those of the systems that the model's cluster can form: 70B has eight prefill instances."""
-    return tuple(name for name in names if not (name == "fixed-16" and prefill_instances(model) < 16))
+    return tuple(
+        name for name in names if not (name == "fixed-16" and prefill_instances(model) < 16)
+    )
 
 
 def prefill_instances(model: str) -> int:
@@ -60,70 +73,126 @@ def loads(model: str, trace: str) -> list[float]:
 
 # --- a run
 
-def run(name: str, model: str, trace: str, load: float, settings: Settings, rate: float | None = None) -> Served:
+
+def run(
+    name: str, model: str, trace: str, load: float, settings: Settings, rate: float | None = None
+) -> Served:
     """rate: the improvement rate; None for one that follows the load, of systems that have one."""
     return _run(name, model, trace, load, settings, rate)
 
 
 @functools.cache
-def _run(name: str, model: str, trace: str, load: float, settings: Settings, rate: float | None) -> Served:
+def _run(
+    name: str, model: str, trace: str, load: float, settings: Settings, rate: float | None
+) -> Served:
     return server(name, model, trace, load, settings, rate).run(settings.arrivals(trace, load))
 
 
-POLICY: dict[str, Policy] = POLICIES | {"tetris": POLICIES["cdsp"], "single-chunk": POLICIES["single"]} | dict.fromkeys(
-    ("loongserve", "loongserve-disagg"), POLICIES["single"])
+POLICY: dict[str, Policy] = (
+    POLICIES
+    | {"tetris": POLICIES["cdsp"], "single-chunk": POLICIES["single"]}
+    | dict.fromkeys(("loongserve", "loongserve-disagg"), POLICIES["single"])
+)
 
 
-def server(name: str, model: str, trace: str, load: float, settings: Settings, rate: float | None = None) -> Prefill:
+def server(
+    name: str, model: str, trace: str, load: float, settings: Settings, rate: float | None = None
+) -> Prefill:
     """A run begins as if the load had been the same before."""
     count = prefill_instances(model)
     if name == "loongserve":
-        return Prefill(instances(model), 2 * count, POLICY[name], constant(0.0), functools.partial(decode_seconds, model))
+        return Prefill(
+            instances(model),
+            2 * count,
+            POLICY[name],
+            constant(0.0),
+            functools.partial(decode_seconds, model),
+        )
     if name not in ("tetris", "single-chunk"):
         return Prefill(instances(model), count, POLICY[name], constant(0.0))
-    follows = constant(rate) if rate is not None else ImprovementRate(rates(name, model, trace, settings), load).arrived
+    follows = (
+        constant(rate)
+        if rate is not None
+        else ImprovementRate(rates(name, model, trace, settings), load).arrived
+    )
     return Prefill(instances(model), count, POLICY[name], follows)
 
 
 @functools.cache
 def rates(name: str, model: str, trace: str, settings: Settings) -> dict[float, float]:
-    """The improvement rate that was best at each load, for another sample than the one that is served."""
+    """The improvement rate that was best at each load, for another sample than the one that is
+    served."""
     sample = replace(settings, seed=settings.seed + 1, requests=min(PROFILED, settings.requests))
     grid = np.arange(STEP[model], MOST[model, trace] + STEP[model] / 2, STEP[model]).tolist()
-    return profile(instances(model), prefill_instances(model), POLICY[name], lambda load: sample.arrivals(trace, load), grid, RATES)
+    return profile(
+        instances(model),
+        prefill_instances(model),
+        POLICY[name],
+        lambda load: sample.arrivals(trace, load),
+        grid,
+        RATES,
+    )
 
 
 def decode_seconds(model: str, arrival: Arrival) -> float:
     """How long a request decodes alone on the instance that it prefilled on."""
     one = costs("a100", shape_of(model), TP[model])
-    step = one.launch + one.layers * (one.linear(1) + one.attend_decodes(1, arrival.prompt)) + one.head + one.head_token
+    step = (
+        one.launch
+        + one.layers * (one.linear(1) + one.attend_decodes(1, arrival.prompt))
+        + one.head
+        + one.head_token
+    )
     return (arrival.output - 1) * step
 
 
 # --- what is read off runs
 
+
 def light(model: str, trace: str, settings: Settings) -> float:
     """Mean seconds of a trace's requests, each alone on the group size that is best for it."""
-    found = [min(latency(0, arrival.prompt) for size, latency in instances(model).latencies.items() if size <= prefill_instances(model))
-             for arrival in settings.arrivals(trace, 1.0)]
+    found = [
+        min(
+            latency(0, arrival.prompt)
+            for size, latency in instances(model).latencies.items()
+            if size <= prefill_instances(model)
+        )
+        for arrival in settings.arrivals(trace, 1.0)
+    ]
     return float(np.mean(found))
 
 
 def bound(model: str, trace: str, settings: Settings, size: int = 8) -> float:
-    """Over groups of one size, the most that any plans can bear: the instances' time that requests take on groups of this size, over that
-    on those where each takes least of it. Whole prompts: cut ones take more."""
+    """Over groups of one size, the most that any plans can bear: the instances' time that requests
+    take on groups of this size, over that on those where each takes least of it. Whole prompts: cut
+    ones take more."""
     found = instances(model).latencies
     work = lambda prompt, sizes: min(s * found[s](0, prompt) for s in sizes)
     prompts = [arrival.prompt for arrival in settings.arrivals(trace, 1.0)]
-    return sum(work(prompt, (size,)) for prompt in prompts) / sum(work(prompt, found) for prompt in prompts)
+    return sum(work(prompt, (size,)) for prompt in prompts) / sum(
+        work(prompt, found) for prompt in prompts
+    )
 
 
-def row_of(name: str, model: str, trace: str, load: float, settings: Settings, rate: float | None = None) -> Row:
+def row_of(
+    name: str, model: str, trace: str, load: float, settings: Settings, rate: float | None = None
+) -> Row:
     served = run(name, model, trace, load, settings, rate)
     p50, p99 = np.percentile(served.ttft, (50, 99)).tolist()
-    return {"lengths": settings.lengths, "system": name, "model": model, "trace": trace, "load": load,
-            "light_s": light(model, trace, settings), "mean_s": float(served.ttft.mean()), "p50_s": p50, "p99_s": p99, "busy": served.busy,
-            "idle": served.idle, "tokens_per_s": served.tokens_per_s}
+    return {
+        "lengths": settings.lengths,
+        "system": name,
+        "model": model,
+        "trace": trace,
+        "load": load,
+        "light_s": light(model, trace, settings),
+        "mean_s": float(served.ttft.mean()),
+        "p50_s": p50,
+        "p99_s": p99,
+        "busy": served.busy,
+        "idle": served.idle,
+        "tokens_per_s": served.tokens_per_s,
+    }
 
 
 def swept(name: str, model: str, trace: str, settings: Settings) -> Iterator[Row]:
@@ -132,12 +201,14 @@ def swept(name: str, model: str, trace: str, settings: Settings) -> Iterator[Row
 
 
 def capacity(rows: Rows, system: str, model: str, trace: str, limit: float = PATIENCE) -> float:
-    """The load at which the mean TTFT reaches `limit` times the light-load latency; NaN where the system is not in the rows."""
+    """The load at which the mean TTFT reaches `limit` times the light-load latency; NaN where the
+    system is not in the rows."""
     chosen = matching(rows, system=system, model=model, trace=trace)
     points = [(float(row["load"]), float(row["mean_s"]) / float(row["light_s"])) for row in chosen]
     return figures.capacity(points, limit) if points else math.nan
 
 
 def critical(name: str, model: str, trace: str, settings: Settings, limit: float = LOW) -> float:
-    """The highest load at which a system keeps its mean TTFT within `limit` times the light-load latency (7.3)."""
+    """The highest load at which a system keeps its mean TTFT within `limit` times the light-load
+    latency (7.3)."""
     return capacity(list(swept(name, model, trace, settings)), name, model, trace, limit)

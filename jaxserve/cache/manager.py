@@ -1,7 +1,8 @@
 """The page tables of the running sequences, as the device will see them.
 
-Per slot and lane the device keeps a row of pages, in ascending order of the blocks on them. This is the host's copy; what changed
-since the last batch is told in deltas, so that what is sent per step does not depend on how long a context is (medha.md M13).
+Per slot and lane the device keeps a row of pages, in ascending order of the blocks on them. This is
+the host's copy; what changed since the last batch is told in deltas, so that what is sent per step
+does not depend on how long a context is (medha.md M13).
 """
 
 from __future__ import annotations
@@ -18,41 +19,54 @@ from jaxserve.config import CacheConfig, ConfigError
 
 
 class CacheManager:
-    """Pages of `lanes` lanes for sequences in `slots` slots. `config.pages` is per lane and must be given.
+    """Pages of `lanes` lanes for sequences in `slots` slots. `config.pages` is per lane and must be
+    given.
 
-    Arrays by slot, for all to read: `home` (lane), `spread` (has blocks elsewhere than at home), `held` [slots, lanes] (blocks per
-    lane), `room` (tokens that the slot's pages hold) and `small` (one of those whose pages `small_pages` counts, each once).
+    Arrays by slot, for all to read: `home` (lane), `spread` (has blocks elsewhere than at home),
+    `held` [slots, lanes] (blocks per lane), `room` (tokens that the slot's pages hold) and `small`
+    (one of those whose pages `small_pages` counts, each once).
     """
 
     def __init__(
-        self, config: CacheConfig, lanes: int, slots: int, fingerprint: str = "", dtype: str = "", placement: str | Placement | None = None,
+        self,
+        config: CacheConfig,
+        lanes: int,
+        slots: int,
+        fingerprint: str = "",
+        dtype: str = "",
+        placement: str | Placement | None = None,
         stripe: int = 1,
     ):
         if config.pages is None:
             raise ConfigError("pages", "must be known before the cache is made")
-        self.block_size, self.prefix_caching = config.block_size, config.prefix_caching
+        self.block_size = config.block_size
+        self.prefix_caching = config.prefix_caching
         self.pages = Pages(lanes, config.pages)
         self.home = np.zeros(slots, np.int32)
         self.spread = np.zeros(slots, bool)
         self.held = np.zeros((slots, lanes), np.int32)
         self.room = np.zeros(slots, np.int32)
-        self.tables: list[list[int]] = [[] for _ in range(slots)]      # page of every block, in order
+        self.tables: list[list[int]] = [[] for _ in range(slots)]  # page of every block, in order
         self.small = np.zeros(slots, bool)
         self.small_pages = 0
         self._small_refs = np.zeros_like(self.pages.refs)
         self._identity = (fingerprint, dtype, config.block_size)
         placement = config.placement if placement is None else placement
         self._place = PLACEMENTS[placement] if isinstance(placement, str) else placement
-        self._stripe, self._blocks = stripe, [0] * slots
+        self._stripe = stripe
+        self._blocks = [0] * slots
         self._group: list[tuple[int, ...]] = [()] * slots
-        self._limit = 2**31 if config.lane_tokens is None else -(-config.lane_tokens // config.block_size)
+        self._limit = (
+            2**31 if config.lane_tokens is None else -(-config.lane_tokens // config.block_size)
+        )
         self._lane = [0] * slots
-        self._told: list[np.ndarray] = []                              # deltas, oldest first; newest are in `_deltas`
+        self._told: list[np.ndarray] = []  # deltas, oldest first; newest are in `_deltas`
         self._deltas: list[int] = []
         self._moves: list[tuple[int, int, int, int]] = []
 
     def chain(self, salt: str, tokens: Callable[[int, int], np.ndarray]) -> Chain:
-        """Block keys of a sequence, in this cache and under this salt. `tokens(a, b)` gives its tokens [b - a] int32."""
+        """Block keys of a sequence, in this cache and under this salt. `tokens(a, b)` gives its
+        tokens [b - a] int32."""
         return Chain(root_key(*self._identity, salt), self.block_size, tokens)
 
     @property
@@ -77,11 +91,17 @@ class CacheManager:
         """Pages [n] that hold the first blocks of a sequence, at most `blocks` of them."""
         if not self.prefix_caching:
             return chain.pages
-        page_of, stamps, last = self.pages.page_of, self.pages.stamps, chain.pages      # only what changed is looked up again
+        # only what changed is looked up again
+        page_of = self.pages.page_of
+        stamps = self.pages.stamps
+        last = chain.pages
         same = stamps[last] == chain.stamps
         known = len(last) if same.all() else int(same.argmin())
         found: list[int] = []
-        while known + len(found) < blocks and (page := page_of.get(chain[known + len(found)])) is not None:
+        while (
+            known + len(found) < blocks
+            and (page := page_of.get(chain[known + len(found)])) is not None
+        ):
             found.append(page)
         if found or known < len(last):
             chain.pages = np.concatenate([last[:known], np.array(found, np.intp)])
@@ -96,27 +116,45 @@ class CacheManager:
         """How many of these are part of `small_pages`."""
         return int(np.count_nonzero(self._small_refs[pages])) if len(pages) else 0
 
-    def choose_home(self, pages: np.ndarray, lanes: list[int], need: int, pending: list[float]) -> int:
-        """A home out of `lanes` for a sequence with these matched `pages`, whose next chunk will `need` that many more (medha.md M12).
+    def choose_home(
+        self, pages: np.ndarray, lanes: list[int], need: int, pending: list[float]
+    ) -> int:
+        """A home out of `lanes` for a sequence with these matched `pages`, whose next chunk will
+        `need` that many more (medha.md M12).
 
-        The lane with most of the matched pages, if it has room for the chunk; else, of those with room, the one with the least `pending`
-        work (seconds per lane) and then the most room.
+        The lane with most of the matched pages, if it has room for the chunk; else, of those with
+        room, the one with the least `pending` work (seconds per lane) and then the most room.
         """
         if len(lanes) == 1:
             return lanes[0]
         matched = self._by_lane(pages)
         room = self.pages.available()
         fits = [lane_room >= need for lane_room in room]
-        return max(lanes, key=lambda lane: (matched[lane] if fits[lane] else 0, fits[lane], -pending[lane], room[lane], -lane))
+        return max(
+            lanes,
+            key=lambda lane: (
+                matched[lane] if fits[lane] else 0,
+                fits[lane],
+                -pending[lane],
+                room[lane],
+                -lane,
+            ),
+        )
 
-    def admit(self, slot: int, pages: np.ndarray, home: int, small: bool = False, blocks: int = 0) -> None:
-        """Gives an empty slot the matched `pages` and its home lane; blocks: of the whole prompt."""
+    def admit(
+        self, slot: int, pages: np.ndarray, home: int, small: bool = False, blocks: int = 0
+    ) -> None:
+        """Gives an empty slot the matched `pages` and its home lane; blocks: of the whole
+        prompt."""
         assert not self.tables[slot], f"slot {slot} is taken"
         self.home[slot] = self._lane[slot] = home
         self.tables[slot] = pages.tolist()
         self.room[slot] = len(pages) * self.block_size
         self.small[slot] = small
-        self._blocks[slot], self._group[slot] = blocks, tuple(range(self.pages.lanes)) if blocks > self._limit else ()
+        self._blocks[slot], self._group[slot] = (
+            blocks,
+            tuple(range(self.pages.lanes)) if blocks > self._limit else (),
+        )
         if len(pages):
             self.pages.hold(pages)
             if small:
@@ -141,13 +179,18 @@ class CacheManager:
 
     def extend(self, slot: int, blocks: int) -> None:
         """Pages for the next `blocks` blocks of the slot, which must be available."""
-        table, per_lane = self.tables[slot], self.pages.per_lane
-        held, lane, small = self.held[slot].tolist(), self._lane[slot], bool(self.small[slot])
+        table = self.tables[slot]
+        per_lane = self.pages.per_lane
+        held = self.held[slot].tolist()
+        lane = self._lane[slot]
+        small = bool(self.small[slot])
         fixed = int(self.home[slot]), self._blocks[slot], self._group[slot], self._stripe
         for _ in range(blocks):
             block = len(table)
             if len(held) > 1:
-                lane = self._place(View(self.pages.available(), held, lane, self._limit, block, slot, *fixed))
+                lane = self._place(
+                    View(self.pages.available(), held, lane, self._limit, block, slot, *fixed)
+                )
             page = self.pages.take(lane)
             self._deltas += (lane, slot, held[lane], page - lane * per_lane, block)
             held[lane] += 1
@@ -161,17 +204,23 @@ class CacheManager:
         self.spread[slot] = held[self.home[slot]] < len(table)
 
     def regroup(self, slot: int, group: tuple[int, ...]) -> bool:
-        """The slot's next blocks go over the lanes of `group`, and its blocks so far are moved, as few as that takes, until those have
-        equally many, but for one (Tetris, section 4.1). Blocks that others hold too stay where they are. False, with nothing changed, where
-        a lane has no room. No page more or less is available after it."""
-        table, per_lane = self.tables[slot], self.pages.per_lane
+        """The slot's next blocks go over the lanes of `group`, and its blocks so far are moved, as
+        few as that takes, until those have equally many, but for one (Tetris, section 4.1). Blocks
+        that others hold too stay where they are. False, with nothing changed, where a lane has no
+        room. No page more or less is available after it."""
+        table = self.tables[slot]
+        per_lane = self.pages.per_lane
         ids = np.asarray(table, np.intp)
         own = np.flatnonzero(self.pages.refs[ids] == 1)
         mine = self._by_lane(ids[own])
         wanted = _even(group, (self.held[slot] - mine).tolist(), mine.tolist())
-        if any(want - has > room for want, has, room in zip(wanted, mine.tolist(), self.pages.available())):
+        if any(
+            want - has > room
+            for want, has, room in zip(wanted, mine.tolist(), self.pages.available())
+        ):
             return False
-        takers, left = [lane for lane in group for _ in range(wanted[lane] - int(mine[lane]))], (mine - wanted).tolist()
+        takers = [lane for lane in group for _ in range(wanted[lane] - int(mine[lane]))]
+        left = (mine - wanted).tolist()
         for block in own[::-1].tolist():
             lane = table[block] // per_lane
             if left[lane] > 0:
@@ -181,23 +230,28 @@ class CacheManager:
         self.held[slot] = self._by_lane(ids)
         self.spread[slot] = self.held[slot, self.home[slot]] < len(table)
         if len(own):
-            others = [rows[rows[:, 1] != slot] for rows in (*self._told, self._grown())]     # what was told of this one no longer holds
+            # what was told of this one no longer holds
+            others = [rows[rows[:, 1] != slot] for rows in (*self._told, self._grown())]
             self._told = [*others, self._rows(slot, ids)]
         return True
 
     def _move(self, page: int, lane: int, small: bool) -> int:
-        new, per_lane = self.pages.move(page, lane), self.pages.per_lane
+        new = self.pages.move(page, lane)
+        per_lane = self.pages.per_lane
         if small:
-            self._small_refs[page], self._small_refs[new] = 0, 1
+            self._small_refs[page] = 0
+            self._small_refs[new] = 1
         self._moves.append((page // per_lane, page % per_lane, lane, new % per_lane))
         return new
 
     def group(self, slot: int) -> tuple[int, ...]:
-        """The lanes over which the slot's next blocks are dealt out; none where one lane may hold them."""
+        """The lanes over which the slot's next blocks are dealt out; none where one lane may hold
+        them."""
         return self._group[slot]
 
     def take_moves(self) -> np.ndarray:
-        """Pages [m, 4] to be moved before the next batch, in this order: lane, page, to lane, page."""
+        """Pages [m, 4] to be moved before the next batch, in this order: lane, page, to lane,
+        page."""
         moves = np.array(self._moves, np.int32).reshape(-1, 4)
         self._moves = []
         return moves
@@ -207,7 +261,8 @@ class CacheManager:
         return np.asarray(self.tables[slot][first:last], np.int32) // self.pages.per_lane
 
     def publish(self, slot: int, first: int, last: int, chain: Chain) -> None:
-        """Blocks `first` to before `last` of the slot are full and part of an issued batch: later batches may share them."""
+        """Blocks `first` to before `last` of the slot are full and part of an issued batch: later
+        batches may share them."""
         if self.prefix_caching:
             for block in range(first, last):
                 self.pages.publish(self.tables[slot][block], chain[block])
@@ -228,17 +283,21 @@ class CacheManager:
             self._small_refs[ids] -= 1
             self.small_pages -= len(ids) - self.in_small(ids)
         self.tables[slot] = []
-        self.held[slot], self.room[slot], self.spread[slot] = 0, 0, False
+        self.held[slot] = 0
+        self.room[slot] = 0
+        self.spread[slot] = False
 
     def take_deltas(self) -> np.ndarray:
-        """New page table entries [m, 5] since the last call: lane, slot, index in the row, page, block; ascending blocks per row."""
+        """New page table entries [m, 5] since the last call: lane, slot, index in the row, page,
+        block; ascending blocks per row."""
         deltas = np.concatenate([*self._told, self._grown()]) if self._told else self._grown()
         self._told = []
         return deltas
 
     def _grown(self) -> np.ndarray:
         """Entries that `extend` made and nothing else came after."""
-        deltas, self._deltas = np.array(self._deltas, np.int32).reshape(-1, 5), []
+        deltas = np.array(self._deltas, np.int32).reshape(-1, 5)
+        self._deltas = []
         return deltas
 
     def counts(self) -> tuple[int, int, int]:
@@ -249,29 +308,50 @@ class CacheManager:
     def by_lane(self) -> list[tuple[int, int, int]]:
         """Pages of each lane: free, cached, held."""
         pages = self.pages
-        return [(len(free), len(cached), pages.per_lane - len(free) - len(cached)) for free, cached in zip(pages.free, pages.cached)]
+        return [
+            (len(free), len(cached), pages.per_lane - len(free) - len(cached))
+            for free, cached in zip(pages.free, pages.cached)
+        ]
 
     def check(self) -> None:
         """Errors: AssertionError with what differs."""
         self.pages.check(page for table in self.tables for page in table)
-        counted = Counter(page for slot in np.flatnonzero(self.small).tolist() for page in self.tables[slot])
-        assert self.small_pages == len(counted), f"{self.small_pages} pages of small ones, counted {len(counted)}"
-        assert {page: int(self._small_refs[page]) for page in np.flatnonzero(self._small_refs).tolist()} == counted, "of small ones"
+        counted = Counter(
+            page for slot in np.flatnonzero(self.small).tolist() for page in self.tables[slot]
+        )
+        assert self.small_pages == len(counted), (
+            f"{self.small_pages} pages of small ones, counted {len(counted)}"
+        )
+        assert {
+            page: int(self._small_refs[page]) for page in np.flatnonzero(self._small_refs).tolist()
+        } == counted, "of small ones"
         for slot, table in enumerate(self.tables):
-            on = np.bincount(np.asarray(table, np.intp) // self.pages.per_lane, minlength=self.pages.lanes)
-            assert (on == self.held[slot]).all(), f"slot {slot}: held {self.held[slot]} but its pages are on {on}"
-            assert self.room[slot] == len(table) * self.block_size, f"slot {slot}: room {self.room[slot]} with {len(table)} blocks"
-            assert self.spread[slot] == (on.sum() > on[self.home[slot]]), f"slot {slot}: spread {self.spread[slot]} with {on}"
+            on = np.bincount(
+                np.asarray(table, np.intp) // self.pages.per_lane, minlength=self.pages.lanes
+            )
+            assert (on == self.held[slot]).all(), (
+                f"slot {slot}: held {self.held[slot]} but its pages are on {on}"
+            )
+            assert self.room[slot] == len(table) * self.block_size, (
+                f"slot {slot}: room {self.room[slot]} with {len(table)} blocks"
+            )
+            assert self.spread[slot] == (on.sum() > on[self.home[slot]]), (
+                f"slot {slot}: spread {self.spread[slot]} with {on}"
+            )
 
 
 def _even(group: tuple[int, ...], fixed: list[int], own: list[int]) -> list[int]:
-    """How many of its own blocks each lane shall have, so that with `fixed` ones the lanes of the group have equally many, but for one, as
-    far as that goes; others have none. Lanes that have most keep the odd ones."""
-    total, lanes = sum(own), sorted(group, key=lambda lane: (fixed[lane], -own[lane], lane))
+    """How many of its own blocks each lane shall have, so that with `fixed` ones the lanes of the
+    group have equally many, but for one, as far as that goes; others have none. Lanes that have
+    most keep the odd ones."""
+    total = sum(own)
+    lanes = sorted(group, key=lambda lane: (fixed[lane], -own[lane], lane))
     while (level := (total + sum(fixed[lane] for lane in lanes)) // len(lanes)) < fixed[lanes[-1]]:
-        lanes.pop()                                                  # has more than that already
+        lanes.pop()  # has more than that already
     out = [0] * len(fixed)
     more = total + sum(fixed[lane] for lane in lanes) - level * len(lanes)
-    for place, lane in enumerate(sorted(lanes, key=lambda lane: (-(fixed[lane] + own[lane]), lane))):
+    for place, lane in enumerate(
+        sorted(lanes, key=lambda lane: (-(fixed[lane] + own[lane]), lane))
+    ):
         out[lane] = level - fixed[lane] + (place < more)
     return out

@@ -1,7 +1,8 @@
 """On which lane the next block of a sequence goes: one function per placement.
 
-A placement gets what it may look at and names a lane that has a page available (the caller sees to it that there is one). Attention
-gives the same answer wherever a block lies, so a placement decides speed and room, never tokens.
+A placement gets what it may look at and names a lane that has a page available (the caller sees to
+it that there is one). Attention gives the same answer wherever a block lies, so a placement decides
+speed and room, never tokens.
 """
 
 from __future__ import annotations
@@ -12,24 +13,28 @@ from typing import NamedTuple
 
 
 class View(NamedTuple):
-    """What a placement sees: `available` and `held` count pages per lane, `block` is the index of the block to place."""
+    """What a placement sees: `available` and `held` count pages per lane, `block` is the index of
+    the block to place."""
 
     available: list[int]
-    held: list[int]                                  # by this sequence
-    lane: int                                        # of the block before, or the home lane
-    limit: int                                       # blocks of a sequence on a lane before the next lane joins
+    held: list[int]  # by this sequence
+    lane: int  # of the block before, or the home lane
+    limit: int  # blocks of a sequence on a lane before the next lane joins
     block: int
     slot: int
     home: int
-    blocks: int                                      # of the whole prompt
-    group: tuple[int, ...]                           # lanes over which it shall be dealt out evenly; none: one lane may hold it
-    stripe: int                                      # blocks that a prompt which is dealt out has in a row on a lane
+    blocks: int  # of the whole prompt
+    # lanes over which it shall be dealt out evenly; none: one lane may hold it
+    group: tuple[int, ...]
+    stripe: int  # blocks that a prompt which is dealt out has in a row on a lane
 
 
 def grow(view: View) -> int:
-    """Stay on the lane until its share is full, then go to the lane with the most room (Medha's dynamic growth, M5).
+    """Stay on the lane until its share is full, then go to the lane with the most room (Medha's
+    dynamic growth, M5).
 
-    Once every lane with room holds its share, blocks go on to where most room is: the limit says when lanes join, not what fits.
+    Once every lane with room holds its share, blocks go on to where most room is: the limit says
+    when lanes join, not what fits.
     """
     if view.available[view.lane] and view.held[view.lane] < view.limit:
         return view.lane
@@ -40,17 +45,23 @@ def grow(view: View) -> int:
 def round_robin(view: View) -> int:
     """Block by block over the lanes, skipping full ones."""
     lanes = len(view.available)
-    return next(lane % lanes for lane in range(view.block, view.block + lanes) if view.available[lane % lanes])
+    return next(
+        lane % lanes
+        for lane in range(view.block, view.block + lanes)
+        if view.available[lane % lanes]
+    )
 
 
 def striped(view: View) -> int:
-    """Prompts that are dealt out: stripe by stripe over the lanes of the group. Others as `grow`."""
+    """Prompts that are dealt out: stripe by stripe over the lanes of the group. Others as
+    `grow`."""
     return _dealt(view, view.group)
 
 
 def zigzag(view: View) -> int:
-    """As `striped`, but there and back again, so that lanes have as much of what comes early as of what comes late and sees all before it:
-    causal attention is even too (context parallel paper, 3.5.1)."""
+    """As `striped`, but there and back again, so that lanes have as much of what comes early as of
+    what comes late and sees all before it: causal attention is even too (context parallel paper,
+    3.5.1)."""
     return _dealt(view, view.group + view.group[::-1])
 
 
@@ -58,7 +69,11 @@ def _dealt(view: View, lanes: tuple[int, ...]) -> int:
     """The prompt's last block is at home, where the token after it is sampled."""
     if not lanes:
         return grow(view)
-    lane = view.home if view.block == view.blocks - 1 else lanes[view.block // view.stripe % len(lanes)]
+    lane = (
+        view.home
+        if view.block == view.blocks - 1
+        else lanes[view.block // view.stripe % len(lanes)]
+    )
     return lane if view.available[lane] else grow(view)
 
 
@@ -70,4 +85,9 @@ def scatter(view: View) -> int:
 
 Placement = Callable[[View], int]
 PLACEMENTS: dict[str, Placement] = {
-    "grow": grow, "striped": striped, "zigzag": zigzag, "round_robin": round_robin, "random": scatter}
+    "grow": grow,
+    "striped": striped,
+    "zigzag": zigzag,
+    "round_robin": round_robin,
+    "random": scatter,
+}

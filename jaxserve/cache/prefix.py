@@ -1,6 +1,8 @@
-"""Block keys: hashes chained over all tokens before, so that equal keys mean equal prefixes (mooncake.md K1).
+"""Block keys: hashes chained over all tokens before, so that equal keys mean equal prefixes
+(mooncake.md K1).
 
-The root of a chain covers what else makes KV differ: model, dtype, block size and the tenant's salt.
+The root of a chain covers what else makes KV differ: model, dtype, block size and the tenant's
+salt.
 """
 
 from __future__ import annotations
@@ -14,25 +16,33 @@ KEY_BYTES = 16
 
 
 def root_key(fingerprint: str, dtype: str, block_size: int, salt: str) -> bytes:
-    return blake2b(repr((fingerprint, dtype, block_size, salt)).encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES).digest()
+    return blake2b(
+        repr((fingerprint, dtype, block_size, salt)).encode("utf-8", "surrogatepass"),
+        digest_size=KEY_BYTES,
+    ).digest()
 
 
 def block_key(parent: bytes, tokens: np.ndarray) -> bytes:
     """Key of the block with these tokens [C] after the block with key `parent`."""
-    return blake2b(parent + tokens.astype("<i4", copy=False).tobytes(), digest_size=KEY_BYTES).digest()
+    return blake2b(
+        parent + tokens.astype("<i4", copy=False).tobytes(), digest_size=KEY_BYTES
+    ).digest()
 
 
 class Chain:
-    """The keys of one sequence's blocks, each computed when it is first asked for. `tokens(a, b)` gives the sequence's tokens [b - a].
+    """The keys of one sequence's blocks, each computed when it is first asked for. `tokens(a, b)`
+    gives the sequence's tokens [b - a].
 
-    `pages` [n] is what CacheManager.match found last, with the `stamps` [n] that these pages had then.
+    `pages` [n] is what CacheManager.match found last, with the `stamps` [n] that these pages had
+    then.
     """
 
     def __init__(self, root: bytes, block_size: int, tokens: Callable[[int, int], np.ndarray]):
         self.tokens = tokens
         self._size = block_size
         self._keys = [root]
-        self.pages, self.stamps = np.empty(0, np.intp), np.empty(0, np.int32)
+        self.pages = np.empty(0, np.intp)
+        self.stamps = np.empty(0, np.int32)
 
     def __getitem__(self, block: int) -> bytes:
         while len(self._keys) < block + 2:
@@ -42,4 +52,4 @@ class Chain:
 
     def learn(self, other: Chain, blocks: int) -> None:
         """Takes over the keys of the first blocks, which are the same in both sequences."""
-        self._keys = other._keys[:blocks + 1]
+        self._keys = other._keys[: blocks + 1]

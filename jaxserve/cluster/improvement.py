@@ -1,7 +1,9 @@
-"""How much a larger group must save, by load (Tetris, 5.1): little while instances idle, much when others wait for them.
+"""How much a larger group must save, by load (Tetris, 5.1): little while instances idle, much when
+others wait for them.
 
-A table gives the improvement rate that was best at each arrival rate (`simulate.tetris.profile` makes one); online, the arrival rate is
-that of a sliding window, and the table is looked up at intervals.
+A table gives the improvement rate that was best at each arrival rate (`simulate.tetris.profile`
+makes one); online, the arrival rate is that of a sliding window, and the table is looked up at
+intervals.
 """
 
 from __future__ import annotations
@@ -13,25 +15,39 @@ from jaxserve.config import ConfigError
 
 
 class ImprovementRate:
-    """table: improvement rate by requests per second. load: requests per second for which it is looked up at first; window: seconds over
-    which arrivals are counted; every: seconds between look-ups."""
+    """table: improvement rate by requests per second. load: requests per second for which it is
+    looked up at first; window: seconds over which arrivals are counted; every: seconds between
+    look-ups."""
 
-    def __init__(self, table: Mapping[float, float], load: float = 0.0, window: float = 60.0, every: float = 30.0):
-        """Errors: ConfigError for an empty table, rates that are not in [0, 1), or times that are not above 0."""
+    def __init__(
+        self,
+        table: Mapping[float, float],
+        load: float = 0.0,
+        window: float = 60.0,
+        every: float = 30.0,
+    ):
+        """Errors: ConfigError for an empty table, rates that are not in [0, 1), or times that are
+        not above 0."""
         if not table or not all(load >= 0 and 0 <= rate < 1 for load, rate in table.items()):
-            raise ConfigError("table", f"must map requests per second to rates of at least 0 and below 1, not {dict(table)}")
+            raise ConfigError(
+                "table",
+                f"must map requests per second to rates of at least 0 and below 1, not {dict(table)}",
+            )
         for name, value in (("window", window), ("every", every)):
             if not value > 0:
                 raise ConfigError(name, f"must be above 0 seconds, not {value}")
-        self.table, self.window, self.every = dict(table), window, every
-        self.value = self._best(load)                 # in force until the next look-up
+        self.table = dict(table)
+        self.window = window
+        self.every = every
+        self.value = self._best(load)  # in force until the next look-up
         self._seen: deque[float] = deque()
         self._began = self._due = 0.0
 
     def arrived(self, now: float) -> float:
         """Notes a request that comes now; returns the improvement rate for it."""
         if not self._seen:
-            self._began, self._due = now, now + self.every
+            self._began = now
+            self._due = now + self.every
         self._seen.append(now)
         if now >= self._due:
             self._due = now + self.every

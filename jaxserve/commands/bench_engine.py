@@ -38,7 +38,12 @@ BENCH = [
     Option("json", str, None, "file for all figures"),
 ]
 HOST = [
-    Option("contexts", str, "1024,8192", "tokens of context at which the host's work is measured; '' for none"),
+    Option(
+        "contexts",
+        str,
+        "1024,8192",
+        "tokens of context at which the host's work is measured; '' for none",
+    ),
     Option("seqs", int, 256, "running sequences", 1, 4096),
     Option("steps", int, 64, "decode steps", 1),
     Option("host_model", str, "random:tiny-window", "model that runs meanwhile"),
@@ -48,14 +53,18 @@ DEFAULTS = {"chunk_tokens": 2048, "max_seqs": 8, "prefix_caching": False}
 
 def run(values: dict[str, Any]) -> int:
     config = engine_config(values)
-    prefill, decode, contexts = (counts(name, values[name]) for name in ("prefill", "decode", "contexts"))
+    prefill, decode, contexts = (
+        counts(name, values[name]) for name in ("prefill", "decode", "contexts")
+    )
     if values["json"] is not None:
         check_writable("json", values["json"])
     report: dict[str, Any] = {"machine": machine(), "settings": dataclasses.asdict(config)}
     if prefill or decode:
         report |= _speeds(config, prefill, decode, values["rounds"])
     if contexts:
-        report |= _host_times(config, values["host_model"], contexts, values["seqs"], values["steps"])
+        report |= _host_times(
+            config, values["host_model"], contexts, values["seqs"], values["steps"]
+        )
     print(shown(report))
     if values["json"] is not None:
         Path(values["json"]).write_text(json.dumps(report, indent=1) + "\n")
@@ -67,10 +76,20 @@ def shown(report: Mapping[str, Any]) -> str:
     parts = [described(report["machine"])]
     if "speed" in report:
         parts.append(_line(report["engine"]))
-        rows = [[row["name"], f"{row['best']:.1f}", f"{row['median']:.1f}", str(len(row["tokens_per_s"]))] for row in report["speed"]]
+        rows = [
+            [
+                row["name"],
+                f"{row['best']:.1f}",
+                f"{row['median']:.1f}",
+                str(len(row["tokens_per_s"])),
+            ]
+            for row in report["speed"]
+        ]
         parts.append(table(["tokens/s", "best", "median", "rounds"], rows))
     if "host" in report:
-        parts.append(f"{_line(report['host_engine'])}; microseconds of the host per decode step, p50 / p90")
+        parts.append(
+            f"{_line(report['host_engine'])}; microseconds of the host per decode step, p50 / p90"
+        )
         parts.append(_host_table(report["host"]))
     if late := report.get("compiles_while_measuring"):
         parts.append(f"{late} programs were compiled while measuring: these figures are too low")
@@ -81,42 +100,77 @@ def _host_table(rows: Sequence[Mapping[str, Any]]) -> str:
     names = list(rows[0]["micros"])
     lines = []
     for row in rows:
-        times = [f"{row['micros'][name]['p50']:.0f} / {row['micros'][name]['p90']:.0f}" for name in names]
-        lines.append([f"{row['sequences']} x {row['context']}", *times, *(str(row["bytes_per_step"][which]) for which in ("p50", "most"))])
+        times = [
+            f"{row['micros'][name]['p50']:.0f} / {row['micros'][name]['p90']:.0f}" for name in names
+        ]
+        lines.append(
+            [
+                f"{row['sequences']} x {row['context']}",
+                *times,
+                *(str(row["bytes_per_step"][which]) for which in ("p50", "most")),
+            ]
+        )
     return table(["sequences x context", *names, "bytes/step", "most"], lines)
 
 
 def _line(info: Mapping[str, Any]) -> str:
-    return (f"{info['model']} in {info['dtype']} on {info['device']}, {info['mesh']}: {info['max_seqs']} sequences, chunks of "
-            f"{info['chunk_tokens']}, {info['pages_per_lane']} pages of {info['block_size']}")
+    return (
+        f"{info['model']} in {info['dtype']} on {info['device']}, {info['mesh']}: {info['max_seqs']} sequences, chunks of "
+        f"{info['chunk_tokens']}, {info['pages_per_lane']} pages of {info['block_size']}"
+    )
 
 
-def _speeds(config: EngineConfig, prefill: Sequence[int], decode: Sequence[int], rounds: int) -> dict[str, Any]:
+def _speeds(
+    config: EngineConfig, prefill: Sequence[int], decode: Sequence[int], rounds: int
+) -> dict[str, Any]:
     from jaxserve.commands.speed import Point, Runner, measure
 
     points = [Point("prefill", n) for n in prefill] + [Point("decode", n) for n in decode]
     if max(decode, default=0) > config.scheduler.max_seqs:
-        raise ConfigError("decode", f"{max(decode)} sequences are above max_seqs, which is {config.scheduler.max_seqs}")
+        raise ConfigError(
+            "decode",
+            f"{max(decode)} sequences are above max_seqs, which is {config.scheduler.max_seqs}",
+        )
     engine = _build(config)
     for point in points:
         if point.length > engine.max_len:
-            raise ConfigError(point.kind, f"{point} needs sequences of {point.length} tokens; the limit is {engine.max_len}")
+            raise ConfigError(
+                point.kind,
+                f"{point} needs sequences of {point.length} tokens; the limit is {engine.max_len}",
+            )
     with progress_bar("speed", len(points) * (rounds + 1), sys.stderr.isatty()) as bar:
         found, late = measure(Runner(engine), points, rounds, bar)
     info = _info(engine)
     engine.close()
-    return {"engine": info, "speed": [speed.record() for speed in found], "compiles_while_measuring": late}
+    return {
+        "engine": info,
+        "speed": [speed.record() for speed in found],
+        "compiles_while_measuring": late,
+    }
 
 
-def _host_times(config: EngineConfig, model: str, contexts: Sequence[int], seqs: int, steps: int) -> dict[str, Any]:
+def _host_times(
+    config: EngineConfig, model: str, contexts: Sequence[int], seqs: int, steps: int
+) -> dict[str, Any]:
     from jaxserve.commands.host_time import Crowd, host_time
 
-    gc.collect()                                        # the engine before, and its pages
-    crowds, block = [Crowd(seqs, context, steps) for context in contexts], config.cache.block_size
-    engine = _build(dataclasses.replace(
-        config, source=dataclasses.replace(config.source, model=model, max_model_len=max(c.length(block) for c in crowds)),
-        cache=dataclasses.replace(config.cache, pages=max(c.pages(block) for c in crowds), prefix_caching=True),
-        scheduler=dataclasses.replace(config.scheduler, max_seqs=seqs, max_queue=max(seqs, config.scheduler.max_queue))))
+    gc.collect()  # the engine before, and its pages
+    crowds = [Crowd(seqs, context, steps) for context in contexts]
+    block = config.cache.block_size
+    engine = _build(
+        dataclasses.replace(
+            config,
+            source=dataclasses.replace(
+                config.source, model=model, max_model_len=max(c.length(block) for c in crowds)
+            ),
+            cache=dataclasses.replace(
+                config.cache, pages=max(c.pages(block) for c in crowds), prefix_caching=True
+            ),
+            scheduler=dataclasses.replace(
+                config.scheduler, max_seqs=seqs, max_queue=max(seqs, config.scheduler.max_queue)
+            ),
+        )
+    )
     with progress_bar("host time", sum(c.turns for c in crowds), sys.stderr.isatty()) as bar:
         rows = [host_time(engine, crowd, bar).record() for crowd in crowds]
     info = _info(engine)
@@ -133,7 +187,11 @@ def _build(config: EngineConfig) -> Any:
 
 def _info(engine: Any) -> dict[str, Any]:
     device = engine.stages.last_mesh.devices.flat[0]
-    return {**engine.info(), "device": device.device_kind, "chunk_tokens": engine.config.scheduler.chunk_tokens}
+    return {
+        **engine.info(),
+        "device": device.device_kind,
+        "chunk_tokens": engine.config.scheduler.chunk_tokens,
+    }
 
 
 def counts(name: str, text: str) -> list[int]:
@@ -144,4 +202,6 @@ def counts(name: str, text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-COMMAND = Command({"speed": BENCH, "the host's work": HOST, **engine_groups(**DEFAULTS)}, run, ABOUT)
+COMMAND = Command(
+    {"speed": BENCH, "the host's work": HOST, **engine_groups(**DEFAULTS)}, run, ABOUT
+)

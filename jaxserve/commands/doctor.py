@@ -1,4 +1,5 @@
-"""`jaxserve doctor`: whether `jaxserve serve` with the same flags would work here, and how fast. Nothing is loaded or compiled."""
+"""`jaxserve doctor`: whether `jaxserve serve` with the same flags would work here, and how fast.
+Nothing is loaded or compiled."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ DOCTOR = [
     Option("patience", float, 60.0, "seconds for the devices to answer", 1.0),
 ]
 SETTINGS = options_of(EngineConfig).keys() | options_of(ServerConfig).keys()
-FULL = 0.9                                              # of memory: what takes more is warned of
-NVIDIA = Path("/dev/nvidiactl")                         # there where its driver is
+FULL = 0.9  # of memory: what takes more is warned of
+NVIDIA = Path("/dev/nvidiactl")  # there where its driver is
 NO_ROOM = "fewer --pages (or --kv_memory_gib), --dtype=bfloat16, or more ranks or stages in --mesh"
 
 
@@ -68,10 +69,15 @@ def _all(patient: Patient, values: dict[str, Any]) -> Iterator[Check]:
     yield from checks.folders(patient.engine)
     try:
         import jax
-    except Exception as error:                          # whatever is wrong with the installation
-        yield Check("jax", FAULT, f"cannot be imported: {type(error).__name__}: {error}"[:300], "install it again")
+    except Exception as error:  # whatever is wrong with the installation
+        yield Check(
+            "jax",
+            FAULT,
+            f"cannot be imported: {type(error).__name__}: {error}"[:300],
+            "install it again",
+        )
         return
-    jax.config.update("jax_platforms", "cpu")           # this process leaves the devices alone
+    jax.config.update("jax_platforms", "cpu")  # this process leaves the devices alone
     yield from _guarded("devices", _devices(patient, values["patience"]))
     yield from _guarded("model", _model(patient))
     if patient.plan is not None:
@@ -84,10 +90,19 @@ def _guarded(name: str, found: Iterable[Check]) -> Iterator[Check]:
     try:
         yield from found
     except ConfigError as error:
-        yield Check(name if error.field == "model" else error.field, FAULT, str(error).removeprefix(f"{error.field}: "),
-                    f"see --{error.field}")
+        yield Check(
+            name if error.field == "model" else error.field,
+            FAULT,
+            str(error).removeprefix(f"{error.field}: "),
+            f"see --{error.field}",
+        )
     except Exception as error:
-        yield Check(name, FAULT, f"could not be looked at: {type(error).__name__}: {error}"[:300], "see the message")
+        yield Check(
+            name,
+            FAULT,
+            f"could not be looked at: {type(error).__name__}: {error}"[:300],
+            "see the message",
+        )
 
 
 def _settings(patient: Patient, values: dict[str, Any]) -> Iterator[Check]:
@@ -100,10 +115,19 @@ def _settings(patient: Patient, values: dict[str, Any]) -> Iterator[Check]:
     def engine() -> None:
         patient.engine = engine_config(values)
 
-    faults = [Check("settings", FAULT, str(error), f"see `jaxserve serve --help` on --{error.field}")
-              for error in map(_error_of, (server, engine)) if error is not None]
+    faults = [
+        Check("settings", FAULT, str(error), f"see `jaxserve serve --help` on --{error.field}")
+        for error in map(_error_of, (server, engine))
+        if error is not None
+    ]
     changed = len(getattr(values, "origins", {}).keys() & SETTINGS)
-    yield from faults or [Check("settings", OK, f"{changed} differ from the defaults" if changed else "all are the defaults")]
+    yield from faults or [
+        Check(
+            "settings",
+            OK,
+            f"{changed} differ from the defaults" if changed else "all are the defaults",
+        )
+    ]
 
 
 def _security(config: ServerConfig) -> Iterator[Check]:
@@ -115,11 +139,17 @@ def _security(config: ServerConfig) -> Iterator[Check]:
         if tls := Tls.of(config):
             tls.context()
 
-    for name, asked, read in (("api_keys", config.api_keys, lambda: Access(config)),
-                              ("certificate", config.tls_cert or config.tls_key or config.tls_client_ca, certificate)):
+    for name, asked, read in (
+        ("api_keys", config.api_keys, lambda: Access(config)),
+        ("certificate", config.tls_cert or config.tls_key or config.tls_client_ca, certificate),
+    ):
         if asked is not None:
             error = _error_of(read)
-            yield Check(name, OK, asked) if error is None else Check(error.field, FAULT, str(error.args[0]), f"see --{error.field}")
+            yield (
+                Check(name, OK, asked)
+                if error is None
+                else Check(error.field, FAULT, str(error.args[0]), f"see --{error.field}")
+            )
 
 
 def _error_of(make: Callable[[], object]) -> ConfigError | None:
@@ -131,7 +161,7 @@ def _error_of(make: Callable[[], object]) -> ConfigError | None:
 
 
 def _devices(patient: Patient, limit: float) -> Iterator[Check]:
-    mesh = patient.engine.mesh                          # type: ignore[union-attr]
+    mesh = patient.engine.mesh  # type: ignore[union-attr]
     try:
         found = look(mesh.devices, limit)
     except NoDevices as error:
@@ -141,18 +171,31 @@ def _devices(patient: Patient, limit: float) -> Iterator[Check]:
     held = "" if found.memory is None else f", {forecast.gib(found.memory)} each"
     yield Check("devices", OK, f"{found.count} x {found.kind} ({found.platform}{held})")
     if found.platform == "cpu" and NVIDIA.exists():
-        yield Check("GPU", WARNING, "there is one of NVIDIA's, and JAX does not see it", "pip install --upgrade 'jax[cuda13]'")
+        yield Check(
+            "GPU",
+            WARNING,
+            "there is one of NVIDIA's, and JAX does not see it",
+            "pip install --upgrade 'jax[cuda13]'",
+        )
     if found.platform == "gpu":
         yield _kernels(found.lacks)
     enough = found.count >= mesh.devices
-    yield Check("mesh", OK if enough else FAULT, f"{mesh} needs {mesh.devices} of {found.count}",
-                "" if enough else "choose smaller degrees with --mesh")
+    yield Check(
+        "mesh",
+        OK if enough else FAULT,
+        f"{mesh} needs {mesh.devices} of {found.count}",
+        "" if enough else "choose smaller degrees with --mesh",
+    )
 
 
 def _kernels(lacks: str | None) -> Check:
     if lacks is None:
         return Check("kernels", OK, "those for Hopper")
-    advice = "pip install --upgrade 'jax[cuda13]'" if "jax" in lacks else "it works, slower, in XLA's plain form"
+    advice = (
+        "pip install --upgrade 'jax[cuda13]'"
+        if "jax" in lacks
+        else "it works, slower, in XLA's plain form"
+    )
     return Check("kernels", WARNING, f"not those for Hopper: {lacks}", advice)
 
 
@@ -165,15 +208,22 @@ def _model(patient: Patient) -> Iterator[Check]:
     assert patient.engine is not None
     source = patient.engine.source.model
     if not source.startswith("random:"):
-        file = model_file(resolve(source))              # before it is opened, which would fetch a hub id
+        file = model_file(resolve(source))  # before it is opened, which would fetch a hub id
         yield from _hash(source, file)
     patient.checkpoint = checkpoint = open_checkpoint(source)
     check(checkpoint, checkpoint.config)
     model = checkpoint.config.with_tp(patient.engine.mesh.tp)
-    yield Check("model", OK, f"{model.name}: {checkpoint.config.parameters / 1e6:.0f} M weights in {model.layers} layers, all there; "
-                             f"contexts up to {forecast.shown(model.max_len)}")
+    yield Check(
+        "model",
+        OK,
+        f"{model.name}: {checkpoint.config.parameters / 1e6:.0f} M weights in {model.layers} layers, all there; "
+        f"contexts up to {forecast.shown(model.max_len)}",
+    )
     yield _tokenizer(patient)
-    patient.plan, patient.max_len = make_plan(patient.engine, model), max_length(patient.engine, model)
+    patient.plan, patient.max_len = (
+        make_plan(patient.engine, model),
+        max_length(patient.engine, model),
+    )
 
 
 def _hash(source: str, file: Path) -> Iterator[Check]:
@@ -182,43 +232,84 @@ def _hash(source: str, file: Path) -> Iterator[Check]:
 
     if source in WHEELS and file.is_file():
         with open(file, "rb") as opened:
-            right = hashlib.file_digest(opened, "sha256").hexdigest() == WHEELS[source].member_sha256
-        yield Check("model hash", OK, "as published") if right else Check(
-            "model hash", FAULT, f"{file} is not the file that was published", f"remove {file.parent}, then `jaxserve fetch {source}`")
+            right = (
+                hashlib.file_digest(opened, "sha256").hexdigest() == WHEELS[source].member_sha256
+            )
+        yield (
+            Check("model hash", OK, "as published")
+            if right
+            else Check(
+                "model hash",
+                FAULT,
+                f"{file} is not the file that was published",
+                f"remove {file.parent}, then `jaxserve fetch {source}`",
+            )
+        )
 
 
 def _tokenizer(patient: Patient) -> Check:
     from jaxserve.tokenizer import Tokenizer
 
     if patient.checkpoint.tokenizer is None:
-        return Check("tokenizer", WARNING, "there is none: prompts must be token ids", "put tokenizer.json beside the weights")
+        return Check(
+            "tokenizer",
+            WARNING,
+            "there is none: prompts must be token ids",
+            "put tokenizer.json beside the weights",
+        )
     tokenizer = Tokenizer.load(patient.checkpoint.tokenizer)
     if tokenizer.vocab > patient.checkpoint.config.vocab:
         said = f"has {tokenizer.vocab} ids, the model knows {patient.checkpoint.config.vocab}"
         return Check("tokenizer", FAULT, said, "take the tokenizer that belongs to the model")
     if tokenizer.template is None:
-        return Check("tokenizer", WARNING, f"{tokenizer.vocab} ids; no chat template: chats are refused", "add chat_template.jinja")
+        return Check(
+            "tokenizer",
+            WARNING,
+            f"{tokenizer.vocab} ids; no chat template: chats are refused",
+            "add chat_template.jinja",
+        )
     ids = tokenizer.chat([{"role": "user", "content": "Hello"}])
-    return Check("tokenizer", OK, f"{tokenizer.vocab} ids; the chat template makes {len(ids)} of a short question")
+    return Check(
+        "tokenizer",
+        OK,
+        f"{tokenizer.vocab} ids; the chat template makes {len(ids)} of a short question",
+    )
 
 
 def _memory(patient: Patient) -> Iterator[Check]:
     from jaxserve.engine.sizes import sizes
 
     assert patient.engine is not None
-    plan, mesh, needed = patient.plan, patient.engine.mesh, sizes(patient.plan)
+    plan = patient.plan
+    mesh = patient.engine.mesh
+    needed = sizes(patient.plan)
     memory = patient.devices.memory if patient.devices else None
     on_cpu = memory is None
     size = needed.total * (mesh.devices if on_cpu else 1)
     room = checks.memory_available() if memory is None else memory
     state = OK if size <= FULL * room else WARNING if size <= room else FAULT
-    where = f"RAM for all {mesh.devices} devices" if on_cpu and mesh.devices > 1 else "RAM" if on_cpu else "each device"
-    yield Check("memory", state, f"{forecast.gib(size)} of {forecast.gib(room)} in {where}; a device holds {forecast.memory(needed)}",
-                "" if state == OK else NO_ROOM)
+    where = (
+        f"RAM for all {mesh.devices} devices"
+        if on_cpu and mesh.devices > 1
+        else "RAM"
+        if on_cpu
+        else "each device"
+    )
+    yield Check(
+        "memory",
+        state,
+        f"{forecast.gib(size)} of {forecast.gib(room)} in {where}; a device holds {forecast.memory(needed)}",
+        "" if state == OK else NO_ROOM,
+    )
     tokens = plan.pages * plan.block_size * mesh.kvp
     fits = tokens >= patient.max_len
     said = f"{tokens} tokens of KV, {plan.slots} sequences at once, {patient.max_len} tokens in each at most"
-    yield Check("capacity", OK if fits else WARNING, said, "" if fits else "longer requests are refused: more --kv_memory_gib or --pages")
+    yield Check(
+        "capacity",
+        OK if fits else WARNING,
+        said,
+        "" if fits else "longer requests are refused: more --kv_memory_gib or --pages",
+    )
 
 
 def _profile(patient: Patient) -> Iterator[Check]:
@@ -226,7 +317,8 @@ def _profile(patient: Patient) -> Iterator[Check]:
     from jaxserve.engine import profile
 
     assert patient.engine is not None
-    named, plan = patient.engine.profile, patient.plan
+    named = patient.engine.profile
+    plan = patient.plan
     if named == "none":
         yield Check("profile", WARNING, "none is asked for: nothing is predicted", "--profile=auto")
         return
@@ -235,8 +327,12 @@ def _profile(patient: Patient) -> Iterator[Check]:
     identity = profile.identity(plan, patient.max_len, patient.devices.kind)
     file = profile.kept_file(identity) if named == "auto" else Path(named)
     if named == "auto" and not file.exists():
-        yield Check("profile", WARNING, "nothing was measured here with these flags yet: nothing is predicted",
-                    "`jaxserve profile` with the same flags; else the first start measures")
+        yield Check(
+            "profile",
+            WARNING,
+            "nothing was measured here with these flags yet: nothing is predicted",
+            "`jaxserve profile` with the same flags; else the first start measures",
+        )
         return
     costs = profile.read(file, identity).costs
     patient.forecast = forecast.forecast(_scheduler(patient, costs))
@@ -247,9 +343,12 @@ def _scheduler(patient: Patient, costs: Any) -> Any:
     from jaxserve.cache import CacheManager
     from jaxserve.scheduling import Scheduler
 
-    config, plan = patient.engine, patient.plan
+    config = patient.engine
+    plan = patient.plan
     assert config is not None
-    cache = CacheManager(dataclasses.replace(config.cache, pages=plan.pages), config.mesh.kvp, plan.slots)
+    cache = CacheManager(
+        dataclasses.replace(config.cache, pages=plan.pages), config.mesh.kvp, plan.slots
+    )
     return Scheduler(config.scheduler, cache, config.mesh, patient.max_len, costs=costs)
 
 
@@ -261,17 +360,41 @@ def _text(patient: Patient, found: list[Check]) -> str:
         lines += [f"{'':8} {'':{width}}  -> {check.advice}"] if check.advice else []
     if patient.forecast is not None:
         headers = ["tokens", "TTFT", *(f"TPOT of {batch}" for batch in patient.forecast.batches)]
-        lines += ["", "predicted, with nothing else running:", table(headers, patient.forecast.rows())]
+        lines += [
+            "",
+            "predicted, with nothing else running:",
+            table(headers, patient.forecast.rows()),
+        ]
     faults, warnings = (sum(check.state == state for check in found) for state in (FAULT, WARNING))
-    return "\n".join([*lines, "", f"{faults} at fault, {warnings} to look at" if faults or warnings else "all is well"])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{faults} at fault, {warnings} to look at" if faults or warnings else "all is well",
+        ]
+    )
 
 
 def _json(patient: Patient, found: list[Check], healthy: bool) -> str:
     expected = patient.forecast
-    predicted = None if expected is None else {
-        "ttft": [{"prompt": length, "seconds": time} for length, time in expected.ttft.items()],
-        "tpot": [{"sequences": batch, "context": length, "seconds": time} for (batch, length), time in expected.tpot.items()]}
-    return json.dumps({"ok": healthy, "checks": [dataclasses.asdict(check) for check in found], "predicted": predicted})
+    predicted = (
+        None
+        if expected is None
+        else {
+            "ttft": [{"prompt": length, "seconds": time} for length, time in expected.ttft.items()],
+            "tpot": [
+                {"sequences": batch, "context": length, "seconds": time}
+                for (batch, length), time in expected.tpot.items()
+            ],
+        }
+    )
+    return json.dumps(
+        {
+            "ok": healthy,
+            "checks": [dataclasses.asdict(check) for check in found],
+            "predicted": predicted,
+        }
+    )
 
 
 COMMAND = Command({"doctor": DOCTOR, **serve.COMMAND.groups}, run, ABOUT)

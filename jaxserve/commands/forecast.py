@@ -1,4 +1,5 @@
-"""What a replica will need and how fast it will be, before it serves anybody: for the log of `jaxserve serve` and for `jaxserve doctor`."""
+"""What a replica will need and how fast it will be, before it serves anybody: for the log of
+`jaxserve serve` and for `jaxserve doctor`."""
 
 from __future__ import annotations
 
@@ -9,22 +10,28 @@ from typing import Any
 from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.predictor import NOMINAL, Lane
 
-LENGTHS = [128, *(2048 * 16**power for power in range(4))]            # tokens of prompts and contexts
-BATCHES = [4**power for power in range(7)]                            # sequences that decode at once
+LENGTHS = [128, *(2048 * 16**power for power in range(4))]  # tokens of prompts and contexts
+BATCHES = [4**power for power in range(7)]  # sequences that decode at once
 
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """Predicted seconds, of what has the replica to itself: `ttft` by tokens of a prompt; `tpot` by sequences that decode at once and
-    tokens of context of each, where they fit the cache."""
+    """Predicted seconds, of what has the replica to itself: `ttft` by tokens of a prompt; `tpot` by
+    sequences that decode at once and tokens of context of each, where they fit the cache."""
 
     ttft: dict[int, float]
     tpot: dict[tuple[int, int], float]
 
     def rows(self) -> list[list[str]]:
         """By length: TTFT, then TPOT of each batch."""
-        return [[shown(length), seconds(self.ttft[length]), *(seconds(self.tpot.get((batch, length))) for batch in self.batches)]
-                for length in self.ttft]
+        return [
+            [
+                shown(length),
+                seconds(self.ttft[length]),
+                *(seconds(self.tpot.get((batch, length))) for batch in self.batches),
+            ]
+            for length in self.ttft
+        ]
 
     @property
     def batches(self) -> list[int]:
@@ -33,27 +40,47 @@ class Forecast:
     def __str__(self) -> str:
         first = ", ".join(f"{shown(length)}: {seconds(time)}" for length, time in self.ttft.items())
         length = min(length for _, length in self.tpot)
-        each = ", ".join(f"{batch}: {seconds(self.tpot[batch, length])}" for batch in self.batches if (batch, length) in self.tpot)
+        each = ", ".join(
+            f"{batch}: {seconds(self.tpot[batch, length])}"
+            for batch in self.batches
+            if (batch, length) in self.tpot
+        )
         return f"predicted TTFT by tokens of the prompt {first}; TPOT by sequences of {shown(length)} tokens {each}"
 
 
 def forecast(scheduler: Scheduler) -> Forecast | None:
     """What its predictor says; None where nobody knows what steps cost."""
-    predictor, most = scheduler.predictor, min(scheduler.max_len, scheduler.cache.total * scheduler.cache.block_size)
+    predictor = scheduler.predictor
+    most = min(scheduler.max_len, scheduler.cache.total * scheduler.cache.block_size)
     if predictor.costs is NOMINAL:
         return None
     lengths = sorted({*(length for length in LENGTHS if length < most), most - 1})
-    batches = sorted({*(batch for batch in BATCHES if batch < scheduler.config.max_seqs), scheduler.config.max_seqs})
-    fits = [(batch, length) for batch, length in itertools.product(batches, lengths)
-            if batch * scheduler.cache.blocks(length + 1) <= scheduler.cache.total]
-    return Forecast({length: scheduler.alone(length) for length in lengths}, {pair: _tpot(scheduler, *pair) for pair in fits})
+    batches = sorted(
+        {
+            *(batch for batch in BATCHES if batch < scheduler.config.max_seqs),
+            scheduler.config.max_seqs,
+        }
+    )
+    fits = [
+        (batch, length)
+        for batch, length in itertools.product(batches, lengths)
+        if batch * scheduler.cache.blocks(length + 1) <= scheduler.cache.total
+    ]
+    return Forecast(
+        {length: scheduler.alone(length) for length in lengths},
+        {pair: _tpot(scheduler, *pair) for pair in fits},
+    )
 
 
 def _tpot(scheduler: Scheduler, batch: int, context: int) -> float:
-    predictor, lanes = scheduler.predictor, scheduler.predictor.mesh.kvp
-    own, spread = -(-batch // lanes), context > predictor.reach
+    predictor = scheduler.predictor
+    lanes = scheduler.predictor.mesh.kvp
+    own = -(-batch // lanes)
+    spread = context > predictor.reach
     here = context / lanes if spread else context
-    lane = Lane(own, here * (batch if spread else own), here, samples=own, spread=batch if spread else 0)
+    lane = Lane(
+        own, here * (batch if spread else own), here, samples=own, spread=batch if spread else 0
+    )
     return predictor.latency(predictor.stage([lane]), batch, own)
 
 
@@ -61,18 +88,24 @@ def launch_lines(engine: Any) -> list[str]:
     """What to log before an engine serves: memory, capacity, predictions."""
     from jaxserve.engine.sizes import sizes
 
-    info, expected = engine.info(), forecast(engine.scheduler)
+    info = engine.info()
+    expected = forecast(engine.scheduler)
     return [
         f"memory per device: {memory(sizes(engine.stages.plan))}; {info['devices']} devices ({info['platform']})",
         f"capacity: {info['capacity_tokens']} tokens of KV in pages of {info['block_size']}, {info['max_seqs']} sequences at once, "
         f"{info['max_model_len']} tokens in each at most",
-        str(expected or "nothing predicted: without a profile nobody knows what steps cost (`jaxserve profile` measures one)"),
+        str(
+            expected
+            or "nothing predicted: without a profile nobody knows what steps cost (`jaxserve profile` measures one)"
+        ),
     ]
 
 
 def memory(sizes: Any) -> str:
-    return (f"{gib(sizes.total)} (weights {gib(sizes.weights)}, KV {gib(sizes.kv)}, tables {gib(sizes.tables)}, work about "
-            f"{gib(sizes.work)})")
+    return (
+        f"{gib(sizes.total)} (weights {gib(sizes.weights)}, KV {gib(sizes.kv)}, tables {gib(sizes.tables)}, work about "
+        f"{gib(sizes.work)})"
+    )
 
 
 def gib(size: float) -> str:
@@ -90,4 +123,6 @@ def shown(count: int) -> str:
 def seconds(time: float | None) -> str:
     if time is None:
         return "-"
-    return f"{time * 1e3:.3g} ms" if time < 1 else f"{time:.3g} s" if time < 1000 else f"{time:.0f} s"
+    return (
+        f"{time * 1e3:.3g} ms" if time < 1 else f"{time:.3g} s" if time < 1000 else f"{time:.0f} s"
+    )

@@ -17,7 +17,7 @@ from jaxserve.options import Option
 from jaxserve.request import Logprobs, RequestError, SamplingParams
 
 PROMPTS = ("prompt", "prompt_ids", "messages")
-KNOWN = (*PROMPTS, "class_name", *NAMES)                # fields of a line
+KNOWN = (*PROMPTS, "class_name", *NAMES)  # fields of a line
 ABOUT = """\
 Give --prompt, or --input with a file of JSON lines (- for standard input). A line has prompt (text), prompt_ids or messages (a list of \
 {"role": ..., "content": ...}), and class_name and sampling fields named as the flags; the flags are the defaults of the lines.
@@ -51,11 +51,17 @@ def run(values: dict[str, Any]) -> int:
     from jaxserve.llm import LLM, PromptError
 
     with LLM(**{name: values[name] for name in ALL}, progress=sys.stderr.isatty()) as llm:
-        show = _Live() if not values["json"] and sum(line.sampling.n for line in lines) == 1 else None
+        show = (
+            _Live() if not values["json"] and sum(line.sampling.n for line in lines) == 1 else None
+        )
         try:
-            completions = llm.generate([line.prompt for line in lines], [line.sampling for line in lines],
-                                       class_name=[line.class_name for line in lines], progress=len(lines) > 1 and sys.stderr.isatty(),
-                                       watch=show)
+            completions = llm.generate(
+                [line.prompt for line in lines],
+                [line.sampling for line in lines],
+                class_name=[line.class_name for line in lines],
+                progress=len(lines) > 1 and sys.stderr.isatty(),
+                watch=show,
+            )
         except PromptError as error:
             raise _at(lines[error.number].place, error) from None
     if show is not None:
@@ -69,7 +75,8 @@ def run(values: dict[str, Any]) -> int:
 
 
 def read(values: dict[str, Any]) -> list[Line]:
-    """The prompts of a command line. Errors: ConfigError, RequestError with file, line and field."""
+    """The prompts of a command line. Errors: ConfigError, RequestError with file, line and
+    field."""
     defaults = sampling_fields(values)
     if (values["prompt"] is None) == (values["input"] is None):
         raise ConfigError("prompt", "give either --prompt or --input")
@@ -79,10 +86,15 @@ def read(values: dict[str, Any]) -> list[Line]:
     name = values["input"] if values["input"] != "-" else "standard input"
     try:
         with sys.stdin if values["input"] == "-" else open(name, encoding="utf-8") as file:
-            lines = [parse(text, f"{name} line {number}", defaults, values["class_name"])
-                     for number, text in enumerate(file, 1) if text.strip()]
+            lines = [
+                parse(text, f"{name} line {number}", defaults, values["class_name"])
+                for number, text in enumerate(file, 1)
+                if text.strip()
+            ]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("input", f"{name}: {getattr(error, 'strerror', None) or 'is not UTF-8 text'}") from None
+        raise ConfigError(
+            "input", f"{name}: {getattr(error, 'strerror', None) or 'is not UTF-8 text'}"
+        ) from None
     if not lines:
         raise ConfigError("input", f"{name} has no prompts")
     return lines
@@ -98,7 +110,11 @@ def parse(text: str, place: str, defaults: dict[str, Any], class_name: str | Non
         raise RequestError("", f"{place}: must be an object with a prompt")
     given = [name for name in PROMPTS if name in fields]
     if len(given) != 1:
-        raise RequestError("", f"{place}: must have one of {', '.join(PROMPTS)}" + (f", not {' and '.join(given)}" if given else ""))
+        raise RequestError(
+            "",
+            f"{place}: must have one of {', '.join(PROMPTS)}"
+            + (f", not {' and '.join(given)}" if given else ""),
+        )
     for name in fields:
         if name not in KNOWN:
             raise RequestError("", f"{place}: unknown field {name!r}; known are {', '.join(KNOWN)}")
@@ -112,9 +128,16 @@ def parse(text: str, place: str, defaults: dict[str, Any], class_name: str | Non
 
 def record(completion: Completion) -> dict[str, Any]:
     """A completion as JSON."""
-    fields = {"prompt_ids": list(completion.prompt_ids), "output_ids": list(completion.ids), "text": completion.text,
-              "finish_reason": completion.reason}
-    for name, logprobs in (("logprobs", completion.logprobs), ("prompt_logprobs", completion.prompt_logprobs)):
+    fields = {
+        "prompt_ids": list(completion.prompt_ids),
+        "output_ids": list(completion.ids),
+        "text": completion.text,
+        "finish_reason": completion.reason,
+    }
+    for name, logprobs in (
+        ("logprobs", completion.logprobs),
+        ("prompt_logprobs", completion.prompt_logprobs),
+    ):
         if logprobs is not None:
             fields |= _logprobs(name, logprobs)
     return fields
@@ -124,7 +147,9 @@ def _logprobs(name: str, logprobs: Sequence[Logprobs | None]) -> dict[str, Any]:
     """The tokens' own, and where likeliest ones were asked for, these as [id, log-probability]."""
     fields: dict[str, Any] = {name: [None if p is None else p.chosen for p in logprobs]}
     if any(p is not None and p.top for p in logprobs):
-        fields[f"top_{name}"] = [None if p is None else [list(pair) for pair in p.top] for p in logprobs]
+        fields[f"top_{name}"] = [
+            None if p is None else [list(pair) for pair in p.top] for p in logprobs
+        ]
     return fields
 
 
@@ -134,7 +159,9 @@ def _check_prompt(name: str, prompt: Any) -> None:
         raise RequestError(name, "must be a text")
     if name == "prompt_ids" and not (whole and all(type(id) is int for id in prompt)):
         raise RequestError(name, "must be a list of token ids")
-    if name == "messages" and not (whole and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in prompt)):
+    if name == "messages" and not (
+        whole and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in prompt)
+    ):
         raise RequestError(name, 'must be a list of {"role": ..., "content": ...}')
 
 
@@ -156,7 +183,13 @@ def _print(lines: Iterable[Line], completions: Iterable[Completion]) -> None:
             completion = next(rest)
             which = f"{line.place} " if line.place else ""
             number = f"completion {completion.index} " if line.sampling.n > 1 else ""
-            print(f"--- {which}{number}({completion.usage.completion} tokens, {completion.reason})\n{completion.text}")
+            print(
+                f"--- {which}{number}({completion.usage.completion} tokens, {completion.reason})\n{completion.text}"
+            )
 
 
-COMMAND = Command({"input and output": INPUT, "sampling": sampling_options(temperature=0.0), **engine_groups()}, run, ABOUT)
+COMMAND = Command(
+    {"input and output": INPUT, "sampling": sampling_options(temperature=0.0), **engine_groups()},
+    run,
+    ABOUT,
+)

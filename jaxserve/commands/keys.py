@@ -1,4 +1,5 @@
-"""`jaxserve keys`: makes API keys, and keeps their hashes in the file that `jaxserve serve --api_keys` reads."""
+"""`jaxserve keys`: makes API keys, and keeps their hashes in the file that `jaxserve serve
+--api_keys` reads."""
 
 from __future__ import annotations
 
@@ -30,11 +31,21 @@ PREFIX = "jaxserve-"
 KEY_BYTES = 32
 ACTIONS = ("add", "remove", "list")
 OPTIONS = [
-    Option("file", str, "keys.yaml", "the file of keys; --add makes it where it is missing, readable by its owner alone"),
+    Option(
+        "file",
+        str,
+        "keys.yaml",
+        "the file of keys; --add makes it where it is missing, readable by its owner alone",
+    ),
     Option("add", str, None, "make a key of this name, and print it"),
     Option("remove", str, None, "forget the key of this name: new requests with it are refused"),
     Option("list", bool, False, "show names, tenants and limits"),
-    Option("tenant", str, None, "with --add: keys of one tenant share KV prefixes; default: the key's name"),
+    Option(
+        "tenant",
+        str,
+        None,
+        "with --add: keys of one tenant share KV prefixes; default: the key's name",
+    ),
     Option("admin", bool, False, "with --add: the key works on the admin port, and nowhere else"),
 ]
 
@@ -55,14 +66,22 @@ def run(values: dict[str, Any]) -> int:
 
 
 def listed(keys: list[Key]) -> str:
-    rows = [[key.name, key.tenant, "yes" if key.admin else "no", *("-" if limit is None else str(limit)
-                                                                   for limit in dataclasses.astuple(key.limits))] for key in keys]
+    rows = [
+        [
+            key.name,
+            key.tenant,
+            "yes" if key.admin else "no",
+            *("-" if limit is None else str(limit) for limit in dataclasses.astuple(key.limits)),
+        ]
+        for key in keys
+    ]
     return table(["name", "tenant", "admin", "requests/min", "concurrency", "queued tokens"], rows)
 
 
 def _add(file: Path, values: dict[str, Any]) -> str:
     """The key that was made."""
-    name, tenant = values["add"], values["tenant"] or values["add"]
+    name = values["add"]
+    tenant = values["tenant"] or values["add"]
     for flag, text in (("add", name), ("tenant", tenant)):
         if not NAME.fullmatch(text):
             raise ConfigError(flag, f"{text!r} is not a name of 1 to 64 letters, digits, . - and _")
@@ -77,13 +96,17 @@ def _add(file: Path, values: dict[str, Any]) -> str:
 def _remove(keys: list[Key], name: str) -> None:
     left = [key for key in keys if key.name != name]
     if len(left) == len(keys):
-        raise ConfigError("remove", f"there is no key {name!r}; known are {', '.join(key.name for key in keys) or 'none'}")
+        raise ConfigError(
+            "remove",
+            f"there is no key {name!r}; known are {', '.join(key.name for key in keys) or 'none'}",
+        )
     keys[:] = left
 
 
 @contextlib.contextmanager
 def changing(file: Path, make: bool = False) -> Iterator[list[Key]]:
-    """The keys of a file, written back when the block ends well: whole or not at all, one at a time. Errors: ConfigError."""
+    """The keys of a file, written back when the block ends well: whole or not at all, one at a
+    time. Errors: ConfigError."""
     try:
         folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
@@ -103,13 +126,16 @@ def changing(file: Path, make: bool = False) -> Iterator[list[Key]]:
 def _read(file: Path) -> list[Key]:
     try:
         return read(file)
-    except ConfigError as error:                        # the flag has another name here
+    except ConfigError as error:  # the flag has another name here
         raise ConfigError("file", str(error).removeprefix(f"{error.field}: ")) from None
 
 
 def _write(file: Path, text: str) -> None:
     """For its owner's eyes alone."""
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.", delete=False) as out:    # mode 0600
+    # mode 0600
+    with tempfile.NamedTemporaryFile(
+        "w", dir=file.parent, prefix=f".{file.name}.", delete=False
+    ) as out:
         try:
             out.write(text)
             out.flush()

@@ -15,19 +15,28 @@ _ROOT = Path(jaxserve.__file__).parent
 
 
 def machine() -> dict[str, Any]:
-    """CPU, cores this process may use, memory, system, versions, git commit ('' outside of a checkout, '+' for changed files)."""
+    """CPU, cores this process may use, memory, system, versions, git commit ('' outside of a
+    checkout, '+' for changed files)."""
     return {
-        "cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "memory_gib": round(_memory() / 2**30, 1),
-        "system": f"{platform.system()} {platform.release()}", "python": platform.python_version(),
-        "jax": metadata.version("jax"), "jaxlib": metadata.version("jaxlib"), "jaxserve": jaxserve.__version__, "git": _commit(),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(_memory() / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "jax": metadata.version("jax"),
+        "jaxlib": metadata.version("jaxlib"),
+        "jaxserve": jaxserve.__version__,
+        "git": _commit(),
     }
 
 
 def described(machine: dict[str, Any]) -> str:
     """On one line."""
     commit = f" (git {machine['git']})" if machine["git"] else ""
-    return (f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {machine['system']}; Python {machine['python']}, "
-            f"jax {machine['jax']}, jaxserve {machine['jaxserve']}{commit}")
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {machine['system']}; Python {machine['python']}, "
+        f"jax {machine['jax']}, jaxserve {machine['jaxserve']}{commit}"
+    )
 
 
 def _cpu() -> str:
@@ -49,11 +58,16 @@ def _memory() -> int:
 
 def _commit() -> str:
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     try:
-        if not Path(git("rev-parse", "--show-toplevel"), "jaxserve").samefile(_ROOT):   # installed inside of some other repository
+        # installed inside of some other repository
+        if not Path(git("rev-parse", "--show-toplevel"), "jaxserve").samefile(_ROOT):
             return ""
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+        return git("rev-parse", "--short=12", "HEAD") + (
+            "+" if git("status", "--porcelain", "--untracked-files=no") else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return ""

@@ -13,7 +13,7 @@ from typing import Any
 from jaxserve.commands.settings import ALL, engine_config
 from jaxserve.config import ConfigError
 
-STOP_SECONDS = 60.0                                     # that it has to end, drained
+STOP_SECONDS = 60.0  # that it has to end, drained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +27,14 @@ class OwnServer:
 
 @contextlib.contextmanager
 def own_server(values: Mapping[str, Any]) -> Iterator[OwnServer]:
-    """`jaxserve serve` with the engine's settings that are among the values, on free ports, once it takes requests; it ends with the block.
+    """`jaxserve serve` with the engine's settings that are among the values, on free ports, once it
+    takes requests; it ends with the block.
 
     Errors: ConfigError for settings that cannot be used, and where the server does not start.
     """
     from jaxserve.server.client import Client
 
-    engine_config(values)                               # so that a mistake is ours to tell
+    engine_config(values)  # so that a mistake is ours to tell
     flags = [flag(name, values[name]) for name in ALL if values[name] is not None]
     command = [sys.executable, "-m", "jaxserve", "serve", "--port=0", "--http_port=0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,5 @@
-"""`jaxserve profile`: measures what steps cost on the engine at hand, for its scheduler and for simulations."""
+"""`jaxserve profile`: measures what steps cost on the engine at hand, for its scheduler and for
+simulations."""
 
 from __future__ import annotations
 
@@ -20,13 +21,23 @@ predicts with. `jaxserve serve` with the same flags finds them; another place is
 
   jaxserve profile --model=smollm2-135m
 """
-SAMPLE = 300                                          # requests of a simulation that tries an improvement rate
-STEPS = 8                                             # loads at which rates are tried
+SAMPLE = 300  # requests of a simulation that tries an improvement rate
+STEPS = 8  # loads at which rates are tried
 PROFILE = [
-    Option("longest", int, 65536, "tokens of the longest sequence that is measured, if the model and the cache hold it", 2),
+    Option(
+        "longest",
+        int,
+        65536,
+        "tokens of the longest sequence that is measured, if the model and the cache hold it",
+        2,
+    ),
     Option("repeats", int, 3, "measurements of each point, of which the median counts", 1),
-    Option("workload", str, "poisson:mix=tetris-short", "lengths for which plans of lanes (--planner) are tuned, as `jaxserve simulate` "
-                                                        "takes them"),
+    Option(
+        "workload",
+        str,
+        "poisson:mix=tetris-short",
+        "lengths for which plans of lanes (--planner) are tuned, as `jaxserve simulate` takes them",
+    ),
     Option("out", str, None, "file for the profile; default: where `jaxserve serve` looks"),
 ]
 
@@ -37,35 +48,66 @@ def run(values: dict[str, Any]) -> int:
 
     config = engine_config({**values, "profile": "auto"})
     engine = build(config, progress=sys.stderr.isatty(), profiled=False)
-    found, points = profile.profiled(engine, values["longest"], values["repeats"], sys.stderr.isatty())
+    found, points = profile.profiled(
+        engine, values["longest"], values["repeats"], sys.stderr.isatty()
+    )
     file = Path(values["out"]) if values["out"] else profile.safe_file(profile.identity_of(engine))
-    profile.write(file, engine, found, points, improvement(values, engine) if engine.stages.plan.moves else None)
-    rows = [[str(one.shape), str(one.point.decodes), f"{one.point.chunks} x {one.point.new}", str(max(one.point.context, one.point.cached)),
-             "yes" if one.point.sample else "no", f"{one.seconds * 1e3:.2f}"] for one in points]
+    profile.write(
+        file,
+        engine,
+        found,
+        points,
+        improvement(values, engine) if engine.stages.plan.moves else None,
+    )
+    rows = [
+        [
+            str(one.shape),
+            str(one.point.decodes),
+            f"{one.point.chunks} x {one.point.new}",
+            str(max(one.point.context, one.point.cached)),
+            "yes" if one.point.sample else "no",
+            f"{one.seconds * 1e3:.2f}",
+        ]
+        for one in points
+    ]
     print(described(machine()))
     print()
     print(table(["shape", "decodes", "chunks", "tokens before", "sampled", "ms per step"], rows))
-    print(f"\nmean error of the fit {found.fitted:.1%}, of points left out of it {found.held_out:.1%}; written to {file}")
+    print(
+        f"\nmean error of the fit {found.fitted:.1%}, of points left out of it {found.held_out:.1%}; written to {file}"
+    )
     engine.close()
     return 0
 
 
 def improvement(values: dict[str, Any], engine: Any) -> Any:
-    """A search for the improvement rates with the least mean TTFT, at loads up to where all lanes are busy, by simulation (Tetris, 5.1)."""
+    """A search for the improvement rates with the least mean TTFT, at loads up to where all lanes
+    are busy, by simulation (Tetris, 5.1)."""
     from jaxserve.cluster.cdsp import POLICIES
     from jaxserve.simulate import tetris, workload
 
-    sample = lambda qps: [dataclasses.replace(one, prompt=min(one.prompt, engine.max_len - 1))
-                          for one in workload.parse(values["workload"], qps=qps, requests=SAMPLE)]
+    sample = lambda qps: [
+        dataclasses.replace(one, prompt=min(one.prompt, engine.max_len - 1))
+        for one in workload.parse(values["workload"], qps=qps, requests=SAMPLE)
+    ]
 
     def search(profile: Any) -> dict[float, float]:
-        instances, lanes = profile.instances(engine), engine.config.mesh.kvp
+        instances = profile.instances(engine)
+        lanes = engine.config.mesh.kvp
         one = min(instances.latencies)
-        seconds = statistics.fmean(instances.latencies[one](0, arrival.prompt) for arrival in sample(1.0))
+        seconds = statistics.fmean(
+            instances.latencies[one](0, arrival.prompt) for arrival in sample(1.0)
+        )
         loads = [lanes / seconds * step / STEPS for step in range(1, STEPS + 1)]
-        return tetris.profile(instances, lanes, POLICIES[engine.config.scheduler.planner], sample, loads)
+        return tetris.profile(
+            instances, lanes, POLICIES[engine.config.scheduler.planner], sample, loads
+        )
+
     return search
 
 
-GROUPS = {title: [option for option in group if option.name != "profile"] for title, group in engine_groups().items()}
+GROUPS = {
+    title: [option for option in group if option.name != "profile"]
+    for title, group in engine_groups().items()
+}
 COMMAND = Command({"measuring": PROFILE, **GROUPS}, run, ABOUT)

@@ -35,11 +35,14 @@ _LISTS = {"stop": (tuple, ()), "stop_token_ids": (str, None), "logit_bias": (str
 
 def sampling_options(**defaults: Any) -> list[Option]:
     """A flag for each field, some of them with other defaults."""
-    hints, options = typing.get_type_hints(SamplingParams), []
+    hints = typing.get_type_hints(SamplingParams)
+    options = []
     for field in dataclasses.fields(SamplingParams):
         (kind, *_) = typing.get_args(hints[field.name]) or (hints[field.name],)
         kind, default = _LISTS.get(field.name, (kind, field.default))
-        options.append(Option(field.name, kind, defaults.get(field.name, default), HELP[field.name]))
+        options.append(
+            Option(field.name, kind, defaults.get(field.name, default), HELP[field.name])
+        )
     return options
 
 
@@ -47,10 +50,15 @@ def sampling_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """What the flags say, as fields of `SamplingParams.make`. Errors: RequestError."""
     fields = {name: values[name] for name in NAMES if values[name] not in (None, [])}
     if "stop_token_ids" in fields:
-        fields["stop_token_ids"] = [_number("stop_token_ids", int, text) for text in fields["stop_token_ids"].split(",")]
+        fields["stop_token_ids"] = [
+            _number("stop_token_ids", int, text) for text in fields["stop_token_ids"].split(",")
+        ]
     if "logit_bias" in fields:
         pairs = (pair.partition("=") for pair in fields["logit_bias"].split(","))
-        fields["logit_bias"] = {_number("logit_bias", int, id): _number("logit_bias", float, bias) for id, _, bias in pairs}
+        fields["logit_bias"] = {
+            _number("logit_bias", int, id): _number("logit_bias", float, bias)
+            for id, _, bias in pairs
+        }
     return fields
 
 

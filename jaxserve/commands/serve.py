@@ -27,9 +27,10 @@ def run(values: dict[str, Any]) -> int:
     from jaxserve.server import logs
     from jaxserve.server.launch import Server, check_host, serve
 
-    engine, server = engine_config(values), server_config(values)
+    engine = engine_config(values)
+    server = server_config(values)
     logs.setup(server.log_format, server.log_level)
-    if sys.stderr.isatty():                             # a bar shows what is compiled
+    if sys.stderr.isatty():  # a bar shows what is compiled
         logging.getLogger("jaxserve.engine.programs").setLevel(logging.WARNING)
     check_host(server)
 
@@ -44,7 +45,8 @@ def run(values: dict[str, Any]) -> int:
             log.info(line)
         return built, tokenizer
 
-    if not serve(server, build, listening):             # stopped while it was building: compiling cannot be interrupted
+    # stopped while it was building: compiling cannot be interrupted
+    if not serve(server, build, listening):
         os._exit(0)
     return 0
 

@@ -21,19 +21,35 @@ ENGINE = {
     "cache": _of(CacheConfig),
     "scheduling": _of(SchedulerConfig, "profile", "lookahead", "hang_timeout", "compile_cache"),
 }
-CONFIG = {"settings": [
-    Option("config", str, None, "YAML file with settings, by the names of flags; flags go before variables JAXSERVE_NAME, and these before "
-                                "the file; default: JAXSERVE_CONFIG, if that is set"),
-    Option("print_config", bool, False, "print all settings as such a file, with where they are from, and end"),
-]}
-SERVED: dict[str, Any] = dict(policy="slack", chunking="adaptive", admission="predict")          # what servers do by default
+CONFIG = {
+    "settings": [
+        Option(
+            "config",
+            str,
+            None,
+            "YAML file with settings, by the names of flags; flags go before variables JAXSERVE_NAME, and these before "
+            "the file; default: JAXSERVE_CONFIG, if that is set",
+        ),
+        Option(
+            "print_config",
+            bool,
+            False,
+            "print all settings as such a file, with where they are from, and end",
+        ),
+    ]
+}
+# what servers do by default
+SERVED: dict[str, Any] = dict(policy="slack", chunking="adaptive", admission="predict")
 SERVER = {"server": list(options_of(ServerConfig).values())}
 
 
 def engine_groups(**defaults: Any) -> dict[str, list[Option]]:
-    """The engine's flags, some of them with other defaults, and those that say where settings are."""
-    return {title: [dataclasses.replace(o, default=defaults.get(o.name, o.default)) for o in group]
-            for title, group in {**ENGINE, **CONFIG}.items()}
+    """The engine's flags, some of them with other defaults, and those that say where settings
+    are."""
+    return {
+        title: [dataclasses.replace(o, default=defaults.get(o.name, o.default)) for o in group]
+        for title, group in {**ENGINE, **CONFIG}.items()
+    }
 
 
 def engine_config(values: Mapping[str, Any]) -> EngineConfig:

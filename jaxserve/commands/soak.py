@@ -1,8 +1,10 @@
 """`jaxserve soak`: hours of everything at once against a server, and what is left afterwards.
 
-Callers of every kind take turns at random: those who read to the end, over HTTP and gRPC, those who hang up or reset the connection in the
-middle, who send what is wrong, who want a schema obeyed, and now and then a crowd beyond what the server can take. Once a minute the
-server's memory, threads, descriptors and pages are written down. At the end, with nobody there, all pages must be free or cached.
+Callers of every kind take turns at random: those who read to the end, over HTTP and gRPC, those who
+hang up or reset the connection in the middle, who send what is wrong, who want a schema obeyed, and
+now and then a crowd beyond what the server can take. Once a minute the server's memory, threads,
+descriptors and pages are written down. At the end, with nobody there, all pages must be free or
+cached.
 """
 
 from __future__ import annotations
@@ -47,16 +49,48 @@ LOAD = [
     Option("seed", int, 0, "of everything that is drawn", 0),
     Option("json", str, None, "file for all figures"),
 ]
-WARM_UP = 0.25                                          # of the run: what grows in it does not count
-RSS_MIB_PER_HOUR = 60.0                                 # growth that counts as a leak
-LONG_ENOUGH = 0.25                                      # hours after the warm-up: before, memory is not judged
-CROWD = 0.005                                           # of the turns bring one
-WORDS = ("the", "of", "and", "to", "in", "a", "is", "that", "for", "it", "was", "on", "are", "as", "with", "his", "they", "at", "be")
-SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
-          "required": ["name", "age"]}
-BAD = [b"", b"{", b'{"prompt": 5}', b'{"prompt": "x", "temperature": -1}', b'{"prompt": "x", "n": 1000000000}',
-       b'{"prompt": "x", "nope": 1}', b'{"prompt": [999999999]}', b'{"prompt": "x", "structured_outputs": {"regex": "(("}}',
-       b"\x80\x04K\x01.", b'{"prompt": "x", "model": "y"}']
+WARM_UP = 0.25  # of the run: what grows in it does not count
+RSS_MIB_PER_HOUR = 60.0  # growth that counts as a leak
+LONG_ENOUGH = 0.25  # hours after the warm-up: before, memory is not judged
+CROWD = 0.005  # of the turns bring one
+WORDS = (
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "a",
+    "is",
+    "that",
+    "for",
+    "it",
+    "was",
+    "on",
+    "are",
+    "as",
+    "with",
+    "his",
+    "they",
+    "at",
+    "be",
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+BAD = [
+    b"",
+    b"{",
+    b'{"prompt": 5}',
+    b'{"prompt": "x", "temperature": -1}',
+    b'{"prompt": "x", "n": 1000000000}',
+    b'{"prompt": "x", "nope": 1}',
+    b'{"prompt": [999999999]}',
+    b'{"prompt": "x", "structured_outputs": {"regex": "(("}}',
+    b"\x80\x04K\x01.",
+    b'{"prompt": "x", "model": "y"}',
+]
 
 
 @dataclasses.dataclass
@@ -78,15 +112,25 @@ def run(values: dict[str, Any]) -> int:
     faults = faults_of(samples)
     print(report(samples, outcomes, faults))
     if values["json"]:
-        Path(values["json"]).write_text(json.dumps({
-            "machine": machine(), "flags": values, "outcomes": outcomes, "faults": faults,
-            "samples": [dataclasses.asdict(s) for s in samples]}, indent=1))
+        Path(values["json"]).write_text(
+            json.dumps(
+                {
+                    "machine": machine(),
+                    "flags": values,
+                    "outcomes": outcomes,
+                    "faults": faults,
+                    "samples": [dataclasses.asdict(s) for s in samples],
+                },
+                indent=1,
+            )
+        )
     return 1 if faults else 0
 
 
 def faults_of(samples: list[Sample]) -> list[str]:
     """What was left behind. The last sample was taken when nobody was there."""
-    last, warm = samples[-1], _warm(samples)
+    last = samples[-1]
+    warm = _warm(samples)
     found = []
     if last.running or last.waiting:
         found.append(f"{last.running} requests run and {last.waiting} wait, with nobody there")
@@ -97,7 +141,8 @@ def faults_of(samples: list[Sample]) -> list[str]:
     if growth > RSS_MIB_PER_HOUR and hours >= LONG_ENOUGH:
         found.append(f"memory grows by {growth:.0f} MiB an hour")
     for name in ("threads", "descriptors"):
-        before, after = getattr(warm[0], name), getattr(last, name)
+        before = getattr(warm[0], name)
+        after = getattr(last, name)
         if after > before + 10:
             found.append(f"{name}: {before} before, {after} after")
     return found
@@ -105,7 +150,7 @@ def faults_of(samples: list[Sample]) -> list[str]:
 
 def _warm(samples: list[Sample]) -> list[Sample]:
     """Those after the warm-up."""
-    return samples[max(1, int(WARM_UP * len(samples))):]
+    return samples[max(1, int(WARM_UP * len(samples))) :]
 
 
 def growth_of(samples: list[Sample]) -> float:
@@ -120,40 +165,73 @@ def slope(x: list[float], y: list[float]) -> float:
 
 
 def report(samples: list[Sample], outcomes: dict[str, int], faults: list[str]) -> str:
-    rows = [[f"{s.minute:.1f}", f"{s.rss_mib:.0f}", *map(str, (s.threads, s.descriptors, s.running, s.waiting)), f"{s.pages_held:.1%}"]
-            for s in samples]
+    rows = [
+        [
+            f"{s.minute:.1f}",
+            f"{s.rss_mib:.0f}",
+            *map(str, (s.threads, s.descriptors, s.running, s.waiting)),
+            f"{s.pages_held:.1%}",
+        ]
+        for s in samples
+    ]
     shown = rows if len(rows) <= 12 else [*rows[:: max(1, len(rows) // 10)], rows[-1]]
-    return "\n".join([
-        described(machine()), "", table(["minute", "RSS MiB", "threads", "descriptors", "running", "waiting", "pages held"], shown), "",
-        f"after the first {WARM_UP:.0%}: {growth_of(samples):+.1f} MiB an hour",
-        "requests: " + ", ".join(f"{name} {count}" for name, count in sorted(outcomes.items())),
-        "left behind: " + ("; ".join(faults) or "nothing")])
+    return "\n".join(
+        [
+            described(machine()),
+            "",
+            table(
+                ["minute", "RSS MiB", "threads", "descriptors", "running", "waiting", "pages held"],
+                shown,
+            ),
+            "",
+            f"after the first {WARM_UP:.0%}: {growth_of(samples):+.1f} MiB an hour",
+            "requests: " + ", ".join(f"{name} {count}" for name, count in sorted(outcomes.items())),
+            "left behind: " + ("; ".join(faults) or "nothing"),
+        ]
+    )
 
 
 class Soak:
     """Callers of every kind until the time is up."""
 
     def __init__(self, server: OwnServer, values: dict[str, Any]):
-        self._server, self._values = server, values
+        self._server = server
+        self._values = values
         self._address = urlsplit(server.url)
         self._dice = random.Random(values["seed"])
         self._outcomes: Counter[str] = Counter()
         self._crowd: set[asyncio.Task[None]] = set()
-        self._kinds = {"http": 4, "http_stream": 4, "grpc": 4, "hang_up": 3, "reset": 3, "cancel": 3, "wrong": 2, "schema": 1, "scrape": 1}
+        self._kinds = {
+            "http": 4,
+            "http_stream": 4,
+            "grpc": 4,
+            "hang_up": 3,
+            "reset": 3,
+            "cancel": 3,
+            "wrong": 2,
+            "schema": 1,
+            "scrape": 1,
+        }
 
     async def run(self) -> tuple[list[Sample], dict[str, int]]:
         from jaxserve.server.client import AsyncClient
 
-        began, samples = time.monotonic(), [await self._sample(0.0)]
+        began = time.monotonic()
+        samples = [await self._sample(0.0)]
         until = began + 60 * self._values["minutes"]
         async with AsyncClient(self._server.grpc) as self._client:
-            callers = [asyncio.create_task(self._caller(until)) for _ in range(self._values["callers"])]
+            callers = [
+                asyncio.create_task(self._caller(until)) for _ in range(self._values["callers"])
+            ]
             period = min(60.0, (until - began) / 20)
             while (left := until - time.monotonic()) > 0:
                 await asyncio.sleep(min(left, period))
                 samples.append(await self._sample((time.monotonic() - began) / 60))
                 done = sum(self._outcomes.values())
-                print(f"minute {samples[-1].minute:.1f}: {samples[-1].rss_mib:.0f} MiB, {done} requests", file=sys.stderr)
+                print(
+                    f"minute {samples[-1].minute:.1f}: {samples[-1].rss_mib:.0f} MiB, {done} requests",
+                    file=sys.stderr,
+                )
             await asyncio.gather(*callers, *self._crowd)
         await self._quiet()
         samples.append(await self._sample((time.monotonic() - began) / 60))
@@ -185,12 +263,14 @@ class Soak:
         return status if status != "200" or b"[DONE]" in body else "200 with an error event"
 
     async def _schema(self) -> str:
-        status, body = await self._post(self._body(structured_outputs={"json": SCHEMA}, max_tokens=100, temperature=1.0))
+        status, body = await self._post(
+            self._body(structured_outputs={"json": SCHEMA}, max_tokens=100, temperature=1.0)
+        )
         if status != "200":
             return status
         choice = json.loads(body)["choices"][0]
         if choice["finish_reason"] == "stop":
-            json.loads(choice["text"])                   # raises where it is no JSON: the run ends
+            json.loads(choice["text"])  # raises where it is no JSON: the run ends
         return status
 
     async def _grpc(self) -> str:
@@ -213,8 +293,13 @@ class Soak:
 
     async def _generate(self, events: int) -> str:
         """Reads so many events, then goes."""
-        sampling = SamplingParams(temperature=self._dice.choice((0, 1)), max_tokens=self._dice.randint(1, self._values["output_tokens"]))
-        outputs = self._client.generate(self._text(), sampling, timeout=self._dice.choice((None, None, None, 0.5)))
+        sampling = SamplingParams(
+            temperature=self._dice.choice((0, 1)),
+            max_tokens=self._dice.randint(1, self._values["output_tokens"]),
+        )
+        outputs = self._client.generate(
+            self._text(), sampling, timeout=self._dice.choice((None, None, None, 0.5))
+        )
         try:
             async for _ in outputs:
                 events -= 1
@@ -223,26 +308,36 @@ class Soak:
         except RequestError as error:
             return error.status
         finally:
-            await outputs.aclose()                       # type: ignore[attr-defined]
+            await outputs.aclose()  # type: ignore[attr-defined]
         return "OK"
 
     async def _leave(self, linger: bool) -> str:
         """Sends a request and goes at a random moment, some with a reset."""
-        reader, writer = await self._send("POST", "/v1/completions", self._body(stream=self._dice.random() < 0.5))
+        reader, writer = await self._send(
+            "POST", "/v1/completions", self._body(stream=self._dice.random() < 0.5)
+        )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._dice.random() * 0.8):
                 await reader.read()
         if linger:
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
             writer.transport.abort()
         writer.close()
         return "left"
 
     def _text(self) -> str:
-        return " ".join(self._dice.choices(WORDS, k=self._dice.randint(1, self._values["prompt_tokens"])))
+        return " ".join(
+            self._dice.choices(WORDS, k=self._dice.randint(1, self._values["prompt_tokens"]))
+        )
 
     def _body(self, **fields: Any) -> bytes:
-        plain = {"prompt": self._text(), "max_tokens": self._dice.randint(1, self._values["output_tokens"]), "temperature": 0}
+        plain = {
+            "prompt": self._text(),
+            "max_tokens": self._dice.randint(1, self._values["output_tokens"]),
+            "temperature": 0,
+        }
         return json.dumps({**plain, **fields}).encode()
 
     async def _post(self, body: bytes) -> tuple[str, bytes]:
@@ -251,17 +346,26 @@ class Soak:
     async def _get(self, path: str) -> tuple[str, bytes]:
         return await self._whole(*await self._send("GET", path, b""))
 
-    async def _whole(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[str, bytes]:
+    async def _whole(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> tuple[str, bytes]:
         """The status and what follows the header."""
         data = await reader.read()
         writer.close()
         head, _, body = data.partition(b"\r\n\r\n")
         return (head.split()[1].decode() if head else "closed"), body
 
-    async def _send(self, method: str, path: str, body: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection(self._address.hostname, self._address.port, limit=1 << 20)
-        writer.write(f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
-                     f"content-length: {len(body)}\r\n\r\n".encode() + body)
+    async def _send(
+        self, method: str, path: str, body: bytes
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(
+            self._address.hostname, self._address.port, limit=1 << 20
+        )
+        writer.write(
+            f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
         return reader, writer
 
     async def _quiet(self) -> None:
@@ -274,12 +378,24 @@ class Soak:
 
     async def _sample(self, minute: float) -> Sample:
         _, body = await self._get("/metrics")
-        values = {sample.name: sample.value for family in text_string_to_metric_families(body.decode()) for sample in family.samples}
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{self._server.pid}/status").read_text().splitlines())
+        values = {
+            sample.name: sample.value
+            for family in text_string_to_metric_families(body.decode())
+            for sample in family.samples
+        }
+        status = dict(
+            line.split(":", 1)
+            for line in Path(f"/proc/{self._server.pid}/status").read_text().splitlines()
+        )
         return Sample(
-            minute, int(status["VmRSS"].split()[0]) / 1024, int(status["Threads"]), len(os.listdir(f"/proc/{self._server.pid}/fd")),
-            int(values["jaxserve:num_requests_running"]), int(values["jaxserve:num_requests_waiting"]),
-            values["jaxserve:kv_cache_usage_perc"])
+            minute,
+            int(status["VmRSS"].split()[0]) / 1024,
+            int(status["Threads"]),
+            len(os.listdir(f"/proc/{self._server.pid}/fd")),
+            int(values["jaxserve:num_requests_running"]),
+            int(values["jaxserve:num_requests_waiting"]),
+            values["jaxserve:kv_cache_usage_perc"],
+        )
 
 
 COMMAND = Command({"load": LOAD, **engine_groups(**SERVED)}, run, ABOUT)

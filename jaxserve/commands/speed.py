@@ -1,6 +1,8 @@
-"""How fast an engine computes: tokens per second of prompts on their own and of sequences that decode together.
+"""How fast an engine computes: tokens per second of prompts on their own and of sequences that
+decode together.
 
-The engine is driven by its own `turn`, from this thread. Prompts are random, so that nothing is found in a cache.
+The engine is driven by its own `turn`, from this thread. Prompts are random, so that nothing is
+found in a cache.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ import numpy as np
 
 from jaxserve.request import Event, Finished, Request, SamplingParams, Token
 
-CONTEXT = 128                                           # tokens before those that decoding is measured on
-STEPS = 64                                              # tokens per sequence that decoding is measured on
+CONTEXT = 128  # tokens before those that decoding is measured on
+STEPS = 64  # tokens per sequence that decoding is measured on
 
 
 @dataclass(frozen=True)
 class Point:
-    """What is measured: kind 'prefill' of a prompt of `size` tokens, or 'decode' of `size` sequences."""
+    """What is measured: kind 'prefill' of a prompt of `size` tokens, or 'decode' of `size`
+    sequences."""
 
     kind: str
     size: int
@@ -40,15 +43,20 @@ class Runner:
     """Runs random prompts on an engine that was not started."""
 
     def __init__(self, engine: Any, seed: int = 0):
-        self._engine, self._dice, self._ids = engine, np.random.default_rng(seed), itertools.count()
+        self._engine = engine
+        self._dice = np.random.default_rng(seed)
+        self._ids = itertools.count()
 
     @property
     def compiles(self) -> int:
         """Programs compiled so far."""
         return self._engine.stages.programs.compiles
 
-    def generate(self, prompts: Sequence[Sequence[int] | np.ndarray] | np.ndarray, tokens: int) -> list[list[int]]:
-        """The greedy ids after each prompt, exactly `tokens` of them. Errors: RequestError, also where the engine ends a request early."""
+    def generate(
+        self, prompts: Sequence[Sequence[int] | np.ndarray] | np.ndarray, tokens: int
+    ) -> list[list[int]]:
+        """The greedy ids after each prompt, exactly `tokens` of them. Errors: RequestError, also
+        where the engine ends a request early."""
         out: list[list[int]] = [[] for _ in prompts]
 
         def sink(into: list[int]) -> Callable[[Sequence[Event]], None]:
@@ -58,13 +66,23 @@ class Runner:
                         into.append(event.id)
                     elif isinstance(event, Finished) and event.error is not None:
                         raise event.error
+
             return take
 
         sampling = SamplingParams.make(temperature=0, max_tokens=tokens, ignore_eos=True)
         engine = self._engine
         for prompt, into in zip(prompts, out):
-            engine.submit(Request.make(f"{next(self._ids)}", prompt, sampling, vocab=engine.model.vocab, max_len=engine.max_len,
-                                       arrival=engine.clock.now()), sink(into))
+            engine.submit(
+                Request.make(
+                    f"{next(self._ids)}",
+                    prompt,
+                    sampling,
+                    vocab=engine.model.vocab,
+                    max_len=engine.max_len,
+                    arrival=engine.clock.now(),
+                ),
+                sink(into),
+            )
         while engine.turn():
             pass
         return out
@@ -78,7 +96,8 @@ class Runner:
         return time.perf_counter() - began
 
     def rate(self, point: Point) -> float:
-        """Tokens per second, once: prompt tokens over the time to the first token, or what `STEPS` more tokens per sequence add."""
+        """Tokens per second, once: prompt tokens over the time to the first token, or what `STEPS`
+        more tokens per sequence add."""
         if point.kind == "prefill":
             return point.size / self.seconds(1, point.size, 1)
         prefill = min(self.seconds(point.size, CONTEXT, 1) for _ in range(2))
@@ -101,14 +120,24 @@ class Speed:
         return statistics.median(self.rates)
 
     def record(self) -> dict[str, Any]:
-        return {"name": str(self.point), "kind": self.point.kind, "size": self.point.size, "best": self.best, "median": self.median,
-                "tokens_per_s": list(self.rates)}
+        return {
+            "name": str(self.point),
+            "kind": self.point.kind,
+            "size": self.point.size,
+            "best": self.best,
+            "median": self.median,
+            "tokens_per_s": list(self.rates),
+        }
 
 
-def measure(runner: Runner, points: Sequence[Point], rounds: int, done: Callable[[str], None]) -> tuple[list[Speed], int]:
-    """Measures all points in each round, after a round that does not count; `done` hears of every measurement.
+def measure(
+    runner: Runner, points: Sequence[Point], rounds: int, done: Callable[[str], None]
+) -> tuple[list[Speed], int]:
+    """Measures all points in each round, after a round that does not count; `done` hears of every
+    measurement.
 
-    The second result is the number of programs that were compiled in rounds that count, which should be none.
+    The second result is the number of programs that were compiled in rounds that count, which
+    should be none.
     """
     rates: dict[Point, list[float]] = {point: [] for point in points}
     compiled = 0
@@ -119,4 +148,6 @@ def measure(runner: Runner, points: Sequence[Point], rounds: int, done: Callable
                 rates[point].append(rate)
             done(str(point))
         compiled = compiled if turn else runner.compiles
-    return [Speed(point, tuple(found)) for point, found in rates.items()], runner.compiles - compiled
+    return [
+        Speed(point, tuple(found)) for point, found in rates.items()
+    ], runner.compiles - compiled

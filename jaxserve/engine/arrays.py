@@ -1,8 +1,10 @@
-"""From a batch to what is sent: the choice of a compiled shape, and the step as one row of int32 per lane.
+"""From a batch to what is sent: the choice of a compiled shape, and the step as one row of int32
+per lane.
 
-A lane's tokens are rows of equal length in up to four groups: single tokens and prefill rows of local sequences, then of spread ones.
-A `Shape` is how many rows of how many tokens each group has; the short list of shapes is all that is ever compiled. A prefill chunk is
-cut into rows; a spread chunk's rows are dealt over the lanes, the last one to its home lane, which samples for it.
+A lane's tokens are rows of equal length in up to four groups: single tokens and prefill rows of
+local sequences, then of spread ones. A `Shape` is how many rows of how many tokens each group has;
+the short list of shapes is all that is ever compiled. A prefill chunk is cut into rows; a spread
+chunk's rows are dealt over the lanes, the last one to its home lane, which samples for it.
 """
 
 from __future__ import annotations
@@ -19,22 +21,24 @@ import numpy as np
 from jaxserve.config import SchedulerConfig
 from jaxserve.scheduling import Batch
 
-NOWHERE = np.int32(2**30)                            # a slot that no table has: writes to it are dropped
-MOVES = 32                                           # pages that one launch moves from each lane to each
-FEED = -1                                            # in place of a token id: the one sampled last for the row's slot
+NOWHERE = np.int32(2**30)  # a slot that no table has: writes to it are dropped
+MOVES = 32  # pages that one launch moves from each lane to each
+FEED = -1  # in place of a token id: the one sampled last for the row's slot
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Everything static about a step, per lane: (rows, tokens per row) of each group; (0, 0) is an empty group."""
+    """Everything static about a step, per lane: (rows, tokens per row) of each group; (0, 0) is an
+    empty group."""
 
     decode: tuple[int, int] = (0, 0)
     prefill: tuple[int, int] = (0, 0)
     spread_decode: tuple[int, int] = (0, 0)
     spread_prefill: tuple[int, int] = (0, 0)
-    samples: int = 1                                 # tokens it may sample per lane
-    exchange: str = "gather"                         # how spread rows and blocks on other lanes meet: see sharding.exchange
-    moves: int = 0                                   # pages that it may move from each lane to each, beside its layers
+    samples: int = 1  # tokens it may sample per lane
+    # how spread rows and blocks on other lanes meet: see sharding.exchange
+    exchange: str = "gather"
+    moves: int = 0  # pages that it may move from each lane to each, beside its layers
 
     @property
     def local(self) -> tuple[tuple[int, int], ...]:
@@ -60,13 +64,17 @@ class Shape:
         name = lambda groups: "+".join(f"{rows}x{width}" for rows, width in groups)
         exchange = "" if self.exchange == "gather" else f"_{self.exchange}"
         moves = "_moves" if self.moves else ""
-        return name(self.local) + (f"_spread_{name(self.spread)}{exchange}{moves}" if self.spread else "")
+        return name(self.local) + (
+            f"_spread_{name(self.spread)}{exchange}{moves}" if self.spread else ""
+        )
 
 
 def shapes(config: SchedulerConfig, lanes: int) -> list[Shape]:
-    """All shapes of an engine, cheapest first. Every batch that the scheduler may start fits the last of them."""
+    """All shapes of an engine, cheapest first. Every batch that the scheduler may start fits the
+    last of them."""
     most = (config.max_seqs, 1)
-    tile, tiles = config.tile, config.tiles
+    tile = config.tile
+    tiles = config.tiles
     wide = [(1, width) for width in _powers(tile, tile * tiles, 2) if width > 1]
     many = [(tiles, tile)] if tiles > 1 else []
     out = [Shape((rows, 1)) for rows in _powers(1, config.max_seqs, 2)]
@@ -74,11 +82,20 @@ def shapes(config: SchedulerConfig, lanes: int) -> list[Shape]:
     out += [Shape(most, (rows, tile)) for rows in _powers(2, tiles, 2) if rows < tiles]
     if lanes > 1:
         dealt = -(-tiles // lanes)
-        out += [Shape(most, (0, 0), most), Shape(most, (0, 0), most, (dealt, tile)), Shape(most, (tiles, tile), most, (dealt, tile))]
+        out += [
+            Shape(most, (0, 0), most),
+            Shape(most, (0, 0), most, (dealt, tile)),
+            Shape(most, (tiles, tile), most, (dealt, tile)),
+        ]
         out += [Shape(most, (tiles, tile), most, (tiles, tile))]
-        ring = [(min(tiles, dealt + 1), tile), (tiles, tile)] if tile > 1 else []        # cut where lanes change: some rows are short
-        out += [Shape(most, local, most, group, exchange=exchange) for group in ring for local in ((0, 0), (tiles, tile))
-                for exchange in rings(config)]
+        # cut where lanes change: some rows are short
+        ring = [(min(tiles, dealt + 1), tile), (tiles, tile)] if tile > 1 else []
+        out += [
+            Shape(most, local, most, group, exchange=exchange)
+            for group in ring
+            for local in ((0, 0), (tiles, tile))
+            for exchange in rings(config)
+        ]
     if lanes > 1 and config.planner != "none":
         out += [dataclasses.replace(shape, moves=MOVES) for shape in out if shape.spread_prefill[0]]
     sizes = sample_sizes(config)
@@ -90,11 +107,18 @@ def shapes(config: SchedulerConfig, lanes: int) -> list[Shape]:
 def rings(config: SchedulerConfig) -> tuple[str, ...]:
     """The exchanges around a ring that steps may choose."""
     both = "pass_q", "pass_kv"
-    return () if config.exchange == "gather" else (config.exchange,) if config.exchange in both else both
+    return (
+        ()
+        if config.exchange == "gather"
+        else (config.exchange,)
+        if config.exchange in both
+        else both
+    )
 
 
 def sample_sizes(config: SchedulerConfig) -> list[int]:
-    """How many tokens a head program may sample per lane: its compiled sizes. A sequence samples one token of a step at most."""
+    """How many tokens a head program may sample per lane: its compiled sizes. A sequence samples
+    one token of a step at most."""
     return list(_powers(1, config.max_seqs, 2))
 
 
@@ -114,29 +138,43 @@ class Layout:
 
     def views(self, ints):
         """Per field, its part of `ints` [..., size], numpy or jax."""
-        return {name: ints[..., at : at + math.prod(shape)].reshape(*ints.shape[:-1], *shape) for name, (at, shape) in self.fields.items()}
+        return {
+            name: ints[..., at : at + math.prod(shape)].reshape(*ints.shape[:-1], *shape)
+            for name, (at, shape) in self.fields.items()
+        }
 
 
 @functools.cache
 def layout(shape: Shape, lanes: int, block: int) -> Layout:
-    """deltas: slot, index, page, block. tokens: ids or FEED. rows: slot, start, length. held: of spread rows, entries per lane.
-    samples: token (of the lane's tokens) to sample after, slot, position of the sampled token. moves: see `rebalance.move`."""
+    """deltas: slot, index, page, block. tokens: ids or FEED. rows: slot, start, length. held: of
+    spread rows, entries per lane. samples: token (of the lane's tokens) to sample after, slot,
+    position of the sampled token. moves: see `rebalance.move`."""
     spread = sum(rows for rows, _ in shape.spread)
-    new = lambda groups: sum(rows * (1 if width == 1 else -(-width // block) + 1) for rows, width in groups)
+    new = lambda groups: sum(
+        rows * (1 if width == 1 else -(-width // block) + 1) for rows, width in groups
+    )
     sizes: dict[str, tuple[int, ...]] = {
-        "deltas": (new(shape.local) + lanes * new(shape.spread), 4), "tokens": (shape.tokens,), "rows": (shape.rows, 3),
-        "held": (spread, lanes), "samples": (shape.samples, 3), "moves": (2, lanes, shape.moves),
+        "deltas": (new(shape.local) + lanes * new(shape.spread), 4),
+        "tokens": (shape.tokens,),
+        "rows": (shape.rows, 3),
+        "held": (spread, lanes),
+        "samples": (shape.samples, 3),
+        "moves": (2, lanes, shape.moves),
     }
     ends = list(itertools.accumulate(math.prod(size) for size in sizes.values()))
-    return Layout({name: (end - math.prod(size), size) for (name, size), end in zip(sizes.items(), ends)}, ends[-1])
+    return Layout(
+        {name: (end - math.prod(size), size) for (name, size), end in zip(sizes.items(), ends)},
+        ends[-1],
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What of a batch bears on its shape. `long` are the chunks of more than one token: (row of the batch, lane, length, spread)."""
+    """What of a batch bears on its shape. `long` are the chunks of more than one token: (row of the
+    batch, lane, length, spread)."""
 
-    local: int                                       # most local chunks of one token on a lane
-    spread: int                                      # most spread ones
+    local: int  # most local chunks of one token on a lane
+    spread: int  # most spread ones
     long: tuple[tuple[int, int, int, bool], ...]
     lanes: int
 
@@ -144,19 +182,27 @@ class Work:
     def of(cls, batch: Batch, lanes: int) -> Work:
         at = np.flatnonzero(batch.length != 1)
         if lanes == 1:
-            local, spread = len(batch.slot) - len(at), 0
+            local = len(batch.slot) - len(at)
+            spread = 0
         else:
             single = batch.length == 1
             place = batch.lane[single] + lanes * batch.spread[single]
-            local, spread = np.bincount(place, minlength=2 * lanes).reshape(2, lanes).max(1).tolist()
+            local, spread = (
+                np.bincount(place, minlength=2 * lanes).reshape(2, lanes).max(1).tolist()
+            )
         long = zip(*(field[at].tolist() for field in (batch.lane, batch.length, batch.spread)))
-        return cls(local, spread, tuple((row, *chunk) for row, chunk in zip(at.tolist(), long)), lanes)
+        return cls(
+            local, spread, tuple((row, *chunk) for row, chunk in zip(at.tolist(), long)), lanes
+        )
 
     def fits(self, shape: Shape) -> bool:
-        """Whether the shape holds it; rows of a ring are dealt by where blocks are (`settled`), which is looked at elsewhere."""
+        """Whether the shape holds it; rows of a ring are dealt by where blocks are (`settled`),
+        which is looked at elsewhere."""
         if self.local > shape.decode[0] or self.spread > shape.spread_decode[0]:
             return False
-        return not self.long or (self._fits(shape.prefill, False) and self._fits(shape.spread_prefill, True))
+        return not self.long or (
+            self._fits(shape.prefill, False) and self._fits(shape.spread_prefill, True)
+        )
 
     def _fits(self, group: tuple[int, int], spread: bool) -> bool:
         chunks = [(lane, length) for _, lane, length, flag in self.long if flag == spread]
@@ -174,7 +220,8 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Where part of a chunk went: `size` tokens from `offset` in the chunk are tokens `token`... of `lane`."""
+    """Where part of a chunk went: `size` tokens from `offset` in the chunk are tokens `token`... of
+    `lane`."""
 
     chunk: int
     offset: int
@@ -184,37 +231,48 @@ class Piece:
 
 
 def launches(moves: np.ndarray, lanes: int, most: int = MOVES) -> Iterator[np.ndarray]:
-    """Moves [m, 4], in launches of at most `most` per pair of lanes: [lanes, 2, lanes, most], see `rebalance.move`. In their order: a
-    launch ends before a move that reads, or writes, what another one of it writes."""
-    ints, count, written = np.full((lanes, 2, lanes, most), NOWHERE, np.int32), Counter[tuple[int, int]](), set[tuple[int, int]]()
+    """Moves [m, 4], in launches of at most `most` per pair of lanes: [lanes, 2, lanes, most], see
+    `rebalance.move`. In their order: a launch ends before a move that reads, or writes, what
+    another one of it writes."""
+    ints = np.full((lanes, 2, lanes, most), NOWHERE, np.int32)
+    count = Counter[tuple[int, int]]()
+    written = set[tuple[int, int]]()
     for lane, page, to, new in moves.tolist():
         if count[lane, to] == most or not written.isdisjoint({(lane, page), (to, new)}):
             yield ints
-            ints, count, written = np.full_like(ints, NOWHERE), Counter(), set()
+            ints = np.full_like(ints, NOWHERE)
+            count = Counter()
+            written = set()
         nth = count[lane, to]
-        ints[lane, 0, to, nth], ints[to, 1, lane, nth] = page, new
+        ints[lane, 0, to, nth] = page
+        ints[to, 1, lane, nth] = new
         count[lane, to] += 1
         written.add((to, new))
     if written:
         yield ints
 
 
-RingRow = tuple[int, int, int, int]                  # chunk, offset in it, size, lane
+RingRow = tuple[int, int, int, int]  # chunk, offset in it, size, lane
 
 
 def settled(batch: Batch, work: Work, width: int, block: int) -> list[RingRow]:
-    """The spread chunks of more than one token in rows of at most `width` tokens, each on the lane that holds its blocks. Rows
-    end where lanes change and where whole rows from the start of the sequence do."""
-    out, at = [], 0
+    """The spread chunks of more than one token in rows of at most `width` tokens, each on the lane
+    that holds its blocks. Rows end where lanes change and where whole rows from the start of the
+    sequence do."""
+    out = []
+    at = 0
     for chunk, _, length, spread in work.long:
         if not spread:
             continue
-        start, offset = int(batch.start[chunk]), 0
+        start = int(batch.start[chunk])
+        offset = 0
         first = start // block
         lanes = batch.owner[at : at + (start + length - 1) // block - first + 1]
         at += len(lanes)
         changes = (np.flatnonzero(np.diff(lanes)) + 1 + first) * block - start
-        ends = np.unique(np.concatenate([changes, np.arange(width - start % width, length, width), [length]]))
+        ends = np.unique(
+            np.concatenate([changes, np.arange(width - start % width, length, width), [length]])
+        )
         for end in ends.tolist():
             out.append((chunk, offset, end - offset, int(lanes[(start + offset) // block - first])))
             offset = end
@@ -222,11 +280,15 @@ def settled(batch: Batch, work: Work, width: int, block: int) -> list[RingRow]:
 
 
 def ring_rows(batch: Batch, work: Work, width: int, block: int) -> list[RingRow]:
-    """Rows dealt by where blocks are; none where a ring cannot be: nothing is spread but decodes, or a token is sampled elsewhere than
-    at home."""
+    """Rows dealt by where blocks are; none where a ring cannot be: nothing is spread but decodes,
+    or a token is sampled elsewhere than at home."""
     rows = settled(batch, work, width, block)
     ends = {chunk: lane for chunk, _, _, lane in rows}
-    return [] if any(batch.sample[chunk] and batch.lane[chunk] != lane for chunk, lane in ends.items()) else rows
+    return (
+        []
+        if any(batch.sample[chunk] and batch.lane[chunk] != lane for chunk, lane in ends.items())
+        else rows
+    )
 
 
 def fullest(rows: list[RingRow]) -> int:
@@ -239,15 +301,19 @@ class Arrays:
     """A batch in a shape."""
 
     shape: Shape
-    ints: np.ndarray                                 # [lanes, size], see `layout`
-    last: np.ndarray                                 # [n] index of each chunk's last token among its home lane's tokens
-    sampled: np.ndarray                              # [n] where among its lane's samples a chunk's token will be; -1: it samples none
-    pieces: list[Piece]                              # of the chunks of more than one token
-    early: np.ndarray                                # [m, 5] table entries (after a long prefix hit) that must be sent before the step
-    moves: list[np.ndarray]                          # launches of moves before the step: those that do not ride with it
+    ints: np.ndarray  # [lanes, size], see `layout`
+    last: np.ndarray  # [n] index of each chunk's last token among its home lane's tokens
+    # [n] where among its lane's samples a chunk's token will be; -1: it samples none
+    sampled: np.ndarray
+    pieces: list[Piece]  # of the chunks of more than one token
+    # [m, 5] table entries (after a long prefix hit) that must be sent before the step
+    early: np.ndarray
+    moves: list[np.ndarray]  # launches of moves before the step: those that do not ride with it
 
 
-def to_arrays(batch: Batch, work: Work, shape: Shape, lanes: int, block: int, ring: Sequence[RingRow] = ()) -> Arrays:
+def to_arrays(
+    batch: Batch, work: Work, shape: Shape, lanes: int, block: int, ring: Sequence[RingRow] = ()
+) -> Arrays:
     """ring: `ring_rows`, where the shape has an exchange around one."""
     lay = layout(shape, lanes, block)
     ints = np.zeros((lanes, lay.size), np.int32)
@@ -260,8 +326,15 @@ def to_arrays(batch: Batch, work: Work, shape: Shape, lanes: int, block: int, ri
     pieces = _deal(work, shape, lanes, ring) if work.long else []
     if pieces:
         _fill_pieces(batch, view, shape, pieces, last)
-    return Arrays(shape, ints, last, _fill_samples(batch, view["samples"], last), pieces, _fill_deltas(batch.deltas, view["deltas"]),
-                  moves)
+    return Arrays(
+        shape,
+        ints,
+        last,
+        _fill_samples(batch, view["samples"], last),
+        pieces,
+        _fill_deltas(batch.deltas, view["deltas"]),
+        moves,
+    )
 
 
 def _per_lane(rows: np.ndarray, lane: np.ndarray, lanes: int) -> list[np.ndarray]:
@@ -275,7 +348,9 @@ def _fill_samples(batch: Batch, out: np.ndarray, last: np.ndarray) -> np.ndarray
     chunks = np.flatnonzero(batch.sample)
     for lane, mine in enumerate(_per_lane(chunks, batch.lane[chunks], len(out))):
         place[mine] = np.arange(len(mine))
-        out[lane, : len(mine)] = np.array((last[mine], batch.slot[mine], batch.start[mine] + batch.length[mine])).T
+        out[lane, : len(mine)] = np.array(
+            (last[mine], batch.slot[mine], batch.start[mine] + batch.length[mine])
+        ).T
     return place
 
 
@@ -298,18 +373,29 @@ def _tokens_at(batch: Batch) -> np.ndarray:
     return np.cumsum(own) - own
 
 
-def _fill_singles(batch: Batch, view: dict[str, np.ndarray], shape: Shape, last: np.ndarray) -> None:
-    lanes, single = len(view["rows"]), batch.length == 1
+def _fill_singles(
+    batch: Batch, view: dict[str, np.ndarray], shape: Shape, last: np.ndarray
+) -> None:
+    lanes = len(view["rows"])
+    single = batch.length == 1
     ids = np.full(len(batch.slot), FEED, np.int32)
     if len(batch.tokens):
         given = np.flatnonzero(single & ~batch.feed)
         ids[given] = batch.tokens[_tokens_at(batch)[given]]
-    local, spread = (0, 0), _sizes(shape.local)
-    for flag, (row, token), (rows, _) in ((False, local, shape.decode), (True, spread, shape.spread_decode)):
+    local = (0, 0)
+    spread = _sizes(shape.local)
+    for flag, (row, token), (rows, _) in (
+        (False, local, shape.decode),
+        (True, spread, shape.spread_decode),
+    ):
         group = np.flatnonzero(single & (batch.spread == flag)) if rows else np.empty(0, np.intp)
-        for lane, mine in enumerate(_per_lane(group, batch.lane[group], lanes) if len(group) else ()):
+        for lane, mine in enumerate(
+            _per_lane(group, batch.lane[group], lanes) if len(group) else ()
+        ):
             where = view["rows"][lane, row : row + len(mine)]
-            where[:, 0], where[:, 1], where[:, 2] = batch.slot[mine], batch.start[mine], 1
+            where[:, 0] = batch.slot[mine]
+            where[:, 1] = batch.start[mine]
+            where[:, 2] = 1
             view["tokens"][lane, token : token + len(mine)] = ids[mine]
             last[mine] = np.arange(token, token + len(mine))
             if flag:
@@ -321,39 +407,68 @@ def _sizes(groups: tuple[tuple[int, int], ...]) -> tuple[int, int]:
 
 
 def _deal(work: Work, shape: Shape, lanes: int, ring: Sequence[RingRow]) -> list[Piece]:
-    """Rows for the long chunks. A local chunk's rows follow each other on its lane; a spread one's go where most rows are free, or around
-    a ring where its blocks are."""
+    """Rows for the long chunks. A local chunk's rows follow each other on its lane; a spread one's
+    go where most rows are free, or around a ring where its blocks are."""
     out = []
     tokens = {False: shape.decode[0], True: _sizes(shape.local)[1] + shape.spread_decode[0]}
     for flag, (rows, width) in ((False, shape.prefill), (True, shape.spread_prefill)):
-        chunks = [(chunk, lane, length) for chunk, lane, length, spread in work.long if spread == flag]
+        chunks = [
+            (chunk, lane, length) for chunk, lane, length, spread in work.long if spread == flag
+        ]
         used = [0] * lanes
         if flag and shape.exchange != "gather":
             for chunk, offset, size, lane in ring:
                 out.append(Piece(chunk, offset, size, lane, tokens[flag] + used[lane] * width))
                 used[lane] += 1
             continue
-        kept = [sum(lane == home for _, home, _ in chunks) if flag else 0 for lane in range(lanes)]   # rows for last pieces
+        # rows for last pieces
+        kept = [sum(lane == home for _, home, _ in chunks) if flag else 0 for lane in range(lanes)]
         for chunk, home, length in chunks:
             for offset in range(0, length, width):
                 final = offset + width >= length
                 kept[home] -= flag and final
-                lane = home if final or not flag else max(range(lanes), key=lambda x: (rows - used[x] - kept[x], x == home))
-                out.append(Piece(chunk, offset, min(width, length - offset), lane, tokens[flag] + used[lane] * width))
+                lane = (
+                    home
+                    if final or not flag
+                    else max(range(lanes), key=lambda x: (rows - used[x] - kept[x], x == home))
+                )
+                out.append(
+                    Piece(
+                        chunk,
+                        offset,
+                        min(width, length - offset),
+                        lane,
+                        tokens[flag] + used[lane] * width,
+                    )
+                )
                 used[lane] += 1
     return out
 
 
-def _fill_pieces(batch: Batch, view: dict[str, np.ndarray], shape: Shape, pieces: list[Piece], last: np.ndarray) -> None:
+def _fill_pieces(
+    batch: Batch, view: dict[str, np.ndarray], shape: Shape, pieces: list[Piece], last: np.ndarray
+) -> None:
     at = _tokens_at(batch)
     local_rows, local_tokens = _sizes(shape.local)
     for piece in pieces:
-        chunk, lane, token, size = piece.chunk, piece.lane, piece.token, piece.size
+        chunk = piece.chunk
+        lane = piece.lane
+        token = piece.token
+        size = piece.size
         spread = bool(batch.spread[chunk])
-        singles, width = (shape.spread_decode[0], shape.spread_prefill[1]) if spread else (shape.decode[0], shape.prefill[1])
-        row = singles + (token - singles - spread * local_tokens) // width            # within the local or the spread rows
+        singles, width = (
+            (shape.spread_decode[0], shape.spread_prefill[1])
+            if spread
+            else (shape.decode[0], shape.prefill[1])
+        )
+        # within the local or the spread rows
+        row = singles + (token - singles - spread * local_tokens) // width
         first = at[chunk] + piece.offset
-        view["rows"][lane, row + spread * local_rows] = batch.slot[chunk], batch.start[chunk] + piece.offset, size
+        view["rows"][lane, row + spread * local_rows] = (
+            batch.slot[chunk],
+            batch.start[chunk] + piece.offset,
+            size,
+        )
         view["tokens"][lane, token : token + size] = batch.tokens[first : first + size]
         if spread:
             view["held"][lane, row] = batch.held[chunk]

@@ -1,4 +1,5 @@
-"""How fast lanes talk to each other: what the choice of an exchange between them needs to know of this mesh."""
+"""How fast lanes talk to each other: what the choice of an exchange between them needs to know of
+this mesh."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxserve.scheduling.profiles import Link
 from jaxserve.sharding.mesh import KVP
 
-SIZES = 2**14, 2**23                                  # bytes of the messages that are timed
+SIZES = 2**14, 2**23  # bytes of the messages that are timed
 REPEATS = 5
-CALLS = 4                                             # in a row, each of which needs the one before
+CALLS = 4  # in a row, each of which needs the one before
 
 
 def measure_links(mesh: Mesh) -> dict[str, Link]:
-    """hop: to the next lane of a ring; gather: an all-gather, by the bytes that a lane receives; exchange: an all-to-all, by the bytes that
-    a lane sends. All ranks of a stage talk at once, as while serving."""
+    """hop: to the next lane of a ring; gather: an all-gather, by the bytes that a lane receives;
+    exchange: an all-to-all, by the bytes that a lane sends. All ranks of a stage talk at once, as
+    while serving."""
     return {name: _fitted(mesh, f) for name, f in _PROGRAMS.items()}
 
 
@@ -44,12 +46,17 @@ def _exchange(x: jax.Array) -> jax.Array:
     return lax.all_to_all(jnp.resize(x, (lanes, part)), KVP, 0, 0).reshape(-1)[: len(x)]
 
 
-_PROGRAMS: dict[str, Callable[[jax.Array], jax.Array]] = {"hop": _hop, "gather": _gather, "exchange": _exchange}
+_PROGRAMS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "hop": _hop,
+    "gather": _gather,
+    "exchange": _exchange,
+}
 
 
 def _fitted(mesh: Mesh, f: Callable[[jax.Array], jax.Array]) -> Link:
     lanes = mesh.shape[KVP]
-    sizes = [size // (lanes * (lanes - 1)) * lanes * (lanes - 1) for size in SIZES]     # which all programs split without rest
+    # which all programs split without rest
+    sizes = [size // (lanes * (lanes - 1)) * lanes * (lanes - 1) for size in SIZES]
     small, large = (_seconds(mesh, f, size) for size in sizes)
     rate = (sizes[1] - sizes[0]) / max(large - small, 1e-9)
     return Link(max(small - sizes[0] / rate, 0.0), rate)
@@ -57,8 +64,15 @@ def _fitted(mesh: Mesh, f: Callable[[jax.Array], jax.Array]) -> Link:
 
 def _seconds(mesh: Mesh, f: Callable[[jax.Array], jax.Array], size: int) -> float:
     """Of one call with x of so many bytes."""
+
     @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
     def several(x: jax.Array) -> jax.Array:
         for _ in range(CALLS):
             x = jnp.resize(f(x), x.shape)
@@ -71,4 +85,5 @@ def _seconds(mesh: Mesh, f: Callable[[jax.Array], jax.Array], size: int) -> floa
         began = time.perf_counter()
         several(x).block_until_ready()
         return time.perf_counter() - began
+
     return statistics.median(once() for _ in range(REPEATS)) / CALLS

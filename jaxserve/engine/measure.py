@@ -1,7 +1,8 @@
 """How long steps take on the devices at hand: the points that a profile is fitted to.
 
-Steps are issued one after the other, as while serving, with made-up tokens on pages spread over the pool; nothing of the scheduler takes
-part. The time of a step is what each further one adds, so that neither the way through the stages nor the wait at the end counts.
+Steps are issued one after the other, as while serving, with made-up tokens on pages spread over the
+pool; nothing of the scheduler takes part. The time of a step is what each further one adds, so that
+neither the way through the stages nor the wait at the end counts.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import numpy as np
 from jaxserve.engine.arrays import Shape, Work, to_arrays
 from jaxserve.scheduling import Batch
 
-STEPS = 3                                             # whose time is taken at once
+STEPS = 3  # whose time is taken at once
 
 
 @dataclass(frozen=True)
 class Point:
-    """A step per lane: decodes, each after `context` tokens; chunks of `new` tokens after `cached` ones; whether tokens are sampled."""
+    """A step per lane: decodes, each after `context` tokens; chunks of `new` tokens after `cached`
+    ones; whether tokens are sampled."""
 
     decodes: int = 0
     context: int = 0
@@ -34,7 +36,9 @@ class Point:
 
     def longest(self) -> int:
         """Tokens of the longest sequence, those of the step included."""
-        return max(self.context + 1 if self.decodes else 0, self.cached + self.new if self.chunks else 0)
+        return max(
+            self.context + 1 if self.decodes else 0, self.cached + self.new if self.chunks else 0
+        )
 
     def pairs(self) -> int:
         """Of tokens that attend and tokens before them."""
@@ -54,9 +58,11 @@ class Meter:
     """Measures points on an engine that was not started; it is empty and stays so."""
 
     def __init__(self, engine: Any, repeats: int = 3):
-        self.stages, self.mesh, self.repeats = engine.stages, engine.config.mesh, repeats
+        self.stages = engine.stages
+        self.mesh = engine.config.mesh
+        self.repeats = repeats
         self.most = min(engine.max_len, self.stages.plan.width * self.stages.plan.block_size)
-        self._tables: set[int] = set()                # slots whose rows of the page table were written
+        self._tables: set[int] = set()  # slots whose rows of the page table were written
 
     def measure(self, point: Point) -> Measured:
         """Errors: ValueError for a point that no compiled shape or no page table holds."""
@@ -64,13 +70,18 @@ class Meter:
         work = Work.of(batch, self.mesh.kvp)
         shape = self.stages.plan.shape_for(work)
         if shape is None or point.longest() > self.most:
-            raise ValueError(f"{point} fits no compiled shape, or is longer than {self.most} tokens")
+            raise ValueError(
+                f"{point} fits no compiled shape, or is longer than {self.most} tokens"
+            )
         self._write_table(int(batch.slot.max()) + 1)
         arrays = to_arrays(batch, work, shape, self.mesh.kvp, self.stages.plan.block_size)
         sample = bool(batch.sample.any())
-        few = 0 if self.mesh.spp == 1 else self.mesh.spp              # as many as fill the stages do not count
+        few = 0 if self.mesh.spp == 1 else self.mesh.spp  # as many as fill the stages do not count
         self._run(arrays, sample, 1)
-        times = [(self._run(arrays, sample, few + STEPS) - self._run(arrays, sample, few)) / STEPS for _ in range(self.repeats)]
+        times = [
+            (self._run(arrays, sample, few + STEPS) - self._run(arrays, sample, few)) / STEPS
+            for _ in range(self.repeats)
+        ]
         return Measured(point, shape, max(statistics.median(times), 1e-9))
 
     def _run(self, arrays: Any, sample: bool, steps: int) -> float:
@@ -84,20 +95,35 @@ class Meter:
 
     def _batch(self, point: Point) -> Batch:
         """The point on every lane."""
-        lanes, each = self.mesh.kvp, point.decodes + point.chunks
+        lanes = self.mesh.kvp
+        each = point.decodes + point.chunks
         start = np.array([point.context] * point.decodes + [point.cached] * point.chunks, np.int32)
         length = np.array([1] * point.decodes + [point.new] * point.chunks, np.int32)
         tile = lambda row: np.tile(row, lanes)
         lane = np.repeat(np.arange(lanes, dtype=np.int32), each)
         held = np.zeros((lanes * each, lanes), np.int32)
-        held[np.arange(lanes * each), lane] = tile(-(-(start + length) // self.stages.plan.block_size))
+        held[np.arange(lanes * each), lane] = tile(
+            -(-(start + length) // self.stages.plan.block_size)
+        )
         feed = tile(np.arange(each) < point.decodes)
         return Batch(
-            number=0, seq=np.arange(lanes * each), slot=np.arange(lanes * each, dtype=np.int32), lane=lane, start=tile(start),
-            length=tile(length), feed=feed, sample=np.full(lanes * each, point.sample), spread=np.zeros(lanes * each, bool), held=held,
+            number=0,
+            seq=np.arange(lanes * each),
+            slot=np.arange(lanes * each, dtype=np.int32),
+            lane=lane,
+            start=tile(start),
+            length=tile(length),
+            feed=feed,
+            sample=np.full(lanes * each, point.sample),
+            spread=np.zeros(lanes * each, bool),
+            held=held,
             owner=np.empty(0, np.int32),
-            tokens=np.ones(int(tile(length)[~feed].sum()), np.int32), moves=np.empty((0, 4), np.int32),
-            deltas=np.empty((0, 5), np.int32), seconds=0.0, admitted=())
+            tokens=np.ones(int(tile(length)[~feed].sum()), np.int32),
+            moves=np.empty((0, 4), np.int32),
+            deltas=np.empty((0, 5), np.int32),
+            seconds=0.0,
+            admitted=(),
+        )
 
     def _write_table(self, slots: int) -> None:
         """Rows of the page table with pages from all over the pool, as after hours of serving."""
@@ -106,13 +132,20 @@ class Meter:
             at = np.arange(plan.width)
             pages = (slot * plan.width + at * 7919) % plan.pages
             for lane in range(self.mesh.kvp):
-                self.stages.set_table(np.stack([np.full_like(at, lane), np.full_like(at, slot), at, pages, at], 1).astype(np.int32))
+                self.stages.set_table(
+                    np.stack(
+                        [np.full_like(at, lane), np.full_like(at, slot), at, pages, at], 1
+                    ).astype(np.int32)
+                )
             self._tables.add(slot)
 
 
-def grid(shapes: list[Shape], longest: int, slots: int, pairs: float = float("inf")) -> Iterator[Point]:
-    """Points that tell all of a profile's coefficients apart: every compiled shape without context, then contexts up to what leaves room
-    for a chunk in sequences of `longest` tokens. Points of more `pairs` take too long and are left out."""
+def grid(
+    shapes: list[Shape], longest: int, slots: int, pairs: float = float("inf")
+) -> Iterator[Point]:
+    """Points that tell all of a profile's coefficients apart: every compiled shape without context,
+    then contexts up to what leaves room for a chunk in sequences of `longest` tokens. Points of
+    more `pairs` take too long and are left out."""
     for shape in shapes:
         if not shape.spread:
             yield _full(shape, longest, slots)
@@ -120,12 +153,20 @@ def grid(shapes: list[Shape], longest: int, slots: int, pairs: float = float("in
     widths = sorted({shape.prefill[1] for shape in shapes if shape.prefill[0] == 1})
     most = longest - 1 - min(widths, default=0)
     contexts = [4**power for power in range(4, 16) if 2 * 4**power <= most] + [most] * (most > 0)
-    points = [Point(decodes=count, context=context) for context in contexts for count in sorted({1, max(1, slots // 4), slots})]
-    for cached, new in itertools.product(contexts, sorted({widths[0], widths[len(widths) // 2], widths[-1]} if widths else ())):
+    points = [
+        Point(decodes=count, context=context)
+        for context in contexts
+        for count in sorted({1, max(1, slots // 4), slots})
+    ]
+    for cached, new in itertools.product(
+        contexts, sorted({widths[0], widths[len(widths) // 2], widths[-1]} if widths else ())
+    ):
         if cached + new < longest:
             points.append(Point(chunks=1, cached=cached, new=new, sample=False))
             if slots > 1:
-                points.append(Point(decodes=slots - 1, context=cached, chunks=1, cached=cached, new=new))
+                points.append(
+                    Point(decodes=slots - 1, context=cached, chunks=1, cached=cached, new=new)
+                )
     yield from (point for point in points if point.pairs() <= pairs)
 
 
@@ -138,10 +179,15 @@ def _full(shape: Shape, longest: int, slots: int) -> Point:
     return Point(decodes=decodes, context=1, chunks=chunks, new=new, sample=bool(decodes))
 
 
-def measure(engine: Any, points: list[Point], done: Callable[[str], None], repeats: int = 3) -> list[Measured]:
+def measure(
+    engine: Any, points: list[Point], done: Callable[[str], None], repeats: int = 3
+) -> list[Measured]:
     """All points, the first ones first; `done` hears of each."""
-    meter, found = Meter(engine, repeats), []
+    meter = Meter(engine, repeats)
+    found = []
     for point in points:
         found.append(meter.measure(point))
-        done(f"{point.decodes} decodes, {point.chunks} chunks of {point.new}, {max(point.context, point.cached)} tokens before")
+        done(
+            f"{point.decodes} decodes, {point.chunks} chunks of {point.new}, {max(point.context, point.cached)} tokens before"
+        )
     return found

@@ -1,6 +1,7 @@
 """What steps cost on this engine: read from a file, or measured once and kept.
 
-A profile belongs to one model, type, mesh, kind of device and list of compiled shapes; its file's name says which.
+A profile belongs to one model, type, mesh, kind of device and list of compiled shapes; its file's
+name says which.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from jaxserve.sharding.exchange import EXCHANGES, PIECE
 from jaxserve.source import cache_folder, private_folder
 
 log = logging.getLogger(__name__)
-FORMAT = 4                                            # of the file
+FORMAT = 4  # of the file
 Search = Callable[["Profile"], dict[float, float]]
-QUICK = 2**20                                         # most pairs of a step that is measured when nobody asked for a profile
+QUICK = 2**20  # most pairs of a step that is measured when nobody asked for a profile
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What steps cost; how fast lanes talk to each other, empty where there is one; and, where it was searched for, by planner
-    the best improvement rate by requests per second."""
+    """What steps cost; how fast lanes talk to each other, empty where there is one; and, where it
+    was searched for, by planner the best improvement rate by requests per second."""
 
     costs: Costs
     links: dict[str, Link]
@@ -51,15 +52,23 @@ class Profile:
     def exchange(self, engine: Any) -> Exchange:
         """Chooses how spread sequences and their blocks meet."""
         plan = engine.stages.plan
-        model, tp = plan.model, plan.mesh.tp
+        model = plan.model
+        tp = plan.mesh.tp
         item = np.dtype(plan.dtype).itemsize
-        stored = model.head_dim + SCALE.itemsize if plan.kv_dtype == NARROW else model.head_dim * item
+        stored = (
+            model.head_dim + SCALE.itemsize if plan.kv_dtype == NARROW else model.head_dim * item
+        )
         heads = Heads(model.heads // tp, model.kv_heads // tp, model.head_dim, item, stored=stored)
         links: dict[str, Any] = self.links
         chooser = engine.config.scheduler.exchange
         chooser = chooser if chooser in CHOOSERS else "roofline"
-        return Exchange(plan.mesh.kvp, heads, dataclasses.replace(rates_of(self.costs, heads), **links), chooser, piece=PIECE)
-
+        return Exchange(
+            plan.mesh.kvp,
+            heads,
+            dataclasses.replace(rates_of(self.costs, heads), **links),
+            chooser,
+            piece=PIECE,
+        )
 
     def instances(self, engine: Any) -> Instances:
         """The lanes, to plan with."""
@@ -69,10 +78,13 @@ class Profile:
 
 
 def profile_for(engine: Any, progress: bool) -> Profile | None:
-    """The profile that the engine's settings ask for; None where its scheduler does without. Errors: ConfigError."""
+    """The profile that the engine's settings ask for; None where its scheduler does without.
+    Errors: ConfigError."""
     config = engine.config
     timeless = config.scheduler.policy == "fcfs" and config.scheduler.chunking == "static"
-    timeless &= (config.scheduler.exchange in EXCHANGES and config.scheduler.planner == "none") or config.mesh.kvp == 1
+    timeless &= (
+        config.scheduler.exchange in EXCHANGES and config.scheduler.planner == "none"
+    ) or config.mesh.kvp == 1
     if config.profile == "none" or (config.profile == "auto" and timeless):
         return None
     identity = identity_of(engine)
@@ -83,22 +95,39 @@ def profile_for(engine: Any, progress: bool) -> Profile | None:
     return write(file, engine, *found)
 
 
-def profiled(engine: Any, longest: int, repeats: int, progress: bool, pairs: float = float("inf")) -> tuple[Fit, list[Measured]]:
-    """Measures an engine that was not started, with sequences of up to `longest` tokens and steps of up to so many `pairs` of tokens that
-    attend and are attended to, and fits its costs."""
+def profiled(
+    engine: Any, longest: int, repeats: int, progress: bool, pairs: float = float("inf")
+) -> tuple[Fit, list[Measured]]:
+    """Measures an engine that was not started, with sequences of up to `longest` tokens and steps
+    of up to so many `pairs` of tokens that attend and are attended to, and fits its costs."""
     plan = engine.stages.plan
     longest = min(longest, engine.max_len, plan.width * plan.block_size)
     points = list(grid(plan.shapes, longest, max(1, plan.slots // plan.mesh.kvp), pairs))
     with progress_bar("measuring", len(points), progress) as done:
         found = measure(engine, points, done, repeats)
-    return fit([_sample(one) for one in found], plan.model.layers, plan.mesh, longest=_device(engine).platform == "cpu"), found
+    return fit(
+        [_sample(one) for one in found],
+        plan.model.layers,
+        plan.mesh,
+        longest=_device(engine).platform == "cpu",
+    ), found
 
 
 def _sample(one: Measured) -> Sample:
-    point, shape = one.point, one.shape
+    point = one.point
+    shape = one.shape
     samples = point.decodes + point.chunks if point.sample else 0
     held = shape.decode[0], *shape.prefill
-    return Sample(point.decodes, point.context, point.chunks, point.cached, point.new, samples, held, one.seconds)
+    return Sample(
+        point.decodes,
+        point.context,
+        point.chunks,
+        point.cached,
+        point.new,
+        samples,
+        held,
+        one.seconds,
+    )
 
 
 def _device(engine: Any) -> jax.Device:
@@ -113,38 +142,69 @@ def identity_of(engine: Any) -> dict[str, Any]:
 def identity(plan: Plan, max_len: int, device_kind: str) -> dict[str, Any]:
     """What a profile belongs to, of which the engine need not be there."""
     shapes = hashlib.sha256(" ".join(map(str, plan.shapes)).encode()).hexdigest()[:8]
-    return {"format": FORMAT, "model": plan.model.name, "dtype": str(np.dtype(plan.dtype)), "kv_dtype": str(np.dtype(plan.kv_dtype)),
-            "mesh": str(plan.mesh),
-            "device": device_kind, "cores": os.cpu_count(), "block_size": plan.block_size, "max_len": max_len, "shapes": shapes}
+    return {
+        "format": FORMAT,
+        "model": plan.model.name,
+        "dtype": str(np.dtype(plan.dtype)),
+        "kv_dtype": str(np.dtype(plan.kv_dtype)),
+        "mesh": str(plan.mesh),
+        "device": device_kind,
+        "cores": os.cpu_count(),
+        "block_size": plan.block_size,
+        "max_len": max_len,
+        "shapes": shapes,
+    }
 
 
 def kept_file(identity: dict[str, Any]) -> Path:
     """Where the profile is kept that belongs to this."""
     text = json.dumps(identity, sort_keys=True)
     name = "".join(c if c.isalnum() else "-" for c in identity["model"])
-    return cache_folder() / "profiles" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+    return (
+        cache_folder()
+        / "profiles"
+        / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+    )
 
 
 def safe_file(identity: dict[str, Any]) -> Path:
-    """`kept_file`, in a folder that is there. Errors: ConfigError where others could write there."""
+    """`kept_file`, in a folder that is there. Errors: ConfigError where others could write
+    there."""
     file = kept_file(identity)
     private_folder(file.parent, "profile")
     return file
 
 
-def write(file: Path, engine: Any, found: Fit, points: list[Measured], search: Search | None = None) -> Profile:
-    """Writes a profile, whole or not at all; lanes are timed for it. search: finds improvement rates, given the profile without them.
-    Errors: ConfigError where it cannot be written."""
+def write(
+    file: Path, engine: Any, found: Fit, points: list[Measured], search: Search | None = None
+) -> Profile:
+    """Writes a profile, whole or not at all; lanes are timed for it. search: finds improvement
+    rates, given the profile without them. Errors: ConfigError where it cannot be written."""
     links = measure_links(engine.stages.last_mesh) if engine.stages.plan.mesh.kvp > 1 else {}
     profile = Profile(found.costs, links)
     if search is not None:
-        profile = dataclasses.replace(profile, improvement={engine.config.scheduler.planner: search(profile)})
-    rows = [{**dataclasses.asdict(one.point), "shape": str(one.shape), "seconds": one.seconds} for one in points]
-    text = json.dumps({**identity_of(engine), "fitted_error": found.fitted, "held_out_error": found.held_out,
-                       "costs": to_json(found.costs), "links": {name: dataclasses.astuple(link) for name, link in links.items()},
-                       "improvement": {name: {str(load): rate for load, rate in rates.items()}
-                                       for name, rates in profile.improvement.items()},
-                       "points": rows}, indent=1)
+        profile = dataclasses.replace(
+            profile, improvement={engine.config.scheduler.planner: search(profile)}
+        )
+    rows = [
+        {**dataclasses.asdict(one.point), "shape": str(one.shape), "seconds": one.seconds}
+        for one in points
+    ]
+    text = json.dumps(
+        {
+            **identity_of(engine),
+            "fitted_error": found.fitted,
+            "held_out_error": found.held_out,
+            "costs": to_json(found.costs),
+            "links": {name: dataclasses.astuple(link) for name, link in links.items()},
+            "improvement": {
+                name: {str(load): rate for load, rate in rates.items()}
+                for name, rates in profile.improvement.items()
+            },
+            "points": rows,
+        },
+        indent=1,
+    )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as out:
@@ -156,17 +216,24 @@ def write(file: Path, engine: Any, found: Fit, points: list[Measured], search: S
 
 
 def read(file: Path, identity: dict[str, Any]) -> Profile:
-    """A profile that was kept. Errors: ConfigError where it cannot be read or belongs to something else."""
+    """A profile that was kept. Errors: ConfigError where it cannot be read or belongs to something
+    else."""
     try:
         found = json.loads(file.read_text())
-        own, costs = {name: found[name] for name in identity}, found["costs"]
+        own = {name: found[name] for name in identity}
+        costs = found["costs"]
         links = {name: Link(*map(float, values)) for name, values in found["links"].items()}
-        improvement = {name: {float(load): float(rate) for load, rate in rates.items()} for name, rates in found["improvement"].items()}
+        improvement = {
+            name: {float(load): float(rate) for load, rate in rates.items()}
+            for name, rates in found["improvement"].items()
+        }
     except OSError as error:
         raise ConfigError("profile", f"{file}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError("profile", f"{file} is not a profile: {error!r}") from None
     for name, value in identity.items():
         if own[name] != value:
-            raise ConfigError("profile", f"{file} was measured with {name} {own[name]!r}; here it is {value!r}")
+            raise ConfigError(
+                "profile", f"{file} was measured with {name} {own[name]!r}; here it is {value!r}"
+            )
     return Profile(from_json(costs), links, improvement)

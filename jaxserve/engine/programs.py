@@ -1,4 +1,5 @@
-"""Compiled programs: each has a name, each compile is counted, and what is compiled is kept on disk for the next start."""
+"""Compiled programs: each has a name, each compile is counted, and what is compiled is kept on disk
+for the next start."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ import jax
 from jaxserve.source import cache_folder, private_folder
 
 log = logging.getLogger(__name__)
-Lower = Callable[[], Any]                            # makes a lowered program: `jax.jit(f).lower(...)`
+Lower = Callable[[], Any]  # makes a lowered program: `jax.jit(f).lower(...)`
 
 
 class Programs:
-    """Programs by name, compiled once. `compiles` counts them: after warm-up it stays still; `recompiles` counts those after it."""
+    """Programs by name, compiled once. `compiles` counts them: after warm-up it stays still;
+    `recompiles` counts those after it."""
 
     def __init__(self) -> None:
         self.compiled: dict[str, Any] = {}
@@ -40,7 +42,9 @@ class Programs:
         return self.compiled[name]
 
     def warm_up(self, programs: dict[str, Lower], done: Callable[[str], None]) -> None:
-        """Compiles all of these, as many at a time as there are cores; `done` hears the name of each."""
+        """Compiles all of these, as many at a time as there are cores; `done` hears the name of
+        each."""
+
         def one(name: str) -> str:
             self.get(name, programs[name])
             return name

@@ -1,4 +1,5 @@
-"""What a step leaves on the devices and the host fetches: tokens, their log-probabilities, and those of a prompt's own tokens."""
+"""What a step leaves on the devices and the host fetches: tokens, their log-probabilities, and
+those of a prompt's own tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class Score:
     chunk: int
     size: int
     lane: int
-    arrays: tuple                                    # see step.score
+    arrays: tuple  # see step.score
 
 
 @dataclasses.dataclass
@@ -29,14 +30,16 @@ class Flight:
 
     batch: Batch
     arrays: Arrays
-    done: jax.Array                                  # ready when the batch has left the last stage
-    unsampled: Hidden | None                         # what its tokens are still to be sampled from
+    done: jax.Array  # ready when the batch has left the last stage
+    unsampled: Hidden | None  # what its tokens are still to be sampled from
     sampled: Sampled | None = None
     scores: list[Score] = dataclasses.field(default_factory=list)
-    issued: float = 0.0                              # clock seconds
+    issued: float = 0.0  # clock seconds
 
 
-def issue_scores(stages: Stages, scheduler: Scheduler, batch: Batch, arrays: Arrays, hidden: Hidden) -> list[Score]:
+def issue_scores(
+    stages: Stages, scheduler: Scheduler, batch: Batch, arrays: Arrays, hidden: Hidden
+) -> list[Score]:
     """Issues what sequences that want log-probabilities of their prompt need from this step."""
     out = []
     for chunk in np.flatnonzero(~batch.feed).tolist():
@@ -56,9 +59,12 @@ def issue_scores(stages: Stages, scheduler: Scheduler, batch: Batch, arrays: Arr
     return out
 
 
-def fetch_tokens(scheduler: Scheduler, flight: Flight) -> tuple[np.ndarray, list[Logprobs | None] | None]:
+def fetch_tokens(
+    scheduler: Scheduler, flight: Flight
+) -> tuple[np.ndarray, list[Logprobs | None] | None]:
     """Tokens [n] of the chunks that sampled one, and log-probabilities where they are wanted."""
-    batch, place = flight.batch, flight.arrays.sampled
+    batch = flight.batch
+    place = flight.arrays.sampled
     out = np.zeros(len(batch.slot), np.int32)
     if flight.sampled is None:
         return out, None
@@ -66,8 +72,10 @@ def fetch_tokens(scheduler: Scheduler, flight: Flight) -> tuple[np.ndarray, list
     out[rows] = np.asarray(flight.sampled.tokens)[batch.lane[rows], place[rows]]
     if not flight.sampled.logprobs:
         return out, None
-    asked = [scheduler.sequences[number].request.sampling.logprobs for number in batch.seq[rows].tolist()]
-    if asked.count(None) == len(asked):              # only guided ones
+    asked = [
+        scheduler.sequences[number].request.sampling.logprobs for number in batch.seq[rows].tolist()
+    ]
+    if asked.count(None) == len(asked):  # only guided ones
         return out, None
     chosen, top, ids = map(np.asarray, flight.sampled.logprobs)
     logprobs: list[Logprobs | None] = [None] * len(batch.slot)
@@ -87,7 +95,9 @@ def fetch_scores(scheduler: Scheduler, flight: Flight) -> dict[int, list[Logprob
         if sequence is not None:
             k = sequence.request.sampling.prompt_logprobs or 0
             parts = [np.asarray(part)[score.lane, : score.size] for part in score.arrays]
-            out.setdefault(number, []).extend(_logprobs(chosen, top, ids, k) for chosen, top, ids in zip(*parts))
+            out.setdefault(number, []).extend(
+                _logprobs(chosen, top, ids, k) for chosen, top, ids in zip(*parts)
+            )
     return out
 
 

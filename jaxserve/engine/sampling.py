@@ -1,9 +1,11 @@
-"""Sampling on the device, per sequence, and the state it needs: the program that runs beside the last stage.
+"""Sampling on the device, per sequence, and the state it needs: the program that runs beside the
+last stage.
 
-State lives in device tables with one row per slot, set once when a sequence gets its slot; a step sends only which tokens to sample for
-which slots. Everything is a function of the sequence's own logits, seed and position: who shares the batch changes nothing.
-Four variants are compiled: `greedy` (argmax), `full` (any parameters), `logprobs` (as full, with log-probabilities), and `guided` (as
-logprobs, with a mask of the tokens that may be sampled).
+State lives in device tables with one row per slot, set once when a sequence gets its slot; a step
+sends only which tokens to sample for which slots. Everything is a function of the sequence's own
+logits, seed and position: who shares the batch changes nothing. Four variants are compiled:
+`greedy` (argmax), `full` (any parameters), `logprobs` (as full, with log-probabilities), and
+`guided` (as logprobs, with a mask of the tokens that may be sampled).
 """
 
 from __future__ import annotations
@@ -20,17 +22,35 @@ from jax import lax
 from jaxserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from jaxserve.sharding.mesh import KVP, TP
 
-VARIANTS = ("greedy", "full", "logprobs", "guided")           # each does what those before it do
-SCORED = VARIANTS[2:]                                # those that tell log-probabilities
-STOPS = MAX_STOP_IDS + 32                            # ids that min_tokens holds back: stop ids and end ids
-HISTORY = 1024                                       # ids of a prompt noted by one launch
-BROKEN = -1                                          # in place of a token: the logits were not finite
-LEAST = 1e-6                                         # a temperature below is 0; a repetition penalty below is this
-FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-INTS = ("top_k", "seed", "first_end")                # first_end: position from which a sequence may end
+VARIANTS = ("greedy", "full", "logprobs", "guided")  # each does what those before it do
+SCORED = VARIANTS[2:]  # those that tell log-probabilities
+STOPS = MAX_STOP_IDS + 32  # ids that min_tokens holds back: stop ids and end ids
+HISTORY = 1024  # ids of a prompt noted by one launch
+BROKEN = -1  # in place of a token: the logits were not finite
+LEAST = 1e-6  # a temperature below is 0; a repetition penalty below is this
+FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+INTS = ("top_k", "seed", "first_end")  # first_end: position from which a sequence may end
 _STATE = ["floats", "ints", "stops", "bias", "prompt", "output"]
-_ADMISSION = ["lane", "slot", "fresh", "floats", "ints", "stops", "bias", "bias_ids", "prompt", "output"]
-Leaf = Any                                           # an array, or in its place what says where it lies
+_ADMISSION = [
+    "lane",
+    "slot",
+    "fresh",
+    "floats",
+    "ints",
+    "stops",
+    "bias",
+    "bias_ids",
+    "prompt",
+    "output",
+]
+Leaf = Any  # an array, or in its place what says where it lies
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=_STATE, meta_fields=[])
@@ -38,12 +58,12 @@ Leaf = Any                                           # an array, or in its place
 class State:
     """Per lane and slot; the last three are split over ranks by vocabulary."""
 
-    floats: Leaf                                     # [lanes, slots, 6] f32
-    ints: Leaf                                       # [lanes, slots, 3] i32
-    stops: Leaf                                      # [lanes, slots, STOPS] i32, ids; the vocabulary size where unused
-    bias: Leaf                                       # [lanes, slots, V] f32
-    prompt: Leaf                                     # [lanes, slots, V] bool: in the prompt
-    output: Leaf                                     # [lanes, slots, V] i32: times in the output
+    floats: Leaf  # [lanes, slots, 6] f32
+    ints: Leaf  # [lanes, slots, 3] i32
+    stops: Leaf  # [lanes, slots, STOPS] i32, ids; the vocabulary size where unused
+    bias: Leaf  # [lanes, slots, V] f32
+    prompt: Leaf  # [lanes, slots, V] bool: in the prompt
+    output: Leaf  # [lanes, slots, V] i32: times in the output
 
 
 STATE_AXES = State(*[("lanes", None, None)] * 3, *[("lanes", None, "vocab")] * 3)
@@ -51,45 +71,75 @@ STATE_AXES = State(*[("lanes", None, None)] * 3, *[("lanes", None, "vocab")] * 3
 
 def empty_state(lanes: int, slots: int, vocab: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Shape and type of each field of `State`."""
-    f32, i32 = np.dtype(np.float32), np.dtype(np.int32)
+    f32 = np.dtype(np.float32)
+    i32 = np.dtype(np.int32)
     table = (lanes, slots, vocab)
-    return {"floats": ((lanes, slots, len(FLOATS)), f32), "ints": ((lanes, slots, len(INTS)), i32), "stops": ((lanes, slots, STOPS), i32),
-            "bias": (table, f32), "prompt": (table, np.dtype(bool)), "output": (table, i32)}
+    return {
+        "floats": ((lanes, slots, len(FLOATS)), f32),
+        "ints": ((lanes, slots, len(INTS)), i32),
+        "stops": ((lanes, slots, STOPS), i32),
+        "bias": (table, f32),
+        "prompt": (table, np.dtype(bool)),
+        "output": (table, i32),
+    }
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=_ADMISSION, meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """What one launch of `admit` sets. Ids out of range are ignored: padding is -1, which scatters drop as it is made huge."""
+    """What one launch of `admit` sets. Ids out of range are ignored: padding is -1, which scatters
+    drop as it is made huge."""
 
-    lane: Leaf                                       # [] the slot's lane
-    slot: Leaf                                       # []
-    fresh: Leaf                                      # [] bool: forget what the slot held; False only adds to prompt and output
-    floats: Leaf                                     # [6]
-    ints: Leaf                                       # [3]
-    stops: Leaf                                      # [STOPS]
-    bias: Leaf                                       # [MAX_LOGIT_BIAS]
-    bias_ids: Leaf                                   # [MAX_LOGIT_BIAS]
-    prompt: Leaf                                     # [HISTORY] ids
-    output: Leaf                                     # [HISTORY] ids
+    lane: Leaf  # [] the slot's lane
+    slot: Leaf  # []
+    fresh: Leaf  # [] bool: forget what the slot held; False only adds to prompt and output
+    floats: Leaf  # [6]
+    ints: Leaf  # [3]
+    stops: Leaf  # [STOPS]
+    bias: Leaf  # [MAX_LOGIT_BIAS]
+    bias_ids: Leaf  # [MAX_LOGIT_BIAS]
+    prompt: Leaf  # [HISTORY] ids
+    output: Leaf  # [HISTORY] ids
 
 
 def admissions(
-    params: SamplingParams, lane: int, slot: int, prompt: np.ndarray, output: list[int], seed: int, end_ids: tuple[int, ...]
+    params: SamplingParams,
+    lane: int,
+    slot: int,
+    prompt: np.ndarray,
+    output: list[int],
+    seed: int,
+    end_ids: tuple[int, ...],
 ) -> list[Admission]:
-    """The launches that set a slot's state. Only a sequence with penalties has its history noted."""
+    """The launches that set a slot's state. Only a sequence with penalties has its history
+    noted."""
     floats = np.array([getattr(params, name) for name in FLOATS], np.float32)
-    ints = np.array([max(0, params.top_k), seed, len(prompt) + params.min_tokens], np.int64).astype(np.int32)
+    ints = np.array([max(0, params.top_k), seed, len(prompt) + params.min_tokens], np.int64).astype(
+        np.int32
+    )
     held_back = params.stop_token_ids + (() if params.ignore_eos else end_ids)
     bias_ids = [token for token, _ in params.logit_bias]
-    penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    penalised = (
+        params.repetition_penalty != 1
+        or params.presence_penalty != 0
+        or params.frequency_penalty != 0
+    )
     seen = [prompt, np.asarray(output, np.int32)] if penalised else [prompt[:0], prompt[:0]]
     launches = max(1, *(-(-len(ids) // HISTORY) for ids in seen))
     bias = [value for _, value in params.logit_bias]
-    common = (floats, ints, _pad(held_back, STOPS), _pad(bias, MAX_LOGIT_BIAS, np.float32), _pad(bias_ids, MAX_LOGIT_BIAS))
+    common = (
+        floats,
+        ints,
+        _pad(held_back, STOPS),
+        _pad(bias, MAX_LOGIT_BIAS, np.float32),
+        _pad(bias_ids, MAX_LOGIT_BIAS),
+    )
     part = lambda ids, i: _pad(ids[i * HISTORY : (i + 1) * HISTORY], HISTORY)
     place = np.int32(lane), np.int32(slot)
-    return [Admission(*place, np.bool_(i == 0), *common, part(seen[0], i), part(seen[1], i)) for i in range(launches)]
+    return [
+        Admission(*place, np.bool_(i == 0), *common, part(seen[0], i), part(seen[1], i))
+        for i in range(launches)
+    ]
 
 
 def blank_admission() -> Admission:
@@ -110,6 +160,7 @@ def _pad(values, size: int, dtype=np.int32) -> np.ndarray:
 
 # --- on the device, inside shard_map: one lane, one rank
 
+
 def admit(state: State, new: Admission) -> State:
     """Sets a slot's rows on its lane; on the other lanes nothing changes."""
     here = new.lane == lax.axis_index(KVP)
@@ -118,7 +169,9 @@ def admit(state: State, new: Admission) -> State:
     put = lambda table, value: table.at[0, reset].set(value, mode="drop")
     local = functools.partial(_local, size=state.bias.shape[2])
     return State(
-        put(state.floats, new.floats), put(state.ints, new.ints), put(state.stops, new.stops),
+        put(state.floats, new.floats),
+        put(state.ints, new.ints),
+        put(state.stops, new.stops),
         put(state.bias, 0.0).at[0, reset, local(new.bias_ids)].set(new.bias, mode="drop"),
         put(state.prompt, False).at[0, slot, local(new.prompt)].set(True, mode="drop"),
         put(state.output, 0).at[0, slot, local(new.output)].add(1, mode="drop"),
@@ -132,7 +185,8 @@ def _local(ids: jax.Array, size: int) -> jax.Array:
 
 
 def greedy(logits: jax.Array, vocab: int) -> jax.Array:
-    """logits [S, V / tp] -> ids [S]: the first of equals, as on one device. BROKEN where the greatest is not finite."""
+    """logits [S, V / tp] -> ids [S]: the first of equals, as on one device. BROKEN where the
+    greatest is not finite."""
     size = logits.shape[1]
     ids = lax.axis_index(TP) * size + jnp.arange(size, dtype=jnp.int32)
     if vocab != size * lax.axis_size(TP):
@@ -151,15 +205,26 @@ def _greatest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     return best, jnp.take_along_axis(logits, best[:, None], 1)[:, 0]
 
 
-def sample(logits: jax.Array, slot: jax.Array, position: jax.Array, state: State, vocab: int, mask: jax.Array | None = None
-           ) -> tuple[jax.Array, State]:
-    """logits [S, V / tp] of slots [S] (out of range: nobody's), position [S] of the token to sample -> ids [S], state with them counted.
-    mask: bits [S, mask_words(V)] of the ids that may be sampled, in words of 32."""
-    ranks, size = lax.axis_size(TP), logits.shape[1]
+def sample(
+    logits: jax.Array,
+    slot: jax.Array,
+    position: jax.Array,
+    state: State,
+    vocab: int,
+    mask: jax.Array | None = None,
+) -> tuple[jax.Array, State]:
+    """logits [S, V / tp] of slots [S] (out of range: nobody's), position [S] of the token to sample
+    -> ids [S], state with them counted. mask: bits [S, mask_words(V)] of the ids that may be
+    sampled, in words of 32."""
+    ranks = lax.axis_size(TP)
+    size = logits.shape[1]
     row = jnp.minimum(slot, state.floats.shape[1] - 1)
-    floats, ints = state.floats[0, row], state.ints[0, row]
+    floats = state.floats[0, row]
+    ints = state.ints[0, row]
     logits = _penalise(logits, state, row, floats) + state.bias[0, row]
-    barred = jax.vmap(lambda ids: jnp.zeros(size, bool).at[_local(ids, size)].set(True, mode="drop"))(state.stops[0, row])
+    barred = jax.vmap(
+        lambda ids: jnp.zeros(size, bool).at[_local(ids, size)].set(True, mode="drop")
+    )(state.stops[0, row])
     logits = jnp.where(barred & (position < ints[:, 2])[:, None], -jnp.inf, logits)
     if ranks > 1:
         logits, (floats, ints, position, mask) = _deal(logits, (floats, ints, position, mask))
@@ -167,13 +232,17 @@ def sample(logits: jax.Array, slot: jax.Array, position: jax.Array, state: State
         logits = jnp.where(_bits(mask)[:, : logits.shape[1]], logits, -jnp.inf)
     token = choose(logits, floats, ints, position, vocab)
     token = _regather(token, len(slot)) if ranks > 1 else token
-    return token, dataclasses.replace(state, output=state.output.at[0, slot, _local(token, size)].add(1, mode="drop"))
+    return token, dataclasses.replace(
+        state, output=state.output.at[0, slot, _local(token, size)].add(1, mode="drop")
+    )
 
 
 def _penalise(logits: jax.Array, state: State, row: jax.Array, floats: jax.Array) -> jax.Array:
     """Repetition (Keskar et al., 2019), presence and frequency (OpenAI) penalties."""
     count = state.output[0, row]
-    repetition, presence, frequency = jnp.maximum(floats[:, 3:4], LEAST), floats[:, 4:5], floats[:, 5:6]
+    repetition = jnp.maximum(floats[:, 3:4], LEAST)
+    presence = floats[:, 4:5]
+    frequency = floats[:, 5:6]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(state.prompt[0, row] | (count > 0), repeated, logits)
     return logits - presence * (count > 0) - frequency * count
@@ -186,54 +255,78 @@ def mask_words(vocab: int) -> int:
 
 def _bits(words: jax.Array) -> jax.Array:
     """[S, W] int32 -> [S, 32 W] bool, the lowest bit of a word first."""
-    return ((words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1).reshape(len(words), -1).astype(bool)
+    return (
+        ((words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1)
+        .reshape(len(words), -1)
+        .astype(bool)
+    )
 
 
 def _deal(logits, others):
-    """Every rank has all rows of a part of the vocabulary -> a part of the rows, of the whole vocabulary, and of `others` these rows."""
-    ranks, rows = lax.axis_size(TP), len(logits)
+    """Every rank has all rows of a part of the vocabulary -> a part of the rows, of the whole
+    vocabulary, and of `others` these rows."""
+    ranks = lax.axis_size(TP)
+    rows = len(logits)
     pad = -rows % ranks
     grow = lambda x: jnp.pad(x, ((0, pad),) + ((0, 0),) * (x.ndim - 1))
     share = (rows + pad) // ranks
     mine = lambda x: lax.dynamic_slice_in_dim(grow(x), lax.axis_index(TP) * share, share)
-    whole = lax.all_to_all(grow(logits).reshape(ranks, share, -1), TP, 0, 0)          # [ranks, share, V / tp], by part of the vocabulary
+    # [ranks, share, V / tp], by part of the vocabulary
+    whole = lax.all_to_all(grow(logits).reshape(ranks, share, -1), TP, 0, 0)
     return whole.transpose(1, 0, 2).reshape(share, -1), jax.tree.map(mine, others)
 
 
 def _regather(tokens: jax.Array, rows: int) -> jax.Array:
-    """Each rank's tokens -> all of them on every rank, by a sum, whose result is known to be equal on all ranks."""
+    """Each rank's tokens -> all of them on every rank, by a sum, whose result is known to be equal
+    on all ranks."""
     share = len(tokens)
     spread = jnp.zeros(share * lax.axis_size(TP), tokens.dtype)
-    return lax.psum(lax.dynamic_update_slice_in_dim(spread, tokens, lax.axis_index(TP) * share, 0), TP)[:rows]
+    return lax.psum(
+        lax.dynamic_update_slice_in_dim(spread, tokens, lax.axis_index(TP) * share, 0), TP
+    )[:rows]
 
 
-def choose(logits: jax.Array, floats: jax.Array, ints: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
-    """logits [S, V] -> ids [S], by each row's temperature, top_k, top_p, min_p and seed. Ties at a threshold all stay. BROKEN where the
-    greatest logit is not finite."""
+def choose(
+    logits: jax.Array, floats: jax.Array, ints: jax.Array, position: jax.Array, vocab: int
+) -> jax.Array:
+    """logits [S, V] -> ids [S], by each row's temperature, top_k, top_p, min_p and seed. Ties at a
+    threshold all stay. BROKEN where the greatest logit is not finite."""
     ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
     logits = jnp.where(ids < vocab, logits, -jnp.inf)
     temperature = floats[:, 0]
     best, top = _greatest(logits)
     draw = lambda: _draw(logits, top, floats, ints, position, ids)
-    token = lax.cond(jnp.any(temperature >= LEAST), lambda: jnp.where(temperature < LEAST, best, draw()), lambda: best)
+    token = lax.cond(
+        jnp.any(temperature >= LEAST),
+        lambda: jnp.where(temperature < LEAST, best, draw()),
+        lambda: best,
+    )
     return jnp.where(jnp.isfinite(top), token, BROKEN)
 
 
 def _draw(logits, top, floats, ints, position, ids) -> jax.Array:
     """ids [S] of rows that are not greedy."""
-    temperature, top_p, min_p = floats[:, 0], floats[:, 1], floats[:, 2]
-    scaled = (logits - top[:, None]) / jnp.maximum(temperature, LEAST)[:, None]     # first less the greatest: nothing overflows
-    scaled = lax.cond(jnp.any(ints[:, 0] > 0), lambda x: _keep_top_k(x, ints[:, 0]), lambda x: x, scaled)
+    temperature = floats[:, 0]
+    top_p = floats[:, 1]
+    min_p = floats[:, 2]
+    # first less the greatest: nothing overflows
+    scaled = (logits - top[:, None]) / jnp.maximum(temperature, LEAST)[:, None]
+    scaled = lax.cond(
+        jnp.any(ints[:, 0] > 0), lambda x: _keep_top_k(x, ints[:, 0]), lambda x: x, scaled
+    )
     scaled = lax.cond(jnp.any(top_p < 1), lambda x: _keep_top_p(x, top_p), lambda x: x, scaled)
     scaled = jnp.where(scaled >= jnp.log(min_p)[:, None], scaled, -jnp.inf)
     return jnp.argmax(scaled + _gumbel(ints[:, 1], position, ids), -1).astype(jnp.int32)
 
 
 def _gumbel(seed: jax.Array, position: jax.Array, ids: jax.Array) -> jax.Array:
-    """Noise [S, V]: a function of seed, position and token id alone (threefry), so equal on every mesh and in every batch."""
+    """Noise [S, V]: a function of seed, position and token id alone (threefry), so equal on every
+    mesh and in every batch."""
+
     def row(seed, position):
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
         return jax.random.gumbel(key, ids.shape, jnp.float32)
+
     return jax.vmap(row)(seed, position)
 
 
@@ -250,31 +343,38 @@ def _keep_top_p(x: jax.Array, top_p: jax.Array) -> jax.Array:
 
 
 def _above(x: jax.Array, enough) -> jax.Array:
-    """x with -inf below the highest threshold per row at which what is kept is `enough`: a bisection over the bits of x <= 0, with
-    no sort and 31 passes. x [S, V], each row's greatest entry 0; enough: [S, V] bool -> [S] bool, true when all is kept."""
-    bits = lax.bitcast_convert_type(-x + 0.0, jnp.int32)                              # of numbers >= 0: ordered as the numbers are
+    """x with -inf below the highest threshold per row at which what is kept is `enough`: a
+    bisection over the bits of x <= 0, with no sort and 31 passes. x [S, V], each row's greatest
+    entry 0; enough: [S, V] bool -> [S] bool, true when all is kept."""
+    # of numbers >= 0: ordered as the numbers are
+    bits = lax.bitcast_convert_type(-x + 0.0, jnp.int32)
 
     def halve(_, bounds):
-        low, high = bounds                                                            # low is too few, high is enough
+        low, high = bounds  # low is too few, high is enough
         middle = low + (high - low) // 2
         ok = enough(bits <= middle[:, None])
         return jnp.where(ok, low, middle), jnp.where(ok, middle, high)
 
-    infinity = jnp.float32(jnp.inf).view(jnp.int32)                                   # so that high - low does not overflow
+    infinity = jnp.float32(jnp.inf).view(jnp.int32)  # so that high - low does not overflow
     start = jnp.full(x.shape[:1], -1, jnp.int32), jnp.full(x.shape[:1], infinity)
     _, high = lax.fori_loop(0, 31, halve, start)
     return jnp.where(bits <= high[:, None], x, -jnp.inf)
 
 
-def log_probabilities(logits: jax.Array, token: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """logits [S, V / tp], token [S] -> its log-probability [S], those of the likeliest MAX_LOGPROBS [S, k], and their ids [S, k]."""
+def log_probabilities(
+    logits: jax.Array, token: jax.Array, vocab: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """logits [S, V / tp], token [S] -> its log-probability [S], those of the likeliest MAX_LOGPROBS
+    [S, k], and their ids [S, k]."""
     size = logits.shape[1]
     ids = lax.axis_index(TP) * size + jnp.arange(size, dtype=jnp.int32)
     logits = jnp.where(ids < vocab, logits, -jnp.inf)
     top = lax.pmax(logits.max(-1), TP)
     total = top + jnp.log(lax.psum(jnp.exp(logits - top[:, None]).sum(-1), TP))
     at = _local(token, size)
-    chosen = lax.psum(jnp.take_along_axis(logits, at[:, None], 1, mode="fill", fill_value=0)[:, 0], TP)
+    chosen = lax.psum(
+        jnp.take_along_axis(logits, at[:, None], 1, mode="fill", fill_value=0)[:, 0], TP
+    )
     value, index = lax.top_k(logits, min(MAX_LOGPROBS, size))
     if lax.axis_size(TP) > 1:
         value, index = _top_of_all(value, ids[index])
@@ -283,7 +383,13 @@ def log_probabilities(logits: jax.Array, token: jax.Array, vocab: int) -> tuple[
 
 def _top_of_all(value: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Each rank's likeliest [S, k] -> the likeliest of all, on every rank."""
-    ranks, k = lax.axis_size(TP), value.shape[1]
-    spread = lambda x: lax.psum(lax.dynamic_update_slice_in_dim(jnp.zeros((len(x), k * ranks), x.dtype), x, lax.axis_index(TP) * k, 1), TP)
+    ranks = lax.axis_size(TP)
+    k = value.shape[1]
+    spread = lambda x: lax.psum(
+        lax.dynamic_update_slice_in_dim(
+            jnp.zeros((len(x), k * ranks), x.dtype), x, lax.axis_index(TP) * k, 1
+        ),
+        TP,
+    )
     value, place = lax.top_k(spread(value), k)
     return value, jnp.take_along_axis(spread(ids), place, 1)

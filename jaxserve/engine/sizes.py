@@ -1,4 +1,5 @@
-"""How much memory a replica takes, worked out from its plan: nothing is allocated, and no device is asked."""
+"""How much memory a replica takes, worked out from its plan: nothing is allocated, and no device is
+asked."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ F32 = 4
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Bytes on the device that holds most. `tables`: page tables and what is kept for sampling. `work`: about what the largest step needs
-    beside all of these."""
+    """Bytes on the device that holds most. `tables`: page tables and what is kept for sampling.
+    `work`: about what the largest step needs beside all of these."""
 
     weights: int
     kv: int
@@ -37,28 +38,48 @@ class Sizes:
 def sizes(plan: Plan) -> Sizes:
     """Of a replica with this plan."""
     stages = layers_of(plan.model, plan.mesh.spp)
-    weights = [sum(_part(d.shape, d.axes, plan) for d in declare(plan.model, part, plan.mesh.tp).values()) for part in stages]
-    layer = sum(_part(x.shape, POOL_AXES, plan) * x.dtype.itemsize for x in jax.tree.leaves(plan.pool()))
-    return Sizes(max(weights) * np.dtype(plan.dtype).itemsize, max(map(len, stages)) * layer, _tables(plan), _work(plan))
+    weights = [
+        sum(_part(d.shape, d.axes, plan) for d in declare(plan.model, part, plan.mesh.tp).values())
+        for part in stages
+    ]
+    layer = sum(
+        _part(x.shape, POOL_AXES, plan) * x.dtype.itemsize for x in jax.tree.leaves(plan.pool())
+    )
+    return Sizes(
+        max(weights) * np.dtype(plan.dtype).itemsize,
+        max(map(len, stages)) * layer,
+        _tables(plan),
+        _work(plan),
+    )
 
 
 def _part(shape: tuple[int, ...], axes: Iterable[str | None], plan: Plan) -> int:
     """Elements on one device."""
     degrees = {TP: plan.mesh.tp, KVP: plan.mesh.kvp}
-    return math.prod(shape) // math.prod(degrees.get(RULES[axis] or "", 1) for axis in axes if axis is not None)
+    return math.prod(shape) // math.prod(
+        degrees.get(RULES[axis] or "", 1) for axis in axes if axis is not None
+    )
 
 
 def _tables(plan: Plan) -> int:
     """Of the last stage, where tokens are sampled."""
     vocab = padded_vocab(plan.model, plan.mesh.tp) // plan.mesh.tp
-    state = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sampling.empty_state(1, plan.slots, vocab).values())
+    state = sum(
+        math.prod(shape) * dtype.itemsize
+        for shape, dtype in sampling.empty_state(1, plan.slots, vocab).values()
+    )
     return state + 2 * plan.slots * plan.width * F32
 
 
 def _work(plan: Plan) -> int:
-    """The hidden states of the largest step a few times over, the widest product of a layer, and the logits in f32 a few times over."""
-    model, tp, item = plan.model, plan.mesh.tp, np.dtype(plan.dtype).itemsize
+    """The hidden states of the largest step a few times over, the widest product of a layer, and
+    the logits in f32 a few times over."""
+    model = plan.model
+    tp = plan.mesh.tp
+    item = np.dtype(plan.dtype).itemsize
     tokens = max(shape.tokens for shape in plan.shapes)
-    widest = max(3 * model.d_ff // tp, 3 * (model.heads + 2 * model.kv_heads) * model.head_dim // tp)
+    widest = max(
+        3 * model.d_ff // tp, 3 * (model.heads + 2 * model.kv_heads) * model.head_dim // tp
+    )
     logits = max(plan.samples) * padded_vocab(model, tp) // tp
     return tokens * (4 * model.d_model + widest) * item + 3 * logits * F32

@@ -1,8 +1,10 @@
-"""The device side of a replica: its stages, each a sub-mesh with its weights, pages and page table, and the order in which they run.
+"""The device side of a replica: its stages, each a sub-mesh with its weights, pages and page table,
+and the order in which they run.
 
-The host issues a step to the first stage, hands its activations on to the next, and so on: the wavefront of sequence pipeline parallelism
-(Medha 3.3). Nothing here waits. Tokens that a step feeds come from the `sampled` array of the last step that sampled for those slots, so a
-step depends on no other one, and prompt chunks follow each other through the stages without a gap.
+The host issues a step to the first stage, hands its activations on to the next, and so on: the
+wavefront of sequence pipeline parallelism (Medha 3.3). Nothing here waits. Tokens that a step feeds
+come from the `sampled` array of the last step that sampled for those slots, so a step depends on no
+other one, and prompt chunks follow each other through the stages without a gap.
 """
 
 from __future__ import annotations
@@ -32,30 +34,34 @@ from jaxserve.sharding.mesh import KVP, stage_meshes
 from jaxserve.sharding.rebalance import move
 from jaxserve.sharding.rules import sharding, spec
 
-DELTAS = 1024                                        # page table entries set by one launch, where a step has no room for them
-SCORES = 64                                          # prompt tokens whose log-probabilities one launch computes
-KEPT = 16                                            # versions of `sampled` that are kept for steps to read
+DELTAS = 1024  # page table entries set by one launch, where a step has no room for them
+SCORES = 64  # prompt tokens whose log-probabilities one launch computes
+KEPT = 16  # versions of `sampled` that are kept for steps to read
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the stages need to know: the model (after `with_tp`), the mesh, the pools, what is compiled."""
+    """What the stages need to know: the model (after `with_tp`), the mesh, the pools, what is
+    compiled."""
 
     model: ModelConfig
     mesh: MeshConfig
     dtype: Any
     kv_dtype: Any
-    pages: int                                       # per lane
+    pages: int  # per lane
     block_size: int
     slots: int
-    width: int                                       # page table entries per slot and lane
+    width: int  # page table entries per slot and lane
     shapes: list[Shape]
     samples: list[int]
-    moves: bool = False                              # whether pages may move from lane to lane
+    moves: bool = False  # whether pages may move from lane to lane
 
-    def shape_for(self, work: Work, exchange: str = "gather", rows: int = 0, moves: bool = False) -> Shape | None:
-        """The cheapest compiled shape with this exchange that holds it, and so many rows of spread chunks on a lane; None where none does.
-        Every batch of the scheduler fits one that gathers queries. moves: one that moves pages too, where there is one."""
+    def shape_for(
+        self, work: Work, exchange: str = "gather", rows: int = 0, moves: bool = False
+    ) -> Shape | None:
+        """The cheapest compiled shape with this exchange that holds it, and so many rows of spread
+        chunks on a lane; None where none does. Every batch of the scheduler fits one that gathers
+        queries. moves: one that moves pages too, where there is one."""
         first = None
         for shape in self.shapes:
             if shape.exchange == exchange and rows <= shape.spread_prefill[0] and work.fits(shape):
@@ -79,17 +85,18 @@ class Stage:
 
     index: int
     mesh: Mesh
-    lanes: NamedSharding                             # of arrays split over lanes and equal on all ranks
+    lanes: NamedSharding  # of arrays split over lanes and equal on all ranks
     weights: Weights
     values: list[jax.Array]
     layers: range
     pages: list[Pool] = dataclasses.field(default_factory=list)
-    table: Any = None                                # [lanes, 2, slots, W]
+    table: Any = None  # [lanes, 2, slots, W]
 
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """What the last stage returned: hidden states of all tokens [lanes, T, D], of those to sample after [lanes, S, D], and for whom."""
+    """What the last stage returned: hidden states of all tokens [lanes, T, D], of those to sample
+    after [lanes, S, D], and for whom."""
 
     all: jax.Array
     picked: jax.Array
@@ -98,15 +105,17 @@ class Hidden:
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """What a head program returned, still on its way: tokens [lanes, S], where wanted log-probabilities (chosen [lanes, S]; the likeliest
-    and their ids [lanes, S, k]), and the version of `sampled` that holds the tokens."""
+    """What a head program returned, still on its way: tokens [lanes, S], where wanted
+    log-probabilities (chosen [lanes, S]; the likeliest and their ids [lanes, S, k]), and the
+    version of `sampled` that holds the tokens."""
 
     tokens: jax.Array
     logprobs: tuple[jax.Array, ...]
     version: int
 
 
-Loader = Callable[[dict, dict], dict[str, jax.Array]]   # declared parameters, their shardings -> arrays
+# declared parameters, their shardings -> arrays
+Loader = Callable[[dict, dict], dict[str, jax.Array]]
 
 
 class Stages:
@@ -118,7 +127,10 @@ class Stages:
         meshes = stage_meshes(plan.mesh)
         self.last_mesh = meshes[-1]
         self.sampling_state: Any = None
-        self.stages = [self._stage(i, mesh, part, load) for i, (mesh, part) in enumerate(zip(meshes, layers_of(plan.model, plan.mesh.spp)))]
+        self.stages = [
+            self._stage(i, mesh, part, load)
+            for i, (mesh, part) in enumerate(zip(meshes, layers_of(plan.model, plan.mesh.spp)))
+        ]
         self._sampled: deque[tuple[int, jax.Array]] = deque(maxlen=KEPT)
         self.reset()
 
@@ -130,16 +142,21 @@ class Stages:
         declared = declare(plan.model, part, plan.mesh.tp)
         arrays = load(declared, {path: sharding(mesh, *d.axes) for path, d in declared.items()})
         if head is not None:
-            self.head, self.head_values = Weights.of(head), [arrays[path] for path, _ in parameters(head)]
+            self.head, self.head_values = (
+                Weights.of(head),
+                [arrays[path] for path, _ in parameters(head)],
+            )
         values = [arrays[path] for path, _ in parameters(module, part.start)]
         return Stage(index, mesh, sharding(mesh, "lanes"), Weights.of(module), values, part)
 
     def reset(self) -> None:
-        """Empty pages, page tables and sampling state in place of those there are, which may be lost: nothing is issued any more."""
+        """Empty pages, page tables and sampling state in place of those there are, which may be
+        lost: nothing is issued any more."""
         self._sampled.clear()
         self.sampling_state = None
         for stage in self.stages:
-            stage.pages, stage.table = [], None
+            stage.pages = []
+            stage.table = None
         for stage in self.stages:
             self._empty(stage)
         lanes = sharding(self.last_mesh, "lanes")
@@ -147,15 +164,26 @@ class Stages:
         self.sampling_state = self._empty_sampling_state()
 
     def _empty(self, stage: Stage) -> None:
-        plan, pool = self.plan, sharding(stage.mesh, *POOL_AXES)
-        stage.pages = [jax.tree.map(lambda x: _zeros(pool, x.shape, x.dtype), plan.pool()) for _ in stage.layers]
+        plan = self.plan
+        pool = sharding(stage.mesh, *POOL_AXES)
+        stage.pages = [
+            jax.tree.map(lambda x: _zeros(pool, x.shape, x.dtype), plan.pool())
+            for _ in stage.layers
+        ]
         stage.table = _zeros(stage.lanes, (plan.mesh.kvp, 2, plan.slots, plan.width), jnp.int32)
 
     def _empty_sampling_state(self) -> sampling.State:
         plan = self.plan
-        fields = sampling.empty_state(plan.mesh.kvp, plan.slots, padded_vocab(plan.model, plan.mesh.tp))
+        fields = sampling.empty_state(
+            plan.mesh.kvp, plan.slots, padded_vocab(plan.model, plan.mesh.tp)
+        )
         axes = dataclasses.asdict(sampling.STATE_AXES)
-        return sampling.State(**{name: _zeros(sharding(self.last_mesh, *axes[name]), *value) for name, value in fields.items()})
+        return sampling.State(
+            **{
+                name: _zeros(sharding(self.last_mesh, *axes[name]), *value)
+                for name, value in fields.items()
+            }
+        )
 
     @property
     def mask_words(self) -> int:
@@ -164,38 +192,49 @@ class Stages:
     # --- issuing work
 
     def step(self, arrays: Arrays, needs: int) -> Hidden:
-        """Issues a step to all stages. needs: the newest version of `sampled` with a token that this step feeds (0: none)."""
+        """Issues a step to all stages. needs: the newest version of `sampled` with a token that
+        this step feeds (0: none)."""
         self.move(arrays.moves)
         self.set_table(arrays.early)
         x: Any = next(array for version, array in self._sampled if version >= needs)
         for stage in self.stages:
-            if len(self.stages) > 1:                                                 # from the stage before; sampled tokens from the last
+            if len(self.stages) > 1:  # from the stage before; sampled tokens from the last
                 x = jax.device_put(x, stage.lanes)
-            program = self.programs.get(f"layers_{stage.index}_{arrays.shape}", functools.partial(self._lower_layers, stage, arrays.shape))
-            x, stage.pages, stage.table = program(stage.values, stage.pages, stage.table, arrays.ints, x)
+            program = self.programs.get(
+                f"layers_{stage.index}_{arrays.shape}",
+                functools.partial(self._lower_layers, stage, arrays.shape),
+            )
+            x, stage.pages, stage.table = program(
+                stage.values, stage.pages, stage.table, arrays.ints, x
+            )
         return Hidden(*x)
 
     def sample(self, hidden: Hidden, variant: str, mask: np.ndarray | None = None) -> Sampled:
-        """Samples a token for each chunk of the step that asked for one. Makes the next version of `sampled`. mask [lanes, S, mask_words],
-        for the guided variant: see `sampling.sample`."""
+        """Samples a token for each chunk of the step that asked for one. Makes the next version of
+        `sampled`. mask [lanes, S, mask_words], for the guided variant: see `sampling.sample`."""
         program = self.programs.get(*self._head_program(variant, hidden.picked.shape[1]))
         arguments = (self.head_values, hidden.picked, hidden.ints, self._sampled[-1][1])
         if variant == "greedy":
             (tokens, sampled), logprobs = program(*arguments), ()
         else:
-            tokens, sampled, self.sampling_state, logprobs = program(*arguments, self.sampling_state, *([] if mask is None else [mask]))
+            tokens, sampled, self.sampling_state, logprobs = program(
+                *arguments, self.sampling_state, *([] if mask is None else [mask])
+            )
         version = self._sampled[-1][0] + 1
         self._sampled.append((version, sampled))
         return Sampled(tokens, logprobs, version)
 
     def score(self, hidden: Hidden, token: np.ndarray, target: np.ndarray) -> tuple[jax.Array, ...]:
-        """Log-probabilities of ids target [lanes, SCORES], each after token [lanes, SCORES] of the step: see `step.score`."""
+        """Log-probabilities of ids target [lanes, SCORES], each after token [lanes, SCORES] of the
+        step: see `step.score`."""
         token, target = jax.device_put((token, target), sharding(self.last_mesh, "lanes"))
         picked = self.programs.get(*self._pick_program(hidden.all.shape[1]))(hidden.all, token)
         return self.programs.get(*self._score_program())(self.head_values, picked, target)
 
     def admit(self, admission: sampling.Admission) -> None:
-        self.sampling_state = self.programs.get(*self._admit_program())(self.sampling_state, admission)
+        self.sampling_state = self.programs.get(*self._admit_program())(
+            self.sampling_state, admission
+        )
 
     def set_table(self, deltas: np.ndarray) -> None:
         """deltas [m, 5]: lane, slot, index, page, block."""
@@ -207,25 +246,36 @@ class Stages:
                 ints[lane, : len(mine)] = mine[:, 1:]
             for stage in self.stages:
                 program = self.programs.get(*self._table_program(stage))
-                stage.table = program(stage.table, jax.device_put(ints, sharding(stage.mesh, "lanes")))
+                stage.table = program(
+                    stage.table, jax.device_put(ints, sharding(stage.mesh, "lanes"))
+                )
 
     def move(self, launches: list[np.ndarray]) -> None:
         """Launches of moves, each [lanes, 2, lanes, MOVES]: see `rebalance.move`."""
         for ints in launches:
             for stage in self.stages:
                 program = self.programs.get(*self._move_program(stage))
-                stage.pages = program(stage.pages, jax.device_put(ints, sharding(stage.mesh, "lanes")))
+                stage.pages = program(
+                    stage.pages, jax.device_put(ints, sharding(stage.mesh, "lanes"))
+                )
 
     # --- programs: name, and how to lower it
 
-    def warm_up(self, done: Callable[[str], None], variants: tuple[str, ...] = sampling.VARIANTS) -> None:
+    def warm_up(
+        self, done: Callable[[str], None], variants: tuple[str, ...] = sampling.VARIANTS
+    ) -> None:
         self.programs.warm_up(dict(self.all_programs(variants)), done)
 
-    def all_programs(self, variants: tuple[str, ...] = sampling.VARIANTS) -> Iterator[tuple[str, Lower]]:
+    def all_programs(
+        self, variants: tuple[str, ...] = sampling.VARIANTS
+    ) -> Iterator[tuple[str, Lower]]:
         """Every program that requests can lead to."""
         for shape in self.plan.shapes:
             for stage in self.stages:
-                yield f"layers_{stage.index}_{shape}", functools.partial(self._lower_layers, stage, shape)
+                yield (
+                    f"layers_{stage.index}_{shape}",
+                    functools.partial(self._lower_layers, stage, shape),
+                )
         for size, variant in itertools.product(self.plan.samples, variants):
             yield self._head_program(variant, size)
         for tokens in sorted({shape.tokens for shape in self.plan.shapes}):
@@ -238,31 +288,52 @@ class Stages:
                 yield self._move_program(stage)
 
     def _lower_layers(self, stage: Stage, shape: Shape) -> Any:
-        plan, lane, pool = self.plan, spec("lanes"), [spec(*POOL_AXES)] * len(stage.pages)
+        plan = self.plan
+        lane = spec("lanes")
+        pool = [spec(*POOL_AXES)] * len(stage.pages)
         values = [spec(*param.axes) for _, param in stage.weights.flat]
         hidden = self._last((shape.tokens, plan.model.d_model), plan.dtype, stage.mesh)
         x = self._last((plan.slots,), jnp.int32, stage.mesh) if stage.index == 0 else hidden
-        ints = self._last((layout(shape, plan.mesh.kvp, plan.block_size).size,), jnp.int32, stage.mesh)
+        ints = self._last(
+            (layout(shape, plan.mesh.kvp, plan.block_size).size,), jnp.int32, stage.mesh
+        )
         last = stage is self.stages[-1]
         f = functools.partial(layers, stage.weights, plan.model, shape, last)
-        return _jit(f, stage.mesh, (values, pool, lane, lane, lane), ((lane,) * 3 if last else lane, pool, lane), donate=(1, 2)).lower(
-            stage.values, stage.pages, stage.table, ints, x)
+        return _jit(
+            f,
+            stage.mesh,
+            (values, pool, lane, lane, lane),
+            ((lane,) * 3 if last else lane, pool, lane),
+            donate=(1, 2),
+        ).lower(stage.values, stage.pages, stage.table, ints, x)
 
     def _last(self, shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.plan.mesh.kvp, *shape), dtype, sharding=sharding(mesh, "lanes"))
+        return jax.ShapeDtypeStruct(
+            (self.plan.mesh.kvp, *shape), dtype, sharding=sharding(mesh, "lanes")
+        )
 
     def _head_program(self, variant: str, size: int) -> tuple[str, Lower]:
         def lower() -> Any:
-            lane, values = spec("lanes"), [spec(*param.axes) for _, param in self.head.flat]
+            lane = spec("lanes")
+            values = [spec(*param.axes) for _, param in self.head.flat]
             ints = self._last((size, 3), jnp.int32, self.last_mesh)
             arguments = (self.head_values, self._hidden(size), ints, self._sampled[-1][1])
             f = functools.partial(head, self.head, self.plan.model.vocab, variant)
             if variant == "greedy":
-                return _jit(f, self.last_mesh, (values, lane, lane, lane), (lane, lane)).lower(*arguments)
+                return _jit(f, self.last_mesh, (values, lane, lane, lane), (lane, lane)).lower(
+                    *arguments
+                )
             out = (lane, lane, _state_specs(), (lane,) * 3 if variant in sampling.SCORED else ())
-            mask = [self._last((size, self.mask_words), jnp.int32, self.last_mesh)] if variant == "guided" else []
+            mask = (
+                [self._last((size, self.mask_words), jnp.int32, self.last_mesh)]
+                if variant == "guided"
+                else []
+            )
             specs = (values, lane, lane, lane, _state_specs(), *[lane] * len(mask))
-            return _jit(f, self.last_mesh, specs, out, donate=(4,)).lower(*arguments, self.sampling_state, *mask)
+            return _jit(f, self.last_mesh, specs, out, donate=(4,)).lower(
+                *arguments, self.sampling_state, *mask
+            )
+
         return f"head_{variant}_{size}", lower
 
     def _hidden(self, tokens: int) -> jax.ShapeDtypeStruct:
@@ -270,44 +341,67 @@ class Stages:
 
     def _score_program(self) -> tuple[str, Lower]:
         def lower() -> Any:
-            lane, values = spec("lanes"), [spec(*param.axes) for _, param in self.head.flat]
+            lane = spec("lanes")
+            values = [spec(*param.axes) for _, param in self.head.flat]
             f = functools.partial(score, self.head, self.plan.model.vocab)
             target = self._last((SCORES,), jnp.int32, self.last_mesh)
-            return _jit(f, self.last_mesh, (values, lane, lane), (lane,) * 3).lower(self.head_values, self._hidden(SCORES), target)
+            return _jit(f, self.last_mesh, (values, lane, lane), (lane,) * 3).lower(
+                self.head_values, self._hidden(SCORES), target
+            )
+
         return "score", lower
 
     def _pick_program(self, tokens: int) -> tuple[str, Lower]:
         def lower() -> Any:
             lane = spec("lanes")
             index = self._last((SCORES,), jnp.int32, self.last_mesh)
-            return _jit(lambda x, index: x[0][index[0]][None], self.last_mesh, (lane, lane), lane).lower(self._hidden(tokens), index)
+            return _jit(
+                lambda x, index: x[0][index[0]][None], self.last_mesh, (lane, lane), lane
+            ).lower(self._hidden(tokens), index)
+
         return f"pick_of_{tokens}", lower
 
     def _admit_program(self) -> tuple[str, Lower]:
         def lower() -> Any:
             blank = sampling.blank_admission()
-            program = _jit(sampling.admit, self.last_mesh, (_state_specs(), spec()), _state_specs(), donate=(0,))
+            program = _jit(
+                sampling.admit,
+                self.last_mesh,
+                (_state_specs(), spec()),
+                _state_specs(),
+                donate=(0,),
+            )
             return program.lower(self.sampling_state, blank)
+
         return "admit", lower
 
     def _move_program(self, stage: Stage) -> tuple[str, Lower]:
         def lower() -> Any:
-            lane, pool = spec("lanes"), [spec(*POOL_AXES)] * len(stage.pages)
+            lane = spec("lanes")
+            pool = [spec(*POOL_AXES)] * len(stage.pages)
             f = lambda pages, ints: move(pages, ints[0])
             ints = self._last((2, self.plan.mesh.kvp, MOVES), jnp.int32, stage.mesh)
             return _jit(f, stage.mesh, (pool, lane), pool, donate=(0,)).lower(stage.pages, ints)
+
         return f"move_{stage.index}", lower
 
     def _table_program(self, stage: Stage) -> tuple[str, Lower]:
         def lower() -> Any:
             lane = spec("lanes")
             f = lambda table, deltas: write_table(table, deltas[0])
-            return _jit(f, stage.mesh, (lane, lane), lane, donate=(0,)).lower(stage.table, self._last((DELTAS, 4), jnp.int32, stage.mesh))
+            return _jit(f, stage.mesh, (lane, lane), lane, donate=(0,)).lower(
+                stage.table, self._last((DELTAS, 4), jnp.int32, stage.mesh)
+            )
+
         return f"table_{stage.index}", lower
 
 
-def _jit(f: Callable, mesh: Mesh, in_specs: Any, out_specs: Any, donate: tuple[int, ...] = ()) -> Any:
-    options = COMPILER_OPTIONS if mesh.shape[KVP] > 1 and mesh.devices.flat[0].platform == "gpu" else None
+def _jit(
+    f: Callable, mesh: Mesh, in_specs: Any, out_specs: Any, donate: tuple[int, ...] = ()
+) -> Any:
+    options = (
+        COMPILER_OPTIONS if mesh.shape[KVP] > 1 and mesh.devices.flat[0].platform == "gpu" else None
+    )
     mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return jax.jit(mapped, donate_argnums=donate, compiler_options=options or None)
 
@@ -317,4 +411,6 @@ def _zeros(where: jax.sharding.Sharding, shape: tuple[int, ...], dtype: Any) -> 
 
 
 def _state_specs() -> sampling.State:
-    return sampling.State(**{name: spec(*axes) for name, axes in dataclasses.asdict(sampling.STATE_AXES).items()})
+    return sampling.State(
+        **{name: spec(*axes) for name, axes in dataclasses.asdict(sampling.STATE_AXES).items()}
+    )

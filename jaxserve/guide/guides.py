@@ -1,7 +1,8 @@
 """From what a caller asks for to a mask of tokens, by llguidance.
 
-The lexer of a compiled grammar grows while it is used, up to a limit, and copies of a matcher share it. So every request compiles its own,
-in well under the time of a step: what one request does to its guide, no other one can feel or see.
+The lexer of a compiled grammar grows while it is used, up to a limit, and copies of a matcher share
+it. So every request compiles its own, in well under the time of a step: what one request does to
+its guide, no other one can feel or see.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from jaxserve.request import RequestError, internal_error
 from jaxserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-COMPILES = 2                                         # at a time
-TURN_SECONDS = 2.0                                   # who has waited longer for others to compile is refused
-SAID_CHARS = 300                                     # of what the library says about a faulty grammar
+COMPILES = 2  # at a time
+TURN_SECONDS = 2.0  # who has waited longer for others to compile is refused
+SAID_CHARS = 300  # of what the library says about a faulty grammar
 
 
 class Matcher:
@@ -36,20 +37,23 @@ class Matcher:
         self._native = native
 
     def fill(self, row: np.ndarray) -> None:
-        """Sets `row`, int32 of at least ceil(vocab / 32) words, to the tokens that may come next: token i is bit i % 32 of word i // 32.
+        """Sets `row`, int32 of at least ceil(vocab / 32) words, to the tokens that may come next:
+        token i is bit i % 32 of word i // 32.
 
         Errors: RequestError where the guide has become too complex to follow.
         """
         try:
             mask = np.frombuffer(self._native.compute_bitmask(), np.int32)
-        except BaseException as error:               # a panic of native code is no Exception
+        except BaseException as error:  # a panic of native code is no Exception
             raise _fault(error) from None
         self._check()
-        size = min(len(mask), len(row))              # the library may add a word, as callers may
-        row[:size], row[size:] = mask[:size], 0
+        size = min(len(mask), len(row))  # the library may add a word, as callers may
+        row[:size] = mask[:size]
+        row[size:] = 0
 
     def push(self, token: int) -> None:
-        """One more token of the completion. Errors: RequestError, as of `fill`, and for a token that may not come here."""
+        """One more token of the completion. Errors: RequestError, as of `fill`, and for a token
+        that may not come here."""
         try:
             taken = self._native.consume_token(token)
         except BaseException as error:
@@ -61,7 +65,9 @@ class Matcher:
 
     def _check(self) -> None:
         if self._native.is_error():
-            raise RequestError("guided", f"is too complex to follow: {_said(self._native.get_error())}")
+            raise RequestError(
+                "guided", f"is too complex to follow: {_said(self._native.get_error())}"
+            )
 
 
 class Guide:
@@ -79,29 +85,36 @@ class Guides:
 
     def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos_ids: Sequence[int]):
         self._native: llguidance.LLTokenizer | str | None = None
-        self._tokenizer, self._vocab, self._eos_ids = tokenizer, vocab, list(eos_ids)
+        self._tokenizer = tokenizer
+        self._vocab = vocab
+        self._eos_ids = list(eos_ids)
         self._preparing = threading.Lock()
         self._trials: list[Trial] = []
-        self._idle: collections.deque[Trial] = collections.deque()   # on the right those that run
+        self._idle: collections.deque[Trial] = collections.deque()  # on the right those that run
         self._threads = concurrent.futures.ThreadPoolExecutor(COMPILES, "guides")
 
     def prepare(self) -> llguidance.LLTokenizer | str:
-        """The library's form of the tokenizer, or what is wrong with it. Made once; every other thread waits for that."""
+        """The library's form of the tokenizer, or what is wrong with it. Made once; every other
+        thread waits for that."""
         with self._preparing:
             if self._native is None:
                 self._native = self._made()
             return self._native
 
     def submit(self, spec: Guided, field: str = "") -> concurrent.futures.Future[Guide]:
-        """The guide of a spec, for one request, to come. Takes milliseconds for an ordinary schema, longer for the first; on threads of its
-        own, lest others wait for what takes long. Any thread may call it.
+        """The guide of a spec, for one request, to come. Takes milliseconds for an ordinary schema,
+        longer for the first; on threads of its own, lest others wait for what takes long. Any
+        thread may call it.
 
-        Errors: RequestError that names `field` (else the kind) for a spec that is wrong, cannot be met or is too complex, with status
-        FAILED_PRECONDITION for a model without a tokenizer or an end token, and RESOURCE_EXHAUSTED where others take too long.
+        Errors: RequestError that names `field` (else the kind) for a spec that is wrong, cannot be
+        met or is too complex, with status FAILED_PRECONDITION for a model without a tokenizer or an
+        end token, and RESOURCE_EXHAUSTED where others take too long.
         """
         try:
-            return self._threads.submit(self._compiled, spec, field, time.monotonic() + TURN_SECONDS)
-        except RuntimeError:                         # it was closed
+            return self._threads.submit(
+                self._compiled, spec, field, time.monotonic() + TURN_SECONDS
+            )
+        except RuntimeError:  # it was closed
             raise internal_error() from None
 
     def compile(self, spec: Guided, field: str = "") -> Guide:
@@ -117,7 +130,9 @@ class Guides:
     def _compiled(self, spec: Guided, field: str, latest: float) -> Guide:
         if time.monotonic() > latest:
             raise RequestError("", "too many guides are being compiled", "RESOURCE_EXHAUSTED")
-        grammar, field, regex = spec.grammar(field), field or spec.kind, spec.kind in ("regex", "choice")
+        grammar = spec.grammar(field)
+        field = field or spec.kind
+        regex = spec.kind in ("regex", "choice")
         tokenizer = self.prepare()
         if isinstance(tokenizer, str):
             raise RequestError(field, tokenizer, "FAILED_PRECONDITION")
@@ -140,7 +155,7 @@ class Guides:
         text = self._tokenizer.to_json()
         try:
             native = llguidance.LLTokenizer(text, n_vocab=self._vocab, eos_token=self._eos_ids)
-        except BaseException as error:               # a panic of native code is no Exception
+        except BaseException as error:  # a panic of native code is no Exception
             return f"this model's tokenizer cannot be used: {_said(str(error))}"
         self._trials = [Trial(text, self._vocab, self._eos_ids) for _ in range(COMPILES)]
         self._idle.extend(self._trials)

@@ -1,6 +1,7 @@
 """What a caller may ask for, and what of it is refused unread.
 
-The limits keep native code, which recurses over a schema or grammar, within its stack, and what it builds within a second.
+The limits keep native code, which recurses over a schema or grammar, within its stack, and what it
+builds within a second.
 """
 
 from __future__ import annotations
@@ -17,35 +18,38 @@ from typing import Any
 from jaxserve.request import RequestError
 
 KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
-MAX_CHARS = 65_536                                   # of a schema, regular expression or grammar, and of all choices together
+MAX_CHARS = 65_536  # of a schema, regular expression or grammar, and of all choices together
 MAX_CHOICES = 1024
-MAX_DEPTH = 64                                       # of objects and lists in a schema
-MAX_REACH = 1024                                     # depth times references: how deep a schema may be once these are followed
-MAX_PROPERTIES = 1024                                # of one object
-MAX_MULTIPLE = 10_000                                # least common multiple of all of a schema's multipleOf, as whole numbers
-MAX_ITEMS = 4096                                     # that a list or object may be said to have, at least or at most
-MAX_PATTERNS = 32                                    # of patternProperties, in all of a schema
+MAX_DEPTH = 64  # of objects and lists in a schema
+MAX_REACH = 1024  # depth times references: how deep a schema may be once these are followed
+MAX_PROPERTIES = 1024  # of one object
+MAX_MULTIPLE = 10_000  # least common multiple of all of a schema's multipleOf, as whole numbers
+MAX_ITEMS = 4096  # that a list or object may be said to have, at least or at most
+MAX_PATTERNS = 32  # of patternProperties, in all of a schema
 MAX_RULES = 256
-SPACE = r"[ \n\r\t]{1,40}"                           # between the tokens of JSON: bounded, so that no model indents for ever
+SPACE = r"[ \n\r\t]{1,40}"  # between the tokens of JSON: bounded, so that no model indents for ever
 
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_NAMES = ("$id", "id")                               # of what references within are relative to
+_NAMES = ("$id", "id")  # of what references within are relative to
 _COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties")
-_TEXTS = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\\n])*/?')      # of a grammar: comments, strings, regular expressions
+# of a grammar: comments, strings, regular expressions
+_TEXTS = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\\n])*/?')
 _EMBEDDED = re.compile(r"%(json|llguidance)\b")
 
 
 @dataclass(frozen=True, slots=True)
 class Guided:
-    """How a completion must look. kind: json_schema, regex or grammar (Lark, as llguidance takes it), with its `text`; choice, with
-    `choices`; or json_object, any JSON object. A regular expression matches the whole completion."""
+    """How a completion must look. kind: json_schema, regex or grammar (Lark, as llguidance takes
+    it), with its `text`; choice, with `choices`; or json_object, any JSON object. A regular
+    expression matches the whole completion."""
 
     kind: str
     text: str = ""
     choices: tuple[str, ...] = ()
 
     def check(self, field: str = "") -> None:
-        """Errors: RequestError that names `field` (else the kind) for an unknown kind, a wrong type or what is too large."""
+        """Errors: RequestError that names `field` (else the kind) for an unknown kind, a wrong type
+        or what is too large."""
         field = field or str(self.kind)
         if self.kind not in KINDS:
             raise RequestError(field, f"{self.kind!r:.100} is not one of {', '.join(KINDS)}")
@@ -63,7 +67,8 @@ class Guided:
             raise RequestError(field, "is not valid Unicode")
 
     def grammar(self, field: str = "") -> str:
-        """What llguidance compiles. Errors: RequestError, as of `check`, and for what is too deep or has too many parts."""
+        """What llguidance compiles. Errors: RequestError, as of `check`, and for what is too deep
+        or has too many parts."""
         self.check(field)
         field = field or self.kind
         match self.kind:
@@ -95,7 +100,11 @@ def _escaped(text: str) -> str:
 
 
 def _with_spaces(schema: Any) -> Any:
-    return {**schema, "x-guidance": {"whitespace_pattern": SPACE}} if isinstance(schema, dict) else schema
+    return (
+        {**schema, "x-guidance": {"whitespace_pattern": SPACE}}
+        if isinstance(schema, dict)
+        else schema
+    )
 
 
 def _schema(field: str, text: str) -> Any:
@@ -113,30 +122,46 @@ def _schema(field: str, text: str) -> Any:
 
 
 def _check_schema(field: str, schema: Any) -> None:
-    deepest, references, multiples, patterns = 0, collections.defaultdict[int, set[str]](set), [], 0
+    deepest = 0
+    references = collections.defaultdict[int, set[str]](set)
+    multiples = []
+    patterns = 0
     for part, depth, place in _parts(schema):
         deepest = max(deepest, depth)
         if depth > MAX_DEPTH:
             raise RequestError(field, f"is nested too deeply; the limit is {MAX_DEPTH}")
         if isinstance(part, dict):
             _check_part(field, part)
-            references[place] |= {part[name] for name in _REFERENCES if isinstance(part.get(name), str)}
-            multiples += [part["multipleOf"]] if isinstance(part.get("multipleOf"), (int, float)) else []
-            patterns += len(part["patternProperties"]) if isinstance(part.get("patternProperties"), dict) else 0
+            references[place] |= {
+                part[name] for name in _REFERENCES if isinstance(part.get(name), str)
+            }
+            multiples += (
+                [part["multipleOf"]] if isinstance(part.get("multipleOf"), (int, float)) else []
+            )
+            patterns += (
+                len(part["patternProperties"])
+                if isinstance(part.get("patternProperties"), dict)
+                else 0
+            )
     counts = [len(found) for found in references.values()]
     local = all(reference.startswith("#") for found in references.values() for reference in found)
-    count = max(counts, default=0) if local else sum(counts)         # the others lead from place to place
+    count = max(counts, default=0) if local else sum(counts)  # the others lead from place to place
     if deepest * count > MAX_REACH:
         said = f"has {count} references and {deepest} levels"
         raise RequestError(field, f"{said}; the limit is {MAX_REACH} for the one times the other")
     if _least_multiple(multiples) > MAX_MULTIPLE:
-        raise RequestError(field, f"has a common multiple of all multipleOf, as whole numbers, above the limit {MAX_MULTIPLE}")
+        raise RequestError(
+            field,
+            f"has a common multiple of all multipleOf, as whole numbers, above the limit {MAX_MULTIPLE}",
+        )
     if patterns > MAX_PATTERNS:
         raise RequestError(field, f"has {patterns} patternProperties; the limit is {MAX_PATTERNS}")
 
 
 def _check_part(field: str, part: dict[str, Any]) -> None:
-    if len(part) > MAX_PROPERTIES or (isinstance(part.get("required"), list) and len(part["required"]) > MAX_PROPERTIES):
+    if len(part) > MAX_PROPERTIES or (
+        isinstance(part.get("required"), list) and len(part["required"]) > MAX_PROPERTIES
+    ):
         raise RequestError(field, f"has an object with more than {MAX_PROPERTIES} properties")
     if "x-guidance" in part:
         raise RequestError(field, "x-guidance is not supported")
@@ -147,7 +172,8 @@ def _check_part(field: str, part: dict[str, Any]) -> None:
 
 def _parts(schema: Any) -> Iterator[tuple[Any, int, int]]:
     """Every object and list, its depth, and a number for what its references are relative to."""
-    line, places = [(schema, 1, 0)], 0
+    line = [(schema, 1, 0)]
+    places = 0
     while line:
         part, depth, place = line.pop()
         if isinstance(part, dict) and any(isinstance(part.get(name), str) for name in _NAMES):
@@ -162,8 +188,12 @@ def _least_multiple(multiples: list[int | float]) -> int:
     try:
         numbers = [Decimal(str(abs(value))) for value in multiples if value]
         places = max((-min(int(number.as_tuple().exponent), 0) for number in numbers), default=0)
-        return lcm(*(int(number.scaleb(places)) for number in numbers)) if places < 20 else MAX_MULTIPLE + 1
-    except (InvalidOperation, OverflowError, ValueError):    # the last: of what is no finite number
+        return (
+            lcm(*(int(number.scaleb(places)) for number in numbers))
+            if places < 20
+            else MAX_MULTIPLE + 1
+        )
+    except (InvalidOperation, OverflowError, ValueError):  # the last: of what is no finite number
         return MAX_MULTIPLE + 1
 
 

@@ -1,1 +1,2 @@
-"""Model configurations (`zoo`, plain numbers, no JAX) and the one decoder that runs all of them (`decoder`, `layers`)."""
+"""Model configurations (`zoo`, plain numbers, no JAX) and the one decoder that runs all of them
+(`decoder`, `layers`)."""

@@ -1,4 +1,5 @@
-"""The parts of a decoder layer as pure functions on local arrays: norms, rotary positions, the gated MLP."""
+"""The parts of a decoder layer as pure functions on local arrays: norms, rotary positions, the
+gated MLP."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from jaxserve.models.zoo import ModelConfig, RopeScaling
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x [..., D] in any dtype; the mean square is taken in f32 (Zhang and Sennrich, 2019)."""
     wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)).astype(x.dtype) * weight
+    return (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)).astype(
+        x.dtype
+    ) * weight
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:
@@ -25,7 +28,7 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
 def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     """Angle per position [H / 2] f32 and the factor on cos and sin, after the model's scaling."""
     half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    base = config.rope_theta ** -half
+    base = config.rope_theta**-half
     scaling = config.rope_scaling
     if scaling is None:
         return base.astype(np.float32), 1.0
@@ -36,7 +39,8 @@ def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
 def turn(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """cos and sin f32 [T, 1, 1, H / 2] of positions [T].
 
-    The product with the identity changes nothing, but its result is stored: XLA would else compute cosines again in every layer.
+    The product with the identity changes nothing, but its result is stored: XLA would else compute
+    cosines again in every layer.
     """
     frequencies, factor = rope_frequencies(config)
     angle = positions[:, None].astype(jnp.float32) * frequencies
@@ -51,26 +55,42 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def _linear(base: np.ndarray, scaling: RopeScaling, config: ModelConfig) -> tuple[np.ndarray, float]:
+def _linear(
+    base: np.ndarray, scaling: RopeScaling, config: ModelConfig
+) -> tuple[np.ndarray, float]:
     return base / scaling.factor, 1.0
 
 
-def _llama3(base: np.ndarray, scaling: RopeScaling, config: ModelConfig) -> tuple[np.ndarray, float]:
+def _llama3(
+    base: np.ndarray, scaling: RopeScaling, config: ModelConfig
+) -> tuple[np.ndarray, float]:
     """Long waves are slowed by `factor`, short ones kept, those between are mixed (Llama 3.1)."""
-    waves = scaling.original_max_len * base / (2 * math.pi)                          # turns over the original context
-    keep = np.clip((waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
+    waves = scaling.original_max_len * base / (2 * math.pi)  # turns over the original context
+    keep = np.clip(
+        (waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor),
+        0,
+        1,
+    )
     return base / scaling.factor * (1 - keep) + base * keep, 1.0
 
 
 def _yarn(base: np.ndarray, scaling: RopeScaling, config: ModelConfig) -> tuple[np.ndarray, float]:
     """YaRN (Peng et al., 2023), with the conventions of Hugging Face checkpoints."""
-    def dimension(turns: float) -> float:
-        return config.head_dim * math.log(scaling.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
 
-    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    def dimension(turns: float) -> float:
+        return (
+            config.head_dim
+            * math.log(scaling.original_max_len / (turns * 2 * math.pi))
+            / (2 * math.log(config.rope_theta))
+        )
+
+    low = dimension(scaling.beta_fast)
+    high = dimension(scaling.beta_slow)
     if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, config.head_dim - 1)
     ramp = np.clip((np.arange(config.head_dim // 2) - low) / max(high - low, 0.001), 0, 1)
     factor = scaling.attention_factor
     if factor is None:

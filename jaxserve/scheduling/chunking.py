@@ -1,4 +1,5 @@
-"""How much of a prompt goes into a step: a fixed number of tokens, or as many as the target time allows (medha.md M2, M10)."""
+"""How much of a prompt goes into a step: a fixed number of tokens, or as many as the target time
+allows (medha.md M2, M10)."""
 
 from __future__ import annotations
 
@@ -7,19 +8,31 @@ from typing import Any
 
 from jaxserve.scheduling.predictor import Lane, Predictor
 
-LEAST = 0.25                                          # of the decodes' time that chunks get where decodes alone take all there is
+LEAST = 0.25  # of the decodes' time that chunks get where decodes alone take all there is
 
 
 class Room:
-    """What a step has room for: per lane, tokens (`left`), what it does so far (`lanes`) and its seconds (`pace`). Paces of the step in
-    seconds: `target`, and `long`, which a prompt of several steps may not exceed, since what arrives meanwhile waits for the step's end."""
+    """What a step has room for: per lane, tokens (`left`), what it does so far (`lanes`) and its
+    seconds (`pace`). Paces of the step in seconds: `target`, and `long`, which a prompt of several
+    steps may not exceed, since what arrives meanwhile waits for the step's end."""
 
-    def __init__(self, predictor: Predictor, lanes: list[Lane], tokens: int, tile: int, target: float, long: float):
-        self.predictor, self.lanes, self.tile = predictor, lanes, tile
+    def __init__(
+        self,
+        predictor: Predictor,
+        lanes: list[Lane],
+        tokens: int,
+        tile: int,
+        target: float,
+        long: float,
+    ):
+        self.predictor = predictor
+        self.lanes = lanes
+        self.tile = tile
         self.left = [tokens] * len(lanes)
-        self.base = [predictor.lane(lane) for lane in lanes]          # seconds before any chunk
+        self.base = [predictor.lane(lane) for lane in lanes]  # seconds before any chunk
         self.pace = self.base.copy()
-        self._tried: tuple[tuple, list[tuple[int, Lane, float]]] = ((), [])    # the last chunk asked about, and the lanes with it
+        # the last chunk asked about, and the lanes with it
+        self._tried: tuple[tuple, list[tuple[int, Lane, float]]] = ((), [])
         least = (1 + LEAST) * max(self.base)
         self.target = target if target > max(self.base) else least
         self.long = min(self.target, max(long, least))
@@ -40,13 +53,18 @@ class Room:
     def _with(self, *chunk: Any) -> list[tuple[int, Lane, float]]:
         if self._tried[0] != chunk:
             joined = self.predictor.joined(self.lanes, *chunk)
-            self._tried = chunk, [(index, lane, self.predictor.lane(lane)) for index, lane in joined]
+            self._tried = (
+                chunk,
+                [(index, lane, self.predictor.lane(lane)) for index, lane in joined],
+            )
         return self._tried[1]
 
     def take(self, home: int, held: list[int] | None, cached: int, new: int) -> None:
-        """A chunk joins the step. Its share of the tokens is in whole tiles, as the device computes them."""
+        """A chunk joins the step. Its share of the tokens is in whole tiles, as the device computes
+        them."""
         for index, lane, seconds in self._with(home, held, cached, new):
-            self.lanes[index], self.pace[index] = lane, seconds
+            self.lanes[index] = lane
+            self.pace[index] = seconds
         self._tried = (), []
         self.left[home] = max(0, self.left[home] - -(-new // self.tile) * self.tile)
 
@@ -54,28 +72,44 @@ class Room:
 Chunking = Callable[[Room, int, "list[int] | None", int, int, float], int]
 
 
-def static(room: Room, home: int, held: list[int] | None, cached: int, most: int, until: float) -> int:
+def static(
+    room: Room, home: int, held: list[int] | None, cached: int, most: int, until: float
+) -> int:
     """As many tokens as there is room for, whatever the time (Sarathi)."""
     return most
 
 
-def adaptive(room: Room, home: int, held: list[int] | None, cached: int, most: int, until: float) -> int:
-    """The most tokens, in whole tiles or all that is left, with which the step is done by `until`; 0 where one tile is too much."""
+def adaptive(
+    room: Room, home: int, held: list[int] | None, cached: int, most: int, until: float
+) -> int:
+    """The most tokens, in whole tiles or all that is left, with which the step is done by `until`;
+    0 where one tile is too much."""
     below = room.so_far(home, held)
     if until <= below:
         return 0
     above = room.seconds(home, held, cached, most)
     if above <= until:
         return most
-    low, high, even = 0, -(-most // room.tile), False                # `low` tiles fit, `high` do not
+    # `low` tiles fit, `high` do not
+    low = 0
+    high = -(-most // room.tile)
+    even = False
     while high - low > 1:
-        middle = (low + high) // 2 if even else low + int((high - low) * (until - below) / (above - below))
-        middle, even = min(max(middle, low + 1), high - 1), not even   # by turns where a line would cross, and half way
+        middle = (
+            (low + high) // 2
+            if even
+            else low + int((high - low) * (until - below) / (above - below))
+        )
+        # by turns where a line would cross, and half way
+        middle = min(max(middle, low + 1), high - 1)
+        even = not even
         seconds = room.seconds(home, held, cached, middle * room.tile)
         if seconds <= until:
-            low, below = middle, seconds
+            low = middle
+            below = seconds
         else:
-            high, above = middle, seconds
+            high = middle
+            above = seconds
     return low * room.tile
 
 

@@ -1,10 +1,13 @@
-"""What ran lately: the steps of the last two minutes with their chunks, and the requests that ended in the last one.
+"""What ran lately: the steps of the last two minutes with their chunks, and the requests that ended
+in the last one.
 
-A step over 256 sequences is written down in a few microseconds: its arrays are kept as they came in the batch, by reference, and become
-lists only when somebody looks (`view`). All that is kept is bounded. Times are clock seconds.
+A step over 256 sequences is written down in a few microseconds: its arrays are kept as they came in
+the batch, by reference, and become lists only when somebody looks (`view`). All that is kept is
+bounded. Times are clock seconds.
 
-With one stage a step ran since it was issued, or since the one before it was read. With several only its issue and its reading are known:
-in between each stage has it for as long as was predicted, and none has two steps at once.
+With one stage a step ran since it was issued, or since the one before it was read. With several
+only its issue and its reading are known: in between each stage has it for as long as was predicted,
+and none has two steps at once.
 """
 
 from __future__ import annotations
@@ -21,18 +24,24 @@ from jaxserve.request import Finished, Request
 from jaxserve.scheduling.batch import Batch
 from jaxserve.scheduling.sequence import Sequence
 
-STEPS, ROWS, SECONDS = 4096, 1 << 18, 120.0           # most steps, chunks of all steps together, age
-ENDS, END_SECONDS = 1024, 60.0                        # most completions that ended, age
-NAMES = 1 << 14                                       # sequences whose requests are remembered
-NO_NUMBER = -1                                        # of a completion that ended before it had a slot
+# most steps, chunks of all steps together, age
+STEPS = 4096
+ROWS = 1 << 18
+SECONDS = 120.0
+# most completions that ended, age
+ENDS = 1024
+END_SECONDS = 60.0
+NAMES = 1 << 14  # sequences whose requests are remembered
+NO_NUMBER = -1  # of a completion that ended before it had a slot
 
-Spans = list[tuple[float, float]]                     # per stage: from when to when
+Spans = list[tuple[float, float]]  # per stage: from when to when
 
 
 @dataclass(slots=True)
 class Step:
-    """A batch that was issued. Arrays are the batch's; `held` where prompts on several lanes are in it. `spans` and `took` (seconds since
-    the step before it was read, or since it was issued where that was later) are known once it was read."""
+    """A batch that was issued. Arrays are the batch's; `held` where prompts on several lanes are in
+    it. `spans` and `took` (seconds since the step before it was read, or since it was issued where
+    that was later) are known once it was read."""
 
     number: int
     issued: float
@@ -49,7 +58,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A completion that ended. given, tpot: its objectives, seconds from arrival to the first token and per output token."""
+    """A completion that ended. given, tpot: its objectives, seconds from arrival to the first token
+    and per output token."""
 
     number: int
     request_id: str
@@ -66,37 +76,60 @@ class End:
 
 
 class Journal:
-    """One replica's. born: clock seconds at which it begins, by which its readers tell it from one of another start."""
+    """One replica's. born: clock seconds at which it begins, by which its readers tell it from one
+    of another start."""
 
     def __init__(self, stages: int, born: float):
         self.born = born
-        self.steps: deque[Step] = deque()             # read, oldest first
-        self.flying: deque[Step] = deque()            # issued and not read, oldest first
+        self.steps: deque[Step] = deque()  # read, oldest first
+        self.flying: deque[Step] = deque()  # issued and not read, oldest first
         self.ends: deque[End] = deque(maxlen=ENDS)
-        self.names: dict[int, tuple[str, int]] = {}   # number of a sequence -> request id, completion
-        self._numbers: dict[tuple[str, int], int] = {}                # and back, while it runs
-        self._until = [born] * stages                 # until when each stage was busy
-        self._read, self._rows = born, 0
+        # number of a sequence -> request id, completion
+        self.names: dict[int, tuple[str, int]] = {}
+        self._numbers: dict[tuple[str, int], int] = {}  # and back, while it runs
+        self._until = [born] * stages  # until when each stage was busy
+        self._read = born
+        self._rows = 0
 
     def admitted(self, sequence: Sequence) -> None:
         """A sequence got a slot."""
         name = sequence.id, sequence.index
-        self.names[sequence.number], self._numbers[name] = name, sequence.number
+        self.names[sequence.number] = name
+        self._numbers[name] = sequence.number
         if len(self.names) > NAMES:
             del self.names[next(iter(self.names))]
 
     def issued(self, batch: Batch, now: float) -> None:
         held = batch.held if batch.owner.size else None
-        self.flying.append(Step(batch.number, now, batch.seconds, batch.seq, batch.lane, batch.start, batch.length, batch.feed, held, []))
+        self.flying.append(
+            Step(
+                batch.number,
+                now,
+                batch.seconds,
+                batch.seq,
+                batch.lane,
+                batch.start,
+                batch.length,
+                batch.feed,
+                held,
+                [],
+            )
+        )
         self._rows += batch.seq.size
 
     def read(self, now: float) -> None:
         """The oldest step in flight has left the stages."""
         step = self.flying.popleft()
-        step.took, step.spans, self._read = now - max(step.issued, self._read), _spans(step, self._until, now), now
+        step.took, step.spans, self._read = (
+            now - max(step.issued, self._read),
+            _spans(step, self._until, now),
+            now,
+        )
         steps = self.steps
         steps.append(step)
-        while len(steps) > 1 and (len(steps) > STEPS or self._rows > ROWS or steps[0].issued < now - SECONDS):
+        while len(steps) > 1 and (
+            len(steps) > STEPS or self._rows > ROWS or steps[0].issued < now - SECONDS
+        ):
             self._rows -= steps.popleft().seq.size
 
     def lost(self) -> None:
@@ -107,7 +140,18 @@ class Journal:
     def ended(self, request: Request, event: Finished, given: float, tpot: float) -> None:
         """A completion of a request ended; given, tpot: see End."""
         number = self._numbers.pop((request.id, event.index), NO_NUMBER)
-        self.ends.append(End(number, request.id, event.index, request.slo.class_name, request.arrival, given, tpot, event))
+        self.ends.append(
+            End(
+                number,
+                request.id,
+                event.index,
+                request.slo.class_name,
+                request.arrival,
+                given,
+                tpot,
+                event,
+            )
+        )
 
     def since(self, number: int, most: int) -> list[Step]:
         """Steps that were read from this number on, at most so many, oldest first."""
@@ -121,9 +165,11 @@ class Journal:
 
 
 def _spans(step: Step, until: list[float], end: float | None) -> Spans:
-    """When a step was in each stage, which were busy `until` then, and are until it left them. end: None where that is to come."""
+    """When a step was in each stage, which were busy `until` then, and are until it left them. end:
+    None where that is to come."""
     spans: Spans = []
-    start, stages = step.issued, len(until)
+    start = step.issued
+    stages = len(until)
     for stage in range(stages):
         start = max(start, until[stage])
         if end is None:

@@ -1,4 +1,5 @@
-"""Who waits, by age, with what a policy looks at as arrays: ranking a thousand sequences costs a few numpy calls."""
+"""Who waits, by age, with what a policy looks at as arrays: ranking a thousand sequences costs a
+few numpy calls."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ ARRIVAL, DUE, WORK, TOKENS = range(4)
 
 
 class Line:
-    """Waiting sequences, oldest first. `fields` [4, n] f64: clock seconds of arrival and of the first token's deadline, seconds of
-    prefill that are left, and the prompt's tokens."""
+    """Waiting sequences, oldest first. `fields` [4, n] f64: clock seconds of arrival and of the
+    first token's deadline, seconds of prefill that are left, and the prompt's tokens."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
@@ -39,7 +40,8 @@ class Line:
         return self._fields[:, : len(self._sequences)]
 
     def add(self, sequence: Sequence) -> None:
-        count, at = len(self), bisect_left(self._sequences, sequence.number, key=age)
+        count = len(self)
+        at = bisect_left(self._sequences, sequence.number, key=age)
         if count == self._fields.shape[1]:
             self._fields = np.concatenate([self._fields, np.empty_like(self._fields)], 1)
         self._fields[:, at + 1 : count + 1] = self._fields[:, at:count]
@@ -47,13 +49,15 @@ class Line:
         self._sequences.insert(at, sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        count, at = len(self._sequences), bisect_left(self._sequences, sequence.number, key=age)
+        count = len(self._sequences)
+        at = bisect_left(self._sequences, sequence.number, key=age)
         assert self._sequences.pop(at) is sequence
         self._fields[:, at : count - 1] = self._fields[:, at + 1 : count]
 
 
 def ranked(key: np.ndarray, few: int = 16) -> Iterator[int]:
-    """Indices of `key` [n], smallest first, ties by index. Usually only the first few are asked for, and the rest is never sorted."""
+    """Indices of `key` [n], smallest first, ties by index. Usually only the first few are asked
+    for, and the rest is never sorted."""
     if len(key) > 2 * few:
         last = np.partition(key, few)[few]
         front = np.flatnonzero(key <= last)

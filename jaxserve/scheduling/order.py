@@ -1,4 +1,5 @@
-"""Who is prefilled next: sequences that are partly prefilled and those that wait, as the policy ranks them."""
+"""Who is prefilled next: sequences that are partly prefilled and those that wait, as the policy
+ranks them."""
 
 from __future__ import annotations
 
@@ -19,20 +20,29 @@ class Order:
 
     def __init__(self, policy: str, now: float, roster: Roster, admission: Admission):
         self.admission = admission
-        self._running, self._waiting = tuple(roster.prefilling), roster.queue.copy()
+        self._running = tuple(roster.prefilling)
+        self._waiting = roster.queue.copy()
         fields = roster.facts()
-        self._work, self._tokens, self._key = fields[WORK], fields[TOKENS], POLICIES[policy](now, *fields[:TOKENS])
+        self._work = fields[WORK]
+        self._tokens = fields[TOKENS]
+        self._key = POLICIES[policy](now, *fields[:TOKENS])
         self._left = np.ones(self._key.size, bool)
 
     def candidates(self, most: float = math.inf) -> Iterator[Sequence]:
-        """Those that have not come yet, of at most so many seconds of work, and the first large prompt that waits: it may claim pages."""
-        some = (self._left if most == math.inf else self._left & (self._work <= most) | self._first_large()).nonzero()[0]
+        """Those that have not come yet, of at most so many seconds of work, and the first large
+        prompt that waits: it may claim pages."""
+        some = (
+            self._left
+            if most == math.inf
+            else self._left & (self._work <= most) | self._first_large()
+        ).nonzero()[0]
         count = len(self._running)
-        runs = int(np.searchsorted(some, count))                     # candidates that have a slot
+        runs = int(np.searchsorted(some, count))  # candidates that have a slot
         for place in ranked(self._key[some]):
             index = int(some[place])
             if index < count:
-                runs, sequence = runs - 1, self._running[index]
+                runs = runs - 1
+                sequence = self._running[index]
             elif self.admission.open or runs:
                 sequence = self._waiting[index - count]
                 if not self.admission.may(sequence):

@@ -1,17 +1,21 @@
 """What goes into a batch.
 
-Decodes go first and every one that can runs. Then prefill chunks, in the order of the policy, out of what is left of the step's time and
-of its tokens: sequences that are partly prefilled get the next chunk, waiting ones are admitted while there is a slot and, as `admission`
-says, there are pages. A prompt that cannot be finished in this step leaves a share of its time to much shorter ones, the more the closer
-those are to their deadlines (prefill-prefill batching, medha.md M9), and takes what they leave.
+Decodes go first and every one that can runs. Then prefill chunks, in the order of the policy, out
+of what is left of the step's time and of its tokens: sequences that are partly prefilled get the
+next chunk, waiting ones are admitted while there is a slot and, as `admission` says, there are
+pages. A prompt that cannot be finished in this step leaves a share of its time to much shorter
+ones, the more the closer those are to their deadlines (prefill-prefill batching, medha.md M9), and
+takes what they leave.
 
-When a decode finds no page, the youngest prefilling sequence leaves, else the youngest decode after it: nothing more of it is issued,
-its tokens in flight still count, and once it is out of flight its pages go back and it waits again. Its output then is part of what it
-prefills, so nothing is sent twice and, sampling being a function of the position, nothing changes. The oldest decode can make all others
-leave, and no request is accepted that does not fit alone: something always runs.
+When a decode finds no page, the youngest prefilling sequence leaves, else the youngest decode after
+it: nothing more of it is issued, its tokens in flight still count, and once it is out of flight its
+pages go back and it waits again. Its output then is part of what it prefills, so nothing is sent
+twice and, sampling being a function of the position, nothing changes. The oldest decode can make
+all others leave, and no request is accepted that does not fit alone: something always runs.
 
-With P stages a batch takes one P-th of the decodes, those issued longest ago, and none whose last token is still on its way through the
-stages, unless there is nothing else to do: so P batches in flight fill the stages, and prefill chunks the gaps.
+With P stages a batch takes one P-th of the decodes, those issued longest ago, and none whose last
+token is still on its way through the stages, unless there is nothing else to do: so P batches in
+flight fill the stages, and prefill chunks the gaps.
 """
 
 from __future__ import annotations
@@ -32,16 +36,17 @@ from jaxserve.scheduling.roster import DECODE, LEAVING, Roster
 from jaxserve.scheduling.sequence import NO_SLOT, Part, Sequence
 from jaxserve.scheduling.slack import relative_slack
 
-SHORTER = 1 / 8                                       # of the work of a prompt that needs several steps: at most that have its guests
-GUESTS = 64                                           # prompts that are considered beside it
-PRESSING = 1 / 32                                     # share of its time that a guest has used up when it gets all that guests may have
-NOT_NOW = 1e6                                         # seconds that a lane without room in this step seems to be busy
-MISSES = 4                                            # of them in a row for which there was no room: no more are asked
+SHORTER = 1 / 8  # of the work of a prompt that needs several steps: at most that have its guests
+GUESTS = 64  # prompts that are considered beside it
+# share of its time that a guest has used up when it gets all that guests may have
+PRESSING = 1 / 32
+NOT_NOW = 1e6  # seconds that a lane without room in this step seems to be busy
+MISSES = 4  # of them in a row for which there was no room: no more are asked
 
 
 class Place(NamedTuple):
-    """Where a chunk would run: its home lane, the blocks held per lane if it is spread, its first token, and for a sequence that waits
-    the pages that hold its first blocks already."""
+    """Where a chunk would run: its home lane, the blocks held per lane if it is spread, its first
+    token, and for a sequence that waits the pages that hold its first blocks already."""
 
     home: int
     held: list[int] | None
@@ -65,60 +70,126 @@ class Planner(Protocol):
         """Notes a request."""
 
     def __call__(self, pending: list[float], start: int, target: int) -> tuple[Part, ...]:
-        """A plan for tokens `start` to before `target`; pending: seconds of prefill that each lane has to do first."""
+        """A plan for tokens `start` to before `target`; pending: seconds of prefill that each lane
+        has to do first."""
 
 
 class Packer:
-    def __init__(self, config: SchedulerConfig, mesh: MeshConfig, cache: CacheManager, roster: Roster, predictor: Predictor):
-        self.config, self.mesh, self.cache, self.roster, self.predictor = config, mesh, cache, roster, predictor
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        mesh: MeshConfig,
+        cache: CacheManager,
+        roster: Roster,
+        predictor: Predictor,
+    ):
+        self.config = config
+        self.mesh = mesh
+        self.cache = cache
+        self.roster = roster
+        self.predictor = predictor
         self.admission = Admission(cache, roster)
-        self.planner: Planner | None = None                       # which lanes compute which part of a prompt, where that is planned
+        # which lanes compute which part of a prompt, where that is planned
+        self.planner: Planner | None = None
 
     def pack(self, number: int, now: float) -> tuple[Batch, list[Chunk]] | None:
-        """Batch `number` and its prefill chunks, issued as far as the roster goes; None where nothing can run."""
+        """Batch `number` and its prefill chunks, issued as far as the roster goes; None where
+        nothing can run."""
         decodes = self._decodes(number)
         room = self._room(decodes)
         chunks = self._prefills(now, room)
         if not chunks and not decodes.size and self.mesh.spp > 1:
             decodes = self._decodes(number, hurry=True)
             room = self._room(decodes)
-        return (self._batch(number, decodes, chunks, max(room.pace)), chunks) if chunks or decodes.size else None
+        return (
+            (self._batch(number, decodes, chunks, max(room.pace)), chunks)
+            if chunks or decodes.size
+            else None
+        )
 
     def _room(self, decodes: np.ndarray) -> Room:
-        """What a step with these decodes has room for. A token passes all stages, so a step may take its objective's P-th part."""
+        """What a step with these decodes has room for. A token passes all stages, so a step may
+        take its objective's P-th part."""
         cache = self.cache
-        lanes = self.predictor.decodes(self.roster.issued[decodes], cache.home[decodes], cache.spread[decodes], cache.held[decodes])
+        lanes = self.predictor.decodes(
+            self.roster.issued[decodes],
+            cache.home[decodes],
+            cache.spread[decodes],
+            cache.held[decodes],
+        )
         running = (self.roster.phase == DECODE) & (self.roster.issued < self.roster.end)
-        long, stages = self.config.step_time, self.mesh.spp
+        long = self.config.step_time
+        stages = self.mesh.spp
         target = float(self.roster.tpot[running].min()) if running.any() else long
-        return Room(self.predictor, lanes, self.config.chunk_tokens, self.config.tile, target / stages, long / stages)
+        return Room(
+            self.predictor,
+            lanes,
+            self.config.chunk_tokens,
+            self.config.tile,
+            target / stages,
+            long / stages,
+        )
 
-    def _batch(self, number: int, decodes: np.ndarray, chunks: list[Chunk], seconds: float) -> Batch:
-        roster, cache, slots, fed = self.roster, self.cache, decodes, decodes.size
+    def _batch(
+        self, number: int, decodes: np.ndarray, chunks: list[Chunk], seconds: float
+    ) -> Batch:
+        roster = self.roster
+        cache = self.cache
+        slots = decodes
+        fed = decodes.size
         if chunks:
             slots = np.concatenate([decodes, np.array([chunk.slot for chunk in chunks], np.intp)])
-        start, length, feed = roster.issued[slots], np.ones(slots.size, np.int32), np.ones(slots.size, bool)
+        start = roster.issued[slots]
+        length = np.ones(slots.size, np.int32)
+        feed = np.ones(slots.size, bool)
         tokens = owner = np.empty(0, np.int32)
         if chunks:
-            start[fed:], length[fed:], feed[fed:] = [chunk.start for chunk in chunks], [chunk.stop - chunk.start for chunk in chunks], False
-            tokens = np.concatenate([roster.sequence[chunk.slot].history(chunk.start, chunk.stop) for chunk in chunks])
-            far = [chunk for chunk in chunks if cache.spread[chunk.slot] and chunk.stop - chunk.start > 1]
+            start[fed:] = [chunk.start for chunk in chunks]
+            length[fed:] = [chunk.stop - chunk.start for chunk in chunks]
+            feed[fed:] = False
+            tokens = np.concatenate(
+                [roster.sequence[chunk.slot].history(chunk.start, chunk.stop) for chunk in chunks]
+            )
+            far = [
+                chunk
+                for chunk in chunks
+                if cache.spread[chunk.slot] and chunk.stop - chunk.start > 1
+            ]
             if far:
                 size = cache.block_size
-                owner = np.concatenate([cache.lanes_of(chunk.slot, chunk.start // size, cache.blocks(chunk.stop)) for chunk in far])
+                owner = np.concatenate(
+                    [
+                        cache.lanes_of(chunk.slot, chunk.start // size, cache.blocks(chunk.stop))
+                        for chunk in far
+                    ]
+                )
         roster.issued[decodes] += 1
         roster.flying[slots] += 1
         roster.last[slots] = number
         return Batch(
-            number=number, seq=roster.number[slots], slot=slots.astype(np.int32), lane=cache.home[slots], start=start, length=length,
-            feed=feed, sample=roster.phase[slots] == DECODE, spread=cache.spread[slots], held=cache.held[slots], owner=owner, tokens=tokens,
+            number=number,
+            seq=roster.number[slots],
+            slot=slots.astype(np.int32),
+            lane=cache.home[slots],
+            start=start,
+            length=length,
+            feed=feed,
+            sample=roster.phase[slots] == DECODE,
+            spread=cache.spread[slots],
+            held=cache.held[slots],
+            owner=owner,
+            tokens=tokens,
             moves=cache.take_moves(),
-            deltas=cache.take_deltas(), seconds=seconds, admitted=tuple(row for row, chunk in enumerate(chunks, fed) if chunk.admitted),
+            deltas=cache.take_deltas(),
+            seconds=seconds,
+            admitted=tuple(row for row, chunk in enumerate(chunks, fed) if chunk.admitted),
         )
 
     def _decodes(self, number: int, hurry: bool = False) -> np.ndarray:
-        """Slots whose next token is decoded, each with a page for it. In a `hurry` also those whose last token is on its way."""
-        roster, stages = self.roster, self.mesh.spp
+        """Slots whose next token is decoded, each with a page for it. In a `hurry` also those whose
+        last token is on its way."""
+        roster = self.roster
+        stages = self.mesh.spp
         ready = np.flatnonzero((roster.phase == DECODE) & (roster.issued < roster.end))
         share = -(-ready.size // stages)
         if stages > 1 and not hurry:
@@ -131,20 +202,31 @@ class Packer:
                 self.cache.extend(slot, 1)
         elif short.size:
             for slot in short[np.argsort(roster.number[short])].tolist():
-                if roster.phase[slot] == DECODE:                  # else it has left for an older one
+                if roster.phase[slot] == DECODE:  # else it has left for an older one
                     self._claim(slot)
-            ready = ready[(roster.phase[ready] == DECODE) & (roster.issued[ready] < self.cache.room[ready])]
-        return ready if stages == 1 else np.sort(ready[np.argsort(roster.last[ready], kind="stable")[:share]])
+            ready = ready[
+                (roster.phase[ready] == DECODE) & (roster.issued[ready] < self.cache.room[ready])
+            ]
+        return (
+            ready
+            if stages == 1
+            else np.sort(ready[np.argsort(roster.last[ready], kind="stable")[:share]])
+        )
 
     def _claim(self, slot: int) -> None:
-        """A page for a decode, if need be from a sequence that leaves for it; none while pages are on their way back."""
+        """A page for a decode, if need be from a sequence that leaves for it; none while pages are
+        on their way back."""
         roster = self.roster
         while not self.cache.available and not roster.draining:
-            younger = np.flatnonzero((roster.phase == DECODE) & (roster.number > roster.number[slot]))
+            younger = np.flatnonzero(
+                (roster.phase == DECODE) & (roster.number > roster.number[slot])
+            )
             if roster.prefilling:
                 roster.withdraw(roster.prefilling[-1], LEAVING)
             elif younger.size:
-                roster.withdraw(roster.sequence[younger[np.argmax(roster.number[younger])]], LEAVING)
+                roster.withdraw(
+                    roster.sequence[younger[np.argmax(roster.number[younger])]], LEAVING
+                )
             else:
                 return
         if self.cache.available:
@@ -163,31 +245,37 @@ class Packer:
         return turn.chunks_of(Order(self.config.policy, now, roster, self.admission))
 
     def _clear_way(self) -> None:
-        """Without decodes the oldest prefilling sequence must go on: the youngest leave until there is a page for it."""
-        roster, line = self.roster, self.roster.prefilling
+        """Without decodes the oldest prefilling sequence must go on: the youngest leave until there
+        is a page for it."""
+        roster = self.roster
+        line = self.roster.prefilling
         while len(line) > 1 and not self.fitting(line[0], 1, 0) and not roster.draining:
             roster.withdraw(line[-1], LEAVING)
 
     def fitting(self, sequence: Sequence, most: int, reserve: int) -> int:
         """Length of the sequence's next chunk, 0 where there are no pages."""
         spare = max(self.cache.available - reserve, 0)
-        start, room = int(self.roster.issued[sequence.slot]), int(self.cache.room[sequence.slot])
+        start = int(self.roster.issued[sequence.slot])
+        room = int(self.cache.room[sequence.slot])
         return min(sequence.target - start, most, room + spare * self.cache.block_size - start)
 
     def issue(self, sequence: Sequence, length: int) -> Chunk:
         """Gives the sequence's next tokens pages and counts them as issued."""
-        slot, roster, cache = sequence.slot, self.roster, self.cache
+        slot = sequence.slot
+        roster = self.roster
+        cache = self.cache
         start = int(roster.issued[slot])
         chunk = Chunk(slot, start, start + length, slot in roster.new)
         roster.new.discard(slot)
         if sequence.plan and (lanes := sequence.plan_at(start).lanes) != cache.group(slot):
-            cache.regroup(slot, lanes)                            # where there is no room it goes on as it was
+            cache.regroup(slot, lanes)  # where there is no room it goes on as it was
         cache.extend(slot, cache.blocks(chunk.stop) - len(cache.tables[slot]))
         roster.issued[slot] = chunk.stop
         if chunk.stop < sequence.target:
             sequence.left = roster.work(chunk.stop, sequence.target)
         else:
-            sequence.left, roster.phase[slot] = 0.0, DECODE
+            sequence.left = 0.0
+            roster.phase[slot] = DECODE
             roster.prefilling.remove(sequence)
         return chunk
 
@@ -199,15 +287,24 @@ class Turn:
     """
 
     def __init__(self, packer: Packer, room: Room, now: float, reserve: int):
-        self.packer, self.room, self.now, self.reserve = packer, room, now, reserve
-        self.config, self.cache, self.roster = packer.config, packer.cache, packer.roster
+        self.packer = packer
+        self.room = room
+        self.now = now
+        self.reserve = reserve
+        self.config = packer.config
+        self.cache = packer.cache
+        self.roster = packer.roster
         self.pending = [0.0] * packer.mesh.kvp
         for sequence in self.roster.prefilling:
-            self._expect(sequence, int(self.cache.home[sequence.slot]), int(self.roster.issued[sequence.slot]))
+            self._expect(
+                sequence,
+                int(self.cache.home[sequence.slot]),
+                int(self.roster.issued[sequence.slot]),
+            )
         self.chunks: list[Chunk] = []
         self.admission = packer.admission
         self.admission.begin(reserve)
-        self.stuck = False                            # whether a prefilling sequence found no page
+        self.stuck = False  # whether a prefilling sequence found no page
 
     def _expect(self, sequence: Sequence, home: int, start: int) -> None:
         """Counts what is left of a prompt as work of the lanes that will do it."""
@@ -216,12 +313,15 @@ class Turn:
             self.pending[lane] += sequence.left / len(lanes)
 
     def chunks_of(self, order: Order) -> list[Chunk]:
-        """Fills the room. The first prompt that cannot be finished shares the step with those after it, then takes the rest."""
+        """Fills the room. The first prompt that cannot be finished shares the step with those after
+        it, then takes the rest."""
         for first in order.candidates():
             place = self._place(first)
             if place is None:
                 continue
-            length = self._length(first, place, self.room.long if place.pages is None else self.room.target)
+            length = self._length(
+                first, place, self.room.long if place.pages is None else self.room.target
+            )
             if self.config.chunking == "adaptive" and length < first.target - place.start:
                 self._admit(first, place)
                 place = self._place(first) or place._replace(pages=None)
@@ -234,7 +334,8 @@ class Turn:
         return self.chunks
 
     def _share(self, host: Sequence, place: Place, order: Order) -> None:
-        """Others in the host's step: on other lanes all, for all of its time; then, on its lane, much shorter ones for a share of it."""
+        """Others in the host's step: on other lanes all, for all of its time; then, on its lane,
+        much shorter ones for a share of it."""
         if len(self.room.lanes) > 1 and place.held is None:
             self._ask(host, place, order.candidates())
         self._ask(host, place, order.candidates(SHORTER * host.left))
@@ -249,7 +350,9 @@ class Turn:
             asked += 1
             apart = own.home != place.home and place.held is None
             if apart or guest.left <= shorter:
-                length = self._length(guest, own, self.room.until(own.home, 1.0 if apart else self._share_of(guest)))
+                length = self._length(
+                    guest, own, self.room.until(own.home, 1.0 if apart else self._share_of(guest))
+                )
                 missed = 0 if self._give(guest, own, length) else missed + 1
             if missed == MISSES or asked == GUESTS or self.stuck:
                 break
@@ -261,20 +364,28 @@ class Turn:
 
     def _place(self, sequence: Sequence) -> Place | None:
         """Where the sequence's next chunk would run; None where it cannot."""
-        slot, cache, room = sequence.slot, self.cache, self.room
+        slot = sequence.slot
+        cache = self.cache
+        room = self.room
         if slot != NO_SLOT:
             home = int(cache.home[slot])
             held = cache.held[slot].tolist() if cache.spread[slot] else None
-            return Place(home, held, int(self.roster.issued[slot]), None) if room.left[home] else None
+            return (
+                Place(home, held, int(self.roster.issued[slot]), None) if room.left[home] else None
+            )
         lanes = [lane for lane, left in enumerate(room.left) if left]
         pages = self.admission.match(sequence) if self.admission.open and lanes else None
         if pages is None:
             return None
         start = len(pages) * cache.block_size
         if self.packer.planner is not None:
-            queues = [seconds if left else seconds + NOT_NOW for seconds, left in zip(self.pending, room.left)]
+            queues = [
+                seconds if left else seconds + NOT_NOW
+                for seconds, left in zip(self.pending, room.left)
+            ]
             plan = self.packer.planner(queues, start, sequence.target)
-            sequence.plan = plan if len(plan[-1].lanes) > 1 else ()              # one lane for all of it: the one that has its blocks
+            # one lane for all of it: the one that has its blocks
+            sequence.plan = plan if len(plan[-1].lanes) > 1 else ()
             if sequence.plan:
                 open_lanes = [lane for lane in plan[0].lanes if room.left[lane]]
                 return Place(open_lanes[0], None, start, pages) if open_lanes else None
@@ -284,12 +395,23 @@ class Turn:
 
     def _length(self, sequence: Sequence, place: Place, until: float) -> int:
         most = min(sequence.plan_at(place.start).stop - place.start, self.room.left[place.home])
-        return CHUNKING[self.config.chunking](self.room, place.home, place.held, place.start, most, until) if most > 0 else 0
+        return (
+            CHUNKING[self.config.chunking](
+                self.room, place.home, place.held, place.start, most, until
+            )
+            if most > 0
+            else 0
+        )
 
     def _give(self, sequence: Sequence, place: Place, length: int, force: bool = False) -> bool:
-        """The sequence's next chunk, of so many tokens; by `force`, if it is the first of the batch, of a tile at least."""
+        """The sequence's next chunk, of so many tokens; by `force`, if it is the first of the
+        batch, of a tile at least."""
         if not length and force and not self.chunks:
-            length = min(self.config.tile, sequence.plan_at(place.start).stop - place.start, self.room.left[place.home])
+            length = min(
+                self.config.tile,
+                sequence.plan_at(place.start).stop - place.start,
+                self.room.left[place.home],
+            )
         if length and place.pages is None:
             length = self.packer.fitting(sequence, length, self.reserve)
             self.stuck = not length
@@ -301,7 +423,8 @@ class Turn:
         return True
 
     def _admit(self, sequence: Sequence, place: Place) -> None:
-        """Gives a waiting sequence its slot and the pages that hold its first blocks; nothing for one that has them."""
+        """Gives a waiting sequence its slot and the pages that hold its first blocks; nothing for
+        one that has them."""
         if place.pages is None:
             return
         self.admission.admit(sequence, place.pages, place.home)
@@ -309,4 +432,5 @@ class Turn:
             sequence.left = self.roster.work(place.start, sequence.target)
         self._expect(sequence, place.home, place.start)
         if sequence.started is None:
-            sequence.started, sequence.cached = self.now, place.start
+            sequence.started = self.now
+            sequence.cached = place.start

@@ -1,7 +1,8 @@
 """Who waits and who runs: the queue, and the slots with what every step needs to know of them.
 
-The slots' state is arrays, so that a step over 256 running sequences costs a few numpy calls. A slot goes EMPTY -> PREFILL -> DECODE
-and from either to LEAVING (preempted: will wait again) or ENDED; it is given back when no batch in flight contains it any more.
+The slots' state is arrays, so that a step over 256 running sequences costs a few numpy calls. A
+slot goes EMPTY -> PREFILL -> DECODE and from either to LEAVING (preempted: will wait again) or
+ENDED; it is given back when no batch in flight contains it any more.
 """
 
 from __future__ import annotations
@@ -17,27 +18,29 @@ from jaxserve.scheduling.batch import Batch
 from jaxserve.scheduling.line import WORK, Line, age
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 
-EMPTY, PREFILL, DECODE, LEAVING, ENDED = range(5)     # from LEAVING on nothing more is issued
+EMPTY, PREFILL, DECODE, LEAVING, ENDED = range(5)  # from LEAVING on nothing more is issued
 
 
 class Roster:
-    """Arrays by slot, the `queue` and the `prefilling` sequences, both by age, and `sequences`: by number, all that wait or have a slot.
+    """Arrays by slot, the `queue` and the `prefilling` sequences, both by age, and `sequences`: by
+    number, all that wait or have a slot.
 
     work: seconds to prefill tokens a to before b.
     """
 
     def __init__(self, slots: int, cache: CacheManager, work: Callable[[int, int], float]):
-        self.cache, self.work = cache, work
+        self.cache = cache
+        self.work = work
         self.phase = np.full(slots, EMPTY, np.int8)
         self.number = np.full(slots, -1, np.int64)
-        self.issued = np.zeros(slots, np.int32)       # positions that are part of a batch
-        self.end = np.zeros(slots, np.int32)          # positions to compute at most
-        self.tpot = np.zeros(slots)                   # objective, seconds per output token
-        self.flying = np.zeros(slots, np.int32)       # batches in flight that contain it
-        self.last = np.zeros(slots, np.int64)         # batch it was last part of
-        self.sequence: dict[int, Sequence] = {}       # by slot
+        self.issued = np.zeros(slots, np.int32)  # positions that are part of a batch
+        self.end = np.zeros(slots, np.int32)  # positions to compute at most
+        self.tpot = np.zeros(slots)  # objective, seconds per output token
+        self.flying = np.zeros(slots, np.int32)  # batches in flight that contain it
+        self.last = np.zeros(slots, np.int64)  # batch it was last part of
+        self.sequence: dict[int, Sequence] = {}  # by slot
         self.free = list(range(slots - 1, -1, -1))
-        self.new: set[int] = set()                    # slots of which no batch has told yet
+        self.new: set[int] = set()  # slots of which no batch has told yet
         self.queue = Line()
         self.prefilling: list[Sequence] = []
         self.sequences: dict[int, Sequence] = {}
@@ -45,13 +48,16 @@ class Roster:
 
     @property
     def draining(self) -> bool:
-        """Whether slots and pages come back without anyone's doing, once batches in flight finish."""
+        """Whether slots and pages come back without anyone's doing, once batches in flight
+        finish."""
         return bool((self.phase >= LEAVING).any())
 
     @property
     def backlog(self) -> float:
         """Seconds of prefill that are left to do."""
-        return float(self.queue.fields[WORK].sum()) + sum(sequence.left for sequence in self.prefilling)
+        return float(self.queue.fields[WORK].sum()) + sum(
+            sequence.left for sequence in self.prefilling
+        )
 
     def tightest(self, tpot: float = math.inf) -> float:
         """The least objective per token, in seconds, of those that run, and this one."""
@@ -63,8 +69,12 @@ class Roster:
         self.queue.add(sequence)
 
     def facts(self) -> np.ndarray:
-        """What policies look at, [4, n] as in Line.fields: the prefilling sequences, then those that wait."""
-        mine = [(sequence.request.arrival, sequence.due, sequence.left, sequence.target) for sequence in self.prefilling]
+        """What policies look at, [4, n] as in Line.fields: the prefilling sequences, then those
+        that wait."""
+        mine = [
+            (sequence.request.arrival, sequence.due, sequence.left, sequence.target)
+            for sequence in self.prefilling
+        ]
         return np.concatenate([np.array(mine).reshape(-1, 4).T, self.queue.fields], 1)
 
     def forget(self, sequence: Sequence, line: Line | list[Sequence]) -> None:
@@ -77,14 +87,19 @@ class Roster:
         self.queue.remove(sequence)
         slot = self.free.pop()
         self.new.add(slot)
-        sequence.slot, self.sequence[slot] = slot, sequence
-        self.phase[slot], self.number[slot], self.issued[slot], self.end[slot] = PREFILL, sequence.number, issued, sequence.end
+        sequence.slot = slot
+        self.sequence[slot] = sequence
+        self.phase[slot] = PREFILL
+        self.number[slot] = sequence.number
+        self.issued[slot] = issued
+        self.end[slot] = sequence.end
         self.tpot[slot] = sequence.tpot
         insort(self.prefilling, sequence, key=age)
         return slot
 
     def withdraw(self, sequence: Sequence, phase: int) -> None:
-        """Nothing more of a running sequence is issued: it has ENDED, or is LEAVING to wait again."""
+        """Nothing more of a running sequence is issued: it has ENDED, or is LEAVING to wait
+        again."""
         slot = sequence.slot
         self.preemptions += phase == LEAVING
         if self.phase[slot] == PREFILL:
@@ -99,11 +114,13 @@ class Roster:
             self.vacate(slot)
 
     def vacate(self, slot: int) -> None:
-        sequence, leaving = self.sequence.pop(slot), self.phase[slot] == LEAVING
+        sequence = self.sequence.pop(slot)
+        leaving = self.phase[slot] == LEAVING
         self.cache.release(slot)
         sequence.slot = NO_SLOT
         self.new.discard(slot)
-        self.phase[slot], self.number[slot] = EMPTY, -1
+        self.phase[slot] = EMPTY
+        self.number[slot] = -1
         self.free.append(slot)
         if leaving:
             self.wait(sequence)
@@ -115,17 +132,31 @@ class Roster:
         flying = np.zeros_like(self.flying)
         for batch in flight:
             flying[batch.slot] += 1
-            assert (self.number[batch.slot] == batch.seq).all(), f"batch {batch.number}: a slot was given away in flight"
+            assert (self.number[batch.slot] == batch.seq).all(), (
+                f"batch {batch.number}: a slot was given away in flight"
+            )
         assert (flying == self.flying).all(), f"in flight {self.flying}, counted {flying}"
         empty = [slot for slot in range(len(self.phase)) if slot not in self.sequence]
-        assert sorted(self.free) == empty == np.flatnonzero(self.phase == EMPTY).tolist(), f"free {self.free}, without sequence {empty}"
+        assert sorted(self.free) == empty == np.flatnonzero(self.phase == EMPTY).tolist(), (
+            f"free {self.free}, without sequence {empty}"
+        )
         assert not any(self.cache.tables[slot] for slot in empty), "an empty slot has pages"
-        assert (flying[self.phase >= LEAVING] > 0).all(), "a sequence that is out of flight keeps its slot"
+        assert (flying[self.phase >= LEAVING] > 0).all(), (
+            "a sequence that is out of flight keeps its slot"
+        )
         taken = self.phase != EMPTY
-        assert (self.issued <= self.cache.room)[taken].all(), f"issued {self.issued} with room for {self.cache.room}"
+        assert (self.issued <= self.cache.room)[taken].all(), (
+            f"issued {self.issued} with room for {self.cache.room}"
+        )
         assert (self.issued <= self.end)[taken].all(), f"issued {self.issued}, ends are {self.end}"
         prefilling = sorted(self.number[self.phase == PREFILL].tolist())
-        assert [s.number for s in self.prefilling] == prefilling, f"prefilling slots {prefilling} and list differ"
+        assert [s.number for s in self.prefilling] == prefilling, (
+            f"prefilling slots {prefilling} and list differ"
+        )
         queue = [s.number for s in self.queue]
-        assert queue == sorted(set(queue)) and not set(queue) & set(self.number.tolist()), f"queue {queue}, running {self.number}"
-        assert set(queue) | set(self.number[taken].tolist()) <= set(self.sequences), "a sequence is not in the list of all"
+        assert queue == sorted(set(queue)) and not set(queue) & set(self.number.tolist()), (
+            f"queue {queue}, running {self.number}"
+        )
+        assert set(queue) | set(self.number[taken].tolist()) <= set(self.sequences), (
+            "a sequence is not in the list of all"
+        )

@@ -1,7 +1,7 @@
 """The four verbs: add, start, finish, cancel. Time is an argument.
 
-`packing` decides what a batch contains, `roster` knows who waits and who runs; here requests become sequences, batches are issued and
-read, and sequences end.
+`packing` decides what a batch contains, `roster` knows who waits and who runs; here requests become
+sequences, batches are issued and read, and sequences end.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from jaxserve.scheduling.roster import ENDED, LEAVING, Roster
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slack import POLICIES
 
-Events = list[tuple[str, Event]]                      # request id, event
+Events = list[tuple[str, Event]]  # request id, event
 NOT_FINITE = RequestError("", "the model's logits were not finite", "INTERNAL")
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy a replica is. Pages are those of all lanes; cached ones can be evicted, so they are room too."""
+    """How busy a replica is. Pages are those of all lanes; cached ones can be evicted, so they are
+    room too."""
 
     running: int
     waiting: int
     queued_prefill_tokens: int
-    queued_prefill_seconds: float                     # of steps, as predicted
+    queued_prefill_seconds: float  # of steps, as predicted
     pages_free: int
     pages_total: int
     pages_cached: int
@@ -44,28 +45,40 @@ class Load:
 
 @dataclass(slots=True)
 class Entry:
-    """A request with completions that have not ended; `later` are those that wait for the first one's prefill."""
+    """A request with completions that have not ended; `later` are those that wait for the first
+    one's prefill."""
 
     request: Request
-    number: int                                       # of its first sequence
-    alive: dict[int, Sequence]                        # by index
+    number: int  # of its first sequence
+    alive: dict[int, Sequence]  # by index
     later: list[Sequence] = field(default_factory=list)
 
 
 class Scheduler:
-    """See the package. `sequences` holds, by number, every sequence that waits or that a batch in flight contains; `spoke` the slots [n]
-    int32 to which the last `finish` gave a token."""
+    """See the package. `sequences` holds, by number, every sequence that waits or that a batch in
+    flight contains; `spoke` the slots [n] int32 to which the last `finish` gave a token."""
 
     def __init__(
-        self, config: SchedulerConfig, cache: CacheManager, mesh: MeshConfig, max_len: int, eos_ids: Iterable[int] = (),
+        self,
+        config: SchedulerConfig,
+        cache: CacheManager,
+        mesh: MeshConfig,
+        max_len: int,
+        eos_ids: Iterable[int] = (),
         costs: Costs = NOMINAL,
     ):
-        self.config, self.cache, self.max_len = config, cache, max_len
+        self.config = config
+        self.cache = cache
+        self.max_len = max_len
         self.predictor = Predictor(costs, mesh, cache.reach)
         self._eos = frozenset(eos_ids)
         self._roster = Roster(config.max_seqs, cache, self._work)
         self.packer = Packer(config, mesh, cache, self._roster, self.predictor)
-        self.gate = Gate(config, cache, self._roster, self.predictor) if config.admission == "predict" else None
+        self.gate = (
+            Gate(config, cache, self._roster, self.predictor)
+            if config.admission == "predict"
+            else None
+        )
         self.packer.admission.most = None if self.gate is None else self.gate.most
         self._entries: dict[str, Entry] = {}
         self._deadlines: list[tuple[float, int, str]] = []
@@ -96,66 +109,120 @@ class Scheduler:
 
     def load(self) -> Load:
         free, cached, _ = self.cache.counts()
-        tokens = sum(sequence.target - int(self._roster.issued[sequence.slot]) for sequence in self._roster.prefilling)
+        tokens = sum(
+            sequence.target - int(self._roster.issued[sequence.slot])
+            for sequence in self._roster.prefilling
+        )
         tokens += int(self._roster.queue.fields[TOKENS].sum())
-        return Load(self.running, self.waiting, tokens, self._roster.backlog, free, self.cache.total, cached)
+        return Load(
+            self.running, self.waiting, tokens, self._roster.backlog, free, self.cache.total, cached
+        )
 
     def add(self, request: Request, now: float | None = None) -> list[Event]:
-        """Queues a request that comes now (None: at its arrival). Errors: RequestError for an id in use, a full queue, a request that can
-        never fit, and, with a gate, one that could not be in time."""
+        """Queues a request that comes now (None: at its arrival). Errors: RequestError for an id in
+        use, a full queue, a request that can never fit, and, with a gate, one that could not be in
+        time."""
         if request.id in self._entries:
             raise RequestError("request_id", f"{request.id!r} is in use", "ALREADY_EXISTS")
         ahead = len(self._roster.queue)
         if ahead >= self.config.max_queue:
             after = float(self._roster.queue.fields[WORK].mean()) / self.predictor.mesh.kvp
-            raise RequestError("", f"{ahead} requests are waiting, which is the limit", "RESOURCE_EXHAUSTED", after, "queue")
+            raise RequestError(
+                "",
+                f"{ahead} requests are waiting, which is the limit",
+                "RESOURCE_EXHAUSTED",
+                after,
+                "queue",
+            )
         group = self._sequences(request)
         first = None
         if self.gate is not None:
-            begun = sum(batch.seconds for batch in self._flight) - (self._flight[0].seconds / 2 if self._flight else 0.0)
+            begun = sum(batch.seconds for batch in self._flight) - (
+                self._flight[0].seconds / 2 if self._flight else 0.0
+            )
             feasible = self.objective(request) >= self._work(0, len(request.prompt))
-            first = self.gate.check(group[0], request.arrival if now is None else now, begun, feasible)
+            first = self.gate.check(
+                group[0], request.arrival if now is None else now, begun, feasible
+            )
             self.gate.promise(group[0], first)
         self._born += len(group)
         self.sequences.update((sequence.number, sequence) for sequence in group)
-        self._entries[request.id] = Entry(request, group[0].number, dict(enumerate(group)), group[1:])
+        self._entries[request.id] = Entry(
+            request, group[0].number, dict(enumerate(group)), group[1:]
+        )
         if request.deadline is not None:
             insort(self._deadlines, (request.deadline, group[0].number, request.id))
         self._roster.wait(group[0])
         if self.packer.planner is not None:
             self.packer.planner.arrived(request.arrival)
-        return [Accepted(ahead, self._predicted_ttft(group[0]) if first is None else first - request.arrival)]
+        return [
+            Accepted(
+                ahead, self._predicted_ttft(group[0]) if first is None else first - request.arrival
+            )
+        ]
 
     def _sequences(self, request: Request) -> list[Sequence]:
-        sampling, prompt = request.sampling, len(request.prompt)
+        sampling = request.sampling
+        prompt = len(request.prompt)
         limit = min(sampling.max_tokens, self.max_len - prompt)
         if limit < 1:
-            raise RequestError("prompt", f"has {prompt} tokens; with one token to generate the limit is {self.max_len - 1}")
+            raise RequestError(
+                "prompt",
+                f"has {prompt} tokens; with one token to generate the limit is {self.max_len - 1}",
+            )
         need = self.cache.blocks(prompt + limit - 1)
         if need > self.cache.total:
-            raise RequestError("prompt", f"with max_tokens {limit} it needs {need} pages, the cache has {self.cache.total}")
-        stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
-        due, tpot = self.due(request), self.pace(request)
-        turn = limit * tpot / self.config.max_seqs               # nothing is promised of later completions: they take slots as these come
-        return [Sequence(self._born + index, index, request, limit, stops, self.cache, due + index * turn, tpot)
-                for index in range(sampling.n)]
+            raise RequestError(
+                "prompt",
+                f"with max_tokens {limit} it needs {need} pages, the cache has {self.cache.total}",
+            )
+        stops = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos else self._eos
+        )
+        due = self.due(request)
+        tpot = self.pace(request)
+        # nothing is promised of later completions: they take slots as these come
+        turn = limit * tpot / self.config.max_seqs
+        return [
+            Sequence(
+                self._born + index,
+                index,
+                request,
+                limit,
+                stops,
+                self.cache,
+                due + index * turn,
+                tpot,
+            )
+            for index in range(sampling.n)
+        ]
 
     def _predicted_ttft(self, sequence: Sequence) -> float:
-        """Seconds from arrival to the first token of one that has just joined the queue: half of the step that was issued last, then what
-        the policy ranks before it now, shared by the lanes, then its own prefill. Decodes that share its steps do not count."""
-        roster, config = self._roster, self.config
+        """Seconds from arrival to the first token of one that has just joined the queue: half of
+        the step that was issued last, then what the policy ranks before it now, shared by the
+        lanes, then its own prefill. Decodes that share its steps do not count."""
+        roster = self._roster
+        config = self.config
         begun = self._flight[-1].seconds / 2 if self._flight else 0.0
         fields = roster.facts()
-        key, work = POLICIES[config.policy](sequence.request.arrival, *fields[:TOKENS]), fields[WORK]
-        own = float(work[-1])                                    # the youngest: those of equal rank go before it
+        key = POLICIES[config.policy](sequence.request.arrival, *fields[:TOKENS])
+        work = fields[WORK]
+        own = float(work[-1])  # the youngest: those of equal rank go before it
         ahead = work[:-1][key[:-1] <= key[-1]]
         if config.chunking == "adaptive" and config.sharing > 0:
-            beside = own * (1 - config.sharing) / config.sharing         # what a longer prompt takes of the steps that both are in
+            # what a longer prompt takes of the steps that both are in
+            beside = own * (1 - config.sharing) / config.sharing
             ahead = np.where(SHORTER * ahead >= own, np.minimum(ahead, beside), ahead)
-        return begun + float(ahead.sum()) / self.predictor.mesh.kvp + own + self._passage(sequence.target)
+        return (
+            begun
+            + float(ahead.sum()) / self.predictor.mesh.kvp
+            + own
+            + self._passage(sequence.target)
+        )
 
     def alone(self, prompt: int) -> float:
-        """Predicted seconds to the first token of a prompt of so many that has the replica to itself."""
+        """Predicted seconds to the first token of a prompt of so many that has the replica to
+        itself."""
         return self._work(0, prompt) + self._passage(prompt)
 
     def _passage(self, prompt: int) -> float:
@@ -171,25 +238,34 @@ class Scheduler:
         return self.predictor.prefill(cached, total, self.config.chunk_tokens)
 
     def due(self, request: Request) -> float:
-        """Clock seconds at which the request's first token should come: no prompt is given less than it takes alone."""
+        """Clock seconds at which the request's first token should come: no prompt is given less
+        than it takes alone."""
         return request.arrival + max(self.objective(request), self._work(0, len(request.prompt)))
 
     def objective(self, request: Request) -> float:
         """Seconds that the request gives us to its first token."""
-        given = self.first_token_in(len(request.prompt), request.slo.class_name) * 2.0**request.priority
+        given = (
+            self.first_token_in(len(request.prompt), request.slo.class_name) * 2.0**request.priority
+        )
         return given if request.slo.ttft is None else request.slo.ttft
 
     def pace(self, request: Request) -> float:
         """Seconds per output token that the request gives us."""
-        return self.config.objectives[request.slo.class_name].tpot if request.slo.tpot is None else request.slo.tpot
+        return (
+            self.config.objectives[request.slo.class_name].tpot
+            if request.slo.tpot is None
+            else request.slo.tpot
+        )
 
     def first_token_in(self, prompt: int, class_name: str | None = None) -> float:
-        """The objective for the first token after so many, where a request of the class names none."""
+        """The objective for the first token after so many, where a request of the class names
+        none."""
         given = self.config.objectives[class_name]
         return max(given.ttft, given.ttft_stretch * self._work(0, prompt))
 
     def start(self, now: float) -> Batch | None:
-        """The next batch, to be run after all batches before it; None where nothing can be issued now."""
+        """The next batch, to be run after all batches before it; None where nothing can be issued
+        now."""
         backlog = 0.0 if self.gate is None else self._roster.backlog
         packed = self.packer.pack(self._batches, now)
         if packed is None:
@@ -200,7 +276,7 @@ class Scheduler:
         self._batches += 1
         self._flight.append(batch)
         size = self.cache.block_size
-        for chunk in chunks:                                     # only now: what a batch computes serves later batches
+        for chunk in chunks:  # only now: what a batch computes serves later batches
             sequence = self._roster.sequence[chunk.slot]
             self.cache.publish(chunk.slot, chunk.start // size, chunk.stop // size, sequence.chain)
             if chunk.stop == sequence.target:
@@ -208,14 +284,21 @@ class Scheduler:
         return batch
 
     def finish(
-        self, batch: Batch, tokens: np.ndarray, now: float, logprobs: list[Logprobs | None] | None = None,
+        self,
+        batch: Batch,
+        tokens: np.ndarray,
+        now: float,
+        logprobs: list[Logprobs | None] | None = None,
         prompt_logprobs: dict[int, list[Logprobs]] | None = None,
     ) -> Events:
-        """Events of the oldest batch in flight, whose sampled `tokens` [n] count where `batch.sample`.
+        """Events of the oldest batch in flight, whose sampled `tokens` [n] count where
+        `batch.sample`.
 
-        `logprobs` has an entry per chunk, for its sampled token. `prompt_logprobs` has, by number of the sequence, those of the prompt's
-        tokens from position `start + 1` on. A negative token stands for logits that were not finite, and ends its completion with an
-        error; its blocks serve no other. What belongs to sequences that have ended is dropped. Errors: ValueError for another batch.
+        `logprobs` has an entry per chunk, for its sampled token. `prompt_logprobs` has, by number
+        of the sequence, those of the prompt's tokens from position `start + 1` on. A negative token
+        stands for logits that were not finite, and ends its completion with an error; its blocks
+        serve no other. What belongs to sequences that have ended is dropped. Errors: ValueError for
+        another batch.
         """
         if not self._flight or self._flight[0] is not batch:
             raise ValueError(f"batch {batch.number} is not the oldest one in flight")
@@ -234,12 +317,17 @@ class Scheduler:
         """A block that a decode filled can be published now that all its tokens were read."""
         stop = batch.start + 1
         for row in np.flatnonzero(live & batch.feed & (stop % self.cache.block_size == 0)).tolist():
-            slot, blocks = int(batch.slot[row]), int(stop[row]) // self.cache.block_size
+            slot = int(batch.slot[row])
+            blocks = int(stop[row]) // self.cache.block_size
             self.cache.publish(slot, blocks - 1, blocks, self._roster.sequence[slot].chain)
 
-    def _note_prompt_logprobs(self, batch: Batch, live: np.ndarray, entries: dict[int, list[Logprobs]]) -> None:
+    def _note_prompt_logprobs(
+        self, batch: Batch, live: np.ndarray, entries: dict[int, list[Logprobs]]
+    ) -> None:
         for row in np.flatnonzero(live & np.isin(batch.seq, list(entries))).tolist():
-            self._roster.sequence[batch.slot[row]].note_prompt_logprobs(int(batch.start[row]), entries[int(batch.seq[row])])
+            self._roster.sequence[batch.slot[row]].note_prompt_logprobs(
+                int(batch.start[row]), entries[int(batch.seq[row])]
+            )
 
     def _progress(self, batch: Batch, live: np.ndarray, now: float) -> Events:
         events: Events = []
@@ -247,33 +335,58 @@ class Scheduler:
             sequence = self._roster.sequence[batch.slot[row]]
             if not sequence.output:
                 done = int(batch.start[row] + batch.length[row])
-                events.append((sequence.id, Progress(sequence.index, done, sequence.target, self._first_token(sequence, done, now))))
+                events.append(
+                    (
+                        sequence.id,
+                        Progress(
+                            sequence.index,
+                            done,
+                            sequence.target,
+                            self._first_token(sequence, done, now),
+                        ),
+                    )
+                )
         return events
 
     def _first_token(self, sequence: Sequence, done: int, now: float) -> float:
-        """Predicted seconds from arrival to first token, `done` tokens of the prompt being read: what is left goes as what is done went."""
-        began, work = sequence.started or 0.0, self._work(sequence.cached, done)
+        """Predicted seconds from arrival to first token, `done` tokens of the prompt being read:
+        what is left goes as what is done went."""
+        began = sequence.started or 0.0
+        work = self._work(sequence.cached, done)
         slower = max(1.0, (now - began) / work) if work > 0 else 1.0
         return now - sequence.request.arrival + slower * self._work(done, sequence.target)
 
-    def _read(self, batch: Batch, live: np.ndarray, tokens: np.ndarray, logprobs: list[Logprobs | None] | None, now: float) -> Events:
+    def _read(
+        self,
+        batch: Batch,
+        live: np.ndarray,
+        tokens: np.ndarray,
+        logprobs: list[Logprobs | None] | None,
+        now: float,
+    ) -> Events:
         rows = np.flatnonzero(live & batch.sample)
         self.spoke = batch.slot[rows]
         events: Events = []
-        for row, slot, token in zip(rows.tolist(), self.spoke.tolist(), np.asarray(tokens)[rows].tolist()):
+        for row, slot, token in zip(
+            rows.tolist(), self.spoke.tolist(), np.asarray(tokens)[rows].tolist()
+        ):
             sequence = self._roster.sequence[slot]
             if token < 0:
                 self.cache.retract(slot)
                 self.spoke = self.spoke[self.spoke != slot]
                 events.append((sequence.id, self._end(sequence, "error", now, NOT_FINITE)))
                 continue
-            events.append((sequence.id, Token(sequence.index, token, logprobs[row] if logprobs else None)))
+            events.append(
+                (sequence.id, Token(sequence.index, token, logprobs[row] if logprobs else None))
+            )
             if self.gate is not None and sequence.first is None:
                 self.gate.began(sequence, now)
             try:
-                reason, error = sequence.put_out(token, now), None
+                reason = sequence.put_out(token, now)
+                error = None
             except RequestError as fault:
-                reason, error = "error", fault
+                reason = "error"
+                error = fault
             if reason:
                 events.append((sequence.id, self._end(sequence, reason, now, error)))
         if self.gate is not None:
@@ -281,9 +394,15 @@ class Scheduler:
         return events
 
     def cancel(
-        self, id: str, now: float, reason: str = "cancelled", index: int | None = None, error: RequestError | None = None
+        self,
+        id: str,
+        now: float,
+        reason: str = "cancelled",
+        index: int | None = None,
+        error: RequestError | None = None,
     ) -> Events:
-        """Ends a request, or only its completion `index` where that has not ended yet. Errors: RequestError for an unknown id."""
+        """Ends a request, or only its completion `index` where that has not ended yet. Errors:
+        RequestError for an unknown id."""
         entry = self._entries.get(id)
         if entry is None:
             raise RequestError("request_id", f"{id!r} is unknown", "NOT_FOUND")
@@ -293,7 +412,10 @@ class Scheduler:
     def alive(self, number: int) -> bool:
         """Whether a sequence that waits or that a batch in flight contains has not ended."""
         sequence = self.sequences[number]
-        return sequence.id in self._entries and self._entries[sequence.id].alive.get(sequence.index) is sequence
+        return (
+            sequence.id in self._entries
+            and self._entries[sequence.id].alive.get(sequence.index) is sequence
+        )
 
     def fail(self, number: int, now: float, error: RequestError) -> Events:
         """Ends one sequence that is alive."""
@@ -307,18 +429,22 @@ class Scheduler:
             events += self.cancel(self._deadlines[0][2], now, "deadline")
         return events
 
-    def _end(self, sequence: Sequence, reason: str, now: float, error: RequestError | None = None) -> Event:
+    def _end(
+        self, sequence: Sequence, reason: str, now: float, error: RequestError | None = None
+    ) -> Event:
         entry = self._entries[sequence.id]
         del entry.alive[sequence.index]
         if sequence.slot != NO_SLOT:
             self._roster.withdraw(sequence, ENDED)
         else:
-            self._roster.forget(sequence, entry.later if sequence in entry.later else self._roster.queue)
+            self._roster.forget(
+                sequence, entry.later if sequence in entry.later else self._roster.queue
+            )
         if not entry.alive:
             del self._entries[sequence.id]
             if entry.request.deadline is not None:
                 self._deadlines.remove((entry.request.deadline, entry.number, sequence.id))
-        elif len(entry.later) == len(entry.alive):               # the one they waited for has ended
+        elif len(entry.later) == len(entry.alive):  # the one they waited for has ended
             self._call_later(sequence)
         return sequence.finished(reason, now, error)
 
@@ -331,9 +457,11 @@ class Scheduler:
         entry.later = []
 
     def reset(self, batch: Batch, now: float, error: RequestError) -> Events:
-        """All that was computed is lost, by this batch: its sequences end with the error, all others that have a slot wait again, with the
-        tokens they have put out. No batch is in flight any more, and no prefix is known."""
-        roster, events = self._roster, []
+        """All that was computed is lost, by this batch: its sequences end with the error, all
+        others that have a slot wait again, with the tokens they have put out. No batch is in flight
+        any more, and no prefix is known."""
+        roster = self._roster
+        events = []
         self._flight.clear()
         roster.flying[:] = 0
         ended = set(batch.seq.tolist())
@@ -349,13 +477,23 @@ class Scheduler:
         return events
 
     def check(self) -> None:
-        """The invariants of scheduler, roster and cache. Errors: AssertionError with what differs."""
+        """The invariants of scheduler, roster and cache. Errors: AssertionError with what
+        differs."""
         self.cache.check()
         self._roster.check(self._flight)
-        alive = {sequence.number for entry in self._entries.values() for sequence in entry.alive.values()}
+        alive = {
+            sequence.number for entry in self._entries.values() for sequence in entry.alive.values()
+        }
         ended = set(self._roster.number[self._roster.phase == ENDED].tolist())
-        assert alive | ended == set(self.sequences) and not alive & ended, f"alive {alive}, ended {ended}, all {set(self.sequences)}"
-        later, queued = sum(len(entry.later) for entry in self._entries.values()), len(self._roster.queue)
-        assert later + queued == self.waiting, f"{self.waiting} wait: {later} later, {queued} in the queue"
+        assert alive | ended == set(self.sequences) and not alive & ended, (
+            f"alive {alive}, ended {ended}, all {set(self.sequences)}"
+        )
+        later = sum(len(entry.later) for entry in self._entries.values())
+        queued = len(self._roster.queue)
+        assert later + queued == self.waiting, (
+            f"{self.waiting} wait: {later} later, {queued} in the queue"
+        )
         deadlines = sum(entry.request.deadline is not None for entry in self._entries.values())
-        assert len(self._deadlines) == deadlines, f"{len(self._deadlines)} deadlines of {deadlines} requests"
+        assert len(self._deadlines) == deadlines, (
+            f"{len(self._deadlines)} deadlines of {deadlines} requests"
+        )

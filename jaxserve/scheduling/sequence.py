@@ -13,8 +13,9 @@ NO_SLOT = -1
 
 
 class Part(NamedTuple):
-    """Part of a plan for a prompt: tokens up to before `stop` are computed by these lanes, which hold all of its blocks by then. The lanes
-    of the parts before are among them (Tetris, section 3.1)."""
+    """Part of a plan for a prompt: tokens up to before `stop` are computed by these lanes, which
+    hold all of its blocks by then. The lanes of the parts before are among them (Tetris, section
+    3.1)."""
 
     stop: int
     lanes: tuple[int, ...]
@@ -35,37 +36,55 @@ class History:
         prompt = len(self.prompt)
         if last <= prompt:
             return self.prompt[first:last]
-        output = np.array(self.output[max(first - prompt, 0):last - prompt], np.int32)
+        output = np.array(self.output[max(first - prompt, 0) : last - prompt], np.int32)
         return np.concatenate([self.prompt[first:], output]) if first < prompt else output
 
 
 class Sequence:
     """One completion. Only the scheduler changes it.
 
-    `limit` is the most tokens it may put out, `end` the most positions to compute: the last token is never fed. `target` is how many
-    tokens were known when it was last queued: these are prefilled, and what is sampled after the last of them is fed on the device.
+    `limit` is the most tokens it may put out, `end` the most positions to compute: the last token
+    is never fed. `target` is how many tokens were known when it was last queued: these are
+    prefilled, and what is sampled after the last of them is fed on the device.
     """
 
-    def __init__(self, number: int, index: int, request: Request, limit: int, stops: frozenset[int], cache: CacheManager, due: float,
-                 tpot: float):
-        self.number, self.index, self.request, self.id = number, index, request, request.id
-        self.due = due                                # clock seconds at which its first token should come
-        self.tpot = tpot                              # objective, seconds per output token
-        self.limit, self.end, self.stops = limit, len(request.prompt) + limit - 1, stops
+    def __init__(
+        self,
+        number: int,
+        index: int,
+        request: Request,
+        limit: int,
+        stops: frozenset[int],
+        cache: CacheManager,
+        due: float,
+        tpot: float,
+    ):
+        self.number = number
+        self.index = index
+        self.request = request
+        self.id = request.id
+        self.due = due  # clock seconds at which its first token should come
+        self.tpot = tpot  # objective, seconds per output token
+        self.limit = limit
+        self.end = len(request.prompt) + limit - 1
+        self.stops = stops
         self.history = History(request.prompt)
         self.output = self.history.output
         self.chain = cache.chain(request.cache_salt, self.history)
         self.target = len(request.prompt)
-        self.plan: tuple[Part, ...] = ()              # the last part ends where the prompt does; none: lanes are chosen block by block
-        self.left = 0.0                               # predicted seconds of the rest of its prefill
+        # the last part ends where the prompt does; none: lanes are chosen block by block
+        self.plan: tuple[Part, ...] = ()
+        self.left = 0.0  # predicted seconds of the rest of its prefill
         self.slot = NO_SLOT
         self.cached = 0
         self.started: float | None = None
         self.first: float | None = None
-        self.last: float | None = None                # clock seconds at which its last token came
+        self.last: float | None = None  # clock seconds at which its last token came
         self.matcher = None if request.guide is None else request.guide.matcher()
         wanted = request.sampling.prompt_logprobs is not None
-        self.prompt_logprobs: list[Logprobs | None] | None = [None] * len(request.prompt) if wanted else None
+        self.prompt_logprobs: list[Logprobs | None] | None = (
+            [None] * len(request.prompt) if wanted else None
+        )
 
     def plan_at(self, start: int) -> Part:
         """The part with the token at `start`; all of the prompt where there is no plan."""
@@ -76,13 +95,15 @@ class Sequence:
         return not self.request.bypass_prefix_cache and self.prompt_logprobs is None
 
     def note_prompt_logprobs(self, start: int, entries: list[Logprobs]) -> None:
-        """`entries` belong to the tokens after position `start`; told again after a preemption, they take the same places."""
+        """`entries` belong to the tokens after position `start`; told again after a preemption,
+        they take the same places."""
         if self.prompt_logprobs is not None:
-            entries = entries[:max(len(self.prompt_logprobs) - start - 1, 0)]
-            self.prompt_logprobs[start + 1:start + 1 + len(entries)] = entries
+            entries = entries[: max(len(self.prompt_logprobs) - start - 1, 0)]
+            self.prompt_logprobs[start + 1 : start + 1 + len(entries)] = entries
 
     def put_out(self, token: int, now: float) -> str | None:
-        """One more token; the reason where it is the last. Errors: RequestError where the guide cannot be followed any more."""
+        """One more token; the reason where it is the last. Errors: RequestError where the guide
+        cannot be followed any more."""
         self.output.append(token)
         self.last = now
         if self.first is None:
@@ -98,7 +119,9 @@ class Sequence:
     def finished(self, reason: str, now: float, error: RequestError | None = None) -> Finished:
         arrival = self.request.arrival
         started = now if self.started is None else self.started
-        timing = Timing(started - arrival, (now if self.first is None else self.first) - arrival, now - arrival)
+        timing = Timing(
+            started - arrival, (now if self.first is None else self.first) - arrival, now - arrival
+        )
         usage = Usage(len(self.request.prompt), self.cached, len(self.output))
         logprobs = None if self.prompt_logprobs is None else tuple(self.prompt_logprobs)
         return Finished(self.index, reason, usage, timing, logprobs, error)

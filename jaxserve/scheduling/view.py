@@ -1,7 +1,9 @@
-"""What a page shows of a replica, as plain data for JSON: steps and their chunks, who runs and waits, who ended, pages.
+"""What a page shows of a replica, as plain data for JSON: steps and their chunks, who runs and
+waits, who ended, pages.
 
-It is taken in two parts. What changes from step to step (`Snapshot.take`) needs the replica to stand still for a moment; steps and ends do
-not change any more and are turned to lists after that (`shown`). Every list is bounded, and beside it stands how many were left out.
+It is taken in two parts. What changes from step to step (`Snapshot.take`) needs the replica to
+stand still for a moment; steps and ends do not change any more and are turned to lists after that
+(`shown`). Every list is bounded, and beside it stands how many were left out.
 """
 
 from __future__ import annotations
@@ -20,14 +22,35 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slack import relative_slack
 
-STEPS = 128                                           # of one view; the next one goes on after them
-DECODES, CHUNKS = 32, 64                              # of a step, named one by one
-RUNNING, WAITING, ENDED = 256, 128, 256               # requests
+STEPS = 128  # of one view; the next one goes on after them
+# of a step, named one by one
+DECODES = 32
+CHUNKS = 64
+# requests
+RUNNING = 256
+WAITING = 128
+ENDED = 256
 
 COLUMNS = (
-    "number", "id", "index", "class", "state", "arrival", "prompt", "prefilled", "cached", "generated", "ttft_given", "slack",
-    "relative_slack", "ttft", "tpot_given", "tpot")
-REQUEST_COLUMNS, END_COLUMNS = (*COLUMNS, "lane"), (*COLUMNS, "ended")
+    "number",
+    "id",
+    "index",
+    "class",
+    "state",
+    "arrival",
+    "prompt",
+    "prefilled",
+    "cached",
+    "generated",
+    "ttft_given",
+    "slack",
+    "relative_slack",
+    "ttft",
+    "tpot_given",
+    "tpot",
+)
+REQUEST_COLUMNS = (*COLUMNS, "lane")
+END_COLUMNS = (*COLUMNS, "ended")
 ID = COLUMNS.index("id")
 
 
@@ -39,37 +62,64 @@ class Snapshot:
     born: float
     steps: list[Step]
     flying: list[tuple[Step, Spans]]
-    newest: int                                       # step that was read last, -1 where none was
+    newest: int  # step that was read last, -1 where none was
     requests: list[list[Any]]
-    left_out: dict[str, int]                          # running and waiting sequences that have no row
-    counts: dict[str, int]                            # running and waiting sequences
+    left_out: dict[str, int]  # running and waiting sequences that have no row
+    counts: dict[str, int]  # running and waiting sequences
     ends: list[End]
-    pages: list[tuple[int, int, int]]                 # per lane: free, cached, held
+    pages: list[tuple[int, int, int]]  # per lane: free, cached, held
     names: dict[int, tuple[str, int]]
 
     @classmethod
     def take(cls, journal: Journal, scheduler: Scheduler, now: float, since: int) -> Snapshot:
         """since: the first step that is wanted."""
-        running, waiting = _running(scheduler, now), _waiting(scheduler, now)
+        running = _running(scheduler, now)
+        waiting = _waiting(scheduler, now)
         counts = {"running": scheduler.running, "waiting": scheduler.waiting}
-        left_out = {"running": counts["running"] - len(running), "waiting": counts["waiting"] - len(waiting)}
-        steps, flying = journal.since(since, STEPS), journal.expected()
+        left_out = {
+            "running": counts["running"] - len(running),
+            "waiting": counts["waiting"] - len(waiting),
+        }
+        steps = journal.since(since, STEPS)
+        flying = journal.expected()
         newest = journal.steps[-1].number if journal.steps else -1
-        return cls(now, journal.born, steps, flying, newest, running + waiting, left_out, counts, list(journal.ends),
-                   scheduler.cache.by_lane(), journal.names)
+        return cls(
+            now,
+            journal.born,
+            steps,
+            flying,
+            newest,
+            running + waiting,
+            left_out,
+            counts,
+            list(journal.ends),
+            scheduler.cache.by_lane(),
+            journal.names,
+        )
 
     def shown(self) -> dict[str, Any]:
-        """For JSON. Times are clock seconds; `next` is the step to ask for next time, `more` whether there is one already."""
+        """For JSON. Times are clock seconds; `next` is the step to ask for next time, `more`
+        whether there is one already."""
         ends = [end for end in self.ends if end.at >= self.now - END_SECONDS]
-        steps, flying = [_step(step, step.spans) for step in self.steps], [_step(*pair) for pair in self.flying]
+        steps = [_step(step, step.spans) for step in self.steps]
+        flying = [_step(*pair) for pair in self.flying]
         last = self.steps[-1].number if self.steps else self.newest
         numbers = {chunk[0] for step in steps + flying for chunk in step["chunks"]}
         names = {number: name for number in numbers if (name := self.names.get(number))}
         return {
-            "now": _round(self.now), "born": _round(self.born), "next": last + 1, "more": last < self.newest,
-            "steps": steps, "flying": flying, "names": names,
-            "columns": REQUEST_COLUMNS, "requests": self.requests, "end_columns": END_COLUMNS,
-            "ended": [_end(end) for end in ends[-ENDED:]], "pages": self.pages, **self.counts,
+            "now": _round(self.now),
+            "born": _round(self.born),
+            "next": last + 1,
+            "more": last < self.newest,
+            "steps": steps,
+            "flying": flying,
+            "names": names,
+            "columns": REQUEST_COLUMNS,
+            "requests": self.requests,
+            "end_columns": END_COLUMNS,
+            "ended": [_end(end) for end in ends[-ENDED:]],
+            "pages": self.pages,
+            **self.counts,
             "left_out": {**self.left_out, "ended": max(0, len(ends) - ENDED)},
         }
 
@@ -77,24 +127,44 @@ class Snapshot:
 def _running(scheduler: Scheduler, now: float) -> list[list[Any]]:
     """Rows of sequences with a slot, those that are prefilled first."""
     roster = scheduler.packer.roster
-    rows = [_row(sequence, "prefilling", now, int(roster.issued[sequence.slot]), int(scheduler.cache.home[sequence.slot]))
-            for sequence in roster.prefilling[:RUNNING]]
-    slots = np.flatnonzero(roster.phase == DECODE)[:RUNNING - len(rows)]
+    rows = [
+        _row(
+            sequence,
+            "prefilling",
+            now,
+            int(roster.issued[sequence.slot]),
+            int(scheduler.cache.home[sequence.slot]),
+        )
+        for sequence in roster.prefilling[:RUNNING]
+    ]
+    slots = np.flatnonzero(roster.phase == DECODE)[: RUNNING - len(rows)]
     homes = scheduler.cache.home[slots].tolist()
-    return rows + [_row(roster.sequence[slot], "decoding", now, None, home) for slot, home in zip(slots.tolist(), homes)]
+    return rows + [
+        _row(roster.sequence[slot], "decoding", now, None, home)
+        for slot, home in zip(slots.tolist(), homes)
+    ]
 
 
 def _waiting(scheduler: Scheduler, now: float) -> list[list[Any]]:
     """Rows of those that wait, least relative slack first."""
     queue = scheduler.packer.roster.queue
     slack = relative_slack(now, *queue.fields[:TOKENS])
-    return [_row(queue[place], "waiting", now, 0, None) for place in islice(ranked(slack, WAITING), WAITING)]
+    return [
+        _row(queue[place], "waiting", now, 0, None)
+        for place in islice(ranked(slack, WAITING), WAITING)
+    ]
 
 
-def _row(sequence: Sequence, state: str, now: float, prefilled: int | None, lane: int | None) -> list[Any]:
+def _row(
+    sequence: Sequence, state: str, now: float, prefilled: int | None, lane: int | None
+) -> list[Any]:
     """prefilled: None for the whole prompt."""
-    request, output, first = sequence.request, len(sequence.output), sequence.first
-    prompt, arrival, due = len(request.prompt), request.arrival, sequence.due
+    request = sequence.request
+    output = len(sequence.output)
+    first = sequence.first
+    prompt = len(request.prompt)
+    arrival = request.arrival
+    due = sequence.due
     ttft = slack = relative = tpot = None
     if first is None:
         slack = _round(due - now - sequence.left)
@@ -104,35 +174,73 @@ def _row(sequence: Sequence, state: str, now: float, prefilled: int | None, lane
         if output > 1 and sequence.last is not None:
             tpot = _round((sequence.last - first) / (output - 1))
     return [
-        sequence.number, sequence.id, sequence.index, request.slo.class_name, state, _round(arrival), prompt,
-        prompt if prefilled is None else min(prefilled, prompt), sequence.cached, output, _round(due - arrival), slack, relative, ttft,
-        _round(sequence.tpot), tpot, lane]
+        sequence.number,
+        sequence.id,
+        sequence.index,
+        request.slo.class_name,
+        state,
+        _round(arrival),
+        prompt,
+        prompt if prefilled is None else min(prefilled, prompt),
+        sequence.cached,
+        output,
+        _round(due - arrival),
+        slack,
+        relative,
+        ttft,
+        _round(sequence.tpot),
+        tpot,
+        lane,
+    ]
 
 
 def _end(end: End) -> list[Any]:
     usage = end.event.usage
-    ttft, tpot = (None if seconds is None else _round(seconds) for seconds in (end.event.ttft, end.event.tpot))
+    ttft, tpot = (
+        None if seconds is None else _round(seconds) for seconds in (end.event.ttft, end.event.tpot)
+    )
     return [
-        end.number, end.request_id, end.index, end.class_name, end.event.reason, _round(end.arrival), usage.prompt,
-        usage.prompt if usage.completion else None, usage.cached, usage.completion, _round(end.given), None, None, ttft, _round(end.tpot),
-        tpot, _round(end.at)]
+        end.number,
+        end.request_id,
+        end.index,
+        end.class_name,
+        end.event.reason,
+        _round(end.arrival),
+        usage.prompt,
+        usage.prompt if usage.completion else None,
+        usage.cached,
+        usage.completion,
+        _round(end.given),
+        None,
+        None,
+        ttft,
+        _round(end.tpot),
+        tpot,
+        _round(end.at),
+    ]
 
 
 def _step(step: Step, spans: Spans) -> dict[str, Any]:
-    """chunks: sequence, lanes, first token, tokens, whether it is a decode; of the prompts on several lanes all that hold some of them.
-    decodes: per lane, how many there are with those that are no chunk here. left_out: chunks of prompts."""
-    decodes = int(np.count_nonzero(step.feed))        # they come first
-    few, stop = min(decodes, DECODES), decodes + CHUNKS
+    """chunks: sequence, lanes, first token, tokens, whether it is a decode; of the prompts on
+    several lanes all that hold some of them. decodes: per lane, how many there are with those that
+    are no chunk here. left_out: chunks of prompts."""
+    decodes = int(np.count_nonzero(step.feed))  # they come first
+    few = min(decodes, DECODES)
+    stop = decodes + CHUNKS
     named = lambda array: array[:few].tolist() + array[decodes:stop].tolist()
     lanes = [[lane] for lane in named(step.lane)]
     if step.held is not None:
         lanes[few:] = [np.flatnonzero(row).tolist() for row in step.held[decodes:stop]]
     feeds = [1] * few + [0] * (len(lanes) - few)
     return {
-        "number": step.number, "issued": _round(step.issued), "predicted": _round(step.predicted), "took": _round(step.took),
+        "number": step.number,
+        "issued": _round(step.issued),
+        "predicted": _round(step.predicted),
+        "took": _round(step.took),
         "spans": [(_round(start), _round(stop)) for start, stop in spans],
         "chunks": list(zip(named(step.seq), lanes, named(step.start), named(step.length), feeds)),
-        "decodes": np.bincount(step.lane[:decodes]).tolist(), "left_out": max(0, step.seq.size - stop),
+        "decodes": np.bincount(step.lane[:decodes]).tolist(),
+        "left_out": max(0, step.seq.size - stop),
     }
 
 

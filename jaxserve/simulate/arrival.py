@@ -10,17 +10,19 @@ import numpy as np
 
 from jaxserve.request import Request, RequestError, SamplingParams, Slo
 
-BLOCK = 512                                           # tokens per hash id in the public Mooncake traces
-LONG = 100_000                                        # tokens; the shortest long prompt of medha_mixed has 100,628
+BLOCK = 512  # tokens per hash id in the public Mooncake traces
+LONG = 100_000  # tokens; the shortest long prompt of medha_mixed has 100,628
 MOST_TOKENS = 2**31 - 1
 
-CLASSES = (("short", 8192), ("medium", LONG - 1), ("long", MOST_TOKENS))     # by most prompt tokens, where arrivals name no kind
+# by most prompt tokens, where arrivals name no kind
+CLASSES = (("short", 8192), ("medium", LONG - 1), ("long", MOST_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request to come: `time` in seconds, lengths in tokens. Equal `blocks` (hash ids of `block` tokens each) are equal tokens; tokens
-    beyond the last of them, all of them where there are none, are the request's own."""
+    """A request to come: `time` in seconds, lengths in tokens. Equal `blocks` (hash ids of `block`
+    tokens each) are equal tokens; tokens beyond the last of them, all of them where there are none,
+    are the request's own."""
 
     time: float
     prompt: int
@@ -30,19 +32,26 @@ class Arrival:
     block: int = BLOCK
 
 
-def to_request(arrival: Arrival, number: int, max_len: int, slo: Slo = Slo()) -> Request:      # noqa: B008 (frozen)
-    """A greedy request of exactly `output` tokens, as far as `max_len` tokens a sequence leave room.
+def to_request(arrival: Arrival, number: int, max_len: int, slo: Slo = Slo()) -> Request:  # noqa: B008 (frozen)
+    """A greedy request of exactly `output` tokens, as far as `max_len` tokens a sequence leave
+    room.
 
-    Its prompt is made here: a token is the hash id of its block; a request's own tokens are all -1 - number, which no other has, and where
-    it has no other tokens they are a view of that one. Errors: RequestError where the prompt leaves no room.
+    Its prompt is made here: a token is the hash id of its block; a request's own tokens are all -1
+    - number, which no other has, and where it has no other tokens they are a view of that one.
+    Errors: RequestError where the prompt leaves no room.
     """
     if arrival.prompt >= max_len:
-        raise RequestError("prompt", f"has {arrival.prompt} tokens; with one token to generate the limit is {max_len - 1}")
+        raise RequestError(
+            "prompt",
+            f"has {arrival.prompt} tokens; with one token to generate the limit is {max_len - 1}",
+        )
     prompt = np.broadcast_to(np.int32(-1 - number), arrival.prompt)
     if arrival.blocks is not None and len(arrival.blocks):
-        shared = np.repeat(np.asarray(arrival.blocks, np.int32), arrival.block)[:arrival.prompt]
-        prompt = np.concatenate([shared, prompt[len(shared):]])
-    sampling = SamplingParams(temperature=0.0, max_tokens=min(arrival.output, max_len - arrival.prompt), ignore_eos=True)
+        shared = np.repeat(np.asarray(arrival.blocks, np.int32), arrival.block)[: arrival.prompt]
+        prompt = np.concatenate([shared, prompt[len(shared) :]])
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=min(arrival.output, max_len - arrival.prompt), ignore_eos=True
+    )
     return Request(str(number), prompt, sampling, arrival=arrival.time, slo=slo)
 
 
@@ -52,15 +61,25 @@ def class_of(prompt: int) -> str:
 
 
 def summary(arrivals: Sequence[Arrival]) -> dict[str, Any]:
-    """For printing. `span` from first to last in seconds; `rate` the inverse of the mean gap, 0 where there is none; `long` the share of
-    prompts of at least `long_limit` tokens; `prompt` and `output` in tokens."""
+    """For printing. `span` from first to last in seconds; `rate` the inverse of the mean gap, 0
+    where there is none; `long` the share of prompts of at least `long_limit` tokens; `prompt` and
+    `output` in tokens."""
     if not arrivals:
         return dict(count=0, span=0.0, rate=0.0, prompt={}, output={}, long=0.0, long_limit=LONG)
-    prompts, outputs = (np.array([getattr(arrival, name) for arrival in arrivals]) for name in ("prompt", "output"))
+    prompts, outputs = (
+        np.array([getattr(arrival, name) for arrival in arrivals]) for name in ("prompt", "output")
+    )
     span = arrivals[-1].time - arrivals[0].time
     rate = (len(arrivals) - 1) / span if span > 0 else 0.0
-    return dict(count=len(arrivals), span=span, rate=rate, prompt=_figures(prompts), output=_figures(outputs),
-                long=float((prompts >= LONG).mean()), long_limit=LONG)
+    return dict(
+        count=len(arrivals),
+        span=span,
+        rate=rate,
+        prompt=_figures(prompts),
+        output=_figures(outputs),
+        long=float((prompts >= LONG).mean()),
+        long_limit=LONG,
+    )
 
 
 def _figures(values: np.ndarray) -> dict[str, float]:

@@ -1,6 +1,8 @@
-"""What jaxserve's scheduling is compared with: rows of scheduler settings, and engines that work in another way altogether.
+"""What jaxserve's scheduling is compared with: rows of scheduler settings, and engines that work in
+another way altogether.
 
-A baseline runs on as many devices of the same kind as the system it is compared with, over the same arrivals.
+A baseline runs on as many devices of the same kind as the system it is compared with, over the same
+arrivals.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.loongserve import LoongServe, Pool
 from jaxserve.simulate.run import Outcome, System, ended, execute
 
-# Settings that make our scheduler another one. Medha's LRS ranks by relative slack as Medha does, but lets no prompts share a step (5.4);
+# Settings that make our scheduler another one. Medha's LRS ranks by relative slack as Medha does,
+# but lets no prompts share a step (5.4);
 # `--policy=lrs` ranks by slack in seconds.
 SCHEDULERS: Mapping[str, Mapping[str, Any]] = {
     "sarathi-512": dict(policy="fcfs", chunking="static", chunk_tokens=512),
@@ -25,7 +28,8 @@ SCHEDULERS: Mapping[str, Mapping[str, Any]] = {
     "edf": dict(policy="edf", chunking="adaptive", sharing=0.0),
     "lrs": dict(policy="slack", chunking="adaptive", sharing=0.0),
 }
-POOLS: Mapping[str, Mapping[str, Any]] = {            # LoongServe: ranks of an instance, share of the instances kept for short prompts
+# LoongServe: ranks of an instance, share of the instances kept for short prompts
+POOLS: Mapping[str, Mapping[str, Any]] = {
     "loongserve": dict(tp=2, reserved=0.0),
     "loongserve-reserved": dict(tp=2, reserved=0.25),
 }
@@ -33,30 +37,53 @@ BASELINES = (*SCHEDULERS, *POOLS)
 
 
 def compare(
-    name: str, system: System, scheduler: SchedulerConfig, cache: CacheConfig, arrivals: Sequence[Arrival], slo: Slo = Slo(),       # noqa: B008
-    until: float = float("inf"), lookahead: int = 1,
+    name: str,
+    system: System,
+    scheduler: SchedulerConfig,
+    cache: CacheConfig,
+    arrivals: Sequence[Arrival],
+    slo: Slo = Slo(),  # noqa: B008
+    until: float = float("inf"),
+    lookahead: int = 1,
 ) -> Outcome:
-    """What the baseline makes of the arrivals. `scheduler` gives what the baseline does not set: limits and objectives.
+    """What the baseline makes of the arrivals. `scheduler` gives what the baseline does not set:
+    limits and objectives.
 
     Errors: ConfigError for an unknown name, or devices that do not make whole instances.
     """
     if name in SCHEDULERS:
-        return execute(system.replica(dataclasses.replace(scheduler, **SCHEDULERS[name]), cache, lookahead), arrivals, slo, until)
+        return execute(
+            system.replica(dataclasses.replace(scheduler, **SCHEDULERS[name]), cache, lookahead),
+            arrivals,
+            slo,
+            until,
+        )
     if name not in POOLS:
         raise ConfigError("baseline", f"{name!r} is not one of {', '.join(BASELINES)}")
     objective = system.replica(scheduler, cache).scheduler.first_token_in
-    server = LoongServe(pool(system, **POOLS[name]), lambda prompt: slo.ttft or objective(prompt), scheduler.max_seqs)
+    server = LoongServe(
+        pool(system, **POOLS[name]),
+        lambda prompt: slo.ttft or objective(prompt),
+        scheduler.max_seqs,
+    )
     server.run(arrivals, until)
     return ended(server, until)
 
 
 def pool(system: System, tp: int, reserved: float) -> Pool:
-    """LoongServe's instances on the system's devices. They are joined as ranks are inside a node: in its favour, for a ring may have to
-    leave it."""
+    """LoongServe's instances on the system's devices. They are joined as ranks are inside a node:
+    in its favour, for a ring may have to leave it."""
     count, left = divmod(system.mesh.devices, tp)
     if left or not count:
         raise ConfigError("mesh", f"{system.mesh.devices} devices do not make instances of {tp}")
     part = dataclasses.replace(system, mesh=MeshConfig(tp=tp))
     kv_heads = system.shape.rank_heads(tp)[1]
     links = devices()[system.device].ranks
-    return Pool(count, part.costs, part.kv_tokens(), 2 * 2 * kv_heads * system.shape.head_dim, links[min(links)], round(reserved * count))
+    return Pool(
+        count,
+        part.costs,
+        part.kv_tokens(),
+        2 * 2 * kv_heads * system.shape.head_dim,
+        links[min(links)],
+        round(reserved * count),
+    )

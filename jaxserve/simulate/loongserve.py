@@ -1,11 +1,14 @@
-"""LoongServe (Wu et al., SOSP 2024) as a baseline: elastic sequence parallelism over instances, prefill and decode apart, no preemption.
+"""LoongServe (Wu et al., SOSP 2024) as a baseline: elastic sequence parallelism over instances,
+prefill and decode apart, no preemption.
 
-A prompt is computed at once, by as many instances as a dynamic program over the head of the queue gives it, each holding a part of the
-sequence; attention goes round in a ring. Its KV then moves to the decode pool, as few instances as hold the KV of all that decode.
+A prompt is computed at once, by as many instances as a dynamic program over the head of the queue
+gives it, each holding a part of the sequence; attention goes round in a ring. Its KV then moves to
+the decode pool, as few instances as hold the KV of all that decode.
 
-What is modelled in its favour: moving KV, scaling down and borrowing instances cost nothing, instances that do not decode are all free
-for prefill, and decodes that need another instance get it at once, even while that finishes a prefill. What is not: it cannot interrupt
-a prefill that has begun (Medha, sections 2 and 5).
+What is modelled in its favour: moving KV, scaling down and borrowing instances cost nothing,
+instances that do not decode are all free for prefill, and decodes that need another instance get it
+at once, even while that finishes a prefill. What is not: it cannot interrupt a prefill that has
+begun (Medha, sections 2 and 5).
 """
 
 from __future__ import annotations
@@ -22,13 +25,14 @@ from jaxserve.scheduling.profiles import Link
 from jaxserve.simulate.arrival import Arrival, class_of
 from jaxserve.simulate.replica import Record
 
-CONSIDERED = 16                                       # waiting prompts that the dynamic program looks at
+CONSIDERED = 16  # waiting prompts that the dynamic program looks at
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Instances: how many, what one costs, the tokens of KV it holds, bytes of KV per token and layer of one rank, and the link between
-    two instances. `reserved` of them take only prompts below `short` tokens (Medha 5.3)."""
+    """Instances: how many, what one costs, the tokens of KV it holds, bytes of KV per token and
+    layer of one rank, and the link between two instances. `reserved` of them take only prompts
+    below `short` tokens (Medha 5.3)."""
 
     count: int
     costs: Costs
@@ -39,21 +43,33 @@ class Pool:
     short: int = 8192
 
     def prefill(self, prompts: Sequence[int], degree: int) -> float:
-        """Seconds to prefill these prompts together on `degree` instances: linear parts and attention are split evenly, and in every
-        layer `degree - 1` hops of KV are hidden behind attention as far as it lasts."""
-        costs, tokens = self.costs, sum(prompts)
+        """Seconds to prefill these prompts together on `degree` instances: linear parts and
+        attention are split evenly, and in every layer `degree - 1` hops of KV are hidden behind
+        attention as far as it lasts."""
+        costs = self.costs
+        tokens = sum(prompts)
         pairs = costs.pair * sum(n * n / 2 for n in prompts) / degree
-        attention = len(prompts) * costs.chunk + costs.chunk_token * tokens / degree + bend(pairs, costs.read * tokens)
+        attention = (
+            len(prompts) * costs.chunk
+            + costs.chunk_token * tokens / degree
+            + bend(pairs, costs.read * tokens)
+        )
         ring = (degree - 1) * self.link(self.kv_bytes * tokens / degree) if degree > 1 else 0.0
         layer = costs.linear(-(-tokens // degree)) + max(attention, ring)
         return costs.launch + costs.layers * layer + costs.head + costs.head_token * len(prompts)
 
     def decode(self, count: int, context: int, degree: int) -> float:
-        """Seconds of a decode step over `degree` instances, each of which is master for its part of the sequences."""
-        costs, own = self.costs, -(-count // degree)
+        """Seconds of a decode step over `degree` instances, each of which is master for its part of
+        the sequences."""
+        costs = self.costs
+        own = -(-count // degree)
         layer = costs.linear(own) + costs.attend_decodes(own, context / degree)
-        exchange = 2 * self.link(costs.kvp_token * self.link.bytes_per_s * own) if degree > 1 else 0.0
-        return costs.launch + costs.layers * (layer + exchange) + costs.head + costs.head_token * own
+        exchange = (
+            2 * self.link(costs.kvp_token * self.link.bytes_per_s * own) if degree > 1 else 0.0
+        )
+        return (
+            costs.launch + costs.layers * (layer + exchange) + costs.head + costs.head_token * own
+        )
 
 
 @dataclass(slots=True)
@@ -73,30 +89,35 @@ class Running:
 
 @dataclass
 class LoongServe:
-    """Executes arrivals. `objective` gives the seconds to the first token that a prompt of so many tokens is promised, for the records."""
+    """Executes arrivals. `objective` gives the seconds to the first token that a prompt of so many
+    tokens is promised, for the records."""
 
     pool: Pool
     objective: Callable[[int], float]
     max_seqs: int = 256
     records: list[Record] = field(default_factory=list)
     gaps: list[np.ndarray] = field(default_factory=list)
-    busy: float = 0.0                                 # seconds of instances, divided by their count
+    busy: float = 0.0  # seconds of instances, divided by their count
 
     def __post_init__(self) -> None:
         self._queue: deque[tuple[int, Arrival]] = deque()
-        self._prefills: list[tuple[float, int, int, list[tuple[int, Arrival]]]] = []      # end, tie, degree, requests
+        # end, tie, degree, requests
+        self._prefills: list[tuple[float, int, int, list[tuple[int, Arrival]]]] = []
         self._running: list[Running] = []
-        self._step: float | None = None               # when the decode step in progress ends
+        self._step: float | None = None  # when the decode step in progress ends
         self._joining: list[Running] = []
         self._serial = 0
-        self._in_use = {True: 0, False: 0}            # instances that prefill: reserved ones and others
+        self._in_use = {True: 0, False: 0}  # instances that prefill: reserved ones and others
 
     def run(self, arrivals: Sequence[Arrival], until: float = float("inf")) -> None:
         """To the end, or to clock second `until`."""
         coming = deque(enumerate(arrivals))
         while True:
-            times = [coming[0][1].time if coming else np.inf, self._prefills[0][0] if self._prefills else np.inf,
-                     np.inf if self._step is None else self._step]
+            times = [
+                coming[0][1].time if coming else np.inf,
+                self._prefills[0][0] if self._prefills else np.inf,
+                np.inf if self._step is None else self._step,
+            ]
             now = min(times)
             if now == np.inf or now > until:
                 return
@@ -110,8 +131,12 @@ class LoongServe:
             self._decode(now)
 
     def _arrive(self, number: int, arrival: Arrival) -> None:
-        if arrival.prompt + arrival.output > self.pool.capacity * (self.pool.count - self.pool.reserved):
-            self.records.append(self._record(number, arrival, 0, arrival.time, arrival.time, "refused"))
+        if arrival.prompt + arrival.output > self.pool.capacity * (
+            self.pool.count - self.pool.reserved
+        ):
+            self.records.append(
+                self._record(number, arrival, 0, arrival.time, arrival.time, "refused")
+            )
         else:
             self._queue.append((number, arrival))
 
@@ -125,11 +150,18 @@ class LoongServe:
 
     def _dispatch_on(self, now: float, reserved: bool, instances: int) -> None:
         free = instances - self._in_use[reserved]
-        wanted = [entry for entry in self._queue if not reserved or entry[1].prompt < self.pool.short]
-        seats = self.max_seqs - len(self._running) - len(self._joining) - sum(len(chosen) for *_, chosen in self._prefills)
+        wanted = [
+            entry for entry in self._queue if not reserved or entry[1].prompt < self.pool.short
+        ]
+        seats = (
+            self.max_seqs
+            - len(self._running)
+            - len(self._joining)
+            - sum(len(chosen) for *_, chosen in self._prefills)
+        )
         if free <= 0 or not wanted or seats <= 0:
             return
-        batch = self._fitting(wanted[:min(CONSIDERED, seats)])
+        batch = self._fitting(wanted[: min(CONSIDERED, seats)])
         for group, degree in plan([arrival.prompt for _, arrival in batch], free, self.pool):
             chosen = [batch[index] for index in group]
             for entry in chosen:
@@ -138,10 +170,14 @@ class LoongServe:
             self._serial += 1
             self._in_use[reserved] += degree
             self.busy += seconds * degree / self.pool.count
-            heapq.heappush(self._prefills, (now + seconds, self._serial, degree if not reserved else -degree, chosen))
+            heapq.heappush(
+                self._prefills,
+                (now + seconds, self._serial, degree if not reserved else -degree, chosen),
+            )
 
     def _fitting(self, wanted: list[tuple[int, Arrival]]) -> list[tuple[int, Arrival]]:
-        """The first of these, in order, whose KV fits beside what is held and what is on its way."""
+        """The first of these, in order, whose KV fits beside what is held and what is on its
+        way."""
         room = self.pool.count * self.pool.capacity - self._held()
         out = []
         for entry in wanted:
@@ -180,8 +216,11 @@ class LoongServe:
         self._joining = []
         if self._running:
             degree = min(self._decoders(), self.pool.count)
-            seconds = self.pool.decode(len(self._running), sum(r.context for r in self._running), degree)
-            own = min(degree, self.pool.count - sum(self._in_use.values()))              # those borrowed are busy with a prefill
+            seconds = self.pool.decode(
+                len(self._running), sum(r.context for r in self._running), degree
+            )
+            # those borrowed are busy with a prefill
+            own = min(degree, self.pool.count - sum(self._in_use.values()))
             self.busy += seconds * max(own, 0) / self.pool.count
             self._step = now + seconds
 
@@ -189,40 +228,70 @@ class LoongServe:
         self._step = None
         self.gaps.append(np.array([now - running.last for running in self._running]))
         for running in self._running:
-            running.done, running.last = running.done + 1, now
+            running.done = running.done + 1
+            running.last = now
         for running in [r for r in self._running if r.done >= r.arrival.output]:
             self._end(running)
         self._running = [r for r in self._running if r.done < r.arrival.output]
 
     def _end(self, running: Running) -> None:
-        self.records.append(self._record(running.number, running.arrival, running.done, running.first, running.last, "length"))
+        self.records.append(
+            self._record(
+                running.number, running.arrival, running.done, running.first, running.last, "length"
+            )
+        )
 
     def give_up(self, now: float) -> None:
         """Notes those that have not ended by then: 'unfinished', with what they had put out."""
         waiting = [*self._queue, *(entry for *_, chosen in self._prefills for entry in chosen)]
-        self.records += [self._record(number, arrival, 0, now, now, "unfinished") for number, arrival in waiting]
+        self.records += [
+            self._record(number, arrival, 0, now, now, "unfinished") for number, arrival in waiting
+        ]
         for running in (*self._running, *self._joining):
-            self.records.append(self._record(running.number, running.arrival, running.done, running.first, running.last, "unfinished"))
+            self.records.append(
+                self._record(
+                    running.number,
+                    running.arrival,
+                    running.done,
+                    running.first,
+                    running.last,
+                    "unfinished",
+                )
+            )
 
-    def _record(self, number: int, arrival: Arrival, output: int, first: float, end: float, reason: str) -> Record:
+    def _record(
+        self, number: int, arrival: Arrival, output: int, first: float, end: float, reason: str
+    ) -> Record:
         due = arrival.time + self.objective(arrival.prompt)
         kind = arrival.kind or class_of(arrival.prompt)
-        return Record(str(number), kind, arrival.prompt, output, 0, arrival.time, due, first, end, reason)
+        return Record(
+            str(number), kind, arrival.prompt, output, 0, arrival.time, due, first, end, reason
+        )
 
 
 def plan(prompts: Sequence[int], instances: int, pool: Pool) -> list[tuple[list[int], int]]:
-    """Prompts in groups, each with a number of instances, so that the sum of all prompts' latencies is least: LoongServe's dynamic
-    program over prompts in the order of their length. Returns (indices of the prompts, instances)."""
+    """Prompts in groups, each with a number of instances, so that the sum of all prompts' latencies
+    is least: LoongServe's dynamic program over prompts in the order of their length. Returns
+    (indices of the prompts, instances)."""
     order = sorted(range(len(prompts)), key=lambda index: -prompts[index])
     degrees = range(1, instances + 1)
-    best: list[list[tuple[float, tuple]]] = [[(0.0, ())] * (instances + 1)]              # [prompts][instances at most]: sum, groups
+    # [prompts][instances at most]: sum, groups
+    best: list[list[tuple[float, tuple]]] = [[(0.0, ())] * (instances + 1)]
     for end in range(1, len(order) + 1):
         groups = [[prompts[index] for index in order[begin:end]] for begin in range(end)]
-        sums = [[pool.prefill(group, degree) * len(group) for degree in degrees] for group in groups]
+        sums = [
+            [pool.prefill(group, degree) * len(group) for degree in degrees] for group in groups
+        ]
         row: list[tuple[float, tuple]] = [(float("inf"), ())]
         for used in degrees:
-            total, begin, degree = min((best[begin][used - degree][0] + sums[begin][degree - 1], begin, degree)
-                                       for begin in range(end) for degree in range(1, used + 1))
+            total, begin, degree = min(
+                (best[begin][used - degree][0] + sums[begin][degree - 1], begin, degree)
+                for begin in range(end)
+                for degree in range(1, used + 1)
+            )
             row.append((total, (*best[begin][used - degree][1], (begin, end, degree))))
         best.append(row)
-    return [([order[index] for index in range(begin, end)], degree) for begin, end, degree in best[-1][instances][1]]
+    return [
+        ([order[index] for index in range(begin, end)], degree)
+        for begin, end, degree in best[-1][instances][1]
+    ]

@@ -1,4 +1,5 @@
-"""Lengths of prompts and outputs: distributions, and mixes calibrated to public traces, with the prefixes that their prompts share."""
+"""Lengths of prompts and outputs: distributions, and mixes calibrated to public traces, with the
+prefixes that their prompts share."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ Lengths = Callable[[np.random.Generator, int], np.ndarray]
 
 # --- distributions
 
-CURVE = (0, .05, .1, .25, .5, .75, .9, .95, .99, 1)
+CURVE = (0, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1)
 
 
 def curve(*quantiles: int) -> Lengths:
@@ -39,21 +40,30 @@ def exponential(mean: float) -> Lengths:
 
 
 def lognormal(median: float, sigma: float, low: float = 1, high: float = MOST_TOKENS) -> Lengths:
-    """A lognormal distribution cut off at low and high, drawn through its inverse. Errors: ValueError where nothing lies between them."""
+    """A lognormal distribution cut off at low and high, drawn through its inverse. Errors:
+    ValueError where nothing lies between them."""
     normal = NormalDist(math.log(median), sigma)
-    first, last = normal.cdf(math.log(low)), normal.cdf(math.log(high))
+    first = normal.cdf(math.log(low))
+    last = normal.cdf(math.log(high))
     if last - first < 1e-9:
-        raise ValueError(f"almost nothing of lognormal:{median:g}:{sigma:g} lies between {low:g} and {high:g}")
-    inverse = lambda share: normal.inv_cdf(min(max(first + (last - first) * share, 1e-15), 1 - 1e-15))
-    return lambda rng, count: np.clip(np.exp([inverse(share) for share in rng.random(count)]), low, high)
+        raise ValueError(
+            f"almost nothing of lognormal:{median:g}:{sigma:g} lies between {low:g} and {high:g}"
+        )
+    inverse = lambda share: normal.inv_cdf(
+        min(max(first + (last - first) * share, 1e-15), 1 - 1e-15)
+    )
+    return lambda rng, count: np.clip(
+        np.exp([inverse(share) for share in rng.random(count)]), low, high
+    )
 
 
 # --- mixes
 
+
 @dataclass(frozen=True)
 class Part:
-    """One class of requests in a mix. All its prompts begin with the same `system` blocks; a share of `follows` continues another of its
-    prompts, LAG before it."""
+    """One class of requests in a mix. All its prompts begin with the same `system` blocks; a share
+    of `follows` continues another of its prompts, LAG before it."""
 
     prompt: Lengths
     output: Lengths
@@ -64,37 +74,74 @@ class Part:
 
 
 # Quantiles at CURVE, measured in the files that data/README 1.1 names.
-SHORT = curve(2, 29, 73, 574, 1712, 3730, 5683, 6559, 7435, 8032), curve(2, 43, 85, 229, 415, 629, 836, 923, 997, 1024)
-LARGE = (curve(100628, 130608, 161871, 260355, 400446, 628526, 839720, 910611, 955280, 996935),
-         curve(61, 137, 191, 341, 522, 672, 792, 882, 1060, 1578))
-CHAT = (curve(891, 901, 964, 2306, 6909, 15367, 27367, 39550, 85400, 126195),
-        curve(1, 10, 24, 156, 350, 472, 597, 698, 1119, 2000))
-LAG = curve(5, 99, 141, 229, 422, 901, 1660, 2129, 5104, 10514)     # from one turn to the next, Mooncake conversation
-NEAR = 32                                            # prompts on either side of the lag: the longest that fits is continued
+SHORT = (
+    curve(2, 29, 73, 574, 1712, 3730, 5683, 6559, 7435, 8032),
+    curve(2, 43, 85, 229, 415, 629, 836, 923, 997, 1024),
+)
+LARGE = (
+    curve(100628, 130608, 161871, 260355, 400446, 628526, 839720, 910611, 955280, 996935),
+    curve(61, 137, 191, 341, 522, 672, 792, 882, 1060, 1578),
+)
+CHAT = (
+    curve(891, 901, 964, 2306, 6909, 15367, 27367, 39550, 85400, 126195),
+    curve(1, 10, 24, 156, 350, 472, 597, 698, 1119, 2000),
+)
+# from one turn to the next, Mooncake conversation
+LAG = curve(5, 99, 141, 229, 422, 901, 1660, 2129, 5104, 10514)
+NEAR = 32  # prompts on either side of the lag: the longest that fits is continued
 
 
 def _medha(percent: float) -> tuple[Part, ...]:
-    return (Part(*SHORT, kind="short", share=1 - percent / 100), Part(*LARGE, kind="long", share=percent / 100))
+    return (
+        Part(*SHORT, kind="short", share=1 - percent / 100),
+        Part(*LARGE, kind="long", share=percent / 100),
+    )
 
 
 def _tetris(mu: float, low: float, high: float) -> tuple[Part, ...]:
-    """Only min, max and mean are published: sigma 0.8, data/README 1.3; outputs are not: those of CHAT."""
+    """Only min, max and mean are published: sigma 0.8, data/README 1.3; outputs are not: those of
+    CHAT."""
     return (Part(prompt=lognormal(math.exp(mu), 0.8, low, high), output=CHAT[1]),)
 
 
 MIXES: dict[str, tuple[Part, ...]] = {
-    "medha-0": (Part(*SHORT, kind="short"),), "medha-1": _medha(1), "medha-5": _medha(5), "medha-10": _medha(10),
-    "sharegpt": (Part(
-        prompt=curve(1, 7, 9, 16, 36, 150, 759, 1426, 2863, 3973), output=curve(1, 21, 42, 135, 283, 448, 682, 843, 999, 2384)),),
-    "azure-conv": (Part(
-        prompt=curve(2, 181, 207, 396, 1020, 1189, 2734, 4083, 4142, 14050), output=curve(7, 41, 54, 85, 129, 395, 424, 451, 601, 1000)),),
+    "medha-0": (Part(*SHORT, kind="short"),),
+    "medha-1": _medha(1),
+    "medha-5": _medha(5),
+    "medha-10": _medha(10),
+    "sharegpt": (
+        Part(
+            prompt=curve(1, 7, 9, 16, 36, 150, 759, 1426, 2863, 3973),
+            output=curve(1, 21, 42, 135, 283, 448, 682, 843, 999, 2384),
+        ),
+    ),
+    "azure-conv": (
+        Part(
+            prompt=curve(2, 181, 207, 396, 1020, 1189, 2734, 4083, 4142, 14050),
+            output=curve(7, 41, 54, 85, 129, 395, 424, 451, 601, 1000),
+        ),
+    ),
     "mooncake-conversation": (Part(*CHAT, system=1, follows=0.44),),
-    "mooncake-toolagent": (                          # tools as in the slice that 1.3 describes, shares fitted to Table 3
+    "mooncake-toolagent": (  # tools as in the slice that 1.3 describes, shares fitted to Table 3
         Part(*CHAT, kind="chat", share=0.49, system=1, follows=0.58),
-        Part(curve(6150, 6168, 6169, 6175, 6400, 7094, 7677, 7751, 8180, 9000), curve(3, 3, 3, 3, 3, 28, 35, 45, 60, 80), "tool", 0.35, 12),
-        Part(curve(2960, 3015, 3030, 3125, 3142, 3161, 3260, 3359, 3472, 3700), curve(16, 16, 18, 20, 21, 23, 24, 24, 24, 30),
-             "agent", 0.16, 5)),
-    "tetris-short": _tetris(9.8126, 4e3, 95e3), "tetris-medium": _tetris(10.0656, 8e3, 142e3), "tetris-long": _tetris(10.4282, 16e3, 190e3),
+        Part(
+            curve(6150, 6168, 6169, 6175, 6400, 7094, 7677, 7751, 8180, 9000),
+            curve(3, 3, 3, 3, 3, 28, 35, 45, 60, 80),
+            "tool",
+            0.35,
+            12,
+        ),
+        Part(
+            curve(2960, 3015, 3030, 3125, 3142, 3161, 3260, 3359, 3472, 3700),
+            curve(16, 16, 18, 20, 21, 23, 24, 24, 24, 30),
+            "agent",
+            0.16,
+            5,
+        ),
+    ),
+    "tetris-short": _tetris(9.8126, 4e3, 95e3),
+    "tetris-medium": _tetris(10.0656, 8e3, 142e3),
+    "tetris-long": _tetris(10.4282, 16e3, 190e3),
 }
 
 FIXED = "fixed"
@@ -102,44 +149,76 @@ FIXED = "fixed"
 
 def drawn(options: dict[str, str], count: int, seed: int) -> list[Arrival]:
     """Arrivals, all at 0, of the mix or the lengths that the options name. Errors: ConfigError."""
-    parts, rng = _parts(options), np.random.default_rng((seed, 0))
+    parts = _parts(options)
+    rng = np.random.default_rng((seed, 0))
     which = rng.choice(len(parts), count, p=[part.share for part in parts])
     lengths = np.empty((2, count), np.int64)
     for index, part in enumerate(parts):
         mine = which == index
-        lengths[:, mine] = [np.clip(np.rint(draw(rng, int(mine.sum()))), 1, MOST_TOKENS) for draw in (part.prompt, part.output)]
+        lengths[:, mine] = [
+            np.clip(np.rint(draw(rng, int(mine.sum()))), 1, MOST_TOKENS)
+            for draw in (part.prompt, part.output)
+        ]
     prompts, outputs = lengths.tolist()
-    blocks = _blocks(parts, which.tolist(), prompts, rng) if any(part.system for part in parts) else [None] * count
-    return [Arrival(0.0, *rest) for rest in zip(prompts, outputs, (parts[index].kind for index in which), blocks)]
+    blocks = (
+        _blocks(parts, which.tolist(), prompts, rng)
+        if any(part.system for part in parts)
+        else [None] * count
+    )
+    return [
+        Arrival(0.0, *rest)
+        for rest in zip(prompts, outputs, (parts[index].kind for index in which), blocks)
+    ]
 
 
 def _parts(options: dict[str, str]) -> tuple[Part, ...]:
     mix = options.get("mix", FIXED)
     given = [name for name in ("prompt", "output") if name in options]
     if mix != FIXED and mix not in MIXES:
-        fault(f"unknown mix {mix!r}; known are {', '.join((*MIXES, FIXED))}{near(mix, (*MIXES, FIXED))}")
+        fault(
+            f"unknown mix {mix!r}; known are {', '.join((*MIXES, FIXED))}{near(mix, (*MIXES, FIXED))}"
+        )
     if mix != FIXED and given:
         fault(f"mix={mix} sets the lengths; {given[0]} goes with mix={FIXED} only")
     if mix == FIXED and len(given) < 2:
         fault("lengths are needed: mix=NAME, or prompt=LENGTHS and output=LENGTHS")
-    return MIXES[mix] if mix != FIXED else (Part(_lengths("prompt", options["prompt"]), _lengths("output", options["output"])),)
+    return (
+        MIXES[mix]
+        if mix != FIXED
+        else (Part(_lengths("prompt", options["prompt"]), _lengths("output", options["output"])),)
+    )
 
 
-LENGTHS: dict[str, tuple[Callable[..., Lengths], int, int]] = {           # with the least and the most numbers it takes
-    "constant": (constant, 1, 1), "uniform": (uniform, 2, 2), "exponential": (exponential, 1, 1), "lognormal": (lognormal, 2, 4),
+# with the least and the most numbers it takes
+LENGTHS: dict[str, tuple[Callable[..., Lengths], int, int]] = {
+    "constant": (constant, 1, 1),
+    "uniform": (uniform, 2, 2),
+    "exponential": (exponential, 1, 1),
+    "lognormal": (lognormal, 2, 4),
 }
 
 
 def _lengths(name: str, text: str) -> Lengths:
     form, *words = text.split(":") if ":" in text or text.isalpha() else ("constant", text)
     if form not in LENGTHS:
-        fault(f"{name}: unknown distribution {form!r}; known are a number, {', '.join(LENGTHS)}{near(form, LENGTHS)}")
+        fault(
+            f"{name}: unknown distribution {form!r}; known are a number, {', '.join(LENGTHS)}{near(form, LENGTHS)}"
+        )
     make, least, most = LENGTHS[form]
     if not least <= len(words) <= most or len(words) == 3:
-        fault(f"{name}: {form} takes {least if least == most else f'{least} or {most}'} numbers, not {len(words)}")
+        fault(
+            f"{name}: {form} takes {least if least == most else f'{least} or {most}'} numbers, not {len(words)}"
+        )
     sigma = 1 if form == "lognormal" else None
-    values = [to_number(name, word, 1e-6 if place == sigma else 1, MOST_TOKENS) for place, word in enumerate(words)]
-    if form in ("uniform", "lognormal") and values[-2:] != sorted(values[-2:]) and len(words) == most:
+    values = [
+        to_number(name, word, 1e-6 if place == sigma else 1, MOST_TOKENS)
+        for place, word in enumerate(words)
+    ]
+    if (
+        form in ("uniform", "lognormal")
+        and values[-2:] != sorted(values[-2:])
+        and len(words) == most
+    ):
         fault(f"{name}: {values[-2]:g} to {values[-1]:g} is no range")
     try:
         return make(*values)
@@ -147,26 +226,33 @@ def _lengths(name: str, text: str) -> Lengths:
         fault(f"{name}: {error}")
 
 
-def _blocks(parts: Sequence[Part], which: list[int], prompts: list[int], rng: np.random.Generator) -> list[np.ndarray]:
-    """Hash ids of each prompt: those of its part's system prompt or of the earlier prompt that it continues, then new ones."""
+def _blocks(
+    parts: Sequence[Part], which: list[int], prompts: list[int], rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Hash ids of each prompt: those of its part's system prompt or of the earlier prompt that it
+    continues, then new ones."""
     ends = np.cumsum([part.system for part in parts]).tolist()
     system = [np.arange(end - part.system, end, dtype=np.int32) for part, end in zip(parts, ends)]
-    lags, follows = LAG(rng, len(prompts)), rng.random(len(prompts))
+    lags = LAG(rng, len(prompts))
+    follows = rng.random(len(prompts))
     earlier: list[list[int]] = [[] for _ in parts]
     continued: set[int] = set()
     blocks: list[np.ndarray] = []
     fresh = ends[-1]
     for number, (index, prompt) in enumerate(zip(which, prompts)):
-        part, head = parts[index], system[index]
+        part = parts[index]
+        head = system[index]
         if follows[number] < part.follows:
             place = len(earlier[index]) - round(lags[number])
-            around = earlier[index][max(place - NEAR, 0):max(place + NEAR, 0)]
-            fitting = [other for other in around if prompts[other] <= prompt and other not in continued]
+            around = earlier[index][max(place - NEAR, 0) : max(place + NEAR, 0)]
+            fitting = [
+                other for other in around if prompts[other] <= prompt and other not in continued
+            ]
             if fitting:
                 parent = max(fitting, key=prompts.__getitem__)
                 continued.add(parent)
-                head = blocks[parent][:max(prompts[parent] // BLOCK, part.system)]
-        head = head[:-(-prompt // BLOCK)]
+                head = blocks[parent][: max(prompts[parent] // BLOCK, part.system)]
+        head = head[: -(-prompt // BLOCK)]
         new = -(-prompt // BLOCK) - len(head)
         blocks.append(np.concatenate([head, np.arange(fresh, fresh + new, dtype=np.int32)]))
         earlier[index].append(number)

@@ -1,8 +1,8 @@
 """Which mesh, and which chunks, serve a workload best on so many devices: found by simulating each.
 
-All plans are tried on a part of the workload, the best of them on all of it, and of these it is found how many requests per second they
-bear. All are measured by the same objectives: those of the plan that would prefill the longest prompt soonest, so that a slow plan is not
-given more time.
+All plans are tried on a part of the workload, the best of them on all of it, and of these it is
+found how many requests per second they bear. All are measured by the same objectives: those of the
+plan that would prefill the longest prompt soonest, so that a slow plan is not given more time.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from jaxserve.simulate.arrival import Arrival, class_of, to_request
 from jaxserve.simulate.replica import Record
 from jaxserve.simulate.run import Outcome, System, summary
 
-NODE = 8                                              # devices of one node: ranks do not go beyond
+NODE = 8  # devices of one node: ranks do not go beyond
 CHUNKS = (("adaptive", 8192), ("static", 2048), ("static", 512))
-COARSE = 5                                            # the first pass has one in so many of the requests,
-LEAST = 40                                            # but so many at least
-RUNS = 6                                              # simulations to find one capacity,
-MOST = 4                                              # none with more than so many times the requests
+COARSE = 5  # the first pass has one in so many of the requests,
+LEAST = 40  # but so many at least
+RUNS = 6  # simulations to find one capacity,
+MOST = 4  # none with more than so many times the requests
 GIB = 2**30
 
-Arrivals = Callable[[float | None, int | None], list[Arrival]]       # of requests per second and a number of requests, None: their own
+# of requests per second and a number of requests, None: their own
+Arrivals = Callable[[float | None, int | None], list[Arrival]]
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be served, on what, and how well. `scheduler` holds the objectives and what is not planned; `qps` and `requests` are
-    None where the workload's own are meant. `attainment` is the share of each kind of requests that is to meet both objectives at
-    capacity."""
+    """What is to be served, on what, and how well. `scheduler` holds the objectives and what is not
+    planned; `qps` and `requests` are None where the workload's own are meant. `attainment` is the
+    share of each kind of requests that is to meet both objectives at capacity."""
 
     shape: ModelShape
     device: str
@@ -66,9 +67,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a plan. Seconds and tokens; `met` is the share of requests that met both objectives; `capacity` the most requests per
-    second with which `attainment` of each kind do, None where it was not looked for; `alone` the seconds to the first token of the longest
-    prompt on idle devices, None where it does not fit. `weights` are bytes per device."""
+    """What came of a plan. Seconds and tokens; `met` is the share of requests that met both
+    objectives; `capacity` the most requests per second with which `attainment` of each kind do,
+    None where it was not looked for; `alone` the seconds to the first token of the longest prompt
+    on idle devices, None where it does not fit. `weights` are bytes per device."""
 
     plan: Plan
     requests: int
@@ -87,9 +89,12 @@ class Answer:
 
 # --- what is possible
 
+
 def meshes(count: int, question: Question) -> tuple[list[MeshConfig], list[tuple[MeshConfig, str]]]:
-    """The meshes of `count` devices on which the model can run, and those on which it cannot, with the reason."""
-    fit, out = [], []
+    """The meshes of `count` devices on which the model can run, and those on which it cannot, with
+    the reason."""
+    fit = []
+    out = []
     for mesh in _degrees(count):
         reason = _obstacle(mesh, question)
         if reason:
@@ -111,7 +116,8 @@ def _divisors(number: int) -> list[int]:
 
 def _obstacle(mesh: MeshConfig, question: Question) -> str:
     """Why the model cannot run on this mesh; '' where it can."""
-    shape, measured = question.shape, (1, *devices()[question.device].ranks)
+    shape = question.shape
+    measured = (1, *devices()[question.device].ranks)
     if mesh.tp > NODE:
         return f"more ranks than the {NODE} devices of a node"
     if mesh.tp not in measured:
@@ -124,7 +130,11 @@ def _obstacle(mesh: MeshConfig, question: Question) -> str:
         tokens = question.system(mesh).kv_tokens()
     except ConfigError as error:
         return str(error).removeprefix("mesh: ")
-    return "" if tokens >= 2 * question.cache.block_size else f"KV of {tokens} tokens fits, which is less than two blocks"
+    return (
+        ""
+        if tokens >= 2 * question.cache.block_size
+        else f"KV of {tokens} tokens fits, which is less than two blocks"
+    )
 
 
 def plans(meshes: Sequence[MeshConfig], chunks: Sequence[tuple[str, int]] = CHUNKS) -> list[Plan]:
@@ -132,6 +142,7 @@ def plans(meshes: Sequence[MeshConfig], chunks: Sequence[tuple[str, int]] = CHUN
 
 
 # --- one plan
+
 
 class Trial:
     """Runs plans on a question's workload, all by the same objectives."""
@@ -142,7 +153,9 @@ class Trial:
         self.longest = max(arrival.prompt for arrival in self.arrivals)
         every = [Predictor(question.system(plan.mesh).costs, plan.mesh) for plan in plans]
         chunks = [plan.chunk_tokens for plan in plans]
-        self._soonest, self._chunk = min(zip(every, chunks), key=lambda pair: pair[0].prefill(0, self.longest, pair[1]))
+        self._soonest, self._chunk = min(
+            zip(every, chunks), key=lambda pair: pair[0].prefill(0, self.longest, pair[1])
+        )
 
     @property
     def rate(self) -> float:
@@ -153,48 +166,78 @@ class Trial:
     def objective(self, prompt: int) -> float:
         """Seconds that every plan has to the first token after so many."""
         scheduler = self.question.scheduler
-        return max(scheduler.ttft, scheduler.ttft_stretch * self._soonest.prefill(0, prompt, self._chunk))
+        return max(
+            scheduler.ttft, scheduler.ttft_stretch * self._soonest.prefill(0, prompt, self._chunk)
+        )
 
     def answer(self, plan: Plan, requests: int | None = None) -> Answer:
         """What comes of the plan at the question's rate, with so many of the requests."""
-        system, tpot = self.question.system(plan.mesh), self.question.scheduler.tpot
+        system = self.question.system(plan.mesh)
+        tpot = self.question.scheduler.tpot
         outcome = self._run(plan, self.arrivals[:requests])
         alone = self._run(plan, [Arrival(0.0, self.longest, 1)]).records[0]
         block = self.question.cache.block_size
         return Answer(
-            plan, len(outcome.records), met(outcome.records, tpot), summary(outcome, tpot)["all"],
-            plan.mesh.kvp * (system.kv_tokens() // block) * block, system.shape.weight_bytes() / (plan.mesh.spp * plan.mesh.tp),
-            None if alone.reason == "refused" else alone.ttft)
+            plan,
+            len(outcome.records),
+            met(outcome.records, tpot),
+            summary(outcome, tpot)["all"],
+            plan.mesh.kvp * (system.kv_tokens() // block) * block,
+            system.shape.weight_bytes() / (plan.mesh.spp * plan.mesh.tp),
+            None if alone.reason == "refused" else alone.ttft,
+        )
 
     def met_at(self, plan: Plan, qps: float) -> float:
-        """The share of requests that meet both objectives where they come at this rate, for as long as at the question's rate, so that a
-        queue that grows shows; of the kind that fares worst, for a few long ones could all be late in a large share of all."""
+        """The share of requests that meet both objectives where they come at this rate, for as long
+        as at the question's rate, so that a queue that grows shows; of the kind that fares worst,
+        for a few long ones could all be late in a large share of all."""
         count = len(self.arrivals)
-        arrivals = self.question.arrivals(qps, min(max(round(count * qps / self.rate), LEAST), MOST * count))
+        arrivals = self.question.arrivals(
+            qps, min(max(round(count * qps / self.rate), LEAST), MOST * count)
+        )
         records = self._run(plan, arrivals).records
         kinds = {record.kind for record in records}
-        return min(met([record for record in records if record.kind == kind], self.question.scheduler.tpot) for kind in kinds)
+        return min(
+            met([record for record in records if record.kind == kind], self.question.scheduler.tpot)
+            for kind in kinds
+        )
 
     def _run(self, plan: Plan, arrivals: Sequence[Arrival]) -> Outcome:
         question = self.question
-        config = dataclasses.replace(question.scheduler, chunking=plan.chunking, chunk_tokens=plan.chunk_tokens)
+        config = dataclasses.replace(
+            question.scheduler, chunking=plan.chunking, chunk_tokens=plan.chunk_tokens
+        )
         replica = question.system(plan.mesh).replica(config, question.cache, question.lookahead)
         most = replica.scheduler.max_len
-        replica.run((to_request(arrival, number, most, Slo(ttft=self.objective(arrival.prompt))), arrival.kind or class_of(arrival.prompt))
-                    for number, arrival in enumerate(arrivals))
-        return Outcome(replica.records, np.concatenate(replica.gaps) if replica.gaps else np.empty(0), [], 0.0)
+        replica.run(
+            (
+                to_request(arrival, number, most, Slo(ttft=self.objective(arrival.prompt))),
+                arrival.kind or class_of(arrival.prompt),
+            )
+            for number, arrival in enumerate(arrivals)
+        )
+        return Outcome(
+            replica.records, np.concatenate(replica.gaps) if replica.gaps else np.empty(0), [], 0.0
+        )
 
 
 def met(records: Sequence[Record], tpot: float) -> float:
-    """The share of requests that ended by themselves, with the first token when it was due and `tpot` seconds per token or less."""
+    """The share of requests that ended by themselves, with the first token when it was due and
+    `tpot` seconds per token or less."""
     ended = [record for record in records if record.reason in ("stop", "length")]
-    return sum(record.first <= record.due and record.tpot <= tpot for record in ended) / max(1, len(records))
+    return sum(record.first <= record.due and record.tpot <= tpot for record in ended) / max(
+        1, len(records)
+    )
 
 
 # --- the search
 
-def search(trial: Trial, plans: Sequence[Plan], best: int, step: Callable[[str], None] = lambda name: None) -> list[Answer]:
-    """Answers to all plans, best first: the `best` ones on all requests and with their capacity, then the others on a part of them.
+
+def search(
+    trial: Trial, plans: Sequence[Plan], best: int, step: Callable[[str], None] = lambda name: None
+) -> list[Answer]:
+    """Answers to all plans, best first: the `best` ones on all requests and with their capacity,
+    then the others on a part of them.
 
     step: called after each of `simulations` with what was simulated.
     """
@@ -208,7 +251,10 @@ def search(trial: Trial, plans: Sequence[Plan], best: int, step: Callable[[str],
     for answer in coarse[:best]:
         full.append(trial.answer(answer.plan))
         step(str(answer.plan))
-    return [_with_capacity(trial, answer, step) for answer in sorted(full, key=lambda answer: answer.rank)] + coarse[best:]
+    return [
+        _with_capacity(trial, answer, step)
+        for answer in sorted(full, key=lambda answer: answer.rank)
+    ] + coarse[best:]
 
 
 def simulations(plans: int, best: int) -> int:
@@ -222,15 +268,22 @@ def _with_capacity(trial: Trial, answer: Answer, step: Callable[[str], None]) ->
         step(f"{answer.plan} at {qps:.3g}/s")
         return found
 
-    return dataclasses.replace(answer, capacity=capacity(share, trial.rate, trial.question.attainment))
+    return dataclasses.replace(
+        answer, capacity=capacity(share, trial.rate, trial.question.attainment)
+    )
 
 
-def capacity(met: Callable[[float], float], rate: float, attainment: float, runs: int = RUNS) -> float:
-    """The largest rate with which `met` is at least `attainment`, as far as `runs` questions tell; 0 where it is at none of them.
+def capacity(
+    met: Callable[[float], float], rate: float, attainment: float, runs: int = RUNS
+) -> float:
+    """The largest rate with which `met` is at least `attainment`, as far as `runs` questions tell;
+    0 where it is at none of them.
 
-    `rate` is doubled or halved until one is met and another is not; then their geometric mean decides.
+    `rate` is doubled or halved until one is met and another is not; then their geometric mean
+    decides.
     """
-    low, high = 0.0, math.inf
+    low = 0.0
+    high = math.inf
     for _ in range(runs):
         if met(rate) >= attainment:
             low = rate

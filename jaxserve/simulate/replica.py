@@ -1,7 +1,9 @@
-"""A virtual replica: the scheduler's batches pass through virtual stages, each for as long as the predictor says.
+"""A virtual replica: the scheduler's batches pass through virtual stages, each for as long as the
+predictor says.
 
-Batches are issued as the live engine issues them, up to `lookahead` ahead of the stages and no earlier than need be, so what is decided
-when is the same. A stage runs one batch at a time; the next one enters as soon as the one before has left it (Medha 3.3).
+Batches are issued as the live engine issues them, up to `lookahead` ahead of the stages and no
+earlier than need be, so what is decided when is the same. A stage runs one batch at a time; the
+next one enters as soon as the one before has left it (Medha 3.3).
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from jaxserve.scheduling.predictor import Predictor
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What became of one request: clock seconds of its arrival, first token and end; the reason it ended ('refused': it never began)."""
+    """What became of one request: clock seconds of its arrival, first token and end; the reason it
+    ended ('refused': it never began)."""
 
     id: str
     kind: str
@@ -45,13 +48,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One batch: when it entered the first stage and left the last, its pace per stage, and what was in it."""
+    """One batch: when it entered the first stage and left the last, its pace per stage, and what
+    was in it."""
 
     start: float
     end: float
     pace: float
     decodes: int
-    chunks: tuple[tuple[int, int, int], ...]          # (sequence, start, length) of the prefill chunks
+    chunks: tuple[tuple[int, int, int], ...]  # (sequence, start, length) of the prefill chunks
 
 
 @dataclass
@@ -65,8 +69,11 @@ class Pipeline:
     def enter(self, now: float, batch: Batch) -> tuple[float, float]:
         """When the batch enters the first stage and leaves the last."""
         tokens = int(batch.length.sum())
-        hop, head = self.predictor.hop(tokens), self.predictor.head(int(np.bincount(batch.lane[batch.feed]).max(initial=0)))
-        began = at = max(now, self.free[0], float(self.left[batch.slot[batch.feed]].max(initial=0.0)))
+        hop = self.predictor.hop(tokens)
+        head = self.predictor.head(int(np.bincount(batch.lane[batch.feed]).max(initial=0)))
+        began = at = max(
+            now, self.free[0], float(self.left[batch.slot[batch.feed]].max(initial=0.0))
+        )
         for stage, free in enumerate(self.free):
             last = stage + 1 == len(self.free)
             self.free[stage] = at = max(at, free) + batch.seconds - (0.0 if last else head)
@@ -77,7 +84,8 @@ class Pipeline:
 
 @dataclass
 class VirtualReplica:
-    """Executes requests on a scheduler. `gaps` are the seconds between consecutive tokens of all sequences, step by step."""
+    """Executes requests on a scheduler. `gaps` are the seconds between consecutive tokens of all
+    sequences, step by step."""
 
     scheduler: Scheduler
     mesh: MeshConfig
@@ -86,17 +94,23 @@ class VirtualReplica:
     records: list[Record] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     gaps: list[np.ndarray] = field(default_factory=list)
-    busy: float = 0.0                                 # seconds of work of one stage
+    busy: float = 0.0  # seconds of work of one stage
 
     def __post_init__(self) -> None:
-        self._pipeline = Pipeline(self.scheduler.predictor, [0.0] * self.mesh.spp, np.zeros(self.scheduler.config.max_seqs))
+        self._pipeline = Pipeline(
+            self.scheduler.predictor,
+            [0.0] * self.mesh.spp,
+            np.zeros(self.scheduler.config.max_seqs),
+        )
         self._flights: deque[tuple[float, Batch]] = deque()
         self._last = np.zeros(self.scheduler.config.max_seqs)
         self._requests: dict[str, tuple[Request, str]] = {}
 
     def run(self, requests: Iterable[tuple[Request, str]], until: float = float("inf")) -> None:
-        """Executes (request, kind) pairs in the order of their arrival, to the end or to clock second `until`."""
-        coming, now = iter(requests), 0.0
+        """Executes (request, kind) pairs in the order of their arrival, to the end or to clock
+        second `until`."""
+        coming = iter(requests)
+        now = 0.0
         following = next(coming, None)
         while following is not None or self._flights:
             landing = self._flights[0][0] if self._flights else float("inf")
@@ -124,7 +138,9 @@ class VirtualReplica:
             self._requests[request.id] = request, kind
         except RequestError:
             at = request.arrival
-            self.records.append(Record(request.id, kind, len(request.prompt), 0, 0, at, at, at, at, "refused"))
+            self.records.append(
+                Record(request.id, kind, len(request.prompt), 0, 0, at, at, at, at, "refused")
+            )
 
     def _issue(self, now: float) -> None:
         while len(self._flights) < self.mesh.spp + self.lookahead and self._due <= now:
@@ -139,7 +155,8 @@ class VirtualReplica:
 
     @property
     def _due(self) -> float:
-        """Clock second from which on the next batch may be issued: at once, unless it would wait for the stages."""
+        """Clock second from which on the next batch may be issued: at once, unless it would wait
+        for the stages."""
         if len(self._flights) < self.mesh.spp:
             return 0.0
         return self._pipeline.free[0] - self.scheduler.predictor.early(self._flights[-1][1].seconds)
@@ -155,12 +172,28 @@ class VirtualReplica:
 
     def _note(self, id: str, event: Finished) -> None:
         request, kind = self._requests.pop(id)
-        at, usage, timing = request.arrival, event.usage, event.timing
-        self.records.append(Record(id, kind, usage.prompt, usage.completion, usage.cached, at, at + self.scheduler.objective(request),
-                                   at + timing.first_token, at + timing.total, event.reason))
+        at = request.arrival
+        usage = event.usage
+        timing = event.timing
+        self.records.append(
+            Record(
+                id,
+                kind,
+                usage.prompt,
+                usage.completion,
+                usage.cached,
+                at,
+                at + self.scheduler.objective(request),
+                at + timing.first_token,
+                at + timing.total,
+                event.reason,
+            )
+        )
 
 
 def _step(batch: Batch, start: float, end: float) -> Step:
     rows = np.flatnonzero(~batch.feed)
-    chunks = tuple(zip(batch.seq[rows].tolist(), batch.start[rows].tolist(), batch.length[rows].tolist()))
+    chunks = tuple(
+        zip(batch.seq[rows].tolist(), batch.start[rows].tolist(), batch.length[rows].tolist())
+    )
     return Step(start, end, batch.seconds, len(batch.slot) - len(rows), chunks)

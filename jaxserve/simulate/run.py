@@ -1,4 +1,5 @@
-"""A simulated system, put together from a model's shape, a kind of device and a mesh, and what came of a run in figures."""
+"""A simulated system, put together from a model's shape, a kind of device and a mesh, and what came
+of a run in figures."""
 
 from __future__ import annotations
 
@@ -18,13 +19,14 @@ from jaxserve.scheduling.profiles import ModelShape, costs, devices
 from jaxserve.simulate.arrival import Arrival, class_of, to_request
 from jaxserve.simulate.replica import Record, Step, VirtualReplica
 
-MEMORY = 0.9                                          # share of a device's memory for weights and KV
+MEMORY = 0.9  # share of a device's memory for weights and KV
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True)
 class System:
-    """What is simulated: a model's shape on `mesh` of `device`s. A replica has no limit on a sequence but its pages."""
+    """What is simulated: a model's shape on `mesh` of `device`s. A replica has no limit on a
+    sequence but its pages."""
 
     shape: ModelShape
     device: str
@@ -41,28 +43,52 @@ class System:
         free = MEMORY * devices()[self.device].memory_bytes - self.shape.weight_bytes() / ranks
         if free <= 0:
             need = self.shape.weight_bytes() / ranks / 2**30
-            raise ConfigError("mesh", f"{need:.0f} GiB of weights per device leave no room for KV on {self.device} with {self.mesh}")
+            raise ConfigError(
+                "mesh",
+                f"{need:.0f} GiB of weights per device leave no room for KV on {self.device} with {self.mesh}",
+            )
         heads = self.shape.rank_heads(self.mesh.tp)[1]
         layers = -(-self.shape.layers // self.mesh.spp)
         return int(free / (layers * 2 * 2 * heads * self.shape.head_dim))
 
-    def replica(self, scheduler: SchedulerConfig, cache: CacheConfig, lookahead: int = 1, keep_steps: bool = False) -> VirtualReplica:
+    def replica(
+        self,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        lookahead: int = 1,
+        keep_steps: bool = False,
+    ) -> VirtualReplica:
         """A virtual replica of this system; without `cache.pages`, as many as fit in memory."""
         pages = cache.pages or self.kv_tokens() // cache.block_size
         if cache.kv_cache_dtype != "auto":
-            raise ConfigError("kv_cache_dtype", f"{cache.kv_cache_dtype}: steps were measured with KV of bfloat16; only auto is known")
+            raise ConfigError(
+                "kv_cache_dtype",
+                f"{cache.kv_cache_dtype}: steps were measured with KV of bfloat16; only auto is known",
+            )
         for name, idle in (("exchange", "gather"), ("planner", "none")):
             if getattr(scheduler, name) != idle:
-                raise ConfigError(name, f"{getattr(scheduler, name)}: replicas are simulated with {idle} only")
+                raise ConfigError(
+                    name, f"{getattr(scheduler, name)}: replicas are simulated with {idle} only"
+                )
         stripe = scheduler.stripe(cache.block_size)
-        manager = CacheManager(dataclasses.replace(cache, pages=pages), self.mesh.kvp, scheduler.max_seqs, stripe=stripe)
-        return VirtualReplica(Scheduler(scheduler, manager, self.mesh, 2**31 - 1, costs=self.costs), self.mesh, lookahead, keep_steps)
+        manager = CacheManager(
+            dataclasses.replace(cache, pages=pages),
+            self.mesh.kvp,
+            scheduler.max_seqs,
+            stripe=stripe,
+        )
+        return VirtualReplica(
+            Scheduler(scheduler, manager, self.mesh, 2**31 - 1, costs=self.costs),
+            self.mesh,
+            lookahead,
+            keep_steps,
+        )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run: a record per request; the gaps between tokens in seconds; the steps, where they were kept; and the share of the
-    time in which the devices worked."""
+    """What came of a run: a record per request; the gaps between tokens in seconds; the steps,
+    where they were kept; and the share of the time in which the devices worked."""
 
     records: list[Record]
     gaps: np.ndarray
@@ -70,14 +96,21 @@ class Outcome:
     busy: float
 
 
-def execute(replica: VirtualReplica, arrivals: Sequence[Arrival], slo: Slo = Slo(), until: float = float("inf")) -> Outcome:   # noqa: B008
-    """Runs all arrivals; those that have not ended by clock second `until` have the reason 'unfinished'."""
+def execute(
+    replica: VirtualReplica,
+    arrivals: Sequence[Arrival],
+    slo: Slo = Slo(),  # noqa: B008
+    until: float = float("inf"),
+) -> Outcome:
+    """Runs all arrivals; those that have not ended by clock second `until` have the reason
+    'unfinished'."""
     replica.run(requests(arrivals, replica.scheduler.max_len, slo), until)
     return ended(replica, until, replica.steps)
 
 
 def ended(executor: Any, until: float, steps: Sequence[Step] = ()) -> Outcome:
-    """What came of a virtual replica, or of a baseline that keeps records, gaps and busy seconds as it does, by clock second `until`."""
+    """What came of a virtual replica, or of a baseline that keeps records, gaps and busy seconds as
+    it does, by clock second `until`."""
     executor.give_up(until)
     span = span_of(executor.records)
     gaps = np.concatenate(executor.gaps) if executor.gaps else np.empty(0)
@@ -96,15 +129,22 @@ def requests(arrivals: Iterable[Arrival], max_len: int, slo: Slo) -> Iterable[tu
 
 
 def summary(outcome: Outcome, tpot: float) -> dict[str, Any]:
-    """Percentiles in seconds, overall and by kind; `ttft_met` and `tpot_met` are shares of all requests that met their objectives."""
+    """Percentiles in seconds, overall and by kind; `ttft_met` and `tpot_met` are shares of all
+    requests that met their objectives."""
     records = outcome.records
     kinds = sorted({record.kind for record in records})
     span = span_of(records)
     tokens = sum(record.prompt + record.output for record in records if record.reason != "refused")
     return {
-        "span": span, "busy": outcome.busy, "tokens_per_s": tokens / span if span else 0.0,
-        "token_gap": _spread(outcome.gaps), "all": _figures(records, tpot),
-        **{kind: _figures([record for record in records if record.kind == kind], tpot) for kind in kinds},
+        "span": span,
+        "busy": outcome.busy,
+        "tokens_per_s": tokens / span if span else 0.0,
+        "token_gap": _spread(outcome.gaps),
+        "all": _figures(records, tpot),
+        **{
+            kind: _figures([record for record in records if record.kind == kind], tpot)
+            for kind in kinds
+        },
     }
 
 
@@ -113,8 +153,10 @@ def _figures(records: Sequence[Record], tpot: float) -> dict[str, Any]:
     ended = [record for record in begun if record.reason in ("stop", "length")]
     count = max(1, len(records))
     return {
-        "requests": len(records), "finished": len(ended),
-        "ttft": _spread(np.array([record.ttft for record in begun])), "tpot": _spread(np.array([r.tpot for r in ended if r.output > 1])),
+        "requests": len(records),
+        "finished": len(ended),
+        "ttft": _spread(np.array([record.ttft for record in begun])),
+        "tpot": _spread(np.array([r.tpot for r in ended if r.output > 1])),
         "ttft_met": sum(record.first <= record.due for record in begun) / count,
         "tpot_met": sum(record.tpot <= tpot for record in ended) / count,
     }
@@ -124,4 +166,8 @@ def _spread(values: np.ndarray) -> dict[str, float]:
     if not len(values):
         return {}
     points = np.percentile(values, PERCENTILES).tolist()
-    return {"mean": float(values.mean()), **{f"p{p}": value for p, value in zip(PERCENTILES, points)}, "max": float(values.max())}
+    return {
+        "mean": float(values.mean()),
+        **{f"p{p}": value for p, value in zip(PERCENTILES, points)},
+        "max": float(values.max()),
+    }

@@ -25,7 +25,9 @@ def to_options(text: str | None, known: Sequence[str]) -> dict[str, str]:
     for part in filter(None, (text or "").split(",")):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if key not in known:
-            fault(f"unknown option {key!r}; known are {', '.join(known) or 'none'}{near(key, known)}")
+            fault(
+                f"unknown option {key!r}; known are {', '.join(known) or 'none'}{near(key, known)}"
+            )
         if not equals or not value or key in options:
             fault(f"{part!r} is not {key}=VALUE, given once")
         options[key] = value
@@ -39,5 +41,7 @@ def to_number(name: str, text: str, low: float, high: float = math.inf) -> float
     except ValueError:
         value = math.nan
     if not (low <= value <= high and math.isfinite(value)):
-        fault(f"{name} must be a number {f'from {low:g} to {high:g}' if high < math.inf else f'of at least {low:g}'}, not {text!r}")
+        fault(
+            f"{name} must be a number {f'from {low:g} to {high:g}' if high < math.inf else f'of at least {low:g}'}, not {text!r}"
+        )
     return value

@@ -1,7 +1,9 @@
-"""Prefill instances under arrivals, planned by a policy of `cluster.cdsp` as each request comes (Tetris and what it is compared with).
+"""Prefill instances under arrivals, planned by a policy of `cluster.cdsp` as each request comes
+(Tetris and what it is compared with).
 
-A request is planned once, when it arrives, against the queue times that the plans before it left; chunks take what the latency model
-says, so that a plan is also what happens. Moving KV to instances that join is hidden behind compute and costs nothing here.
+A request is planned once, when it arrives, against the queue times that the plans before it left;
+chunks take what the latency model says, so that a plan is also what happens. Moving KV to instances
+that join is hidden behind compute and costs nothing here.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ import numpy as np
 from jaxserve.cluster.cdsp import Instances, Policy
 from jaxserve.simulate.arrival import Arrival
 
-RATES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75)             # improvement rates that are tried (Tetris, 7.1)
+# improvement rates that are tried (Tetris, 7.1)
+RATES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75)
 
-Rate = Callable[[float], float]                       # improvement rate for a request that comes at this second
-Held = Callable[[Arrival], float]                     # seconds for which a request keeps one of its instances after its first token
+Rate = Callable[[float], float]  # improvement rate for a request that comes at this second
+# seconds for which a request keeps one of its instances after its first token
+Held = Callable[[Arrival], float]
 
 
 def constant(rate: float) -> Rate:
@@ -26,9 +30,10 @@ def constant(rate: float) -> Rate:
 
 @dataclass(frozen=True)
 class Served:
-    """What came of arrivals. ttft: [requests] seconds. Of the instances' time from the first arrival to the last end, busy: the share in
-    which they computed; idle: the share in which they were kept for a group whose others were not free. tokens_per_s: of prompts, over
-    the same time."""
+    """What came of arrivals. ttft: [requests] seconds. Of the instances' time from the first
+    arrival to the last end, busy: the share in which they computed; idle: the share in which they
+    were kept for a group whose others were not free. tokens_per_s: of prompts, over the same
+    time."""
 
     ttft: np.ndarray
     busy: float
@@ -38,7 +43,8 @@ class Served:
 
 @dataclass(frozen=True)
 class Prefill:
-    """`count` instances and the policy that plans for them. held: None where requests decode elsewhere."""
+    """`count` instances and the policy that plans for them. held: None where requests decode
+    elsewhere."""
 
     instances: Instances
     count: int
@@ -48,7 +54,9 @@ class Prefill:
 
     def run(self, arrivals: Sequence[Arrival]) -> Served:
         """Serves arrivals in the order of their time. Errors: ConfigError, of the policy."""
-        free, computed, idle = np.zeros(self.count), 0.0, 0.0
+        free = np.zeros(self.count)
+        computed = 0.0
+        idle = 0.0
         ttft = np.empty(len(arrivals))
         for number, arrival in enumerate(arrivals):
             now = arrival.time
@@ -66,15 +74,28 @@ class Prefill:
         ends = np.array([arrival.time for arrival in arrivals]) + ttft
         span = float(ends.max() - arrivals[0].time)
         time = span * self.count
-        return Served(ttft, computed / time, idle / time, sum(arrival.prompt for arrival in arrivals) / span)
+        return Served(
+            ttft, computed / time, idle / time, sum(arrival.prompt for arrival in arrivals) / span
+        )
 
 
 def profile(
-    instances: Instances, count: int, policy: Policy, arrivals: Callable[[float], Sequence[Arrival]], loads: Iterable[float],
+    instances: Instances,
+    count: int,
+    policy: Policy,
+    arrivals: Callable[[float], Sequence[Arrival]],
+    loads: Iterable[float],
     rates: Sequence[float] = RATES,
 ) -> dict[float, float]:
-    """The improvement rate with the least mean TTFT at each load (Tetris, 5.1). arrivals: a sample of requests at so many per second."""
+    """The improvement rate with the least mean TTFT at each load (Tetris, 5.1). arrivals: a sample
+    of requests at so many per second."""
+
     def best(sample: Sequence[Arrival]) -> float:
-        return min(rates, key=lambda rate: Prefill(instances, count, policy, constant(rate)).run(sample).ttft.mean())
+        return min(
+            rates,
+            key=lambda rate: (
+                Prefill(instances, count, policy, constant(rate)).run(sample).ttft.mean()
+            ),
+        )
 
     return {load: best(arrivals(load)) for load in loads}

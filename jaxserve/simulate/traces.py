@@ -1,4 +1,5 @@
-"""Recorded traces and files of lengths. Whatever is malformed raises ConfigError("workload", ...) with file, line and field."""
+"""Recorded traces and files of lengths. Whatever is malformed raises ConfigError("workload", ...)
+with file, line and field."""
 
 from __future__ import annotations
 
@@ -18,13 +19,16 @@ import numpy as np
 from jaxserve.simulate.arrival import BLOCK, LONG, MOST_TOKENS, Arrival
 from jaxserve.simulate.spec import fault, near, to_number
 
-WORD_TOKENS = 1.35                                    # tokens per English word (data/README 1.1)
+WORD_TOKENS = 1.35  # tokens per English word (data/README 1.1)
 
 
 def _text(path: Path) -> str:
     try:
-        with gzip.open(path, "rt", encoding="utf-8-sig", newline="") if path.suffix == ".gz" else path.open(
-                encoding="utf-8-sig", newline="") as file:
+        with (
+            gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+            if path.suffix == ".gz"
+            else path.open(encoding="utf-8-sig", newline="") as file
+        ):
             text = file.read()
     except FileNotFoundError:
         there = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -36,7 +40,11 @@ def _text(path: Path) -> str:
 
 def _length(where: str, field: str, value: Any) -> int:
     """A length in tokens, from JSON or CSV."""
-    if isinstance(value, str) and value.strip().isascii() and re.fullmatch(r"-?\d{1,12}", value.strip()):
+    if (
+        isinstance(value, str)
+        and value.strip().isascii()
+        and re.fullmatch(r"-?\d{1,12}", value.strip())
+    ):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_TOKENS:
         fault(f"{where}: {field} must be a whole number of tokens of at least 1, not {value!r:.80}")
@@ -45,38 +53,54 @@ def _length(where: str, field: str, value: Any) -> int:
 
 def mooncake(path: Path, options: dict[str, str]) -> list[Arrival]:
     """A trace in Mooncake's form."""
-    unit, block = options.get("unit", "ms"), _length("options", "block", options.get("block", BLOCK))
+    unit = options.get("unit", "ms")
+    block = _length("options", "block", options.get("block", BLOCK))
     if unit not in ("ms", "s"):
         fault(f"unit must be ms or s, not {unit!r}")
     dense: dict[int, int] = {}
-    second, loose = (1e-3 if unit == "ms" else 1.0), "block" in options
+    second = 1e-3 if unit == "ms" else 1.0
+    loose = "block" in options
     lines = enumerate(_text(path).split("\n"), 1)
-    return [_line(f"{path}:{number}", text, second, dense, block, loose) for number, text in lines if text.strip()]
+    return [
+        _line(f"{path}:{number}", text, second, dense, block, loose)
+        for number, text in lines
+        if text.strip()
+    ]
 
 
-def _line(where: str, text: str, second: float, dense: dict[int, int], size: int, loose: bool) -> Arrival:
-    """One line of a trace. `dense` renumbers hash ids from 0 on. Where `loose`, ids may be too many or too few."""
+def _line(
+    where: str, text: str, second: float, dense: dict[int, int], size: int, loose: bool
+) -> Arrival:
+    """One line of a trace. `dense` renumbers hash ids from 0 on. Where `loose`, ids may be too many
+    or too few."""
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
         fault(f"{where}: is not JSON: {error}")
     if not isinstance(row, dict):
-        fault(f"{where}: must be an object with timestamp, input_length, output_length, hash_ids; not {text:.80}")
+        fault(
+            f"{where}: must be an object with timestamp, input_length, output_length, hash_ids; not {text:.80}"
+        )
     for field in ("timestamp", "input_length", "output_length"):
         if field not in row:
             fault(f"{where}: {field} is missing{near(field, row)}")
-    time, ids = row["timestamp"], row.get("hash_ids")
+    time = row["timestamp"]
+    ids = row.get("hash_ids")
     if isinstance(time, bool) or not isinstance(time, (int, float)) or not 0 <= time < 1e15:
         fault(f"{where}: timestamp must be a number of at least 0, not {time!r:.80}")
-    prompt, output = (_length(where, field, row[field]) for field in ("input_length", "output_length"))
+    prompt, output = (
+        _length(where, field, row[field]) for field in ("input_length", "output_length")
+    )
     if ids is None:
         return Arrival(time * second, prompt, output, block=size)
     if not isinstance(ids, list) or any(type(value) is not int for value in ids):
         fault(f"{where}: hash_ids must be a list of whole numbers, not {ids!r:.80}")
     expected = -(-prompt // size)
     if len(ids) != expected and not loose:
-        fault(f"{where}: hash_ids must have {expected} ids for {prompt} tokens in blocks of {size}, not {len(ids)}; give the trace's own "
-               "block size with :block=N, which also allows too many ids or too few")
+        fault(
+            f"{where}: hash_ids must have {expected} ids for {prompt} tokens in blocks of {size}, not {len(ids)}; give the trace's own "
+            "block size with :block=N, which also allows too many ids or too few"
+        )
     blocks = np.array([dense.setdefault(value, len(dense)) for value in ids[:expected]], np.int32)
     return Arrival(time * second, prompt, output, blocks=blocks, block=size)
 
@@ -90,8 +114,14 @@ def table(path: Path) -> list[Arrival]:
         for field in fields:
             if field not in header:
                 said = "; ".join(", ".join(fields) for fields in TABLES)
-                fault(f"{path}:1: column {field} is missing{near(field, header)} (known sets of columns: {said})")
-        found = [arrival for row in reader for arrival in TABLES[fields](f"{path}:{reader.line_num}", row)]
+                fault(
+                    f"{path}:1: column {field} is missing{near(field, header)} (known sets of columns: {said})"
+                )
+        found = [
+            arrival
+            for row in reader
+            for arrival in TABLES[fields](f"{path}:{reader.line_num}", row)
+        ]
     except csv.Error as error:
         fault(f"{path}:{reader.line_num}: is not CSV: {error}")
     return found or fault(f"{path} has a header and no rows")
@@ -107,23 +137,34 @@ def _azure(where: str, row: dict[str, str]) -> list[Arrival]:
     except ValueError:
         time = None
     if time is None:
-        fault(f"{where}: TIMESTAMP must be like 2023-11-16 18:15:46.6805900, not {row['TIMESTAMP']!r}")
+        fault(
+            f"{where}: TIMESTAMP must be like 2023-11-16 18:15:46.6805900, not {row['TIMESTAMP']!r}"
+        )
     seconds = float((time - np.datetime64("2020-01-01", "ns")) / np.timedelta64(1, "s"))
-    prompt, output = (_length(where, field, row[field]) for field in ("ContextTokens", "GeneratedTokens"))
+    prompt, output = (
+        _length(where, field, row[field]) for field in ("ContextTokens", "GeneratedTokens")
+    )
     return [Arrival(seconds, prompt, output)]
 
 
 def _pair(where: str, row: dict[str, str]) -> list[Arrival]:
-    prompt, output = (_length(where, field, row[field]) for field in ("num_prefill_tokens", "num_decode_tokens"))
+    prompt, output = (
+        _length(where, field, row[field]) for field in ("num_prefill_tokens", "num_decode_tokens")
+    )
     return [Arrival(math.nan, prompt, output, "long" if prompt >= LONG else "short")]
 
 
 def _leval(where: str, row: dict[str, str]) -> list[Arrival]:
-    """A document and its questions, each a request of its own; words are counted, tokens are not."""
+    """A document and its questions, each a request of its own; words are counted, tokens are
+    not."""
     words, question, answer = (
-        to_number(f"{where}: {field}", row[field] or "", 0, 1e9) for field in ("words", "avg_question_words", "avg_answer_words"))
+        to_number(f"{where}: {field}", row[field] or "", 0, 1e9)
+        for field in ("words", "avg_question_words", "avg_answer_words")
+    )
     prompt, output = (max(round(WORD_TOKENS * count), 1) for count in (words + question, answer))
-    return [Arrival(math.nan, prompt, output)] * int(to_number(f"{where}: n_questions", row["n_questions"] or "", 1, 10_000))
+    return [Arrival(math.nan, prompt, output)] * int(
+        to_number(f"{where}: n_questions", row["n_questions"] or "", 1, 10_000)
+    )
 
 
 TABLES: dict[tuple[str, ...], Callable[[str, dict[str, str]], list[Arrival]]] = {

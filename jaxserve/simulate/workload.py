@@ -1,20 +1,28 @@
-"""What arrives at a simulated server, and when: recorded traces, lengths files and mixes calibrated to them.
+"""What arrives at a simulated server, and when: recorded traces, lengths files and mixes calibrated
+to them.
 
 `parse` reads one of
-    FILE.jsonl[.gz]   Mooncake: timestamp, input_length, output_length, hash_ids. Options after a colon: `unit=ms|s` of the timestamps
-                      (default ms, as in Mooncake's and veeksha's traces) and `block=N` tokens per hash id (default 512).
-    FILE.csv[.gz]     by its header: Azure (TIMESTAMP, ContextTokens, GeneratedTokens); lengths (num_prefill_tokens,
-                      num_decode_tokens); L-Eval (words, n_questions, ...). The last two have no times: rows are drawn without
-                      replacement, and again once all are used, and arrive as a Poisson process of rate qps.
-    poisson:OPTIONS   exponential gaps of mean 1 / qps.
-    burst:OPTIONS     a Poisson process whose rate is a square wave of mean qps: `period` (60 s), of which the last `duty` (0.25) is at
+    FILE.jsonl[.gz]   Mooncake: timestamp, input_length, output_length, hash_ids. Options after a
+    colon: `unit=ms|s` of the timestamps
+                      (default ms, as in Mooncake's and veeksha's traces) and `block=N` tokens per
+                      hash id (default 512).
+    FILE.csv[.gz]     by its header: Azure (TIMESTAMP, ContextTokens, GeneratedTokens); lengths
+    (num_prefill_tokens,
+                      num_decode_tokens); L-Eval (words, n_questions, ...). The last two have no
+                      times: rows are drawn without replacement, and again once all are used, and
+                      arrive as a Poisson process of rate qps.
+    poisson:OPTIONS   exponential gaps of mean 1 / qps. burst:OPTIONS     a Poisson process whose
+    rate is a square wave of mean qps: `period` (60 s), of which the last `duty` (0.25) is at
                       `factor` (4) times the rate of the rest.
-where OPTIONS name the lengths in tokens: `mix=NAME`, a row of MIXES, or `prompt=LENGTHS,output=LENGTHS` (with or without `mix=fixed`).
-LENGTHS is N, uniform:LOW:HIGH, exponential:MEAN or lognormal:MEDIAN:SIGMA[:LOW:HIGH], the last cut off at LOW and HIGH.
+where OPTIONS name the lengths in tokens: `mix=NAME`, a row of MIXES, or
+`prompt=LENGTHS,output=LENGTHS` (with or without `mix=fixed`). LENGTHS is N, uniform:LOW:HIGH,
+exponential:MEAN or lognormal:MEDIAN:SIGMA[:LOW:HIGH], the last cut off at LOW and HIGH.
 
-The first arrival of a file with times is at 0. The first `requests` arrivals are taken (default: all of a file, 1000 of a generator);
-then, where qps is given, recorded times are stretched so that what was taken comes at qps on average. Lengths depend on the seed alone,
-so that one seed at several rates is the same work. Whatever is malformed raises ConfigError("workload", ...) with file, line and field.
+The first arrival of a file with times is at 0. The first `requests` arrivals are taken (default:
+all of a file, 1000 of a generator); then, where qps is given, recorded times are stretched so that
+what was taken comes at qps on average. Lengths depend on the seed alone, so that one seed at
+several rates is the same work. Whatever is malformed raises ConfigError("workload", ...) with file,
+line and field.
 """
 
 from __future__ import annotations
@@ -31,10 +39,12 @@ from jaxserve.simulate import mixes, traces
 from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.spec import fault, near, to_number, to_options
 
-REQUESTS = 1000                                       # of a generator, where not said
+REQUESTS = 1000  # of a generator, where not said
 
 
-def parse(spec: str, *, qps: float | None = None, requests: int | None = None, seed: int = 0) -> list[Arrival]:
+def parse(
+    spec: str, *, qps: float | None = None, requests: int | None = None, seed: int = 0
+) -> list[Arrival]:
     """The arrivals that `spec` describes, by time. Errors: ConfigError."""
     if qps is not None and not (0 < qps < math.inf):
         fault(f"qps must be above 0, not {qps:g}")
@@ -44,25 +54,40 @@ def parse(spec: str, *, qps: float | None = None, requests: int | None = None, s
         fault(f"seed must not be below 0, not {seed}")
     name, _, text = spec.partition(":")
     if name in TIMES:
-        given, count = to_options(text, ("mix", "prompt", "output", *TIMES[name][1])), requests or REQUESTS
-        return _timed(mixes.drawn(given, count, seed), TIMES[name][0](_rate(qps, name), count, seed, given))
+        given = to_options(text, ("mix", "prompt", "output", *TIMES[name][1]))
+        count = requests or REQUESTS
+        return _timed(
+            mixes.drawn(given, count, seed), TIMES[name][0](_rate(qps, name), count, seed, given)
+        )
     if not (file := re.fullmatch(r"(.+?\.(?:jsonl|csv)(?:\.gz)?)(?::(.*))?", spec, re.DOTALL)):
-        fault(f"{spec!r} is neither a generator ({', '.join(TIMES)}) nor a file named .jsonl, .csv or one of these and .gz"
-              + near(name, TIMES))
+        fault(
+            f"{spec!r} is neither a generator ({', '.join(TIMES)}) nor a file named .jsonl, .csv or one of these and .gz"
+            + near(name, TIMES)
+        )
     path = Path(file[1])
     if path.name.removesuffix(".gz").endswith(".jsonl"):
-        return _recorded(traces.mooncake(path, to_options(file[2], ("unit", "block"))), qps, requests)
+        return _recorded(
+            traces.mooncake(path, to_options(file[2], ("unit", "block"))), qps, requests
+        )
     to_options(file[2], ())
     found = traces.table(path)
     if not math.isnan(found[0].time):
         return _recorded(found, qps, requests)
-    return _timed(_drawn(found, requests or len(found), seed), _poisson(_rate(qps, path.name), requests or len(found), seed, {}))
+    return _timed(
+        _drawn(found, requests or len(found), seed),
+        _poisson(_rate(qps, path.name), requests or len(found), seed, {}),
+    )
 
 
 # --- times
 
+
 def _rate(qps: float | None, name: str) -> float:
-    return qps if qps is not None else fault(f"{name} has no times of its own: give qps, the requests per second")
+    return (
+        qps
+        if qps is not None
+        else fault(f"{name} has no times of its own: give qps, the requests per second")
+    )
 
 
 def _poisson(qps: float, count: int, seed: int, options: dict[str, str]) -> np.ndarray:
@@ -70,16 +95,22 @@ def _poisson(qps: float, count: int, seed: int, options: dict[str, str]) -> np.n
 
 
 def _burst(qps: float, count: int, seed: int, options: dict[str, str]) -> np.ndarray:
-    """A process of unit rate, bent by the inverse of the expected number of arrivals up to a time."""
-    period, factor = to_number("period", options.get("period", "60"), 1e-6), to_number("factor", options.get("factor", "4"), 1)
+    """A process of unit rate, bent by the inverse of the expected number of arrivals up to a
+    time."""
+    period = to_number("period", options.get("period", "60"), 1e-6)
+    factor = to_number("factor", options.get("factor", "4"), 1)
     duty = to_number("duty", options.get("duty", "0.25"), 0, 1)
-    quiet = (1 - duty) / (1 - duty + duty * factor)              # share of the arrivals that come at the low rate
+    # share of the arrivals that come at the low rate
+    quiet = (1 - duty) / (1 - duty + duty * factor)
     periods, rest = np.divmod(_poisson(qps, count, seed, {}) / period, 1)
     return (periods + np.interp(rest, (0, quiet, 1), (0, 1 - duty, 1))) * period
 
 
-TIMES: dict[str, tuple[Callable[[float, int, int, dict[str, str]], np.ndarray], tuple[str, ...]]] = {
-    "poisson": (_poisson, ()), "burst": (_burst, ("period", "factor", "duty")),
+TIMES: dict[
+    str, tuple[Callable[[float, int, int, dict[str, str]], np.ndarray], tuple[str, ...]]
+] = {
+    "poisson": (_poisson, ()),
+    "burst": (_burst, ("period", "factor", "duty")),
 }
 
 
@@ -93,7 +124,9 @@ def _recorded(arrivals: list[Arrival], qps: float | None, requests: int | None) 
     times = np.array([arrival.time for arrival in taken]) - taken[0].time
     if qps is not None and len(taken) > 1:
         if times[-1] == 0:
-            fault(f"its first {len(taken)} arrivals come at one moment, which no qps can stretch; take more requests")
+            fault(
+                f"its first {len(taken)} arrivals come at one moment, which no qps can stretch; take more requests"
+            )
         times *= (len(taken) - 1) / qps / times[-1]
     return _timed(taken, times)
 

@@ -1,7 +1,8 @@
 """Functions that a model may call: how it is told of them, and how its text becomes calls.
 
-Each family of models writes calls in its own way; the ways are rows of one table, and a model's chat template shows which is its own.
-Where a template has no place for functions, the first message tells of them, in the words that Hermes models made common.
+Each family of models writes calls in its own way; the ways are rows of one table, and a model's
+chat template shows which is its own. Where a template has no place for functions, the first message
+tells of them, in the words that Hermes models made common.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-MAX_CALLS = 64                                       # of one completion
+MAX_CALLS = 64  # of one completion
 TOLD = """\
 You may call functions to answer. These are described in JSON between <tools></tools>:
 <tools>
@@ -33,9 +34,11 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A way to write calls: JSON between two marks, '' for the end where the text ends; an object of a call, or a list of these.
+    """A way to write calls: JSON between two marks, '' for the end where the text ends; an object
+    of a call, or a list of these.
 
-    bare: JSON at the very start of the text is a call too. in_template: the model's chat template tells of functions by itself.
+    bare: JSON at the very start of the text is a call too. in_template: the model's chat template
+    tells of functions by itself.
     """
 
     name: str
@@ -44,8 +47,11 @@ class ToolFormat:
     bare: bool = False
     in_template: bool = True
 
-    def told(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Messages for a template that knows no functions: a system message tells of them, calls and results are plain text."""
+    def told(
+        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Messages for a template that knows no functions: a system message tells of them, calls
+        and results are plain text."""
         plain = [_as_text(message) for message in messages]
         if not tools:
             return plain
@@ -55,7 +61,7 @@ class ToolFormat:
         return [{"role": "system", "content": told}, *plain]
 
 
-FORMATS = (                                          # what in a template tells it -> the format; the first that fits
+FORMATS = (  # what in a template tells it -> the format; the first that fits
     ("<tool_call>", ToolFormat("hermes", "<tool_call>", "</tool_call>")),
     ("[TOOL_CALLS]", ToolFormat("mistral", "[TOOL_CALLS]", "")),
     ("<|python_tag|>", ToolFormat("llama3", "<|python_tag|>", "", bare=True)),
@@ -66,44 +72,62 @@ UNTOLD = ToolFormat("hermes", "<tool_call>", "</tool_call>", in_template=False)
 
 def format_of(template: str) -> ToolFormat:
     """The format of a model by its chat template's source."""
-    return next((form for mark, form in FORMATS if mark in template and "tools" in template), UNTOLD)
+    return next(
+        (form for mark, form in FORMATS if mark in template and "tools" in template), UNTOLD
+    )
 
 
 def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
-    """The JSON schema of a call of one of these functions, or of the named one. References in a function's schema stay within it."""
+    """The JSON schema of a call of one of these functions, or of the named one. References in a
+    function's schema stay within it."""
     functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-    calls = [{"type": "object", "required": ["name", "arguments"], "additionalProperties": False,
-              "properties": {"name": {"const": function["name"]}, "arguments": _arguments(number, function.get("parameters"))}}
-             for number, function in enumerate(functions)]
+    calls = [
+        {
+            "type": "object",
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+            "properties": {
+                "name": {"const": function["name"]},
+                "arguments": _arguments(number, function.get("parameters")),
+            },
+        }
+        for number, function in enumerate(functions)
+    ]
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
 
 
 def _arguments(number: int, schema: Mapping[str, Any] | None) -> dict[str, Any]:
     """With an address that its references are relative to, which older drafts do not know."""
-    kept = {name: value for name, value in (schema or {"type": "object"}).items() if name != "$schema"}
+    kept = {
+        name: value for name, value in (schema or {"type": "object"}).items() if name != "$schema"
+    }
     return {"$id": f"json-schema:///{number}", **kept}
 
 
 class CallReader:
-    """Parts a stream of text into plain text and calls, however it is split into pieces. What is no call after all comes out as text."""
+    """Parts a stream of text into plain text and calls, however it is split into pieces. What is no
+    call after all comes out as text."""
 
     def __init__(self, form: ToolFormat):
         self._form = form
         self._held = ""
-        self._mark: str | None = None                # what calls began with: a mark or nothing; None outside of them
-        self._started = False                        # whether there was any text but space
+        # what calls began with: a mark or nothing; None outside of them
+        self._mark: str | None = None
+        self._started = False  # whether there was any text but space
         self._count = 0
 
     def push(self, text: str) -> tuple[str, list[Call]]:
         """The plain text that is certain, and the calls that are complete."""
         self._held += text
-        plain, calls = "", list[Call]()
+        plain = ""
+        calls = list[Call]()
         while True:
             if self._mark is not None:
                 end = self._held.find(self._form.end) if self._form.end else -1
                 if end < 0:
                     return plain, calls
-                whole, self._held = self._held[:end], self._held[end + len(self._form.end):]
+                whole = self._held[:end]
+                self._held = self._held[end + len(self._form.end) :]
                 found = self._calls(whole)
                 calls += found
                 plain += "" if found else self._mark + whole + self._form.end
@@ -112,13 +136,15 @@ class CallReader:
                 self._mark = ""
             elif self._form.begin in self._held:
                 before, self._mark, self._held = self._held.partition(self._form.begin)
-                plain, self._started = plain + before, True
+                plain = plain + before
+                self._started = True
             else:
                 return plain + self._sure(), calls
 
     def flush(self) -> tuple[str, list[Call]]:
         """At the end of the text."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         if self._mark is None:
             return held, []
         calls = self._calls(held)
@@ -133,13 +159,22 @@ class CallReader:
         if not self._started and not self._held.strip() and self._form.bare:
             return ""
         mark = self._form.begin
-        kept = next((n for n in range(min(len(mark) - 1, len(self._held)), 0, -1) if self._held.endswith(mark[:n])), 0)
-        sure, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept:]
+        kept = next(
+            (
+                n
+                for n in range(min(len(mark) - 1, len(self._held)), 0, -1)
+                if self._held.endswith(mark[:n])
+            ),
+            0,
+        )
+        sure = self._held[: len(self._held) - kept]
+        self._held = self._held[len(self._held) - kept :]
         self._started = self._started or bool(sure.strip())
         return sure
 
     def _calls(self, text: str) -> list[Call]:
-        """The calls that a text of JSON holds; none where it is no such text, or where there are too many."""
+        """The calls that a text of JSON holds; none where it is no such text, or where there are
+        too many."""
         try:
             found = json.loads(text)
             calls = [_call(entry) for entry in (found if isinstance(found, list) else [found])]
@@ -151,17 +186,22 @@ class CallReader:
 
 
 def _call(entry: Any) -> Call:
-    name, arguments = entry["name"], entry.get("arguments", entry.get("parameters", {}))
+    name = entry["name"]
+    arguments = entry.get("arguments", entry.get("parameters", {}))
     if not isinstance(name, str):
         raise TypeError(name)
-    return Call(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+    return Call(
+        name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    )
 
 
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     """A message without fields for calls."""
     calls = message.get("tool_calls") or ()
-    written = [f"<tool_call>\n{json.dumps({'name': c['function']['name'], 'arguments': c['function']['arguments']})}\n</tool_call>"
-               for c in calls]
+    written = [
+        f"<tool_call>\n{json.dumps({'name': c['function']['name'], 'arguments': c['function']['arguments']})}\n</tool_call>"
+        for c in calls
+    ]
     content = "\n".join(filter(None, [message["content"], *written]))
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}

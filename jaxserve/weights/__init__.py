@@ -1,8 +1,8 @@
 """Weights: from a source (fetched name, folder, GGUF file, hub id, random) to arrays on a mesh.
 
-`open_checkpoint` reads headers and the model's description; `check` compares names and shapes with the model; `load` reads each device's
-part. `save` and `restore` keep parameters as they lie on the mesh. `fetch` fills the cache folder. Nothing here executes or unpickles
-what a checkpoint holds.
+`open_checkpoint` reads headers and the model's description; `check` compares names and shapes with
+the model; `load` reads each device's part. `save` and `restore` keep parameters as they lie on the
+mesh. `fetch` fills the cache folder. Nothing here executes or unpickles what a checkpoint holds.
 """
 
 from jaxserve.source import CheckpointError
@@ -11,4 +11,13 @@ from jaxserve.weights.fetch import fetch
 from jaxserve.weights.load import load
 from jaxserve.weights.store import restore, save
 
-__all__ = ["Checkpoint", "CheckpointError", "check", "fetch", "load", "open_checkpoint", "restore", "save"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "check",
+    "fetch",
+    "load",
+    "open_checkpoint",
+    "restore",
+    "save",
+]

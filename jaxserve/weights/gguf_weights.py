@@ -1,4 +1,5 @@
-"""GGUF files as checkpoints: tensors under their Hugging Face names, dequantised by the `gguf` library.
+"""GGUF files as checkpoints: tensors under their Hugging Face names, dequantised by the `gguf`
+library.
 
 Only the blocks that cover the rows and columns asked for are read; `bytes_read` counts them.
 """
@@ -17,31 +18,59 @@ from jaxserve.models.parse import from_gguf
 from jaxserve.source import CheckpointError
 
 _ALL = slice(None)
-_TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
 _LAYER = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
 }
 
 
 class GgufFile:
-    """A GGUF file. The `gguf` library dequantises the blocks that cover the rows and columns asked for, to f32."""
+    """A GGUF file. The `gguf` library dequantises the blocks that cover the rows and columns asked
+    for, to f32."""
 
     def __init__(self, path: Path, name: str = ""):
         header = read_header(path)
-        self.bytes_read, self.path, self.tokenizer = 0, path, path
-        self._places = {gguf_to_hf(n): place for n, place in header.tensors.items() if n != "rope_freqs.weight"}
+        self.bytes_read = 0
+        self.path = path
+        self.tokenizer = path
+        self._places = {
+            gguf_to_hf(n): place for n, place in header.tensors.items() if n != "rope_freqs.weight"
+        }
         self._map = np.memmap(path, np.uint8, "r")
         self._check_kinds()
         factors = header.tensors.get("rope_freqs.weight")
-        rope = None if factors is None else self._blocks(factors, 0, 1, 0, factors.shape[-1]).ravel().tolist()
+        rope = (
+            None
+            if factors is None
+            else self._blocks(factors, 0, 1, 0, factors.shape[-1]).ravel().tolist()
+        )
         try:
-            self.config = from_gguf(header.fields, name, tied="output.weight" not in header.tensors, rope_factors=rope)
+            self.config = from_gguf(
+                header.fields, name, tied="output.weight" not in header.tensors, rope_factors=rope
+            )
         except (TypeError, ValueError) as error:
-            text = error.args[0].removeprefix("model: ") if isinstance(error, CheckpointError) else error
+            text = (
+                error.args[0].removeprefix("model: ")
+                if isinstance(error, CheckpointError)
+                else error
+            )
             raise CheckpointError(f"{path}: {text}") from None
-        self._turned = header.fields["general.architecture"] == "llama"              # rows of q and k lie in pairs, not in halves
+        # rows of q and k lie in pairs, not in halves
+        self._turned = header.fields["general.architecture"] == "llama"
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
         return {name: (place.shape, place.kind.name) for name, place in self._places.items()}
@@ -53,31 +82,38 @@ class GgufFile:
         return self._part(place, rows, columns)
 
     def _part(self, place: GgufTensor, rows: slice, columns: slice | None) -> np.ndarray:
-        if len(place.shape) == 1:                    # one row whose columns are asked for
+        if len(place.shape) == 1:  # one row whose columns are asked for
             first, last, _ = rows.indices(place.shape[0])
             return self._blocks(place, 0, 1, first, last)[0]
-        (top, bottom, _), (left, right, _) = rows.indices(place.shape[0]), (columns or _ALL).indices(place.shape[1])
+        (top, bottom, _), (left, right, _) = (
+            rows.indices(place.shape[0]),
+            (columns or _ALL).indices(place.shape[1]),
+        )
         return self._blocks(place, top, bottom, left, right)
 
     def _turned_rows(self, place: GgufTensor, rows: slice, columns: slice | None) -> np.ndarray:
         """Rows in Hugging Face order: in each head, even rows first. Whole heads are read."""
         H = self.config.head_dim
         first, last, _ = rows.indices(place.shape[0])
-        top, bottom = first // H * H, -(-last // H) * H
+        top = first // H * H
+        bottom = -(-last // H) * H
         found = self._part(place, slice(top, bottom), columns)
         found = found.reshape(-1, H // 2, 2, *found.shape[1:]).swapaxes(1, 2).reshape(found.shape)
-        return found[first - top:last - top]
+        return found[first - top : last - top]
 
-    def _blocks(self, place: GgufTensor, top: int, bottom: int, left: int, right: int) -> np.ndarray:
+    def _blocks(
+        self, place: GgufTensor, top: int, bottom: int, left: int, right: int
+    ) -> np.ndarray:
         """f32 [bottom - top, right - left] of a tensor seen as rows."""
         block, size = GGML_QUANT_SIZES[place.kind]
-        table = self._map[place.start:place.stop].reshape(-1, place.shape[-1] // block * size)
-        begin, end = left // block, -(-right // block)
-        raw = np.ascontiguousarray(table[top:bottom, begin * size:end * size])
+        table = self._map[place.start : place.stop].reshape(-1, place.shape[-1] // block * size)
+        begin = left // block
+        end = -(-right // block)
+        raw = np.ascontiguousarray(table[top:bottom, begin * size : end * size])
         self.bytes_read += raw.nbytes
         if raw.size == 0:
             return np.zeros((bottom - top, right - left), np.float32)
-        return dequantize(raw, place.kind)[:, left - begin * block:right - begin * block]
+        return dequantize(raw, place.kind)[:, left - begin * block : right - begin * block]
 
     def _check_kinds(self) -> None:
         for name, place in self._places.items():
@@ -86,11 +122,14 @@ class GgufFile:
                 dequantize(np.zeros((1, size), np.uint8), place.kind)
             except NotImplementedError:
                 kind = place.kind.name
-                raise CheckpointError(f"{self.path}: tensor {name!r} is {kind}, which the gguf library cannot dequantise") from None
+                raise CheckpointError(
+                    f"{self.path}: tensor {name!r} is {kind}, which the gguf library cannot dequantise"
+                ) from None
 
 
 def gguf_to_hf(name: str) -> str:
-    """The Hugging Face name of a GGUF tensor; other names stay as they are and are reported as unexpected."""
+    """The Hugging Face name of a GGUF tensor; other names stay as they are and are reported as
+    unexpected."""
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if layer and layer[2] in _LAYER:
         return f"model.layers.{layer[1]}.{_LAYER[layer[2]]}.{layer[3]}"

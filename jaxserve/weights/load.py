@@ -1,4 +1,5 @@
-"""From a checkpoint to arrays on the devices. Each process reads the rows and columns that its devices hold, once, and nothing else."""
+"""From a checkpoint to arrays on the devices. Each process reads the rows and columns that its
+devices hold, once, and nothing else."""
 
 from __future__ import annotations
 
@@ -17,17 +18,23 @@ from jaxserve.weights.store import OrbaxFolder, restore
 
 
 def load(
-    checkpoint: Checkpoint | OrbaxFolder, config: ModelConfig, declared: Mapping[str, Declared],
-    shardings: Mapping[str, jax.sharding.Sharding], dtype: jnp.dtype | str, progress: bool = True,
+    checkpoint: Checkpoint | OrbaxFolder,
+    config: ModelConfig,
+    declared: Mapping[str, Declared],
+    shardings: Mapping[str, jax.sharding.Sharding],
+    dtype: jnp.dtype | str,
+    progress: bool = True,
 ) -> dict[str, jax.Array]:
     """The declared parameters (of one stage, or of all) by path. `config` is after `with_tp`.
 
-    Errors: CheckpointError with all that is wrong with the checkpoint, before anything is allocated.
+    Errors: CheckpointError with all that is wrong with the checkpoint, before anything is
+    allocated.
     """
     if isinstance(checkpoint, OrbaxFolder):
         return restore(checkpoint.folder, declared, shardings, dtype)
     check(checkpoint, config)
-    dtype, params = jnp.dtype(dtype), {}
+    dtype = jnp.dtype(dtype)
+    params = {}
     total = sum(int(np.prod(d.shape)) for d in declared.values()) * dtype.itemsize
     with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
         for path, d in declared.items():
@@ -37,9 +44,14 @@ def load(
 
 
 def _place(
-    checkpoint: Checkpoint, config: ModelConfig, path: str, shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    path: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    sharding: jax.sharding.Sharding,
 ) -> jax.Array:
-    slices: dict[tuple, np.ndarray] = {}             # lanes hold the same slice: read it once
+    slices: dict[tuple, np.ndarray] = {}  # lanes hold the same slice: read it once
 
     def read(name: str, rows: slice, columns: slice | None) -> np.ndarray:
         return checkpoint.read(name, rows, columns).astype(dtype, copy=False)

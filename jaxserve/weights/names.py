@@ -1,7 +1,9 @@
-"""One table from parameter paths to the Hugging Face tensors they are made of, and how these are put together.
+"""One table from parameter paths to the Hugging Face tensors they are made of, and how these are
+put together.
 
-A row's function builds any slice of its parameter and reads from each tensor only the rows and columns which that slice needs. Tensors of
-linear layers are [out, in]; parameters are [in, out] with heads and halves taken apart (see `models.decoder`).
+A row's function builds any slice of its parameter and reads from each tensor only the rows and
+columns which that slice needs. Tensors of linear layers are [out, in]; parameters are [in, out]
+with heads and halves taken apart (see `models.decoder`).
 """
 
 from __future__ import annotations
@@ -14,14 +16,15 @@ import numpy as np
 
 from jaxserve.models.zoo import ModelConfig
 
-Index = tuple[slice, ...]                            # of a parameter, with start and stop
+Index = tuple[slice, ...]  # of a parameter, with start and stop
 Read = Callable[[str, slice, slice | None], np.ndarray]
 _ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a row's function works with: a reader, the names of its tensors, and the model as stored and as split."""
+    """What a row's function works with: a reader, the names of its tensors, and the model as stored
+    and as split."""
 
     read: Read
     names: tuple[str, ...]
@@ -31,32 +34,45 @@ class Parts:
 
 @dataclass(frozen=True)
 class Row:
-    tensors: dict[str, tuple[str, ...]]              # name -> sizes, as letters
+    tensors: dict[str, tuple[str, ...]]  # name -> sizes, as letters
     build: Callable[[Parts, Index], np.ndarray]
     when: Callable[[ModelConfig], bool] = lambda config: True
 
 
 def tensors_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of `config` must hold."""
-    sizes = {"V": config.vocab, "D": config.d_model, "F": config.d_ff, "H": config.head_dim,
-             "NH": config.heads * config.head_dim, "KH": config.kv_heads * config.head_dim}
+    sizes = {
+        "V": config.vocab,
+        "D": config.d_model,
+        "F": config.d_ff,
+        "H": config.head_dim,
+        "NH": config.heads * config.head_dim,
+        "KH": config.kv_heads * config.head_dim,
+    }
     found: dict[str, tuple[int, ...]] = {}
     for path, row in TABLE.items():
         for i in range(config.layers if "{i}" in path else 1):
             if row.when(config):
-                found |= {name.format(i=i): tuple(sizes[s] for s in shape) for name, shape in row.tensors.items()}
+                found |= {
+                    name.format(i=i): tuple(sizes[s] for s in shape)
+                    for name, shape in row.tensors.items()
+                }
     if config.tied:
         del found[_HEAD]
     return found
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """Whether a checkpoint may hold this tensor though nothing is made of it: derived values, and the second copy of a tied head."""
+    """Whether a checkpoint may hold this tensor though nothing is made of it: derived values, and
+    the second copy of a tied head."""
     return name.endswith("rotary_emb.inv_freq") or (config.tied and name == _HEAD)
 
 
-def build(path: str, index: Index, read: Read, stored: ModelConfig, config: ModelConfig) -> np.ndarray:
-    """The slice `index` of the parameter `path`, in the dtype of `read`. `stored`: the checkpoint's config; `config`: after `with_tp`."""
+def build(
+    path: str, index: Index, read: Read, stored: ModelConfig, config: ModelConfig
+) -> np.ndarray:
+    """The slice `index` of the parameter `path`, in the dtype of `read`. `stored`: the checkpoint's
+    config; `config`: after `with_tp`."""
     number = re.search(r"\d+", path)
     row = TABLE[re.sub(r"\d+", "{i}", path, count=1)]
     names = tuple(name.format(i=number and number.group()) for name in row.tensors)
@@ -66,7 +82,8 @@ def build(path: str, index: Index, read: Read, stored: ModelConfig, config: Mode
 
 
 def _vector(parts: Parts, index: Index) -> np.ndarray:
-    return np.array(parts.read(parts.names[0], index[0], None))                      # a copy: the file must not back device memory
+    # a copy: the file must not back device memory
+    return np.array(parts.read(parts.names[0], index[0], None))
 
 
 def _embed(parts: Parts, index: Index) -> np.ndarray:
@@ -82,8 +99,9 @@ def _head(parts: Parts, index: Index) -> np.ndarray:
 
 
 def _qkv(parts: Parts, index: Index) -> np.ndarray:
-    """[D, K, G + 2, H]: per kv head its queries, then its key, then its value. Where kv heads are repeated, several read the same one."""
-    heads = _per_head(parts, index[1], index[0])                                     # [K, G + 2, H, D]
+    """[D, K, G + 2, H]: per kv head its queries, then its key, then its value. Where kv heads are
+    repeated, several read the same one."""
+    heads = _per_head(parts, index[1], index[0])  # [K, G + 2, H, D]
     return _inputs_first(heads)[:, :, index[2], index[3]]
 
 
@@ -92,8 +110,10 @@ def _qkv_bias(parts: Parts, index: Index) -> np.ndarray:
 
 
 def _per_head(parts: Parts, kv: slice, columns: slice | None) -> np.ndarray:
-    K, G, H = parts.config.kv_heads, parts.config.heads // parts.config.kv_heads, parts.config.head_dim
-    source = np.arange(kv.start, kv.stop) * parts.stored.kv_heads // K               # stored head of each
+    K = parts.config.kv_heads
+    G = parts.config.heads // parts.config.kv_heads
+    H = parts.config.head_dim
+    source = np.arange(kv.start, kv.stop) * parts.stored.kv_heads // K  # stored head of each
     rows = slice(source[0] * H, (source[-1] + 1) * H)
 
     def split(values: np.ndarray) -> np.ndarray:
@@ -102,12 +122,16 @@ def _per_head(parts: Parts, kv: slice, columns: slice | None) -> np.ndarray:
     query, key, value = parts.names
     q = parts.read(query, slice(kv.start * G * H, kv.stop * G * H), columns)
     q = q.reshape(kv.stop - kv.start, G, H, *q.shape[1:])
-    return np.concatenate([q, split(parts.read(key, rows, columns)), split(parts.read(value, rows, columns))], 1)
+    return np.concatenate(
+        [q, split(parts.read(key, rows, columns)), split(parts.read(value, rows, columns))], 1
+    )
 
 
 def _o(parts: Parts, index: Index) -> np.ndarray:
     """[K, G, H, D]."""
-    kv, G, H = index[0], parts.config.heads // parts.config.kv_heads, parts.config.head_dim
+    kv = index[0]
+    G = parts.config.heads // parts.config.kv_heads
+    H = parts.config.head_dim
     found = parts.read(parts.names[0], index[3], slice(kv.start * G * H, kv.stop * G * H))
     return _inputs_first(found).reshape(-1, G, H, len(found))[:, index[1], index[2]]
 
@@ -123,28 +147,51 @@ def _down(parts: Parts, index: Index) -> np.ndarray:
 
 
 def _inputs_first(rows: np.ndarray) -> np.ndarray:
-    """[..., in] -> [in, ...], copied by a few rows at a time, which is three times faster on large matrices than all at once."""
+    """[..., in] -> [in, ...], copied by a few rows at a time, which is three times faster on large
+    matrices than all at once."""
     flat = rows.reshape(-1, rows.shape[-1])
     turned = np.empty(flat.shape[::-1], flat.dtype)
     for first in range(0, len(flat), _ROWS_AT_ONCE):
-        turned[:, first:first + _ROWS_AT_ONCE] = flat[first:first + _ROWS_AT_ONCE].T
+        turned[:, first : first + _ROWS_AT_ONCE] = flat[first : first + _ROWS_AT_ONCE].T
     return turned.reshape(-1, *rows.shape[:-1])
 
 
-_EMBED, _HEAD, _LAYER = "model.embed_tokens.weight", "lm_head.weight", "model.layers.{i}."
-_ATTENTION, _MLP = _LAYER + "self_attn.", _LAYER + "mlp."
+_EMBED = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_LAYER = "model.layers.{i}."
+_ATTENTION = _LAYER + "self_attn."
+_MLP = _LAYER + "mlp."
 TABLE: dict[str, Row] = {
     "embed": Row({_EMBED: ("V", "D")}, _embed),
     "layers.{i}.norm1": Row({_LAYER + "input_layernorm.weight": ("D",)}, _vector),
-    "layers.{i}.qkv": Row({_ATTENTION + "q_proj.weight": ("NH", "D"), _ATTENTION + "k_proj.weight": ("KH", "D"),
-                           _ATTENTION + "v_proj.weight": ("KH", "D")}, _qkv),
-    "layers.{i}.qkv_bias": Row({_ATTENTION + "q_proj.bias": ("NH",), _ATTENTION + "k_proj.bias": ("KH",),
-                                _ATTENTION + "v_proj.bias": ("KH",)}, _qkv_bias, lambda config: config.qkv_bias),
-    "layers.{i}.q_norm": Row({_ATTENTION + "q_norm.weight": ("H",)}, _vector, lambda config: config.qk_norm),
-    "layers.{i}.k_norm": Row({_ATTENTION + "k_norm.weight": ("H",)}, _vector, lambda config: config.qk_norm),
+    "layers.{i}.qkv": Row(
+        {
+            _ATTENTION + "q_proj.weight": ("NH", "D"),
+            _ATTENTION + "k_proj.weight": ("KH", "D"),
+            _ATTENTION + "v_proj.weight": ("KH", "D"),
+        },
+        _qkv,
+    ),
+    "layers.{i}.qkv_bias": Row(
+        {
+            _ATTENTION + "q_proj.bias": ("NH",),
+            _ATTENTION + "k_proj.bias": ("KH",),
+            _ATTENTION + "v_proj.bias": ("KH",),
+        },
+        _qkv_bias,
+        lambda config: config.qkv_bias,
+    ),
+    "layers.{i}.q_norm": Row(
+        {_ATTENTION + "q_norm.weight": ("H",)}, _vector, lambda config: config.qk_norm
+    ),
+    "layers.{i}.k_norm": Row(
+        {_ATTENTION + "k_norm.weight": ("H",)}, _vector, lambda config: config.qk_norm
+    ),
     "layers.{i}.o": Row({_ATTENTION + "o_proj.weight": ("D", "NH")}, _o),
     "layers.{i}.norm2": Row({_LAYER + "post_attention_layernorm.weight": ("D",)}, _vector),
-    "layers.{i}.gate_up": Row({_MLP + "gate_proj.weight": ("F", "D"), _MLP + "up_proj.weight": ("F", "D")}, _gate_up),
+    "layers.{i}.gate_up": Row(
+        {_MLP + "gate_proj.weight": ("F", "D"), _MLP + "up_proj.weight": ("F", "D")}, _gate_up
+    ),
     "layers.{i}.down": Row({_MLP + "down_proj.weight": ("D", "F")}, _down),
     "norm": Row({"model.norm.weight": ("D",)}, _vector),
     "head": Row({_HEAD: ("V", "D")}, _head),

@@ -11,15 +11,21 @@ _ALL = slice(None)
 
 
 class RandomWeights:
-    """Weights of a named shape for benchmarks and tests: normal, deviation 0.02, norms one. Any slice has the same values however the
-    model is split, for a tensor is read from one tape of numbers, at a place that its name decides; that costs hardly more than a copy."""
+    """Weights of a named shape for benchmarks and tests: normal, deviation 0.02, norms one. Any
+    slice has the same values however the model is split, for a tensor is read from one tape of
+    numbers, at a place that its name decides; that costs hardly more than a copy."""
 
-    _TAPE = 4_194_301                                # prime, so that rows of no width repeat on it
+    _TAPE = 4_194_301  # prime, so that rows of no width repeat on it
 
     def __init__(self, config: ModelConfig, seed: int = 0):
-        self.bytes_read, self.tokenizer, self.config, self._seed = 0, None, config, seed
+        self.bytes_read = 0
+        self.tokenizer = None
+        self.config = config
+        self._seed = seed
         self._shapes = tensors_of(config)
-        self._tape = np.random.Generator(np.random.Philox(seed)).standard_normal(self._TAPE, np.float32) * np.float32(0.02)
+        self._tape = np.random.Generator(np.random.Philox(seed)).standard_normal(
+            self._TAPE, np.float32
+        ) * np.float32(0.02)
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
         return {name: (shape, "F32") for name, shape in self._shapes.items()}
@@ -44,4 +50,7 @@ class RandomWeights:
         """Numbers start to stop of a tensor's own endless tape."""
         digest = int.from_bytes(name.encode(), "little") * 2_654_435_761
         at = (digest + start) % self._TAPE
-        return np.resize(np.roll(self._tape, -at) if stop - start > self._TAPE - at else self._tape[at:], stop - start)
+        return np.resize(
+            np.roll(self._tape, -at) if stop - start > self._TAPE - at else self._tape[at:],
+            stop - start,
+        )

@@ -1,6 +1,8 @@
-"""Safetensors folders, read without the library: a JSON header, then bytes. The header is believed only where it adds up.
+"""Safetensors folders, read without the library: a JSON header, then bytes. The header is believed
+only where it adds up.
 
-Files are mapped; `bytes_read` counts what was taken from them. Nothing but .json and .safetensors files is ever opened.
+Files are mapped; `bytes_read` counts what was taken from them. Nothing but .json and .safetensors
+files is ever opened.
 """
 
 from __future__ import annotations
@@ -20,9 +22,16 @@ from jaxserve.models.zoo import ModelConfig
 from jaxserve.source import CheckpointError
 
 MAX_HEADER = 100 * 2**20
-FLOATS = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+FLOATS = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 _OTHERS = {1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0", 2: "I16 U16", 4: "I32 U32", 8: "I64 U64"}
-_SIZES = {name: d.itemsize for name, d in FLOATS.items()} | {name: size for size, names in _OTHERS.items() for name in names.split()}
+_SIZES = {name: d.itemsize for name, d in FLOATS.items()} | {
+    name: size for size, names in _OTHERS.items() for name in names.split()
+}
 _ALL = slice(None)
 
 
@@ -37,14 +46,18 @@ class Place(NamedTuple):
 
 
 class SafetensorsFolder:
-    """A folder with config.json and one or more .safetensors files. Other weight files in it, and code, are never opened."""
+    """A folder with config.json and one or more .safetensors files. Other weight files in it, and
+    code, are never opened."""
 
     def __init__(self, folder: Path, name: str = ""):
         self.bytes_read = 0
         self.tokenizer = folder if (folder / "tokenizer.json").exists() else None
         self.config = read_config(folder, name)
         self._places = _placed_tensors(folder)
-        self._maps = {file: np.memmap(file, np.uint8, "r") for file in {place.file for place in self._places.values()}}
+        self._maps = {
+            file: np.memmap(file, np.uint8, "r")
+            for file in {place.file for place in self._places.values()}
+        }
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
         return {name: (place.shape, place.dtype) for name, place in self._places.items()}
@@ -52,7 +65,11 @@ class SafetensorsFolder:
     def read(self, name: str, rows: slice = _ALL, columns: slice | None = None) -> np.ndarray:
         """A view of the mapped file, in the stored dtype."""
         place = self._places[name]
-        found = self._maps[place.file][place.start:place.stop].view(FLOATS[place.dtype]).reshape(place.shape)
+        found = (
+            self._maps[place.file][place.start : place.stop]
+            .view(FLOATS[place.dtype])
+            .reshape(place.shape)
+        )
         found = found[rows] if columns is None else found[rows, columns]
         self.bytes_read += found.nbytes
         return found
@@ -73,13 +90,16 @@ def read_json(path: Path) -> Any:
 def read_config(folder: Path, name: str = "") -> ModelConfig:
     """ModelConfig of a folder's config.json and generation_config.json."""
     generation = folder / "generation_config.json"
-    config, more = read_json(folder / "config.json"), read_json(generation) if generation.exists() else {}
+    config = read_json(folder / "config.json")
+    more = read_json(generation) if generation.exists() else {}
     if not isinstance(config, dict) or not isinstance(more, dict):
         raise CheckpointError(f"{folder}: config.json and generation_config.json must hold objects")
     try:
         return from_hf(config, more, name)
     except (TypeError, ValueError, AttributeError) as error:
-        text = error.args[0].removeprefix("model: ") if isinstance(error, CheckpointError) else error
+        text = (
+            error.args[0].removeprefix("model: ") if isinstance(error, CheckpointError) else error
+        )
         raise CheckpointError(f"{folder / 'config.json'}: {text}") from None
 
 
@@ -88,7 +108,9 @@ def _placed_tensors(folder: Path) -> dict[str, Place]:
     for file in _shards(folder):
         for name, place in safetensors_header(file).items():
             if name in places:
-                raise CheckpointError(f"{file}: tensor {name!r} is in {places[name].file.name} as well")
+                raise CheckpointError(
+                    f"{file}: tensor {name!r} is in {places[name].file.name} as well"
+                )
             places[name] = place
     return places
 
@@ -99,11 +121,21 @@ def _shards(folder: Path) -> list[Path]:
     if not index.exists():
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            others = [f.name for f in sorted(folder.iterdir()) if f.suffix in (".bin", ".pt", ".pth", ".ckpt")]
-            hint = f"; {others[0]} is a pickle, which is never read: convert it to safetensors" if others else ""
+            others = [
+                f.name
+                for f in sorted(folder.iterdir())
+                if f.suffix in (".bin", ".pt", ".pth", ".ckpt")
+            ]
+            hint = (
+                f"; {others[0]} is a pickle, which is never read: convert it to safetensors"
+                if others
+                else ""
+            )
             raise CheckpointError(f"{folder}: no .safetensors files{hint}")
         return files
-    weight_map = (content := read_json(index)) and isinstance(content, dict) and content.get("weight_map")
+    weight_map = (
+        (content := read_json(index)) and isinstance(content, dict) and content.get("weight_map")
+    )
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(f"{index}: has no weight_map of file names")
     names = sorted(set(weight_map.values()))
@@ -116,13 +148,16 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def safetensors_header(file: Path) -> dict[str, Place]:
-    """Tensors of one file. Errors: CheckpointError where the header lies: lengths, dtypes, overlaps, gaps, bytes past the end."""
+    """Tensors of one file. Errors: CheckpointError where the header lies: lengths, dtypes,
+    overlaps, gaps, bytes past the end."""
     try:
         size = file.stat().st_size
         with open(file, "rb") as f:
             length = int.from_bytes(f.read(8), "little")
             if size < 8 or not 2 <= length <= min(size - 8, MAX_HEADER):
-                raise CheckpointError(f"{file}: truncated or no safetensors file (header of {length} bytes, file of {size})")
+                raise CheckpointError(
+                    f"{file}: truncated or no safetensors file (header of {length} bytes, file of {size})"
+                )
             header = json.loads(f.read(length), object_pairs_hook=_unique)
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from None
@@ -130,15 +165,25 @@ def safetensors_header(file: Path) -> dict[str, Place]:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{file}: the header is not JSON ({error})") from None
-    places, end = {}, 8 + length
-    entries = {name: entry for name, entry in header.items() if name != "__metadata__"} if isinstance(header, dict) else {}
+    places = {}
+    end = 8 + length
+    entries = (
+        {name: entry for name, entry in header.items() if name != "__metadata__"}
+        if isinstance(header, dict)
+        else {}
+    )
     for name, entry in sorted(entries.items(), key=_begin):
         place = _place(file, name, entry, 8 + length)
         if place.start != end:
-            raise CheckpointError(f"{file}: tensor {name!r} begins at byte {place.start}, the last one ends at {end}: an overlap or a gap")
-        places[name], end = place, place.stop
+            raise CheckpointError(
+                f"{file}: tensor {name!r} begins at byte {place.start}, the last one ends at {end}: an overlap or a gap"
+            )
+        places[name] = place
+        end = place.stop
     if end != size:
-        raise CheckpointError(f"{file}: the tensors end at byte {end}, the file at {size}: truncated, or data that no tensor claims")
+        raise CheckpointError(
+            f"{file}: the tensors end at byte {end}, the file at {size}: truncated, or data that no tensor claims"
+        )
     return places
 
 
@@ -157,16 +202,32 @@ def _begin(item: tuple[str, Any]) -> tuple[int, int]:
 
 
 def _whole(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values)
+    return isinstance(values, list) and all(
+        isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values
+    )
 
 
 def _place(file: Path, name: str, entry: Any, data: int) -> Place:
     dtype: Any
     shape: Any
     offsets: Any
-    dtype, shape, offsets = (entry.get(k) for k in ("dtype", "shape", "data_offsets")) if isinstance(entry, dict) else (None,) * 3
-    if not isinstance(dtype, str) or dtype not in _SIZES or not _whole(shape) or not _whole(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{file}: tensor {name!r} has no valid dtype, shape and data_offsets: {str(entry)[:200]}")
+    dtype, shape, offsets = (
+        (entry.get(k) for k in ("dtype", "shape", "data_offsets"))
+        if isinstance(entry, dict)
+        else (None,) * 3
+    )
+    if (
+        not isinstance(dtype, str)
+        or dtype not in _SIZES
+        or not _whole(shape)
+        or not _whole(offsets)
+        or len(offsets) != 2
+    ):
+        raise CheckpointError(
+            f"{file}: tensor {name!r} has no valid dtype, shape and data_offsets: {str(entry)[:200]}"
+        )
     if offsets[1] - offsets[0] != math.prod(shape) * _SIZES[dtype]:
-        raise CheckpointError(f"{file}: tensor {name!r} of {dtype} {shape} cannot have {offsets[1] - offsets[0]} bytes")
+        raise CheckpointError(
+            f"{file}: tensor {name!r} of {dtype} {shape} cannot have {offsets[1] - offsets[0]} bytes"
+        )
     return Place(file, dtype, tuple(shape), data + offsets[0], data + offsets[1])

@@ -1,4 +1,5 @@
-"""Whole pages, copied by the blocks' copy engines through shared memory, several copies in flight."""
+"""Whole pages, copied by the blocks' copy engines through shared memory, several copies in
+flight."""
 
 from __future__ import annotations
 
@@ -14,23 +15,31 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.kernels.mosaic.setting import kernel
 
-BYTES = 32 * 1024                                    # of one copy, at most
-DEEP = 4                                             # copies of a block in flight
-ROWS = 256                                           # of one copy, at most
+BYTES = 32 * 1024  # of one copy, at most
+DEEP = 4  # copies of a block in flight
+ROWS = 256  # of one copy, at most
 
 
-def gather(pages: jax.Array, ids: jax.Array, *, blocks: int = 132, interpret: Any = False) -> jax.Array:
+def gather(
+    pages: jax.Array, ids: jax.Array, *, blocks: int = 132, interpret: Any = False
+) -> jax.Array:
     """As `copy.gather`."""
     source = flat(pages)
     out = jax.ShapeDtypeStruct((len(ids), *source.shape[1:]), pages.dtype)
-    copied = _kernel(source, out, len(ids), blocks, interpret)(source, ids, jnp.arange(len(ids), dtype=jnp.int32))
+    copied = _kernel(source, out, len(ids), blocks, interpret)(
+        source, ids, jnp.arange(len(ids), dtype=jnp.int32)
+    )
     return copied.reshape(len(ids), *pages.shape[1:])
 
 
-def scatter(pages: jax.Array, ids: jax.Array, these: jax.Array, *, blocks: int = 132, interpret: Any = False) -> jax.Array:
+def scatter(
+    pages: jax.Array, ids: jax.Array, these: jax.Array, *, blocks: int = 132, interpret: Any = False
+) -> jax.Array:
     """As `copy.scatter`."""
     target = jax.new_ref(flat(pages))
-    _kernel(flat(these), (), len(ids), blocks, interpret)(flat(these), jnp.arange(len(ids), dtype=jnp.int32), ids, target)
+    _kernel(flat(these), (), len(ids), blocks, interpret)(
+        flat(these), jnp.arange(len(ids), dtype=jnp.int32), ids, target
+    )
     return jax.freeze(target).reshape(pages.shape)
 
 
@@ -41,7 +50,9 @@ def flat(pages: jax.Array) -> jax.Array:
 
 def _kernel(source: jax.Array, out: Any, count: int, blocks: int, interpret: Any) -> Any:
     height = height_of(source, BYTES)
-    body = functools.partial(_copy, total=count * (source.shape[1] // height), height=height, blocks=blocks)
+    body = functools.partial(
+        _copy, total=count * (source.shape[1] // height), height=height, blocks=blocks
+    )
     return kernel(body, out, buffers(source, height), {"block": blocks}, 1, interpret)
 
 
@@ -54,12 +65,27 @@ def height_of(source: Any, most: int) -> int:
 
 def buffers(source: jax.Array, height: int) -> dict[str, Any]:
     """What `relay` needs."""
-    return dict(buffer=plgpu.SMEM((DEEP, height, source.shape[-1]), source.dtype), here=plgpu.Barrier(num_barriers=DEEP))
+    return dict(
+        buffer=plgpu.SMEM((DEEP, height, source.shape[-1]), source.dtype),
+        here=plgpu.Barrier(num_barriers=DEEP),
+    )
 
 
-def _copy(source_g: Any, from_g: Any, to_g: Any, target_g: Any, *, buffer: Any, here: Any, total: int, height: int, blocks: int) -> None:
+def _copy(
+    source_g: Any,
+    from_g: Any,
+    to_g: Any,
+    target_g: Any,
+    *,
+    buffer: Any,
+    here: Any,
+    total: int,
+    height: int,
+    blocks: int,
+) -> None:
     """Part i of all is copied by block i % blocks."""
-    parts, block = source_g.shape[1] // height, lax.axis_index("block")
+    parts = source_g.shape[1] // height
+    block = lax.axis_index("block")
 
     def place(index: Any) -> tuple[Any, Any]:
         at = block + index * blocks
@@ -77,12 +103,22 @@ def _copy(source_g: Any, from_g: Any, to_g: Any, target_g: Any, *, buffer: Any, 
     relay(lax.div(total - block + (blocks - 1), blocks), source, target, buffer, here)
 
 
-def relay(count: Any, source: Callable[[Any], Any], target: Callable[[Any], tuple[Any, Any]], buffer: Any, here: Any) -> None:
-    """Copies source(0..count), several in flight, each to a target, which comes with whether it is one. Returns when all have arrived."""
+def relay(
+    count: Any,
+    source: Callable[[Any], Any],
+    target: Callable[[Any], tuple[Any, Any]],
+    buffer: Any,
+    here: Any,
+) -> None:
+    """Copies source(0..count), several in flight, each to a target, which comes with whether it is
+    one. Returns when all have arrived."""
+
     def fetch(index: Any) -> None:
         @pl.when(index < count)
         def start() -> None:
-            plgpu.copy_gmem_to_smem(source(index), buffer.at[lax.rem(index, DEEP)], here.at[lax.rem(index, DEEP)])
+            plgpu.copy_gmem_to_smem(
+                source(index), buffer.at[lax.rem(index, DEEP)], here.at[lax.rem(index, DEEP)]
+            )
 
     def pass_on(index: Any, _: Any) -> tuple:
         slot = lax.rem(index, DEEP)
@@ -92,11 +128,12 @@ def relay(count: Any, source: Callable[[Any], Any], target: Callable[[Any], tupl
         @pl.when(somewhere)
         def send() -> None:
             plgpu.copy_smem_to_gmem(buffer.at[slot], to)
-            plgpu.wait_smem_to_gmem(1)                                               # the one before has left its slot
+            plgpu.wait_smem_to_gmem(1)  # the one before has left its slot
 
         @pl.when(~somewhere)
         def drop() -> None:
             plgpu.wait_smem_to_gmem(0)
+
         fetch(index + (DEEP - 1))
         return ()
 

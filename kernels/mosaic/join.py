@@ -15,9 +15,24 @@ from jaxserve.kernels.mosaic.setting import ROW, TILE, Setting
 from jaxserve.kernels.mosaic.tiles import column
 
 
-def join(piece_g, piece_lse_g, tile_g, block_g, total_g, out_g, lse_g, *, setting: Setting, out: Any = None, lse: Any = None) -> None:
-    """The query tile with which a block's stretch ends, where others go on with it: its pieces are merged and put in their place."""
-    line, wg, across = Line(tile_g, block_g, total_g), lax.axis_index("of"), lax.axis_index("column")
+def join(
+    piece_g,
+    piece_lse_g,
+    tile_g,
+    block_g,
+    total_g,
+    out_g,
+    lse_g,
+    *,
+    setting: Setting,
+    out: Any = None,
+    lse: Any = None,
+) -> None:
+    """The query tile with which a block's stretch ends, where others go on with it: its pieces are
+    merged and put in their place."""
+    line = Line(tile_g, block_g, total_g)
+    wg = lax.axis_index("of")
+    across = lax.axis_index("column")
     width = column(piece_g.shape[4])
     columns = pl.ds(across * width, width)
     stretch = Stretch(setting, line, lax.axis_index("block"))
@@ -33,19 +48,26 @@ def join(piece_g, piece_lse_g, tile_g, block_g, total_g, out_g, lse_g, *, settin
 
             def piece(block: Any, which: int) -> tuple[jax.Array, jax.Array]:
                 at = block, which, wg
-                return setting.load(piece_g.at[(*at, slice(None), columns)], TILE), setting.load(piece_lse_g.at[at], ROW)
+                return setting.load(piece_g.at[(*at, slice(None), columns)], TILE), setting.load(
+                    piece_lse_g.at[at], ROW
+                )
 
             def more(block: Any, carry: Any) -> Any:
                 acc, top, total = carry
                 more, score = piece(block, 0)
                 new = jnp.maximum(top, score)
-                shrink, weight = jnp.exp(top - new), jnp.exp(score - new)
-                acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0]) + more * lax.broadcast_in_dim(weight, acc.shape, [0])
+                shrink = jnp.exp(top - new)
+                weight = jnp.exp(score - new)
+                acc = acc * lax.broadcast_in_dim(
+                    shrink, acc.shape, [0]
+                ) + more * lax.broadcast_in_dim(weight, acc.shape, [0])
                 return acc, new, total * shrink + weight
 
             acc, score = piece(stretch.block, 1)
             top = jnp.maximum(score, LOWEST)
-            acc, top, total = lax.fori_loop(stretch.block + 1, last + 1, more, (acc, top, jnp.exp(score - top)))
+            acc, top, total = lax.fori_loop(
+                stretch.block + 1, last + 1, more, (acc, top, jnp.exp(score - top))
+            )
             safe = jnp.where(total > 0, total, 1.0)
             row, row0, head = stretch.where(part, wg)
             acc = acc * lax.broadcast_in_dim(1.0 / safe, acc.shape, [0])

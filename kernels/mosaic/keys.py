@@ -11,19 +11,24 @@ from jax import lax
 from jaxserve.kernels.mosaic.line import BEGIN, ENTRIES, LAST, SLOT, Line
 from jaxserve.kernels.mosaic.setting import Setting
 
-NEVER = 2**31 - 512                                  # a position after all others
+NEVER = 2**31 - 512  # a position after all others
 
 
 class Keys:
     """Where the keys of a query tile are."""
 
     def __init__(self, setting: Setting, table: Any, line: Line, row_tile: Any):
-        self.setting, self.table = setting, table
-        self.slot, self.first, self.entries, self.last = (line.tile[row_tile, i] for i in (SLOT, BEGIN, ENTRIES, LAST))
+        self.setting = setting
+        self.table = table
+        self.slot, self.first, self.entries, self.last = (
+            line.tile[row_tile, i] for i in (SLOT, BEGIN, ENTRIES, LAST)
+        )
 
     def entry(self, tile: Any, copy: int) -> tuple[Any, Any]:
-        """Index of the table entry that a copy of a key tile reads, and the token of its page at which it begins."""
-        tile, setting = self.first + tile, self.setting
+        """Index of the table entry that a copy of a key tile reads, and the token of its page at
+        which it begins."""
+        tile = self.first + tile
+        setting = self.setting
         if setting.parts > 1:
             return lax.div(tile, setting.parts), lax.rem(tile, setting.parts) * setting.tiles.keys
         return tile * setting.per + copy, 0
@@ -33,12 +38,14 @@ class Keys:
         return self.table[which, self.slot, jnp.minimum(entry, self.table.shape[2] - 1)]
 
     def pages(self, tile: Any, count: int) -> tuple[Any, ...]:
-        """Per copy of a key tile: its page, out of `count`; entries that do not hold have one too."""
+        """Per copy of a key tile: its page, out of `count`; entries that do not hold have one
+        too."""
         held = [self.held(0, self.entry(tile, copy)[0]) for copy in range(self.setting.per)]
         return tuple(jnp.clip(page, 0, count - 1) for page in held)
 
     def origins(self, tile: Any) -> list[Any]:
-        """Per copy of a key tile: the position that column 0 would have; beyond all others where the entry does not hold."""
+        """Per copy of a key tile: the position that column 0 would have; beyond all others where
+        the entry does not hold."""
         out = []
         for copy in range(self.setting.per):
             entry, inside = self.entry(tile, copy)

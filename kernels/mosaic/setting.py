@@ -1,4 +1,5 @@
-"""What a kernel is compiled for, and what differs in the interpreter, which has neither layouts nor products of registers."""
+"""What a kernel is compiled for, and what differs in the interpreter, which has neither layouts nor
+products of registers."""
 
 from __future__ import annotations
 
@@ -14,23 +15,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.kernels.mosaic.tiles import ROWS, Packing, Tiles
 
-TILE, ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)          # of registers: [rows, columns], [rows]
-EIGHT, EIGHT_ROW = plgpu.Layout.WGMMA_UPCAST_2X, plgpu.Layout.WGMMA_UPCAST_2X.reduce(1)    # the same, of numbers that were of 8 bits
+# of registers: [rows, columns], [rows]
+TILE = plgpu.Layout.WGMMA
+ROW = plgpu.Layout.WGMMA.reduce(1)
+# the same, of numbers that were of 8 bits
+EIGHT = plgpu.Layout.WGMMA_UPCAST_2X
+EIGHT_ROW = plgpu.Layout.WGMMA_UPCAST_2X.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """What a kernel is compiled for."""
 
-    scale: float                                     # of scores, times log2 e
+    scale: float  # of scores, times log2 e
     window: int | None
     packing: Packing
     tiles: Tiles
-    rows: int                                        # R
-    size: int                                        # C
+    rows: int  # R
+    size: int  # C
     interpret: bool
-    senders: int = 0                                 # blocks that send the pages on, beside those that attend: see `hop`
-    ring: str | None = None                          # the mesh axis to whose next lane; None: to this one
+    senders: int = 0  # blocks that send the pages on, beside those that attend: see `hop`
+    ring: str | None = None  # the mesh axis to whose next lane; None: to this one
 
     @property
     def per(self) -> int:
@@ -63,9 +68,15 @@ class Setting:
 
     @property
     def registers(self) -> tuple[int, int, int] | None:
-        """Of a thread that computes, fetches, widens; they share 65,536. None: as many as all can have, which is enough."""
-        two, narrow = self.tiles.warpgroups > 1, bool(self.tiles.narrow)
-        shares = {(True, False): (240, 24, 0), (True, True): (216, 24, 56), (False, True): (240, 24, 160)}
+        """Of a thread that computes, fetches, widens; they share 65,536. None: as many as all can
+        have, which is enough."""
+        two = self.tiles.warpgroups > 1
+        narrow = bool(self.tiles.narrow)
+        shares = {
+            (True, False): (240, 24, 0),
+            (True, True): (216, 24, 56),
+            (False, True): (240, 24, 160),
+        }
         return None if self.interpret else shares.get((two, narrow))
 
     def cast(self, x: jax.Array, layout: Any) -> jax.Array:
@@ -77,10 +88,11 @@ class Setting:
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE)
 
     def load(self, ref: Any, layout: Any) -> jax.Array:
-        return ref[...] if self.interpret else plgpu.load(ref, layout=layout, optimized=False)    # type: ignore[call-arg]
+        return ref[...] if self.interpret else plgpu.load(ref, layout=layout, optimized=False)  # type: ignore[call-arg]
 
     def store(self, x: jax.Array, to: Any, staging: Any) -> None:
-        """Registers [ROWS, ...] to device memory, as many rows as there are: by way of shared memory, unless whole sectors are written."""
+        """Registers [ROWS, ...] to device memory, as many rows as there are: by way of shared
+        memory, unless whole sectors are written."""
         if not self.thin and to.dtype.itemsize == 4:
             to[...] = x
             return
@@ -90,12 +102,27 @@ class Setting:
         plgpu.wait_smem_to_gmem(0)
 
 
-def kernel(body: Any, out_type: Any, scratch: dict[str, Any], grid: dict[str, int], threads: int, interpret: Any) -> Any:
-    """A Mosaic kernel; unlike plgpu.kernel it takes refs among its arguments, which it may write in place."""
-    mesh = plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid), num_threads=threads, thread_name="wg")
+def kernel(
+    body: Any,
+    out_type: Any,
+    scratch: dict[str, Any],
+    grid: dict[str, int],
+    threads: int,
+    interpret: Any,
+) -> Any:
+    """A Mosaic kernel; unlike plgpu.kernel it takes refs among its arguments, which it may write in
+    place."""
+    mesh = plgpu.Mesh(
+        grid=tuple(grid.values()), grid_names=tuple(grid), num_threads=threads, thread_name="wg"
+    )
 
     def scoped(*refs: Any) -> None:
         pl.run_scoped(functools.partial(body, *refs), collective_axes="wg", **scratch)
 
-    return pl.kernel(scoped, out_type=out_type, mesh=mesh, compiler_params=plgpu.CompilerParams(approx_math=True),
-                     interpret=interpret or False)
+    return pl.kernel(
+        scoped,
+        out_type=out_type,
+        mesh=mesh,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret or False,
+    )

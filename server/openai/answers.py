@@ -25,37 +25,50 @@ from jaxserve.server.streams import Stream
 from jaxserve.server.trail import Origin
 
 log = logging.getLogger(__name__)
-INLINE_TOKENS = 512                                     # a longer answer is written beside the event loop
-INLINE_PROMPT = 4096                                    # ids of prompts, of which more are made a text there
-LOGPROBS = 8                                            # tokens that are written in the time of one's log-probabilities
-PIECE = 256                                             # entries of a list that are written without a break
-WRITE = 1 << 16                                         # bytes of events that are written without a break
-COMMENT = b": waiting\n\n"                              # keeps proxies from closing a silent stream
-AFTER_COMMENT = b":\n\n"                                # for clients, vllm's among them, that strip what they read: a comment ends here
+INLINE_TOKENS = 512  # a longer answer is written beside the event loop
+INLINE_PROMPT = 4096  # ids of prompts, of which more are made a text there
+LOGPROBS = 8  # tokens that are written in the time of one's log-probabilities
+PIECE = 256  # entries of a list that are written without a break
+WRITE = 1 << 16  # bytes of events that are written without a break
+COMMENT = b": waiting\n\n"  # keeps proxies from closing a silent stream
+# for clients, vllm's among them, that strip what they read: a comment ends here
+AFTER_COMMENT = b":\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
 class Writer(Protocol):
     """What a kind of answer makes of outputs. A prompt has a number, from 0."""
 
-    operation: str                                      # as traces name it
-    echoes: bool                                        # prompts, which may be long: `open` makes texts of them
-    head: dict[str, Any]                                # what all chunks have in common, once `open` was called
+    operation: str  # as traces name it
+    echoes: bool  # prompts, which may be long: `open` makes texts of them
+    head: dict[str, Any]  # what all chunks have in common, once `open` was called
 
-    def open(self, streams: Sequence[Stream]) -> None: ...           # maybe beside the event loop
+    def open(self, streams: Sequence[Stream]) -> None: ...  # maybe beside the event loop
     def first(self) -> Iterable[dict[str, Any]]: ...
     def chunks(self, number: int, output: Output) -> Iterable[dict[str, Any]]: ...
     def whole(self, completions: Sequence[Sequence[Completion]]) -> dict[str, Any]: ...
 
 
-async def answer(front: Front, asks: Sequence[Ask], writer: Writer, request: HttpRequest, usage: bool | None) -> Response:
-    """usage: None for an answer that is whole; else for events, and whether the last of them tells the usage. Errors: RequestError."""
-    origin = Origin("http", request.headers.get("traceparent"), request.headers.get("tracestate", ""), writer.operation)
+async def answer(
+    front: Front, asks: Sequence[Ask], writer: Writer, request: HttpRequest, usage: bool | None
+) -> Response:
+    """usage: None for an answer that is whole; else for events, and whether the last of them tells
+    the usage. Errors: RequestError."""
+    origin = Origin(
+        "http",
+        request.headers.get("traceparent"),
+        request.headers.get("tracestate", ""),
+        writer.operation,
+    )
     async with contextlib.AsyncExitStack() as stack:
         asks = [dataclasses.replace(ask, origin=origin) for ask in asks]
-        streams = [await stack.enter_async_context(front.answer(ask, request.state.caller)) for ask in asks]
+        streams = [
+            await stack.enter_async_context(front.answer(ask, request.state.caller)) for ask in asks
+        ]
         headers = {"x-request-id": header_value(streams[0].id)}
-        large = writer.echoes and sum(len(stream.request.prompt) for stream in streams) > INLINE_PROMPT
+        large = (
+            writer.echoes and sum(len(stream.request.prompt) for stream in streams) > INLINE_PROMPT
+        )
         await beside(large, functools.partial(writer.open, streams))
         if usage is None:
             found: list[list[Completion]] = []
@@ -63,21 +76,36 @@ async def answer(front: Front, asks: Sequence[Ask], writer: Writer, request: Htt
                 found = await _gathered(streams)
             if not found:
                 raise RequestError("", "the caller went away", "CANCELLED")
-            large = sum(_size(completion) for group in found for completion in group) > INLINE_TOKENS
-            return Response(await written(large, functools.partial(writer.whole, found)), 200, headers, "application/json")
+            large = (
+                sum(_size(completion) for group in found for completion in group) > INLINE_TOKENS
+            )
+            return Response(
+                await written(large, functools.partial(writer.whole, found)),
+                200,
+                headers,
+                "application/json",
+            )
         for stream in streams:
             stream.cut = request.scope["transport"].abort
         return EventStream(_events(stack.pop_all(), streams, writer, usage), headers)
 
 
-async def _events(stack: contextlib.AsyncExitStack, streams: Sequence[Stream], writer: Writer, usage: bool) -> AsyncGenerator[bytes]:
-    loop, ends, first, commented = asyncio.get_running_loop(), list[Finished](), writer.first(), False
+async def _events(
+    stack: contextlib.AsyncExitStack, streams: Sequence[Stream], writer: Writer, usage: bool
+) -> AsyncGenerator[bytes]:
+    loop = asyncio.get_running_loop()
+    ends = list[Finished]()
+    first = writer.first()
+    commented = False
     try:
         async with stack:
             async for number, outputs in _outputs(streams):
-                chunks: Iterator[dict[str, Any]] = (chunk for output in outputs for chunk in writer.chunks(number, output))
+                chunks: Iterator[dict[str, Any]] = (
+                    chunk for output in outputs for chunk in writer.chunks(number, output)
+                )
                 if any(isinstance(output, (Delta, Finished)) for output in outputs):
-                    chunks = itertools.chain(first, chunks)      # once; not before a token, for who measures takes it for one
+                    # once; not before a token, for who measures takes it for one
+                    chunks = itertools.chain(first, chunks)
                 ends += [output for output in outputs if isinstance(output, Finished)]
                 comment = [COMMENT] if streams[number].overdue(loop.time()) else []
                 for lines in _batches(chunks, comment):
@@ -87,7 +115,7 @@ async def _events(stack: contextlib.AsyncExitStack, streams: Sequence[Stream], w
                     commented = lines is COMMENT
                     for stream in streams:
                         stream.written(loop.time())
-                    if len(lines) > WRITE:               # others may come in between
+                    if len(lines) > WRITE:  # others may come in between
                         await asyncio.sleep(0)
         if usage:
             yield _line({**writer.head, "choices": [], "usage": usage_of(ends)})
@@ -108,7 +136,8 @@ async def _gathered(streams: Sequence[Stream]) -> list[list[Completion]]:
 
 
 async def _outputs(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, list[Output]]]:
-    """What comes from any of the streams, with the stream's number. Errors: what ended one of them."""
+    """What comes from any of the streams, with the stream's number. Errors: what ended one of
+    them."""
     if len(streams) == 1:
         while outputs := await streams[0].take():
             yield 0, outputs
@@ -132,12 +161,20 @@ async def _outputs(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, list[O
 
 
 def usage_of(ends: Iterable[Finished | Completion]) -> dict[str, Any]:
-    """The usage of all prompts and completions of a request. A prompt counts once, however many completions it has."""
+    """The usage of all prompts and completions of a request. A prompt counts once, however many
+    completions it has."""
     usages = [(end.index, end.usage) for end in ends]
-    prompt, cached = (sum(getattr(usage, name) for index, usage in usages if index == 0) for name in ("prompt", "cached"))
+    prompt, cached = (
+        sum(getattr(usage, name) for index, usage in usages if index == 0)
+        for name in ("prompt", "cached")
+    )
     completion = sum(usage.completion for _, usage in usages)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached}}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
 class Tokens:
@@ -150,14 +187,19 @@ class Tokens:
         return b"" if self._tokenizer is None else self._tokenizer.piece(id)
 
     def text(self, id: int) -> str:
-        return f"token_id:{id}" if self._tokenizer is None else self.bytes(id).decode(errors="replace")
+        return (
+            f"token_id:{id}" if self._tokenizer is None else self.bytes(id).decode(errors="replace")
+        )
 
     def entry(self, id: int, logprob: float) -> dict[str, Any]:
         """As chats tell a token."""
         return {"token": self.text(id), "logprob": logprob, "bytes": list(self.bytes(id))}
 
     def entries(self, ids: Sequence[int], logprobs: Sequence[Logprobs]) -> list[dict[str, Any]]:
-        return [{**self.entry(id, at.chosen), "top_logprobs": [self.entry(*top) for top in at.top]} for id, at in zip(ids, logprobs)]
+        return [
+            {**self.entry(id, at.chosen), "top_logprobs": [self.entry(*top) for top in at.top]}
+            for id, at in zip(ids, logprobs)
+        ]
 
 
 def _size(completion: Completion) -> int:
@@ -172,7 +214,8 @@ async def written(large: bool, make: Callable[[], Any]) -> bytes:
 
 
 def pieces(value: Any) -> Iterator[bytes]:
-    """JSON of a value. Between the pieces other threads get the interpreter, which the library keeps while it writes."""
+    """JSON of a value. Between the pieces other threads get the interpreter, which the library
+    keeps while it writes."""
     if isinstance(value, dict) and _is_deep(value.values()):
         for number, (name, part) in enumerate(value.items()):
             yield (b"," if number else b"{") + _json(name) + b":"
@@ -202,14 +245,16 @@ def _json(value: Any) -> bytes:
 
 def _batches(chunks: Iterable[dict[str, Any]], otherwise: Sequence[bytes]) -> Iterator[bytes]:
     """Events in pieces of some size; what else to send where there are none."""
-    lines, size = list[bytes](), 0
+    lines = list[bytes]()
+    size = 0
     for chunk in chunks:
         otherwise = ()
         lines.append(_line(chunk))
         size += len(lines[-1])
         if size > WRITE:
             yield b"".join(lines)
-            lines, size = [], 0
+            lines = []
+            size = 0
     yield from [b"".join(lines)] if lines else otherwise
 
 

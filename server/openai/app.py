@@ -24,24 +24,65 @@ from jaxserve.server.openai import chat, completions
 from jaxserve.server.openai.answers import INLINE_TOKENS, answer, written
 from jaxserve.server.openai.body import LARGE, parsed
 from jaxserve.server.openai.errors import HttpError, response_of
-from jaxserve.server.openai.wire import ChatRequest, CompletionRequest, DetokenizeRequest, Sampled, TokenizeRequest
+from jaxserve.server.openai.wire import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampled,
+    TokenizeRequest,
+)
 from jaxserve.server.probe import Probe
 from jaxserve.server.prompts import Chat, Text
 
-OPEN_PATHS = frozenset({"/health", "/ready"})           # who asks whether we live needs no key
+OPEN_PATHS = frozenset({"/health", "/ready"})  # who asks whether we live needs no key
 ERRORS: dict[int | str, dict[str, Any]] = {
-    code: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
-    for code, text in {400: "a field that is wrong, by name", 401: "no key, or none of ours",
-                       403: "a key for another port, or a page of another site", 404: "no such model or route", 405: "another method",
-                       408: "too slow", 409: "the request id is in use", 413: "the body is too large", 415: "compressed, or not JSON",
-                       429: "too much at once; Retry-After says when again", 499: "the caller went away", 500: "a fault of ours",
-                       503: "not ready, or draining", 504: "the deadline passed"}.items()}
-SILENT: dict[str, Any] = {                               # newer FastAPIs trace by themselves, and would tell what is wrong with a prompt
-    "telemetry": dict.fromkeys(("tracing", "metrics", "logs", "operation_spans", "auto_configure"), False)
-} if "telemetry" in inspect.signature(fastapi.FastAPI).parameters else {}
-ERROR_SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": {
-    "type": "object", "required": ["message", "type", "param", "code"], "properties": {
-        "message": {"type": "string"}, "type": {"type": "string"}, "param": {"type": ["string", "null"]}, "code": {"type": "string"}}}}}
+    code: {
+        "description": text,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+    }
+    for code, text in {
+        400: "a field that is wrong, by name",
+        401: "no key, or none of ours",
+        403: "a key for another port, or a page of another site",
+        404: "no such model or route",
+        405: "another method",
+        408: "too slow",
+        409: "the request id is in use",
+        413: "the body is too large",
+        415: "compressed, or not JSON",
+        429: "too much at once; Retry-After says when again",
+        499: "the caller went away",
+        500: "a fault of ours",
+        503: "not ready, or draining",
+        504: "the deadline passed",
+    }.items()
+}
+# newer FastAPIs trace by themselves, and would tell what is wrong with a prompt
+SILENT: dict[str, Any] = (
+    {
+        "telemetry": dict.fromkeys(
+            ("tracing", "metrics", "logs", "operation_spans", "auto_configure"), False
+        )
+    }
+    if "telemetry" in inspect.signature(fastapi.FastAPI).parameters
+    else {}
+)
+ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
 
 
 def application(front: Front, probe: Probe) -> fastapi.FastAPI:
@@ -49,13 +90,21 @@ def application(front: Front, probe: Probe) -> fastapi.FastAPI:
     app.include_router(_protocol(front), responses=ERRORS)
     app.include_router(_upkeep(front, probe))
     app.include_router(page.router(front, _mine))
-    app.openapi()                                       # made once, in 40 ms: now, not while others are served
+    app.openapi()  # made once, in 40 ms: now, not while others are served
     return app
 
 
 def without_routes(title: str) -> fastapi.FastAPI:
-    """Whatever a route raises becomes an answer as the protocol writes it. Bodies and errors are told to nobody else."""
-    app = fastapi.FastAPI(title=title, version=jaxserve.__version__, docs_url=None, redoc_url=None, redirect_slashes=False, **SILENT)
+    """Whatever a route raises becomes an answer as the protocol writes it. Bodies and errors are
+    told to nobody else."""
+    app = fastapi.FastAPI(
+        title=title,
+        version=jaxserve.__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        **SILENT,
+    )
     app.router.route_class = _Route
     for fault, respond in FAULTS.items():
         app.add_exception_handler(fault, functools.partial(_responded, respond))
@@ -69,11 +118,13 @@ def without_routes(title: str) -> fastapi.FastAPI:
                 operation["responses"].pop("422", None)
         return found
 
-    app.openapi = functools.cache(schema)                                                              # type: ignore[method-assign]
+    app.openapi = functools.cache(schema)  # type: ignore[method-assign]
     return app
 
 
-async def _responded(respond: Callable[[Any], Response], request: fastapi.Request, error: Exception) -> Response:
+async def _responded(
+    respond: Callable[[Any], Response], request: fastapi.Request, error: Exception
+) -> Response:
     """On the event loop: what is no coroutine would wait for a thread."""
     return respond(error)
 
@@ -85,7 +136,9 @@ def _protocol(front: Front) -> fastapi.APIRouter:
     async def complete(body: CompletionRequest, request: fastapi.Request) -> Response:
         front.check_open()
         asks = completions.asks_of(body, _id(body, request), request.headers)
-        return await answer(front, asks, completions.CompletionWriter(front, body, asks), request, _usage(body))
+        return await answer(
+            front, asks, completions.CompletionWriter(front, body, asks), request, _usage(body)
+        )
 
     @router.post("/v1/chat/completions")
     async def converse(body: ChatRequest, request: fastapi.Request) -> Response:
@@ -110,14 +163,29 @@ def _protocol(front: Front) -> fastapi.APIRouter:
         front.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt", "give either prompt or messages")
-        prompt = Chat(body.messages or ()) if body.prompt is None else Text(body.prompt, body.add_special_tokens)
+        prompt = (
+            Chat(body.messages or ())
+            if body.prompt is None
+            else Text(body.prompt, body.add_special_tokens)
+        )
         ids = (await front.ids(prompt, request.state.caller)).tolist()
 
         def make() -> dict[str, Any]:
-            texts = {"token_strs": [front.tokenizer.piece(id).decode(errors="replace") for id in ids]} if body.return_token_strs else {}
-            return {"count": len(ids), "max_model_len": front.engine.max_len, "tokens": ids, **texts}
+            texts = (
+                {"token_strs": [front.tokenizer.piece(id).decode(errors="replace") for id in ids]}
+                if body.return_token_strs
+                else {}
+            )
+            return {
+                "count": len(ids),
+                "max_model_len": front.engine.max_len,
+                "tokens": ids,
+                **texts,
+            }
 
-        return Response(await written(len(ids) > INLINE_TOKENS, make), media_type="application/json")
+        return Response(
+            await written(len(ids) > INLINE_TOKENS, make), media_type="application/json"
+        )
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: fastapi.Request) -> Response:
@@ -125,8 +193,13 @@ def _protocol(front: Front) -> fastapi.APIRouter:
         front.check_model(body.model)
         if not isinstance(body.tokens, list):
             raise RequestError("tokens", "must be a list of token ids")
-        text = await front.text(body.tokens, request.state.caller, body.skip_special_tokens, "tokens")
-        return Response(await written(len(body.tokens) > INLINE_TOKENS, lambda: {"prompt": text}), media_type="application/json")
+        text = await front.text(
+            body.tokens, request.state.caller, body.skip_special_tokens, "tokens"
+        )
+        return Response(
+            await written(len(body.tokens) > INLINE_TOKENS, lambda: {"prompt": text}),
+            media_type="application/json",
+        )
 
     return router
 
@@ -141,7 +214,8 @@ def _upkeep(front: Front, probe: Probe) -> fastapi.APIRouter:
 
     @router.get("/ready", response_class=PlainTextResponse)
     async def ready() -> Response:
-        """200 while requests are taken and tokens come: one of somebody's, or else one of our own that is made now."""
+        """200 while requests are taken and tokens come: one of somebody's, or else one of our own
+        that is made now."""
         return _said(await probe.ready())
 
     @router.get("/version")
@@ -152,9 +226,19 @@ def _upkeep(front: Front, probe: Probe) -> fastapi.APIRouter:
     async def metrics(request: fastapi.Request) -> Response:
         """For Prometheus; name[]=... for some of them only. Empty while the engine is built."""
         names = request.query_params.getlist("name[]")
-        registries = [front.metrics.registry] + ([] if front.engine is None else [front.engine.metrics.registry])
-        chosen = [registry.restricted_registry(names) for registry in registries] if names else registries
-        return Response(await front.of_engine(functools.partial(exposition, chosen)), 200, media_type=CONTENT_TYPE)
+        registries = [front.metrics.registry] + (
+            [] if front.engine is None else [front.engine.metrics.registry]
+        )
+        chosen = (
+            [registry.restricted_registry(names) for registry in registries]
+            if names
+            else registries
+        )
+        return Response(
+            await front.of_engine(functools.partial(exposition, chosen)),
+            200,
+            media_type=CONTENT_TYPE,
+        )
 
     return router
 
@@ -169,7 +253,8 @@ class _Request(fastapi.Request):
             body = await self.body()
         except ClientDisconnect:
             raise RequestError("", "the caller went away", "CANCELLED") from None
-        self._json = await beside(len(body) > LARGE, functools.partial(parsed, body))        # where `json` looks first
+        # where `json` looks first
+        self._json = await beside(len(body) > LARGE, functools.partial(parsed, body))
 
 
 class _Route(APIRoute):
@@ -195,19 +280,28 @@ def _named(error: RequestValidationError) -> RequestError:
     """The first thing that is wrong, by the name of its field."""
     first = error.errors()[0]
     names = [str(part) for part in first["loc"] if part != "body"]
-    return RequestError(".".join(names)[:200], f"{first['msg'][:300]}" if names else "the body must be a JSON object")
+    return RequestError(
+        ".".join(names)[:200],
+        f"{first['msg'][:300]}" if names else "the body must be a JSON object",
+    )
 
 
 def _refused(error: HTTPException) -> Response:
     code = error.status_code
-    text = {404: "there is no such route", 405: "the route has another method"}.get(code, str(error.detail))
-    response = response_of(HttpError("", text, code) if code != 404 else RequestError("", text, "NOT_FOUND"))
+    text = {404: "there is no such route", 405: "the route has another method"}.get(
+        code, str(error.detail)
+    )
+    response = response_of(
+        HttpError("", text, code) if code != 404 else RequestError("", text, "NOT_FOUND")
+    )
     response.headers.update(error.headers or {})
     return response
 
 
 FAULTS: dict[type[Exception], Callable[[Any], Response]] = {
-    RequestError: response_of, RequestValidationError: lambda error: response_of(_named(error)), HTTPException: _refused,
+    RequestError: response_of,
+    RequestValidationError: lambda error: response_of(_named(error)),
+    HTTPException: _refused,
     Exception: lambda error: response_of(internal_error()),
 }
 
@@ -227,11 +321,16 @@ def _usage(body: Sampled) -> bool | None:
 
 def _model(front: Front) -> dict[str, Any]:
     name = front.engine.config.source.model
-    return {"id": name, "object": "model", "created": 0, "owned_by": "jaxserve", "root": name, "parent": None,
-            "max_model_len": front.engine.max_len}
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "jaxserve",
+        "root": name,
+        "parent": None,
+        "max_model_len": front.engine.max_len,
+    }
 
 
 def _said(fault: str) -> Response:
     return PlainTextResponse(fault or "ok", 503 if fault else 200)
-
-

@@ -1,8 +1,9 @@
 """JSON of a body, within limits.
 
-Parsers keep the interpreter until everything is Python's: for 16 MiB of ids a fifth of a second, of empty lists a second, in which no
-stream and no step goes on. So a large body is parsed by a library that makes nothing Python's before it is asked for, in less than a tenth
-of a second, and the rest is done some of it at a time.
+Parsers keep the interpreter until everything is Python's: for 16 MiB of ids a fifth of a second, of
+empty lists a second, in which no stream and no step goes on. So a large body is parsed by a library
+that makes nothing Python's before it is asked for, in less than a tenth of a second, and the rest
+is done some of it at a time.
 """
 
 from __future__ import annotations
@@ -16,23 +17,28 @@ import simdjson
 
 from jaxserve.request import RequestError
 
-LARGE = 1 << 16                                         # bytes: more are to be parsed beside the event loop
-MAX_FIELDS = 256                                        # of a body
-MAX_KEYS = 4096                                         # of an object in it
-MAX_VALUES = 1 << 16                                    # of a field: 10,000 messages have some 50,000
+LARGE = 1 << 16  # bytes: more are to be parsed beside the event loop
+MAX_FIELDS = 256  # of a body
+MAX_KEYS = 4096  # of an object in it
+MAX_VALUES = 1 << 16  # of a field: 10,000 messages have some 50,000
 MAX_DEPTH = 128
-UNCOUNTED = frozenset({"prompt", "tokens"})             # what is in flat lists of these
-LISTS, OBJECTS = (list, simdjson.Array), (dict, simdjson.Object)
+UNCOUNTED = frozenset({"prompt", "tokens"})  # what is in flat lists of these
+LISTS = (list, simdjson.Array)
+OBJECTS = (dict, simdjson.Object)
 SCALARS = frozenset({str, int, float, bool, type(None)})
-SLICE = 1 << 14                                         # entries of a list that are made Python's without a break
+SLICE = 1 << 14  # entries of a list that are made Python's without a break
 
 
 def parsed(body: bytes) -> dict[str, Any]:
     """Errors: RequestError for what is no JSON, no object, or beyond a limit."""
     try:
-        found = simdjson.Parser().parse(body) if len(body) > LARGE else pydantic_core.from_json(body)
+        found = (
+            simdjson.Parser().parse(body) if len(body) > LARGE else pydantic_core.from_json(body)
+        )
     except (ValueError, RuntimeError) as error:
-        raise RequestError("", f"the body is not JSON that can be read: {str(error)[:200]}") from None
+        raise RequestError(
+            "", f"the body is not JSON that can be read: {str(error)[:200]}"
+        ) from None
     if not isinstance(found, OBJECTS):
         raise RequestError("", "the body must be a JSON object")
     if len(found) > MAX_FIELDS:
@@ -41,7 +47,8 @@ def parsed(body: bytes) -> dict[str, Any]:
 
 
 def _items(found: Any) -> Iterator[tuple[str, Any]]:
-    """Not the library's, which makes all that is in them Python's. It finds names only up to a NUL."""
+    """Not the library's, which makes all that is in them Python's. It finds names only up to a
+    NUL."""
     for name in found:
         if "\0" in name:
             raise RequestError("", f"the name {name[:100]!r} holds a NUL")
@@ -52,7 +59,8 @@ class _Field:
     """Counts what it has made of a field."""
 
     def __init__(self, name: str):
-        self._name, self._count = name[:100], 0
+        self._name = name[:100]
+        self._count = 0
 
     def value(self, part: Any, depth: int = 0) -> Any:
         if isinstance(part, LISTS):
@@ -60,7 +68,8 @@ class _Field:
         return self._object(part, depth + 1) if isinstance(part, OBJECTS) else part
 
     def _list(self, array: Any, depth: int) -> list[Any]:
-        made, entries = list[Any](), iter(array)
+        made = list[Any]()
+        entries = iter(array)
         while some := list(itertools.islice(entries, SLICE)):
             flat = SCALARS.issuperset(map(type, some))
             if not (flat and self._name in UNCOUNTED):

@@ -18,7 +18,7 @@ from jaxserve.server.prompts import Chat
 from jaxserve.server.streams import Stream
 from jaxserve.tokenizer.tools import Call, CallReader, ToolFormat, call_schema
 
-FORCED = ToolFormat("forced", "\0", "", bare=True)      # where the output can be nothing but a call
+FORCED = ToolFormat("forced", "\0", "", bare=True)  # where the output can be nothing but a call
 
 
 def ask_of(body: ChatRequest, id: str, headers: Mapping[str, str]) -> Ask:
@@ -26,26 +26,44 @@ def ask_of(body: ChatRequest, id: str, headers: Mapping[str, str]) -> Ask:
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs", "needs logprobs=true")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    sampling = body.sampling(ROOM if limit is None else limit, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    sampling = body.sampling(
+        ROOM if limit is None else limit,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
     tools = [tool.model_dump(exclude_none=True) for tool in tools_of(body)]
     guided, name = body.guided()
     if forced(body):
         if guided is not None:
             raise RequestError("tool_choice", f"cannot force a call beside {name}")
-        guided, name = Guided("json_schema", json.dumps(call_schema(tools, _chosen(body)))), "tools"
-    return Ask(Chat(body.messages, tools, body.chat_template_kwargs or {}), sampling, id, body.model, body.slo(headers), body.priority or 0,
-               body.cache_salt or "", body.bypass_prefix_cache or False, body.timeout(), keep_special=bool(tools) and guided is None,
-               guided=guided, guided_name=name)
+        guided = Guided("json_schema", json.dumps(call_schema(tools, _chosen(body))))
+        name = "tools"
+    return Ask(
+        Chat(body.messages, tools, body.chat_template_kwargs or {}),
+        sampling,
+        id,
+        body.model,
+        body.slo(headers),
+        body.priority or 0,
+        body.cache_salt or "",
+        body.bypass_prefix_cache or False,
+        body.timeout(),
+        keep_special=bool(tools) and guided is None,
+        guided=guided,
+        guided_name=name,
+    )
 
 
 def tools_of(body: ChatRequest) -> Sequence[Any]:
-    """The functions that the model is told of. Errors: RequestError where the caller chose one that is not among them."""
+    """The functions that the model is told of. Errors: RequestError where the caller chose one that
+    is not among them."""
     tools = body.tools or []
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise RequestError("tools", "has two functions of one name")
     if isinstance(body.tool_choice, NamedTool) and body.tool_choice.function.name not in names:
-        raise RequestError("tool_choice", f"{body.tool_choice.function.name!r:.100} is not among the tools")
+        raise RequestError(
+            "tool_choice", f"{body.tool_choice.function.name!r:.100} is not among the tools"
+        )
     if body.tool_choice == "required" and not tools:
         raise RequestError("tool_choice", "is required, but there are no tools")
     return [] if body.tool_choice == "none" else tools
@@ -61,20 +79,29 @@ def _chosen(body: ChatRequest) -> str | None:
 
 
 class ChatWriter:
-    operation, echoes = "chat", False
+    operation = "chat"
+    echoes = False
 
     def __init__(self, front: Front, body: ChatRequest):
-        self._tokens, self._body = Tokens(front.tokenizer), body
+        self._tokens = Tokens(front.tokenizer)
+        self._body = body
         template = front.tokenizer and front.tokenizer.template
         self._model = body.model or front.engine.config.source.model
-        self._form = FORCED if forced(body) else template.tools if tools_of(body) and template else None
+        self._form = (
+            FORCED if forced(body) else template.tools if tools_of(body) and template else None
+        )
         self._readers: dict[int, CallReader] = {}
-        self._calls: dict[int, int] = {}                # of each choice, so far
+        self._calls: dict[int, int] = {}  # of each choice, so far
         self.head: dict[str, Any] = {}
 
     def open(self, streams: Sequence[Stream]) -> None:
         kind = "chat.completion.chunk" if self._body.stream else "chat.completion"
-        self.head = {"id": streams[0].id, "object": kind, "created": int(time.time()), "model": self._model}
+        self.head = {
+            "id": streams[0].id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._model,
+        }
 
     def first(self) -> Iterator[dict[str, Any]]:
         for index in range(self._body.n or 1):
@@ -83,8 +110,12 @@ class ChatWriter:
     def chunks(self, number: int, output: Output) -> Iterator[dict[str, Any]]:
         if isinstance(output, Delta):
             text, calls = self._read(output.index, output.text)
-            logprobs = {"content": self._tokens.entries(output.ids, output.logprobs), "refusal": None} if output.logprobs else None
-            if text or logprobs or self._form is None:    # without text, too: tokens came
+            logprobs = (
+                {"content": self._tokens.entries(output.ids, output.logprobs), "refusal": None}
+                if output.logprobs
+                else None
+            )
+            if text or logprobs or self._form is None:  # without text, too: tokens came
                 yield self._chunk(output.index, {"content": text}, logprobs)
             yield from self._call_chunks(output.index, calls)
         elif isinstance(output, Finished):
@@ -92,26 +123,54 @@ class ChatWriter:
             if text:
                 yield self._chunk(output.index, {"content": text})
             yield from self._call_chunks(output.index, calls)
-            yield self._chunk(output.index, {}, None, self._reason(output.reason, self._calls.get(output.index, 0)))
+            yield self._chunk(
+                output.index,
+                {},
+                None,
+                self._reason(output.reason, self._calls.get(output.index, 0)),
+            )
 
     def whole(self, completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-        return {**self.head, "choices": [self._choice(c) for c in completions[0]], "usage": usage_of(completions[0])}
+        return {
+            **self.head,
+            "choices": [self._choice(c) for c in completions[0]],
+            "usage": usage_of(completions[0]),
+        }
 
-    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:
-        return {**self.head, "choices": [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}]}
+    def _chunk(
+        self, index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None
+    ) -> dict[str, Any]:
+        return {
+            **self.head,
+            "choices": [
+                {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+            ],
+        }
 
     def _choice(self, completion: Completion) -> dict[str, Any]:
         text, calls = self._read(completion.index, completion.text)
         rest, more = self._flush(completion.index)
         calls = self._limited(calls + more)
-        message: dict[str, Any] = {"role": "assistant", "content": (text + rest) or (None if calls else ""), "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": (text + rest) or (None if calls else ""),
+            "refusal": None,
+        }
         if calls:
             message["tool_calls"] = [_call_message(call) for call in calls]
         logprobs = None
         if completion.logprobs:
-            logprobs = {"content": self._tokens.entries(completion.ids, completion.logprobs), "refusal": None}
+            logprobs = {
+                "content": self._tokens.entries(completion.ids, completion.logprobs),
+                "refusal": None,
+            }
         reason = self._reason(completion.reason, len(calls))
-        return {"index": completion.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        return {
+            "index": completion.index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
 
     def _read(self, index: int, text: str) -> tuple[str, list[Call]]:
         if self._form is None:
@@ -137,4 +196,8 @@ class ChatWriter:
 
 
 def _call_message(call: Call) -> dict[str, Any]:
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return {
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

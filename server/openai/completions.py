@@ -17,7 +17,7 @@ from jaxserve.server.openai.wire import COMPLETION_TOKENS, MAX_PROMPTS, Completi
 from jaxserve.server.prompts import Prompt, Text
 from jaxserve.server.streams import Stream
 
-MAX_ECHO = 2**20                                        # tokens of prompts in one answer
+MAX_ECHO = 2**20  # tokens of prompts in one answer
 
 
 def asks_of(body: CompletionRequest, id: str, headers: Mapping[str, str]) -> list[Ask]:
@@ -25,15 +25,30 @@ def asks_of(body: CompletionRequest, id: str, headers: Mapping[str, str]) -> lis
     if body.best_of not in (None, body.n or 1):
         raise RequestError("best_of", "is not supported beyond n")
     if body.echo and body.stream and body.logprobs is not None:
-        raise RequestError("echo", "with logprobs it cannot be streamed: the prompt's are known at the end")
+        raise RequestError(
+            "echo", "with logprobs it cannot be streamed: the prompt's are known at the end"
+        )
     sampling = body.sampling(
-        COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None)
+        COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
     prompts = _prompts(body.prompt)
     ids = [id] if len(prompts) == 1 else [id and f"{id}-{number}" for number in range(len(prompts))]
     guided, name = body.guided()
-    ask = Ask([], sampling, "", body.model, body.slo(headers), body.priority or 0, body.cache_salt or "",
-              body.bypass_prefix_cache or False, body.timeout(), guided=guided, guided_name=name)
+    ask = Ask(
+        [],
+        sampling,
+        "",
+        body.model,
+        body.slo(headers),
+        body.priority or 0,
+        body.cache_salt or "",
+        body.bypass_prefix_cache or False,
+        body.timeout(),
+        guided=guided,
+        guided_name=name,
+    )
     return [dataclasses.replace(ask, prompt=prompt, id=each) for prompt, each in zip(prompts, ids)]
 
 
@@ -58,23 +73,40 @@ class CompletionWriter:
     operation = "text_completion"
 
     def __init__(self, front: Front, body: CompletionRequest, asks: Sequence[Ask]):
-        self._tokens, self._body, self._asks = Tokens(front.tokenizer), body, asks
-        self._n, self.echoes = body.n or 1, body.echo or False
+        self._tokens = Tokens(front.tokenizer)
+        self._body = body
+        self._asks = asks
+        self._n = body.n or 1
+        self.echoes = body.echo or False
         self.head: dict[str, Any] = {}
-        self._texts: Sequence[str] = ()                 # of the prompts, where they are echoed
-        self._tokenizer, self._model = front.tokenizer, body.model or front.engine.config.source.model
-        self._written: dict[int, int] = {}              # characters of each choice's prompt and tokens
+        self._texts: Sequence[str] = ()  # of the prompts, where they are echoed
+        self._tokenizer = front.tokenizer
+        self._model = body.model or front.engine.config.source.model
+        self._written: dict[int, int] = {}  # characters of each choice's prompt and tokens
 
     def open(self, streams: Sequence[Stream]) -> None:
         if self.echoes:
             self._check_echo(streams)
-            self._texts = [self._prompt_text(ask.prompt, stream.request.prompt) for ask, stream in zip(self._asks, streams)]
-        self.head = {"id": streams[0].id, "object": "text_completion", "created": int(time.time()), "model": self._model}
+            self._texts = [
+                self._prompt_text(ask.prompt, stream.request.prompt)
+                for ask, stream in zip(self._asks, streams)
+            ]
+        self.head = {
+            "id": streams[0].id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self._model,
+        }
 
     def _check_echo(self, streams: Sequence[Stream]) -> None:
-        entries = sum(stream.request.sampling.prompt_entries(len(stream.request.prompt)) for stream in streams)
+        entries = sum(
+            stream.request.sampling.prompt_entries(len(stream.request.prompt)) for stream in streams
+        )
         if entries > MAX_PROMPT_LOGPROBS:
-            raise RequestError("echo", f"of {entries} log-probabilities is too much; the limit is {MAX_PROMPT_LOGPROBS}")
+            raise RequestError(
+                "echo",
+                f"of {entries} log-probabilities is too much; the limit is {MAX_PROMPT_LOGPROBS}",
+            )
         if (tokens := self._n * sum(len(stream.request.prompt) for stream in streams)) > MAX_ECHO:
             raise RequestError("echo", f"of {tokens} tokens is too much; the limit is {MAX_ECHO}")
 
@@ -87,43 +119,84 @@ class CompletionWriter:
     def chunks(self, number: int, output: Output) -> Iterator[dict[str, Any]]:
         if isinstance(output, Delta):
             at = number * self._n + output.index
-            logprobs = self._logprobs(output.ids, output.logprobs, self._written.get(at, 0)) if output.logprobs else None
-            if logprobs:                                # the text may lag behind its tokens
+            logprobs = (
+                self._logprobs(output.ids, output.logprobs, self._written.get(at, 0))
+                if output.logprobs
+                else None
+            )
+            if logprobs:  # the text may lag behind its tokens
                 self._written[at] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
-            yield self._chunk(number, output.index, output.text, logprobs)         # without text, too: tokens came
+            # without text, too: tokens came
+            yield self._chunk(number, output.index, output.text, logprobs)
         elif isinstance(output, Finished):
             yield self._chunk(number, output.index, "", None, output.reason)
 
     def whole(self, completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-        choices = [self._choice(number, completion) for number, group in enumerate(completions) for completion in group]
-        return {**self.head, "choices": choices, "usage": usage_of(one for group in completions for one in group)}
+        choices = [
+            self._choice(number, completion)
+            for number, group in enumerate(completions)
+            for completion in group
+        ]
+        return {
+            **self.head,
+            "choices": choices,
+            "usage": usage_of(one for group in completions for one in group),
+        }
 
-    def _chunk(self, number: int, index: int, text: str, logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:
-        choice = {"index": number * self._n + index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    def _chunk(
+        self, number: int, index: int, text: str, logprobs: Any = None, reason: str | None = None
+    ) -> dict[str, Any]:
+        choice = {
+            "index": number * self._n + index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
         return {**self.head, "choices": [choice]}
 
     def _choice(self, number: int, completion: Completion) -> dict[str, Any]:
         prompt = self._texts[number] if self.echoes else ""
         logprobs = None
         if self._body.logprobs is not None:
-            ids, values = list(completion.ids), list(completion.logprobs or ())
+            ids = list(completion.ids)
+            values = list(completion.logprobs or ())
             if self.echoes:
-                ids, values = [*completion.prompt_ids, *ids], [*(completion.prompt_logprobs or ()), *values]      # type: ignore[list-item]
+                # type: ignore[list-item]
+                ids = [*completion.prompt_ids, *ids]
+                values = [*(completion.prompt_logprobs or ()), *values]
             logprobs = self._logprobs(ids, values, 0)
-        return {"index": number * self._n + completion.index, "text": prompt + completion.text, "logprobs": logprobs,
-                "finish_reason": completion.reason}
+        return {
+            "index": number * self._n + completion.index,
+            "text": prompt + completion.text,
+            "logprobs": logprobs,
+            "finish_reason": completion.reason,
+        }
 
     def _prompt_text(self, prompt: Prompt, ids: np.ndarray) -> str:
         if isinstance(prompt, Text):
             return prompt.text
-        return "" if self._tokenizer is None else self._tokenizer.decode(ids.tolist(), skip_special=False)
+        return (
+            ""
+            if self._tokenizer is None
+            else self._tokenizer.decode(ids.tolist(), skip_special=False)
+        )
 
-    def _logprobs(self, ids: Sequence[int], values: Sequence[Logprobs | None], offset: int) -> dict[str, Any]:
+    def _logprobs(
+        self, ids: Sequence[int], values: Sequence[Logprobs | None], offset: int
+    ) -> dict[str, Any]:
         """None among the values: the first token of a prompt, which nothing predicts."""
-        tokens, offsets = [self._tokens.text(id) for id in ids], []
+        tokens = [self._tokens.text(id) for id in ids]
+        offsets = []
         for token in tokens:
             offsets.append(offset)
             offset += len(token)
-        tops = [None if at is None else {self._tokens.text(id): value for id, value in at.top} for at in values]
-        return {"tokens": tokens, "token_logprobs": [None if at is None else at.chosen for at in values], "top_logprobs": tops,
-                "text_offset": offsets}
+        tops = [
+            None if at is None else {self._tokens.text(id): value for id, value in at.top}
+            for at in values
+        ]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if at is None else at.chosen for at in values],
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }

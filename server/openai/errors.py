@@ -1,4 +1,5 @@
-"""What callers hear when something goes wrong: a status, and a body as the OpenAI protocol writes it."""
+"""What callers hear when something goes wrong: a status, and a body as the OpenAI protocol writes
+it."""
 
 from __future__ import annotations
 
@@ -12,14 +13,31 @@ from starlette.responses import Response
 from jaxserve.request import RequestError
 
 STATUSES = {
-    "INVALID_ARGUMENT": 400, "OUT_OF_RANGE": 400, "FAILED_PRECONDITION": 400, "UNAUTHENTICATED": 401, "PERMISSION_DENIED": 403,
-    "NOT_FOUND": 404, "ALREADY_EXISTS": 409, "RESOURCE_EXHAUSTED": 429, "CANCELLED": 499, "INTERNAL": 500, "DATA_LOSS": 500,
-    "UNIMPLEMENTED": 501, "UNAVAILABLE": 503, "DEADLINE_EXCEEDED": 504,
+    "INVALID_ARGUMENT": 400,
+    "OUT_OF_RANGE": 400,
+    "FAILED_PRECONDITION": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "NOT_FOUND": 404,
+    "ALREADY_EXISTS": 409,
+    "RESOURCE_EXHAUSTED": 429,
+    "CANCELLED": 499,
+    "INTERNAL": 500,
+    "DATA_LOSS": 500,
+    "UNIMPLEMENTED": 501,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
 }
-TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error",
-         429: "rate_limit_error"}
-UNREAD = (401, 403, 408, 413, 415)                      # what is left of the body is not read, and the connection ends
-MAX_MESSAGE = 1000                                      # characters
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
+UNREAD = (401, 403, 408, 413, 415)  # what is left of the body is not read, and the connection ends
+MAX_MESSAGE = 1000  # characters
 
 
 class HttpError(RequestError):
@@ -37,7 +55,14 @@ def status_of(error: RequestError) -> int:
 def body_of(error: RequestError) -> dict[str, Any]:
     code = status_of(error)
     kind = TYPES.get(code, "invalid_request_error" if code < 500 else "server_error")
-    return {"error": {"message": str(error)[:MAX_MESSAGE], "type": kind, "param": error.field or None, "code": error.status.lower()}}
+    return {
+        "error": {
+            "message": str(error)[:MAX_MESSAGE],
+            "type": kind,
+            "param": error.field or None,
+            "code": error.status.lower(),
+        }
+    }
 
 
 def header_value(text: str) -> str:
@@ -51,7 +76,9 @@ def response_of(error: RequestError) -> Response:
     if code in (429, 503):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_seconds)))
     if code == 429:
-        headers["jaxserve-reject-reason"] = header_value(error.reason or error.field or "overloaded")
+        headers["jaxserve-reject-reason"] = header_value(
+            error.reason or error.field or "overloaded"
+        )
     if code == 401:
         headers["www-authenticate"] = 'Basic realm="jaxserve", charset="UTF-8"'
     if code in UNREAD:

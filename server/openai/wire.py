@@ -1,7 +1,9 @@
-"""What callers may send. A field that is unknown here is refused: who sends it would else believe that it has an effect.
+"""What callers may send. A field that is unknown here is refused: who sends it would else believe
+that it has an effect.
 
-Beside the OpenAI protocol's own fields there are those that vLLM made common (top_k, min_p, ...) and ours: objectives, salts, priorities.
-Limits of values are `SamplingParams`'s and `Request`'s, the same for every protocol.
+Beside the OpenAI protocol's own fields there are those that vLLM made common (top_k, min_p, ...)
+and ours: objectives, salts, priorities. Limits of values are `SamplingParams`'s and `Request`'s,
+the same for every protocol.
 """
 
 from __future__ import annotations
@@ -15,19 +17,27 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 from jaxserve.guide import Guided
 from jaxserve.request import RequestError, SamplingParams, Slo
 
-MAX_PROMPTS = 128                                       # of one request
-COMPLETION_TOKENS = 16                                  # the protocol's default where a completion has no max_tokens
-ROOM = 2**31 - 1                                        # tokens: as many as the model has room for
+MAX_PROMPTS = 128  # of one request
+COMPLETION_TOKENS = 16  # the protocol's default where a completion has no max_tokens
+ROOM = 2**31 - 1  # tokens: as many as the model has room for
 _IDS = {"type": "array", "items": {"type": "integer"}}
-_PROMPT = {"anyOf": [{"type": "string"}, _IDS, {"type": "array", "items": {"type": "string"}}, {"type": "array", "items": _IDS}]}
-Lists = Annotated[Any, WithJsonSchema(_PROMPT)]         # read piece by piece: a list may have millions of ids
+_PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        _IDS,
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "array", "items": _IDS},
+    ]
+}
+# read piece by piece: a list may have millions of ids
+Lists = Annotated[Any, WithJsonSchema(_PROMPT)]
 Ids = Annotated[Any, WithJsonSchema(_IDS)]
 
 
 class First(FailFast):
     """The first of thousands of entries that are wrong is enough."""
 
-    __hash__ = object.__hash__                          # which unions of types want of what is in them
+    __hash__ = object.__hash__  # which unions of types want of what is in them
 
 
 Messages = Annotated[list[dict[str, Any]], First()]
@@ -86,13 +96,27 @@ class Sampled(Strict):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    request_id: str | None = Field(None, description="else the header x-request-id, else one of ours")
-    ttft_ms: float | None = Field(None, description="objective: milliseconds to the first token; also x-llm-d-slo-ttft-ms")
-    tpot_ms: float | None = Field(None, description="objective: milliseconds per output token; also x-llm-d-slo-tpot-ms")
-    slo_class: str | None = Field(None, description="a class of requests that this server knows, for the objectives left out")
-    deadline_ms: float | None = Field(None, description="milliseconds after which the request ends, done or not")
-    priority: int | None = Field(None, description="-8 to 8; each step down halves the class's objective for the first token")
-    cache_salt: str | None = Field(None, description="prefixes are shared between requests of equal salt only")
+    request_id: str | None = Field(
+        None, description="else the header x-request-id, else one of ours"
+    )
+    ttft_ms: float | None = Field(
+        None, description="objective: milliseconds to the first token; also x-llm-d-slo-ttft-ms"
+    )
+    tpot_ms: float | None = Field(
+        None, description="objective: milliseconds per output token; also x-llm-d-slo-tpot-ms"
+    )
+    slo_class: str | None = Field(
+        None, description="a class of requests that this server knows, for the objectives left out"
+    )
+    deadline_ms: float | None = Field(
+        None, description="milliseconds after which the request ends, done or not"
+    )
+    priority: int | None = Field(
+        None, description="-8 to 8; each step down halves the class's objective for the first token"
+    )
+    cache_salt: str | None = Field(
+        None, description="prefixes are shared between requests of equal salt only"
+    )
     bypass_prefix_cache: bool | None = None
     user: str | None = Field(None, description="has no effect, as the next four")
     metadata: dict[str, Any] | None = None
@@ -103,9 +127,25 @@ class Sampled(Strict):
 
     def sampling(self, max_tokens: int, **rest: Any) -> SamplingParams:
         """Errors: RequestError."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
-                 "seed", "n", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
-        return SamplingParams.make(max_tokens=max_tokens, **{name: getattr(self, name) for name in names}, **rest)
+        names = (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "logit_bias",
+            "seed",
+            "n",
+            "min_tokens",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+        )
+        return SamplingParams.make(
+            max_tokens=max_tokens, **{name: getattr(self, name) for name in names}, **rest
+        )
 
     def guided(self) -> tuple[Guided | None, str]:
         """How the output must look, and the field that says so. Errors: RequestError."""
@@ -119,19 +159,31 @@ class Sampled(Strict):
         if given is None or given.type == "text":
             return
         if (given.type == "json_schema") != (given.json_schema is not None):
-            raise RequestError("response_format.json_schema", "goes with type json_schema, and only with that")
+            raise RequestError(
+                "response_format.json_schema", "goes with type json_schema, and only with that"
+            )
         if given.json_schema is None:
             yield Guided("json_object"), "response_format"
         else:
             schema = given.json_schema.schema_
-            yield Guided("json_schema", json.dumps({} if schema is None else schema)), "response_format.json_schema.schema"
+            yield (
+                Guided("json_schema", json.dumps({} if schema is None else schema)),
+                "response_format.json_schema.schema",
+            )
 
     def _structures(self) -> Iterator[tuple[Guided, str]]:
-        given, name = self.structured_outputs, "structured_outputs"
+        given = self.structured_outputs
+        name = "structured_outputs"
         if given is None:
             return
         if given.json_ is not None:
-            yield Guided("json_schema", given.json_ if isinstance(given.json_, str) else json.dumps(given.json_)), f"{name}.json"
+            yield (
+                Guided(
+                    "json_schema",
+                    given.json_ if isinstance(given.json_, str) else json.dumps(given.json_),
+                ),
+                f"{name}.json",
+            )
         if given.json_object:
             yield Guided("json_object"), f"{name}.json_object"
         if given.choice is not None:
@@ -143,7 +195,11 @@ class Sampled(Strict):
     def slo(self, headers: Mapping[str, str]) -> Slo:
         """Errors: RequestError."""
         ttft = _ms("ttft_ms", self.ttft_ms, headers.get("x-llm-d-slo-ttft-ms"))
-        return Slo(ttft, _ms("tpot_ms", self.tpot_ms, headers.get("x-llm-d-slo-tpot-ms")), self.slo_class or None)
+        return Slo(
+            ttft,
+            _ms("tpot_ms", self.tpot_ms, headers.get("x-llm-d-slo-tpot-ms")),
+            self.slo_class or None,
+        )
 
     def timeout(self) -> float | None:
         return _ms("deadline_ms", self.deadline_ms, None)
@@ -186,7 +242,9 @@ class ChatRequest(Sampled):
     tools: Annotated[list[Tool], First()] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="values for the model's own template")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="values for the model's own template"
+    )
 
 
 class TokenizeRequest(Strict):
@@ -208,9 +266,12 @@ def _ms(name: str, value: float | None, header: str | None) -> float | None:
     if value is None and header is None:
         return None
     try:
-        seconds = float(header if value is None else value) / 1000       # type: ignore[arg-type]
+        seconds = float(header if value is None else value) / 1000  # type: ignore[arg-type]
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < 1e9:
-        raise RequestError(name, f"must be a number of milliseconds above 0, not {str(header if value is None else value)[:100]!r}")
+        raise RequestError(
+            name,
+            f"must be a number of milliseconds above 0, not {str(header if value is None else value)[:100]!r}",
+        )
     return seconds

@@ -12,7 +12,9 @@ NONE = np.empty(0, np.intp)
 
 
 def manager(lanes: int = 2, pages: int = 4, placement="grow", **fields) -> CacheManager:
-    return CacheManager(CacheConfig(block_size=4, pages=pages, **fields), lanes, 3, placement=placement)
+    return CacheManager(
+        CacheConfig(block_size=4, pages=pages, **fields), lanes, 3, placement=placement
+    )
 
 
 def found(cache: CacheManager, tokens: Chain, blocks: int) -> list[int]:
@@ -25,7 +27,9 @@ def lanes_of(cache: CacheManager, slot: int) -> list[int]:
 
 def admit(cache: CacheManager, slot: int, pages: np.ndarray, need: int, pending=None) -> None:
     lanes = cache.pages.lanes
-    cache.admit(slot, pages, cache.choose_home(pages, list(range(lanes)), need, pending or [0.0] * lanes))
+    cache.admit(
+        slot, pages, cache.choose_home(pages, list(range(lanes)), need, pending or [0.0] * lanes)
+    )
 
 
 def fill(cache: CacheManager, slot: int, blocks: int) -> None:
@@ -38,14 +42,18 @@ def test_a_sequence_stays_on_its_lane_until_that_is_full_then_the_next_joins():
     fill(cache, 0, 3)
     assert lanes_of(cache, 0) == [0, 0, 0] and not cache.spread[0]
     cache.extend(0, 3)
-    assert lanes_of(cache, 0) == [0, 0, 0, 0, 1, 1] and cache.spread[0] and cache.held[0].tolist() == [4, 2]
+    assert (
+        lanes_of(cache, 0) == [0, 0, 0, 0, 1, 1]
+        and cache.spread[0]
+        and cache.held[0].tolist() == [4, 2]
+    )
     cache.check()
 
 
 def test_a_lane_holds_no_more_than_its_share_while_another_can_join():
     cache = manager(lane_tokens=7)
     fill(cache, 0, 8)
-    assert lanes_of(cache, 0) == [0, 0, 1, 1, 0, 1, 0, 1]         # then on as far as there is room
+    assert lanes_of(cache, 0) == [0, 0, 1, 1, 0, 1, 0, 1]  # then on as far as there is room
     cache.check()
 
 
@@ -59,9 +67,11 @@ def test_new_sequences_go_where_most_room_is():
 
 def test_new_sequences_go_where_the_least_work_is_pending_if_their_chunk_fits_there():
     cache = manager()
-    for slot, (pending, need, home) in enumerate([([3.0, 2.0], 2, 1), ([0.0, 9.0], 2, 0), ([9.0, 1.0], 3, 0)]):
+    for slot, (pending, need, home) in enumerate(
+        [([3.0, 2.0], 2, 1), ([0.0, 9.0], 2, 0), ([9.0, 1.0], 3, 0)]
+    ):
         if slot == 2:
-            cache.extend(0, 2)                                    # lane 1 has room for two pages
+            cache.extend(0, 2)  # lane 1 has room for two pages
         admit(cache, slot, NONE, need, pending)
         assert cache.home[slot] == home
 
@@ -71,18 +81,30 @@ def test_a_sequence_goes_where_its_prefix_lies_if_its_chunk_fits_there():
     tokens = chain(range(100))
     fill(cache, 0, 2)
     cache.publish(0, 0, 2, tokens)
-    assert found(cache, tokens, 5) == [0, 1] and found(cache, tokens, 1) == [0] and found(cache, chain(range(1, 100)), 5) == []
+    assert (
+        found(cache, tokens, 5) == [0, 1]
+        and found(cache, tokens, 1) == [0]
+        and found(cache, chain(range(1, 100)), 5) == []
+    )
     admit(cache, 1, cache.match(tokens, 5), 2)
     admit(cache, 2, cache.match(tokens, 5), 3)
     assert cache.home[1:].tolist() == [0, 1] and cache.spread.tolist() == [False, False, True]
     cache.check()
 
 
-@pytest.mark.parametrize(("placement", "right"), [("striped", [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2, 1, 0]),
-                                                  ("zigzag", [0, 0, 1, 1, 2, 2, 2, 2, 1, 1, 0, 0, 1, 0])])
+@pytest.mark.parametrize(
+    ("placement", "right"),
+    [
+        ("striped", [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2, 1, 0]),
+        ("zigzag", [0, 0, 1, 1, 2, 2, 2, 2, 1, 1, 0, 0, 1, 0]),
+    ],
+)
 def test_a_prompt_that_one_lane_shall_not_hold_is_dealt_out_and_ends_at_home(placement, right):
-    """Stripes of two blocks; the last block of its thirteen is at home, and what it generates goes on as before."""
-    cache = CacheManager(CacheConfig(block_size=4, pages=9, lane_tokens=8), 3, 3, placement=placement, stripe=2)
+    """Stripes of two blocks; the last block of its thirteen is at home, and what it generates goes
+    on as before."""
+    cache = CacheManager(
+        CacheConfig(block_size=4, pages=9, lane_tokens=8), 3, 3, placement=placement, stripe=2
+    )
     for slot, blocks in ((0, 13), (1, 2)):
         cache.admit(slot, np.empty(0, np.intp), 1, blocks=blocks)
         cache.extend(slot, blocks)
@@ -91,7 +113,9 @@ def test_a_prompt_that_one_lane_shall_not_hold_is_dealt_out_and_ends_at_home(pla
     cache.check()
 
 
-@pytest.mark.parametrize(("placement", "lanes"), [("round_robin", [0, 1, 2, 0, 1, 2]), ("random", None)])
+@pytest.mark.parametrize(
+    ("placement", "lanes"), [("round_robin", [0, 1, 2, 0, 1, 2]), ("random", None)]
+)
 def test_placements_scatter_blocks_and_rows_stay_ascending(placement, lanes):
     cache = manager(3, placement=placement)
     fill(cache, 0, 6)
@@ -99,7 +123,9 @@ def test_placements_scatter_blocks_and_rows_stay_ascending(placement, lanes):
     assert lanes is None or lanes_of(cache, 0) == lanes
     for lane in range(3):
         rows = deltas[deltas[:, 0] == lane]
-        assert rows[:, 2].tolist() == list(range(len(rows))) and rows[:, 4].tolist() == sorted(rows[:, 4].tolist())
+        assert rows[:, 2].tolist() == list(range(len(rows))) and rows[:, 4].tolist() == sorted(
+            rows[:, 4].tolist()
+        )
     cache.extend(0, 6)
     assert cache.available == 0 and cache.held[0].tolist() == [4, 4, 4]
     cache.check()
@@ -128,9 +154,13 @@ def test_a_released_block_can_be_matched_until_its_page_is_needed():
     fill(cache, 0, 3)
     cache.publish(0, 0, 2, tokens)
     cache.release(0)
-    assert cache.counts() == (2, 2, 0) and found(cache, tokens, 3) == [0, 1] and cache.evictable(np.arange(2)) == 2
+    assert (
+        cache.counts() == (2, 2, 0)
+        and found(cache, tokens, 3) == [0, 1]
+        and cache.evictable(np.arange(2)) == 2
+    )
     fill(cache, 1, 3)
-    assert found(cache, tokens, 3) == [0]                          # the deeper block went first
+    assert found(cache, tokens, 3) == [0]  # the deeper block went first
     cache.check()
 
 

@@ -25,18 +25,19 @@ def test_a_page_with_two_holders_is_kept_for_the_second():
     pages.drop([page])
     pages.check([page])
     pages.drop([page])
-    pages.hold(np.array([page]))                                  # out of the cache again
+    pages.hold(np.array([page]))  # out of the cache again
     pages.check([page])
 
 
 def test_free_pages_go_first_then_the_least_recently_used_deepest_block_first():
     pages = Pages(1, 4)
-    first, second = [pages.take(0), pages.take(0)], [pages.take(0)]
+    first = [pages.take(0), pages.take(0)]
+    second = [pages.take(0)]
     for page in first + second:
         pages.publish(page, bytes([page]))
     pages.drop(first)
     pages.drop(second)
-    pages.hold(np.array(first[:1]))                                         # used again
+    pages.hold(np.array(first[:1]))  # used again
     pages.drop(first[:1])
     assert [pages.take(0) for _ in range(4)] == [3, first[1], second[0], first[0]]
     assert pages.page_of == pages.key_of == {}
@@ -46,7 +47,8 @@ def test_free_pages_go_first_then_the_least_recently_used_deepest_block_first():
 
 def test_a_key_stays_with_the_page_that_had_it_first():
     pages = Pages(1, 2)
-    one, two = pages.take(0), pages.take(0)
+    one = pages.take(0)
+    two = pages.take(0)
     pages.publish(one, b"a")
     pages.publish(two, b"a")
     pages.drop([one, two])
@@ -62,7 +64,8 @@ def test_check_tells_a_lost_reference():
 
 def test_a_retracted_page_is_not_found_again_and_is_free_once_dropped():
     pages = Pages(1, 3)
-    one, two = pages.take(0), pages.take(0)
+    one = pages.take(0)
+    two = pages.take(0)
     pages.publish(one, b"a")
     pages.hold(np.array([one]))
     pages.retract([one, two])

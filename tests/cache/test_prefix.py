@@ -10,8 +10,9 @@ def chain(tokens, root=b"root", size=4):
 
 
 def test_equal_keys_mean_equal_prefixes():
-    one, two = chain([1, 2, 3, 4, 5, 6, 7, 8]), chain([9, 2, 3, 4, 5, 6, 7, 8])
-    assert one[0] != two[0] and one[1] != two[1]                  # the same second block after another first one
+    one = chain([1, 2, 3, 4, 5, 6, 7, 8])
+    two = chain([9, 2, 3, 4, 5, 6, 7, 8])
+    assert one[0] != two[0] and one[1] != two[1]  # the same second block after another first one
     assert one[1] == chain([1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0])[1]
     assert one[1] == block_key(block_key(b"root", np.arange(1, 5)), np.arange(5, 9))
 
@@ -24,8 +25,12 @@ def test_model_dtype_block_size_and_salt_each_change_the_root():
 
 def test_a_key_is_computed_once_and_only_when_asked_for():
     asked = []
-    keys = Chain(b"r", 2, lambda first, last: asked.append(first) or np.arange(first, last, dtype=np.int32))
+    keys = Chain(
+        b"r", 2, lambda first, last: asked.append(first) or np.arange(first, last, dtype=np.int32)
+    )
     assert keys[1] == keys[1] and asked == [0, 2]
-    other = Chain(b"r", 2, lambda first, last: asked.append("other") or np.arange(first, last, dtype=np.int32))
+    other = Chain(
+        b"r", 2, lambda first, last: asked.append("other") or np.arange(first, last, dtype=np.int32)
+    )
     other.learn(keys, 2)
     assert other[1] == keys[1] and asked == [0, 2]

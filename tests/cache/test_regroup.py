@@ -1,4 +1,5 @@
-"""The blocks of a sequence are dealt out anew over more lanes: evenly, by as few moves as that takes, and nothing is lost on the way."""
+"""The blocks of a sequence are dealt out anew over more lanes: evenly, by as few moves as that
+takes, and nothing is lost on the way."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ LANES = 5
 
 
 def fewest(held: list[int], group: tuple[int, ...]) -> int:
-    """Blocks that must move until the lanes of the group have equally many, but for one, and others none: the best of all ways."""
+    """Blocks that must move until the lanes of the group have equally many, but for one, and others
+    none: the best of all ways."""
     whole, more = divmod(sum(held), len(group))
     ways = itertools.combinations(group, more)
     return min(sum(max(0, whole + (lane in way) - held[lane]) for lane in group) for way in ways)
@@ -25,12 +27,16 @@ def fewest(held: list[int], group: tuple[int, ...]) -> int:
 @given(st.integers(0, 2**32 - 1))
 def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
     rng = np.random.default_rng(seed)
-    cache = CacheManager(CacheConfig(block_size=4, pages=int(rng.integers(8, 25))), LANES, 4, placement="random")
+    cache = CacheManager(
+        CacheConfig(block_size=4, pages=int(rng.integers(8, 25))), LANES, 4, placement="random"
+    )
     tokens = lambda a, b: np.arange(a, b, dtype=np.int32)
-    chain, content, told = cache.chain("", tokens), {}, {}
+    chain = cache.chain("", tokens)
+    content = {}
+    told = {}
     nothing = np.empty(0, np.intp)
     for slot in range(3):
-        pages = cache.match(chain, 6) if slot == 1 else nothing                      # shares blocks with the first
+        pages = cache.match(chain, 6) if slot == 1 else nothing  # shares blocks with the first
         cache.admit(slot, pages, int(rng.integers(LANES)), small=bool(rng.integers(2)))
         count = int(rng.integers(1, 14))
         room = cache.available - 4
@@ -38,7 +44,9 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
             cache.release(slot)
             continue
         cache.extend(slot, count)
-        content |= {page: content.get(page, (slot, block)) for block, page in enumerate(cache.tables[slot])}
+        content |= {
+            page: content.get(page, (slot, block)) for block, page in enumerate(cache.tables[slot])
+        }
         if slot == 0:
             cache.publish(0, 0, min(6, len(cache.tables[0])), chain)
     for _ in range(4):
@@ -46,10 +54,15 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
         before = [content[page] for page in cache.tables[slot]]
         group = tuple(rng.permutation(LANES)[: rng.integers(1, LANES + 1)].tolist())
         held = cache.held[slot].tolist()
-        shared = {block: page for block, page in enumerate(cache.tables[slot]) if cache.pages.refs[page] > 1}
+        shared = {
+            block: page
+            for block, page in enumerate(cache.tables[slot])
+            if cache.pages.refs[page] > 1
+        }
         available = cache.available
         done = cache.regroup(slot, group)
-        moves, deltas = cache.take_moves(), cache.take_deltas()
+        moves = cache.take_moves()
+        deltas = cache.take_deltas()
         cache.check()
         for lane, row, index, page, block in deltas.tolist():
             told[row, lane, index] = page, block
@@ -57,22 +70,33 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
             assert not len(moves) and cache.held[slot].tolist() == held
             continue
         per_lane = cache.pages.per_lane
-        for lane, page, to, new in moves.tolist():                                   # one after the other is what their order stands for
+        # one after the other is what their order stands for
+        for lane, page, to, new in moves.tolist():
             content[to * per_lane + new] = content[lane * per_lane + page]
         assert [content[page] for page in cache.tables[slot]] == before
-        assert all(cache.tables[slot][block] == page for block, page in shared.items()) and cache.available == available
-        counts, own = cache.held[slot], cache.held[slot].copy()
+        assert (
+            all(cache.tables[slot][block] == page for block, page in shared.items())
+            and cache.available == available
+        )
+        counts = cache.held[slot]
+        own = cache.held[slot].copy()
         for page in shared.values():
             own[page // per_lane] -= 1
         assert own.sum() == own[list(group)].sum()
-        assert all(counts[full] - counts[other] <= 1 for full in group for other in group if own[full])
+        assert all(
+            counts[full] - counts[other] <= 1 for full in group for other in group if own[full]
+        )
         if not shared:
             assert len(moves) == fewest(held, group)
-        assert len({tuple(entry[:3]) for entry in deltas.tolist()}) == len(deltas)      # no entry is told twice
-        for lane in range(LANES):                                                    # what the device's table says now
-            blocks = [block for block, page in enumerate(cache.tables[slot]) if page // per_lane == lane]
+        # no entry is told twice
+        assert len({tuple(entry[:3]) for entry in deltas.tolist()}) == len(deltas)
+        for lane in range(LANES):  # what the device's table says now
+            blocks = [
+                block for block, page in enumerate(cache.tables[slot]) if page // per_lane == lane
+            ]
             assert [told[slot, lane, index] for index in range(len(blocks))] == [
-                (cache.tables[slot][block] % per_lane, block) for block in blocks]
+                (cache.tables[slot][block] % per_lane, block) for block in blocks
+            ]
     for slot in range(3):
         if cache.tables[slot]:
             cache.release(slot)
@@ -87,10 +111,15 @@ def test_a_block_that_only_one_sequence_holds_takes_its_key_along():
     cache.admit(0, np.empty(0, np.intp), 0)
     cache.extend(0, 4)
     cache.publish(0, 0, 4, chain)
-    assert cache.regroup(0, (0, 1)) and cache.held[0].tolist() == [2, 2] and len(cache.take_moves()) == 2
+    assert (
+        cache.regroup(0, (0, 1))
+        and cache.held[0].tolist() == [2, 2]
+        and len(cache.take_moves()) == 2
+    )
     assert cache.match(chain, 4).tolist() == cache.tables[0]
     cache.admit(1, cache.match(chain, 4), 0)
-    assert cache.regroup(0, (1,)) and cache.held[0].tolist() == [2, 2]                # the other holds them where they are
+    # the other holds them where they are
+    assert cache.regroup(0, (1,)) and cache.held[0].tolist() == [2, 2]
     assert not len(cache.take_moves())
     cache.extend(0, 3)
     assert cache.regroup(0, (1,)) and cache.held[0].tolist() == [2, 5]

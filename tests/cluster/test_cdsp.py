@@ -1,4 +1,5 @@
-"""Plans of chunks: against a search that is written down as Tetris prints it, the paper's examples, and what holds of every plan."""
+"""Plans of chunks: against a search that is written down as Tetris prints it, the paper's examples,
+and what holds of every plan."""
 
 from __future__ import annotations
 
@@ -10,46 +11,86 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.cluster.cdsp import POLICIES, Instances, Latency, Plan, cdsp, fit, fixed, occupied, single
+from jaxserve.cluster.cdsp import (
+    POLICIES,
+    Instances,
+    Latency,
+    Plan,
+    cdsp,
+    fit,
+    fixed,
+    occupied,
+    single,
+)
 from jaxserve.config import ConfigError
 
 K = 1024
 LENGTHS = (4, 8, 16, 32, 64, 128, 256)
-TABLE = {                                             # Tetris, Table 1: seconds; 256k tokens do not fit on one instance
-    1: (0.28, 0.57, 1.29, 3.22, 9.05, 29.20), 2: (0.16, 0.31, 0.69, 1.67, 4.61, 14.30, 50.07),
-    4: (0.13, 0.20, 0.39, 0.92, 2.43, 7.32, 24.77), 8: (0.21, 0.24, 0.31, 0.58, 1.37, 3.96, 12.81),
+TABLE = {  # Tetris, Table 1: seconds; 256k tokens do not fit on one instance
+    1: (0.28, 0.57, 1.29, 3.22, 9.05, 29.20),
+    2: (0.16, 0.31, 0.69, 1.67, 4.61, 14.30, 50.07),
+    4: (0.13, 0.20, 0.39, 0.92, 2.43, 7.32, 24.77),
+    8: (0.21, 0.24, 0.31, 0.58, 1.37, 3.96, 12.81),
     16: (0.39, 0.43, 0.46, 0.53, 0.96, 2.31, 7.02),
 }
-POINTS = [(size, 0, length * K, seconds) for size, row in TABLE.items() for length, seconds in zip(LENGTHS, row)]
+POINTS = [
+    (size, 0, length * K, seconds)
+    for size, row in TABLE.items()
+    for length, seconds in zip(LENGTHS, row)
+]
 FITTED = fit(POINTS)
 REAL = Instances(FITTED, per_node=8)
 
 
 # --- the latency model
 
+
 def test_table_1_is_fitted_within_five_percent():
-    errors = [abs(FITTED[size](history, tokens) / seconds - 1) for size, history, tokens, seconds in POINTS]
+    errors = [
+        abs(FITTED[size](history, tokens) / seconds - 1)
+        for size, history, tokens, seconds in POINTS
+    ]
     assert np.mean(errors) < 0.02 and max(errors) < 0.07
     for latency in FITTED.values():
-        assert min(latency.base, latency.token, latency.pair) >= 0 and latency.history == 2 * latency.pair
+        assert (
+            min(latency.base, latency.token, latency.pair) >= 0
+            and latency.history == 2 * latency.pair
+        )
 
 
 def test_a_prompt_in_two_chunks_costs_one_base_more_than_in_one():
     """Which is what the history's coefficient means where the table has no history."""
     latency = FITTED[8]
-    assert latency(0, 30_000) + latency(30_000, 50_000) == pytest.approx(latency(0, 80_000) + latency.base)
+    assert latency(0, 30_000) + latency(30_000, 50_000) == pytest.approx(
+        latency(0, 80_000) + latency.base
+    )
 
 
 def test_true_coefficients_are_found_from_points_with_history():
     true = {2: Latency(0.02, 3e-5, 1.5e-9, 6e-10), 4: Latency(0.05, 1.5e-5, 5e-10, 3e-10)}
-    grid = [(size, history, tokens) for size in true for history in (0, 10_000, 90_000) for tokens in (1000, 8000, 50_000)]
+    grid = [
+        (size, history, tokens)
+        for size in true
+        for history in (0, 10_000, 90_000)
+        for tokens in (1000, 8000, 50_000)
+    ]
     found = fit((*point, true[point[0]](*point[1:])) for point in grid)
     for size in true:
-        assert (found[size].base, found[size].token, found[size].history, found[size].pair) == pytest.approx(
-            (true[size].base, true[size].token, true[size].history, true[size].pair), rel=1e-6)
+        assert (
+            found[size].base,
+            found[size].token,
+            found[size].history,
+            found[size].pair,
+        ) == pytest.approx(
+            (true[size].base, true[size].token, true[size].history, true[size].pair), rel=1e-6
+        )
 
 
-@given(history=st.integers(0, 200_000), tokens=st.integers(1, 300_000), size=st.sampled_from(list(TABLE)))
+@given(
+    history=st.integers(0, 200_000),
+    tokens=st.integers(1, 300_000),
+    size=st.sampled_from(list(TABLE)),
+)
 def test_tokens_is_the_inverse_of_seconds(history, tokens, size):
     latency = FITTED[size]
     assert latency.tokens(history, latency(history, tokens)) == pytest.approx(tokens, rel=1e-9)
@@ -57,16 +98,22 @@ def test_tokens_is_the_inverse_of_seconds(history, tokens, size):
 
 
 def test_a_latency_without_a_quadratic_term_has_an_inverse_too():
-    assert Latency(1.0, 0.5, 0.0, 0.0).tokens(0, 2.0) == 2 and Latency(1.0, 0.0, 0.0, 0.0).tokens(0, 2.0) == math.inf
+    assert (
+        Latency(1.0, 0.5, 0.0, 0.0).tokens(0, 2.0) == 2
+        and Latency(1.0, 0.0, 0.0, 0.0).tokens(0, 2.0) == math.inf
+    )
 
 
 # --- the paper's examples
+
 
 def exact(size: int) -> Latency:
     """The one that gives Table 1's seconds for 16k, 32k and 128k tokens exactly."""
     lengths = np.array([16 * K, 32 * K, 128 * K], float)
     seconds = [TABLE[size][LENGTHS.index(length)] for length in (16, 32, 128)]
-    base, token, pair = np.linalg.solve(np.stack([lengths**0, lengths, lengths**2], 1), seconds).tolist()
+    base, token, pair = np.linalg.solve(
+        np.stack([lengths**0, lengths, lengths**2], 1), seconds
+    ).tolist()
     return Latency(base, token, 2 * pair, pair)
 
 
@@ -96,8 +143,11 @@ def test_a_first_chunk_fills_the_time_until_the_larger_group_is_free():
     running = single(EXACT, np.zeros(16), 16 * K, 0.1)
     assert (len(running.chunks[0].group), running.ttft) == (8, pytest.approx(0.31))
     queues = occupied(np.zeros(16), running)
-    large, small = single(EXACT, queues, 128 * K, 0.0), fixed(EXACT, queues, 128 * K, 0.0, size=8)
-    assert large.ttft == pytest.approx(2.31 + 0.31) and sorted(queues[list(large.chunks[0].group)])[7:9] == [0, pytest.approx(0.31)]
+    large = single(EXACT, queues, 128 * K, 0.0)
+    small = fixed(EXACT, queues, 128 * K, 0.0, size=8)
+    assert large.ttft == pytest.approx(2.31 + 0.31) and sorted(queues[list(large.chunks[0].group)])[
+        7:9
+    ] == [0, pytest.approx(0.31)]
     assert small.ttft - large.ttft == pytest.approx(1.34)
     plan = cdsp(EXACT, queues, 128 * K, 0.1)
     first, second = plan.chunks
@@ -109,9 +159,11 @@ def test_a_first_chunk_fills_the_time_until_the_larger_group_is_free():
 
 # --- an independent search of the same plans
 
+
 def longest(latency: Latency, history: int, seconds: float, most: int) -> int:
     """The most tokens, up to `most`, that take no longer than so many seconds."""
-    low, high = 0, most
+    low = 0
+    high = most
     while low < high:
         middle = (low + high + 1) // 2
         if latency(history, middle) <= seconds:
@@ -121,32 +173,50 @@ def longest(latency: Latency, history: int, seconds: float, most: int) -> int:
     return low
 
 
-def grown(group: list[int], size: int, queues: list[float], first: list[float], per_node: int) -> list[int]:
+def grown(
+    group: list[int], size: int, queues: list[float], first: list[float], per_node: int
+) -> list[int]:
     """T8. first: the queues of the beginning, which decide ties."""
     node = lambda i: i // per_node
     wait = lambda i: (queues[i], first[i], i)
     group = list(group)
-    inside = sorted((i for i in range(len(queues)) if i not in group and node(i) in {node(j) for j in group}), key=wait)
-    group += inside[:size - len(group)]
+    inside = sorted(
+        (i for i in range(len(queues)) if i not in group and node(i) in {node(j) for j in group}),
+        key=wait,
+    )
+    group += inside[: size - len(group)]
     while len(group) < size:
         need = size - len(group)
         unused = sorted({node(i) for i in range(len(queues))} - {node(i) for i in group})
-        by_wait = {n: sorted((i for i in range(len(queues)) if node(i) == n), key=wait) for n in unused}
+        by_wait = {
+            n: sorted((i for i in range(len(queues)) if node(i) == n), key=wait) for n in unused
+        }
         take = min(need, per_node)
         chosen = min(unused, key=lambda n: (*wait(by_wait[n][take - 1])[:2], n))
         group += by_wait[chosen][:take]
     return group
 
 
-def exhaustive(instances: Instances, queues: list[float], first: list[float], group: list[int], sizes: list[int], history: int, left: int,
-               rate: float) -> float:
-    """Seconds of the best plan for what is left: T5 to T9, with queue times lowered after each chunk (Eq. 2) and nothing left out."""
-    largest, best = 0, math.inf
+def exhaustive(
+    instances: Instances,
+    queues: list[float],
+    first: list[float],
+    group: list[int],
+    sizes: list[int],
+    history: int,
+    left: int,
+    rate: float,
+) -> float:
+    """Seconds of the best plan for what is left: T5 to T9, with queue times lowered after each
+    chunk (Eq. 2) and nothing left out."""
+    largest = 0
+    best = math.inf
     for size in sizes:
         wait = max(queues[i] for i in grown(group, size, queues, first, instances.per_node))
         seconds = wait + instances.latencies[size](history, left)
         if largest == 0 or seconds < (1 - rate) * best:
-            largest, best = size, seconds
+            largest = size
+            best = seconds
     for current in sizes:
         smaller = [size for size in instances.latencies if size < current]
         for following in sizes:
@@ -155,7 +225,9 @@ def exhaustive(instances: Instances, queues: list[float], first: list[float], gr
             now = grown(group, current, queues, first, instances.per_node)
             later = grown(now, following, queues, first, instances.per_node)
             wait = max(queues[i] for i in now)
-            count = longest(instances.latencies[current], history, max(queues[i] for i in later) - wait, left)
+            count = longest(
+                instances.latencies[current], history, max(queues[i] for i in later) - wait, left
+            )
             if count == left:
                 continue
             count = (history + count) // instances.block * instances.block - history
@@ -164,9 +236,14 @@ def exhaustive(instances: Instances, queues: list[float], first: list[float], gr
             took = instances.latencies[current](history, count)
             if smaller and instances.latencies[max(smaller)](history, count) <= took:
                 continue
-            after = [0.0 if i in now else max(0.0, queue - (wait + took)) for i, queue in enumerate(queues)]
+            after = [
+                0.0 if i in now else max(0.0, queue - (wait + took))
+                for i, queue in enumerate(queues)
+            ]
             useful = [size for size in sizes if following <= size <= largest]
-            rest = exhaustive(instances, after, first, now, useful, history + count, left - count, rate)
+            rest = exhaustive(
+                instances, after, first, now, useful, history + count, left - count, rate
+            )
             best = min(best, wait + took + rest)
     return best
 
@@ -175,37 +252,58 @@ def test_the_plan_is_the_best_of_an_exhaustive_search():
     chunks = []
     for seed in range(600):
         rng = np.random.default_rng(seed)
-        per_node, nodes = int(rng.choice([1, 2, 4, 8])), int(rng.integers(1, 5))
+        per_node = int(rng.choice([1, 2, 4, 8]))
+        nodes = int(rng.integers(1, 5))
         count = per_node * nodes
-        sizes = sorted(rng.choice([1, 2, 4, 8, 16], int(rng.integers(1, 6)), replace=False).tolist())
+        sizes = sorted(
+            rng.choice([1, 2, 4, 8, 16], int(rng.integers(1, 6)), replace=False).tolist()
+        )
         sizes = [size for size in sizes if size <= count] or [1]
-        instances = Instances({size: FITTED[size] for size in sizes}, per_node, int(rng.choice([1, 16, 256])))
+        instances = Instances(
+            {size: FITTED[size] for size in sizes}, per_node, int(rng.choice([1, 16, 256]))
+        )
         queues = rng.uniform(0, 4, count) * (rng.random(count) < 0.8)
         queues = (queues.round() if seed % 3 == 0 else queues).tolist()
-        tokens, rate = int(rng.integers(1, 200_000)), float(rng.choice([0.0, 0.05, 0.3, 0.7]))
+        tokens = int(rng.integers(1, 200_000))
+        rate = float(rng.choice([0.0, 0.05, 0.3, 0.7]))
         plan = cdsp(instances, queues, tokens, rate)
-        assert plan.ttft == pytest.approx(exhaustive(instances, queues, queues, [], sizes, 0, tokens, rate), rel=1e-9), seed
+        assert plan.ttft == pytest.approx(
+            exhaustive(instances, queues, queues, [], sizes, 0, tokens, rate), rel=1e-9
+        ), seed
         chunks.append(len(plan.chunks))
     assert np.bincount(chunks)[2:].sum() > 150, "many plans have several chunks"
 
 
 # --- what holds of every plan
 
+
 @st.composite
 def cases(draw) -> tuple[Instances, list[float], int, float]:
     per_node = draw(st.sampled_from([1, 2, 4, 8]))
     count = per_node * draw(st.integers(1, 4))
-    sizes = draw(st.sets(st.sampled_from([1, 2, 4, 8, 16]), min_size=1).filter(lambda sizes: min(sizes) <= count))
-    queues = draw(st.lists(st.floats(0, 10) | st.sampled_from([0.0, 1.0]), min_size=count, max_size=count))
-    instances = Instances({size: FITTED[size] for size in sizes}, per_node, draw(st.sampled_from([1, 16, 512])))
+    sizes = draw(
+        st.sets(st.sampled_from([1, 2, 4, 8, 16]), min_size=1).filter(
+            lambda sizes: min(sizes) <= count
+        )
+    )
+    queues = draw(
+        st.lists(st.floats(0, 10) | st.sampled_from([0.0, 1.0]), min_size=count, max_size=count)
+    )
+    instances = Instances(
+        {size: FITTED[size] for size in sizes}, per_node, draw(st.sampled_from([1, 16, 512]))
+    )
     return instances, queues, draw(st.integers(1, 300_000)), draw(st.floats(0, 0.75))
 
 
 def replayed(plan: Plan, instances: Instances, queues: Sequence[float]) -> float:
     """The end of the last chunk if each begins as soon as all of its group can."""
-    free, done, history = list(queues), 0.0, 0
+    free = list(queues)
+    done = 0.0
+    history = 0
     for chunk in plan.chunks:
-        done = max(done, *(free[i] for i in chunk.group)) + instances.latencies[len(chunk.group)](history, chunk.tokens)
+        done = max(done, *(free[i] for i in chunk.group)) + instances.latencies[len(chunk.group)](
+            history, chunk.tokens
+        )
         history += chunk.tokens
         for i in chunk.group:
             free[i] = done
@@ -224,7 +322,11 @@ def test_a_plan_is_whole_and_takes_as_long_as_it_says(case, policy):
         assert len(set(chunk.group)) == len(chunk.group) and len(chunk.group) in instances.latencies
         assert set(chunk.group) <= set(range(len(queues)))
         if before:
-            assert set(before.group) < set(chunk.group) and chunk.start >= before.end and chunk.history % instances.block == 0
+            assert (
+                set(before.group) < set(chunk.group)
+                and chunk.start >= before.end
+                and chunk.history % instances.block == 0
+            )
         history += chunk.tokens
     assert history == tokens
     assert plan.ttft == pytest.approx(replayed(plan, instances, queues), rel=1e-9)
@@ -237,6 +339,7 @@ def test_chunks_are_never_worse_than_one(case):
 
 
 # --- groups
+
 
 def group_of(queues: Sequence[float], size: int, per_node: int) -> tuple[int, ...]:
     return single(Instances({size: FITTED[size]}, per_node), queues, 1000, 0.0).chunks[0].group
@@ -252,14 +355,23 @@ def test_a_larger_group_takes_the_nodes_that_are_free_first_whole():
 
 
 def test_a_group_grows_within_its_nodes_first():
-    """The first chunk is on instances 0 and 1; the larger group takes 2 and 3 although 4 and 5 are free sooner."""
-    plan = cdsp(Instances({2: FITTED[2], 4: FITTED[4]}, per_node=4), [0.0, 0.0, 2.0, 2.0, 0.5, 0.5, 9.0, 9.0], 200_000, 0.0)
+    """The first chunk is on instances 0 and 1; the larger group takes 2 and 3 although 4 and 5 are
+    free sooner."""
+    plan = cdsp(
+        Instances({2: FITTED[2], 4: FITTED[4]}, per_node=4),
+        [0.0, 0.0, 2.0, 2.0, 0.5, 0.5, 9.0, 9.0],
+        200_000,
+        0.0,
+    )
     assert [chunk.group for chunk in plan.chunks] == [(0, 1), (0, 1, 2, 3)]
 
 
 def test_a_larger_group_must_save_more_than_the_rate():
     """32k tokens, idle: 3.2, 1.7, 0.9, 0.6 and 0.5 seconds on 1, 2, 4, 8 and 16 instances."""
-    sizes = {rate: len(single(REAL, np.zeros(16), 32 * K, rate).chunks[0].group) for rate in (0.0, 0.2, 0.4)}
+    sizes = {
+        rate: len(single(REAL, np.zeros(16), 32 * K, rate).chunks[0].group)
+        for rate in (0.0, 0.2, 0.4)
+    }
     assert sizes == {0.0: 16, 0.2: 8, 0.4: 4}
 
 
@@ -270,16 +382,29 @@ def test_a_fixed_group_is_the_one_that_is_free_first():
 
 # --- errors
 
-@pytest.mark.parametrize("make, said", [
-    (lambda: Instances({3: FITTED[2]}, 8), "latencies: group sizes must be powers of two"), (lambda: Instances({}, 8), "latencies"),
-    (lambda: Instances(FITTED, 0), "per_node: must be at least 1"), (lambda: Instances(FITTED, 8, 0), "block: must be at least 1"),
-    (lambda: cdsp(REAL, [0.0] * 12, 10, 0.1), "queues: .* nodes of 8"), (lambda: cdsp(REAL, [], 10, 0.1), "queues"),
-    (lambda: cdsp(REAL, [0.0] * 7 + [-1.0], 10, 0.1), "queues: .* not below 0"), (lambda: cdsp(REAL, [math.nan] * 8, 10, 0.1), "queues"),
-    (lambda: cdsp(Instances({16: FITTED[16]}, 8), [0.0] * 8, 10, 0.1), "queues: 8 instances are fewer"),
-    (lambda: cdsp(REAL, [0.0] * 8, 0, 0.1), "tokens: must be at least 1, not 0"), (lambda: single(REAL, [0.0] * 8, 1, 1.0), "rate"),
-    (lambda: fixed(REAL, [0.0] * 8, 1, 0.0, size=16), "size: 16"), (lambda: fit([(1, 0, 10, 0.0)]), "points"),
-    (lambda: fit([(1, 0, 10, 1.0), (1, 0, 20, 2.0)]), "points: group size 1 has fewer"),
-])
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: Instances({3: FITTED[2]}, 8), "latencies: group sizes must be powers of two"),
+        (lambda: Instances({}, 8), "latencies"),
+        (lambda: Instances(FITTED, 0), "per_node: must be at least 1"),
+        (lambda: Instances(FITTED, 8, 0), "block: must be at least 1"),
+        (lambda: cdsp(REAL, [0.0] * 12, 10, 0.1), "queues: .* nodes of 8"),
+        (lambda: cdsp(REAL, [], 10, 0.1), "queues"),
+        (lambda: cdsp(REAL, [0.0] * 7 + [-1.0], 10, 0.1), "queues: .* not below 0"),
+        (lambda: cdsp(REAL, [math.nan] * 8, 10, 0.1), "queues"),
+        (
+            lambda: cdsp(Instances({16: FITTED[16]}, 8), [0.0] * 8, 10, 0.1),
+            "queues: 8 instances are fewer",
+        ),
+        (lambda: cdsp(REAL, [0.0] * 8, 0, 0.1), "tokens: must be at least 1, not 0"),
+        (lambda: single(REAL, [0.0] * 8, 1, 1.0), "rate"),
+        (lambda: fixed(REAL, [0.0] * 8, 1, 0.0, size=16), "size: 16"),
+        (lambda: fit([(1, 0, 10, 0.0)]), "points"),
+        (lambda: fit([(1, 0, 10, 1.0), (1, 0, 20, 2.0)]), "points: group size 1 has fewer"),
+    ],
+)
 def test_what_is_wrong_is_named(make, said):
     with pytest.raises(ConfigError, match=said):
         make()

@@ -11,7 +11,8 @@ TABLE = {0.5: 0.1, 1.0: 0.3, 5.0: 0.7}
 
 
 def test_it_is_looked_up_at_intervals():
-    """One request per second, then four: the first look-up after the change still sees mostly the old rate."""
+    """One request per second, then four: the first look-up after the change still sees mostly the
+    old rate."""
     rate = ImprovementRate(TABLE, window=20.0, every=10.0)
     found = {second: rate.arrived(float(second)) for second in range(40)}
     assert found[0] == found[9] == 0.1, "the lowest load's until there is something to count"
@@ -27,10 +28,16 @@ def test_a_start_at_a_late_clock_second_is_a_start():
     assert ImprovementRate(TABLE, load=4.0).arrived(1e6) == 0.7
 
 
-@pytest.mark.parametrize("arguments, said", [
-    (({},), "table"), (({1.0: 1.0},), "table"), (({-1.0: 0.1},), "table"),
-    ((TABLE, 0.0, 0.0), "window"), ((TABLE, 0.0, 1.0, -1.0), "every"),
-])
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (({},), "table"),
+        (({1.0: 1.0},), "table"),
+        (({-1.0: 0.1},), "table"),
+        ((TABLE, 0.0, 0.0), "window"),
+        ((TABLE, 0.0, 1.0, -1.0), "every"),
+    ],
+)
 def test_what_is_wrong_is_named(arguments, said):
     with pytest.raises(ConfigError, match=said):
         ImprovementRate(*arguments)

@@ -1,4 +1,5 @@
-"""Runs requests on an engine turn by turn, in the test's own thread, with the invariants checked after every turn."""
+"""Runs requests on an engine turn by turn, in the test's own thread, with the invariants checked
+after every turn."""
 
 from __future__ import annotations
 
@@ -17,19 +18,33 @@ from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.sequence import Part
 
 
-def engine(model: str = "random:tiny", mesh: str = "", *, chunk: int = 64, seqs: int = 8, pages: int = 256, block: int = 16,
-           max_len: int = 2048, exchange: str = "gather", **cache) -> Engine:
+def engine(
+    model: str = "random:tiny",
+    mesh: str = "",
+    *,
+    chunk: int = 64,
+    seqs: int = 8,
+    pages: int = 256,
+    block: int = 16,
+    max_len: int = 2048,
+    exchange: str = "gather",
+    **cache,
+) -> Engine:
     """An engine whose programs are compiled when first used."""
     config = EngineConfig(
-        ModelSource(model=str(model), max_model_len=max_len), MeshConfig.parse(mesh), CacheConfig(block_size=block, pages=pages, **cache),
-        SchedulerConfig(max_seqs=seqs, chunk_tokens=chunk, exchange=exchange))
+        ModelSource(model=str(model), max_model_len=max_len),
+        MeshConfig.parse(mesh),
+        CacheConfig(block_size=block, pages=pages, **cache),
+        SchedulerConfig(max_seqs=seqs, chunk_tokens=chunk, exchange=exchange),
+    )
     return build(config, progress=False, warm_up=False)
 
 
 def fresh(old: Engine, placement: str, pages: int | None = None) -> Engine:
-    """An engine on the same devices with an empty cache, another placement and so many of the pages. It overwrites those of the old one:
-    use that no more."""
-    plan, config = old.stages.plan, dataclasses.replace(old.config.cache, pages=pages or old.stages.plan.pages)
+    """An engine on the same devices with an empty cache, another placement and so many of the
+    pages. It overwrites those of the old one: use that no more."""
+    plan = old.stages.plan
+    config = dataclasses.replace(old.config.cache, pages=pages or old.stages.plan.pages)
     cache = CacheManager(config, plan.mesh.kvp, plan.slots, placement=placement)
     scheduler = Scheduler(old.config.scheduler, cache, plan.mesh, old.max_len, plan.model.eos_ids)
     return Engine(old.config, old.stages, scheduler, plan.model.eos_ids)
@@ -49,18 +64,29 @@ class Runner:
         self.engine = engine
         self.events: dict[str, list[Event]] = {}
 
-    def submit(self, prompt: Sequence[int], id: str | None = None, rest: dict | None = None, **fields) -> str:
+    def submit(
+        self, prompt: Sequence[int], id: str | None = None, rest: dict | None = None, **fields
+    ) -> str:
         id = id or f"r{len(self.events)}"
         params = SamplingParams.make(**{"temperature": 0, **fields})
-        request = Request.make(id, np.asarray(prompt), params, vocab=self.engine.model.vocab, max_len=self.engine.max_len,
-                               arrival=self.engine.clock.now(), **(rest or {}))
+        request = Request.make(
+            id,
+            np.asarray(prompt),
+            params,
+            vocab=self.engine.model.vocab,
+            max_len=self.engine.max_len,
+            arrival=self.engine.clock.now(),
+            **(rest or {}),
+        )
         self.events[id] = []
         self.engine.submit(request, self.events[id].extend)
         return id
 
     def run(self, chunks: Sequence[int] = (), seed: int = 0) -> None:
-        """Turns until nothing is left. chunks: budgets to choose from at random before each turn; none: the engine's own."""
-        rng, scheduler = random.Random(seed), self.engine.scheduler
+        """Turns until nothing is left. chunks: budgets to choose from at random before each turn;
+        none: the engine's own."""
+        rng = random.Random(seed)
+        scheduler = self.engine.scheduler
         own = scheduler.packer.config
         while True:
             if chunks:
@@ -75,7 +101,9 @@ class Runner:
         tokens = [event for event in mine if isinstance(event, Token)]
         ends = [event for event in mine if isinstance(event, Finished)]
         assert len(ends) == 1, f"{id} ended {len(ends)} times"
-        return Completion([token.id for token in tokens], [token.logprobs for token in tokens], ends[0])
+        return Completion(
+            [token.id for token in tokens], [token.logprobs for token in tokens], ends[0]
+        )
 
     def ids(self, id: str, index: int = 0) -> list[int]:
         return self.completion(id, index).ids
@@ -85,16 +113,25 @@ class Plans:
     """Random plans: chunks of any length, on lanes of which those of the chunk before are some."""
 
     def __init__(self, seed: int, lanes: int = 8, longest: int = 200):
-        self.rng, self.lanes, self.longest = random.Random(seed), lanes, longest
+        self.rng = random.Random(seed)
+        self.lanes = lanes
+        self.longest = longest
 
     def arrived(self, now: float) -> None:
         pass
 
-    def __call__(self, pending: list[float], start: int, target: int, lanes: Sequence[int] = ()) -> tuple[Part, ...]:
-        group, rest, parts, at = list(lanes), [lane for lane in range(self.lanes) if lane not in lanes], [], start
+    def __call__(
+        self, pending: list[float], start: int, target: int, lanes: Sequence[int] = ()
+    ) -> tuple[Part, ...]:
+        group = list(lanes)
+        rest = [lane for lane in range(self.lanes) if lane not in lanes]
+        parts = []
+        at = start
         self.rng.shuffle(rest)
         while at < target:
-            size = self.rng.choice([size for size in (1, 2, 4, 8) if max(1, len(group)) <= size <= self.lanes])
+            size = self.rng.choice(
+                [size for size in (1, 2, 4, 8) if max(1, len(group)) <= size <= self.lanes]
+            )
             while len(group) < size:
                 group.append(rest.pop())
             at = min(target, at + self.rng.randint(1, self.longest))
@@ -102,7 +139,9 @@ class Plans:
         return tuple(parts)
 
 
-def generate(engine: Engine, prompts: Sequence[Sequence[int]], chunks: Sequence[int] = (), **fields) -> list[list[int]]:
+def generate(
+    engine: Engine, prompts: Sequence[Sequence[int]], chunks: Sequence[int] = (), **fields
+) -> list[list[int]]:
     """Greedy tokens of all prompts, run together."""
     runner = Runner(engine)
     ids = [runner.submit(prompt, **fields) for prompt in prompts]

@@ -1,4 +1,5 @@
-"""Whatever the scheduler starts fits a compiled shape, and the message to the devices says all of it once: no token lost, none twice."""
+"""Whatever the scheduler starts fits a compiled shape, and the message to the devices says all of
+it once: no token lost, none twice."""
 
 from __future__ import annotations
 
@@ -10,30 +11,53 @@ import pytest
 
 from jaxserve.cache import CacheManager
 from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.engine.arrays import FEED, NOWHERE, Arrays, Work, fullest, layout, ring_rows, sample_sizes, shapes, to_arrays
+from jaxserve.engine.arrays import (
+    FEED,
+    NOWHERE,
+    Arrays,
+    Work,
+    fullest,
+    layout,
+    ring_rows,
+    sample_sizes,
+    shapes,
+    to_arrays,
+)
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling import Batch, Scheduler
 
 BLOCK = 4
-CONFIGS = [                                          # lanes, sequences, chunk tokens, placement, tokens of a request per lane
-    (1, 1, 1, "grow", None), (1, 5, 7, "grow", None), (1, 8, 100, "grow", None), (1, 16, 256, "grow", None),
-    (2, 4, 1, "random", None), (2, 8, 16, "grow", 40), (2, 7, 130, "random", None), (3, 6, 64, "round_robin", None),
-    (4, 8, 200, "grow", 30), (4, 5, 320, "random", None),
+CONFIGS = [  # lanes, sequences, chunk tokens, placement, tokens of a request per lane
+    (1, 1, 1, "grow", None),
+    (1, 5, 7, "grow", None),
+    (1, 8, 100, "grow", None),
+    (1, 16, 256, "grow", None),
+    (2, 4, 1, "random", None),
+    (2, 8, 16, "grow", 40),
+    (2, 7, 130, "random", None),
+    (3, 6, 64, "round_robin", None),
+    (4, 8, 200, "grow", 30),
+    (4, 5, 320, "random", None),
 ]
 
 
-def traffic(config: SchedulerConfig, lanes: int, placement: str, lane_tokens: int | None, seed: int):
+def traffic(
+    config: SchedulerConfig, lanes: int, placement: str, lane_tokens: int | None, seed: int
+):
     """Batches of random requests, with shared prefixes, full queues, preemptions and cancels."""
     rng = random.Random(seed)
     room = CacheConfig(block_size=BLOCK, pages=60 // lanes + 60, lane_tokens=lane_tokens)
     cache = CacheManager(room, lanes, config.max_seqs, placement=placement)
     scheduler = Scheduler(config, cache, MeshConfig(kvp=lanes), 400)
-    flights, number = [], 0
+    flights = []
+    number = 0
     while number < 60 or scheduler.sequences:
         while number < 60 and scheduler.waiting < 3:
             length = rng.choice((1, 2, rng.randint(1, 20), rng.randint(1, 200)))
             prompt = np.roll(np.arange(300, dtype=np.int32), rng.choice((0, 0, number)))[:length]
-            params = SamplingParams(temperature=0, max_tokens=rng.randint(1, 30), n=rng.choice((1, 1, 3)))
+            params = SamplingParams(
+                temperature=0, max_tokens=rng.randint(1, 30), n=rng.choice((1, 1, 3))
+            )
             scheduler.add(Request(str(number), prompt, params))
             number += 1
         batch = scheduler.start(0.0)
@@ -42,14 +66,18 @@ def traffic(config: SchedulerConfig, lanes: int, placement: str, lane_tokens: in
             yield batch
         if len(flights) > 1 or (batch is None and flights):
             first = flights.pop(0)
-            scheduler.finish(first, np.array([rng.randint(3, 299) for _ in first.slot], np.int32), 0.0)
+            scheduler.finish(
+                first, np.array([rng.randint(3, 299) for _ in first.slot], np.int32), 0.0
+            )
         if rng.random() < 0.05 and scheduler._entries:
             scheduler.cancel(rng.choice(list(scheduler._entries)), 0.0)
 
 
 def said(arrays: Arrays, lanes: int) -> Counter:
-    """(slot, position, token, spread, lane) of every token in the message; a local token must be on its home lane."""
-    shape, found = arrays.shape, Counter()
+    """(slot, position, token, spread, lane) of every token in the message; a local token must be on
+    its home lane."""
+    shape = arrays.shape
+    found = Counter()
     view = layout(shape, lanes, BLOCK).views(arrays.ints)
     for lane in range(lanes):
         row = token = 0
@@ -59,18 +87,30 @@ def said(arrays: Arrays, lanes: int) -> Counter:
                     slot, start, length = view["rows"][lane, row].tolist()
                     assert 0 <= length <= width
                     for i in range(length):
-                        found[slot, start + i, int(view["tokens"][lane, token + i]), spread, None if spread else lane] += 1
-                    row, token = row + 1, token + width
+                        found[
+                            slot,
+                            start + i,
+                            int(view["tokens"][lane, token + i]),
+                            spread,
+                            None if spread else lane,
+                        ] += 1
+                    row = row + 1
+                    token = token + width
     return found
 
 
 def meant(batch: Batch) -> Counter:
-    found, at = Counter(), 0
-    for slot, lane, start, length, feed, spread in zip(batch.slot, batch.lane, batch.start, batch.length, batch.feed, batch.spread):
+    found = Counter()
+    at = 0
+    for slot, lane, start, length, feed, spread in zip(
+        batch.slot, batch.lane, batch.start, batch.length, batch.feed, batch.spread
+    ):
         ids = [FEED] if feed else batch.tokens[at : at + length].tolist()
         at += 0 if feed else length
         for i, token in enumerate(ids):
-            found[int(slot), int(start) + i, token, bool(spread), None if spread else int(lane)] += 1
+            found[
+                int(slot), int(start) + i, token, bool(spread), None if spread else int(lane)
+            ] += 1
     return found
 
 
@@ -79,18 +119,28 @@ def check_message(batch: Batch, arrays: Arrays, lanes: int) -> None:
     assert said(arrays, lanes) == meant(batch)
     check_samples(batch, arrays, view)
     check_held(batch, arrays, view)
-    riding = [(lane, *entry) for lane in range(lanes) for entry in view["deltas"][lane].tolist() if entry[0] != NOWHERE]
-    assert Counter(map(tuple, batch.deltas.tolist())) == Counter(riding) + Counter(map(tuple, arrays.early.tolist()))
+    riding = [
+        (lane, *entry)
+        for lane in range(lanes)
+        for entry in view["deltas"][lane].tolist()
+        if entry[0] != NOWHERE
+    ]
+    assert Counter(map(tuple, batch.deltas.tolist())) == Counter(riding) + Counter(
+        map(tuple, arrays.early.tolist())
+    )
 
 
 def check_samples(batch: Batch, arrays: Arrays, view: dict[str, np.ndarray]) -> None:
-    """After the last token of each chunk that samples, on its home lane, for its slot and the next position."""
+    """After the last token of each chunk that samples, on its home lane, for its slot and the next
+    position."""
     tokens_of = row_tokens(arrays, view)
     wanted = 0
     for chunk in range(len(batch.slot)):
-        lane, place = int(batch.lane[chunk]), int(arrays.sampled[chunk])
+        lane = int(batch.lane[chunk])
+        place = int(arrays.sampled[chunk])
         assert (place >= 0) == bool(batch.sample[chunk])
-        slot, last = int(batch.slot[chunk]), int(batch.start[chunk] + batch.length[chunk]) - 1
+        slot = int(batch.slot[chunk])
+        last = int(batch.start[chunk] + batch.length[chunk]) - 1
         assert tokens_of[lane, int(arrays.last[chunk])] == (slot, last)
         if place >= 0:
             assert view["samples"][lane, place].tolist() == [arrays.last[chunk], slot, last + 1]
@@ -98,7 +148,9 @@ def check_samples(batch: Batch, arrays: Arrays, view: dict[str, np.ndarray]) -> 
     assert wanted == (view["samples"][:, :, 1] != NOWHERE).sum()
 
 
-def row_tokens(arrays: Arrays, view: dict[str, np.ndarray]) -> dict[tuple[int, int], tuple[int, int]]:
+def row_tokens(
+    arrays: Arrays, view: dict[str, np.ndarray]
+) -> dict[tuple[int, int], tuple[int, int]]:
     """(lane, index of a token among its lane's) -> slot, position."""
     found = {}
     for lane in range(len(view["rows"])):
@@ -107,7 +159,8 @@ def row_tokens(arrays: Arrays, view: dict[str, np.ndarray]) -> dict[tuple[int, i
             for _ in range(rows):
                 slot, start, length = view["rows"][lane, row].tolist()
                 found |= {(lane, token + i): (slot, start + i) for i in range(length)}
-                row, token = row + 1, token + width
+                row = row + 1
+                token = token + width
     return found
 
 
@@ -125,12 +178,15 @@ def check_held(batch: Batch, arrays: Arrays, view: dict[str, np.ndarray]) -> Non
 def test_every_batch_fits_a_shape_that_says_all_of_it(lanes, seqs, chunk, placement, lane_tokens):
     config = SchedulerConfig(max_seqs=seqs, chunk_tokens=chunk)
     compiled = shapes(config, lanes)
-    used, spread = set(), 0
+    used = set()
+    spread = 0
     for seed in range(6):
         for batch in traffic(config, lanes, placement, lane_tokens, seed):
             work = Work.of(batch, lanes)
             shape = next((shape for shape in compiled if work.fits(shape)), None)
-            assert shape is not None, f"nothing fits lengths {batch.length}, lanes {batch.lane}, spread {batch.spread}"
+            assert shape is not None, (
+                f"nothing fits lengths {batch.length}, lanes {batch.lane}, spread {batch.spread}"
+            )
             used.add(str(shape))
             spread += int(batch.spread.any())
             check_message(batch, to_arrays(batch, work, shape, lanes, BLOCK), lanes)
@@ -139,16 +195,23 @@ def test_every_batch_fits_a_shape_that_says_all_of_it(lanes, seqs, chunk, placem
 
 @pytest.mark.parametrize("placement", ["striped", "zigzag", "random"])
 def test_around_a_ring_each_token_is_computed_where_its_block_is(placement):
-    config, lanes, rings = SchedulerConfig(max_seqs=8, chunk_tokens=96, min_chunk=16, exchange="pass_q"), 4, 0
+    config = SchedulerConfig(max_seqs=8, chunk_tokens=96, min_chunk=16, exchange="pass_q")
+    lanes = 4
+    rings = 0
     compiled = shapes(config, lanes)
     for seed in range(6):
-        where = {}                                                                   # slot, block -> lane
+        where = {}  # slot, block -> lane
         for batch in traffic(config, lanes, placement, 32, seed):
             where |= {(slot, block): lane for lane, slot, _, _, block in batch.deltas.tolist()}
             work = Work.of(batch, lanes)
             rows = ring_rows(batch, work, config.tile, BLOCK)
-            fitting = (shape for shape in compiled if shape.exchange == "pass_q" and work.fits(shape))
-            shape = next((shape for shape in fitting if rows and fullest(rows) <= shape.spread_prefill[0]), None)
+            fitting = (
+                shape for shape in compiled if shape.exchange == "pass_q" and work.fits(shape)
+            )
+            shape = next(
+                (shape for shape in fitting if rows and fullest(rows) <= shape.spread_prefill[0]),
+                None,
+            )
             if shape is None:
                 continue
             rings += 1
@@ -158,15 +221,24 @@ def test_around_a_ring_each_token_is_computed_where_its_block_is(placement):
             assert {piece.chunk for piece in arrays.pieces if batch.spread[piece.chunk]} == far
             for piece in arrays.pieces:
                 if piece.chunk in far:
-                    slot, first = int(batch.slot[piece.chunk]), int(batch.start[piece.chunk]) + piece.offset
+                    slot = int(batch.slot[piece.chunk])
+                    first = int(batch.start[piece.chunk]) + piece.offset
                     blocks = range(first // BLOCK, (first + piece.size - 1) // BLOCK + 1)
                     assert {where[slot, block] for block in blocks} == {piece.lane}
             for chunk in np.flatnonzero(batch.sample):
-                lane, place = int(batch.lane[chunk]), int(arrays.sampled[chunk])
+                lane = int(batch.lane[chunk])
+                place = int(arrays.sampled[chunk])
                 view = layout(shape, lanes, BLOCK).views(arrays.ints)
                 end = int(batch.start[chunk] + batch.length[chunk])
-                assert view["samples"][lane, place].tolist() == [arrays.last[chunk], int(batch.slot[chunk]), end]
-                assert row_tokens(arrays, view)[lane, int(arrays.last[chunk])] == (int(batch.slot[chunk]), end - 1)
+                assert view["samples"][lane, place].tolist() == [
+                    arrays.last[chunk],
+                    int(batch.slot[chunk]),
+                    end,
+                ]
+                assert row_tokens(arrays, view)[lane, int(arrays.last[chunk])] == (
+                    int(batch.slot[chunk]),
+                    end - 1,
+                )
     assert rings > 10
 
 
@@ -175,7 +247,9 @@ def test_shapes_are_few_different_and_sample_enough(lanes, seqs, chunk, placemen
     config = SchedulerConfig(max_seqs=seqs, chunk_tokens=chunk)
     compiled = shapes(config, lanes)
     assert len(set(map(str, compiled))) == len(compiled) < 40
-    assert [bool(shape.spread) for shape in compiled] == sorted(bool(shape.spread) for shape in compiled)
+    assert [bool(shape.spread) for shape in compiled] == sorted(
+        bool(shape.spread) for shape in compiled
+    )
     for shape in compiled:
         assert shape.samples in sample_sizes(config) and shape.samples >= min(shape.rows, seqs)
         if lanes == 1:

@@ -1,4 +1,5 @@
-"""What crosses from host to device in a step depends on the step alone, up to contexts of a million tokens."""
+"""What crosses from host to device in a step depends on the step alone, up to contexts of a million
+tokens."""
 
 from __future__ import annotations
 
@@ -11,14 +12,21 @@ from jaxserve.engine.arrays import Work, shapes, to_arrays
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling import Scheduler
 
-BLOCK, STEPS = 16, 48                                # in so many steps every sequence begins three blocks
+# in so many steps every sequence begins three blocks
+BLOCK = 16
+STEPS = 48
 
 
 def decode_messages(context: int, lanes: int, company: int) -> list[tuple]:
-    """Of the steps that decode after a prompt of `context` tokens, beside `company` short sequences: shape, bytes to devices, bytes of the
-    batch they are made from."""
+    """Of the steps that decode after a prompt of `context` tokens, beside `company` short
+    sequences: shape, bytes to devices, bytes of the batch they are made from."""
     config = SchedulerConfig(max_seqs=8, chunk_tokens=8192)
-    room = CacheConfig(block_size=BLOCK, pages=context // BLOCK + 100, lane_tokens=context // lanes, prefix_caching=False)
+    room = CacheConfig(
+        block_size=BLOCK,
+        pages=context // BLOCK + 100,
+        lane_tokens=context // lanes,
+        prefix_caching=False,
+    )
     cache = CacheManager(room, lanes, config.max_seqs)
     scheduler = Scheduler(config, cache, MeshConfig(kvp=lanes), context + 1000)
     compiled = shapes(config, lanes)
@@ -42,5 +50,6 @@ def decode_messages(context: int, lanes: int, company: int) -> list[tuple]:
 def test_a_decode_at_a_million_tokens_sends_what_it_sends_at_a_thousand(lanes, company):
     short, long = (decode_messages(context, lanes, company) for context in (2**10, 2**20))
     assert [message[:2] for message in short] == [message[:2] for message in long]
-    assert sum(size for *_, size in short) == sum(size for *_, size in long)        # new blocks fall on other steps, but not more of them
+    # new blocks fall on other steps, but not more of them
+    assert sum(size for *_, size in short) == sum(size for *_, size in long)
     assert max(size for _, size, _ in long) < 8192

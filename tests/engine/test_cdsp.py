@@ -1,4 +1,5 @@
-"""Prompts computed chunk by chunk by growing groups of lanes (Tetris): the same tokens for any legal plan, and no page is lost."""
+"""Prompts computed chunk by chunk by growing groups of lanes (Tetris): the same tokens for any
+legal plan, and no page is lost."""
 
 from __future__ import annotations
 
@@ -25,16 +26,28 @@ def right():
 
 @pytest.fixture(scope="module")
 def lanes():
-    return engine(mesh=f"kvp={LANES}", chunk=256, seqs=8, pages=60, max_len=1024, exchange="pass_kv", placement="striped")
+    return engine(
+        mesh=f"kvp={LANES}",
+        chunk=256,
+        seqs=8,
+        pages=60,
+        max_len=1024,
+        exchange="pass_kv",
+        placement="striped",
+    )
 
 
 def watched(real) -> list:
-    """The batches that the engine starts from now on; after one that moved pages, lanes of a group differ by a block at most."""
-    batches, issue, cache = [], real._issue, real.scheduler.cache
+    """The batches that the engine starts from now on; after one that moved pages, lanes of a group
+    differ by a block at most."""
+    batches = []
+    issue = real._issue
+    cache = real.scheduler.cache
 
     def noted(batch):
         batches.append(batch)
         return issue(batch)
+
     real._issue = noted
     regroup = cache.regroup
 
@@ -42,8 +55,12 @@ def watched(real) -> list:
         done = regroup(slot, group)
         if done and (cache.pages.refs[cache.tables[slot]] == 1).all():
             held = cache.held[slot]
-            assert held[list(group)].max() - held[list(group)].min() <= 1 and held.sum() == held[list(group)].sum()
+            assert (
+                held[list(group)].max() - held[list(group)].min() <= 1
+                and held.sum() == held[list(group)].sum()
+            )
         return done
+
     cache.regroup = checked
     return batches
 
@@ -52,41 +69,57 @@ def watched(real) -> list:
 def test_tokens_do_not_depend_on_the_plan(lanes, right, seed):
     real = fresh(lanes, "striped" if seed % 2 else "zigzag")
     real.scheduler.packer.planner = plans = Plans(seed)
-    batches, shapes, chosen = watched(real), [], real._shape_for
+    batches = watched(real)
+    shapes = []
+    chosen = real._shape_for
     real._shape_for = lambda *work: shapes.append(chosen(*work)) or shapes[-1]
     runner = Runner(real)
     ids = [runner.submit(prompt, max_tokens=12) for prompt in PROMPTS]
     while real.turn():
         real.scheduler.check()
-        for sequence in real.scheduler.sequences.values():                           # plans change between chunks
-            done = int(real.scheduler.packer.roster.issued[sequence.slot]) if sequence.slot >= 0 else 0
+        for sequence in real.scheduler.sequences.values():  # plans change between chunks
+            done = (
+                int(real.scheduler.packer.roster.issued[sequence.slot]) if sequence.slot >= 0 else 0
+            )
             if sequence.plan and done < sequence.target and plans.rng.random() < 0.3:
-                sequence.plan = plans([], done, sequence.target, sequence.plan_at(max(0, done - 1)).lanes)
+                sequence.plan = plans(
+                    [], done, sequence.target, sequence.plan_at(max(0, done - 1)).lanes
+                )
     assert [runner.ids(id) for id in ids] == right
-    assert sum(len(batch.moves) for batch in batches) > 5 and "pass_kv" in {shape.exchange for shape in shapes}
+    assert sum(len(batch.moves) for batch in batches) > 5 and "pass_kv" in {
+        shape.exchange for shape in shapes
+    }
     assert_empty(real)
 
 
 @pytest.mark.parametrize("pages", [60, 9])
 def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right, pages):
-    """Cancelled at random moments, or short of pages: then a group stays as it was, and what runs says what it says alone."""
+    """Cancelled at random moments, or short of pages: then a group stays as it was, and what runs
+    says what it says alone."""
     refused = 0
     for seed in range(3):
-        rng, real = random.Random(seed), fresh(lanes, "striped", pages)
+        rng = random.Random(seed)
+        real = fresh(lanes, "striped", pages)
         real.scheduler.packer.planner = Plans(seed)
         watched(real)
-        cache, regroup = real.scheduler.cache, real.scheduler.cache.regroup
+        cache = real.scheduler.cache
+        regroup = real.scheduler.cache.regroup
 
         def counted(slot, group, regroup=regroup):
             nonlocal refused
             done = regroup(slot, group)
             refused += not done
             return done
+
         cache.regroup = counted
         runner = Runner(real)
         for lap in range(4):
-            ids = [runner.submit(prompt, max_tokens=12, rest=dict(cache_salt=str(lap % 2))) for prompt in PROMPTS * 2]
-            doomed, turn = set(rng.sample(ids, 5)), 0
+            ids = [
+                runner.submit(prompt, max_tokens=12, rest=dict(cache_salt=str(lap % 2)))
+                for prompt in PROMPTS * 2
+            ]
+            doomed = set(rng.sample(ids, 5))
+            turn = 0
             while real.turn():
                 real.scheduler.check()
                 turn += 1
@@ -94,7 +127,11 @@ def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right, 
                     real.cancel(doomed.pop())
             for id, said in zip(ids, right * 2):
                 got = runner.completion(id)
-                assert got.ids == said if got.finished.reason != "cancelled" else got.ids == said[: len(got.ids)]
+                assert (
+                    got.ids == said
+                    if got.finished.reason != "cancelled"
+                    else got.ids == said[: len(got.ids)]
+                )
             assert_empty(real)
     assert (refused > 0) == (pages < 60)
 
@@ -103,47 +140,86 @@ def test_the_planner_gives_long_prompts_more_lanes(tmp_path, monkeypatch):
     """As the engine is built: profile, latencies by size of group, plans."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
     config = EngineConfig(
-        ModelSource("random:tiny", max_model_len=1024), MeshConfig(kvp=4), CacheConfig(pages=100, placement="striped"),
-        SchedulerConfig(max_seqs=2, chunk_tokens=128, exchange="pass_q", planner="cdsp", improvement=0.05), compile_cache=str(tmp_path))
+        ModelSource("random:tiny", max_model_len=1024),
+        MeshConfig(kvp=4),
+        CacheConfig(pages=100, placement="striped"),
+        SchedulerConfig(
+            max_seqs=2, chunk_tokens=128, exchange="pass_q", planner="cdsp", improvement=0.05
+        ),
+        compile_cache=str(tmp_path),
+    )
     real = build(config, progress=False, warm_up=False)
     plan = real.scheduler.packer.planner
     for queues in ([0.0] * 4, [0.0, 9.0, 0.0, 9.0]):
         parts = plan(queues, 32, 1000)
-        assert parts[-1].stop == 1000 and [part.stop for part in parts] == sorted(part.stop for part in parts)
+        assert parts[-1].stop == 1000 and [part.stop for part in parts] == sorted(
+            part.stop for part in parts
+        )
         assert all(set(one.lanes) <= set(other.lanes) for one, other in zip(parts, parts[1:]))
-        assert all((part.stop - 32) % 16 == 0 for part in parts[:-1]) and parts[0].lanes[0] in (0, 2)
+        assert all((part.stop - 32) % 16 == 0 for part in parts[:-1]) and parts[0].lanes[0] in (
+            0,
+            2,
+        )
     said = generate(real, [PROMPTS[3]], max_tokens=4)
     assert said == generate(engine(max_len=1024), [PROMPTS[3]], max_tokens=4)
 
-    real.scheduler.packer.planner = Plans(5, lanes=4)                                # pages move in the programs of steps, beside layers
-    rode, chosen = [], real._shape_for
-    real._shape_for = lambda batch, *work: rode.append((chosen(batch, *work), len(batch.moves))) or rode[-1][0]
+    # pages move in the programs of steps, beside layers
+    real.scheduler.packer.planner = Plans(5, lanes=4)
+    rode = []
+    chosen = real._shape_for
+    real._shape_for = lambda batch, *work: (
+        rode.append((chosen(batch, *work), len(batch.moves))) or rode[-1][0]
+    )
     prompts = [list(reversed(prompt)) for prompt in PROMPTS]
-    assert generate(real, prompts, max_tokens=6) == generate(engine(max_len=1024), prompts, max_tokens=6)
+    assert generate(real, prompts, max_tokens=6) == generate(
+        engine(max_len=1024), prompts, max_tokens=6
+    )
     assert sum(moves for shape, moves in rode if shape.moves) > 10
-    program = next(program.as_text() for name, program in real.stages.programs.compiled.items() if "moves" in name)
+    program = next(
+        program.as_text()
+        for name, program in real.stages.programs.compiled.items()
+        if "moves" in name
+    )
     assert_moves_need_no_layer(program, real.stages.plan)
 
 
 def assert_moves_need_no_layer(text: str, plan) -> None:
-    """What is sent of each layer's pages is read off the pages that came in: on no path from a product of the layers."""
-    made = dict(re.findall(r"^\s*(?:ROOT )?%([\w.-]+) = (.*)$", text[text.index("\nENTRY") :], re.M))
+    """What is sent of each layer's pages is read off the pages that came in: on no path from a
+    product of the layers."""
+    made = dict(
+        re.findall(r"^\s*(?:ROOT )?%([\w.-]+) = (.*)$", text[text.index("\nENTRY") :], re.M)
+    )
     page = f"{plan.model.kv_heads},2,{plan.block_size},{plan.model.head_dim}]"
-    sends = [name for name, what in made.items() if " all-to-all(" in what and page in what.split(" all-to-all(")[0]]
+    sends = [
+        name
+        for name, what in made.items()
+        if " all-to-all(" in what and page in what.split(" all-to-all(")[0]
+    ]
     assert len(sends) == plan.model.layers
-    seen, front = set(), set(sends)
+    seen = set()
+    front = set(sends)
     while front:
         name = front.pop()
         seen.add(name)
-        front |= {source for source in re.findall(r"%([\w.-]+)", made[name].split("metadata=")[0]) if source in made} - seen
-    assert not [name for name in seen if re.search(r" (dot|while|all-gather|collective-permute|custom-call)\(", made[name])]
+        front |= {
+            source
+            for source in re.findall(r"%([\w.-]+)", made[name].split("metadata=")[0])
+            if source in made
+        } - seen
+    assert not [
+        name
+        for name in seen
+        if re.search(r" (dot|while|all-gather|collective-permute|custom-call)\(", made[name])
+    ]
 
 
 def test_moves_keep_their_order_over_launches():
     rng = np.random.default_rng(0)
     first = {(lane, page): page * 10 + lane for lane in range(3) for page in range(MOVES * 2)}
-    moves, held, device = [], dict(first), dict(first)
-    for _ in range(300):                                                             # pages that were left are used again
+    moves = []
+    held = dict(first)
+    device = dict(first)
+    for _ in range(300):  # pages that were left are used again
         lane, page = list(held)[rng.integers(len(held))]
         to = int(rng.integers(3))
         taken = {page for at, page in held if at == to}
@@ -153,7 +229,10 @@ def test_moves_keep_their_order_over_launches():
     all_launches = list(launches(np.array(moves, np.int32), 3))
     for ints in all_launches:
         places = list(itertools.product(range(3), range(3), range(MOVES)))
-        read = {(lane, to, nth): device.get((lane, int(ints[lane, 0, to, nth]))) for lane, to, nth in places}
+        read = {
+            (lane, to, nth): device.get((lane, int(ints[lane, 0, to, nth])))
+            for lane, to, nth in places
+        }
         for lane, to, nth in places:
             if ints[to, 1, lane, nth] < NOWHERE:
                 device[to, int(ints[to, 1, lane, nth])] = read[lane, to, nth]

@@ -1,4 +1,5 @@
-"""The engine as its callers see it: threads, ends of all kinds, and faults that must stay where they happen."""
+"""The engine as its callers see it: threads, ends of all kinds, and faults that must stay where
+they happen."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ import pytest
 
 from jaxserve.clock import VirtualClock
 from jaxserve.engine.engine import Engine
-from jaxserve.request import Accepted, Finished, Progress, Request, RequestError, SamplingParams, Token
+from jaxserve.request import (
+    Accepted,
+    Finished,
+    Progress,
+    Request,
+    RequestError,
+    SamplingParams,
+    Token,
+)
 from tests.engine.harness import Runner, assert_empty, engine, fresh
 from tests.waiting import eventually
 
@@ -39,7 +48,8 @@ class Listener:
     """A sink that can be waited for."""
 
     def __init__(self):
-        self.events, self.threads = [], set()
+        self.events = []
+        self.threads = set()
         self._ended = threading.Event()
 
     def __call__(self, events) -> None:
@@ -57,12 +67,26 @@ class Listener:
         return [event.id for event in self.events if isinstance(event, Token)]
 
 
-def request(real: Engine, id: str = "r", length: int = 20, rest: dict | None = None, **fields) -> Request:
-    params = SamplingParams.make(**{"temperature": 0, "max_tokens": 5, "ignore_eos": True, **fields})
-    return Request.make(id, np.arange(3, 3 + length), params, vocab=512, max_len=real.max_len, arrival=real.clock.now(), **(rest or {}))
+def request(
+    real: Engine, id: str = "r", length: int = 20, rest: dict | None = None, **fields
+) -> Request:
+    params = SamplingParams.make(
+        **{"temperature": 0, "max_tokens": 5, "ignore_eos": True, **fields}
+    )
+    return Request.make(
+        id,
+        np.arange(3, 3 + length),
+        params,
+        vocab=512,
+        max_len=real.max_len,
+        arrival=real.clock.now(),
+        **(rest or {}),
+    )
 
 
-def ask(real: Engine, id: str = "r", length: int = 20, rest: dict | None = None, **fields) -> Listener:
+def ask(
+    real: Engine, id: str = "r", length: int = 20, rest: dict | None = None, **fields
+) -> Listener:
     listener = Listener()
     real.submit(request(real, id, length, rest, **fields), listener)
     return listener
@@ -70,12 +94,15 @@ def ask(real: Engine, id: str = "r", length: int = 20, rest: dict | None = None,
 
 # --- the life of a request and of the thread
 
+
 def test_a_request_is_accepted_makes_progress_speaks_and_ends_in_this_order(running):
     listener = ask(running, length=100)
     ended = listener.finished()
     kinds = [type(event) for event in listener.events]
     assert kinds == [Accepted] + [Progress] * 3 + [Token] * 5 + [Finished]
-    assert [event.prefilled for event in listener.events[1:4]] == [32, 64, 96] and listener.events[1].total == 100
+    assert [event.prefilled for event in listener.events[1:4]] == [32, 64, 96] and listener.events[
+        1
+    ].total == 100
     assert ended.reason == "length" and ended.usage.prompt == 100 and ended.usage.completion == 5
     assert 0 <= ended.timing.queued <= ended.timing.first_token <= ended.timing.total < 60
     assert listener.threads == {threading.current_thread().name, "engine"}
@@ -97,7 +124,13 @@ def test_many_threads_submit_and_cancel_at_once(running):
         rng = np.random.default_rng(number)
         for i in range(15):
             id = f"{number}-{i}"
-            listeners[id] = ask(running, id, int(rng.integers(1, 80)), max_tokens=int(rng.integers(1, 30)), n=int(rng.integers(1, 3)))
+            listeners[id] = ask(
+                running,
+                id,
+                int(rng.integers(1, 80)),
+                max_tokens=int(rng.integers(1, 30)),
+                n=int(rng.integers(1, 3)),
+            )
             if rng.random() < 0.5:
                 time.sleep(rng.random() * 0.01)
                 running.cancel(id)
@@ -116,7 +149,7 @@ def test_many_threads_submit_and_cancel_at_once(running):
 
 
 def test_closing_ends_what_runs_and_refuses_what_comes(running):
-    listeners = [ask(running, str(i), max_tokens=480) for i in range(6)]              # two of them wait
+    listeners = [ask(running, str(i), max_tokens=480) for i in range(6)]  # two of them wait
     eventually(lambda: listeners[0].tokens, 60)
     running.close()
     for listener in listeners:
@@ -135,7 +168,10 @@ def test_an_engine_that_never_started_can_be_closed(real):
     assert listener.finished().error.status == "UNAVAILABLE"
 
 
-@pytest.mark.parametrize("place, name", [("stages", "step"), ("stages", "sample"), ("scheduler", "start"), ("scheduler", "finish")])
+@pytest.mark.parametrize(
+    "place, name",
+    [("stages", "step"), ("stages", "sample"), ("scheduler", "start"), ("scheduler", "finish")],
+)
 def test_a_loop_that_fails_ends_all_requests_and_says_so(real, place, name, monkeypatch, caplog):
     def fail(*args):
         raise RuntimeError("the device is gone")
@@ -146,7 +182,11 @@ def test_a_loop_that_fails_ends_all_requests_and_says_so(real, place, name, monk
     monkeypatch.setattr(getattr(real, place), name, fail)
     for listener in listeners:
         ended = listener.finished()
-        assert ended.reason == "error" and ended.error.status == "INTERNAL" and ended.usage.completion == len(listener.tokens)
+        assert (
+            ended.reason == "error"
+            and ended.error.status == "INTERNAL"
+            and ended.usage.completion == len(listener.tokens)
+        )
     eventually(lambda: not real._thread.is_alive(), 60)
     assert not real.alive and "the device is gone" in caplog.text
     with pytest.raises(RequestError, match="not running"):
@@ -156,6 +196,7 @@ def test_a_loop_that_fails_ends_all_requests_and_says_so(real, place, name, monk
 
 # --- refusals and ends
 
+
 def test_an_id_in_use_is_refused_and_can_be_used_again_once_it_ended(real):
     first = ask(real, max_tokens=480)
     with pytest.raises(RequestError, match="in use") as refused:
@@ -163,7 +204,7 @@ def test_an_id_in_use_is_refused_and_can_be_used_again_once_it_ended(real):
     assert refused.value.status == "ALREADY_EXISTS"
     for _ in range(6):
         real.turn()
-    assert real.cancel("r") and real._flights                                       # its last batch is still on its way
+    assert real.cancel("r") and real._flights  # its last batch is still on its way
     second = ask(real, length=30)
     while real.turn():
         real.scheduler.check()
@@ -187,8 +228,12 @@ def test_one_completion_can_be_stopped_and_the_others_go_on(real):
     while sum(isinstance(event, Token) and event.index == 1 for event in runner.events[id]) < 3:
         real.turn()
     assert real.stop(id, 1)
-    said = len([event for event in runner.events[id] if isinstance(event, Token) and event.index == 1])
-    assert not real.stop(id, 1) or sum(isinstance(event, Finished) for event in runner.events[id]) == 1
+    said = len(
+        [event for event in runner.events[id] if isinstance(event, Token) and event.index == 1]
+    )
+    assert (
+        not real.stop(id, 1) or sum(isinstance(event, Finished) for event in runner.events[id]) == 1
+    )
     runner.run()
     assert runner.completion(id, 1).finished.reason == "stop" and len(runner.ids(id, 1)) == said
     assert [len(runner.ids(id, index)) for index in (0, 2)] == [20, 20]
@@ -232,6 +277,7 @@ def test_a_deadline_ends_those_that_run_and_those_that_wait(real):
 
 # --- faults that stay where they happen
 
+
 @pytest.mark.parametrize("kind", [Accepted, Progress, Token, Finished])
 def test_a_sink_that_raises_ends_its_own_request_and_no_other(running, kind, caplog):
     heard = []
@@ -242,10 +288,15 @@ def test_a_sink_that_raises_ends_its_own_request_and_no_other(running, kind, cap
             raise ValueError("no ear")
 
     good = ask(running, "good", length=100, max_tokens=50)
-    running.submit(request(running, "bad", length=100, n=2, rest=dict(cache_salt="of its own")), broken)
+    running.submit(
+        request(running, "bad", length=100, n=2, rest=dict(cache_salt="of its own")), broken
+    )
     assert good.finished().reason == "length" and len(good.tokens) == 50
     eventually(lambda: "bad" not in running._subscribers.by_id, 60)
-    assert any(isinstance(event, kind) for event in heard[-1]) and "the sink of request 'bad' failed" in caplog.text
+    assert (
+        any(isinstance(event, kind) for event in heard[-1])
+        and "the sink of request 'bad' failed" in caplog.text
+    )
     assert ask(running, "bad").finished().reason == "length"
     assert running.alive
 
@@ -259,33 +310,49 @@ def test_a_sink_may_submit_and_cancel(real):
             assert not real.cancel("first") and not real.cancel("twin") and real.cancel("third")
 
     third = ask(real, "third", max_tokens=480)
-    real.submit(request(real, "first", max_tokens=6), first)                         # starts a step before its twin
+    real.submit(request(real, "first", max_tokens=6), first)  # starts a step before its twin
     twin = ask(real, "twin")
     while real.turn():
         real.scheduler.check()
-    assert (second.finished().reason, twin.finished().reason, third.finished().reason) == ("length", "length", "cancelled")
+    assert (second.finished().reason, twin.finished().reason, third.finished().reason) == (
+        "length",
+        "length",
+        "cancelled",
+    )
     assert_empty(real)
 
 
-@pytest.mark.parametrize("fields", [{}, dict(temperature=1.0, seed=1, top_p=0.9), dict(logprobs=2), dict(n=2, temperature=1.0)], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, dict(temperature=1.0, seed=1, top_p=0.9), dict(logprobs=2), dict(n=2, temperature=1.0)],
+    ids=str,
+)
 def test_logits_that_are_not_finite_end_their_request_and_no_other(real, fields):
     good = ask(real, "good", 40, max_tokens=40, **fields)
     bad = ask(real, "bad", 20, max_tokens=40, rest=dict(cache_salt="shares no page"))
     while not (len(good.tokens) > 3 and len(bad.tokens) > 3):
         real.turn()
-    slot = next(sequence.slot for sequence in real.scheduler.sequences.values() if sequence.id == "bad")
-    stage, page = real.stages.stages[0], real.scheduler.cache.tables[slot][0]
+    slot = next(
+        sequence.slot for sequence in real.scheduler.sequences.values() if sequence.id == "bad"
+    )
+    stage = real.stages.stages[0]
+    page = real.scheduler.cache.tables[slot][0]
     stage.pages[0] = jax.tree.map(lambda pool: pool.at[0, page].set(jnp.nan), stage.pages[0])
     while real.turn():
         real.scheduler.check()
     ended = bad.finished()
-    assert ended.reason == "error" and ended.error.status == "INTERNAL" and "finite" in str(ended.error)
+    assert (
+        ended.reason == "error"
+        and ended.error.status == "INTERNAL"
+        and "finite" in str(ended.error)
+    )
     assert len(bad.tokens) == ended.usage.completion < 40 and min(bad.tokens) >= 0
     assert good.finished().reason == "length"
     again = ask(real, "bad", 20, max_tokens=40, rest=dict(cache_salt="shares no page"))
     while real.turn():
         real.scheduler.check()
-    assert again.finished().reason == "length" and again.finished().usage.cached == 0    # nothing of it was kept
+    # nothing of it was kept
+    assert again.finished().reason == "length" and again.finished().usage.cached == 0
     assert_empty(real)
     stage.pages[0] = jax.tree.map(jnp.zeros_like, stage.pages[0])
 

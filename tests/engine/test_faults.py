@@ -1,4 +1,5 @@
-"""Steps that fail or hang on the devices: who hears of it, and that the engine goes on as if nothing had been."""
+"""Steps that fail or hang on the devices: who hears of it, and that the engine goes on as if
+nothing had been."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tests.engine.harness import assert_empty, engine, fresh
 from tests.engine.test_engine import ask
 from tests.waiting import eventually
 
-TOO_MUCH = 2**50                                      # bytes that no allocator has
+TOO_MUCH = 2**50  # bytes that no allocator has
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,9 @@ def no_memory(*args) -> None:
 
 def once(real: Engine, monkeypatch, name: str, fault) -> None:
     """The next call of the stages' method `name` fails."""
-    right, lock, failed = getattr(real.stages, name), threading.Lock(), []
+    right = getattr(real.stages, name)
+    lock = threading.Lock()
+    failed = []
 
     def call(*args):
         with lock:
@@ -62,30 +65,43 @@ def at_launch(real: Engine):
     def fault(right, args):
         lose(real)
         no_memory()
+
     return fault
 
 
 def on_the_way(real: Engine):
     """The step is issued, and fails while it runs."""
+
     def broken(ints: np.ndarray) -> np.ndarray:
         raise ValueError("a kernel failed")
 
     def fault(right, args):
         hidden = right(*args)
-        ints = jax.jit(lambda x: jax.pure_callback(broken, jax.ShapeDtypeStruct(x.shape, x.dtype), x))(hidden.ints)
+        ints = jax.jit(
+            lambda x: jax.pure_callback(broken, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        )(hidden.ints)
         return dataclasses.replace(hidden, ints=ints)
+
     return fault
 
 
 @pytest.mark.parametrize("name", ["step", "sample", "admit"])
-def test_where_a_launch_finds_no_memory_its_requests_fail_and_the_engine_goes_on(running, name, monkeypatch, caplog):
+def test_where_a_launch_finds_no_memory_its_requests_fail_and_the_engine_goes_on(
+    running, name, monkeypatch, caplog
+):
     right = ask(running, "alone").finished()
     assert right.reason == "length"
     once(running, monkeypatch, name, at_launch(running))
     ended = ask(running, "bad").finished()
-    assert ended.reason == "error" and ended.error.status == "RESOURCE_EXHAUSTED" and ended.error.reason == "memory"
+    assert (
+        ended.reason == "error"
+        and ended.error.status == "RESOURCE_EXHAUSTED"
+        and ended.error.reason == "memory"
+    )
     after = ask(running, "again")
-    assert after.finished().reason == "length" and after.finished().usage.cached == 0 and running.alive
+    assert (
+        after.finished().reason == "length" and after.finished().usage.cached == 0 and running.alive
+    )
     assert "failed" in caplog.text
     eventually(lambda: not running.load().running, 60)
     with running._lock:
@@ -94,14 +110,19 @@ def test_where_a_launch_finds_no_memory_its_requests_fail_and_the_engine_goes_on
 
 
 def test_a_step_that_fails_on_the_way_ends_its_requests_and_others_begin_anew(monkeypatch):
-    """Two stages, so that a batch has two of four decodes. The tokens of those that begin anew are those they get alone."""
+    """Two stages, so that a batch has two of four decodes. The tokens of those that begin anew are
+    those they get alone."""
     real = engine("random:tiny", "spp=2", chunk=32, seqs=4, pages=60, max_len=512)
     real.start()
     try:
         kinds = [{}, dict(temperature=1.0, seed=5), dict(frequency_penalty=0.5), {}]
-        alone = [ask(real, f"alone{i}", 20 + i, max_tokens=80, **kind) for i, kind in enumerate(kinds)]
+        alone = [
+            ask(real, f"alone{i}", 20 + i, max_tokens=80, **kind) for i, kind in enumerate(kinds)
+        ]
         expected = [listener.finished() and listener.tokens for listener in alone]
-        listeners = [ask(real, f"r{i}", 20 + i, max_tokens=80, **kind) for i, kind in enumerate(kinds)]
+        listeners = [
+            ask(real, f"r{i}", 20 + i, max_tokens=80, **kind) for i, kind in enumerate(kinds)
+        ]
         waits = ask(real, "waits", 40)
         eventually(lambda: all(len(listener.tokens) > 3 for listener in listeners), 60)
         once(real, monkeypatch, "step", on_the_way(real))
@@ -122,23 +143,39 @@ def test_a_step_that_fails_on_the_way_ends_its_requests_and_others_begin_anew(mo
 def test_an_engine_whose_every_step_fails_gives_up(running, monkeypatch):
     monkeypatch.setattr(running.stages, "step", no_memory)
     ends = [ask(running, str(number)).finished() for number in range(FAULTS)]
-    assert [end.error.status for end in ends] == ["RESOURCE_EXHAUSTED"] * (FAULTS - 1) + ["INTERNAL"]
+    assert [end.error.status for end in ends] == ["RESOURCE_EXHAUSTED"] * (FAULTS - 1) + [
+        "INTERNAL"
+    ]
     eventually(lambda: not running.alive, 60)
 
 
 def watched(built: Engine, hang_timeout: float) -> Engine:
     built.stages.reset()
     real = fresh(built, "grow")
-    return Engine(dataclasses.replace(real.config, hang_timeout=hang_timeout), real.stages, real.scheduler, real._eos)
+    return Engine(
+        dataclasses.replace(real.config, hang_timeout=hang_timeout),
+        real.stages,
+        real.scheduler,
+        real._eos,
+    )
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_others_wait_for_a_step_that_is_issued_slowly_but_not_for_one_that_hangs(built, monkeypatch, hangs):
+def test_others_wait_for_a_step_that_is_issued_slowly_but_not_for_one_that_hangs(
+    built, monkeypatch, hangs
+):
     monkeypatch.setattr("jaxserve.engine.engine.LOOK", 0.1)
-    real, begun, gate = watched(built, 0.2 if hangs else 60), threading.Event(), threading.Event()
+    real = watched(built, 0.2 if hangs else 60)
+    begun = threading.Event()
+    gate = threading.Event()
     real.start()
     try:
-        once(real, monkeypatch, "step", lambda right, args: (begun.set(), gate.wait(60 if hangs else 0.5), right(*args))[2])
+        once(
+            real,
+            monkeypatch,
+            "step",
+            lambda right, args: (begun.set(), gate.wait(60 if hangs else 0.5), right(*args))[2],
+        )
         listener = ask(real, "a")
         assert begun.wait(60)
         if hangs:
@@ -154,7 +191,8 @@ def test_others_wait_for_a_step_that_is_issued_slowly_but_not_for_one_that_hangs
 
 
 def test_a_hung_step_can_be_told_by_others(built, monkeypatch):
-    real, gate = watched(built, 0.2), threading.Event()
+    real = watched(built, 0.2)
+    gate = threading.Event()
     real.start()
     try:
         assert ask(real, "before").finished().reason == "length" and real.stuck() is None
@@ -162,7 +200,9 @@ def test_a_hung_step_can_be_told_by_others(built, monkeypatch):
         def hang(right, args):
             hidden = right(*args)
             wait = lambda x: (gate.wait(60), x)[1]
-            blocked = jax.jit(lambda x: jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x))(hidden.ints)
+            blocked = jax.jit(
+                lambda x: jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+            )(hidden.ints)
             return dataclasses.replace(hidden, ints=blocked)
 
         once(real, monkeypatch, "step", hang)
@@ -190,6 +230,6 @@ def test_flushing_forgets_what_nobody_holds(running):
     assert running.load().pages_free == running.load().pages_total
     held = ask(running, "c", 100, max_tokens=300)
     assert (eventually(lambda: held.tokens, 60), running.flush_cache())[1] == 0
-    assert ask(running, "d", 100).finished().usage.cached == 96          # what is held stays known
+    assert ask(running, "d", 100).finished().usage.cached == 96  # what is held stays known
     running.cancel("c")
     assert held.finished().usage.cached == 0 and first.tokens == held.tokens[:5]

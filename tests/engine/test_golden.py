@@ -1,4 +1,5 @@
-"""The real model says what the reference says, token for token, on every mesh, chunking, placement, batch mix and weight source."""
+"""The real model says what the reference says, token for token, on every mesh, chunking, placement,
+batch mix and weight source."""
 
 from __future__ import annotations
 
@@ -11,37 +12,57 @@ import pytest
 from jaxserve.scheduling.predictor import Costs
 from tests.engine.harness import Plans, Runner, assert_empty, engine, fresh
 
-MESHES = [mesh for mesh in itertools.product((1, 2, 3, 5), (1, 2, 4), (1, 3)) if np.prod(mesh) <= 12]
+MESHES = [
+    mesh for mesh in itertools.product((1, 2, 3, 5), (1, 2, 4), (1, 3)) if np.prod(mesh) <= 12
+]
 CHUNKS = {"1": (1,), "7": (7,), "64": (64,), "512": (512,), "mixed": (1, 7, 64, 512), "slack": ()}
-LONGEST = {"1": 40, "7": 400, "64": 2000, "512": 8000, "mixed": 2000, "slack": 2000}   # tokens of the longest prompt cut so small
+# tokens of the longest prompt cut so small
+LONGEST = {"1": 40, "7": 400, "64": 2000, "512": 8000, "mixed": 2000, "slack": 2000}
 SLACK = dict(policy="slack", chunking="adaptive", tpot=2.2e-2, step_time=3e-2)
-SIMPLE = Costs(layers=30, linear_token=2e-6, pair=1e-9, decode_kv=1e-8)              # with these a step takes 128 to 448 prompt tokens
-FEW = {                                                                              # the others run with -m matrix
-    (1, 1, 1): [("1", "grow"), ("64", "grow"), ("512", "grow"), ("mixed", "grow"), ("slack", "grow")],
+# with these a step takes 128 to 448 prompt tokens
+SIMPLE = Costs(layers=30, linear_token=2e-6, pair=1e-9, decode_kv=1e-8)
+FEW = {  # the others run with -m matrix
+    (1, 1, 1): [
+        ("1", "grow"),
+        ("64", "grow"),
+        ("512", "grow"),
+        ("mixed", "grow"),
+        ("slack", "grow"),
+    ],
     (2, 2, 3): [("7", "random"), ("mixed", "grow"), ("slack", "random")],
     (5, 2, 1): [("64", "random")],
 }
 
 
 def submit(runner: Runner, case: dict, **fields) -> str:
-    return runner.submit(case["prompt_ids"], max_tokens=len(case["output_ids"]), ignore_eos=True, **fields)
+    return runner.submit(
+        case["prompt_ids"], max_tokens=len(case["output_ids"]), ignore_eos=True, **fields
+    )
 
 
 def assert_golden(mesh, golden, source, modes, longest: int = 8000) -> None:
     """The reference's tokens in each mode, a (name of CHUNKS, placement of blocks over lanes)."""
     spp, kvp, tp = mesh
-    real = engine(source, f"spp={spp},kvp={kvp},tp={tp}", chunk=512, seqs=8, pages=640, max_len=8192)
+    real = engine(
+        source, f"spp={spp},kvp={kvp},tp={tp}", chunk=512, seqs=8, pages=640, max_len=8192
+    )
     for chunks, placement in modes:
         real = fresh(real, placement)
         if chunks == "slack":
             real.scheduler.packer.config = dataclasses.replace(real.config.scheduler, **SLACK)
             real.scheduler.use(SIMPLE)
-        cases = [case for case in golden["cases"] if len(case["prompt_ids"]) <= min(longest, LONGEST[chunks])]
+        cases = [
+            case
+            for case in golden["cases"]
+            if len(case["prompt_ids"]) <= min(longest, LONGEST[chunks])
+        ]
         runner = Runner(real)
         ids = [submit(runner, case) for case in cases]
         runner.run(CHUNKS[chunks])
         for id, case in zip(ids, cases):
-            assert runner.ids(id) == case["output_ids"], f"chunks of {chunks}, {placement}, prompt of {len(case['prompt_ids'])}"
+            assert runner.ids(id) == case["output_ids"], (
+                f"chunks of {chunks}, {placement}, prompt of {len(case['prompt_ids'])}"
+            )
         assert_empty(real)
 
 
@@ -54,16 +75,39 @@ def test_tokens_equal_the_reference(mesh, golden, smollm2_gguf):
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_tokens_equal_the_reference_on_every_mesh(mesh, golden, smollm2_gguf):
     modes = [(chunks, "random" if mesh[1] > 1 else "grow") for chunks in CHUNKS]
-    assert_golden(mesh, golden, smollm2_gguf, modes + ([("64", "grow"), ("mixed", "grow")] if mesh[1] > 1 else []))
+    assert_golden(
+        mesh,
+        golden,
+        smollm2_gguf,
+        modes + ([("64", "grow"), ("mixed", "grow")] if mesh[1] > 1 else []),
+    )
 
 
-@pytest.mark.parametrize("mesh, exchange, placement, chunks", [
-    ("kvp=4", "pass_q", "zigzag", "mixed"), ("kvp=4", "pass_kv", "striped", "512"), ("spp=2,kvp=2,tp=3", "pass_kv", "zigzag", "512"),
-])
-def test_tokens_equal_the_reference_around_a_ring(mesh, exchange, placement, chunks, golden, smollm2_gguf):
+@pytest.mark.parametrize(
+    "mesh, exchange, placement, chunks",
+    [
+        ("kvp=4", "pass_q", "zigzag", "mixed"),
+        ("kvp=4", "pass_kv", "striped", "512"),
+        ("spp=2,kvp=2,tp=3", "pass_kv", "zigzag", "512"),
+    ],
+)
+def test_tokens_equal_the_reference_around_a_ring(
+    mesh, exchange, placement, chunks, golden, smollm2_gguf
+):
     """Prompts of more than 64 tokens lie on all lanes, and steps that may go round a ring do."""
-    real = engine(smollm2_gguf, mesh, chunk=512, seqs=8, pages=128, max_len=2048, exchange=exchange, placement=placement, lane_tokens=64)
-    shapes, chosen = [], real._shape_for
+    real = engine(
+        smollm2_gguf,
+        mesh,
+        chunk=512,
+        seqs=8,
+        pages=128,
+        max_len=2048,
+        exchange=exchange,
+        placement=placement,
+        lane_tokens=64,
+    )
+    shapes = []
+    chosen = real._shape_for
     real._shape_for = lambda *work: shapes.append(chosen(*work)) or shapes[-1]
     cases = [case for case in golden["cases"] if len(case["prompt_ids"]) <= 400]
     runner = Runner(real)
@@ -75,9 +119,22 @@ def test_tokens_equal_the_reference_around_a_ring(mesh, exchange, placement, chu
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("exchange, placement", [("pass_q", "striped"), ("pass_kv", "zigzag"), ("gather", "striped")])
-def test_tokens_equal_the_reference_by_random_plans_on_eight_lanes(exchange, placement, golden, smollm2_gguf):
-    real = engine(smollm2_gguf, "kvp=8", chunk=512, seqs=8, pages=100, max_len=2048, exchange=exchange, placement=placement)
+@pytest.mark.parametrize(
+    "exchange, placement", [("pass_q", "striped"), ("pass_kv", "zigzag"), ("gather", "striped")]
+)
+def test_tokens_equal_the_reference_by_random_plans_on_eight_lanes(
+    exchange, placement, golden, smollm2_gguf
+):
+    real = engine(
+        smollm2_gguf,
+        "kvp=8",
+        chunk=512,
+        seqs=8,
+        pages=100,
+        max_len=2048,
+        exchange=exchange,
+        placement=placement,
+    )
     cases = [case for case in golden["cases"] if len(case["prompt_ids"]) <= 2000]
     moved: list[int] = []
     for seed in range(2):
@@ -108,7 +165,9 @@ def test_alone_equals_in_a_batch_and_after_prefix_hits(golden, plain):
             runner.run()
             assert runner.ids(id) == case["output_ids"]
             hits.append(runner.completion(id).finished.usage.cached)
-    assert sum(hits[len(cases) :]) >= sum(len(case["prompt_ids"]) // 16 * 16 for case in cases[3:]) - 16 * len(cases)
+    assert sum(hits[len(cases) :]) >= sum(
+        len(case["prompt_ids"]) // 16 * 16 for case in cases[3:]
+    ) - 16 * len(cases)
     runner = Runner(plain)
     ids = [submit(runner, case) for case in cases]
     runner.run()
@@ -132,7 +191,9 @@ def test_log_probabilities_equal_the_reference(golden, plain):
         runner.run()
         got = runner.completion(id)
         assert got.ids == case["output_ids"]
-        np.testing.assert_allclose([token.chosen for token in got.logprobs], case["output_logprobs"], atol=1e-3)
+        np.testing.assert_allclose(
+            [token.chosen for token in got.logprobs], case["output_logprobs"], atol=1e-3
+        )
         first = dict(got.logprobs[0].top)
         reference = dict(zip(*case["last_prompt_logits_top10"].values()))
         shift = first[case["output_ids"][0]] - reference[case["output_ids"][0]]
@@ -151,12 +212,19 @@ def test_prompt_logits_equal_the_reference(mesh, golden, smollm2_gguf):
         runner.submit(case["prompt_ids"], max_tokens=1, ignore_eos=True)
         runner.run()
         picked = np.asarray(hidden[-1].picked, np.float64)
-        weights = {keys[-1]: np.asarray(value, np.float64) for (keys, _), value in zip(real.stages.head.flat, real.stages.head_values)}
-        normal = picked / np.sqrt((picked**2).mean(-1, keepdims=True) + real.model.norm_eps) * weights["norm"]
-        logits = normal @ weights["head"]                                            # [lanes, S, V]
+        weights = {
+            keys[-1]: np.asarray(value, np.float64)
+            for (keys, _), value in zip(real.stages.head.flat, real.stages.head_values)
+        }
+        normal = (
+            picked
+            / np.sqrt((picked**2).mean(-1, keepdims=True) + real.model.norm_eps)
+            * weights["norm"]
+        )
+        logits = normal @ weights["head"]  # [lanes, S, V]
         ids, reference = case["last_prompt_logits_top10"].values()
         wrong = np.abs(logits[..., ids] - np.array(reference)).max(-1)
-        assert wrong.min() < 1e-3                                                     # the lane and row of the prompt's last token
+        assert wrong.min() < 1e-3  # the lane and row of the prompt's last token
 
 
 def test_a_safetensors_folder_says_the_same_as_the_gguf(golden, smollm2_folder):
@@ -170,20 +238,40 @@ def test_a_safetensors_folder_says_the_same_as_the_gguf(golden, smollm2_folder):
 def log_probabilities(real, cases) -> list[np.ndarray]:
     """Of each token of prompt and reference output, after those before it."""
     runner = Runner(real)
-    ids = [runner.submit(case["prompt_ids"] + case["output_ids"], max_tokens=1, prompt_logprobs=0) for case in cases]
+    ids = [
+        runner.submit(case["prompt_ids"] + case["output_ids"], max_tokens=1, prompt_logprobs=0)
+        for case in cases
+    ]
     runner.run()
     assert_empty(real)
-    return [np.array([token.chosen for token in runner.completion(id).finished.prompt_logprobs[1:]]) for id in ids]
+    return [
+        np.array([token.chosen for token in runner.completion(id).finished.prompt_logprobs[1:]])
+        for id in ids
+    ]
 
 
 def test_kv_of_eight_bits_costs_little_likelihood(golden, smollm2_gguf, plain):
-    """The mean log-probability of 600 tokens; single ones differ by what 4 significant bits of keys and values make of them."""
+    """The mean log-probability of 600 tokens; single ones differ by what 4 significant bits of keys
+    and values make of them."""
     cases = [case for case in golden["cases"] if len(case["prompt_ids"]) < 400]
     right = log_probabilities(plain, cases)
     for mesh, placement in (("", "grow"), ("spp=2,kvp=2,tp=3", "random")):
-        real = engine(smollm2_gguf, mesh, chunk=64, seqs=8, pages=640, max_len=8192, placement=placement, kv_cache_dtype="fp8")
+        real = engine(
+            smollm2_gguf,
+            mesh,
+            chunk=64,
+            seqs=8,
+            pages=640,
+            max_len=8192,
+            placement=placement,
+            kv_cache_dtype="fp8",
+        )
         pools = real.stages.stages[0].pages[0]
-        assert str(pools.kv.dtype) == "float8_e4m3fn" and pools.kv.nbytes == 32 * pools.scales.nbytes
-        differences = np.concatenate([one - other for one, other in zip(log_probabilities(real, cases), right)])
+        assert (
+            str(pools.kv.dtype) == "float8_e4m3fn" and pools.kv.nbytes == 32 * pools.scales.nbytes
+        )
+        differences = np.concatenate(
+            [one - other for one, other in zip(log_probabilities(real, cases), right)]
+        )
         assert len(differences) > 600
         assert abs(differences.mean()) < 0.03 and 0.01 < np.abs(differences).mean() < 0.2

@@ -1,4 +1,5 @@
-"""Profiles of an engine: measured on it, kept, found again, and refused where they belong to another."""
+"""Profiles of an engine: measured on it, kept, found again, and refused where they belong to
+another."""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ import json
 
 import pytest
 
-from jaxserve.config import CacheConfig, ConfigError, EngineConfig, MeshConfig, ModelSource, SchedulerConfig
+from jaxserve.config import (
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    MeshConfig,
+    ModelSource,
+    SchedulerConfig,
+)
 from jaxserve.engine import profile
 from jaxserve.engine.build import build
 from jaxserve.engine.measure import Meter, Point, grid
@@ -18,7 +26,12 @@ SETTINGS = dict(max_seqs=4, chunk_tokens=32, min_chunk=8)
 
 @pytest.fixture(scope="module")
 def real():
-    config = EngineConfig(ModelSource("random:tiny", max_model_len=600), MeshConfig(), CacheConfig(pages=160), SchedulerConfig(**SETTINGS))
+    config = EngineConfig(
+        ModelSource("random:tiny", max_model_len=600),
+        MeshConfig(),
+        CacheConfig(pages=160),
+        SchedulerConfig(**SETTINGS),
+    )
     return build(config, progress=False, warm_up=False)
 
 
@@ -31,7 +44,11 @@ def test_every_compiled_shape_is_measured_and_the_engine_is_left_as_it_was(real,
     fit, points = found
     assert {str(one.shape) for one in points} == {str(shape) for shape in real.stages.plan.shapes}
     assert all(one.seconds > 0 for one in points)
-    assert len(fit.costs.shapes) == len({one.shape for one in points}) and fit.costs.layers == 2 and fit.costs.tile == 8
+    assert (
+        len(fit.costs.shapes) == len({one.shape for one in points})
+        and fit.costs.layers == 2
+        and fit.costs.tile == 8
+    )
     before = Runner(engine("random:tiny", chunk=32, seqs=4, pages=160, max_len=600))
     after = Runner(real)
     for runner in (before, after):
@@ -43,7 +60,9 @@ def test_every_compiled_shape_is_measured_and_the_engine_is_left_as_it_was(real,
 
 def test_a_grid_stays_within_slots_and_length():
     for slots in (1, 3, 8):
-        shapes = engine("random:tiny", chunk=64, seqs=slots, pages=64, max_len=300).stages.plan.shapes
+        shapes = engine(
+            "random:tiny", chunk=64, seqs=slots, pages=64, max_len=300
+        ).stages.plan.shapes
         for point in grid(shapes, 300, slots):
             assert point.decodes + point.chunks <= slots and point.longest() <= 300
 
@@ -62,7 +81,11 @@ def test_a_profile_is_written_read_and_refused_by_another_engine(real, found, tm
     file.write_text(json.dumps(other))
     with pytest.raises(ConfigError, match="measured with model 'another'; here it is 'tiny'"):
         profile.read(file, profile.identity_of(real))
-    for text, said in (("{", "not a profile"), ("[]", "not a profile"), (json.dumps({"model": "tiny"}), "not a profile")):
+    for text, said in (
+        ("{", "not a profile"),
+        ("[]", "not a profile"),
+        (json.dumps({"model": "tiny"}), "not a profile"),
+    ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=said):
             profile.read(file, profile.identity_of(real))
@@ -73,11 +96,17 @@ def test_a_profile_is_written_read_and_refused_by_another_engine(real, found, tm
 def test_slack_scheduling_measures_once_and_keeps_it(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
     scheduler = SchedulerConfig(policy="slack", chunking="adaptive", **SETTINGS)
-    config = EngineConfig(ModelSource("random:tiny", max_model_len=300), MeshConfig(), CacheConfig(pages=80), scheduler, compile_cache="")
+    config = EngineConfig(
+        ModelSource("random:tiny", max_model_len=300),
+        MeshConfig(),
+        CacheConfig(pages=80),
+        scheduler,
+        compile_cache="",
+    )
     first = build(config, progress=False, warm_up=False)
     kept = list((tmp_path / "profiles").iterdir())
     assert len(kept) == 1 and first.scheduler.predictor.costs.shapes
-    monkeypatch.setattr(profile, "profiled", None)                                   # a second measurement would fail
+    monkeypatch.setattr(profile, "profiled", None)  # a second measurement would fail
     second = build(config, progress=False, warm_up=False)
     assert second.scheduler.predictor.costs == first.scheduler.predictor.costs
     plain = build(dataclasses.replace(config, profile="none"), progress=False, warm_up=False)
@@ -87,5 +116,5 @@ def test_slack_scheduling_measures_once_and_keeps_it(tmp_path, monkeypatch):
         runner.submit(range(1, length), max_tokens=6, ignore_eos=True)
     runner.run()
     assert all(len(runner.ids(f"r{number}")) == 6 for number in range(3))
-    assert second.scheduler.predictor.scale != 1.0                                   # it has learnt from its own steps
+    assert second.scheduler.predictor.scale != 1.0  # it has learnt from its own steps
     assert_empty(second)

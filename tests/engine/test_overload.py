@@ -19,7 +19,8 @@ from tests.engine.harness import assert_empty, engine
 from tests.engine.test_engine import ask
 from tests.waiting import eventually
 
-LONG, SHORT = 480, 16
+LONG = 480
+SHORT = 16
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,8 @@ def built() -> Engine:
 
 
 def guarded(built: Engine, **settings) -> Engine:
-    """An engine that predicts, on the same devices, with costs as it has just shown them; first tokens are due after 20 long
-    prompts at least."""
+    """An engine that predicts, on the same devices, with costs as it has just shown them; first
+    tokens are due after 20 long prompts at least."""
     plain = Engine(built.config, built.stages, built.scheduler, built._eos)
     plain.start()
     for id in ("warm", "timed"):
@@ -41,20 +42,44 @@ def guarded(built: Engine, **settings) -> Engine:
     seconds = time.monotonic() - began
     eventually(lambda: not plain.load().running, 60)
     plain.close()
-    objectives = {"ttft": max(0.5, 20 * seconds), "tpot": max(0.05, seconds), "step_time": max(0.05, seconds)}
-    config = SchedulerConfig(**{"policy": "slack", "chunking": "adaptive", "admission": "predict", "max_seqs": 4, "chunk_tokens": 32,
-                                **objectives, **settings})
+    objectives = {
+        "ttft": max(0.5, 20 * seconds),
+        "tpot": max(0.05, seconds),
+        "step_time": max(0.05, seconds),
+    }
+    config = SchedulerConfig(
+        **{
+            "policy": "slack",
+            "chunking": "adaptive",
+            "admission": "predict",
+            "max_seqs": 4,
+            "chunk_tokens": 32,
+            **objectives,
+            **settings,
+        }
+    )
     cache = CacheManager(dataclasses.replace(built.config.cache, prefix_caching=False), 1, 4)
-    scheduler = Scheduler(config, cache, built.config.mesh, built.max_len, costs=Costs(layers=1, launch=seconds * 32 / LONG))
+    scheduler = Scheduler(
+        config,
+        cache,
+        built.config.mesh,
+        built.max_len,
+        costs=Costs(layers=1, launch=seconds * 32 / LONG),
+    )
     built.stages.reset()
-    real = Engine(dataclasses.replace(built.config, scheduler=config), built.stages, scheduler, built._eos)
+    real = Engine(
+        dataclasses.replace(built.config, scheduler=config), built.stages, scheduler, built._eos
+    )
     real.start()
     return real
 
 
 def test_one_who_sends_the_longest_prompts_takes_nothing_from_others(built):
     real = guarded(built)
-    due, accepted, refused, short = real.config.scheduler.ttft, [], [], []
+    due = real.config.scheduler.ttft
+    accepted = []
+    refused = []
+    short = []
     try:
         while len(refused) < 30:
             try:
@@ -65,7 +90,9 @@ def test_one_who_sends_the_longest_prompts_takes_nothing_from_others(built):
         for number in range(30):
             began = time.monotonic()
             with contextlib.suppress(RequestError):
-                short.append(ask(real, f"short{number}", SHORT, max_tokens=2).finished().timing.first_token)
+                short.append(
+                    ask(real, f"short{number}", SHORT, max_tokens=2).finished().timing.first_token
+                )
             time.sleep(max(0.0, began + due / 30 - time.monotonic()))
         assert {error.status for error in refused} == {"RESOURCE_EXHAUSTED"}
         assert all(error.reason == "ttft" and error.retry_after > 0 for error in refused)
@@ -79,7 +106,8 @@ def test_one_who_sends_the_longest_prompts_takes_nothing_from_others(built):
 
 
 def test_a_deadline_that_comes_before_its_turn_costs_no_prefill(built):
-    real, computed = guarded(built, admission="queue"), []
+    real = guarded(built, admission="queue")
+    computed = []
     start = real.scheduler.start
 
     def counting(now):

@@ -1,4 +1,5 @@
-"""The wavefront over stages, as the engine issues it: a slot is the time one stage takes for one batch."""
+"""The wavefront over stages, as the engine issues it: a slot is the time one stage takes for one
+batch."""
 
 from __future__ import annotations
 
@@ -11,28 +12,39 @@ from jaxserve.engine.engine import Engine
 from jaxserve.models import zoo
 from tests.engine.harness import Runner, engine, fresh
 
-CHUNK, CHUNKS = 16, 64
-MANY = 192                                           # prefill tokens of a step in which several prompts may start
+CHUNK = 16
+CHUNKS = 64
+MANY = 192  # prefill tokens of a step in which several prompts may start
 
 
 @pytest.fixture(scope="module", params=[2, 3])
 def piped(request) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(zoo.MODELS, "tiny-3", zoo.replace(zoo.MODELS["tiny"], layers=3))
-        yield engine("random:tiny-3", f"spp={request.param}", chunk=MANY, seqs=4, pages=150, max_len=2048)
+        yield engine(
+            "random:tiny-3", f"spp={request.param}", chunk=MANY, seqs=4, pages=150, max_len=2048
+        )
 
 
 class Trace:
-    """When each batch leaves each stage, in slots. A batch enters a stage after it left the one before, and after the batch before it left
-    that stage; the first stage waits for the token that the batch feeds, and for what the host had read before it issued the batch."""
+    """When each batch leaves each stage, in slots. A batch enters a stage after it left the one
+    before, and after the batch before it left that stage; the first stage waits for the token that
+    the batch feeds, and for what the host had read before it issued the batch."""
 
     def __init__(self, real: Engine):
-        self.engine, self.stages = real, real.config.mesh.spp
-        self.left: list[list[int]] = []              # per batch and stage
-        self.batches, self.made_by = [], {0: None}   # made_by: version of `sampled` -> batch
+        self.engine = real
+        self.stages = real.config.mesh.spp
+        self.left: list[list[int]] = []  # per batch and stage
+        # made_by: version of `sampled` -> batch
+        self.batches = []
+        self.made_by = {0: None}
         self.read = 0
-        for owner, name, log in ((real.stages, "step", self._step), (real.stages, "sample", self._sample), (real, "_issue", self._issue),
-                                 (real, "_read", self._read)):
+        for owner, name, log in (
+            (real.stages, "step", self._step),
+            (real.stages, "sample", self._sample),
+            (real, "_issue", self._issue),
+            (real, "_read", self._read),
+        ):
             self._wrap(owner, name, log)
 
     def _wrap(self, owner, name: str, log) -> None:
@@ -46,7 +58,8 @@ class Trace:
     def _step(self, inner, arrays, needs):
         waits = [self.made_by[needs], self.read - 1 if self.read else None]
         ready = max([self.left[batch][-1] for batch in waits if batch is not None], default=0)
-        before, slots = self.left[-1] if self.left else [0] * self.stages, []
+        before = self.left[-1] if self.left else [0] * self.stages
+        slots = []
         for stage in range(self.stages):
             ready = max(ready, before[stage]) + 1
             slots.append(ready)
@@ -70,8 +83,12 @@ class Trace:
 @pytest.fixture
 def traced(piped) -> tuple[Engine, Trace]:
     real = fresh(piped, "grow")
-    stages, names = real.stages, ("step", "sample")
-    stages._sampled = type(stages._sampled)([(0, stages._sampled[-1][1])], maxlen=stages._sampled.maxlen)   # versions from 0 again
+    stages = real.stages
+    names = ("step", "sample")
+    # versions from 0 again
+    stages._sampled = type(stages._sampled)(
+        [(0, stages._sampled[-1][1])], maxlen=stages._sampled.maxlen
+    )
     budget(real, CHUNK)
     yield real, Trace(real)
     for name in names:
@@ -79,12 +96,16 @@ def traced(piped) -> tuple[Engine, Trace]:
 
 
 def budget(real: Engine, tokens: int) -> None:
-    real.scheduler.packer.config = dataclasses.replace(real.scheduler.packer.config, chunk_tokens=tokens)
+    real.scheduler.packer.config = dataclasses.replace(
+        real.scheduler.packer.config, chunk_tokens=tokens
+    )
 
 
 def chunk_batches(trace: Trace, number: int) -> list[int]:
     """Batches with a chunk of the prompt of sequence `number`."""
-    return [at for at, batch in enumerate(trace.batches) if (batch.seq[~batch.feed] == number).any()]
+    return [
+        at for at, batch in enumerate(trace.batches) if (batch.seq[~batch.feed] == number).any()
+    ]
 
 
 def long_prompt() -> np.ndarray:
@@ -112,13 +133,18 @@ def test_decodes_ride_along_without_making_a_bubble(traced):
     chunks = chunk_batches(trace, trace.stages)
     assert chunks == list(range(chunks[0], chunks[0] + CHUNKS)) and chunks[0] <= first + 1
     assert trace.left[chunks[-1]][-1] - trace.left[chunks[0]][0] + 1 <= CHUNKS + trace.stages - 1
-    for sequence in range(trace.stages):                                             # and every one of them speaks every P-th slot
-        said = sum((batch.seq[batch.feed] == sequence).any() for batch in trace.batches[chunks[0] : chunks[-1] + 1])
+    for sequence in range(trace.stages):  # and every one of them speaks every P-th slot
+        said = sum(
+            (batch.seq[batch.feed] == sequence).any()
+            for batch in trace.batches[chunks[0] : chunks[-1] + 1]
+        )
         assert said >= CHUNKS // trace.stages - 1
 
 
 @pytest.mark.parametrize("tokens", [CHUNK, MANY])
-def test_as_many_decodes_as_stages_leave_no_bubble_whether_they_start_apart_or_at_once(traced, tokens):
+def test_as_many_decodes_as_stages_leave_no_bubble_whether_they_start_apart_or_at_once(
+    traced, tokens
+):
     real, trace = traced
     budget(real, tokens)
     runner = Runner(real)

@@ -1,4 +1,5 @@
-"""Facts of the compiled programs: what crosses lanes does not depend on context, pages are never copied, and nothing is compiled late."""
+"""Facts of the compiled programs: what crosses lanes does not depend on context, pages are never
+copied, and nothing is compiled late."""
 
 from __future__ import annotations
 
@@ -17,13 +18,27 @@ from jaxserve.engine.programs import keep_compiled
 from tests.engine.harness import Runner, assert_empty, engine, fresh
 
 CONTEXTS = (1024, 65536)
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "bf16": 2,
+    "f16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+}
 COLLECTIVES = "all-gather|all-to-all|collective-permute|collective-broadcast|all-reduce|reduce-scatter|ragged-all-to-all"
 
 
 def build(mesh: str, context: int, **more) -> Engine:
     """An engine whose every lane holds `context` tokens, with its programs of layers compiled."""
-    real = engine("random:tiny", mesh, chunk=32, seqs=2, pages=context // 16, max_len=context, **more)
+    real = engine(
+        "random:tiny", mesh, chunk=32, seqs=2, pages=context // 16, max_len=context, **more
+    )
     for name, lower in real.stages.all_programs():
         if name.startswith("layers_"):
             real.stages.programs.get(name, lower)
@@ -55,11 +70,20 @@ def program_of(real: Engine, shape: Shape):
 
 
 def collectives(program) -> list[tuple[str, int]]:
-    """Kind and bytes of the result of each collective in a program, in the order they are written."""
+    """Kind and bytes of the result of each collective in a program, in the order they are
+    written."""
     found = []
     for types, kind in re.findall(rf"= (.*?) ({COLLECTIVES})(?:-start)?\(", program.as_text()):
         arrays = re.findall(r"(\w+)\[([\d,]*)\]", types)
-        found.append((kind, sum(BYTES[dtype] * math.prod(map(int, filter(None, dims.split(",")))) for dtype, dims in arrays)))
+        found.append(
+            (
+                kind,
+                sum(
+                    BYTES[dtype] * math.prod(map(int, filter(None, dims.split(","))))
+                    for dtype, dims in arrays
+                ),
+            )
+        )
     return found
 
 
@@ -71,7 +95,13 @@ def test_what_crosses_lanes_does_not_depend_on_the_context(lanes):
         if shape.spread:
             model = short.model
             tokens = sum(rows * width for rows, width in shape.spread)
-            per_token = model.layers * 4 * model.head_dim * (2 * (model.heads + 2 * model.kv_heads) + 2 * model.heads)   # q, k, v; partials
+            # q, k, v; partials
+            per_token = (
+                model.layers
+                * 4
+                * model.head_dim
+                * (2 * (model.heads + 2 * model.kv_heads) + 2 * model.heads)
+            )
             assert 0.9 < sum(size for _, size in crossed) / (tokens * per_token) < 1.3, shape
 
 
@@ -86,19 +116,31 @@ def test_shapes_without_spread_rows_need_no_other_lane(lanes):
 @pytest.mark.parametrize("which", ["alone", "lanes", "ring_q", "ring_kv"])
 def test_pages_are_donated_and_never_copied_in_any_shape(which, request):
     small, large = request.getfixturevalue(which)
-    held = lambda real: sum(pool.nbytes for pool in jax.tree.leaves(real.stages.stages[0].pages)) // real.config.mesh.kvp
-    one, other = held(small), held(large)
+    held = lambda real: (
+        sum(pool.nbytes for pool in jax.tree.leaves(real.stages.stages[0].pages))
+        // real.config.mesh.kvp
+    )
+    one = held(small)
+    other = held(large)
     for shape in small.stages.plan.shapes:
         for real, pools in ((small, one), (large, other)):
             assert program_of(real, shape).memory_analysis().alias_size_in_bytes >= pools
-        temporary = [program_of(real, shape).memory_analysis().temp_size_in_bytes for real in (small, large)]
-        assert temporary[1] - temporary[0] < (other - one) / small.model.layers / 20, f"{shape}: {temporary} for pools of {one}, {other}"
+        temporary = [
+            program_of(real, shape).memory_analysis().temp_size_in_bytes for real in (small, large)
+        ]
+        assert temporary[1] - temporary[0] < (other - one) / small.model.layers / 20, (
+            f"{shape}: {temporary} for pools of {one}, {other}"
+        )
 
 
 def test_pages_stay_where_they_are_while_steps_run(alone):
     real = fresh(alone[0], "grow")
-    places = lambda: [pool.addressable_shards[0].data.unsafe_buffer_pointer() for pool in jax.tree.leaves(real.stages.stages[0].pages)]
-    before, pools = places(), jax.tree.leaves(real.stages.stages[0].pages)
+    places = lambda: [
+        pool.addressable_shards[0].data.unsafe_buffer_pointer()
+        for pool in jax.tree.leaves(real.stages.stages[0].pages)
+    ]
+    before = places()
+    pools = jax.tree.leaves(real.stages.stages[0].pages)
     runner = Runner(real)
     runner.submit(range(3, 100), max_tokens=5)
     runner.submit(range(3, 20), max_tokens=5)
@@ -125,9 +167,16 @@ class Anything:
 def requests(runner: Runner, length: int) -> None:
     """A few of all kinds."""
     ids = np.random.default_rng(length).integers(3, 512, length)
-    kinds = [dict(), dict(temperature=1.0), dict(temperature=0.5, logprobs=3), dict(prompt_logprobs=2),
-             dict(n=3, temperature=1.0, top_p=0.9), dict(frequency_penalty=1.0), dict(stop_token_ids=[9], min_tokens=1),
-             dict(rest={"guide": Anything()})]
+    kinds = [
+        dict(),
+        dict(temperature=1.0),
+        dict(temperature=0.5, logprobs=3),
+        dict(prompt_logprobs=2),
+        dict(n=3, temperature=1.0, top_p=0.9),
+        dict(frequency_penalty=1.0),
+        dict(stop_token_ids=[9], min_tokens=1),
+        dict(rest={"guide": Anything()}),
+    ]
     runner.submit(ids, max_tokens=2, ignore_eos=True, **kinds[length % len(kinds)])
 
 
@@ -153,9 +202,10 @@ def test_nothing_is_compiled_after_warm_up_whatever_is_asked(lanes, compiled):
         runner = Runner(real)
         for length in range(1, 201):
             requests(runner, length)
-            if length % 9 == 0:                                                      # alone, in pairs, in crowds
+            if length % 9 == 0:  # alone, in pairs, in crowds
                 runner.run(chunks=(1, 5, 32) if length % 2 else ())
-        again = runner.submit(np.random.default_rng(200).integers(3, 512, 200), max_tokens=2)   # a long prefix hit
+        # a long prefix hit
+        again = runner.submit(np.random.default_rng(200).integers(3, 512, 200), max_tokens=2)
         runner.run()
         assert runner.completion(again).finished.usage.cached >= 176
         assert_empty(real)
@@ -168,7 +218,9 @@ def test_nothing_is_compiled_after_warm_up_whatever_is_asked(lanes, compiled):
 def test_every_program_has_a_name_of_its_own(lanes):
     names = [name for name, _ in lanes[0].stages.all_programs()]
     assert len(set(names)) == len(names)
-    assert len({str(shape) for shape in lanes[0].stages.plan.shapes}) == len(lanes[0].stages.plan.shapes)
+    assert len({str(shape) for shape in lanes[0].stages.plan.shapes}) == len(
+        lanes[0].stages.plan.shapes
+    )
 
 
 def test_a_compile_cache_that_others_can_write_is_refused(tmp_path, give_away):

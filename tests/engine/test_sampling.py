@@ -1,4 +1,5 @@
-"""What the device samples, against plain numpy: on lanes and ranks, for rows that share a batch with others of all kinds."""
+"""What the device samples, against plain numpy: on lanes and ranks, for rows that share a batch
+with others of all kinds."""
 
 from __future__ import annotations
 
@@ -16,8 +17,11 @@ from jaxserve.request import SamplingParams
 from jaxserve.sharding.mesh import stage_meshes
 from jaxserve.sharding.rules import spec
 
-SLOTS, V, PADDED = 8, 61, 62                         # 61 is prime: no number of ranks divides it
-MESHES = [(1, 1), (1, 3), (2, 2)]                    # lanes, ranks
+# 61 is prime: no number of ranks divides it
+SLOTS = 8
+V = 61
+PADDED = 62
+MESHES = [(1, 1), (1, 3), (2, 2)]  # lanes, ranks
 END = 2
 
 
@@ -26,15 +30,22 @@ def mesh_of(lanes: int, ranks: int) -> Mesh:
     return stage_meshes(MeshConfig(kvp=lanes, tp=ranks))[0]
 
 
-STATE = sampling.State(**{name: spec(*axes) for name, axes in dataclasses.asdict(sampling.STATE_AXES).items()})
-LANE, LOGITS = spec("lanes"), spec("lanes", None, "vocab")
+STATE = sampling.State(
+    **{name: spec(*axes) for name, axes in dataclasses.asdict(sampling.STATE_AXES).items()}
+)
+LANE = spec("lanes")
+LOGITS = spec("lanes", None, "vocab")
 
 
 @functools.cache
 def program(name: str, lanes: int, ranks: int, vocab: int):
-    """One of sampling's functions as the device runs it: jitted, inside shard_map. jit compiles it for each number of rows."""
+    """One of sampling's functions as the device runs it: jitted, inside shard_map. jit compiles it
+    for each number of rows."""
+
     def sample(logits, slot, position, state, mask=None):
-        token, state = sampling.sample(logits[0], slot[0], position[0], state, vocab, None if mask is None else mask[0])
+        token, state = sampling.sample(
+            logits[0], slot[0], position[0], state, vocab, None if mask is None else mask[0]
+        )
         return token[None], state
 
     def log_probabilities(logits, token):
@@ -47,22 +58,30 @@ def program(name: str, lanes: int, ranks: int, vocab: int):
         "guided": (sample, (LOGITS, LANE, LANE, STATE, LANE), (LANE, STATE)),
         "log_probabilities": (log_probabilities, (LOGITS, LANE), (LANE, LANE, LANE)),
     }[name]
-    return jax.jit(jax.shard_map(f, mesh=mesh_of(lanes, ranks), in_specs=into, out_specs=out, check_vma=False))
+    return jax.jit(
+        jax.shard_map(f, mesh=mesh_of(lanes, ranks), in_specs=into, out_specs=out, check_vma=False)
+    )
 
 
 class Device:
-    """The sampling state of some lanes and ranks. What lies beyond the vocabulary is more likely than all else, and must not matter."""
+    """The sampling state of some lanes and ranks. What lies beyond the vocabulary is more likely
+    than all else, and must not matter."""
 
     def __init__(self, lanes: int = 1, ranks: int = 1, vocab: int = V):
-        self.lanes, self.vocab = lanes, vocab
+        self.lanes = lanes
+        self.vocab = vocab
         self.pad = -vocab % ranks
         self.program = functools.partial(program, lanes=lanes, ranks=ranks, vocab=vocab)
         empty = sampling.empty_state(lanes, SLOTS, vocab + self.pad)
         self.state = sampling.State(**{name: np.zeros(*value) for name, value in empty.items()})
 
-    def admit(self, slot: int, lane: int = 0, prompt=(), output=(), seed: int = 0, **fields) -> None:
+    def admit(
+        self, slot: int, lane: int = 0, prompt=(), output=(), seed: int = 0, **fields
+    ) -> None:
         params = SamplingParams.make(**fields)
-        for launch in sampling.admissions(params, lane, slot, np.asarray(prompt, np.int32), list(output), seed, (END,)):
+        for launch in sampling.admissions(
+            params, lane, slot, np.asarray(prompt, np.int32), list(output), seed, (END,)
+        ):
             self.state = self.program("admit")(self.state, launch)
 
     def _whole(self, logits: np.ndarray) -> np.ndarray:
@@ -79,13 +98,19 @@ class Device:
         return np.asarray(token)[lane]
 
     def guided(self, logits: np.ndarray, slots, positions, allowed: np.ndarray) -> np.ndarray:
-        """As `sample`, of what is allowed [S, V] bool; what lies beyond the vocabulary is allowed too, and must not matter."""
+        """As `sample`, of what is allowed [S, V] bool; what lies beyond the vocabulary is allowed
+        too, and must not matter."""
         slot = np.broadcast_to(np.asarray(slots, np.int32), (self.lanes, len(logits)))
         bits = np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)), constant_values=True)
         mask = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
         assert mask.shape[1] == sampling.mask_words(self.vocab + self.pad)
-        position, mask = (np.broadcast_to(x, (self.lanes, *np.shape(x))) for x in (np.asarray(positions, np.int32), mask))
-        token, self.state = self.program("guided")(self._whole(logits), slot, position, self.state, mask)
+        position, mask = (
+            np.broadcast_to(x, (self.lanes, *np.shape(x)))
+            for x in (np.asarray(positions, np.int32), mask)
+        )
+        token, self.state = self.program("guided")(
+            self._whole(logits), slot, position, self.state, mask
+        )
         return np.asarray(token)[0]
 
     def greedy(self, logits: np.ndarray) -> np.ndarray:
@@ -93,7 +118,10 @@ class Device:
 
     def log_probabilities(self, logits: np.ndarray, tokens: np.ndarray) -> list[np.ndarray]:
         tokens = np.broadcast_to(tokens.astype(np.int32), (self.lanes, len(tokens)))
-        return [np.asarray(part)[0] for part in self.program("log_probabilities")(self._whole(logits), tokens)]
+        return [
+            np.asarray(part)[0]
+            for part in self.program("log_probabilities")(self._whole(logits), tokens)
+        ]
 
 
 @pytest.fixture(params=MESHES, ids="lanes{0[0]}-ranks{0[1]}".format)
@@ -108,7 +136,9 @@ def logits_of(seed: int, rows: int, spread: float = 2.0) -> np.ndarray:
 def draws(device: Device, row: np.ndarray, count: int = 4096, **fields) -> np.ndarray:
     device.admit(3, seed=7, **fields)
     positions = np.arange(count).reshape(-1, 1024)
-    return np.concatenate([device.sample(np.tile(row, (1024, 1)), np.full(1024, 3), part) for part in positions])
+    return np.concatenate(
+        [device.sample(np.tile(row, (1024, 1)), np.full(1024, 3), part) for part in positions]
+    )
 
 
 def probabilities(row: np.ndarray, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
@@ -124,6 +154,7 @@ def probabilities(row: np.ndarray, temperature=1.0, top_k=0, top_p=1.0, min_p=0.
 
 
 # --- greedy
+
 
 def test_greedy_takes_the_first_of_equals(device):
     logits = logits_of(0, SLOTS)
@@ -141,7 +172,11 @@ def test_greedy_takes_the_first_of_equals(device):
 def test_logits_that_are_not_finite_give_no_token_and_harm_no_other_row(device):
     logits = logits_of(1, SLOTS)
     right = logits.argmax(-1)
-    logits[1, 3], logits[2, 50], logits[3], logits[5, 60], logits[6, 4] = np.nan, np.nan, -np.inf, np.inf, -np.inf
+    logits[1, 3] = np.nan
+    logits[2, 50] = np.nan
+    logits[3] = -np.inf
+    logits[5, 60] = np.inf
+    logits[6, 4] = -np.inf
     right[[1, 2, 3, 5]] = sampling.BROKEN
     if right[6] == 4:
         right[6] = logits[6].argmax()
@@ -151,14 +186,21 @@ def test_logits_that_are_not_finite_give_no_token_and_harm_no_other_row(device):
             device.admit(slot, temperature=temperature, top_k=1, top_p=0.5, presence_penalty=1)
         np.testing.assert_array_equal(device.sample(logits, range(SLOTS), 9), right)
     device.admit(1, temperature=0, presence_penalty=1)
-    assert device.sample(logits_of(1, SLOTS), range(SLOTS), 10)[1] >= 0              # nothing of it stays
+    assert device.sample(logits_of(1, SLOTS), range(SLOTS), 10)[1] >= 0  # nothing of it stays
 
 
 # --- drawing
 
 CHOICES = [
-    dict(), dict(temperature=0.5), dict(temperature=3.0), dict(top_k=5), dict(top_k=500), dict(top_p=0.6), dict(min_p=0.2),
-    dict(temperature=2.0, top_k=20, top_p=0.7, min_p=0.1), dict(temperature=0.7, top_k=3, top_p=0.99),
+    dict(),
+    dict(temperature=0.5),
+    dict(temperature=3.0),
+    dict(top_k=5),
+    dict(top_k=500),
+    dict(top_p=0.6),
+    dict(min_p=0.2),
+    dict(temperature=2.0, top_k=20, top_p=0.7, min_p=0.1),
+    dict(temperature=0.7, top_k=3, top_p=0.99),
 ]
 
 
@@ -170,7 +212,8 @@ def test_draws_follow_the_distribution_and_reach_all_of_its_support_and_nothing_
     assert set(np.flatnonzero(count)) <= set(np.flatnonzero(p))
     likely = p * 4096 > 25
     assert (count[likely] > 0).all()
-    observed, expected = np.append(count[likely], count[~likely].sum()), np.append(p[likely], p[~likely].sum()) * 4096
+    observed = np.append(count[likely], count[~likely].sum())
+    expected = np.append(p[likely], p[~likely].sum()) * 4096
     chi_square = ((observed - expected)[expected > 0] ** 2 / expected[expected > 0]).sum()
     degrees = likely.sum()
     assert chi_square < degrees + 5 * np.sqrt(2 * degrees)
@@ -194,33 +237,48 @@ def test_a_temperature_next_to_nothing_is_greedy(temperature):
 
 def test_a_token_depends_on_seed_and_position_alone_not_on_row_batch_or_mesh():
     logits = logits_of(4, 1)[0]
-    kinds = [dict(), dict(top_k=9), dict(top_p=0.8), dict(min_p=0.05), dict(temperature=1.7, logit_bias={5: 2.0})]
+    kinds = [
+        dict(),
+        dict(top_k=9),
+        dict(top_p=0.8),
+        dict(min_p=0.05),
+        dict(temperature=1.7, logit_bias={5: 2.0}),
+    ]
     said = {}
     for lanes, ranks in MESHES:
         for rows in (1, 4):
             for first in (0, 3):
                 device = Device(lanes, ranks)
                 lane = lanes - 1
-                for slot in range(SLOTS):                                            # strangers with other seeds and habits
+                for slot in range(SLOTS):  # strangers with other seeds and habits
                     device.admit(slot, lane, seed=1000 + slot, **kinds[(slot + first) % len(kinds)])
                 for kind, fields in enumerate(kinds):
-                    slot, at = (first + kind) % SLOTS, (first + kind) % rows
+                    slot = (first + kind) % SLOTS
+                    at = (first + kind) % rows
                     device.admit(slot, lane, seed=42 + kind, **fields)
                     slots = np.resize(np.delete(np.arange(SLOTS), slot), rows)
                     slots[at] = slot
                     others = logits_of(rows + first, rows)
                     others[at] = logits
-                    tokens = [int(device.sample(others, slots, position, lane)[at]) for position in (17, 18)]
-                    assert said.setdefault(kind, tokens) == tokens, f"kind {kind}, lanes {lanes}, ranks {ranks}, {rows} rows, row {at}"
+                    tokens = [
+                        int(device.sample(others, slots, position, lane)[at])
+                        for position in (17, 18)
+                    ]
+                    assert said.setdefault(kind, tokens) == tokens, (
+                        f"kind {kind}, lanes {lanes}, ranks {ranks}, {rows} rows, row {at}"
+                    )
     assert len({token for tokens in said.values() for token in tokens}) > 3
 
 
 def test_other_seeds_and_positions_give_other_tokens():
-    device, row = Device(), np.zeros((SLOTS, V), np.float32)
+    device = Device()
+    row = np.zeros((SLOTS, V), np.float32)
     for slot in range(SLOTS):
         device.admit(slot, seed=sampling.fold_seed(5, slot))
     by_position = np.stack([device.sample(row, range(SLOTS), position) for position in range(20)])
-    assert len(np.unique(by_position, axis=0)) == 20 and len(np.unique(by_position, axis=1).T) == SLOTS
+    assert (
+        len(np.unique(by_position, axis=0)) == 20 and len(np.unique(by_position, axis=1).T) == SLOTS
+    )
 
 
 def test_seeds_of_64_bits_and_their_completions_are_all_different():
@@ -231,7 +289,16 @@ def test_seeds_of_64_bits_and_their_completions_are_all_different():
 
 # --- what changes the logits
 
-def penalised(logits, prompt, output, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None) -> np.ndarray:
+
+def penalised(
+    logits,
+    prompt,
+    output,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    logit_bias=None,
+) -> np.ndarray:
     """Repetition over prompt and output; presence and frequency over the output alone."""
     x = logits.astype(np.float64).copy()
     for token in {*prompt, *output}:
@@ -245,37 +312,65 @@ def penalised(logits, prompt, output, repetition_penalty=1.0, presence_penalty=0
 
 def test_penalties_and_bias_are_those_of_their_formulas_as_the_output_grows(device):
     rng = np.random.default_rng(5)
-    kinds = [dict(repetition_penalty=1.5), dict(repetition_penalty=0.6), dict(presence_penalty=1.0), dict(frequency_penalty=0.7),
-             dict(presence_penalty=-2.0, frequency_penalty=-0.1), dict(logit_bias={4: 3.0, 60: -100.0, 0: 1.5}),
-             dict(repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.3, logit_bias={7: 1.0}), dict()]
+    kinds = [
+        dict(repetition_penalty=1.5),
+        dict(repetition_penalty=0.6),
+        dict(presence_penalty=1.0),
+        dict(frequency_penalty=0.7),
+        dict(presence_penalty=-2.0, frequency_penalty=-0.1),
+        dict(logit_bias={4: 3.0, 60: -100.0, 0: 1.5}),
+        dict(
+            repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.3, logit_bias={7: 1.0}
+        ),
+        dict(),
+    ]
     prompts = [rng.integers(0, V, 15).tolist() for _ in kinds]
-    outputs = [rng.integers(0, V, 5 * (slot % 2)).tolist() for slot in range(SLOTS)]   # some come back after a preemption
+    # some come back after a preemption
+    outputs = [rng.integers(0, V, 5 * (slot % 2)).tolist() for slot in range(SLOTS)]
     for slot, fields in enumerate(kinds):
         device.admit(slot, temperature=0, prompt=prompts[slot], output=outputs[slot], **fields)
     logits = logits_of(6, SLOTS)
     for step in range(25):
         tokens = device.sample(logits, range(SLOTS), 20 + step)
         for slot, fields in enumerate(kinds):
-            assert tokens[slot] == penalised(logits[slot], prompts[slot], outputs[slot], **fields).argmax(), f"step {step}, {fields}"
+            assert (
+                tokens[slot]
+                == penalised(logits[slot], prompts[slot], outputs[slot], **fields).argmax()
+            ), f"step {step}, {fields}"
             outputs[slot].append(int(tokens[slot]))
 
 
 def test_histories_longer_than_a_launch_are_all_noted():
     device = Device()
     prompt = np.r_[np.full(3 * sampling.HISTORY, 9), 11]
-    device.admit(2, temperature=0, prompt=prompt, output=[30] * (sampling.HISTORY + 100), repetition_penalty=50, frequency_penalty=0.001)
+    device.admit(
+        2,
+        temperature=0,
+        prompt=prompt,
+        output=[30] * (sampling.HISTORY + 100),
+        repetition_penalty=50,
+        frequency_penalty=0.001,
+    )
     row = np.full(V, -50.0, np.float32)
-    row[[9, 11, 30, 31]] = 10, 10, 60, 0.19                                          # 60 / 50 - 0.001 * 1124 = 0.076
+    row[[9, 11, 30, 31]] = 10, 10, 60, 0.19  # 60 / 50 - 0.001 * 1124 = 0.076
     device.state = jax.tree.map(np.asarray, device.state)
-    assert device.sample(np.tile(row, (SLOTS, 1)), [2] + [2**30] * 7, 5000)[0] == 9    # 10 / 50 = 0.2
+    assert device.sample(np.tile(row, (SLOTS, 1)), [2] + [2**30] * 7, 5000)[0] == 9  # 10 / 50 = 0.2
     row[[9, 11]] = 5
     assert device.sample(np.tile(row, (SLOTS, 1)), [2] + [2**30] * 7, 5001)[0] == 31
 
 
 def test_a_slot_that_is_given_away_remembers_nothing(device):
     rng = np.random.default_rng(8)
-    device.admit(1, temperature=0, prompt=range(30), output=[5] * 9, repetition_penalty=3, frequency_penalty=2, logit_bias={8: 100},
-                 min_tokens=90)
+    device.admit(
+        1,
+        temperature=0,
+        prompt=range(30),
+        output=[5] * 9,
+        repetition_penalty=3,
+        frequency_penalty=2,
+        logit_bias={8: 100},
+        min_tokens=90,
+    )
     device.sample(logits_of(8, SLOTS), [1] + [2**30] * 7, 50)
     device.admit(1, temperature=0)
     logits = rng.normal(0, 2, (SLOTS, V))
@@ -286,8 +381,12 @@ def test_a_slot_that_is_given_away_remembers_nothing(device):
 def test_min_tokens_bars_end_ids_and_stop_ids_until_then(device):
     logits = np.zeros((SLOTS, V), np.float32)
     logits[:, [END, 40, 50, 9]] = 9, 8, 7, 6
-    kinds = [dict(min_tokens=3), dict(min_tokens=3, stop_token_ids=[40, 50]), dict(min_tokens=3, stop_token_ids=[40], ignore_eos=True),
-             dict()]
+    kinds = [
+        dict(min_tokens=3),
+        dict(min_tokens=3, stop_token_ids=[40, 50]),
+        dict(min_tokens=3, stop_token_ids=[40], ignore_eos=True),
+        dict(),
+    ]
     for slot, fields in enumerate(kinds):
         device.admit(slot, temperature=0, prompt=range(10), **fields)
     slots = [0, 1, 2, 3] + [2**30] * 4
@@ -302,11 +401,15 @@ def test_all_stop_ids_of_a_request_and_a_whole_logit_bias_fit():
     bias = dict.fromkeys(range(1000, 1512), -100.0)
     device.admit(0, temperature=0, stop_token_ids=stops, min_tokens=1, logit_bias=bias)
     logits = np.zeros((SLOTS, 2048), np.float32)
-    logits[:, 1000:1512], logits[:, stops], logits[:, END], logits[:, 1999] = 50, 40, 30, 1
+    logits[:, 1000:1512] = 50
+    logits[:, stops] = 40
+    logits[:, END] = 30
+    logits[:, 1999] = 1
     assert device.sample(logits, [0] + [2**30] * 7, 0)[0] == 1999
 
 
 # --- log-probabilities
+
 
 @pytest.mark.parametrize("vocab, ranks", [(61, 1), (61, 3), (513, 2), (513, 4)])
 def test_log_probabilities_are_those_of_the_softmax(vocab, ranks):
@@ -315,7 +418,8 @@ def test_log_probabilities_are_those_of_the_softmax(vocab, ranks):
     logits = rng.normal(0, 3, (SLOTS, vocab)).astype(np.float32)
     logits[0] += 300
     tokens = rng.integers(0, vocab, SLOTS)
-    tokens[1], tokens[2] = vocab - 1, 0
+    tokens[1] = vocab - 1
+    tokens[2] = 0
     chosen, top, ids = device.log_probabilities(logits, tokens)
     wide = logits.astype(np.float64)
     right = wide - wide.max(-1, keepdims=True)
@@ -328,16 +432,19 @@ def test_log_probabilities_are_those_of_the_softmax(vocab, ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_padding_of_the_vocabulary_is_never_sampled(ranks):
     device = Device(1, ranks, 513)
-    logits = np.zeros((1024, 513), np.float32)                                       # the pad is at 1e9
+    logits = np.zeros((1024, 513), np.float32)  # the pad is at 1e9
     assert (device.greedy(logits) == 0).all()
     device.admit(0, seed=3)
-    tokens = np.concatenate([device.sample(logits, np.zeros(1024), at * 1024 + np.arange(1024)) for at in range(4)])
+    tokens = np.concatenate(
+        [device.sample(logits, np.zeros(1024), at * 1024 + np.arange(1024)) for at in range(4)]
+    )
     assert tokens.min() >= 0 and tokens.max() == 512
 
 
 def test_only_what_a_mask_allows_is_sampled_and_the_best_of_it_where_greedy(device):
     rng = np.random.default_rng(4)
-    logits, allowed = logits_of(5, 40), rng.random((40, V)) < 0.1
+    logits = logits_of(5, 40)
+    allowed = rng.random((40, V)) < 0.1
     allowed[np.arange(40), rng.integers(0, V, 40)] = True
     allowed[:3] = np.arange(V) == np.array([[0], [V - 1], [31]])
     for lane in range(device.lanes):
@@ -352,7 +459,8 @@ def test_only_what_a_mask_allows_is_sampled_and_the_best_of_it_where_greedy(devi
 
 
 def test_a_row_that_may_say_nothing_harms_no_other(device):
-    logits, allowed = logits_of(6, 3), np.ones((3, V), bool)
+    logits = logits_of(6, 3)
+    allowed = np.ones((3, V), bool)
     allowed[1] = False
     for lane in range(device.lanes):
         device.admit(1, lane, temperature=0)

@@ -16,30 +16,39 @@ from jaxserve.engine.engine import Engine
 from jaxserve.request import Accepted, Finished, Progress, Request, SamplingParams, Token
 from tests.engine.harness import assert_empty, engine
 
-REQUESTS, WARM = 10_000, 1_000
-KINDS = [SamplingParams.make(**{"max_tokens": 300, "ignore_eos": True, "temperature": 0, **fields}) for fields in (
-    {}, {}, dict(temperature=1.0, seed=1), dict(n=2), dict(frequency_penalty=0.5))]
+REQUESTS = 10_000
+WARM = 1_000
+KINDS = [
+    SamplingParams.make(**{"max_tokens": 300, "ignore_eos": True, "temperature": 0, **fields})
+    for fields in ({}, {}, dict(temperature=1.0, seed=1), dict(n=2), dict(frequency_penalty=0.5))
+]
 
 
 class Traffic:
-    """Requests that come at random, and go at random: while they wait, in the middle of their prompt, while they speak."""
+    """Requests that come at random, and go at random: while they wait, in the middle of their
+    prompt, while they speak."""
 
     def __init__(self, real: Engine):
-        self.real, self.rng = real, random.Random(0)
-        self.born, self.ended = 0, 0
-        self.alive: dict[str, type] = {}             # id -> the last that was heard of it
-        self.cancelled: Counter[type] = Counter()    # by what was heard last
+        self.real = real
+        self.rng = random.Random(0)
+        self.born = 0
+        self.ended = 0
+        self.alive: dict[str, type] = {}  # id -> the last that was heard of it
+        self.cancelled: Counter[type] = Counter()  # by what was heard last
 
     def hear(self, id: str, events) -> None:
         self.ended += sum(isinstance(event, Finished) for event in events)
         self.alive[id] = type(events[-1])
 
     def arrive(self) -> None:
-        first, length = self.rng.choice((3, 3, *range(4, 200))), self.rng.choice((1, 5, 20, 70, 100))
-        prompt = np.arange(first, first + length)                                    # some prefixes are shared
+        first = self.rng.choice((3, 3, *range(4, 200)))
+        length = self.rng.choice((1, 5, 20, 70, 100))
+        prompt = np.arange(first, first + length)  # some prefixes are shared
         self.born += 1
         id = str(self.born)
-        request = Request.make(id, prompt, self.rng.choice(KINDS), vocab=512, max_len=self.real.max_len)
+        request = Request.make(
+            id, prompt, self.rng.choice(KINDS), vocab=512, max_len=self.real.max_len
+        )
         self.real.submit(request, functools.partial(self.hear, id))
 
     def run(self, requests: int) -> None:
@@ -66,7 +75,8 @@ def resident() -> int:
 
 
 def census(real) -> tuple[int, int, int]:
-    """What should not grow: objects, without the bounded number that the journal keeps, device arrays, threads."""
+    """What should not grow: objects, without the bounded number that the journal keeps, device
+    arrays, threads."""
     real.journal.steps.clear(), real.journal.ends.clear()
     gc.collect()
     return len(gc.get_objects()), len(jax.live_arrays()), threading.active_count()
@@ -77,19 +87,28 @@ def test_ten_thousand_cancelled_requests_leave_nothing_behind():
     traffic = Traffic(real)
     traffic.run(WARM)
     assert_empty(real)
-    before, memory = census(real), resident()
+    before = census(real)
+    memory = resident()
     traffic.run(REQUESTS)
     assert_empty(real)
-    after, growth = census(real), resident() - memory
-    assert traffic.born == REQUESTS + WARM <= traffic.ended                          # some had two completions
-    assert min(traffic.cancelled[kind] for kind in (Accepted, Progress, Token)) > 500, traffic.cancelled
+    after = census(real)
+    growth = resident() - memory
+    assert traffic.born == REQUESTS + WARM <= traffic.ended  # some had two completions
+    assert min(traffic.cancelled[kind] for kind in (Accepted, Progress, Token)) > 500, (
+        traffic.cancelled
+    )
     assert traffic.cancelled.total() > 0.95 * traffic.born
     assert not real.scheduler.sequences and len(real.scheduler._roster.free) == 8
     assert after[0] - before[0] < 2000, f"objects: {before[0]}, then {after[0]}"
-    assert after[1] <= before[1] and after[2] <= before[2], f"device arrays and threads: {before[1:]}, then {after[1:]}"
+    assert after[1] <= before[1] and after[2] <= before[2], (
+        f"device arrays and threads: {before[1:]}, then {after[1:]}"
+    )
     assert growth < 64 * 2**20
     listener = []
-    real.submit(Request.make("last", np.arange(3, 60), KINDS[0], vocab=512, max_len=real.max_len), listener.extend)
+    real.submit(
+        Request.make("last", np.arange(3, 60), KINDS[0], vocab=512, max_len=real.max_len),
+        listener.extend,
+    )
     while real.turn():
         pass
     assert listener[-1].reason == "length" and listener[-1].usage.completion == 300

@@ -38,27 +38,49 @@ def test_all_that_was_computed_is_told_with_whose_it_was(live):
     ended = {(row[1], row[2]): dict(zip(view["end_columns"], row)) for row in view["ended"]}
     known = {name: count + ended[name]["cached"] for name, count in prefilled(view).items()}
     assert known == {("long", 0): 150, ("two", 0): 20, ("two", 1): 20}
-    assert ended["long", 0]["generated"] == 5 and ended["long", 0]["ttft"] > 0 and ended["long", 0]["tpot"] > 0
+    assert (
+        ended["long", 0]["generated"] == 5
+        and ended["long", 0]["ttft"] > 0
+        and ended["long", 0]["tpot"] > 0
+    )
     assert not view["requests"] and not view["flying"] and view["running"] == view["waiting"] == 0
     assert [sum(lane) for lane in view["pages"]] == [live.stages.plan.pages]
     assert all(len(step["spans"]) == 2 for step in view["steps"])
 
 
 def test_a_view_can_be_had_at_any_time_and_misses_no_step(live):
-    first, ended, steps, seen = live.view(10**9)["next"], threading.Event(), [], Counter()
+    first = live.view(10**9)["next"]
+    ended = threading.Event()
+    steps = []
+    seen = Counter()
     live.start()
     sampling = SamplingParams.make(temperature=0, max_tokens=500, ignore_eos=True)
     prompt = np.arange(1, 300)[::-1]
-    request = Request.make("r", prompt, sampling, vocab=live.model.vocab, max_len=live.max_len, arrival=live.clock.now())
-    live.submit(request, lambda events: ended.set() if any(isinstance(event, Finished) for event in events) else None)
-    until, since, last = time.monotonic() + 120, first, False
+    request = Request.make(
+        "r",
+        prompt,
+        sampling,
+        vocab=live.model.vocab,
+        max_len=live.max_len,
+        arrival=live.clock.now(),
+    )
+    live.submit(
+        request,
+        lambda events: (
+            ended.set() if any(isinstance(event, Finished) for event in events) else None
+        ),
+    )
+    until = time.monotonic() + 120
+    since = first
+    last = False
     while not last:
         assert time.monotonic() < until
-        time.sleep(0.005)                                # the engine's thread is to get the interpreter, too
+        time.sleep(0.005)  # the engine's thread is to get the interpreter, too
         last = ended.is_set() and not live.view()["flying"]
         view = json.loads(json.dumps(live.view(since), allow_nan=False))
         seen.update(row[4] for row in view["requests"])
-        steps, since = steps + [step["number"] for step in view["steps"]], view["next"]
+        steps = steps + [step["number"] for step in view["steps"]]
+        since = view["next"]
     live.close()
     assert steps == list(range(first, since)) and len(steps) >= 504
     assert seen["decoding"] and set(seen) <= {"waiting", "prefilling", "decoding"}

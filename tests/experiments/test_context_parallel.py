@@ -1,4 +1,5 @@
-"""The context parallel paper's figures: each one's rows, claims and panels; what the calibration fits and what it then predicts."""
+"""The context parallel paper's figures: each one's rows, claims and panels; what the calibration
+fits and what it then predicts."""
 
 import json
 import math
@@ -36,18 +37,35 @@ def test_kept_results_are_those_of_the_code(rows):
         kept = figures.read_csv(FOLDER / "results" / f"{name}.csv")
         assert len(kept) == len(rows[name])
         for old, new in zip(kept, rows[name]):
-            assert all(old[key] == (pytest.approx(value, rel=1e-3, abs=1e-6) if isinstance(value, float | int) else value)
-                       for key, value in new.items()), (name, old, new)
+            assert all(
+                old[key]
+                == (
+                    pytest.approx(value, rel=1e-3, abs=1e-6)
+                    if isinstance(value, float | int)
+                    else value
+                )
+                for key, value in new.items()
+            ), (name, old, new)
 
 
 def test_the_command_makes_figures_and_summary(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert every.main([f"--out={tmp_path}", "--figures=table4,9"]) == 0
-    assert {file.name for file in tmp_path.iterdir()} == {"table4.csv", "table4.png", "fig9.csv", "fig9.png", "summary.md"}
-    assert "table4, computed" in capsys.readouterr().out and "| 9 | computed |" in (tmp_path / "summary.md").read_text()
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "table4.csv",
+        "table4.png",
+        "fig9.csv",
+        "fig9.png",
+        "summary.md",
+    }
+    assert (
+        "table4, computed" in capsys.readouterr().out
+        and "| 9 | computed |" in (tmp_path / "summary.md").read_text()
+    )
 
 
 # --- the paper's numbers, as printed
+
 
 def test_the_paper_is_quoted_without_slips():
     assert all(row.cached + row.new == 128_000 for row in paper.TABLE4) and len(paper.TABLE4) == 14
@@ -57,20 +75,31 @@ def test_the_paper_is_quoted_without_slips():
 
 # --- what is fitted, and what is predicted
 
+
 def test_fitted_rates_are_those_of_the_machines():
     system = calibrated()
-    assert 480e12 < system.prefill.flops_per_s < 540e12                               # alone, attention reaches 540 (appendix A)
-    assert 1.9e12 < system.decode.read_bytes_per_s < 2.4e12                           # peak of the memory: 2.4 TB/s (section 4.1)
-    assert 45e9 < system.prefill.exchange.bytes_per_s < 50e9                          # line rate: 400 Gb/s
-    assert 20e9 < system.prefill.hop.bytes_per_s < 50e9 and 30e-6 < system.prefill.hop.seconds < 36e-6
+    assert 480e12 < system.prefill.flops_per_s < 540e12  # alone, attention reaches 540 (appendix A)
+    # peak of the memory: 2.4 TB/s (section 4.1)
+    assert 1.9e12 < system.decode.read_bytes_per_s < 2.4e12
+    assert 45e9 < system.prefill.exchange.bytes_per_s < 50e9  # line rate: 400 Gb/s
+    assert (
+        20e9 < system.prefill.hop.bytes_per_s < 50e9 and 30e-6 < system.prefill.hop.seconds < 36e-6
+    )
     linear = 2 * paper.PARAMETERS / paper.GPUS / paper.MODEL.layers / system.token
     assert 0.5 * paper.PEAK < linear < paper.PEAK
 
 
 def test_table4_is_predicted(rows):
     found = rows["table4"]
-    assert table4.error(found, "pass_kv") < 0.06 and table4.error(found, "pass_q") < 0.105 and table4.error(found, *RINGS) < 0.08
-    assert table4.error(found, "pass_kv", hidden=table4.ALL) < 0.1 and table4.error(found, "pass_q", hidden=table4.ALL) < 0.1
+    assert (
+        table4.error(found, "pass_kv") < 0.06
+        and table4.error(found, "pass_q") < 0.105
+        and table4.error(found, *RINGS) < 0.08
+    )
+    assert (
+        table4.error(found, "pass_kv", hidden=table4.ALL) < 0.1
+        and table4.error(found, "pass_q", hidden=table4.ALL) < 0.1
+    )
     assert table4.right(found, table4.FITTED) == 14 and table4.right(found, table4.ALL) >= 12
     assert 0.0325 < table4.crossover(found, table4.FITTED) < 0.1
 
@@ -78,19 +107,42 @@ def test_table4_is_predicted(rows):
 def test_tables_5_to_8_are_within_what_is_said():
     system = calibrated()
     for row in paper.TABLE6:
-        assert system.ttft(0, row.tokens, row.hosts)["pass_kv"] * 1e3 == pytest.approx(row.ttft, rel=0.05)
-        assert system.ttit(row.tokens, row.hosts)["pass_q"] * 1e3 == pytest.approx(row.ttit, rel=0.13)
+        assert system.ttft(0, row.tokens, row.hosts)["pass_kv"] * 1e3 == pytest.approx(
+            row.ttft, rel=0.05
+        )
+        assert system.ttit(row.tokens, row.hosts)["pass_q"] * 1e3 == pytest.approx(
+            row.ttit, rel=0.13
+        )
     for row in paper.TABLE7:
-        first, after = ((system.tp_ttft(row.tokens, row.hosts), system.tp_ttit(row.tokens, row.hosts)) if row.kind == "tp" else
-                        (system.ttft(0, row.tokens, row.hosts)["pass_kv"], system.ttit(row.tokens, row.hosts)["pass_q"]))
-        assert first * 1e3 == pytest.approx(row.ttft, rel=0.12) and after * 1e3 == pytest.approx(row.ttit, rel=0.04)
+        first, after = (
+            (system.tp_ttft(row.tokens, row.hosts), system.tp_ttit(row.tokens, row.hosts))
+            if row.kind == "tp"
+            else (
+                system.ttft(0, row.tokens, row.hosts)["pass_kv"],
+                system.ttit(row.tokens, row.hosts)["pass_q"],
+            )
+        )
+        assert first * 1e3 == pytest.approx(row.ttft, rel=0.12) and after * 1e3 == pytest.approx(
+            row.ttit, rel=0.04
+        )
 
 
 def test_every_part_of_table8_is_within_20_percent_on_average(rows):
-    assert all(claim.ours(rows["table8"]) < claim.paper for claim in table8.FIGURE.claims if claim.limit)
+    assert all(
+        claim.ours(rows["table8"]) < claim.paper for claim in table8.FIGURE.claims if claim.limit
+    )
 
 
-@pytest.mark.parametrize("new, strategy", [(1280, "pass_q"), (3200, "pass_q"), (4160, "pass_q"), (12_800, "pass_kv"), (128_000, "pass_kv")])
+@pytest.mark.parametrize(
+    "new, strategy",
+    [
+        (1280, "pass_q"),
+        (3200, "pass_q"),
+        (4160, "pass_q"),
+        (12_800, "pass_kv"),
+        (128_000, "pass_kv"),
+    ],
+)
 def test_the_chooser_on_table4(new, strategy):
     decision = calibrated().exchange(RANKS).choose([(128_000 - new, new)])
     assert decision.strategy == strategy
@@ -98,10 +150,14 @@ def test_the_chooser_on_table4(new, strategy):
 
 
 def test_the_papers_line_does_not_tell_its_own_table():
-    assert not any(fig9.rules()["the paper's fit"].boundary(row.cached, row.new) > 0 for row in paper.TABLE4)
+    assert not any(
+        fig9.rules()["the paper's fit"].boundary(row.cached, row.new) > 0 for row in paper.TABLE4
+    )
 
 
-@pytest.mark.parametrize("load", [dict(batch=8), dict(context=1_000_000), dict(links=table7.NVLINK)])
+@pytest.mark.parametrize(
+    "load", [dict(batch=8), dict(context=1_000_000), dict(links=table7.NVLINK)]
+)
 def test_decode_with_gathered_queries_falls_with_hosts(rows, load):
     times = [table7.ttit(rows["table7"], hosts, **load) for hosts in table7.HOSTS]
     assert times == sorted(times, reverse=True)
@@ -116,12 +172,15 @@ def test_one_sequence_of_128k_is_too_little_for_the_papers_network(rows):
 
 # --- the notebook
 
+
 def test_the_notebook_runs(monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
     notebook = json.loads((FOLDER / "explore.ipynb").read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert notebook["nbformat"] == 4 and not any(cell["outputs"] or cell["execution_count"] for cell in cells)
+    assert notebook["nbformat"] == 4 and not any(
+        cell["outputs"] or cell["execution_count"] for cell in cells
+    )
     names: dict = {}
     for cell in cells:
         exec("".join(cell["source"]), names)

@@ -1,4 +1,5 @@
-"""Tetris' figures in miniature: each one's rows, claims and panels; the models behind them; what is wrong, in one line."""
+"""Tetris' figures in miniature: each one's rows, claims and panels; the models behind them; what is
+wrong, in one line."""
 
 import gzip
 import json
@@ -15,7 +16,7 @@ from experiments.tetris.figure import Settings
 from tests.experiments.figure_checks import check_all, made_small
 
 FIGURES = {made.name: made for made in figures.figures_of("tetris", every.NUMBERS)}
-SMALL = Settings(requests=12)                         # generated lengths only
+SMALL = Settings(requests=12)  # generated lengths only
 MODELS = systems.MODELS
 
 
@@ -34,23 +35,34 @@ def test_there_is_a_file_for_every_figure_and_it_has_the_papers_numbers():
 @pytest.mark.parametrize("made", FIGURES.values(), ids=FIGURES)
 def test_a_figure_in_miniature_gives_csv_and_table(made, tmp_path, monkeypatch):
     rows = made_small(made, SMALL, tmp_path, monkeypatch)
-    assert all(math.isfinite(claim.ours(rows)) for claim in made.claims if "recorded" not in claim.what)
+    assert all(
+        math.isfinite(claim.ours(rows)) for claim in made.claims if "recorded" not in claim.what
+    )
     if made.kind == "simulated":
         assert {row["lengths"] for row in rows} == {"generated: tetris mixes"}
 
 
 # --- the models behind them
 
+
 def test_table_1_is_fitted_and_composed_within_the_targets():
     points = list(model.table_points())
-    errors = lambda found: np.mean([abs(found(size, history, tokens) / seconds - 1) for size, history, tokens, seconds in points])
+    errors = lambda found: np.mean(
+        [
+            abs(found(size, history, tokens) / seconds - 1)
+            for size, history, tokens, seconds in points
+        ]
+    )
     assert errors(lambda size, *rest: model.latencies("llama3-8b")[size](*rest)) < 0.05
     assert errors(lambda size, *rest: model.composed("llama3-8b", size, *rest)) < 0.1
 
 
 def test_eq_1_fits_what_is_composed_for_70b():
     fitted = model.latencies("llama3-70b")
-    errors = [abs(fitted[size](history, tokens) / seconds - 1) for size, history, tokens, seconds in model.composed_points("llama3-70b")]
+    errors = [
+        abs(fitted[size](history, tokens) / seconds - 1)
+        for size, history, tokens, seconds in model.composed_points("llama3-70b")
+    ]
     assert np.mean(errors) < 0.03
     assert fitted[1](0, 32_000) > fitted[2](0, 32_000) > fitted[4](0, 32_000) > fitted[8](0, 32_000)
 
@@ -58,28 +70,42 @@ def test_eq_1_fits_what_is_composed_for_70b():
 def test_the_largest_groups_of_table_2_are_extrapolated():
     found = table2.largest(128).latencies
     assert list(found) == [1, 2, 4, 8, 16, 32, 64, 128]
-    assert found[128].base == pytest.approx(8 * found[16].base) and found[128].token == pytest.approx(found[16].token / 8)
+    assert found[128].base == pytest.approx(8 * found[16].base) and found[
+        128
+    ].token == pytest.approx(found[16].token / 8)
     assert list(table2.largest(8).latencies) == [1, 2, 4, 8]
 
 
 def test_systems_have_the_instances_of_the_paper():
     assert [systems.prefill_instances(name) for name in MODELS] == [16, 8]
-    assert "fixed-16" in systems.possible(systems.SYSTEMS, MODELS[0]) and "fixed-16" not in systems.possible(systems.SYSTEMS, MODELS[1])
+    assert "fixed-16" in systems.possible(
+        systems.SYSTEMS, MODELS[0]
+    ) and "fixed-16" not in systems.possible(systems.SYSTEMS, MODELS[1])
     build = lambda name: systems.server(name, MODELS[0], "short", 1.0, SMALL)
-    assert build("loongserve").count == 32 and build("loongserve-disagg").count == 16 and build("fixed-8").held is None
+    assert (
+        build("loongserve").count == 32
+        and build("loongserve-disagg").count == 16
+        and build("fixed-8").held is None
+    )
     assert 3 < systems.decode_seconds(MODELS[0], figure.Arrival(0.0, 30_000, 340)) < 7
 
 
 def test_equal_runs_are_simulated_once():
-    assert systems.run("fixed-8", MODELS[0], "long", 1.0, SMALL) is systems.run("fixed-8", MODELS[0], "long", 1.0, SMALL)
+    assert systems.run("fixed-8", MODELS[0], "long", 1.0, SMALL) is systems.run(
+        "fixed-8", MODELS[0], "long", 1.0, SMALL
+    )
 
 
 # --- workloads and the command
 
+
 def recorded(folder: Path, *lengths: int) -> Path:
     file = folder / figure.RECORDED
     file.parent.mkdir(parents=True)
-    lines = (json.dumps(dict(timestamp=1000 * n, input_length=length, output_length=5)) for n, length in enumerate(lengths))
+    lines = (
+        json.dumps(dict(timestamp=1000 * n, input_length=length, output_length=5))
+        for n, length in enumerate(lengths)
+    )
     file.write_bytes(gzip.compress("\n".join(lines).encode()))
     return folder
 
@@ -87,23 +113,45 @@ def recorded(folder: Path, *lengths: int) -> Path:
 def test_recorded_requests_keep_to_the_short_traces_limits_and_are_stretched(tmp_path):
     settings = Settings(recorded(tmp_path, 5000, 100, 50_000, 200_000, 90_000), 10)
     assert settings.traces == (*figure.TRACES, "recorded") and "mooncake" in settings.lengths
-    assert [(a.time, a.prompt) for a in settings.arrivals("recorded", 2.0)] == [(0.0, 5000), (0.5, 50_000), (1.0, 90_000)]
+    assert [(a.time, a.prompt) for a in settings.arrivals("recorded", 2.0)] == [
+        (0.0, 5000),
+        (0.5, 50_000),
+        (1.0, 90_000),
+    ]
 
 
 def test_the_command_makes_figures_and_summary(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert every.main([f"--out={tmp_path}", "--data=", "--figures=table1,3"]) == 0
-    assert {file.name for file in tmp_path.iterdir()} == {"table1.csv", "table1.png", "fig3.csv", "fig3.png", "summary.md"}
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "table1.csv",
+        "table1.png",
+        "fig3.csv",
+        "fig3.png",
+        "summary.md",
+    }
     assert "table1, computed" in capsys.readouterr().out
-    assert "| 3 | computed | 32k, then 16k: SP16 for the first, TTFT of 32k | 1.53 s |" in (tmp_path / "summary.md").read_text()
+    assert (
+        "| 3 | computed | 32k, then 16k: SP16 for the first, TTFT of 32k | 1.53 s |"
+        in (tmp_path / "summary.md").read_text()
+    )
 
 
-@pytest.mark.parametrize("arguments, said", [
-    (["--data={folder}"], "data: {folder} has no mooncake/synthetic"), (["--figures=2"], "figures: 2: known are table1"),
-    (["--requests=0"], "requests"), (["--dta=x"], "unknown flag --dta; did you mean --data?"),
-])
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--data={folder}"], "data: {folder} has no mooncake/synthetic"),
+        (["--figures=2"], "figures: 2: known are table1"),
+        (["--requests=0"], "requests"),
+        (["--dta=x"], "unknown flag --dta; did you mean --data?"),
+    ],
+)
 def test_what_is_wrong_is_one_line(arguments, said, tmp_path, capsys):
     arguments = [argument.format(folder=tmp_path) for argument in arguments]
     assert every.main([f"--out={tmp_path}", *arguments]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("tetris: ") and said.format(folder=tmp_path) in told and told.count("\n") == 1
+    assert (
+        told.startswith("tetris: ")
+        and said.format(folder=tmp_path) in told
+        and told.count("\n") == 1
+    )

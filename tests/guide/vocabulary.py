@@ -1,4 +1,5 @@
-"""A small tokenizer, as a GGUF file describes one, for models of random weights: every byte, and some words of JSON."""
+"""A small tokenizer, as a GGUF file describes one, for models of random weights: every byte, and
+some words of JSON."""
 
 from __future__ import annotations
 
@@ -8,10 +9,60 @@ from jaxserve.tokenizer import Tokenizer
 from jaxserve.tokenizer.vocabulary import from_fields, special_tokens
 
 EOS = 2
-WORDS = ['{"', '":', '",', '"}', "tr", "true", "fal", "false", "nu", "null", "12", "00", "Ġ{", "Ġ[", 'Ġ"', "}}", "]]", "ab", "abc", "cd",
-         "ĊĊ", "ue", "se", "ll", "al"]
-MERGES = ['{ "', '" :', '" ,', '" }', "t r", "tr ue", "f al", "fal se", "n u", "nu ll", "1 2", "0 0", "Ġ {", "Ġ [", 'Ġ "', "} }", "] ]",
-          "a b", "ab c", "c d", "Ċ Ċ", "u e", "s e", "l l", "a l"]
+WORDS = [
+    '{"',
+    '":',
+    '",',
+    '"}',
+    "tr",
+    "true",
+    "fal",
+    "false",
+    "nu",
+    "null",
+    "12",
+    "00",
+    "Ġ{",
+    "Ġ[",
+    'Ġ"',
+    "}}",
+    "]]",
+    "ab",
+    "abc",
+    "cd",
+    "ĊĊ",
+    "ue",
+    "se",
+    "ll",
+    "al",
+]
+MERGES = [
+    '{ "',
+    '" :',
+    '" ,',
+    '" }',
+    "t r",
+    "tr ue",
+    "f al",
+    "fal se",
+    "n u",
+    "nu ll",
+    "1 2",
+    "0 0",
+    "Ġ {",
+    "Ġ [",
+    'Ġ "',
+    "} }",
+    "] ]",
+    "a b",
+    "ab c",
+    "c d",
+    "Ċ Ċ",
+    "u e",
+    "s e",
+    "l l",
+    "a l",
+]
 
 
 def alphabet() -> list[str]:
@@ -24,8 +75,14 @@ def alphabet() -> list[str]:
 @functools.cache
 def tokenizer() -> Tokenizer:
     tokens = ["<unk>", "<s>", "</s>", *alphabet(), *WORDS]
-    fields = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
-              "tokenizer.ggml.merges": MERGES,
-              "tokenizer.ggml.token_type": [3, 3, 3, *[1] * (len(tokens) - 3)], "tokenizer.ggml.eos_token_id": EOS,
-              "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.unknown_token_id": 0}
+    fields = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": MERGES,
+        "tokenizer.ggml.token_type": [3, 3, 3, *[1] * (len(tokens) - 3)],
+        "tokenizer.ggml.eos_token_id": EOS,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
     return Tokenizer(from_fields(fields), special_tokens(fields))

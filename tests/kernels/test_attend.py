@@ -1,4 +1,5 @@
-"""Every implementation of attention over pages means what the reference means, and the reference means plain dense attention."""
+"""Every implementation of attention over pages means what the reference means, and the reference
+means plain dense attention."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ from experiments.benchmarks.gpu.cases import HUGE, Case, draw, truth
 from jaxserve.kernels import ops, xla
 
 TOLERANCE = dict(rtol=2e-5, atol=2e-5)
-PORTABLE = ["reference", "xla"]                         # the others have tests of their own
+PORTABLE = ["reference", "xla"]  # the others have tests of their own
 
 
 @dataclass
 class Shape:
-    """T query tokens a row, K kv heads, G query heads of each, H head dim, C tokens a page, W table entries."""
+    """T query tokens a row, K kv heads, G query heads of each, H head dim, C tokens a page, W table
+    entries."""
 
     T: int
     K: int = 2
@@ -31,26 +33,39 @@ class Shape:
     R: int = 4
 
     def __str__(self) -> str:
-        return f"T{self.T}-K{self.K}-G{self.G}-H{self.H}-C{self.C}" + (f"-window{self.window}" if self.window else "")
+        return f"T{self.T}-K{self.K}-G{self.G}-H{self.H}-C{self.C}" + (
+            f"-window{self.window}" if self.window else ""
+        )
 
 
 SHAPES = [
-    Shape(1), Shape(1, window=40), Shape(1, K=1, G=1, H=8, C=256, W=3), Shape(1, K=3, G=16, R=1), Shape(1, K=8, G=4, C=1, W=70),
-    Shape(5, G=7), Shape(5, K=1, G=8, C=4, W=90, window=7), Shape(64, K=3), Shape(64, C=64, W=6, window=40),
-    Shape(512, W=60, R=2), Shape(512, K=1, G=2, C=32, W=40, window=100, R=2),
+    Shape(1),
+    Shape(1, window=40),
+    Shape(1, K=1, G=1, H=8, C=256, W=3),
+    Shape(1, K=3, G=16, R=1),
+    Shape(1, K=8, G=4, C=1, W=70),
+    Shape(5, G=7),
+    Shape(5, K=1, G=8, C=4, W=90, window=7),
+    Shape(64, K=3),
+    Shape(64, C=64, W=6, window=40),
+    Shape(512, W=60, R=2),
+    Shape(512, K=1, G=2, C=32, W=40, window=100, R=2),
 ]
 
 
 def make_case(shape: Shape, seed: int, first_block: int = 0) -> Case:
-    """Rows of random lengths at random positions, over random subsets of their blocks, on permuted pages. What is not written is NaN,
-    and what is not a table entry is nonsense. The last row is empty, and so is the table of the first row of every third case."""
+    """Rows of random lengths at random positions, over random subsets of their blocks, on permuted
+    pages. What is not written is NaN, and what is not a table entry is nonsense. The last row is
+    empty, and so is the table of the first row of every third case."""
     rng = np.random.default_rng([seed, shape.T])
 
     def span(row: int) -> tuple[int, int]:
         length = 0 if row == shape.R - 1 > 0 else int(rng.integers(1, shape.T + 1))
         return length, int(rng.integers(length, shape.W * shape.C + 1))
 
-    return draw(shape, rng, span, lambda row: rng.random() < 0.8 and bool(row or seed % 3), first_block)
+    return draw(
+        shape, rng, span, lambda row: rng.random() < 0.8 and bool(row or seed % 3), first_block
+    )
 
 
 @functools.cache
@@ -74,7 +89,9 @@ def test_attention_over_pages_is_dense_attention(name, shape):
         assert_means_truth(name, make_case(shape, seed), shape.window)
 
 
-@pytest.mark.parametrize("shape", [Shape(1), Shape(1, C=256, W=4), Shape(64, C=256, W=4), Shape(64, window=40)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [Shape(1), Shape(1, C=256, W=4), Shape(64, C=256, W=4), Shape(64, window=40)], ids=str
+)
 @pytest.mark.parametrize("name", PORTABLE)
 def test_positions_of_ten_million_tokens_fit(name, shape):
     for last in (10_000_000, HUGE - 1024):
@@ -85,7 +102,9 @@ def test_positions_of_ten_million_tokens_fit(name, shape):
 def test_blocks_that_lie_millions_apart_meet_in_one_row(name):
     case = make_case(Shape(5), 2)
     row = case.count.argmax()
-    case.table[1, case.rows[row], : case.count[row]] += np.linspace(0, 620_000, case.count[row]).astype(np.int32)
+    case.table[1, case.rows[row], : case.count[row]] += np.linspace(
+        0, 620_000, case.count[row]
+    ).astype(np.int32)
     case.q_pos[row] = 10_000_000 + np.arange(5)
     case.pages[:] = np.random.default_rng(0).standard_normal(case.pages.shape)
     assert case.count[row] > 5
@@ -98,15 +117,18 @@ def test_where_nothing_is_seen_the_result_is_zero_with_lse_of_minus_infinity(nam
     for window in (None, 40):
         for T in (1, 64):
             case = make_case(Shape(T), 1)
-            case.q_pos[0], case.count[1] = -1, 0                                    # no query; no key
-            case.table[1, case.rows[2], : case.count[2]] += 1000                    # only later keys
+            # no query; no key
+            case.q_pos[0] = -1
+            case.count[1] = 0
+            case.table[1, case.rows[2], : case.count[2]] += 1000  # only later keys
             out, lse = map(np.asarray, compiled(name, window)(*case.arguments()))
             assert (out == 0).all() and np.isneginf(lse).all()
 
 
 @pytest.mark.parametrize("name", PORTABLE)
 def test_every_column_of_a_row_is_its_own_query(name):
-    """A row's answer is that of its tokens one by one: nothing leaks between the tokens of a row, or from row to row."""
+    """A row's answer is that of its tokens one by one: nothing leaks between the tokens of a row,
+    or from row to row."""
     case = make_case(Shape(5), 4)
     out, lse = map(np.asarray, compiled(name, None)(*case.arguments()))
     for t in range(5):
@@ -119,9 +141,13 @@ def test_every_column_of_a_row_is_its_own_query(name):
 @pytest.mark.parametrize("name", PORTABLE)
 def test_several_rows_may_be_of_one_sequence(name):
     case = make_case(Shape(64, R=1), 5)
-    q, q_pos = case.q.reshape(2, 32, *case.q.shape[2:]), case.q_pos.reshape(2, 32)
-    halves = dataclasses.replace(case, q=q, q_pos=q_pos, rows=case.rows.repeat(2), count=case.count.repeat(2))
-    whole, split = compiled(name, None)(*case.arguments()), compiled(name, None)(*halves.arguments())
+    q = case.q.reshape(2, 32, *case.q.shape[2:])
+    q_pos = case.q_pos.reshape(2, 32)
+    halves = dataclasses.replace(
+        case, q=q, q_pos=q_pos, rows=case.rows.repeat(2), count=case.count.repeat(2)
+    )
+    whole = compiled(name, None)(*case.arguments())
+    split = compiled(name, None)(*halves.arguments())
     for a, b in zip(whole, split):
         np.testing.assert_allclose(np.asarray(a).reshape(b.shape), b, **TOLERANCE)
 
@@ -135,7 +161,9 @@ def test_half_precision_pages_differ_by_rounding_only(name):
     np.testing.assert_allclose(lse, right_lse, atol=0.03)
 
 
-@pytest.mark.parametrize("shape", [Shape(1), Shape(5, C=4, W=90, window=7), Shape(64, C=64, W=6)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [Shape(1), Shape(5, C=4, W=90, window=7), Shape(64, C=64, W=6)], ids=str
+)
 @pytest.mark.parametrize("name", PORTABLE)
 def test_pages_of_eight_bits_mean_what_they_say(name, shape):
     case = make_case(shape, 3)

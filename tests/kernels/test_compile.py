@@ -1,7 +1,9 @@
-"""The kernels for Hopper become machine code that fits: lowered on any machine, compiled where `python -m tests.kernels.cuda` was run.
+"""The kernels for Hopper become machine code that fits: lowered on any machine, compiled where
+`python -m tests.kernels.cuda` was run.
 
-No number is computed here. What is caught is a layout or shape that the compiler lacks, too much shared memory, registers that do not
-suffice, and a pool of pages that is copied; the figures that are limits here are those of the day when they were written, or a little more.
+No number is computed here. What is caught is a layout or shape that the compiler lacks, too much
+shared memory, registers that do not suffice, and a pool of pages that is copied; the figures that
+are limits here are those of the day when they were written, or a little more.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ needs_compiler = pytest.mark.skipif(cuda.lacking() is not None, reason=str(cuda.
 
 @dataclass(frozen=True)
 class Shape:
-    """As of tests.kernels.test_attend, of types `dtype` of queries and pages and `out`; `hop`: results are merged with earlier ones;
-    `spilled`: the most bytes of spills in a kernel."""
+    """As of tests.kernels.test_attend, of types `dtype` of queries and pages and `out`; `hop`:
+    results are merged with earlier ones; `spilled`: the most bytes of spills in a kernel."""
 
     R: int
     T: int
@@ -52,7 +54,7 @@ class Shape:
     W: int
     window: int | None = None
     dtype: str = "bfloat16"
-    kv: str | None = None                            # type of the pages, where another
+    kv: str | None = None  # type of the pages, where another
     out: str = "bfloat16"
     tiles: Tiles | None = None
     hop: bool = False
@@ -77,36 +79,56 @@ class Shape:
 
     @property
     def temp(self) -> int:
-        """Bytes beside arguments and results: two pieces of f32 per block; queries and results as whole tiles where the heads of a kv head
-        are rows; lse transposed; and little for the line of key tiles."""
+        """Bytes beside arguments and results: two pieces of f32 per block; queries and results as
+        whole tiles where the heads of a kv head are rows; lse transposed; and little for the line
+        of key tiles."""
         tile = ROWS * default_tiles(self.T * self.G, self.H, self.kv or self.dtype).warpgroups
         rows = -(-self.T * self.G // tile) * tile if self.T < 64 else 0
         width = np.dtype(self.dtype).itemsize + np.dtype(self.out).itemsize + 4 * self.hop
-        return 132 * 2 * tile * (self.H + 1) * 4 + self.R * rows * self.K * self.H * width + 8 * math.prod(self.q[:-1]) + 2**18
+        return (
+            132 * 2 * tile * (self.H + 1) * 4
+            + self.R * rows * self.K * self.H * width
+            + 8 * math.prod(self.q[:-1])
+            + 2**18
+        )
 
     def arguments(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Of `attend`."""
-        pos, table, row = array((self.R, self.T)), array((2, self.R, self.W)), array((self.R,))
+        pos = array((self.R, self.T))
+        table = array((2, self.R, self.W))
+        row = array((self.R,))
         before = (array(self.q, "float32"), array(self.q[:-1], "float32")) if self.hop else ()
         return array(self.q, self.dtype), pos, self.pool, table, row, row, *before
 
     def attend(self) -> Any:
-        return functools.partial(attend, scale=0.1, window=self.window, dtype=np.dtype(self.out), tiles=self.tiles)
+        return functools.partial(
+            attend, scale=0.1, window=self.window, dtype=np.dtype(self.out), tiles=self.tiles
+        )
 
 
 def array(shape: tuple[int, ...], dtype: str = "int32") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, np.dtype(dtype))
 
 
-def attend(q: jax.Array, q_pos: jax.Array, pages: Pool, table: jax.Array, rows: jax.Array, count: jax.Array, *before: jax.Array,
-           **settings: Any) -> tuple[jax.Array, jax.Array]:
+def attend(
+    q: jax.Array,
+    q_pos: jax.Array,
+    pages: Pool,
+    table: jax.Array,
+    rows: jax.Array,
+    count: jax.Array,
+    *before: jax.Array,
+    **settings: Any,
+) -> tuple[jax.Array, jax.Array]:
     return mosaic.attend(q, q_pos, pages, table, rows, count, before=before or None, **settings)
 
 
 SHAPES = {
     "prefill": Shape(1, 2048, 8, 4, 128, 64, 2048, spilled=80),
     "prefill, f32 out": Shape(1, 2048, 8, 4, 128, 64, 2048, out="float32", spilled=80),
-    "prefill, float16": Shape(1, 2048, 8, 4, 128, 64, 2048, dtype="float16", out="float16", spilled=80),
+    "prefill, float16": Shape(
+        1, 2048, 8, 4, 128, 64, 2048, dtype="float16", out="float16", spilled=80
+    ),
     "prefill, window": Shape(1, 2048, 8, 4, 128, 64, 2048, window=4096, spilled=80),
     "prefill, G of 7": Shape(2, 512, 4, 7, 128, 64, 512, spilled=80),
     "prefill, G of 16": Shape(1, 512, 2, 16, 128, 16, 512, spilled=200),
@@ -126,7 +148,19 @@ SHAPES = {
     "decode, H of 64": Shape(8, 1, 8, 4, 64, 256, 128),
     "decode, H of 256": Shape(8, 1, 8, 4, 256, 64, 128, spilled=208),
     "prefill, 8 bits": Shape(1, 2048, 8, 4, 128, 64, 2048, kv="float8_e4m3fn", spilled=180),
-    "prefill, 8 bits, float16": Shape(1, 2048, 8, 4, 128, 64, 2048, dtype="float16", out="float16", kv="float8_e4m3fn", spilled=180),
+    "prefill, 8 bits, float16": Shape(
+        1,
+        2048,
+        8,
+        4,
+        128,
+        64,
+        2048,
+        dtype="float16",
+        out="float16",
+        kv="float8_e4m3fn",
+        spilled=180,
+    ),
     "prefill, 8 bits, H of 64": Shape(4, 256, 2, 8, 64, 256, 128, kv="float8_e4m3fn"),
     "prefill, 8 bits, H of 256": Shape(4, 256, 2, 8, 256, 64, 128, kv="float8_e4m3fn", spilled=436),
     "32 tokens, 8 bits": Shape(1, 32, 8, 4, 128, 16, 65536, kv="float8_e4m3fn", spilled=424),
@@ -142,7 +176,10 @@ def test_lowers_to_two_kernels_that_fit_shared_memory(shape):
     lowered = cuda.lower(shape.attend(), *shape.arguments())
     assert lowered.as_text().count("stablehlo.custom_call @mosaic_gpu_v2") == 2
     out, lse = lowered.out_info
-    assert (out.shape, out.dtype) == (shape.q, shape.out) and (lse.shape, lse.dtype) == (shape.q[:-1], "float32")
+    assert (out.shape, out.dtype) == (shape.q, shape.out) and (lse.shape, lse.dtype) == (
+        shape.q[:-1],
+        "float32",
+    )
 
 
 def test_tiles_that_need_too_much_shared_memory_are_refused():
@@ -155,7 +192,10 @@ def test_tiles_that_need_too_much_shared_memory_are_refused():
 @shapes
 def test_compiles_without_many_spills_or_a_copy_of_the_pool(shape):
     compiled = cuda.compile(shape.attend(), *shape.arguments())
-    assert len(compiled.kernels) == 2 and max(kernel.spilled for kernel in compiled.kernels) <= shape.spilled
+    assert (
+        len(compiled.kernels) == 2
+        and max(kernel.spilled for kernel in compiled.kernels) <= shape.spilled
+    )
     assert 0 < max(compiled.shared) <= 227 * 1024
     assert compiled.made(shape.numbers) == set()
     assert compiled.temp <= shape.temp
@@ -167,47 +207,89 @@ def test_a_donated_pool_is_written_and_attended_to_in_place(name):
     shape = SHAPES[name]
     compiled = cuda.compile(*step_of(shape), donate=(0,))
     assert compiled.aliased == shape.bytes
-    assert compiled.made(shape.numbers) == {"scatter", "fusion"}             # of the scatter, which writes its operand
+    # of the scatter, which writes its operand
+    assert compiled.made(shape.numbers) == {"scatter", "fusion"}
     assert compiled.temp <= shape.temp
 
 
 @needs_compiler
 def test_a_pool_of_several_lanes_is_written_in_place():
-    """Decodes of one sequence each, and 512 new tokens of a sequence that is spread over two lanes of two ranks."""
+    """Decodes of one sequence each, and 512 new tokens of a sequence that is spread over two lanes
+    of two ranks."""
     shape = SHAPES["decode"]
     compiled = cuda.compile(*step_of(shape, spread=512), donate=(0,), mesh=(2, 2))
-    assert len(compiled.kernels) == 4 and "all-gather" in compiled.hlo and "all-to-all" in compiled.hlo
+    assert (
+        len(compiled.kernels) == 4 and "all-gather" in compiled.hlo and "all-to-all" in compiled.hlo
+    )
     assert compiled.aliased == shape.bytes
     assert compiled.made(shape.numbers) == {"scatter", "fusion"}
     assert compiled.temp <= 2**26
 
 
 @needs_compiler
-@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="how hops are hidden by the compiler of jax 0.12 is not known yet")
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 12),
+    reason="how hops are hidden by the compiler of jax 0.12 is not known yet",
+)
 @pytest.mark.parametrize("exchange, hidden", [("pass_q", 3), ("pass_kv", 2)])
 def test_hops_around_a_ring_run_beside_attention(exchange, hidden):
-    """Four lanes of 256 tokens each: in the order in which the program runs, attention is between start and end of so many of three."""
+    """Four lanes of 256 tokens each: in the order in which the program runs, attention is between
+    start and end of so many of three."""
     shape = Shape(1, 1, 8, 4, 128, 64, 256)
-    pages, kv, q = (jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shape.pool),
-                    array((256, 8, 2, 128), "bfloat16"), array((256, 8, 4, 128), "bfloat16"))
+    pages = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shape.pool)
+    kv = array((256, 8, 2, 128), "bfloat16")
+    q = array((256, 8, 4, 128), "bfloat16")
     f = functools.partial(ring_step, exchange=exchange)
     row = array((4,))
-    compiled = cuda.compile(f, pages, kv, q, array((2, 4, 256)), row, row, row, array((4, 4)), donate=(0,), mesh=(4, 1),
-                            options=COMPILER_OPTIONS)
+    compiled = cuda.compile(
+        f,
+        pages,
+        kv,
+        q,
+        array((2, 4, 256)),
+        row,
+        row,
+        row,
+        array((4, 4)),
+        donate=(0,),
+        mesh=(4, 1),
+        options=COMPILER_OPTIONS,
+    )
     assert compiled.aliased == shape.bytes and compiled.hlo.count(" collective-permute-start(") == 3
-    computation = next(part for part in compiled.hlo.split("\n\n") if " collective-permute-start(" in part)
-    lines, found = computation.splitlines(), 0
+    computation = next(
+        part for part in compiled.hlo.split("\n\n") if " collective-permute-start(" in part
+    )
+    lines = computation.splitlines()
+    found = 0
     for number, line in enumerate(lines):
         if " collective-permute-start(" in line:
             name = line.split("=")[0].strip() + ")"
-            end = next(at for at in range(number, len(lines)) if " collective-permute-done(" in lines[at] and name in lines[at])
-            found += any('custom_call_target="mosaic_gpu_v2"' in between for between in lines[number:end])
+            end = next(
+                at
+                for at in range(number, len(lines))
+                if " collective-permute-done(" in lines[at] and name in lines[at]
+            )
+            found += any(
+                'custom_call_target="mosaic_gpu_v2"' in between for between in lines[number:end]
+            )
     assert found >= hidden
 
 
-def ring_step(pages: Pool, kv: jax.Array, q: jax.Array, table: jax.Array, slot: jax.Array, start: jax.Array, length: jax.Array,
-              everywhere: jax.Array, *, exchange: str) -> tuple[jax.Array, Pool]:
-    P, size, lane = pages.kv.shape[1], pages.kv.shape[4], jax.lax.axis_index(KVP)
+def ring_step(
+    pages: Pool,
+    kv: jax.Array,
+    q: jax.Array,
+    table: jax.Array,
+    slot: jax.Array,
+    start: jax.Array,
+    length: jax.Array,
+    everywhere: jax.Array,
+    *,
+    exchange: str,
+) -> tuple[jax.Array, Pool]:
+    P = pages.kv.shape[1]
+    size = pages.kv.shape[4]
+    lane = jax.lax.axis_index(KVP)
     rows = spread_rows(slot, start, length, everywhere, lane, len(q), table, P, size, True)
     with mock.patch.dict(ops.ATTEND, xla=mosaic.attend):
         return lanes.attention(q, kv, pages, None, Groups((), (rows,), table, exchange), 0.1)
@@ -216,74 +298,122 @@ def ring_step(pages: Pool, kv: jax.Array, q: jax.Array, table: jax.Array, slot: 
 @needs_compiler
 def test_a_copy_of_the_pool_would_be_found():
     shape = SHAPES["decode"]
-    compiled = cuda.compile(*step_of(shape))                                         # not donated
+    compiled = cuda.compile(*step_of(shape))  # not donated
     assert compiled.aliased == 0 and "copy" in compiled.made(shape.numbers)
 
 
 def step_of(shape: Shape, spread: int = 0) -> tuple[Any, ...]:
-    """`step` and its arguments; spread: new tokens of a sequence on two lanes, one half from each."""
+    """`step` and its arguments; spread: new tokens of a sequence on two lanes, one half from
+    each."""
     _, _, pool, table, row, _ = shape.arguments()
-    tokens, one = shape.R * shape.T + spread // 2, array((2,))
+    tokens = shape.R * shape.T + spread // 2
+    one = array((2,))
     pages = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), pool)
     kv, q = (array(x, shape.dtype) for x in ((tokens, shape.K, 2, shape.H), (tokens, *shape.q[2:])))
     f = functools.partial(step, width=shape.T, spread_width=spread // 2)
     return f, pages, kv, q, table, (row, row, row), (one, one, one, array((2, 2))) if spread else ()
 
 
-def step(pages: Pool, kv: jax.Array, q: jax.Array, table: jax.Array, local: Any, spread: Any, *, width: int,
-         spread_width: int) -> tuple[jax.Array, Pool]:
-    """A layer's attention on one lane; local: slot, start and length of its rows; spread: these and how many entries are held."""
-    P, size = pages.kv.shape[1], pages.kv.shape[4]
-    groups = Groups((local_rows(*local, width, table, P, size),),
-                    (spread_rows(*spread, jax.lax.axis_index(KVP), spread_width, table, P, size),) if spread else (), table)
-    with mock.patch.dict(ops.ATTEND, xla=mosaic.attend):                             # which is what a CPU chooses
+def step(
+    pages: Pool,
+    kv: jax.Array,
+    q: jax.Array,
+    table: jax.Array,
+    local: Any,
+    spread: Any,
+    *,
+    width: int,
+    spread_width: int,
+) -> tuple[jax.Array, Pool]:
+    """A layer's attention on one lane; local: slot, start and length of its rows; spread: these and
+    how many entries are held."""
+    P = pages.kv.shape[1]
+    size = pages.kv.shape[4]
+    groups = Groups(
+        (local_rows(*local, width, table, P, size),),
+        (spread_rows(*spread, jax.lax.axis_index(KVP), spread_width, table, P, size),)
+        if spread
+        else (),
+        table,
+    )
+    with mock.patch.dict(ops.ATTEND, xla=mosaic.attend):  # which is what a CPU chooses
         return lanes.attention(q, kv, pages, None, groups, 0.1)
 
 
 @needs_compiler
 def test_pages_are_copied_in_place():
-    pool, ids, these = array((4096, 8, 2, 64, 128), "bfloat16"), array((512,)), array((512, 8, 2, 64, 128), "bfloat16")
+    pool = array((4096, 8, 2, 64, 128), "bfloat16")
+    ids = array((512,))
+    these = array((512, 8, 2, 64, 128), "bfloat16")
     out = cuda.compile(copy.gather, pool, ids)
     back = cuda.compile(copy.scatter, pool, ids, these, donate=(0,))
     assert back.aliased == math.prod(pool.shape) * 2 and out.temp < 2**16 and back.temp < 2**16
-    assert out.made(math.prod(pool.shape)) <= {"bitcast"} and [kernel.spilled for kernel in (*out.kernels, *back.kernels)] == [0, 0]
+    assert out.made(math.prod(pool.shape)) <= {"bitcast"} and [
+        kernel.spilled for kernel in (*out.kernels, *back.kernels)
+    ] == [0, 0]
 
 
 LLAMA = dataclasses.replace(MODELS["llama3-8b"], layers=2)
-SLOTS, WIDTH, POOL, BLOCK = 16, 2048, 8192, 64
+SLOTS = 16
+WIDTH = 2048
+POOL = 8192
+BLOCK = 64
 
 
 @needs_compiler
-@pytest.mark.parametrize("shape, launches", [(StepShape(decode=(16, 1), samples=16), 2), (StepShape(prefill=(1, 2048)), 2),
-                                             (StepShape(decode=(16, 1), prefill=(4, 512), samples=16), 4)], ids=str)
+@pytest.mark.parametrize(
+    "shape, launches",
+    [
+        (StepShape(decode=(16, 1), samples=16), 2),
+        (StepShape(prefill=(1, 2048)), 2),
+        (StepShape(decode=(16, 1), prefill=(4, 512), samples=16), 4),
+    ],
+    ids=str,
+)
 def test_a_step_of_a_model_runs_on_the_kernels_and_copies_no_pages(shape, launches):
-    """Two layers of Llama 3 8B, the step as the engine compiles it: per layer `launches` kernels. What XLA makes besides is small."""
+    """Two layers of Llama 3 8B, the step as the engine compiles it: per layer `launches` kernels.
+    What XLA makes besides is small."""
     compiled = step_of_model(LLAMA, shape)
     numbers = POOL * LLAMA.kv_heads * 2 * BLOCK * LLAMA.head_dim
     assert compiled.hlo.count('custom_call_target="mosaic_gpu_v2"') == LLAMA.layers * launches
     assert len(compiled.kernels) == launches and compiled.aliased >= 2 * numbers * 2
-    assert compiled.made(numbers) == {"fusion", "scatter"}                # in place, as `aliased` says
+    assert compiled.made(numbers) == {"fusion", "scatter"}  # in place, as `aliased` says
     assert compiled.temp < 2 * shape.tokens * LLAMA.d_ff * 2 * 3 + 64 * 2**20
 
 
 @needs_compiler
 @pytest.mark.parametrize("kv, most", [("bfloat16", 14), ("float8_e4m3fn", 16)])
 def test_a_layer_that_decodes_is_few_launches(kv, most):
-    """One rotates the keys, adds up the product they come from, and writes them; with 8 bits one more finds the scales, and one writes
-    them. Counted as what a second layer adds."""
-    one, two = (step_of_model(dataclasses.replace(LLAMA, layers=layers), StepShape(decode=(16, 1), samples=16), kv) for layers in (1, 2))
+    """One rotates the keys, adds up the product they come from, and writes them; with 8 bits one
+    more finds the scales, and one writes them. Counted as what a second layer adds."""
+    one, two = (
+        step_of_model(
+            dataclasses.replace(LLAMA, layers=layers), StepShape(decode=(16, 1), samples=16), kv
+        )
+        for layers in (1, 2)
+    )
     assert two.launches - one.launches <= most
 
 
 def step_of_model(model: ModelConfig, shape: StepShape, kv: str = "bfloat16") -> cuda.Compiled:
     stage, _ = stage_modules(model, range(model.layers), 1)
     values = [array(param.shape, "bfloat16") for _, param in Weights.of(stage).flat]
-    pools = [pool_shapes((1, POOL, model.kv_heads, 2, BLOCK, model.head_dim), np.dtype(kv))] * model.layers
+    pools = [
+        pool_shapes((1, POOL, model.kv_heads, 2, BLOCK, model.head_dim), np.dtype(kv))
+    ] * model.layers
     rest = array((1, 2, SLOTS, WIDTH)), array((1, layout(shape, 1, BLOCK).size)), array((1, SLOTS))
-    return cuda.compile(functools.partial(model_step, model, shape), values, pools, *rest, donate=(1, 2))
+    return cuda.compile(
+        functools.partial(model_step, model, shape), values, pools, *rest, donate=(1, 2)
+    )
 
 
-def model_step(model: ModelConfig, shape: StepShape, values: list[jax.Array], pages: list[Pool], *rest: jax.Array) -> tuple[Any, ...]:
+def model_step(
+    model: ModelConfig,
+    shape: StepShape,
+    values: list[jax.Array],
+    pages: list[Pool],
+    *rest: jax.Array,
+) -> tuple[Any, ...]:
     stage, _ = stage_modules(model, range(model.layers), 1)
     with mock.patch.dict(ops.ATTEND, xla=mosaic.attend):
         return layers(Weights.of(stage), model, shape, True, values, pages, *rest)
@@ -291,15 +421,26 @@ def model_step(model: ModelConfig, shape: StepShape, values: list[jax.Array], pa
 
 @needs_compiler
 def test_a_hop_sends_its_pages_on_in_the_kernel_that_attends_over_them():
-    """Four lanes: compiled as far as that goes without them; all launches are two kernels, and nothing is permuted besides."""
+    """Four lanes: compiled as far as that goes without them; all launches are two kernels, and
+    nothing is permuted besides."""
     shape = dataclasses.replace(SHAPES["hop"], R=1, W=32)
     q, pos, _, table, row, _, *before = shape.arguments()
     pages = pool_shapes((32, *shape.pool.kv.shape[1:]), np.dtype("bfloat16"))
     compiled = cuda.compile(hop_of, q, pos, pages, table, row, row, *before, mesh=(4, 1))
     assert len(compiled.kernels) == 2 and max(kernel.spilled for kernel in compiled.kernels) <= 104
     assert max(compiled.shared) <= 227 * 1024 and "collective-permute" not in compiled.hlo
-    assert "collective_metadata_used" in compiled.hlo                                # pointers of the other lanes
+    assert "collective_metadata_used" in compiled.hlo  # pointers of the other lanes
 
 
-def hop_of(q: jax.Array, q_pos: jax.Array, pages: Pool, table: jax.Array, rows: jax.Array, count: jax.Array, *before: jax.Array) -> Any:
-    return mosaic.attend_and_send(q, q_pos, pages, table, rows, count, before=before, scale=0.1, ring=KVP)
+def hop_of(
+    q: jax.Array,
+    q_pos: jax.Array,
+    pages: Pool,
+    table: jax.Array,
+    rows: jax.Array,
+    count: jax.Array,
+    *before: jax.Array,
+) -> Any:
+    return mosaic.attend_and_send(
+        q, q_pos, pages, table, rows, count, before=before, scale=0.1, ring=KVP
+    )

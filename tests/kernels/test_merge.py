@@ -1,4 +1,5 @@
-"""The merge of partial attention is a commutative monoid, and the merge of any pieces is the whole."""
+"""The merge of partial attention is a commutative monoid, and the merge of any pieces is the
+whole."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ from jaxserve.kernels.pool import Pool
 from jaxserve.kernels.reference import attend
 
 TOLERANCE = dict(rtol=1e-5, atol=1e-5)
-PIECES, ROWS, H = 4, 6, 8
-BLOCKS, C = 12, 4
+PIECES = 4
+ROWS = 6
+H = 8
+BLOCKS = 12
+C = 4
 merged = jax.jit(merge)
 attended = jax.jit(functools.partial(attend, scale=0.5))
 
@@ -47,9 +51,12 @@ def test_merging_in_any_grouping_and_order_is_the_same(seed, magnitude):
     whole = merged(outs, lses)
     order = np.random.default_rng(seed).permutation(PIECES)
     assert_same(merged(outs[order], lses[order]), whole)
-    first, second = merged(outs[order[:2]], lses[order[:2]]), merged(outs[order[2:]], lses[order[2:]])
+    first = merged(outs[order[:2]], lses[order[:2]])
+    second = merged(outs[order[2:]], lses[order[2:]])
     assert_same(merged(*map(jnp.stack, zip(first, second))), whole)
-    left = functools.reduce(lambda a, b: merged(*map(jnp.stack, zip(a, b))), zip(outs[order], lses[order]))
+    left = functools.reduce(
+        lambda a, b: merged(*map(jnp.stack, zip(a, b))), zip(outs[order], lses[order])
+    )
     assert_same(left, whole)
 
 
@@ -58,7 +65,10 @@ def test_merging_in_any_grouping_and_order_is_the_same(seed, magnitude):
 def test_a_piece_that_saw_nothing_changes_nothing(seed, magnitude):
     outs, lses = partials(seed, magnitude)
     nothing = np.zeros((1, ROWS, H), np.float32), np.full((1, ROWS), -np.inf, np.float32)
-    assert_same(merged(np.concatenate([outs, nothing[0]]), np.concatenate([lses, nothing[1]])), merged(outs, lses))
+    assert_same(
+        merged(np.concatenate([outs, nothing[0]]), np.concatenate([lses, nothing[1]])),
+        merged(outs, lses),
+    )
 
 
 def test_where_no_piece_saw_anything_the_result_is_zero_with_lse_of_minus_infinity():
@@ -71,7 +81,9 @@ def test_where_no_piece_saw_anything_the_result_is_zero_with_lse_of_minus_infini
 @given(seeds, st.lists(st.integers(0, PIECES - 1), min_size=BLOCKS, max_size=BLOCKS))
 def test_the_merge_over_any_partition_of_the_blocks_is_attention_over_all(seed, owner):
     rng = np.random.default_rng(seed)
-    K, G, T = 2, 3, 5
+    K = 2
+    G = 3
+    T = 5
     q = rng.standard_normal((1, T, K, G, H)).astype(np.float32)
     q_pos = rng.integers(0, BLOCKS * C, (1, T)).astype(np.int32)
     pages = Pool(rng.standard_normal((BLOCKS, K, 2, C, H)).astype(np.float32))
@@ -81,6 +93,10 @@ def test_the_merge_over_any_partition_of_the_blocks_is_attention_over_all(seed, 
         blocks = [block for block in range(BLOCKS) if owner[block] in np.atleast_1d(piece)]
         table = np.zeros((2, 1, BLOCKS), np.int32)
         table[:, 0, : len(blocks)] = page[blocks], blocks
-        pieces.append(attended(q, q_pos, pages, table, np.zeros(1, np.int32), np.array([len(blocks)], np.int32)))
+        pieces.append(
+            attended(
+                q, q_pos, pages, table, np.zeros(1, np.int32), np.array([len(blocks)], np.int32)
+            )
+        )
     whole, *parts = pieces
     assert_same(merged(*map(jnp.stack, zip(*parts))), whole)

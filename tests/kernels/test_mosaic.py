@@ -1,4 +1,5 @@
-"""The kernel for Hopper means what the reference means, in the interpreter, which also finds races between its warpgroups."""
+"""The kernel for Hopper means what the reference means, in the interpreter, which also finds races
+between its warpgroups."""
 
 from __future__ import annotations
 
@@ -28,27 +29,47 @@ TWO = dataclasses.replace(SMALL, warpgroups=2)
 @functools.cache
 def compiled(tiles: Tiles, window: int | None, races: bool, dtype: str):
     interpret = plgpu.InterpretGPUParams(detect_races=races)
-    return jax.jit(functools.partial(mosaic.attend, scale=0.3, window=window, tiles=tiles, interpret=interpret, dtype=dtype))
+    return jax.jit(
+        functools.partial(
+            mosaic.attend, scale=0.3, window=window, tiles=tiles, interpret=interpret, dtype=dtype
+        )
+    )
 
 
-def assert_means_dense(case: Case, tiles: Tiles, window: int | None = None, races: bool = False, dtype: str = "bfloat16",
-                       out_dtype: str = "float32") -> None:
+def assert_means_dense(
+    case: Case,
+    tiles: Tiles,
+    window: int | None = None,
+    races: bool = False,
+    dtype: str = "bfloat16",
+    out_dtype: str = "float32",
+) -> None:
     narrowed = tiles.narrow > 0
-    out, lse = map(np.asarray, compiled(tiles, window, races, out_dtype)(*case.arguments(dtype, narrowed)))
+    out, lse = map(
+        np.asarray, compiled(tiles, window, races, out_dtype)(*case.arguments(dtype, narrowed))
+    )
     right_out, right_lse = truth(case.rounded(dtype, narrowed), 0.3, window)
     assert out.dtype == out_dtype and lse.dtype == np.float32
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(right_lse))
     np.testing.assert_allclose(lse, right_lse, rtol=2e-5, atol=2e-5)
-    np.testing.assert_allclose(out.astype(np.float32), right_out, atol=0.02)          # weights are rounded to the pages' type
+    # weights are rounded to the pages' type
+    np.testing.assert_allclose(out.astype(np.float32), right_out, atol=0.02)
 
 
 SHAPES = [
-    (Shape(1, H=64), SMALL), (Shape(1, H=64, K=1, G=16, window=40), SMALL), (Shape(1, H=128, G=1, C=64, W=6), SMALL),
-    (Shape(5, H=64, G=7, K=1), SMALL), (Shape(5, H=64, C=8, W=40, R=2), SMALL), (Shape(32, H=64, G=4, K=1, R=2), TWO),
-    (Shape(64, H=64, G=2, K=1, C=64, W=6, R=2), TWO), (Shape(64, H=64, G=3, K=1, C=32, W=9, R=2), TWO),
-    (Shape(130, H=64, G=2, K=1, C=128, W=4, R=1, window=70), TWO), (Shape(70, H=64, G=1, K=2, C=256, W=3, R=2), TWO),
+    (Shape(1, H=64), SMALL),
+    (Shape(1, H=64, K=1, G=16, window=40), SMALL),
+    (Shape(1, H=128, G=1, C=64, W=6), SMALL),
+    (Shape(5, H=64, G=7, K=1), SMALL),
+    (Shape(5, H=64, C=8, W=40, R=2), SMALL),
+    (Shape(32, H=64, G=4, K=1, R=2), TWO),
+    (Shape(64, H=64, G=2, K=1, C=64, W=6, R=2), TWO),
+    (Shape(64, H=64, G=3, K=1, C=32, W=9, R=2), TWO),
+    (Shape(130, H=64, G=2, K=1, C=128, W=4, R=1, window=70), TWO),
+    (Shape(70, H=64, G=1, K=2, C=256, W=3, R=2), TWO),
     (Shape(64, H=128, G=4, K=1, C=128, W=4, R=1), dataclasses.replace(TWO, keys=128)),
-    (Shape(3, H=256, G=4, K=1, C=16, R=2), SMALL), (Shape(3, H=96, G=4, K=1, C=16, R=2), SMALL),
+    (Shape(3, H=256, G=4, K=1, C=16, R=2), SMALL),
+    (Shape(3, H=96, G=4, K=1, C=16, R=2), SMALL),
     (Shape(64, H=96, G=2, K=1, C=32, W=9, R=2), TWO),
 ]
 
@@ -56,24 +77,43 @@ SHAPES = [
 @pytest.mark.parametrize("shape, tiles", SHAPES, ids=str)
 def test_the_kernel_is_dense_attention(shape, tiles):
     for seed in range(3):
-        for out in ("float32", "bfloat16"):                                         # rows less than a tile are stored otherwise
+        for out in ("float32", "bfloat16"):  # rows less than a tile are stored otherwise
             assert_means_dense(make_case(shape, seed), tiles, shape.window, out_dtype=out)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5, 16, 60])
 def test_the_result_does_not_depend_on_how_many_blocks_share_the_work(blocks):
-    """With sixty of them some have nothing to do, and a query tile is in as many pieces as it has key tiles."""
-    for shape, tiles in ((Shape(5, H=64, W=24), SMALL), (Shape(64, H=64, G=2, K=1, C=32, W=9, R=2), TWO)):
-        assert_means_dense(make_case(shape, blocks), dataclasses.replace(tiles, blocks=blocks), out_dtype="bfloat16")
+    """With sixty of them some have nothing to do, and a query tile is in as many pieces as it has
+    key tiles."""
+    for shape, tiles in (
+        (Shape(5, H=64, W=24), SMALL),
+        (Shape(64, H=64, G=2, K=1, C=32, W=9, R=2), TWO),
+    ):
+        assert_means_dense(
+            make_case(shape, blocks),
+            dataclasses.replace(tiles, blocks=blocks),
+            out_dtype="bfloat16",
+        )
 
 
-@pytest.mark.parametrize("shape, tiles", [(Shape(1, H=64), SMALL), (Shape(64, H=64, G=2, K=1, C=32, W=9, R=2), TWO),
-                                          (Shape(70, H=64, G=1, K=1, C=128, W=3, R=2), dataclasses.replace(TWO, stages=3))], ids=str)
+@pytest.mark.parametrize(
+    "shape, tiles",
+    [
+        (Shape(1, H=64), SMALL),
+        (Shape(64, H=64, G=2, K=1, C=32, W=9, R=2), TWO),
+        (Shape(70, H=64, G=1, K=1, C=128, W=3, R=2), dataclasses.replace(TWO, stages=3)),
+    ],
+    ids=str,
+)
 def test_no_warpgroup_reads_what_another_has_not_finished(shape, tiles):
     assert_means_dense(make_case(shape, 1), tiles, races=True, out_dtype="bfloat16")
 
 
-@pytest.mark.parametrize("shape", [Shape(1, H=64), Shape(64, H=64, C=256, W=4, K=1, G=2), Shape(64, H=64, K=1, G=2, window=40)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(1, H=64), Shape(64, H=64, C=256, W=4, K=1, G=2), Shape(64, H=64, K=1, G=2, window=40)],
+    ids=str,
+)
 def test_positions_of_ten_million_tokens_fit(shape):
     for last in (10_000_000, 2**31 - 1025):
         assert_means_dense(make_case(shape, 1, last // shape.C - shape.W), TWO, shape.window)
@@ -82,7 +122,9 @@ def test_positions_of_ten_million_tokens_fit(shape):
 def test_blocks_that_lie_millions_apart_meet_in_one_row():
     case = make_case(Shape(5, H=64), 2)
     row = case.count.argmax()
-    case.table[1, case.rows[row], : case.count[row]] += np.linspace(0, 620_000, case.count[row]).astype(np.int32)
+    case.table[1, case.rows[row], : case.count[row]] += np.linspace(
+        0, 620_000, case.count[row]
+    ).astype(np.int32)
     case.q_pos[row] = 10_000_000 + np.arange(5)
     case.pages[:] = np.random.default_rng(0).standard_normal(case.pages.shape)
     assert_means_dense(case, SMALL)
@@ -92,47 +134,72 @@ def test_blocks_that_lie_millions_apart_meet_in_one_row():
 def test_where_nothing_is_seen_the_result_is_zero_with_lse_of_minus_infinity():
     for window in (None, 40):
         case = make_case(Shape(3, H=64), 1)
-        case.q_pos[0], case.count[1] = -1, 0                                        # no query; no key
-        case.table[1, case.rows[2], : case.count[2]] += 1000                        # only later keys
+        # no query; no key
+        case.q_pos[0] = -1
+        case.count[1] = 0
+        case.table[1, case.rows[2], : case.count[2]] += 1000  # only later keys
         assert_means_dense(case, SMALL, window)
 
 
-@pytest.mark.parametrize("dtype, out", [("float16", "float16"), ("bfloat16", "bfloat16"), ("float16", "float32")])
+@pytest.mark.parametrize(
+    "dtype, out", [("float16", "float16"), ("bfloat16", "bfloat16"), ("float16", "float32")]
+)
 def test_types_of_pages_and_of_results(dtype, out):
     assert_means_dense(make_case(Shape(5, H=64), 3), SMALL, dtype=dtype, out_dtype=out)
 
 
 EIGHT = dict(narrow=3, stages=2)
 NARROW = [
-    (Shape(1, H=64), SMALL), (Shape(1, H=128, G=8, K=1, C=64, W=6, window=70), SMALL), (Shape(5, H=64, C=8, W=40, R=2), SMALL),
-    (Shape(64, H=64, G=2, K=1, C=32, W=9, R=2), TWO), (Shape(70, H=96, G=1, K=2, C=128, W=3, R=2), TWO),
+    (Shape(1, H=64), SMALL),
+    (Shape(1, H=128, G=8, K=1, C=64, W=6, window=70), SMALL),
+    (Shape(5, H=64, C=8, W=40, R=2), SMALL),
+    (Shape(64, H=64, G=2, K=1, C=32, W=9, R=2), TWO),
+    (Shape(70, H=96, G=1, K=2, C=128, W=3, R=2), TWO),
 ]
 
 
 @pytest.mark.parametrize("shape, tiles", NARROW, ids=str)
 def test_pages_of_eight_bits_are_widened_on_their_way(shape, tiles):
     for out in ("float32", "bfloat16"):
-        assert_means_dense(make_case(shape, 1), dataclasses.replace(tiles, **EIGHT), shape.window, out_dtype=out)
+        assert_means_dense(
+            make_case(shape, 1), dataclasses.replace(tiles, **EIGHT), shape.window, out_dtype=out
+        )
 
 
 @pytest.mark.parametrize("shape, tiles", [NARROW[0], NARROW[3]], ids=str)
 def test_nobody_reads_what_is_not_yet_widened(shape, tiles):
-    assert_means_dense(make_case(shape, 1), dataclasses.replace(tiles, narrow=2), shape.window, races=True, out_dtype="bfloat16")
+    assert_means_dense(
+        make_case(shape, 1),
+        dataclasses.replace(tiles, narrow=2),
+        shape.window,
+        races=True,
+        out_dtype="bfloat16",
+    )
 
 
-@pytest.mark.parametrize("shape, dtype, message", [
-    (Shape(1, H=64), "float32", "pages of float32"), (Shape(1, H=16), "bfloat16", "a head dim of 16"),
-    (Shape(1, H=64, C=4, W=60), "bfloat16", "pages of 4 tokens"), (Shape(1, H=64, C=48, W=9), "bfloat16", "pages of 48 tokens"),
-])
+@pytest.mark.parametrize(
+    "shape, dtype, message",
+    [
+        (Shape(1, H=64), "float32", "pages of float32"),
+        (Shape(1, H=16), "bfloat16", "a head dim of 16"),
+        (Shape(1, H=64, C=4, W=60), "bfloat16", "pages of 4 tokens"),
+        (Shape(1, H=64, C=48, W=9), "bfloat16", "pages of 48 tokens"),
+    ],
+)
 def test_what_the_kernel_lacks_is_refused_with_the_reason(shape, dtype, message):
     case = make_case(shape, 1)
     with pytest.raises(NotImplementedError, match=message):
         mosaic.attend(*case.arguments(dtype), scale=1.0)
 
 
-@pytest.mark.parametrize("shape, tiles", [(Shape(5, H=64), SMALL), (Shape(64, H=64, G=2, K=1, C=32, W=9, R=2), TWO)], ids=str)
+@pytest.mark.parametrize(
+    "shape, tiles",
+    [(Shape(5, H=64), SMALL), (Shape(64, H=64, G=2, K=1, C=32, W=9, R=2), TWO)],
+    ids=str,
+)
 def test_a_hop_of_a_ring_goes_on_from_the_keys_before(shape, tiles):
-    """Each row's entries are dealt to two hops: the second, given what the first returned, returns what all of them give."""
+    """Each row's entries are dealt to two hops: the second, given what the first returned, returns
+    what all of them give."""
     case = make_case(shape, 2)
     hops = [copy.deepcopy(case) for _ in range(2)]
     for row, slot in enumerate(case.rows):
@@ -140,21 +207,36 @@ def test_a_hop_of_a_ring_goes_on_from_the_keys_before(shape, tiles):
         for hop, mine in zip(hops, (held % 3 == 0, held % 3 != 0)):
             hop.count[row] = mine.sum()
             hop.table[:, slot, : mine.sum()] = case.table[:, slot, : case.count[row]][:, mine]
-    attend = functools.partial(mosaic.attend, scale=0.3, tiles=tiles, interpret=plgpu.InterpretGPUParams())
+    attend = functools.partial(
+        mosaic.attend, scale=0.3, tiles=tiles, interpret=plgpu.InterpretGPUParams()
+    )
     first, second = (hop.arguments("bfloat16") for hop in hops)
-    out, lse = map(np.asarray, jax.jit(lambda first, second: attend(*second, before=attend(*first)))(first, second))
+    out, lse = map(
+        np.asarray,
+        jax.jit(lambda first, second: attend(*second, before=attend(*first)))(first, second),
+    )
     right_out, right_lse = truth(case.rounded("bfloat16"), 0.3, None)
     np.testing.assert_allclose(lse, right_lse, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(out, right_out, atol=0.02)
 
 
-@pytest.mark.parametrize("shape, tiles", [(Shape(5, H=64), SMALL), (Shape(64, H=64, G=2, K=1, C=256, W=4, R=2), TWO)], ids=str)
+@pytest.mark.parametrize(
+    "shape, tiles",
+    [(Shape(5, H=64), SMALL), (Shape(64, H=64, G=2, K=1, C=256, W=4, R=2), TWO)],
+    ids=str,
+)
 def test_pages_are_sent_on_while_they_are_attended_over(shape, tiles):
     """To the same device: one that is elsewhere is beyond the interpreter."""
     case = make_case(shape, 1)
     case.pages[:] = np.random.default_rng(0).standard_normal(case.pages.shape)
-    send = functools.partial(mosaic.attend_and_send, scale=0.3, tiles=dataclasses.replace(tiles, blocks=5), ring=None, senders=2,
-                             interpret=plgpu.InterpretGPUParams(detect_races=True))
+    send = functools.partial(
+        mosaic.attend_and_send,
+        scale=0.3,
+        tiles=dataclasses.replace(tiles, blocks=5),
+        ring=None,
+        senders=2,
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
     arguments = case.arguments("bfloat16")
     out, lse, received = jax.jit(send)(*arguments)
     right_out, right_lse = truth(case.rounded("bfloat16"), 0.3, None)

@@ -1,4 +1,5 @@
-"""A decoder as the papers and the Hugging Face documentation describe it, in dense f64 numpy: what the device must say."""
+"""A decoder as the papers and the Hugging Face documentation describe it, in dense f64 numpy: what
+the device must say."""
 
 from __future__ import annotations
 
@@ -11,14 +12,21 @@ from tests.weights.models import tensors
 
 
 def random_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
-    """Of a size that makes every part count: sharp attention, logits of a few units, norms that are not one."""
-    found = {name: value / np.sqrt(value.shape[-1]) * 2 if value.ndim > 1 else value * 0.3 for name, value in tensors(config, seed).items()}
-    return {name: value + 1 if name.endswith("norm.weight") else value for name, value in found.items()}
+    """Of a size that makes every part count: sharp attention, logits of a few units, norms that are
+    not one."""
+    found = {
+        name: value / np.sqrt(value.shape[-1]) * 2 if value.ndim > 1 else value * 0.3
+        for name, value in tensors(config, seed).items()
+    }
+    return {
+        name: value + 1 if name.endswith("norm.weight") else value for name, value in found.items()
+    }
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[list[float], float]:
     """Angle per position of each pair of dimensions, and the factor on cos and sin."""
-    dims, scaling = config.head_dim, config.rope_scaling
+    dims = config.head_dim
+    scaling = config.rope_scaling
     plain = [config.rope_theta ** (-2 * i / dims) for i in range(dims // 2)]
     if scaling is None:
         return plain, 1.0
@@ -35,17 +43,25 @@ def _llama3(frequency: float, scaling) -> float:
         return frequency
     if wavelength > scaling.original_max_len / scaling.low_freq_factor:
         return frequency / scaling.factor
-    smooth = (scaling.original_max_len / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = (scaling.original_max_len / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
     return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
 
 def _yarn(plain: list[float], config: ModelConfig) -> list[float]:
-    """Pairs that turn more than `beta_fast` times over the original length stay, those below `beta_slow` are interpolated."""
+    """Pairs that turn more than `beta_fast` times over the original length stay, those below
+    `beta_slow` are interpolated."""
     scaling = config.rope_scaling
-    pair = [config.head_dim * math.log(scaling.original_max_len / (beta * 2 * math.pi)) / (2 * math.log(config.rope_theta))
-            for beta in (scaling.beta_fast, scaling.beta_slow)]
+    pair = [
+        config.head_dim
+        * math.log(scaling.original_max_len / (beta * 2 * math.pi))
+        / (2 * math.log(config.rope_theta))
+        for beta in (scaling.beta_fast, scaling.beta_slow)
+    ]
     low, high = (math.floor(pair[0]), math.ceil(pair[1])) if scaling.truncate else pair
-    low, high = max(low, 0), min(high, config.head_dim - 1)
+    low = max(low, 0)
+    high = min(high, config.head_dim - 1)
     found = []
     for i, f in enumerate(plain):
         ramp = min(max((i - low) / (high - low if high != low else 0.001), 0.0), 1.0)
@@ -56,7 +72,9 @@ def _yarn(plain: list[float], config: ModelConfig) -> list[float]:
 def _yarn_attention(scaling) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-    mscale = lambda weight: 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
+    mscale = lambda weight: (
+        1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
+    )
     if scaling.mscale and scaling.mscale_all_dim:
         return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
     return mscale(1.0)
@@ -65,8 +83,11 @@ def _yarn_attention(scaling) -> float:
 def rope(x: np.ndarray, config: ModelConfig) -> np.ndarray:
     """x [T, heads, H] at positions 0 to T - 1, turned; dimension i goes with i + H / 2."""
     frequencies, factor = rope_frequencies(config)
-    turned = (x[..., : config.head_dim // 2] + 1j * x[..., config.head_dim // 2 :]) * np.exp(
-        1j * np.arange(len(x))[:, None, None] * np.array(frequencies)) * factor
+    turned = (
+        (x[..., : config.head_dim // 2] + 1j * x[..., config.head_dim // 2 :])
+        * np.exp(1j * np.arange(len(x))[:, None, None] * np.array(frequencies))
+        * factor
+    )
     return np.concatenate([turned.real, turned.imag], -1)
 
 
@@ -79,25 +100,47 @@ def forward(config: ModelConfig, tensors: dict[str, np.ndarray], tokens: list[in
     w = {name: value.astype(np.float64) for name, value in tensors.items()}
     x = w["model.embed_tokens.weight"][tokens]
     for i in range(config.layers):
-        layer = {name.removeprefix(f"model.layers.{i}."): value for name, value in w.items() if name.startswith(f"model.layers.{i}.")}
-        window = config.sliding_window if config.sliding_layers is None or config.sliding_layers[i] else None
-        x = x + _attention(config, layer, norm(x, layer["input_layernorm.weight"], config.norm_eps), window)
+        layer = {
+            name.removeprefix(f"model.layers.{i}."): value
+            for name, value in w.items()
+            if name.startswith(f"model.layers.{i}.")
+        }
+        window = (
+            config.sliding_window
+            if config.sliding_layers is None or config.sliding_layers[i]
+            else None
+        )
+        x = x + _attention(
+            config, layer, norm(x, layer["input_layernorm.weight"], config.norm_eps), window
+        )
         y = norm(x, layer["post_attention_layernorm.weight"], config.norm_eps)
-        gate, up = y @ layer["mlp.gate_proj.weight"].T, y @ layer["mlp.up_proj.weight"].T
+        gate = y @ layer["mlp.gate_proj.weight"].T
+        up = y @ layer["mlp.up_proj.weight"].T
         x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down_proj.weight"].T
     head = w["model.embed_tokens.weight"] if config.tied else w["lm_head.weight"]
     return norm(x, w["model.norm.weight"], config.norm_eps) @ head.T
 
 
-def _attention(config: ModelConfig, layer: dict[str, np.ndarray], x: np.ndarray, window: int | None) -> np.ndarray:
-    T, H = len(x), config.head_dim
+def _attention(
+    config: ModelConfig, layer: dict[str, np.ndarray], x: np.ndarray, window: int | None
+) -> np.ndarray:
+    T = len(x)
+    H = config.head_dim
 
     def project(name: str) -> np.ndarray:
-        y = x @ layer[f"self_attn.{name}_proj.weight"].T + layer.get(f"self_attn.{name}_proj.bias", 0)
+        y = x @ layer[f"self_attn.{name}_proj.weight"].T + layer.get(
+            f"self_attn.{name}_proj.bias", 0
+        )
         y = y.reshape(T, -1, H)
-        return norm(y, layer[f"self_attn.{name}_norm.weight"], config.norm_eps) if f"self_attn.{name}_norm.weight" in layer else y
+        return (
+            norm(y, layer[f"self_attn.{name}_norm.weight"], config.norm_eps)
+            if f"self_attn.{name}_norm.weight" in layer
+            else y
+        )
 
-    q, k, v = rope(project("q"), config), rope(project("k"), config), project("v")
+    q = rope(project("q"), config)
+    k = rope(project("k"), config)
+    v = project("v")
     k, v = (y.repeat(config.heads // config.kv_heads, 1) for y in (k, v))
     scores = np.einsum("tnh,snh->nts", q, k) / math.sqrt(H)
     distance = np.arange(T)[:, None] - np.arange(T)

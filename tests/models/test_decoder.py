@@ -1,4 +1,5 @@
-"""Every kind of model, on meshes that split it in every way, says what a dense forward pass in f64 says."""
+"""Every kind of model, on meshes that split it in every way, says what a dense forward pass in f64
+says."""
 
 from __future__ import annotations
 
@@ -14,21 +15,32 @@ from tests.engine.harness import Runner, assert_empty, engine
 from tests.models import reference
 from tests.weights.models import TINY, write_folder
 
-PROMPT, NEW = 45, 6
+PROMPT = 45
+NEW = 6
 QWEN2 = replace(TINY, qkv_bias=True, vocab=509, norm_eps=1e-6, rope_theta=1e6)
 QWEN3 = replace(TINY, qk_norm=True, head_dim=32, norm_eps=1e-6)
-CASES = {                                            # model, mesh, placement of blocks
+CASES = {  # model, mesh, placement of blocks
     "llama": (replace(TINY, rope_scaling=llama3_scaling(8.0)), "", "grow"),
     "llama, mha, tied": (replace(TINY, kv_heads=4, tied=True), "tp=2", "grow"),
-    "mqa, yarn, repeated kv heads, vocabulary that does not divide":
-        (replace(TINY, kv_heads=1, vocab=511, rope_scaling=RopeScaling("yarn", 4.0, 64)), "tp=4", "grow"),
+    "mqa, yarn, repeated kv heads, vocabulary that does not divide": (
+        replace(TINY, kv_heads=1, vocab=511, rope_scaling=RopeScaling("yarn", 4.0, 64)),
+        "tp=4",
+        "grow",
+    ),
     "mistral, window in all layers": (replace(TINY, sliding_window=20), "kvp=2", "random"),
     "qwen2, tied, vocabulary that does not divide": (replace(QWEN2, tied=True), "tp=2", "grow"),
     "qwen2, kv heads repeated once": (QWEN2, "tp=4", "grow"),
-    "qwen2, window in some layers, uneven stages":
-        (replace(QWEN2, layers=4, sliding_window=9, sliding_layers=(False, True, True, False)), "spp=3", "grow"),
+    "qwen2, window in some layers, uneven stages": (
+        replace(QWEN2, layers=4, sliding_window=9, sliding_layers=(False, True, True, False)),
+        "spp=3",
+        "grow",
+    ),
     "qwen3": (QWEN3, "kvp=2", "grow"),
-    "qwen3, all axes": (replace(QWEN3, layers=3, tied=True, rope_scaling=RopeScaling("linear", 2.0)), "spp=2,kvp=2,tp=2", "round_robin"),
+    "qwen3, all axes": (
+        replace(QWEN3, layers=3, tied=True, rope_scaling=RopeScaling("linear", 2.0)),
+        "spp=2,kvp=2,tp=2",
+        "round_robin",
+    ),
 }
 
 
@@ -37,7 +49,9 @@ def test_tokens_and_log_probabilities_are_those_of_the_dense_forward_pass(name, 
     config, mesh, placement = CASES[name]
     weights = reference.random_weights(config, len(name))
     folder = write_folder(tmp_path / "model", config, weights)
-    real = engine(folder, mesh, chunk=16, seqs=2, pages=24, block=8, max_len=64, placement=placement)
+    real = engine(
+        folder, mesh, chunk=16, seqs=2, pages=24, block=8, max_len=64, placement=placement
+    )
     prompt = np.random.default_rng(0).integers(0, config.vocab, PROMPT).tolist()
     runner = Runner(real)
     id = runner.submit(prompt, max_tokens=NEW, ignore_eos=True, logprobs=20, prompt_logprobs=20)
@@ -46,12 +60,14 @@ def test_tokens_and_log_probabilities_are_those_of_the_dense_forward_pass(name, 
     got = runner.completion(id)
     right = reference.forward(config, weights, prompt + got.ids)
     assert got.ids == right[PROMPT - 1 : -1].argmax(-1).tolist()
-    told = list(got.finished.prompt_logprobs[1:]) + got.logprobs                    # of each token after the first
-    for logprobs, token, row in zip(told, [*prompt, *got.ids][1:], reference.log_softmax(right), strict=False):
+    told = list(got.finished.prompt_logprobs[1:]) + got.logprobs  # of each token after the first
+    for logprobs, token, row in zip(
+        told, [*prompt, *got.ids][1:], reference.log_softmax(right), strict=False
+    ):
         ids, values = map(list, zip(*logprobs.top))
         assert logprobs.chosen == pytest.approx(row[token], abs=1e-4)
         np.testing.assert_allclose(values, row[ids], atol=1e-4)
-        np.testing.assert_allclose(values, np.sort(row)[: -21 : -1], atol=1e-4)
+        np.testing.assert_allclose(values, np.sort(row)[:-21:-1], atol=1e-4)
     assert len(told) == PROMPT + NEW - 1
 
 
@@ -63,8 +79,11 @@ def test_stages_share_the_layers_as_evenly_as_can_be():
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-@pytest.mark.parametrize("mesh, message", [("tp=3", "1, 2, 4"), ("tp=8", "1, 2, 4"), ("spp=3", "1 to 2"), ("kvp=13", "needs 13 devices")])
+@pytest.mark.parametrize(
+    "mesh, message",
+    [("tp=3", "1, 2, 4"), ("tp=8", "1, 2, 4"), ("spp=3", "1 to 2"), ("kvp=13", "needs 13 devices")],
+)
 def test_a_mesh_that_cannot_hold_the_model_is_refused_with_what_can(mesh, message):
-    jax.devices()                                    # from now on there are as many as there are
+    jax.devices()  # from now on there are as many as there are
     with pytest.raises(ConfigError, match=message):
         engine("random:tiny", mesh)

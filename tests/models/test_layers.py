@@ -19,11 +19,20 @@ CONFIGS = {
     "linear": replace(BASE, rope_scaling=RopeScaling("linear", 4.0)),
     "llama3.1": replace(BASE, rope_theta=5e5, head_dim=128, rope_scaling=llama3_scaling(8.0)),
     "llama3.2": replace(BASE, rope_theta=5e5, rope_scaling=llama3_scaling(32.0)),
-    "yarn": replace(BASE, rope_theta=1e6, head_dim=128, rope_scaling=RopeScaling("yarn", 4.0, 32768)),
+    "yarn": replace(
+        BASE, rope_theta=1e6, head_dim=128, rope_scaling=RopeScaling("yarn", 4.0, 32768)
+    ),
     "yarn-short": replace(BASE, rope_scaling=RopeScaling("yarn", 2.5, 64)),
-    "yarn-own-attention": replace(BASE, rope_scaling=RopeScaling("yarn", 8.0, 4096, attention_factor=1.25)),
-    "yarn-mscale": replace(BASE, rope_scaling=RopeScaling("yarn", 40.0, 4096, mscale=0.707, mscale_all_dim=1.0)),
-    "yarn-betas": replace(BASE, rope_scaling=RopeScaling("yarn", 16.0, 2048, beta_fast=20.0, beta_slow=2.0, truncate=False)),
+    "yarn-own-attention": replace(
+        BASE, rope_scaling=RopeScaling("yarn", 8.0, 4096, attention_factor=1.25)
+    ),
+    "yarn-mscale": replace(
+        BASE, rope_scaling=RopeScaling("yarn", 40.0, 4096, mscale=0.707, mscale_all_dim=1.0)
+    ),
+    "yarn-betas": replace(
+        BASE,
+        rope_scaling=RopeScaling("yarn", 16.0, 2048, beta_fast=20.0, beta_slow=2.0, truncate=False),
+    ),
     "yarn-no-growth": replace(BASE, rope_scaling=RopeScaling("yarn", 1.0, 4096)),
 }
 
@@ -42,10 +51,12 @@ def test_scaling_leaves_fast_turns_and_slows_slow_ones_by_the_factor():
         config = CONFIGS[name]
         plain, _ = layers.rope_frequencies(replace(config, rope_scaling=None))
         scaled, _ = layers.rope_frequencies(config)
-        assert scaled[0] == plain[0] and scaled[-1] == pytest.approx(plain[-1] / config.rope_scaling.factor, rel=1e-6)
+        assert scaled[0] == plain[0] and scaled[-1] == pytest.approx(
+            plain[-1] / config.rope_scaling.factor, rel=1e-6
+        )
         ratio = plain / scaled
         assert (np.diff(ratio) > -1e-4).all()
-        assert ((ratio > 1.01) & (ratio < ratio[-1] - 0.01)).any()                   # and there is something between
+        assert ((ratio > 1.01) & (ratio < ratio[-1] - 0.01)).any()  # and there is something between
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -53,12 +64,15 @@ def test_rotation_follows_its_formula(name):
     config = CONFIGS[name]
     x = np.random.default_rng(0).standard_normal((600, 3, config.head_dim)).astype(np.float32)
     got = layers.rotate(jnp.asarray(x)[:, :, None], *layers.turn(jnp.arange(600), config))[:, :, 0]
-    np.testing.assert_allclose(got, reference.rope(x.astype(np.float64), config), atol=3e-4)   # f32 angles of up to 600 radians
+    # f32 angles of up to 600 radians
+    np.testing.assert_allclose(got, reference.rope(x.astype(np.float64), config), atol=3e-4)
 
 
 def test_what_two_turned_vectors_make_depends_on_their_distance_only():
     q, k = np.random.default_rng(1).standard_normal((2, 1, 1, 1, BASE.head_dim)).astype(np.float32)
-    at = lambda x, position: layers.rotate(jnp.asarray(x), *layers.turn(jnp.array([position]), BASE))
+    at = lambda x, position: layers.rotate(
+        jnp.asarray(x), *layers.turn(jnp.array([position]), BASE)
+    )
     products = [float((at(q, 17 + shift) * at(k, 5 + shift)).sum()) for shift in (0, 1, 100, 1000)]
     np.testing.assert_allclose(products, products[0], atol=2e-3)
     assert abs(float((at(q, 30) * at(k, 5)).sum()) - products[0]) > 0.1
@@ -66,19 +80,26 @@ def test_what_two_turned_vectors_make_depends_on_their_distance_only():
 
 def test_position_zero_is_not_turned():
     x = np.random.default_rng(2).standard_normal((1, 2, 1, BASE.head_dim)).astype(np.float32)
-    np.testing.assert_array_equal(layers.rotate(jnp.asarray(x), *layers.turn(jnp.zeros(1, jnp.int32), BASE)), x)
+    np.testing.assert_array_equal(
+        layers.rotate(jnp.asarray(x), *layers.turn(jnp.zeros(1, jnp.int32), BASE)), x
+    )
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-5, 0.1])
 def test_rms_norm_follows_its_formula(eps):
     rng = np.random.default_rng(3)
-    x, weight = rng.normal(0, 0.3, (5, 2, 96)).astype(np.float32), rng.standard_normal(96).astype(np.float32)
+    x = rng.normal(0, 0.3, (5, 2, 96)).astype(np.float32)
+    weight = rng.standard_normal(96).astype(np.float32)
     x[0], x[1] = 0, x[1] * 1e4
-    np.testing.assert_allclose(layers.rms_norm(jnp.asarray(x), weight, eps), reference.norm(x.astype(np.float64), weight, eps), rtol=1e-5)
+    np.testing.assert_allclose(
+        layers.rms_norm(jnp.asarray(x), weight, eps),
+        reference.norm(x.astype(np.float64), weight, eps),
+        rtol=1e-5,
+    )
 
 
 def test_rms_norm_of_half_precision_is_taken_in_single_precision():
-    x = jnp.full((1, 4096), 300.0, jnp.float16)                                      # squares are beyond float16
+    x = jnp.full((1, 4096), 300.0, jnp.float16)  # squares are beyond float16
     got = layers.rms_norm(x, jnp.ones(4096, jnp.float16), 1e-5)
     assert got.dtype == jnp.float16
     np.testing.assert_allclose(got, 1.0, rtol=1e-3)
@@ -86,5 +107,8 @@ def test_rms_norm_of_half_precision_is_taken_in_single_precision():
 
 def test_swiglu_gates_the_second_half_with_the_first():
     x = np.random.default_rng(4).normal(0, 5, (7, 2, 33)).astype(np.float32)
-    gate, up = x[:, 0].astype(np.float64), x[:, 1].astype(np.float64)
-    np.testing.assert_allclose(layers.swiglu(jnp.asarray(x)), gate / (1 + np.exp(-gate)) * up, rtol=1e-5, atol=1e-6)
+    gate = x[:, 0].astype(np.float64)
+    up = x[:, 1].astype(np.float64)
+    np.testing.assert_allclose(
+        layers.swiglu(jnp.asarray(x)), gate / (1 + np.exp(-gate)) * up, rtol=1e-5, atol=1e-6
+    )

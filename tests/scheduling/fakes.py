@@ -1,7 +1,8 @@
 """A device that can be checked by hand, and a replica around it.
 
-The device's KV of a position is a hash of all tokens up to it, so that a page which was reused too early, a wrong prefix hit or a
-wrong table row shows as a wrong hash. The token sampled after a position is a function of that hash and of the completion's index.
+The device's KV of a position is a hash of all tokens up to it, so that a page which was reused too
+early, a wrong prefix hit or a wrong table row shows as a wrong hash. The token sampled after a
+position is a function of that hash and of the completion's index.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from jaxserve.scheduling.sequence import Sequence
 
 VOCAB = 12
 EOS = 5
-CONFIG, CACHE, ONE_DEVICE = SchedulerConfig(max_seqs=4), CacheConfig(block_size=4, pages=100), MeshConfig()
+CONFIG = SchedulerConfig(max_seqs=4)
+CACHE = CacheConfig(block_size=4, pages=100)
+ONE_DEVICE = MeshConfig()
 
 
 def kv(before: int, token: int) -> int:
@@ -31,28 +34,35 @@ def sampled(after: int, index: int) -> int:
 
 def expected(prompt: list[int], index: int, sampling: SamplingParams) -> tuple[list[int], str]:
     """All tokens of a completion and the reason it ends."""
-    state, output = 0, []
+    state = 0
+    output = []
     for token in prompt:
         state = kv(state, token)
     while len(output) < sampling.max_tokens:
         output.append(sampled(state, index))
         state = kv(state, output[-1])
-        ends = output[-1] in sampling.stop_token_ids or (output[-1] == EOS and not sampling.ignore_eos)
+        ends = output[-1] in sampling.stop_token_ids or (
+            output[-1] == EOS and not sampling.ignore_eos
+        )
         if ends and len(output) >= sampling.min_tokens:
             return output, "stop"
     return output, "length"
 
 
 class Device:
-    """Runs batches in the order they are given, and asserts that each finds in its pages what it must."""
+    """Runs batches in the order they are given, and asserts that each finds in its pages what it
+    must."""
 
     def __init__(self, block_size: int, sequences: dict[int, Sequence]):
-        self.block_size, self.sequences = block_size, sequences
-        self.table: dict[tuple[int, int], dict[int, tuple[int, int]]] = defaultdict(dict)     # lane, slot: index: page, block
-        self.pages: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)                 # lane, page: offset: kv
-        self.last: dict[int, int] = {}                                                        # slot: token sampled last
-        self.index: dict[int, int] = {}                                                       # slot: completion
-        self.truth: dict[int, list[int]] = defaultdict(list)                                  # sequence: kv by position
+        self.block_size = block_size
+        self.sequences = sequences
+        # lane, slot: index: page, block
+        self.table: dict[tuple[int, int], dict[int, tuple[int, int]]] = defaultdict(dict)
+        # lane, page: offset: kv
+        self.pages: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+        self.last: dict[int, int] = {}  # slot: token sampled last
+        self.index: dict[int, int] = {}  # slot: completion
+        self.truth: dict[int, list[int]] = defaultdict(list)  # sequence: kv by position
 
     def run(self, batch: Batch) -> np.ndarray:
         """Sampled tokens [n]; -1 where none is."""
@@ -61,19 +71,28 @@ class Device:
             self.table[lane, slot][index] = page, block
         for row in batch.admitted:
             self.index[int(batch.slot[row])] = self.sequences[int(batch.seq[row])].index
-        written = [self._compute(batch, row, tokens) for row, tokens in enumerate(self._tokens(batch))]
+        written = [
+            self._compute(batch, row, tokens) for row, tokens in enumerate(self._tokens(batch))
+        ]
         self._check_writes(batch, written)
-        return np.array([self._sample(batch, row) if batch.sample[row] else -1 for row in range(len(batch.seq))])
+        return np.array(
+            [self._sample(batch, row) if batch.sample[row] else -1 for row in range(len(batch.seq))]
+        )
 
     def _check_shape(self, batch: Batch) -> None:
         assert len(set(batch.slot.tolist())) == len(batch.slot), "a slot twice in a batch"
-        assert sorted(batch.feed.tolist(), reverse=True) == batch.feed.tolist(), "chunks that feed come first"
+        assert sorted(batch.feed.tolist(), reverse=True) == batch.feed.tolist(), (
+            "chunks that feed come first"
+        )
         rows = [tuple(delta[:3]) for delta in batch.deltas.tolist()]
         assert len(set(rows)) == len(rows), "a table entry twice in a batch"
 
     def _tokens(self, batch: Batch) -> list[list[int]]:
-        ids, out = batch.tokens.tolist(), []
-        for slot, length, feed in zip(batch.slot.tolist(), batch.length.tolist(), batch.feed.tolist()):
+        ids = batch.tokens.tolist()
+        out = []
+        for slot, length, feed in zip(
+            batch.slot.tolist(), batch.length.tolist(), batch.feed.tolist()
+        ):
             out.append([self.last[slot]] if feed else ids[:length])
             ids = ids if feed else ids[length:]
         assert not ids, "tokens of no chunk"
@@ -85,26 +104,37 @@ class Device:
         for lane, held in enumerate(batch.held[row].tolist()):
             entries = [self.table[lane, int(batch.slot[row])][index] for index in range(held)]
             numbers = [block for _, block in entries]
-            assert numbers == sorted(set(numbers)), f"row of lane {lane} is not ascending: {numbers}"
+            assert numbers == sorted(set(numbers)), (
+                f"row of lane {lane} is not ascending: {numbers}"
+            )
             found |= {block: (lane, page) for page, block in entries}
         stop = int(batch.start[row] + batch.length[row])
-        assert sorted(found) == list(range(-(-stop // self.block_size))), f"blocks {sorted(found)} for {stop} tokens"
+        assert sorted(found) == list(range(-(-stop // self.block_size))), (
+            f"blocks {sorted(found)} for {stop} tokens"
+        )
         assert batch.spread[row] == any(lane != batch.lane[row] for lane, _ in found.values())
         return found
 
     def _compute(self, batch: Batch, row: int, tokens: list[int]) -> set[tuple[int, int]]:
         """Checks what the pages hold of the tokens before, adds the chunk's own; pages written."""
-        blocks, start, seq, size = self.blocks(batch, row), int(batch.start[row]), int(batch.seq[row]), self.block_size
-        history, truth, written = self.sequences[seq].history, self.truth[seq], set()
-        while len(truth) < start:                                     # after a prefix hit
+        blocks = self.blocks(batch, row)
+        start = int(batch.start[row])
+        seq = int(batch.seq[row])
+        size = self.block_size
+        history = self.sequences[seq].history
+        truth = self.truth[seq]
+        written = set()
+        while len(truth) < start:  # after a prefix hit
             truth.append(kv(truth[-1] if truth else 0, int(history(len(truth), len(truth) + 1)[0])))
         for position in range(start):
             found = self.pages[blocks[position // size]].get(position % size)
             assert found == truth[position], f"sequence {seq}: wrong KV at position {position}"
         for position, token in enumerate(tokens, start):
             state = kv(truth[position - 1] if position else 0, token)
-            assert truth[position:position + 1] in ([], [state]), f"sequence {seq}: another token at position {position} than before"
-            truth[position:position + 1] = [state]
+            assert truth[position : position + 1] in ([], [state]), (
+                f"sequence {seq}: another token at position {position} than before"
+            )
+            truth[position : position + 1] = [state]
             self.pages[blocks[position // size]][position % size] = state
             written.add(blocks[position // size])
         return written
@@ -116,7 +146,8 @@ class Device:
                 assert not shared, f"chunks {row} and {other} meet on pages {shared}"
 
     def _sample(self, batch: Batch, row: int) -> int:
-        slot, last = int(batch.slot[row]), int(batch.start[row] + batch.length[row]) - 1
+        slot = int(batch.slot[row])
+        last = int(batch.start[row] + batch.length[row]) - 1
         page = self.blocks(batch, row)[last // self.block_size]
         self.last[slot] = sampled(self.pages[page][last % self.block_size], self.index[slot])
         return self.last[slot]
@@ -126,7 +157,11 @@ class Replica:
     """A scheduler, a device, the batches in flight between them, and what the callers heard."""
 
     def __init__(
-        self, config: SchedulerConfig = CONFIG, cache: CacheConfig = CACHE, mesh: MeshConfig = ONE_DEVICE, placement: str = "grow",
+        self,
+        config: SchedulerConfig = CONFIG,
+        cache: CacheConfig = CACHE,
+        mesh: MeshConfig = ONE_DEVICE,
+        placement: str = "grow",
         max_len: int = 1000,
     ):
         self.cache = CacheManager(cache, mesh.kvp, config.max_seqs, "model", "float32", placement)
@@ -138,12 +173,25 @@ class Replica:
         self.now = 0.0
 
     def add(
-        self, prompt: list[int], id: str | None = None, deadline: float | None = None, salt: str = "", bypass: bool = False, **sampling
+        self,
+        prompt: list[int],
+        id: str | None = None,
+        deadline: float | None = None,
+        salt: str = "",
+        bypass: bool = False,
+        **sampling,
     ) -> str:
         id = id or f"r{len(self.requests)}"
         request = Request.make(
-            id, prompt, SamplingParams.make(**sampling), vocab=VOCAB, max_len=self.scheduler.max_len, arrival=self.now, deadline=deadline,
-            cache_salt=salt, bypass_prefix_cache=bypass,
+            id,
+            prompt,
+            SamplingParams.make(**sampling),
+            vocab=VOCAB,
+            max_len=self.scheduler.max_len,
+            arrival=self.now,
+            deadline=deadline,
+            cache_salt=salt,
+            bypass_prefix_cache=bypass,
         )
         self.heard[id] = self.scheduler.add(request)
         self.requests[id] = request
@@ -153,7 +201,11 @@ class Replica:
         batch = self.scheduler.start(self.now)
         if batch is not None:
             tokens = self.device.run(batch)
-            used = {(page, seq) for row, seq in enumerate(batch.seq.tolist()) for page in self.device.blocks(batch, row).values()}
+            used = {
+                (page, seq)
+                for row, seq in enumerate(batch.seq.tolist())
+                for page in self.device.blocks(batch, row).values()
+            }
             self._check_fresh(batch, used)
             self._check_limits(batch)
             self.flight.append((batch, tokens, used))
@@ -164,19 +216,29 @@ class Replica:
         """No page is written that a batch in flight uses for another sequence."""
         size = self.device.block_size
         for row, (seq, start) in enumerate(zip(batch.seq.tolist(), batch.start.tolist())):
-            new = {page for block, page in self.device.blocks(batch, row).items() if (block + 1) * size > start}
+            new = {
+                page
+                for block, page in self.device.blocks(batch, row).items()
+                if (block + 1) * size > start
+            }
             for earlier, _, others in self.flight:
                 met = [other for page, other in others if page in new and other != seq]
-                assert not met, f"batch {batch.number} writes on pages that {earlier.number} uses for {met}"
+                assert not met, (
+                    f"batch {batch.number} writes on pages that {earlier.number} uses for {met}"
+                )
 
     def _check_limits(self, batch: Batch) -> None:
         config = self.scheduler.config
         for lane in range(self.cache.pages.lanes):
             lengths = batch.length[(batch.lane == lane) & ~batch.feed]
             tiles = -(-lengths // config.tile)
-            assert lengths.sum() <= config.chunk_tokens and tiles.sum() <= config.tiles, f"lane {lane} gets {lengths}"
+            assert lengths.sum() <= config.chunk_tokens and tiles.sum() <= config.tiles, (
+                f"lane {lane} gets {lengths}"
+            )
         for seq, stop in zip(batch.seq.tolist(), (batch.start + batch.length).tolist()):
-            assert stop <= self.scheduler.sequences[seq].end, f"sequence {seq} is issued beyond its end"
+            assert stop <= self.scheduler.sequences[seq].end, (
+                f"sequence {seq} is issued beyond its end"
+            )
 
     def finish(self) -> list[tuple[str, Event]]:
         batch, tokens, _ = self.flight.popleft()
@@ -189,7 +251,9 @@ class Replica:
         batch, _, _ = self.flight[-1]
         self.flight.clear()
         self.device.pages.clear()
-        self.hear(self.scheduler.reset(batch, self.now, RequestError("", "a step failed", "INTERNAL")))
+        self.hear(
+            self.scheduler.reset(batch, self.now, RequestError("", "a step failed", "INTERNAL"))
+        )
 
     def hear(self, events: list[tuple[str, Event]]) -> None:
         for id, event in events:
@@ -221,34 +285,59 @@ class Replica:
         return count
 
     def check_empty(self) -> None:
-        assert not self.scheduler.sequences and self.scheduler.running == self.scheduler.waiting == 0
+        assert (
+            not self.scheduler.sequences and self.scheduler.running == self.scheduler.waiting == 0
+        )
         free, cached, held = self.cache.counts()
         assert held == 0 and free + cached == self.cache.total
 
     def tokens(self, id: str, index: int = 0) -> list[int]:
-        return [event.id for event in self.heard[id] if isinstance(event, Token) and event.index == index]
+        return [
+            event.id
+            for event in self.heard[id]
+            if isinstance(event, Token) and event.index == index
+        ]
 
     def finished(self, id: str) -> list[Finished]:
-        return sorted((event for event in self.heard[id] if isinstance(event, Finished)), key=lambda event: event.index)
+        return sorted(
+            (event for event in self.heard[id] if isinstance(event, Finished)),
+            key=lambda event: event.index,
+        )
 
     def check_answers(self) -> None:
-        """Every completion ended once, nothing came after its end, no token is missing, doubled or wrong."""
+        """Every completion ended once, nothing came after its end, no token is missing, doubled or
+        wrong."""
         for id, request in self.requests.items():
             ends = self.finished(id)
-            assert [end.index for end in ends] == list(range(request.sampling.n)), f"{id}: ends {ends}"
+            assert [end.index for end in ends] == list(range(request.sampling.n)), (
+                f"{id}: ends {ends}"
+            )
             for end in ends:
-                own = [event for event in self.heard[id] if isinstance(event, (Token, Progress, Finished)) and event.index == end.index]
+                own = [
+                    event
+                    for event in self.heard[id]
+                    if isinstance(event, (Token, Progress, Finished)) and event.index == end.index
+                ]
                 assert own[-1] is end, f"{id}: an event after the end"
                 tokens, reason = expected(request.prompt.tolist(), end.index, request.sampling)
                 heard = self.tokens(id, end.index)
-                assert end.usage.completion == len(heard) and end.usage.prompt == len(request.prompt) > end.usage.cached
+                assert (
+                    end.usage.completion == len(heard)
+                    and end.usage.prompt == len(request.prompt) > end.usage.cached
+                )
                 if end.reason in ("stop", "length"):
-                    assert (heard, end.reason) == (tokens, reason), f"{id}: heard {heard}, expected {tokens}"
+                    assert (heard, end.reason) == (tokens, reason), (
+                        f"{id}: heard {heard}, expected {tokens}"
+                    )
                 else:
-                    assert heard == tokens[:len(heard)], f"{id}: heard {heard}, expected {tokens}"
+                    assert heard == tokens[: len(heard)], f"{id}: heard {heard}, expected {tokens}"
 
 
 def chunks(batch: Batch) -> list[tuple[int, int, int, str]]:
-    """(sequence, start, length, kind) of a batch, for reading; kind: decode, prefill, or last (of the prefill chunks)."""
-    kinds = ["decode" if feed else "last" if sample else "prefill" for feed, sample in zip(batch.feed.tolist(), batch.sample.tolist())]
+    """(sequence, start, length, kind) of a batch, for reading; kind: decode, prefill, or last (of
+    the prefill chunks)."""
+    kinds = [
+        "decode" if feed else "last" if sample else "prefill"
+        for feed, sample in zip(batch.feed.tolist(), batch.sample.tolist())
+    ]
     return list(zip(batch.seq.tolist(), batch.start.tolist(), batch.length.tolist(), kinds))

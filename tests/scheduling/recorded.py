@@ -17,16 +17,34 @@ from jaxserve.scheduling.view import Snapshot
 class Recorded:
     """A scheduler whose steps take a tenth of a second each and always sample the token 7."""
 
-    def __init__(self, seqs: int = 4, chunk: int = 64, pages: int = 4096, lanes: int = 1, stages: int = 1, **cache):
+    def __init__(
+        self,
+        seqs: int = 4,
+        chunk: int = 64,
+        pages: int = 4096,
+        lanes: int = 1,
+        stages: int = 1,
+        **cache,
+    ):
         mesh = MeshConfig(kvp=lanes, spp=stages)
         manager = CacheManager(CacheConfig(block_size=16, pages=pages, **cache), lanes, seqs)
-        self.scheduler = Scheduler(SchedulerConfig(max_seqs=seqs, chunk_tokens=chunk, policy="slack"), manager, mesh, max_len=100_000)
-        self.journal, self.now, self.flights, self.requests = Journal(stages, 0.0), 0.0, [], {}
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_seqs=seqs, chunk_tokens=chunk, policy="slack"),
+            manager,
+            mesh,
+            max_len=100_000,
+        )
+        self.journal = Journal(stages, 0.0)
+        self.now = 0.0
+        self.flights = []
+        self.requests = {}
 
     def submit(self, id: str, prompt: int, tokens: int = 4, **slo) -> None:
         sampling = SamplingParams.make(max_tokens=tokens, ignore_eos=True)
         ids = np.random.default_rng(len(self.requests)).integers(0, 99, prompt)
-        self.requests[id] = Request.make(id, ids, sampling, vocab=100, max_len=100_000, arrival=self.now, slo=Slo(**slo))
+        self.requests[id] = Request.make(
+            id, ids, sampling, vocab=100, max_len=100_000, arrival=self.now, slo=Slo(**slo)
+        )
         self.scheduler.add(self.requests[id])
 
     def issue(self) -> bool:
@@ -47,7 +65,12 @@ class Recorded:
         for id, event in events:
             if isinstance(event, Finished):
                 request = self.requests[id]
-                self.journal.ended(request, event, self.scheduler.due(request) - request.arrival, self.scheduler.pace(request))
+                self.journal.ended(
+                    request,
+                    event,
+                    self.scheduler.due(request) - request.arrival,
+                    self.scheduler.pace(request),
+                )
 
     def run(self, steps: int = 10**6) -> None:
         while steps and self.issue():
@@ -55,7 +78,12 @@ class Recorded:
             steps -= 1
 
     def view(self, since: int = 0) -> dict:
-        return json.loads(json.dumps(Snapshot.take(self.journal, self.scheduler, self.now, since).shown(), allow_nan=False))
+        return json.loads(
+            json.dumps(
+                Snapshot.take(self.journal, self.scheduler, self.now, since).shown(),
+                allow_nan=False,
+            )
+        )
 
 
 def crowd() -> Recorded:

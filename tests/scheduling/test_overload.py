@@ -14,21 +14,41 @@ from jaxserve.request import Accepted, Request, RequestError, SamplingParams, Sl
 from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.predictor import NOMINAL, Costs
 
-TOKEN = 0.01                                          # seconds of prefill per token, and nothing else
+TOKEN = 0.01  # seconds of prefill per token, and nothing else
 COSTS = Costs(layers=1, linear_token=TOKEN)
 
 
 def made(costs: Costs = COSTS, pages: int = 5000, kvp: int = 1, **settings) -> Scheduler:
     """Decodes and prompt tokens cost the same; a first token is due after 2 s."""
-    config = SchedulerConfig(**{"admission": "predict", "policy": "slack", "chunking": "adaptive", "max_seqs": 8, "chunk_tokens": 1000,
-                                "ttft": 2.0, "tpot": 0.2, "step_time": 0.2, **settings})
-    return Scheduler(config, CacheManager(CacheConfig(16, pages, prefix_caching=False), kvp, config.max_seqs), MeshConfig(kvp=kvp), 10**6,
-                     costs=costs)
+    config = SchedulerConfig(
+        **{
+            "admission": "predict",
+            "policy": "slack",
+            "chunking": "adaptive",
+            "max_seqs": 8,
+            "chunk_tokens": 1000,
+            "ttft": 2.0,
+            "tpot": 0.2,
+            "step_time": 0.2,
+            **settings,
+        }
+    )
+    return Scheduler(
+        config,
+        CacheManager(CacheConfig(16, pages, prefix_caching=False), kvp, config.max_seqs),
+        MeshConfig(kvp=kvp),
+        10**6,
+        costs=costs,
+    )
 
 
-def add(core: Scheduler, id: str, prompt: int, now: float = 0.0, output: int = 8, **rest) -> Accepted:
+def add(
+    core: Scheduler, id: str, prompt: int, now: float = 0.0, output: int = 8, **rest
+) -> Accepted:
     sampling = SamplingParams.make(temperature=0, max_tokens=output, ignore_eos=True)
-    request = Request.make(id, np.ones(prompt, np.int32), sampling, vocab=10, max_len=10**6, arrival=now, **rest)
+    request = Request.make(
+        id, np.ones(prompt, np.int32), sampling, vocab=10, max_len=10**6, arrival=now, **rest
+    )
     return core.add(request, now)[0]
 
 
@@ -61,17 +81,23 @@ def fill(core: Scheduler, prompt: int, now: float = 0.0, **rest) -> RequestError
 
 # --- the first token
 
+
 @pytest.mark.parametrize("policy", ["slack", "edf", "lrs", "fcfs"])
 @pytest.mark.parametrize("chunking", ["static", "adaptive"])
 def test_as_much_is_accepted_as_can_be_in_time_and_no_more(policy, chunking):
     core = made(policy=policy, chunking=chunking)
     error = fill(core, 20, output=1)
-    assert error.status == "RESOURCE_EXHAUSTED" and error.reason == "ttft" and 0 < error.retry_after < 2
-    assert 6 <= core.waiting <= 10                     # 0.2 s each
+    assert (
+        error.status == "RESOURCE_EXHAUSTED"
+        and error.reason == "ttft"
+        and 0 < error.retry_after < 2
+    )
+    assert 6 <= core.waiting <= 10  # 0.2 s each
 
 
 def test_after_the_hint_it_is_accepted():
-    core, now = made(), 0.0
+    core = made()
+    now = 0.0
     error = fill(core, 20, output=1)
     while now < error.retry_after:
         now = step(core, now)
@@ -83,20 +109,21 @@ def test_one_that_would_go_first_is_refused_where_it_made_another_late(policy):
     core = made(policy=policy)
     add(core, "a", 60, slo=Slo(ttft=2.0))
     add(core, "b", 60, slo=Slo(ttft=2.0))
-    add(core, "c", 60, slo=Slo(ttft=2.0))              # 1.8 s of work, due at 2
+    add(core, "c", 60, slo=Slo(ttft=2.0))  # 1.8 s of work, due at 2
     error = refused(core, "d", 30, slo=Slo(ttft=1.0))
     assert error.reason == "ttft" and "others" in str(error)
-    add(core, "e", 30, slo=Slo(ttft=6.0))              # goes after them
+    add(core, "e", 30, slo=Slo(ttft=6.0))  # goes after them
 
 
 def test_what_decodes_take_of_each_step_counts():
-    idle, busy = made(max_seqs=32), made(max_seqs=32)
+    idle = made(max_seqs=32)
+    busy = made(max_seqs=32)
     for number in range(6):
         add(busy, f"d{number}", 1, output=1000)
     now = step(busy, 0.0)
     fill(idle, 20, output=1)
     fill(busy, 20, now, output=1)
-    assert busy.waiting <= idle.waiting - 2            # 6 of 20 tokens of each step are theirs
+    assert busy.waiting <= idle.waiting - 2  # 6 of 20 tokens of each step are theirs
     assert busy.waiting >= 3
 
 
@@ -104,7 +131,7 @@ def test_slots_that_are_taken_are_waited_for():
     core = made(max_seqs=2)
     add(core, "a", 1, output=500), add(core, "b", 1, output=500)
     now = step(core, 0.0)
-    error = refused(core, "c", 1, now)                 # 499 tokens in steps of 0.2 s, as far as anybody knows
+    error = refused(core, "c", 1, now)  # 499 tokens in steps of 0.2 s, as far as anybody knows
     assert error.reason == "ttft" and error.retry_after > 50
     add(core, "d", 1, now, slo=Slo(ttft=200.0))
 
@@ -120,14 +147,18 @@ def test_pages_that_are_taken_are_waited_for():
 
 
 def test_lanes_share_the_work():
-    one, two = made(), made(kvp=2)
+    one = made()
+    two = made(kvp=2)
     fill(one, 20, output=1), fill(two, 20, output=1)
     assert two.waiting > 1.5 * one.waiting
 
 
 # --- who is never refused
 
-@pytest.mark.parametrize("prompt, slo", [(5000, Slo()), (5000, Slo(ttft=0.001)), (1, Slo(ttft=0.001, tpot=0.0001))])
+
+@pytest.mark.parametrize(
+    "prompt, slo", [(5000, Slo()), (5000, Slo(ttft=0.001)), (1, Slo(ttft=0.001, tpot=0.0001))]
+)
 def test_one_that_comes_to_an_idle_engine_is_accepted_whatever_it_wants(prompt, slo):
     add(made(), "a", prompt, slo=slo)
 
@@ -149,8 +180,11 @@ def test_nothing_is_refused_where_nobody_knows_what_steps_cost():
 
 # --- tokens after the first
 
+
 def test_no_more_run_at_once_than_the_tightest_objective_per_token_allows():
-    core, now = made(tpot=0.05, max_seqs=16), 0.0     # a decode takes 0.01 s
+    # a decode takes 0.01 s
+    core = made(tpot=0.05, max_seqs=16)
+    now = 0.0
     for number in range(12):
         add(core, str(number), 1, output=60, slo=Slo(ttft=60.0))
     running = []
@@ -172,6 +206,7 @@ def test_an_objective_per_token_that_too_many_keep_from_being_met_is_refused():
 
 # --- deadlines and full queues
 
+
 def test_a_deadline_that_comes_before_the_first_token_is_refused():
     core = made()
     for number in range(3):
@@ -182,7 +217,9 @@ def test_a_deadline_that_comes_before_the_first_token_is_refused():
 
 
 def test_a_request_whose_deadline_comes_while_it_waits_costs_no_prefill():
-    core, now, computed = made(max_seqs=1, admission="queue", policy="fcfs"), 0.0, 0
+    core = made(max_seqs=1, admission="queue", policy="fcfs")
+    now = 0.0
+    computed = 0
     add(core, "a", 5, output=30)
     add(core, "late", 7, deadline=0.25)
     events = []
@@ -199,13 +236,21 @@ def test_a_full_queue_says_when_there_will_be_room():
     core = made(admission="queue", max_queue=2)
     add(core, "a", 100), add(core, "b", 100)
     error = refused(core, "c", 100)
-    assert (error.status, error.reason, error.retry_after) == ("RESOURCE_EXHAUSTED", "queue", pytest.approx(1.0))
+    assert (error.status, error.reason, error.retry_after) == (
+        "RESOURCE_EXHAUSTED",
+        "queue",
+        pytest.approx(1.0),
+    )
 
 
 # --- what is told and learnt
 
+
 def test_what_is_accepted_hears_when_its_first_token_should_come():
-    core, now, told, came = made(), 0.0, {}, {}
+    core = made()
+    now = 0.0
+    told = {}
+    came = {}
     for number in range(6):
         told[str(number)] = add(core, str(number), 20).predicted_ttft
     while len(came) < 6:
@@ -213,13 +258,18 @@ def test_what_is_accepted_hears_when_its_first_token_should_come():
         now += batch.seconds
         for id, _ in core.finish(batch, np.zeros(len(batch.slot), np.int32), now):
             came.setdefault(id, now)
-        came = {id: at for id, at in came.items() if core._entries.get(id) is None or core._entries[id].alive[0].first}
+        came = {
+            id: at
+            for id, at in came.items()
+            if core._entries.get(id) is None or core._entries[id].alive[0].first
+        }
     assert told["0"] < told["3"] < told["5"]
     assert all(abs(told[id] - came[id]) < 0.5 for id in told), (told, came)
 
 
 def test_where_first_tokens_come_later_than_predicted_less_is_accepted():
-    exact, slow = made(), made()
+    exact = made()
+    slow = made()
     for number in range(40):
         for core, factor in ((exact, 1.0), (slow, 1.6)):
             now = 100.0 * number
@@ -230,7 +280,7 @@ def test_where_first_tokens_come_later_than_predicted_less_is_accepted():
                 core.finish(batch, np.zeros(len(batch.slot), np.int32), now)
     fill(exact, 20, 1e5, output=1), fill(slow, 20, 1e5, output=1)
     assert slow.waiting < exact.waiting
-    assert 1.6 * slow.waiting * 20 * TOKEN < 2.3       # about in time, though slower than predicted
+    assert 1.6 * slow.waiting * 20 * TOKEN < 2.3  # about in time, though slower than predicted
 
 
 def test_it_loops_over_nothing_that_waits():

@@ -1,5 +1,5 @@
-"""Whatever is added, cancelled and expired, and whatever steps fail, on whatever cache and lanes: invariants hold, answers are exact, and
-nothing is left."""
+"""Whatever is added, cancelled and expired, and whatever steps fail, on whatever cache and lanes:
+invariants hold, answers are exact, and nothing is left."""
 
 from __future__ import annotations
 
@@ -13,38 +13,67 @@ from jaxserve.request import RequestError
 from jaxserve.scheduling.predictor import Costs
 from tests.scheduling.fakes import VOCAB, Replica
 
-CONFIG = st.builds(SchedulerConfig, max_seqs=st.integers(1, 5), chunk_tokens=st.sampled_from([*range(1, 10), 150]), max_queue=st.just(6),
-                   admission=st.sampled_from(["queue", "predict"]), policy=st.sampled_from(["fcfs", "slack"]),
-                   chunking=st.sampled_from(["static", "adaptive"]))
+CONFIG = st.builds(
+    SchedulerConfig,
+    max_seqs=st.integers(1, 5),
+    chunk_tokens=st.sampled_from([*range(1, 10), 150]),
+    max_queue=st.just(6),
+    admission=st.sampled_from(["queue", "predict"]),
+    policy=st.sampled_from(["fcfs", "slack"]),
+    chunking=st.sampled_from(["static", "adaptive"]),
+)
 COSTS = Costs(layers=1, linear_token=0.02, decode_kv=0.001)
 CACHE = st.builds(
-    CacheConfig, block_size=st.integers(1, 4), pages=st.integers(2, 8), lane_tokens=st.none() | st.integers(1, 12),
+    CacheConfig,
+    block_size=st.integers(1, 4),
+    pages=st.integers(2, 8),
+    lane_tokens=st.none() | st.integers(1, 12),
     prefix_caching=st.booleans(),
 )
 MESH = st.builds(MeshConfig, spp=st.integers(1, 3), kvp=st.integers(1, 4))
 TAIL = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
-SAMPLING = st.fixed_dictionaries({
-    "max_tokens": st.integers(1, 12), "min_tokens": st.integers(0, 1), "n": st.sampled_from([1, 1, 1, 2, 3]), "ignore_eos": st.booleans(),
-    "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=1),
-})
+SAMPLING = st.fixed_dictionaries(
+    {
+        "max_tokens": st.integers(1, 12),
+        "min_tokens": st.integers(0, 1),
+        "n": st.sampled_from([1, 1, 1, 2, 3]),
+        "ignore_eos": st.booleans(),
+        "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=1),
+    }
+)
 
 
 class Traffic(RuleBasedStateMachine):
-    @initialize(config=CONFIG, cache=CACHE, mesh=MESH, placement=st.sampled_from(sorted(PLACEMENTS)))
+    @initialize(
+        config=CONFIG, cache=CACHE, mesh=MESH, placement=st.sampled_from(sorted(PLACEMENTS))
+    )
     def build(self, config, cache, mesh, placement):
         self.replica = Replica(config, cache, mesh, placement)
         if config.admission == "predict":
             self.replica.scheduler.use(COSTS)
         self.ahead = mesh.spp + 1
 
-    @rule(common=st.integers(0, 12), tail=TAIL, sampling=SAMPLING, patience=st.none() | st.integers(0, 9), bypass=st.booleans())
+    @rule(
+        common=st.integers(0, 12),
+        tail=TAIL,
+        sampling=SAMPLING,
+        patience=st.none() | st.integers(0, 9),
+        bypass=st.booleans(),
+    )
     def add(self, common, tail, sampling, patience, bypass):
         replica = self.replica
         try:
             deadline = None if patience is None else replica.now + patience
-            replica.add([i % VOCAB for i in range(common)] + tail, deadline=deadline, bypass=bypass, **sampling)
+            replica.add(
+                [i % VOCAB for i in range(common)] + tail,
+                deadline=deadline,
+                bypass=bypass,
+                **sampling,
+            )
         except RequestError as error:
-            assert error.status in ("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED") or "pages" in str(error)
+            assert error.status in ("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED") or "pages" in str(
+                error
+            )
 
     @precondition(lambda self: len(self.replica.flight) < self.ahead)
     @rule(times=st.integers(1, 3))
@@ -85,7 +114,10 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def load_adds_up(self):
         load = self.replica.scheduler.load()
-        assert load.running + load.waiting == len(self.replica.scheduler.sequences) and load.queued_prefill_tokens >= 0
+        assert (
+            load.running + load.waiting == len(self.replica.scheduler.sequences)
+            and load.queued_prefill_tokens >= 0
+        )
 
     def teardown(self):
         if hasattr(self, "replica"):
@@ -95,6 +127,11 @@ class Traffic(RuleBasedStateMachine):
 
 TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(
-    max_examples=400, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None,
+    max_examples=400,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    database=None,
     report_multiple_bugs=False,
 )

@@ -1,4 +1,5 @@
-"""What must not grow: the step's message with the context, what is kept with the requests that ended, numbers beyond int32."""
+"""What must not grow: the step's message with the context, what is kept with the requests that
+ended, numbers beyond int32."""
 
 from __future__ import annotations
 
@@ -16,13 +17,26 @@ from jaxserve.scheduling.sequence import Sequence
 from tests.scheduling.fakes import Replica
 
 
-def scheduler(tokens: int, block_size: int, lanes: int = 1, chunk: int = 65536, **fields) -> Scheduler:
-    cache = CacheManager(CacheConfig(block_size=block_size, pages=tokens // block_size // lanes + 64, **fields), lanes, 4)
-    return Scheduler(SchedulerConfig(max_seqs=4, chunk_tokens=chunk), cache, MeshConfig(kvp=lanes), max_len=tokens + 1000)
+def scheduler(
+    tokens: int, block_size: int, lanes: int = 1, chunk: int = 65536, **fields
+) -> Scheduler:
+    cache = CacheManager(
+        CacheConfig(block_size=block_size, pages=tokens // block_size // lanes + 64, **fields),
+        lanes,
+        4,
+    )
+    return Scheduler(
+        SchedulerConfig(max_seqs=4, chunk_tokens=chunk),
+        cache,
+        MeshConfig(kvp=lanes),
+        max_len=tokens + 1000,
+    )
 
 
 def request(id: str, prompt: np.ndarray, **sampling) -> Request:
-    return Request.make(id, prompt, SamplingParams.make(**sampling), vocab=1000, max_len=len(prompt) + 1000)
+    return Request.make(
+        id, prompt, SamplingParams.make(**sampling), vocab=1000, max_len=len(prompt) + 1000
+    )
 
 
 def prefill(replica: Scheduler, now: float = 0.0) -> list:
@@ -48,7 +62,9 @@ def test_a_decode_steps_message_is_as_large_at_a_million_tokens_as_at_a_thousand
 
 
 def test_the_bookkeeping_of_ten_million_tokens_fits_int32():
-    tokens, size, share = 10_000_000, 1024, 5000
+    tokens = 10_000_000
+    size = 1024
+    share = 5000
     replica = scheduler(tokens + 200_000, size, 2, lane_tokens=share * size)
     prompt = np.random.default_rng(0).integers(0, 1000, tokens)
     replica.add(request("cold", prompt, max_tokens=5))
@@ -58,7 +74,9 @@ def test_the_bookkeeping_of_ten_million_tokens_fits_int32():
     deltas = np.concatenate([batch.deltas for batch in batches])
     assert deltas[:, 4].tolist() == list(range(-(-tokens // size)))
     assert batches[-1].held[0].tolist() == [share, -(-tokens // size) - share]
-    assert [bool(batch.spread[0]) for batch in batches] == [int(batch.start[0] + batch.length[0]) > share * size for batch in batches]
+    assert [bool(batch.spread[0]) for batch in batches] == [
+        int(batch.start[0] + batch.length[0]) > share * size for batch in batches
+    ]
     replica.add(request("warm", prompt, max_tokens=1))
     batch = replica.start(0.0)
     assert batch.start.tolist() == [tokens, tokens // size * size]
@@ -69,15 +87,27 @@ def test_the_bookkeeping_of_ten_million_tokens_fits_int32():
 
 
 def test_ten_thousand_requests_cancelled_at_any_moment_leave_nothing():
-    dice, names = random.Random(0), iter(range(10**9))
-    replica = Replica(SchedulerConfig(max_seqs=8, chunk_tokens=16), CacheConfig(block_size=4, pages=24), MeshConfig(kvp=2))
-    core, flight, alive, cancelled = replica.scheduler, [], [], 0
+    dice = random.Random(0)
+    names = iter(range(10**9))
+    replica = Replica(
+        SchedulerConfig(max_seqs=8, chunk_tokens=16),
+        CacheConfig(block_size=4, pages=24),
+        MeshConfig(kvp=2),
+    )
+    core = replica.scheduler
+    flight = []
+    alive = []
+    cancelled = 0
     tokens = np.full(8, 3)
     while cancelled < 10_000:
         if len(alive) < 20:
             alive.append(f"r{next(names)}")
             prompt = np.array([dice.randrange(12) for _ in range(dice.randrange(1, 40))])
-            core.add(request(alive[-1], prompt, max_tokens=dice.randrange(1, 20), n=dice.choice((1, 1, 2))))
+            core.add(
+                request(
+                    alive[-1], prompt, max_tokens=dice.randrange(1, 20), n=dice.choice((1, 1, 2))
+                )
+            )
         if dice.random() < 0.3 and (batch := core.start(0.0)):
             flight.append(batch)
         if flight and (len(flight) > 2 or dice.random() < 0.2):

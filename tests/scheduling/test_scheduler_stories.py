@@ -13,11 +13,17 @@ PROMPT = [1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
 
 
 def small(**fields) -> Replica:
-    return Replica(SchedulerConfig(max_seqs=4, chunk_tokens=6), CacheConfig(block_size=4, pages=20), **fields)
+    return Replica(
+        SchedulerConfig(max_seqs=4, chunk_tokens=6), CacheConfig(block_size=4, pages=20), **fields
+    )
 
 
 def tight(pages: int, **fields) -> Replica:
-    return Replica(SchedulerConfig(max_seqs=4, chunk_tokens=8), CacheConfig(block_size=4, pages=pages, prefix_caching=False), **fields)
+    return Replica(
+        SchedulerConfig(max_seqs=4, chunk_tokens=8),
+        CacheConfig(block_size=4, pages=pages, prefix_caching=False),
+        **fields,
+    )
 
 
 def test_a_prompt_is_prefilled_in_chunks_then_decoded():
@@ -29,10 +35,17 @@ def test_a_prompt_is_prefilled_in_chunks_then_decoded():
     assert chunks(replica.step()) == [(0, 11, 1, "decode")]
     assert replica.start() is None
     accepted, progress, *tokens, finished = replica.heard["r0"]
-    assert (accepted, progress) == (Accepted(0, accepted.predicted_ttft), Progress(0, 6, 10, progress.ttft))
-    assert accepted.predicted_ttft == pytest.approx(1e-3)                              # ten tokens, at a nominal 0.1 ms each
-    assert progress.ttft == pytest.approx(4e-4, rel=0.1)                               # the four tokens left, at a nominal 0.1 ms each
-    assert [type(token) for token in tokens] == [Token] * 3 and (finished.reason, finished.usage.completion) == ("length", 3)
+    assert (accepted, progress) == (
+        Accepted(0, accepted.predicted_ttft),
+        Progress(0, 6, 10, progress.ttft),
+    )
+    assert accepted.predicted_ttft == pytest.approx(1e-3)  # ten tokens, at a nominal 0.1 ms each
+    # the four tokens left, at a nominal 0.1 ms each
+    assert progress.ttft == pytest.approx(4e-4, rel=0.1)
+    assert [type(token) for token in tokens] == [Token] * 3 and (
+        finished.reason,
+        finished.usage.completion,
+    ) == ("length", 3)
 
 
 def test_decodes_share_a_step_with_the_prefill_of_another():
@@ -40,16 +53,23 @@ def test_decodes_share_a_step_with_the_prefill_of_another():
     replica.add(PROMPT[:4], max_tokens=9, ignore_eos=True)
     replica.add(PROMPT, max_tokens=9, ignore_eos=True)
     assert chunks(replica.step()) == [(0, 0, 4, "last")]
-    assert chunks(replica.step()) == [(0, 4, 1, "decode"), (1, 4, 6, "last")]         # its first block is that of the other
+    # its first block is that of the other
+    assert chunks(replica.step()) == [(0, 4, 1, "decode"), (1, 4, 6, "last")]
     assert chunks(replica.step()) == [(0, 5, 1, "decode"), (1, 10, 1, "decode")]
 
 
 def test_several_prompts_share_a_step_in_whole_tiles_of_64_tokens():
-    replica = Replica(SchedulerConfig(max_seqs=4, chunk_tokens=128), CacheConfig(block_size=16, pages=40))
+    replica = Replica(
+        SchedulerConfig(max_seqs=4, chunk_tokens=128), CacheConfig(block_size=16, pages=40)
+    )
     for first, length in enumerate((40, 60, 70)):
         replica.add([first] * length, max_tokens=2, ignore_eos=True)
     assert chunks(replica.step()) == [(0, 0, 40, "last"), (1, 0, 60, "last")]
-    assert chunks(replica.step()) == [(0, 40, 1, "decode"), (1, 60, 1, "decode"), (2, 0, 70, "last")]
+    assert chunks(replica.step()) == [
+        (0, 40, 1, "decode"),
+        (1, 60, 1, "decode"),
+        (2, 0, 70, "last"),
+    ]
 
 
 def test_lanes_have_a_budget_each():
@@ -64,15 +84,21 @@ def test_the_next_step_starts_before_the_last_token_is_read():
     replica = small()
     replica.add(PROMPT[:4], max_tokens=4, ignore_eos=True)
     assert chunks(replica.start()) == [(0, 0, 4, "last")]
-    assert [chunks(replica.start()) for _ in range(3)] == [[(0, position, 1, "decode")] for position in (4, 5, 6)]
-    assert replica.start() is None                               # the fourth token is never fed
+    assert [chunks(replica.start()) for _ in range(3)] == [
+        [(0, position, 1, "decode")] for position in (4, 5, 6)
+    ]
+    assert replica.start() is None  # the fourth token is never fed
     replica.drain()
     replica.check_answers()
 
 
 def test_tokens_after_the_end_are_dropped_and_pages_kept_until_they_are_out_of_flight():
     replica = small()
-    tokens, _ = expected(PROMPT[:4], 0, replica.requests[replica.add(PROMPT[:4], max_tokens=9, ignore_eos=True)].sampling)
+    tokens, _ = expected(
+        PROMPT[:4],
+        0,
+        replica.requests[replica.add(PROMPT[:4], max_tokens=9, ignore_eos=True)].sampling,
+    )
     replica.scheduler.cancel("r0", 0.0)
     replica.add(PROMPT[:4], "stops", max_tokens=9, ignore_eos=True, stop_token_ids=[tokens[0]])
     for _ in range(3):
@@ -141,13 +167,19 @@ def test_another_salt_a_bypass_and_prompt_logprobs_read_no_cached_blocks():
 
 
 def test_a_decode_without_a_page_makes_the_youngest_prefill_wait_again():
-    replica = Replica(SchedulerConfig(max_seqs=4, chunk_tokens=2), CacheConfig(block_size=4, pages=8, prefix_caching=False))
+    replica = Replica(
+        SchedulerConfig(max_seqs=4, chunk_tokens=2),
+        CacheConfig(block_size=4, pages=8, prefix_caching=False),
+    )
     replica.add(PROMPT[:2], max_tokens=20, ignore_eos=True)
     replica.add(PROMPT * 2, max_tokens=1)
     assert chunks(replica.step()) == [(0, 0, 2, "last")]
     for position in range(2, 10):
-        assert chunks(replica.step()) == [(0, position, 1, "decode"), (1, 2 * position - 4, 2, "prefill")]
-    for position in range(10, 16):                                               # the last free page is the decode's, until it takes it
+        assert chunks(replica.step()) == [
+            (0, position, 1, "decode"),
+            (1, 2 * position - 4, 2, "prefill"),
+        ]
+    for position in range(10, 16):  # the last free page is the decode's, until it takes it
         assert chunks(replica.step()) == [(0, position, 1, "decode")]
     assert (replica.scheduler.running, replica.scheduler.waiting) == (2, 0)
     assert chunks(replica.step()) == [(0, 16, 1, "decode")]
@@ -160,7 +192,7 @@ def test_a_prompt_waits_until_there_are_pages_for_all_of_it():
     replica = tight(5)
     replica.add(PROMPT[:4], max_tokens=12, ignore_eos=True)
     replica.add(PROMPT + PROMPT[:2], max_tokens=1)
-    replica.add(PROMPT[:3], max_tokens=1)                                              # it would fit, but shall not overtake
+    replica.add(PROMPT[:3], max_tokens=1)  # it would fit, but shall not overtake
     replica.step()
     for position in range(4, 15):
         assert chunks(replica.step()) == [(0, position, 1, "decode")]
@@ -177,14 +209,19 @@ def test_a_preempted_decode_prefills_what_it_has_said_and_goes_on():
     seen = [chunks(replica.step()) for _ in range(4)]
     assert seen[0] == [(0, 4, 1, "decode"), (1, 0, 3, "last")]
     assert seen[3] == [(0, 7, 1, "decode"), (1, 5, 1, "decode")]
-    assert [chunks(replica.step()) for _ in range(4)] == [[(0, position, 1, "decode")] for position in (8, 9, 10, 11)]
+    assert [chunks(replica.step()) for _ in range(4)] == [
+        [(0, position, 1, "decode")] for position in (8, 9, 10, 11)
+    ]
     assert chunks(replica.step()) == [(1, 0, 7, "last")] and len(replica.tokens("r1")) == 5
     replica.drain()
     replica.check_answers()
 
 
 def test_of_two_decodes_that_need_a_page_the_younger_leaves_and_asks_for_none():
-    replica = Replica(SchedulerConfig(max_seqs=4, chunk_tokens=128), CacheConfig(block_size=4, pages=4, prefix_caching=False))
+    replica = Replica(
+        SchedulerConfig(max_seqs=4, chunk_tokens=128),
+        CacheConfig(block_size=4, pages=4, prefix_caching=False),
+    )
     for first in (1, 2):
         replica.add([first] * 4, max_tokens=9, ignore_eos=True)
     for _ in range(5):
@@ -196,13 +233,17 @@ def test_of_two_decodes_that_need_a_page_the_younger_leaves_and_asks_for_none():
 
 
 def test_a_cached_prefix_is_no_room_for_the_request_that_wants_it():
-    replica = Replica(SchedulerConfig(max_seqs=4, chunk_tokens=8), CacheConfig(block_size=4, pages=4))
+    replica = Replica(
+        SchedulerConfig(max_seqs=4, chunk_tokens=8), CacheConfig(block_size=4, pages=4)
+    )
     replica.add(PROMPT[:8], max_tokens=1)
     replica.drain()
     replica.add([9] * 5, max_tokens=4, ignore_eos=True)
     replica.add(PROMPT[:9], max_tokens=1)
     assert chunks(replica.step()) == [(1, 0, 5, "last")]
-    assert [chunks(replica.step()) for _ in range(3)] == [[(1, position, 1, "decode")] for position in (5, 6, 7)]
+    assert [chunks(replica.step()) for _ in range(3)] == [
+        [(1, position, 1, "decode")] for position in (5, 6, 7)
+    ]
     assert chunks(replica.step()) == [(2, 8, 1, "last")]
 
 
@@ -213,7 +254,8 @@ def test_stages_get_a_share_of_the_decodes_each_and_none_is_fed_a_token_on_its_w
     replica.step()
     while replica.scheduler.waiting:
         replica.step()
-    last, sizes = {}, []
+    last = {}
+    sizes = []
     for _ in range(12):
         batch = replica.start()
         for seq in batch.seq.tolist():
@@ -229,28 +271,49 @@ def test_stages_get_a_share_of_the_decodes_each_and_none_is_fed_a_token_on_its_w
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_chunks_of_a_prompt_follow_each_other_through_the_stages_without_gaps(stages):
-    replica = Replica(SchedulerConfig(max_seqs=4, chunk_tokens=8), CacheConfig(block_size=4, pages=200), MeshConfig(spp=stages))
+    replica = Replica(
+        SchedulerConfig(max_seqs=4, chunk_tokens=8),
+        CacheConfig(block_size=4, pages=200),
+        MeshConfig(spp=stages),
+    )
     replica.add([1], "short", max_tokens=30, ignore_eos=True)
     replica.step()
     replica.add([2] * 512, "long", max_tokens=1)
-    stage_free, left, fed = 0, {}, 0                             # a batch takes one slot per stage; it enters when what it feeds has left
+    # a batch takes one slot per stage; it enters when what it feeds has left
+    stage_free = 0
+    left = {}
+    fed = 0
     for number in range(64):
         batch = replica.start()
         assert chunks(batch)[-1] == (1, 8 * number, 8, "last" if number == 63 else "prefill")
-        enters = max([stage_free] + [left.get(seq, 0) for seq, feed in zip(batch.seq.tolist(), batch.feed.tolist()) if feed])
-        stage_free, fed = enters + 1, fed + int(batch.feed.sum())
+        enters = max(
+            [stage_free]
+            + [
+                left.get(seq, 0)
+                for seq, feed in zip(batch.seq.tolist(), batch.feed.tolist())
+                if feed
+            ]
+        )
+        stage_free = enters + 1
+        fed = fed + int(batch.feed.sum())
         left |= dict.fromkeys(batch.seq.tolist(), enters + stages)
         while len(replica.flight) >= stages:
             replica.finish()
     assert left[1] == 64 + stages - 1
-    assert fed == min(29, 64 // stages)                           # the decode ran beside it
+    assert fed == min(29, 64 // stages)  # the decode ran beside it
 
 
 def test_min_tokens_holds_back_the_end_and_ignore_eos_only_end_tokens():
     replica = small()
     for seed in range(40):
         stops = [7] * (seed % 3 == 0)
-        replica.add([seed % 12, seed // 12], max_tokens=20, min_tokens=seed % 7, ignore_eos=bool(seed % 2), stop_token_ids=stops)
+        replica.add(
+            [seed % 12, seed // 12],
+            max_tokens=20,
+            min_tokens=seed % 7,
+            ignore_eos=bool(seed % 2),
+            stop_token_ids=stops,
+        )
         replica.drain()
     replica.check_answers()
     reasons = [replica.finished(id)[0].reason for id in replica.requests]
@@ -265,7 +328,9 @@ def test_a_deadline_ends_a_request_that_waits_and_one_that_runs():
     replica.step()
     assert replica.scheduler.expire(2.9) == []
     replica.hear(replica.scheduler.expire(3.0))
-    assert [end.reason for end in replica.finished("waits")] == ["deadline"] and not replica.finished("runs")
+    assert [end.reason for end in replica.finished("waits")] == [
+        "deadline"
+    ] and not replica.finished("runs")
     replica.hear(replica.scheduler.expire(6.0))
     end = replica.finished("runs")[0]
     assert end.reason == "deadline" and end.timing.total == 6.0 and end.usage.completion == 1
@@ -274,7 +339,12 @@ def test_a_deadline_ends_a_request_that_waits_and_one_that_runs():
 
 
 def test_what_cannot_be_served_is_refused_at_the_door_and_leaves_nothing():
-    replica = Replica(SchedulerConfig(max_seqs=1, max_queue=2), CacheConfig(block_size=4, pages=4), MeshConfig(kvp=2), max_len=100)
+    replica = Replica(
+        SchedulerConfig(max_seqs=1, max_queue=2),
+        CacheConfig(block_size=4, pages=4),
+        MeshConfig(kvp=2),
+        max_len=100,
+    )
     with pytest.raises(RequestError, match="needs 9 pages, the cache has 8"):
         replica.add([1] * 30, max_tokens=4)
     replica.add([1] * 30, "a", max_tokens=3)
@@ -290,14 +360,14 @@ def test_what_cannot_be_served_is_refused_at_the_door_and_leaves_nothing():
     assert error.value.status == "NOT_FOUND"
     replica.drain()
     replica.check_answers()
-    replica.add([1], "a", max_tokens=1)                          # an id is free again after its end
+    replica.add([1], "a", max_tokens=1)  # an id is free again after its end
 
 
 def test_a_request_may_fail_with_an_error_of_its_own():
     replica = small()
     replica.add(PROMPT, max_tokens=4)
     error = RequestError("", "the model gave NaN", "INTERNAL")
-    (_, event), = replica.scheduler.cancel("r0", 1.0, "error", error=error)
+    ((_, event),) = replica.scheduler.cancel("r0", 1.0, "error", error=error)
     assert isinstance(event, Finished) and event.error is error and event.timing.total == 1.0
 
 
@@ -313,10 +383,14 @@ def test_batches_finish_in_the_order_they_started():
 def test_logprobs_reach_the_tokens_and_prompt_logprobs_the_end():
     replica = small()
     replica.add(PROMPT, max_tokens=1, prompt_logprobs=0, logprobs=0)
-    say = lambda batch: [Logprobs(-float(batch.start[0] + 1 + i)) for i in range(int(batch.length[0]))]
+    say = lambda batch: [
+        Logprobs(-float(batch.start[0] + 1 + i)) for i in range(int(batch.length[0]))
+    ]
     for _ in range(2):
         batch = replica.start()
-        events = replica.scheduler.finish(batch, np.array([5]), 1.0, [Logprobs(-99.0)], {0: say(batch)})
+        events = replica.scheduler.finish(
+            batch, np.array([5]), 1.0, [Logprobs(-99.0)], {0: say(batch)}
+        )
     (_, token), (_, end) = events
     assert token.logprobs == Logprobs(-99.0)
     assert end.prompt_logprobs == (None, *(Logprobs(-float(i)) for i in range(1, 10)))

@@ -1,4 +1,5 @@
-"""What a page is told of a replica: the steps and their chunks, who runs and waits, who ended; bounded, and quick to tell."""
+"""What a page is told of a replica: the steps and their chunks, who runs and waits, who ended;
+bounded, and quick to tell."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from tests.scheduling.recorded import Recorded, crowd
 
 def rows(shown: dict) -> dict[str, dict]:
     """Requests that run, wait or ended, by id."""
-    named = [dict(zip(shown["columns"], row)) for row in shown["requests"]] + [dict(zip(shown["end_columns"], r)) for r in shown["ended"]]
+    named = [dict(zip(shown["columns"], row)) for row in shown["requests"]] + [
+        dict(zip(shown["end_columns"], r)) for r in shown["ended"]
+    ]
     return {row["id"]: row for row in named}
 
 
@@ -27,12 +30,21 @@ def test_steps_are_told_with_their_chunks_and_times():
     shown = replica.view()
     number = rows(shown)["long"]["number"]
     chunks = [step["chunks"] for step in shown["steps"]]
-    assert chunks == [[[number, [0], 0, 64, 0]], [[number, [0], 64, 64, 0]], [[number, [0], 128, 22, 0]],
-                      [[number, [0], 150, 1, 1]], [[number, [0], 151, 1, 1]]]
+    assert chunks == [
+        [[number, [0], 0, 64, 0]],
+        [[number, [0], 64, 64, 0]],
+        [[number, [0], 128, 22, 0]],
+        [[number, [0], 150, 1, 1]],
+        [[number, [0], 151, 1, 1]],
+    ]
     assert shown["names"] == {str(number): ["long", 0]}
     assert [step["decodes"] for step in shown["steps"]] == [[], [], [], [1], [1]]
-    assert [step["spans"] for step in shown["steps"]] == [[[pytest.approx(n / 10), pytest.approx((n + 1) / 10)]] for n in range(5)]
-    assert all(step["took"] == pytest.approx(0.1) and step["predicted"] > 0 for step in shown["steps"])
+    assert [step["spans"] for step in shown["steps"]] == [
+        [[pytest.approx(n / 10), pytest.approx((n + 1) / 10)]] for n in range(5)
+    ]
+    assert all(
+        step["took"] == pytest.approx(0.1) and step["predicted"] > 0 for step in shown["steps"]
+    )
 
 
 def test_only_steps_that_were_not_told_yet_are_told_again():
@@ -54,7 +66,9 @@ def test_many_steps_are_told_in_parts():
     first = replica.view()
     assert len(first["steps"]) == view.STEPS == first["next"] and first["more"]
     rest = replica.view(first["next"])
-    assert [step["number"] for step in rest["steps"]] == list(range(view.STEPS, view.STEPS + 20)) and not rest["more"]
+    assert [step["number"] for step in rest["steps"]] == list(
+        range(view.STEPS, view.STEPS + 20)
+    ) and not rest["more"]
 
 
 def test_a_step_in_flight_is_told_with_when_it_should_end():
@@ -65,11 +79,14 @@ def test_a_step_in_flight_is_told_with_when_it_should_end():
     first, second = replica.view()["flying"]
     (enters, leaves), (follows, ends) = first["spans"]
     assert (enters, follows) == (0, leaves) and ends == pytest.approx(2 * first["predicted"])
-    assert second["spans"][0][0] == leaves and second["spans"][1][0] == pytest.approx(2 * first["predicted"])
+    assert second["spans"][0][0] == leaves and second["spans"][1][0] == pytest.approx(
+        2 * first["predicted"]
+    )
 
 
 def test_no_stage_has_two_steps_at_once_and_the_last_one_ends_when_it_was_read():
-    replica, ends = Recorded(stages=3), []
+    replica = Recorded(stages=3)
+    ends = []
     for name in "abc":
         replica.submit(name, 150, tokens=5)
     dice = np.random.default_rng(0)
@@ -94,7 +111,9 @@ def test_a_prompt_on_several_lanes_is_told_with_all_that_hold_it():
     replica = Recorded(lanes=3, lane_tokens=32)
     replica.submit("wide", 100)
     replica.run()
-    prefills = [chunk for step in replica.view()["steps"] for chunk in step["chunks"] if not chunk[4]]
+    prefills = [
+        chunk for step in replica.view()["steps"] for chunk in step["chunks"] if not chunk[4]
+    ]
     assert prefills[-1][1] == [0, 1, 2]
     assert [chunk[2:4] for chunk in prefills] == [[0, 64], [64, 36]]
 
@@ -107,12 +126,28 @@ def test_requests_are_told_with_their_state_and_objectives():
     replica.run(2)
     replica.submit("waits", 32, ttft=2.0)
     found = rows(shown := replica.view())
-    assert [found[id]["state"] for id in ("decodes", "prefills", "waits")] == ["decoding", "prefilling", "waiting"]
+    assert [found[id]["state"] for id in ("decodes", "prefills", "waits")] == [
+        "decoding",
+        "prefilling",
+        "waiting",
+    ]
     assert (shown["running"], shown["waiting"]) == (2, 1)
-    assert found["decodes"]["ttft"] == pytest.approx(0.1) and found["decodes"]["tpot"] == pytest.approx(0.1)
-    assert (found["decodes"]["ttft_given"], found["decodes"]["tpot_given"], found["decodes"]["slack"]) == (5.0, 0.5, None)
-    assert found["prefills"]["prefilled"] == 64 and found["prefills"]["ttft"] is None and found["prefills"]["lane"] == 0
-    assert 0 < found["waits"]["slack"] < 2.0 and found["waits"]["relative_slack"] == pytest.approx(found["waits"]["slack"] / 2)
+    assert found["decodes"]["ttft"] == pytest.approx(0.1) and found["decodes"][
+        "tpot"
+    ] == pytest.approx(0.1)
+    assert (
+        found["decodes"]["ttft_given"],
+        found["decodes"]["tpot_given"],
+        found["decodes"]["slack"],
+    ) == (5.0, 0.5, None)
+    assert (
+        found["prefills"]["prefilled"] == 64
+        and found["prefills"]["ttft"] is None
+        and found["prefills"]["lane"] == 0
+    )
+    assert 0 < found["waits"]["slack"] < 2.0 and found["waits"]["relative_slack"] == pytest.approx(
+        found["waits"]["slack"] / 2
+    )
 
 
 def test_who_waits_is_told_by_slack_and_those_left_out_are_counted():
@@ -137,7 +172,9 @@ def test_who_ended_is_told_for_a_minute():
     assert found["done"]["ttft"] == pytest.approx(0.1)
     assert found["done"]["tpot"] == pytest.approx(0.1) and found["done"]["tpot_given"] == 0.05
     assert found["gone"]["state"] == "cancelled"
-    assert found["done"]["number"] in {chunk[0] for step in replica.view()["steps"] for chunk in step["chunks"]}
+    assert found["done"]["number"] in {
+        chunk[0] for step in replica.view()["steps"] for chunk in step["chunks"]
+    }
     replica.now += journal.END_SECONDS + 1
     assert not replica.view()["ended"]
 
@@ -149,7 +186,12 @@ def test_one_that_ended_while_it_waited_has_no_time_to_its_first_token():
     replica.run(2)
     replica.end(replica.scheduler.cancel("waits", replica.now))
     row = rows(replica.view())["waits"]
-    assert (row["number"], row["ttft"], row["tpot"], row["state"]) == (journal.NO_NUMBER, None, None, "cancelled")
+    assert (row["number"], row["ttft"], row["tpot"], row["state"]) == (
+        journal.NO_NUMBER,
+        None,
+        None,
+        "cancelled",
+    )
 
 
 def test_pages_are_told_by_lane():
@@ -170,7 +212,11 @@ def test_what_is_kept_is_bounded(monkeypatch):
     for place in range(40):
         replica.submit(str(place), 8, tokens=10)
     replica.run()
-    assert len(replica.journal.steps) == 50 and len(replica.journal.names) == 8 and not replica.journal._numbers
+    assert (
+        len(replica.journal.steps) == 50
+        and len(replica.journal.names) == 8
+        and not replica.journal._numbers
+    )
     assert replica.journal._rows == sum(step.seq.size for step in replica.journal.steps)
     monkeypatch.setattr(journal, "ROWS", 20)
     replica.submit("last", 8, tokens=3)
@@ -188,7 +234,7 @@ def crowded() -> Recorded:
 
 
 def test_a_view_of_a_crowd_is_small_and_quick(crowded):
-    since = crowded.view()["next"] - 25                               # half a second of steps of 20 ms
+    since = crowded.view()["next"] - 25  # half a second of steps of 20 ms
     seconds = []
     for _ in range(20):
         began = time.perf_counter()
@@ -201,7 +247,8 @@ def test_a_view_of_a_crowd_is_small_and_quick(crowded):
 
 def test_a_decode_step_over_a_crowd_is_recorded_in_microseconds(crowded):
     batch = crowded.scheduler.start(crowded.now)
-    book, seconds = Journal(1, 0.0), []
+    book = Journal(1, 0.0)
+    seconds = []
     for step in range(200):
         began = time.perf_counter()
         book.issued(batch, float(step))

@@ -15,7 +15,9 @@ class Served:
     """A served fake engine, a client, and a bare channel for what the client would not send."""
 
     def __init__(self, engine, server):
-        self.engine, self.server, self.target = engine, server, server.target
+        self.engine = engine
+        self.server = server
+        self.target = server.target
         self.client = Client(server.target)
         self.channel = grpc.insecure_channel(server.target)
         self.client.wait_ready(10)
@@ -24,7 +26,11 @@ class Served:
         """(code, details) of a refused call; `message` may be bytes."""
         data = message if isinstance(message, bytes) else message.SerializeToString()
         path = f"/jaxserve.v1.{method}"
-        call = self.channel.unary_stream(path) if method.endswith("Generate") else self.channel.unary_unary(path)
+        call = (
+            self.channel.unary_stream(path)
+            if method.endswith("Generate")
+            else self.channel.unary_unary(path)
+        )
         try:
             answer = call(data, timeout=10)
             list(answer) if method.endswith("Generate") else answer
@@ -36,10 +42,13 @@ class Served:
 @pytest.fixture
 def serve():
     with contextlib.ExitStack() as stack:
+
         def start(engine=None, tokenizer=FakeTokenizer, **config):
             engine = engine or FakeEngine()
             ports = ServerConfig(**{"port": 0, "http_port": 0, **config})
-            server = stack.enter_context(Background(ports, lambda: (engine, tokenizer and tokenizer())))
+            server = stack.enter_context(
+                Background(ports, lambda: (engine, tokenizer and tokenizer()))
+            )
             served = Served(engine, server)
             stack.callback(served.channel.close)
             stack.callback(served.client.close)
@@ -51,11 +60,13 @@ def serve():
 @pytest.fixture
 def key_file(tmp_path):
     """Writes a file of keys; returns its path."""
+
     def write(text, mode=0o600):
         path = tmp_path / "keys.yaml"
         path.write_text(text)
         path.chmod(mode)
         return str(path)
+
     return write
 
 

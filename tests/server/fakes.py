@@ -1,4 +1,5 @@
-"""An engine and a tokenizer that can be checked by hand: the tokens are bytes, and the next token is `next_token(all tokens so far)`."""
+"""An engine and a tokenizer that can be checked by hand: the tokens are bytes, and the next token
+is `next_token(all tokens so far)`."""
 
 from __future__ import annotations
 
@@ -11,12 +12,23 @@ import tokenizers
 
 from jaxserve.config import EngineConfig
 from jaxserve.metrics import READ, Metrics
-from jaxserve.request import Accepted, Event, Finished, Logprobs, Progress, Request, RequestError, Timing, Token, Usage
+from jaxserve.request import (
+    Accepted,
+    Event,
+    Finished,
+    Logprobs,
+    Progress,
+    Request,
+    RequestError,
+    Timing,
+    Token,
+    Usage,
+)
 from jaxserve.tokenizer.template import ChatTemplate
 from jaxserve.tokenizer.tokenizer import _byte_alphabet
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
-PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"               # a caller's traceparent
+PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"  # a caller's traceparent
 EOS = 256
 VOCAB = 257
 MAX_LEN = 4096
@@ -31,7 +43,7 @@ def expected(prompt: Sequence[int], count: int, index: int = 0) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens, index))
-    return tokens[len(prompt):]
+    return tokens[len(prompt) :]
 
 
 class ByteDetokenizer:
@@ -41,15 +53,18 @@ class ByteDetokenizer:
     def push(self, *ids: int) -> str:
         self._bytes += bytes(id for id in ids if id < 256)
         try:
-            text, self._bytes = self._bytes.decode(), b""
+            text = self._bytes.decode()
+            self._bytes = b""
         except UnicodeDecodeError as error:
             if error.reason != "unexpected end of data":
                 return self.flush()
-            text, self._bytes = self._bytes[: error.start].decode(), self._bytes[error.start:]
+            text = self._bytes[: error.start].decode()
+            self._bytes = self._bytes[error.start :]
         return text
 
     def flush(self) -> str:
-        text, self._bytes = self._bytes.decode(errors="replace"), b""
+        text = self._bytes.decode(errors="replace")
+        self._bytes = b""
         return text
 
 
@@ -110,27 +125,44 @@ class Running:
     """A request in the fake engine."""
 
     def __init__(self, request: Request, sink: Callable[[Sequence[Event]], None]):
-        self.request, self.sink = request, sink
+        self.request = request
+        self.sink = sink
         self.tokens = {i: [int(t) for t in request.prompt] for i in range(request.sampling.n)}
-        self.ended: dict[int, str] = {}                # index -> reason, decided outside of the step
+        self.ended: dict[int, str] = {}  # index -> reason, decided outside of the step
         self.prefilled = 0
         self.first = 0.0
 
 
 class FakeEngine:
-    """One thread; a step takes `step_seconds` and gives each running completion a token. A prompt takes one step per `chunk` tokens."""
+    """One thread; a step takes `step_seconds` and gives each running completion a token. A prompt
+    takes one step per `chunk` tokens."""
 
-    def __init__(self, step_seconds: float = 0.0, chunk: int = 10**9, max_queue: int = 10**6, script: Sequence[int] = ()):
-        self.config, self.model, self.max_len = EngineConfig(), FakeModel(), MAX_LEN
-        self.alive, self.paused, self.fault = True, False, None
-        self.overdue: float | None = None              # seconds, as of a step that hangs
+    def __init__(
+        self,
+        step_seconds: float = 0.0,
+        chunk: int = 10**9,
+        max_queue: int = 10**6,
+        script: Sequence[int] = (),
+    ):
+        self.config = EngineConfig()
+        self.model = FakeModel()
+        self.max_len = MAX_LEN
+        self.alive = True
+        self.paused = False
+        self.fault = None
+        self.overdue: float | None = None  # seconds, as of a step that hangs
         self.metrics = Metrics(4, ("chat",), lambda: dict.fromkeys(READ, 3.0))
         self.requests: dict[str, Running] = {}
         self.stopped: list[tuple[str, int]] = []
         self.cancelled: list[str] = []
         self.prefill_steps = 0
-        self._step_seconds, self._chunk, self._max_queue, self._script = step_seconds, chunk, max_queue, script
-        self._lock, self._work, self._closed = threading.RLock(), threading.Event(), False
+        self._step_seconds = step_seconds
+        self._chunk = chunk
+        self._max_queue = max_queue
+        self._script = script
+        self._lock = threading.RLock()
+        self._work = threading.Event()
+        self._closed = False
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
@@ -153,7 +185,9 @@ class FakeEngine:
             if request.id in self.requests:
                 raise RequestError("request_id", f"{request.id!r} is running", "ALREADY_EXISTS")
             if len(self.requests) >= self._max_queue:
-                raise RequestError("queue", f"{self._max_queue} requests wait already", "RESOURCE_EXHAUSTED")
+                raise RequestError(
+                    "queue", f"{self._max_queue} requests wait already", "RESOURCE_EXHAUSTED"
+                )
             self.requests[request.id] = Running(request, sink)
             sink([Accepted(len(self.requests) - 1)])
         self._work.set()
@@ -192,7 +226,9 @@ class FakeEngine:
             self.alive = False
             for running in list(self.requests.values()):
                 for index in list(running.tokens):
-                    self._finish(running, index, "error", RequestError("", "the engine stopped", "INTERNAL"))
+                    self._finish(
+                        running, index, "error", RequestError("", "the engine stopped", "INTERNAL")
+                    )
 
     def _run(self) -> None:
         while not self._closed:
@@ -208,7 +244,12 @@ class FakeEngine:
         with self._lock:
             for running in list(self.requests.values()):
                 for index in list(running.tokens):
-                    self._finish(running, index, "error", RequestError("", "the engine was closed", "UNAVAILABLE"))
+                    self._finish(
+                        running,
+                        index,
+                        "error",
+                        RequestError("", "the engine was closed", "UNAVAILABLE"),
+                    )
 
     def _step(self, running: Running) -> None:
         request = running.request
@@ -226,7 +267,8 @@ class FakeEngine:
             self._emit(running, index)
 
     def _emit(self, running: Running, index: int) -> None:
-        sampling, tokens = running.request.sampling, running.tokens[index]
+        sampling = running.request.sampling
+        tokens = running.tokens[index]
         if index in running.ended:
             self._finish(running, index, running.ended[index])
             return
@@ -234,17 +276,34 @@ class FakeEngine:
         token = self._script[made] if made < len(self._script) else next_token(tokens, index)
         tokens.append(token)
         ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
-        running.sink([Token(index, token, None if sampling.logprobs is None else Logprobs(-0.5, ((token, -0.5),)))])
+        running.sink(
+            [
+                Token(
+                    index,
+                    token,
+                    None if sampling.logprobs is None else Logprobs(-0.5, ((token, -0.5),)),
+                )
+            ]
+        )
         if token in ends and made + 1 >= sampling.min_tokens:
             self._finish(running, index, "stop")
         elif made + 1 >= sampling.max_tokens:
             self._finish(running, index, "length")
 
-    def _finish(self, running: Running, index: int, reason: str, error: RequestError | None = None) -> None:
-        request, now = running.request, time.monotonic()
+    def _finish(
+        self, running: Running, index: int, reason: str, error: RequestError | None = None
+    ) -> None:
+        request = running.request
+        now = time.monotonic()
         made = len(running.tokens.pop(index)) - len(request.prompt)
         timing = Timing(0.0, max(running.first - request.arrival, 0.0), now - request.arrival)
-        logprobs = None if request.sampling.prompt_logprobs is None else (None, *[Logprobs(-1.0)] * (len(request.prompt) - 1))
+        logprobs = (
+            None
+            if request.sampling.prompt_logprobs is None
+            else (None, *[Logprobs(-1.0)] * (len(request.prompt) - 1))
+        )
         if not running.tokens:
             del self.requests[request.id]
-        running.sink([Finished(index, reason, Usage(len(request.prompt), 0, made), timing, logprobs, error)])
+        running.sink(
+            [Finished(index, reason, Usage(len(request.prompt), 0, made), timing, logprobs, error)]
+        )

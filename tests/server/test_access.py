@@ -15,21 +15,44 @@ from jaxserve.server.access import Access, Caller, Usage, own
 from jaxserve.server.keys import Limits
 from tests.server.keyed import TWO, basic, bearer, sha
 
-NEW = 1_000_000.0                                       # seconds of the clock when a test begins
+NEW = 1_000_000.0  # seconds of the clock when a test begins
 
 
-@pytest.mark.parametrize("header", [
-    bearer("a-key"), "bearer a-key", "BEARER   a-key ", basic("anybody:a-key"), basic(":a-key"),
-])
+@pytest.mark.parametrize(
+    "header",
+    [
+        bearer("a-key"),
+        "bearer a-key",
+        "BEARER   a-key ",
+        basic("anybody:a-key"),
+        basic(":a-key"),
+    ],
+)
 def test_a_key_is_known_as_bearer_and_as_the_password_of_a_browser(access, header):
     caller = access.authenticate(header)
     assert (caller.name, caller.tenant, caller.limits.concurrency) == ("alice", "team-a", 2)
 
 
-@pytest.mark.parametrize("header", [
-    "", "Bearer", "Bearer ", "a-key", bearer("A-key"), bearer("a-key2"), bearer("x" * 10**6), bearer("\ud800"), bearer(sha("a-key")),
-    "Digest a-key", "Basic !!", "Basic " + base64.b64encode(b"\xff:a-key").decode(), basic("a-key"), basic("a-key:"), "Basic \u00e9",
-])
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "Bearer",
+        "Bearer ",
+        "a-key",
+        bearer("A-key"),
+        bearer("a-key2"),
+        bearer("x" * 10**6),
+        bearer("\ud800"),
+        bearer(sha("a-key")),
+        "Digest a-key",
+        "Basic !!",
+        "Basic " + base64.b64encode(b"\xff:a-key").decode(),
+        basic("a-key"),
+        basic("a-key:"),
+        "Basic \u00e9",
+    ],
+)
 def test_anything_else_is_not(access, header):
     with pytest.raises(RequestError) as error:
         access.authenticate(header)
@@ -64,12 +87,21 @@ def test_a_file_without_keys_lets_nobody_in(key_file):
 
 
 def test_salts_of_tenants_never_meet_unless_the_server_shares_prefixes(key_file):
-    text = "keys:\n" + "".join(f"  - {{name: {n}, sha256: {sha(n)}, tenant: {t}}}\n" for n, t in (("a", "t"), ("b", "t"), ("c", "u")))
+    text = "keys:\n" + "".join(
+        f"  - {{name: {n}, sha256: {sha(n)}, tenant: {t}}}\n"
+        for n, t in (("a", "t"), ("b", "t"), ("c", "u"))
+    )
+
     def salts(share, asked):
         access = Access(ServerConfig(api_keys=key_file(text), share_prefixes=share))
         return [access.authenticate(bearer(name)).salt(asked) for name in "abc"]
+
     a, b, c = salts(False, "")
-    assert a == b != c and c != "" and len({*salts(False, "x"), *salts(False, "u:x"), *salts(False, "")}) == 6
+    assert (
+        a == b != c
+        and c != ""
+        and len({*salts(False, "x"), *salts(False, "u:x"), *salts(False, "")}) == 6
+    )
     assert salts(True, "x") == ["x", "x", "x"]
 
 
@@ -91,7 +123,10 @@ def test_as_many_requests_as_a_minute_has_may_come_at_once_and_then_one_in_each_
     for _ in range(600):
         caller.admit(NEW).close()
     status, field, wait = refusal(caller.admit, NEW)
-    assert (status, field) == ("RESOURCE_EXHAUSTED", "requests_per_minute") and wait == pytest.approx(0.1, abs=1e-3)
+    assert (status, field) == (
+        "RESOURCE_EXHAUSTED",
+        "requests_per_minute",
+    ) and wait == pytest.approx(0.1, abs=1e-3)
     caller.admit(NEW + wait).close()
     assert refusal(caller.admit, NEW + wait)[2] == pytest.approx(0.1, abs=1e-3)
     for _ in range(300):
@@ -123,19 +158,29 @@ def test_prompt_tokens_count_until_the_first_token():
     third.close()
     assert refusal(first.queue, 101) == ("INVALID_ARGUMENT", "queued_tokens", None)
     second.close()
-    second.queue(10**9)                                 # the prompt was read after its caller had gone
+    second.queue(10**9)  # the prompt was read after its caller had gone
     first.close()
     assert (caller.usage.running, caller.usage.queued) == (0, 0)
 
 
-MOVES = st.lists(st.tuples(st.sampled_from(["admit", "queue", "started", "close", "wait"]), st.integers(0, 60)), max_size=150)
+MOVES = st.lists(
+    st.tuples(st.sampled_from(["admit", "queue", "started", "close", "wait"]), st.integers(0, 60)),
+    max_size=150,
+)
 
 
 @settings(max_examples=150, deadline=None)
 @given(MOVES, st.integers(1, 20), st.integers(1, 5), st.integers(1, 100))
-def test_limits_hold_and_counts_return_to_zero_whatever_happens(moves, per_minute, concurrency, tokens):
-    caller = caller_with(requests_per_minute=per_minute, concurrency=concurrency, queued_tokens=tokens)
-    now, leases, waiting, began = NEW, [], collections.defaultdict(int), []
+def test_limits_hold_and_counts_return_to_zero_whatever_happens(
+    moves, per_minute, concurrency, tokens
+):
+    caller = caller_with(
+        requests_per_minute=per_minute, concurrency=concurrency, queued_tokens=tokens
+    )
+    now = NEW
+    leases = []
+    waiting = collections.defaultdict(int)
+    began = []
     for move, number in moves:
         lease = leases[number % len(leases)] if leases else None
         try:
@@ -169,11 +214,16 @@ def test_a_caller_reaches_its_own_requests_only(access):
         def __init__(self, caller):
             self.caller = caller
 
-    alice, other = access.authenticate(bearer("a-key")), caller_with()
+    alice = access.authenticate(bearer("a-key"))
+    other = caller_with()
     callers = (alice, other, access.authenticate(bearer("a-key")))
     streams = {caller.scoped(id): Stream(caller) for id, caller in zip("123", callers)}
     mine = [alice.scoped("1"), alice.scoped("3")]
-    assert own(alice, streams, None) == mine and own(alice, streams, "3") == mine[1:] and alice.own_id(mine[0]) == "1"
+    assert (
+        own(alice, streams, None) == mine
+        and own(alice, streams, "3") == mine[1:]
+        and alice.own_id(mine[0]) == "1"
+    )
     refusals = {refusal(own, alice, streams, id) for id in ("2", "4")}
     assert refusals == {("NOT_FOUND", "request_id", None)}
 
@@ -198,7 +248,14 @@ def test_what_a_key_has_running_outlives_a_change_of_the_file(key_file, access):
 
 def test_finding_a_key_takes_microseconds(key_file):
     """No limit on attempts is needed to keep this cheap."""
-    access = Access(ServerConfig(api_keys=key_file("keys:\n" + "".join(f"- {{name: k{i}, sha256: {sha(str(i))}}}\n" for i in range(1000)))))
+    access = Access(
+        ServerConfig(
+            api_keys=key_file(
+                "keys:\n"
+                + "".join(f"- {{name: k{i}, sha256: {sha(str(i))}}}\n" for i in range(1000))
+            )
+        )
+    )
     began = time.perf_counter()
     for i in range(1000):
         access.authenticate(bearer(str(i)))

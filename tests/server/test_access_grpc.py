@@ -31,14 +31,20 @@ def methods(target, key):
     with grpc.insecure_channel(target) as channel:
         ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
         metadata = [("authorization", bearer(key))]
-        asked = lambda **fields: next(ask(iter([reflection_pb2.ServerReflectionRequest(**fields)]), metadata=metadata))
+        asked = lambda **fields: next(
+            ask(iter([reflection_pb2.ServerReflectionRequest(**fields)]), metadata=metadata)
+        )
         found = []
         for service in asked(list_services="").list_services_response.service:
             answer = asked(file_containing_symbol=service.name).file_descriptor_response
             for data in answer.file_descriptor_proto:
                 file = descriptor_pb2.FileDescriptorProto.FromString(data)
-                found += [f"/{service.name}/{method.name}" for own in file.service if f"{file.package}.{own.name}" == service.name
-                          for method in own.method]
+                found += [
+                    f"/{service.name}/{method.name}"
+                    for own in file.service
+                    if f"{file.package}.{own.name}" == service.name
+                    for method in own.method
+                ]
     return found
 
 
@@ -53,14 +59,29 @@ def code_of(channel, path, message=b"", **call):
 def test_every_method_but_health_asks_for_a_key(serve, key_file):
     served = serve(api_keys=key_file(TWO))
     found = methods(served.target, "a-key")
-    assert {"/jaxserve.v1.Inference/Generate", "/jaxserve.v1.Control/Abort", "/grpc.health.v1.Health/Check"} <= set(found)
+    assert {
+        "/jaxserve.v1.Inference/Generate",
+        "/jaxserve.v1.Control/Abort",
+        "/grpc.health.v1.Health/Check",
+    } <= set(found)
     closed = [path for path in found if "health" not in path]
-    closed += ["/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", "/jaxserve.v1.Inference/Nothing", "/", "/x"]
+    closed += [
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+        "/jaxserve.v1.Inference/Nothing",
+        "/",
+        "/x",
+    ]
     wrong = ["Bearer nope", "Bearer r-key", "a-key", ""]
     for path in closed:
         assert code_of(served.channel, path) is grpc.StatusCode.UNAUTHENTICATED, path
-        codes = [code_of(served.channel, path, metadata=[("authorization", value)]) for value in wrong]
-        assert codes == [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED] + [grpc.StatusCode.UNAUTHENTICATED] * 2, path
+        codes = [
+            code_of(served.channel, path, metadata=[("authorization", value)]) for value in wrong
+        ]
+        assert (
+            codes
+            == [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED]
+            + [grpc.StatusCode.UNAUTHENTICATED] * 2
+        ), path
         twice = [("authorization", bearer("a-key"))] * 2
         assert code_of(served.channel, path, metadata=twice) is grpc.StatusCode.UNAUTHENTICATED
     assert health_pb2_grpc.HealthStub(served.channel).Check(health_pb2.HealthCheckRequest()).status
@@ -70,11 +91,17 @@ def test_every_method_but_health_asks_for_a_key(serve, key_file):
 def test_clients_with_a_key_are_served_until_it_is_removed(serve, key_file):
     served = serve(api_keys=key_file(TWO))
     with Client(served.target, api_key="a-key") as client:
-        assert client.complete("x", SamplingParams(max_tokens=1)) and client.tokenize("ab") == [97, 98] and client.load()
+        assert (
+            client.complete("x", SamplingParams(max_tokens=1))
+            and client.tokenize("ab") == [97, 98]
+            and client.load()
+        )
 
         async def main():
             async with AsyncClient(served.target, api_key="a-key") as other:
-                return await other.complete("x", SamplingParams(max_tokens=1)), await other.server_info()
+                return await other.complete(
+                    "x", SamplingParams(max_tokens=1)
+                ), await other.server_info()
 
         assert all(asyncio.run(main()))
         key_file("keys: []")
@@ -94,13 +121,26 @@ def test_handlers_know_the_caller(access):
         return access_grpc.caller().name.encode()
 
     async def main():
-        server = grpc.aio.server(interceptors=[access_grpc.Guard(access, FrontMetrics()), access_grpc.Guard(access, FrontMetrics())])
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s", {"m": grpc.unary_unary_rpc_method_handler(name)}),))
+        server = grpc.aio.server(
+            interceptors=[
+                access_grpc.Guard(access, FrontMetrics()),
+                access_grpc.Guard(access, FrontMetrics()),
+            ]
+        )
+        server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(
+                    "s", {"m": grpc.unary_unary_rpc_method_handler(name)}
+                ),
+            )
+        )
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             call = channel.unary_unary("/s/m")
-            found = await asyncio.gather(*(call(b"", metadata=[("authorization", bearer("a-key"))]) for _ in range(10)))
+            found = await asyncio.gather(
+                *(call(b"", metadata=[("authorization", bearer("a-key"))]) for _ in range(10))
+            )
         await server.stop(0)
         return found
 
@@ -109,7 +149,9 @@ def test_handlers_know_the_caller(access):
 
 def test_a_limit_says_when_to_come_again(serve):
     served = serve()
-    served.engine.fault = RequestError("requests_per_minute", "the limit of this key is 7", "RESOURCE_EXHAUSTED", 2.25)
+    served.engine.fault = RequestError(
+        "requests_per_minute", "the limit of this key is 7", "RESOURCE_EXHAUSTED", 2.25
+    )
     with pytest.raises(ServerError) as error:
         served.client.complete("x")
     assert (error.value.reason, error.value.retry_after) == ("requests_per_minute", 2.25)
@@ -126,19 +168,34 @@ serve(config, lambda: (FakeEngine(), FakeTokenizer()), lambda server: print(serv
 
 
 def test_a_strangers_message_is_not_read(key_file):
-    process = subprocess.Popen([sys.executable, "-c", SERVER, key_file(TWO)], stdout=subprocess.PIPE, cwd=ROOT,
-                               env={**os.environ, "PYTHONPATH": str(ROOT)})
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER, key_file(TWO)],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     try:
         port = int(process.stdout.readline())
-        target, any_size = f"127.0.0.1:{port}", [("grpc.max_send_message_length", -1)]
+        target = f"127.0.0.1:{port}"
+        any_size = [("grpc.max_send_message_length", -1)]
         with Client(target) as client, grpc.insecure_channel(target, any_size) as channel:
             client.wait_ready(10)
-            before, message = psutil.Process(process.pid).memory_info().rss, b"x\1" * (50 << 20)
+            before = psutil.Process(process.pid).memory_info().rss
+            message = b"x\1" * (50 << 20)
             for _ in range(3):
-                assert code_of(channel, "/jaxserve.v1.Inference/Tokenize", message) is grpc.StatusCode.UNAUTHENTICATED
+                assert (
+                    code_of(channel, "/jaxserve.v1.Inference/Tokenize", message)
+                    is grpc.StatusCode.UNAUTHENTICATED
+                )
             assert highest(process.pid) - before < 30 << 20
-            code_of(channel, "/jaxserve.v1.Inference/Tokenize", message, metadata=[("authorization", bearer("a-key"))])
-            assert highest(process.pid) - before > 90 << 20      # a known key's is: the measure can tell
+            code_of(
+                channel,
+                "/jaxserve.v1.Inference/Tokenize",
+                message,
+                metadata=[("authorization", bearer("a-key"))],
+            )
+            # a known key's is: the measure can tell
+            assert highest(process.pid) - before > 90 << 20
     finally:
         process.kill()
         process.wait()
@@ -147,25 +204,44 @@ def test_a_strangers_message_is_not_read(key_file):
 
 def highest(pid):
     """Most bytes of memory that a process has had."""
-    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
+    (line,) = [
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    ]
     return int(line.split()[1]) << 10
 
 
 # --- names and logs
 
 
-@pytest.mark.parametrize("model", [
-    "../../etc/passwd", "/etc/passwd", "file:///etc/passwd", "http://169.254.169.254/latest", "fake/../fake", "\0",
-])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "../../etc/passwd",
+        "/etc/passwd",
+        "file:///etc/passwd",
+        "http://169.254.169.254/latest",
+        "fake/../fake",
+        "\0",
+    ],
+)
 def test_a_models_name_in_a_request_is_a_name_and_no_path(serve, model):
-    code, details = serve().status_of("Inference/Generate", pb.GenerateRequest(text="x", model=model))
-    assert code is grpc.StatusCode.NOT_FOUND and "is not served here" in details and "\n" not in details
+    code, details = serve().status_of(
+        "Inference/Generate", pb.GenerateRequest(text="x", model=model)
+    )
+    assert (
+        code is grpc.StatusCode.NOT_FOUND
+        and "is not served here" in details
+        and "\n" not in details
+    )
 
 
 @pytest.fixture
 def log(tmp_path):
     """What is logged, as lines of text."""
-    handler, root = logging.FileHandler(tmp_path / "log", encoding="utf-8"), logging.getLogger()
+    handler = logging.FileHandler(tmp_path / "log", encoding="utf-8")
+    root = logging.getLogger()
     handler.setFormatter(Text())
     root.addHandler(handler)
     level = root.level
@@ -179,7 +255,9 @@ def log(tmp_path):
 FORGED = "E 2026-01-01 00:00:00,000 jaxserve: forged"
 
 
-def test_callers_cannot_forge_log_lines_and_neither_prompts_nor_keys_are_logged(serve, key_file, log):
+def test_callers_cannot_forge_log_lines_and_neither_prompts_nor_keys_are_logged(
+    serve, key_file, log
+):
     served = serve(api_keys=key_file(TWO))
     evil = f"id\r\n{FORGED}\u2028{FORGED}\x1b[2J"
     with Client(served.target, api_key="a-key") as client:
@@ -196,7 +274,11 @@ def test_callers_cannot_forge_log_lines_and_neither_prompts_nor_keys_are_logged(
         client.complete("secret-prompt")
     logging.getLogger("jaxserve").warning("%s", evil)
     lines = log()
-    assert any("forged" in line for line in lines) and not [line for line in lines if line.startswith(FORGED)]
-    assert all(line.startswith("    ") or line[:2] in ("D ", "I ", "W ", "E ") for line in lines), lines
+    assert any("forged" in line for line in lines) and not [
+        line for line in lines if line.startswith(FORGED)
+    ]
+    assert all(line.startswith("    ") or line[:2] in ("D ", "I ", "W ", "E ") for line in lines), (
+        lines
+    )
     assert all(line.isprintable() for line in lines)
     assert not [line for line in lines if "secret" in line or "a-key" in line]

@@ -1,4 +1,5 @@
-"""Clients that others wrote, against a server with the real model: what they get is what the reference implementation says."""
+"""Clients that others wrote, against a server with the real model: what they get is what the
+reference implementation says."""
 
 import asyncio
 import json
@@ -14,7 +15,9 @@ import openai
 import pydantic
 import pytest
 from google.protobuf import descriptor_pool, json_format, message_factory
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
 
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.llm import open_engine
@@ -23,63 +26,128 @@ from jaxserve.server.launch import Background
 from tests.waiting import eventually
 
 MODEL = "smollm2-135m"
-SETTINGS = {"model": MODEL, "max_model_len": 1024, "chunk_tokens": 128, "max_seqs": 8, "pages": 400, "profile": "none"}
+SETTINGS = {
+    "model": MODEL,
+    "max_model_len": 1024,
+    "chunk_tokens": 128,
+    "max_seqs": 8,
+    "pages": 400,
+    "profile": "none",
+}
 PROTO = pathlib.Path(__file__).parents[2] / "server" / "jaxserve.proto"
-TOOLS = [{"type": "function", "function": {
-    "name": "get_weather", "description": "The weather of a city",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather of a city",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 20}},
+                "required": ["city"],
+            },
+        },
+    }
+]
 
 
 @pytest.fixture(scope="module")
 def server():
     config = make(EngineConfig, SETTINGS)
-    with Background(ServerConfig(port=0, http_port=0), lambda: open_engine(config, progress=False, warm_up=False)) as server:
+    with Background(
+        ServerConfig(port=0, http_port=0),
+        lambda: open_engine(config, progress=False, warm_up=False),
+    ) as server:
         server.wait_ready()
         yield server
 
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
+    ) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def case(golden, server):
-    """A prompt with what follows it in the reference implementation; special tokens are no text here."""
-    found = min((case for case in golden["cases"] if case.get("prompt")), key=lambda case: len(case["prompt_ids"]))
+    """A prompt with what follows it in the reference implementation; special tokens are no text
+    here."""
+    found = min(
+        (case for case in golden["cases"] if case.get("prompt")),
+        key=lambda case: len(case["prompt_ids"]),
+    )
     return {**found, "text": server.server.front.tokenizer.decode(found["output_ids"])}
 
 
 def test_openai_completions_are_those_of_the_reference(client, case):
     size = len(case["output_ids"])
     for prompt in (case["prompt_ids"], case["prompt"]):
-        made = client.completions.create(model=MODEL, prompt=prompt, max_tokens=size, temperature=0, extra_body={"ignore_eos": True})
+        made = client.completions.create(
+            model=MODEL,
+            prompt=prompt,
+            max_tokens=size,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+        )
         assert made.choices[0].text == case["text"] and made.usage.completion_tokens == size
-    stream = client.completions.create(model=MODEL, prompt=case["prompt_ids"], max_tokens=size, temperature=0, stream=True, logprobs=1,
-                                       stream_options={"include_usage": True}, extra_body={"ignore_eos": True})
+    stream = client.completions.create(
+        model=MODEL,
+        prompt=case["prompt_ids"],
+        max_tokens=size,
+        temperature=0,
+        stream=True,
+        logprobs=1,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
     chunks = list(stream)
     choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
-    assert "".join(choice.text for choice in choices) == case["text"] and chunks[-1].usage.completion_tokens == size
-    logprobs = [value for choice in choices if choice.logprobs for value in choice.logprobs.token_logprobs]
+    assert (
+        "".join(choice.text for choice in choices) == case["text"]
+        and chunks[-1].usage.completion_tokens == size
+    )
+    logprobs = [
+        value for choice in choices if choice.logprobs for value in choice.logprobs.token_logprobs
+    ]
     assert logprobs == pytest.approx(case["output_logprobs"], abs=2e-3)
 
 
 def test_openai_chats_sync_and_async_and_streamed_agree(client, server):
-    ask = {"model": MODEL, "messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 12, "temperature": 0}
+    ask = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 12,
+        "temperature": 0,
+    }
     plain = client.chat.completions.create(**ask).choices[0]
     assert "Paris" in plain.message.content and plain.finish_reason == "stop"
-    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**ask, stream=True))
+    streamed = "".join(
+        chunk.choices[0].delta.content or ""
+        for chunk in client.chat.completions.create(**ask, stream=True)
+    )
 
     async def many():
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as there:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0
+        ) as there:
             return await asyncio.gather(*(there.chat.completions.create(**ask) for _ in range(8)))
 
-    assert {streamed, *(made.choices[0].message.content for made in asyncio.run(many()))} == {plain.message.content}
+    assert {streamed, *(made.choices[0].message.content for made in asyncio.run(many()))} == {
+        plain.message.content
+    }
 
 
 def test_openai_seeds_repeat_and_n_differ(client):
-    ask = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 12, "temperature": 1.0, "seed": 7, "n": 3}
+    ask = {
+        "model": MODEL,
+        "prompt": "Once upon a time",
+        "max_tokens": 12,
+        "temperature": 1.0,
+        "seed": 7,
+        "n": 3,
+    }
     first, second = (client.completions.create(**ask) for _ in range(2))
     texts = [choice.text for choice in first.choices]
     assert texts == [choice.text for choice in second.choices] and len(set(texts)) == 3
@@ -91,12 +159,25 @@ class City(pydantic.BaseModel):
 
 
 def test_openai_json_schemas_are_obeyed_at_any_temperature(client):
-    ask = {"model": MODEL, "messages": [{"role": "user", "content": "Describe a city in JSON."}], "max_tokens": 200}
+    ask = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Describe a city in JSON."}],
+        "max_tokens": 200,
+    }
     for seed in range(4):
-        made = client.chat.completions.parse(**ask, temperature=1.5, seed=seed, response_format=City)
-        assert made.choices[0].finish_reason == "stop" and isinstance(made.choices[0].message.parsed, City)
-    made = client.completions.create(model=MODEL, prompt="A date:", max_tokens=40, temperature=1.5,
-                                     extra_body={"structured_outputs": {"regex": r"\d{4}-\d{2}-\d{2}"}})
+        made = client.chat.completions.parse(
+            **ask, temperature=1.5, seed=seed, response_format=City
+        )
+        assert made.choices[0].finish_reason == "stop" and isinstance(
+            made.choices[0].message.parsed, City
+        )
+    made = client.completions.create(
+        model=MODEL,
+        prompt="A date:",
+        max_tokens=40,
+        temperature=1.5,
+        extra_body={"structured_outputs": {"regex": r"\d{4}-\d{2}-\d{2}"}},
+    )
     assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", made.choices[0].text)
 
 
@@ -104,26 +185,44 @@ def test_openai_tools_are_called_and_their_results_go_back(client):
     messages = [{"role": "user", "content": "What is the weather in Paris?"}]
     ask = {"model": MODEL, "tools": TOOLS, "max_tokens": 100, "temperature": 0}
     for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
-        made = client.chat.completions.create(**ask, messages=messages, tool_choice=choice).choices[0]
+        made = client.chat.completions.create(**ask, messages=messages, tool_choice=choice).choices[
+            0
+        ]
         (call,) = made.message.tool_calls
-        assert made.finish_reason == "tool_calls" and set(json.loads(call.function.arguments)) >= {"city"}
-        chunks = client.chat.completions.create(**ask, messages=messages, tool_choice=choice, stream=True)
-        (streamed,) = [found for chunk in chunks for found in chunk.choices[0].delta.tool_calls or ()]
-        assert streamed.function == call.function.model_copy() or streamed.function.arguments == call.function.arguments
+        assert made.finish_reason == "tool_calls" and set(json.loads(call.function.arguments)) >= {
+            "city"
+        }
+        chunks = client.chat.completions.create(
+            **ask, messages=messages, tool_choice=choice, stream=True
+        )
+        (streamed,) = [
+            found for chunk in chunks for found in chunk.choices[0].delta.tool_calls or ()
+        ]
+        assert (
+            streamed.function == call.function.model_copy()
+            or streamed.function.arguments == call.function.arguments
+        )
     answer = {"role": "tool", "tool_call_id": call.id, "content": "18 degrees"}
-    made = client.chat.completions.create(**ask, messages=[*messages, made.message.model_dump(exclude_none=True), answer])
+    made = client.chat.completions.create(
+        **ask, messages=[*messages, made.message.model_dump(exclude_none=True), answer]
+    )
     assert made.choices[0].message.content and made.usage.prompt_tokens > 100
 
 
 def test_openai_errors_have_the_clients_own_types(client):
-    for error, change in ((openai.NotFoundError, {"model": "gpt-5"}), (openai.BadRequestError, {"max_tokens": 0}),
-                          (openai.BadRequestError, {"extra_body": {"nope": 1}})):
+    for error, change in (
+        (openai.NotFoundError, {"model": "gpt-5"}),
+        (openai.BadRequestError, {"max_tokens": 0}),
+        (openai.BadRequestError, {"extra_body": {"nope": 1}}),
+    ):
         with pytest.raises(error):
             client.completions.create(**{"model": MODEL, "prompt": "x", **change})
 
 
 def test_a_stream_that_is_closed_frees_its_request(client, server):
-    stream = client.completions.create(model=MODEL, prompt="Once", max_tokens=900, stream=True, extra_body={"ignore_eos": True})
+    stream = client.completions.create(
+        model=MODEL, prompt="Once", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    )
     next(iter(stream))
     stream.close()
     engine = server.server.front.engine
@@ -133,12 +232,28 @@ def test_a_stream_that_is_closed_frees_its_request(client, server):
 
 
 def test_the_requests_of_vllm_bench_serve_are_answered_as_it_expects(server):
-    """`vllm bench serve --backend=openai`: the fields that it sends, and what it reads of each chunk."""
-    body = {"model": MODEL, "prompt": "word " * 30, "repetition_penalty": 1.0, "max_tokens": 16, "logprobs": None, "stream": True,
-            "stream_options": {"include_usage": True}, "temperature": 0.0, "ignore_eos": True}
-    texts, usage = [], None
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60,
-                      headers={"Authorization": "Bearer x", "x-request-id": "bench-0"}) as answer:
+    """`vllm bench serve --backend=openai`: the fields that it sends, and what it reads of each
+    chunk."""
+    body = {
+        "model": MODEL,
+        "prompt": "word " * 30,
+        "repetition_penalty": 1.0,
+        "max_tokens": 16,
+        "logprobs": None,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0.0,
+        "ignore_eos": True,
+    }
+    texts = []
+    usage = None
+    with httpx.stream(
+        "POST",
+        f"{server.url}/v1/completions",
+        json=body,
+        timeout=60,
+        headers={"Authorization": "Bearer x", "x-request-id": "bench-0"},
+    ) as answer:
         for line in answer.iter_lines():
             data = line.removeprefix("data: ")
             if line.startswith("data: ") and data != "[DONE]":
@@ -151,16 +266,29 @@ def test_the_requests_of_vllm_bench_serve_are_answered_as_it_expects(server):
 def test_reflection_is_enough_to_call_us_as_grpcurl_does(server, case):
     with grpc.insecure_channel(server.target) as channel:
         database = ProtoReflectionDescriptorDatabase(channel)
-        assert {"jaxserve.v1.Inference", "jaxserve.v1.Control", "grpc.health.v1.Health"} <= set(database.get_services())
+        assert {"jaxserve.v1.Inference", "jaxserve.v1.Control", "grpc.health.v1.Health"} <= set(
+            database.get_services()
+        )
         pool = descriptor_pool.DescriptorPool(database)
         method = pool.FindServiceByName("jaxserve.v1.Inference").FindMethodByName("Generate")
-        request, event = (message_factory.GetMessageClass(kind) for kind in (method.input_type, method.output_type))
+        request, event = (
+            message_factory.GetMessageClass(kind)
+            for kind in (method.input_type, method.output_type)
+        )
         size = len(case["output_ids"])
-        fields = {"text": case["prompt"], "sampling": {"temperature": 0, "maxTokens": size, "ignoreEos": True}}
+        fields = {
+            "text": case["prompt"],
+            "sampling": {"temperature": 0, "maxTokens": size, "ignoreEos": True},
+        }
         message = json_format.ParseDict(fields, request())
-        call = channel.unary_stream("/jaxserve.v1.Inference/Generate", request.SerializeToString, event.FromString)
+        call = channel.unary_stream(
+            "/jaxserve.v1.Inference/Generate", request.SerializeToString, event.FromString
+        )
         events = [json_format.MessageToDict(answer) for answer in call(message, timeout=60)]
-    assert "".join(found["token"].get("text", "") for found in events if "token" in found) == case["text"]
+    assert (
+        "".join(found["token"].get("text", "") for found in events if "token" in found)
+        == case["text"]
+    )
 
 
 STOCK = """
@@ -177,9 +305,27 @@ print(",".join(str(i) for event in stub.Generate(request, timeout=60) for i in e
 
 def test_a_client_generated_from_the_proto_alone(server, case, tmp_path):
     shutil.copy(PROTO, tmp_path / "wire.proto")
-    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", f"-I{tmp_path}", f"--python_out={tmp_path}", f"--grpc_python_out={tmp_path}",
-                    str(tmp_path / "wire.proto")], check=True, timeout=60)
-    arguments = [str(tmp_path), server.target, ",".join(map(str, case["prompt_ids"])), str(len(case["output_ids"]))]
-    done = subprocess.run([sys.executable, "-c", STOCK, *arguments], capture_output=True, text=True, timeout=90)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "grpc_tools.protoc",
+            f"-I{tmp_path}",
+            f"--python_out={tmp_path}",
+            f"--grpc_python_out={tmp_path}",
+            str(tmp_path / "wire.proto"),
+        ],
+        check=True,
+        timeout=60,
+    )
+    arguments = [
+        str(tmp_path),
+        server.target,
+        ",".join(map(str, case["prompt_ids"])),
+        str(len(case["output_ids"])),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", STOCK, *arguments], capture_output=True, text=True, timeout=90
+    )
     assert done.returncode == 0, done.stderr
     assert [int(id) for id in done.stdout.split(",")] == case["output_ids"]

@@ -1,4 +1,5 @@
-"""The real engine with a tiny random model behind gRPC: the same tokens as offline, and nothing left behind."""
+"""The real engine with a tiny random model behind gRPC: the same tokens as offline, and nothing
+left behind."""
 
 import pytest
 
@@ -12,8 +13,15 @@ from jaxserve.server.client import Client
 from jaxserve.server.launch import Background
 from tests.waiting import eventually
 
-SETTINGS = {"model": "random:tiny", "max_model_len": 256, "chunk_tokens": 16, "max_seqs": 4, "pages": 80, "max_queue": 64,
-            "classes": "chat:ttft=0.5,tpot=0.05;batch:ttft=600"}
+SETTINGS = {
+    "model": "random:tiny",
+    "max_model_len": 256,
+    "chunk_tokens": 16,
+    "max_seqs": 4,
+    "pages": 80,
+    "max_queue": 64,
+    "classes": "chat:ttft=0.5,tpot=0.05;batch:ttft=600",
+}
 PROMPTS = [[i + 3, *range(5, 5 + 7 * i)] for i in range(1, 9)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
 
@@ -27,7 +35,10 @@ def offline():
 @pytest.fixture(scope="module")
 def client():
     config = make(EngineConfig, SETTINGS)
-    with Background(ServerConfig(port=0, http_port=0), lambda: open_engine(config, progress=False, warm_up=False)) as server:
+    with Background(
+        ServerConfig(port=0, http_port=0),
+        lambda: open_engine(config, progress=False, warm_up=False),
+    ) as server:
         server.wait_ready()
         with Client(server.target) as client:
             yield client
@@ -44,10 +55,14 @@ def test_the_server_gives_the_tokens_of_offline_use(client, offline):
         (completion,) = client.complete(prompt, GREEDY)
         assert completion.ids == wanted.ids and completion.reason == wanted.reason == "length"
         assert [p.top[0][0] for p in completion.logprobs] == completion.ids
-        assert [p.chosen for p in completion.logprobs] == pytest.approx([p.chosen for p in wanted.logprobs], abs=1e-4)
+        assert [p.chosen for p in completion.logprobs] == pytest.approx(
+            [p.chosen for p in wanted.logprobs], abs=1e-4
+        )
 
 
-def test_a_request_of_a_class_gives_the_same_tokens_and_hears_when_the_first_is_expected(client, offline):
+def test_a_request_of_a_class_gives_the_same_tokens_and_hears_when_the_first_is_expected(
+    client, offline
+):
     for name, prompt, wanted in zip(("chat", "batch"), PROMPTS, offline):
         accepted, *_, finished = client.generate(prompt, GREEDY, slo=pb.Slo(class_name=name))
         assert accepted.predicted_ttft > 0 and finished.usage.completion == 12

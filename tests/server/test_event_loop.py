@@ -29,13 +29,13 @@ def test_a_crowd_is_heard_by_and_by_and_nobody_is_left_out(pairs):
         assert selector.select(0) == []
         for here, _ in pairs:
             selector.register(here, selectors.EVENT_READ)
-        turns = -(-CROWD // (AT_ONCE - 1))              # the first one is heard in all of them
+        turns = -(-CROWD // (AT_ONCE - 1))  # the first one is heard in all of them
         talkative = [[key.fd for key, _ in selector.select(0)] for _ in range(turns)]
-        assert {len(heard) for heard in talkative} == {AT_ONCE}                 # while all go on talking
+        assert {len(heard) for heard in talkative} == {AT_ONCE}  # while all go on talking
         assert set().union(*talkative) == {here.fileno() for here, _ in pairs}
         assert all(pairs[0][0].fileno() in heard for heard in talkative)
         turns = 0
-        while heard := selector.select(0):              # while each has said its word once it was heard
+        while heard := selector.select(0):  # while each has said its word once it was heard
             turns += 1
             for key, events in heard:
                 assert events == selectors.EVENT_READ
@@ -45,7 +45,9 @@ def test_a_crowd_is_heard_by_and_by_and_nobody_is_left_out(pairs):
 
 def test_the_loop_does_other_work_while_a_crowd_is_heard(pairs):
     async def main():
-        loop, heard, turns = asyncio.get_running_loop(), [], [0]
+        loop = asyncio.get_running_loop()
+        heard = []
+        turns = [0]
 
         def hear(here):
             heard.append(here.recv(1))

@@ -1,4 +1,5 @@
-"""Whatever comes in, something sensible goes out: requests made from our own schema and random bytes on every decoder."""
+"""Whatever comes in, something sensible goes out: requests made from our own schema and random
+bytes on every decoder."""
 
 import json
 import threading
@@ -36,7 +37,12 @@ def server():
 
 
 def test_the_schema_holds_for_what_is_made_from_it(server):
-    operations = [found.ok() for found in schemathesis.openapi.from_url(f"{server.url}/openapi.json").get_all_operations()]
+    operations = [
+        found.ok()
+        for found in schemathesis.openapi.from_url(
+            f"{server.url}/openapi.json"
+        ).get_all_operations()
+    ]
     assert len(operations) >= 10
     for operation in operations:
 
@@ -46,28 +52,59 @@ def test_the_schema_holds_for_what_is_made_from_it(server):
             began = time.monotonic()
             response = case.call(timeout=10)
             assert response.status_code < 500 and time.monotonic() - began < 5, response.text[:500]
-            operation.validate_response(response)      # noqa: B023
+            operation.validate_response(response)  # noqa: B023
 
         holds()
 
 
 def well(server):
-    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "hi", "max_tokens": 3}, timeout=10)
+    answer = httpx.post(
+        f"{server.url}/v1/completions", json={"prompt": "hi", "max_tokens": 3}, timeout=10
+    )
     return answer.json()["choices"][0]["text"] == bytes(expected(b"hi", 3)).decode()
 
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-                    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=10), inner, max_size=5), max_leaves=20)
-FIELDS = st.sampled_from([
-    "prompt", "messages", "tools", "tool_choice", "logit_bias", "stop", "n", "max_tokens", "stream", "response_format",
-    "structured_outputs", "stream_options", "chat_template_kwargs", "temperature", "seed", "model"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=10), inner, max_size=5)
+    ),
+    max_leaves=20,
+)
+FIELDS = st.sampled_from(
+    [
+        "prompt",
+        "messages",
+        "tools",
+        "tool_choice",
+        "logit_bias",
+        "stop",
+        "n",
+        "max_tokens",
+        "stream",
+        "response_format",
+        "structured_outputs",
+        "stream_options",
+        "chat_template_kwargs",
+        "temperature",
+        "seed",
+        "model",
+    ]
+)
 
 
 @FEW
-@given(path=st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]),
-       body=st.dictionaries(FIELDS, JSON, max_size=4).map(lambda d: {"prompt": "x", **d}) | JSON)
+@given(
+    path=st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]),
+    body=st.dictionaries(FIELDS, JSON, max_size=4).map(lambda d: {"prompt": "x", **d}) | JSON,
+)
 def test_any_json_is_answered(server, path, body):
-    answer = httpx.post(f"{server.url}{path}", content=json.dumps(body), headers={"content-type": "application/json"}, timeout=10)
+    answer = httpx.post(
+        f"{server.url}{path}",
+        content=json.dumps(body),
+        headers={"content-type": "application/json"},
+        timeout=10,
+    )
     assert answer.status_code in (200, 400, 404), (answer.status_code, answer.text)
     assert answer.status_code == 200 or answer.json()["error"]["message"]
 
@@ -76,6 +113,7 @@ def test_any_json_is_answered(server, path, body):
 @given(st.binary(max_size=2000))
 def test_any_bytes_on_the_http_port_leave_it_well(server, data):
     import socket
+
     with socket.create_connection(("127.0.0.1", server.server.ports["http"]), timeout=5) as there:
         there.sendall(data)
         there.shutdown(socket.SHUT_WR)
@@ -91,7 +129,9 @@ def test_any_bytes_as_a_grpc_message_are_answered(server, data):
         try:
             list(call)
         except grpc.RpcError as error:
-            assert error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND), error
+            assert error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND), (
+                error
+            )
 
 
 def test_after_all_that_nothing_is_left(server):
@@ -119,27 +159,54 @@ def test_any_authorization_is_a_key_or_none(text):
 @given(st.text(max_size=200))
 def test_any_text_is_a_key_file_or_refused(text):
     from jaxserve.config import ConfigError
+
     try:
         parse_keys(text, "keys.yaml")
     except ConfigError as error:
         assert "keys" in str(error)
 
 
-PIECES = st.lists(st.sampled_from(['<tool_call>', '</tool_call>', '{"name": "f", "arguments": {}}', "[", "]", "{", "}", '"', "<", "text ",
-                                   "[TOOL_CALLS]", "<|python_tag|>", "\n"]) | st.text(max_size=5), max_size=12)
+PIECES = st.lists(
+    st.sampled_from(
+        [
+            "<tool_call>",
+            "</tool_call>",
+            '{"name": "f", "arguments": {}}',
+            "[",
+            "]",
+            "{",
+            "}",
+            '"',
+            "<",
+            "text ",
+            "[TOOL_CALLS]",
+            "<|python_tag|>",
+            "\n",
+        ]
+    )
+    | st.text(max_size=5),
+    max_size=12,
+)
 
 
 @MANY
 @given(st.sampled_from(FORMATS), PIECES, st.randoms())
 def test_calls_are_read_the_same_however_the_text_is_split(form, pieces, dice):
-    text, whole, split = "".join(pieces), CallReader(form[1]), CallReader(form[1])
+    text = "".join(pieces)
+    whole = CallReader(form[1])
+    split = CallReader(form[1])
     one = [whole.push(text), whole.flush()]
-    many, at = [], 0
+    many = []
+    at = 0
     while at < len(text):
         size = dice.randint(1, 4)
         many.append(split.push(text[at : at + size]))
         at += size
     many.append(split.flush())
-    plain, calls = ("".join(part[0] for part in one), [call for part in one for call in part[1]])
-    assert (plain, calls) == ("".join(part[0] for part in many), [call for part in many for call in part[1]])
+    plain = "".join(part[0] for part in one)
+    calls = [call for part in one for call in part[1]]
+    assert (plain, calls) == (
+        "".join(part[0] for part in many),
+        [call for part in many for call in part[1]],
+    )
     assert calls or plain == text

@@ -1,4 +1,5 @@
-"""Guides over gRPC: compiled beside the event loop, handed to the engine with the request, refused by name."""
+"""Guides over gRPC: compiled beside the event loop, handed to the engine with the request, refused
+by name."""
 
 from __future__ import annotations
 
@@ -28,19 +29,30 @@ def fake(serve):
 
 def test_the_engine_gets_a_guide_with_the_request(fake):
     fake.engine.paused = True
-    events = fake.client.generate([5], SamplingParams(max_tokens=3, n=2), guided=Guided("regex", "ab"))
+    events = fake.client.generate(
+        [5], SamplingParams(max_tokens=3, n=2), guided=Guided("regex", "ab")
+    )
     next(events)
     (running,) = fake.engine.requests.values()
     row = np.zeros(16, np.int32)
     running.request.guide.matcher().fill(row)
-    assert np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist() == tokenizer().encode("ab", special=False)
+    assert np.flatnonzero(
+        np.unpackbits(row.view(np.uint8), bitorder="little")
+    ).tolist() == tokenizer().encode("ab", special=False)
     events.close()
 
 
-@pytest.mark.parametrize("guided", [
-    Guided("json_schema", "{"), Guided("regex", "("), Guided("grammar", "start"),
-    Guided("regex", "((a{1000}){1000}){1000}"), Guided("json_schema", json.dumps({"properties": {str(i): {} for i in range(2000)}})),
-], ids=lambda guided: f"{guided.kind}-{guided.text[:9]}")
+@pytest.mark.parametrize(
+    "guided",
+    [
+        Guided("json_schema", "{"),
+        Guided("regex", "("),
+        Guided("grammar", "start"),
+        Guided("regex", "((a{1000}){1000}){1000}"),
+        Guided("json_schema", json.dumps({"properties": {str(i): {} for i in range(2000)}})),
+    ],
+    ids=lambda guided: f"{guided.kind}-{guided.text[:9]}",
+)
 def test_guides_that_are_wrong_are_refused_by_name(fake, guided):
     with pytest.raises(ServerError) as fault:
         fake.client.complete([5], guided=guided)
@@ -62,5 +74,10 @@ def test_answers_of_the_real_engine_obey():
         server.wait_ready()
         with Client(server.target) as client:
             sampling = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=40)
-            for completion in client.complete("ab", sampling, guided=Guided("regex", "[ab]{2,5}:(true|12)")):
-                assert re.fullmatch("[ab]{2,5}:(true|12)", completion.text) and completion.reason == "stop"
+            for completion in client.complete(
+                "ab", sampling, guided=Guided("regex", "[ab]{2,5}:(true|12)")
+            ):
+                assert (
+                    re.fullmatch("[ab]{2,5}:(true|12)", completion.text)
+                    and completion.reason == "stop"
+                )

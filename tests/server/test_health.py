@@ -1,4 +1,5 @@
-"""grpc.health.v1: what is told to who asks, to who watches, and to who watches and does not read."""
+"""grpc.health.v1: what is told to who asks, to who watches, and to who watches and does not
+read."""
 
 import socket
 import struct
@@ -15,7 +16,10 @@ from jaxserve.server.launch import Background
 from tests.server.fakes import FakeEngine, FakeTokenizer
 from tests.waiting import eventually
 
-UP, DOWN, UNKNOWN = (getattr(health_pb2.HealthCheckResponse, name) for name in ("SERVING", "NOT_SERVING", "SERVICE_UNKNOWN"))
+UP, DOWN, UNKNOWN = (
+    getattr(health_pb2.HealthCheckResponse, name)
+    for name in ("SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
+)
 
 
 def ask(name: str = "") -> health_pb2.HealthCheckRequest:
@@ -50,7 +54,12 @@ def test_services_that_are_not_there(serve):
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+    return (
+        struct.pack(">I", len(payload))[1:]
+        + bytes([kind, flags])
+        + struct.pack(">I", stream)
+        + payload
+    )
 
 
 def field(name: bytes, value: bytes) -> bytes:
@@ -58,15 +67,28 @@ def field(name: bytes, value: bytes) -> bytes:
 
 
 def watching_unread(port: int) -> socket.socket:
-    """A connection that watches all services, and lets no byte of a message be sent to it: HTTP/2's window is 0."""
+    """A connection that watches all services, and lets no byte of a message be sent to it: HTTP/2's
+    window is 0."""
     there = socket.create_connection(("127.0.0.1", port))
-    header = b"".join(field(*pair) for pair in (
-        (b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/grpc.health.v1.Health/Watch"), (b":authority", b"localhost"),
-        (b"content-type", b"application/grpc"), (b"te", b"trailers")))
-    there.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, struct.pack(">HI", 4, 0)) + frame(1, 4, 1, header)
-                  + frame(0, 1, 1, bytes(5)))
+    header = b"".join(
+        field(*pair)
+        for pair in (
+            (b":method", b"POST"),
+            (b":scheme", b"http"),
+            (b":path", b"/grpc.health.v1.Health/Watch"),
+            (b":authority", b"localhost"),
+            (b"content-type", b"application/grpc"),
+            (b"te", b"trailers"),
+        )
+    )
+    there.sendall(
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+        + frame(4, 0, 0, struct.pack(">HI", 4, 0))
+        + frame(1, 4, 1, header)
+        + frame(0, 1, 1, bytes(5))
+    )
     there.settimeout(10)
-    with there.makefile("rb") as reader:        # up to the header of the answer, which needs no window
+    with there.makefile("rb") as reader:  # up to the header of the answer, which needs no window
         while True:
             size, kind = struct.unpack(">IB", b"\0" + reader.read(4))
             reader.read(5 + size)
@@ -75,7 +97,9 @@ def watching_unread(port: int) -> socket.socket:
 
 
 def test_who_watches_and_does_not_read_holds_up_nobody():
-    background = Background(ServerConfig(port=0, http_port=0), lambda: (FakeEngine(), FakeTokenizer()))
+    background = Background(
+        ServerConfig(port=0, http_port=0), lambda: (FakeEngine(), FakeTokenizer())
+    )
     server = background.__enter__()
     ending = threading.Thread(target=background.__exit__, args=(None, None, None), daemon=True)
     with Client(server.target) as client, grpc.insecure_channel(server.target) as channel:

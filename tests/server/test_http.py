@@ -1,4 +1,5 @@
-"""Connections over HTTP: bombs, laggards, readers who stop and callers who go away cost others nothing and leave nothing behind."""
+"""Connections over HTTP: bombs, laggards, readers who stop and callers who go away cost others
+nothing and leave nothing behind."""
 
 import asyncio
 import contextlib
@@ -47,7 +48,9 @@ def status_of(there):
 
 
 def well(served):
-    answer = httpx.post(f"{served.server.url}/v1/completions", json={"prompt": "hi", "max_tokens": 3}, timeout=10)
+    answer = httpx.post(
+        f"{served.server.url}/v1/completions", json={"prompt": "hi", "max_tokens": 3}, timeout=10
+    )
     return answer.json()["choices"][0]["text"] == bytes(expected(b"hi", 3)).decode()
 
 
@@ -68,7 +71,10 @@ def test_a_body_over_the_limit_is_413_whatever_its_header_says(serve):
     assert well(served) and idle(served)
 
 
-@pytest.mark.parametrize("header", ["content-length: -1", "content-length: x", "content-length: 1, 2", "transfer-encoding: nope"])
+@pytest.mark.parametrize(
+    "header",
+    ["content-length: -1", "content-length: x", "content-length: 1, 2", "transfer-encoding: nope"],
+)
 def test_lengths_that_lie_are_refused(serve, header):
     served = serve()
     assert status_of(send_request(served, headers=[header])) in (400, 501)
@@ -79,7 +85,7 @@ def test_a_header_over_the_limit_is_431(serve):
     served = serve(max_header_kib=8)
     there = connect(served)
     there.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: ")
-    with pytest.raises(OSError):                        # nobody takes it
+    with pytest.raises(OSError):  # nobody takes it
         for _ in range(200):
             there.sendall(b"x" * 65536)
             time.sleep(0.001)
@@ -94,7 +100,10 @@ def _header_of(served, size):
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd"])
 def test_compressed_bodies_are_not_read(serve, encoding):
-    assert status_of(send_request(serve(), b"x" * 100, headers=[f"content-encoding: {encoding}"])) == 415
+    assert (
+        status_of(send_request(serve(), b"x" * 100, headers=[f"content-encoding: {encoding}"]))
+        == 415
+    )
 
 
 def test_who_sends_a_byte_a_second_is_shown_out(serve):
@@ -128,11 +137,16 @@ def test_a_second_request_on_a_connection_has_its_time_too(serve):
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_tokens_do_not_wait_until_the_caller_has_acknowledged_the_last_ones(host):
     """On a connection that is used again that would be 40 ms."""
+
     async def main():
         options = []
 
         async def app(scope, receive, send):
-            options.append(scope["transport"].get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            options.append(
+                scope["transport"]
+                .get_extra_info("socket")
+                .getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            )
             await send({"type": "http.response.start", "status": 204, "headers": []})
             await send({"type": "http.response.body"})
 
@@ -154,8 +168,16 @@ def test_idle_connections_are_closed_and_there_is_a_most_of_them(serve):
     eventually(lambda: well(served))
 
 
-@pytest.mark.parametrize("data", [b"\x80\x04\x95K\x01.", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00", b"\0" * 1000, 
-    b"GET\r\n\r\n"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x04\x95K\x01.",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x16\x03\x01\x02\x00",
+        b"\0" * 1000,
+        b"GET\r\n\r\n",
+    ],
+)
 def test_what_is_not_http_is_refused(serve, data):
     served = serve(header_timeout=0.5)
     there = connect(served)
@@ -199,9 +221,17 @@ def test_a_reader_who_stops_is_cut_off_and_others_are_not(serve):
     assert served.engine.cancelled and well(served)
 
 
-@pytest.mark.parametrize("path, more", [("completions", {}), ("completions", {"echo": True}),
-                                        ("chat/completions", {"prompt": None, "messages": [{"role": "user", "content": "x"}]})])
-def test_silence_is_broken_by_comments_and_not_by_a_chunk_that_looks_like_a_token(serve, path, more):
+@pytest.mark.parametrize(
+    "path, more",
+    [
+        ("completions", {}),
+        ("completions", {"echo": True}),
+        ("chat/completions", {"prompt": None, "messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+def test_silence_is_broken_by_comments_and_not_by_a_chunk_that_looks_like_a_token(
+    serve, path, more
+):
     engine = FakeEngine()
     engine.paused = True
     served = serve(engine, progress_interval=0.2)
@@ -219,7 +249,9 @@ def test_many_at_random_points_leave_nothing(serve):
     served = serve(FakeEngine(step_seconds=0.001, chunk=2))
 
     def one(number):
-        there = send_request(served, json.dumps({**BODY, "stream": number % 2 == 0, "n": 1 + number % 3}).encode())
+        there = send_request(
+            served, json.dumps({**BODY, "stream": number % 2 == 0, "n": 1 + number % 3}).encode()
+        )
         time.sleep(0.001 * (number % 50))
         there.close()
 
@@ -235,10 +267,13 @@ def test_many_at_random_points_leave_nothing(serve):
 
 def test_draining_ends_no_stream_and_takes_no_new_one(serve):
     served = serve(FakeEngine(step_seconds=0.005))
-    url, texts = served.server.url, []
+    url = served.server.url
+    texts = []
 
     def one():
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "hi", "max_tokens": 100}, timeout=30)
+        answer = httpx.post(
+            f"{url}/v1/completions", json={"prompt": "hi", "max_tokens": 100}, timeout=30
+        )
         texts.append(answer.json()["choices"][0]["text"])
 
     threads = [threading.Thread(target=one) for _ in range(50)]
@@ -248,7 +283,10 @@ def test_draining_ends_no_stream_and_takes_no_new_one(serve):
     served.server._loop.call_soon_threadsafe(served.server._stop.set)
     eventually(lambda: served.server.server.front.state == "stopping")
     assert httpx.post(f"{url}/v1/completions", json={"prompt": "hi"}).status_code == 503
-    assert httpx.get(f"{url}/ready").status_code == 503 and httpx.get(f"{url}/health").status_code == 200
+    assert (
+        httpx.get(f"{url}/ready").status_code == 503
+        and httpx.get(f"{url}/health").status_code == 200
+    )
     for thread in threads:
         thread.join()
     assert texts == [bytes(expected(b"hi", 100)).decode()] * 50
@@ -265,14 +303,23 @@ def test_who_has_sent_the_next_request_already_may_go_away(serve):
 
 
 def test_lines_about_a_request_are_not_in_the_name_of_the_one_before(serve, monkeypatch):
-    """A large body makes the server stop reading; whatever has it read on, the next request is nobody's but its own."""
+    """A large body makes the server stop reading; whatever has it read on, the next request is
+    nobody's but its own."""
     seen: list[str] = []
-    monkeypatch.setattr(logs, "ended", lambda *rest, trace_id="", **more: seen.append(trace_id or logs._request.get()[1]))
+    monkeypatch.setattr(
+        logs,
+        "ended",
+        lambda *rest, trace_id="", **more: seen.append(trace_id or logs._request.get()[1]),
+    )
     there = http.client.HTTPConnection("127.0.0.1", serve().server.server.ports["http"], timeout=10)
     body = b" " * 70_000 + json.dumps({"prompt": "hi", "max_tokens": 2}).encode()
     for parent in ({"traceparent": PARENT}, {}):
         there.putrequest("POST", "/v1/completions")
-        for name, value in {"content-type": "application/json", "content-length": str(len(body)), **parent}.items():
+        for name, value in {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            **parent,
+        }.items():
             there.putheader(name, value)
         there.endheaders()
         time.sleep(0.05)
@@ -300,7 +347,8 @@ def test_answers_that_nobody_reads_are_cut_off(serve):
     there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     there.connect(("127.0.0.1", served.server.server.ports["http"]))
     there.settimeout(1.0)
-    with contextlib.suppress(OSError):                  # the server stops reading, for its own answers are not taken
+    # the server stops reading, for its own answers are not taken
+    with contextlib.suppress(OSError):
         for _ in range(20_000):
             there.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n")
     (listener,) = served.server.server._listeners

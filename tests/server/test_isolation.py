@@ -1,4 +1,5 @@
-"""What one tenant asked shortens nothing for another: no prefix is shared between salts, and latencies do not tell what others asked."""
+"""What one tenant asked shortens nothing for another: no prefix is shared between salts, and
+latencies do not tell what others asked."""
 
 import hashlib
 
@@ -12,7 +13,14 @@ from jaxserve.request import Finished, SamplingParams
 from jaxserve.server.client import Client
 from jaxserve.server.launch import Background
 
-SETTINGS = {"model": "random:tiny", "max_model_len": 256, "chunk_tokens": 16, "max_seqs": 4, "pages": 400, "profile": "none"}
+SETTINGS = {
+    "model": "random:tiny",
+    "max_model_len": 256,
+    "chunk_tokens": 16,
+    "max_seqs": 4,
+    "pages": 400,
+    "profile": "none",
+}
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 PAIRS = 200
 
@@ -20,13 +28,22 @@ PAIRS = 200
 @pytest.fixture(scope="module")
 def tenants(tmp_path_factory):
     file = tmp_path_factory.mktemp("keys") / "keys.yaml"
-    lines = [f"- {{name: {name}, sha256: {hashlib.sha256(name.encode()).hexdigest()}}}" for name in ("alice", "bob")]
+    lines = [
+        f"- {{name: {name}, sha256: {hashlib.sha256(name.encode()).hexdigest()}}}"
+        for name in ("alice", "bob")
+    ]
     file.write_text("\n".join(["keys:", *lines]))
     file.chmod(0o600)
     config = make(EngineConfig, SETTINGS)
-    with Background(ServerConfig(port=0, http_port=0, api_keys=str(file)), lambda: open_engine(config, False, False)) as server:
+    with Background(
+        ServerConfig(port=0, http_port=0, api_keys=str(file)),
+        lambda: open_engine(config, False, False),
+    ) as server:
         server.wait_ready()
-        with Client(server.target, api_key="alice") as alice, Client(server.target, api_key="bob") as bob:
+        with (
+            Client(server.target, api_key="alice") as alice,
+            Client(server.target, api_key="bob") as bob,
+        ):
             yield alice, bob
 
 
@@ -37,7 +54,8 @@ def ask(client, prompt):
 
 
 def separable(first, second):
-    """The chance that one of the first is shorter than one of the second: 0.5 where nothing tells them apart."""
+    """The chance that one of the first is shorter than one of the second: 0.5 where nothing tells
+    them apart."""
     return float(np.mean(np.asarray(first)[:, None] < np.asarray(second)[None]))
 
 
@@ -51,12 +69,16 @@ def test_a_tenant_finds_its_own_prefixes_and_nobody_elses(tenants):
 def test_latencies_do_not_tell_what_another_tenant_asked(tenants):
     alice, bob = tenants
     dice = np.random.default_rng(0)
-    known, unknown, own = [], [], []
+    known = []
+    unknown = []
+    own = []
     for number in range(PAIRS):
         asked, fresh = (dice.integers(3, 512, 192).tolist() for _ in range(2))
         ask(alice, asked)
-        for prompt, found in ((asked, known), (fresh, unknown)) if number % 2 else ((fresh, unknown), (asked, known)):
+        for prompt, found in (
+            ((asked, known), (fresh, unknown)) if number % 2 else ((fresh, unknown), (asked, known))
+        ):
             found.append(ask(bob, prompt)[0])
         own.append(ask(alice, asked)[0])
     assert 0.4 < separable(known, unknown) < 0.6
-    assert separable(own, unknown) > 0.9                 # which is what there would be to see
+    assert separable(own, unknown) > 0.9  # which is what there would be to see

@@ -14,24 +14,58 @@ from jaxserve.server.keys import Key, Limits, parse, text_of
 from tests.server.keyed import TWO, bearer, sha
 
 
-@pytest.mark.parametrize("text, message", [
-    ("", "is empty"), ("[]", "line 1: the file must be a mapping"), ("keys: 3", "line 1: keys must be a list"),
-    ("{}", "line 1: keys must be a list"), ("key: []", "line 1: the file has no field 'key'"),
-    ("keys:\n  - 3", "line 2: a key must be a mapping"), ("keys:\n  - name: a", "line 2: a key has no sha256"),
-    ("keys:\n- sha256: " + "0" * 64, "line 2: a key has no name"),
-    ("keys:\n- name: a\n  sha256: the-key-itself", "line 3: a: sha256 must be 64 hexadecimal digits"),
-    ("keys:\n- name: 'a b'\n  sha256: " + "0" * 64, "line 2: 'a b' is not a name"),
-    ("keys:\n- name: a\n  tennant: b", "line 3: a key has no field 'tennant'; known are admin, limits, name"),
-    ("keys:\n- name: a\n  name: b", "line 3: name is there twice"),
-    (f"keys:\n- {{name: a, sha256: {sha('a')}, admin: yes}}", "line 2: admin must be true or false"),
-    (f"keys:\n- name: a\n  sha256: {sha('a')}\n  limits: {{concurency: 3}}", "line 4: limits has no field 'concurency'"),
-    (f"keys:\n- name: a\n  sha256: {sha('a')}\n  limits: {{concurrency: 0}}", "line 4: concurrency must be a whole number from 1"),
-    (f"keys:\n- name: a\n  sha256: {sha('a')}\n  limits: {{concurrency: -1.5}}", "line 4: concurrency must be"),
-    (f"keys:\n- {{name: a, sha256: {sha('a')}}}\n- {{name: a, sha256: {sha('b')}}}", "line 3: a: its name or its key is there twice"),
-    (f"keys:\n- {{name: a, sha256: {sha('a')}}}\n- {{name: b, sha256: {sha('a')}}}", "line 3: b: its name or its key is there twice"),
-    ("keys: [", "line 1: is not YAML"), ("[" * 10**5, "not YAML"), ("keys: []\n---\nkeys: []", "not YAML"), ("\0", "not YAML"),
-    ("keys: !!python/object/apply:os.system ['ls']", "line 1: a key must be a mapping"),
-])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "is empty"),
+        ("[]", "line 1: the file must be a mapping"),
+        ("keys: 3", "line 1: keys must be a list"),
+        ("{}", "line 1: keys must be a list"),
+        ("key: []", "line 1: the file has no field 'key'"),
+        ("keys:\n  - 3", "line 2: a key must be a mapping"),
+        ("keys:\n  - name: a", "line 2: a key has no sha256"),
+        ("keys:\n- sha256: " + "0" * 64, "line 2: a key has no name"),
+        (
+            "keys:\n- name: a\n  sha256: the-key-itself",
+            "line 3: a: sha256 must be 64 hexadecimal digits",
+        ),
+        ("keys:\n- name: 'a b'\n  sha256: " + "0" * 64, "line 2: 'a b' is not a name"),
+        (
+            "keys:\n- name: a\n  tennant: b",
+            "line 3: a key has no field 'tennant'; known are admin, limits, name",
+        ),
+        ("keys:\n- name: a\n  name: b", "line 3: name is there twice"),
+        (
+            f"keys:\n- {{name: a, sha256: {sha('a')}, admin: yes}}",
+            "line 2: admin must be true or false",
+        ),
+        (
+            f"keys:\n- name: a\n  sha256: {sha('a')}\n  limits: {{concurency: 3}}",
+            "line 4: limits has no field 'concurency'",
+        ),
+        (
+            f"keys:\n- name: a\n  sha256: {sha('a')}\n  limits: {{concurrency: 0}}",
+            "line 4: concurrency must be a whole number from 1",
+        ),
+        (
+            f"keys:\n- name: a\n  sha256: {sha('a')}\n  limits: {{concurrency: -1.5}}",
+            "line 4: concurrency must be",
+        ),
+        (
+            f"keys:\n- {{name: a, sha256: {sha('a')}}}\n- {{name: a, sha256: {sha('b')}}}",
+            "line 3: a: its name or its key is there twice",
+        ),
+        (
+            f"keys:\n- {{name: a, sha256: {sha('a')}}}\n- {{name: b, sha256: {sha('a')}}}",
+            "line 3: b: its name or its key is there twice",
+        ),
+        ("keys: [", "line 1: is not YAML"),
+        ("[" * 10**5, "not YAML"),
+        ("keys: []\n---\nkeys: []", "not YAML"),
+        ("\0", "not YAML"),
+        ("keys: !!python/object/apply:os.system ['ls']", "line 1: a key must be a mapping"),
+    ],
+)
 def test_mistakes_in_the_file_are_named_with_their_line(key_file, text, message):
     file = key_file(text)
     with pytest.raises(ConfigError) as error:
@@ -62,7 +96,14 @@ def test_a_file_that_is_missing_is_refused(tmp_path):
 
 names = st.text("abcXYZ019._-", min_size=1, max_size=64)
 counts = st.none() | st.integers(1, 10**12)
-keys = st.builds(Key, names, st.binary(min_size=32, max_size=32), names, st.booleans(), st.builds(Limits, counts, counts, counts))
+keys = st.builds(
+    Key,
+    names,
+    st.binary(min_size=32, max_size=32),
+    names,
+    st.booleans(),
+    st.builds(Limits, counts, counts, counts),
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -72,9 +113,43 @@ def test_what_is_written_is_read_back(written):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.text(max_size=80) | st.lists(st.sampled_from([
-    "keys", ":", " ", "\n", "- ", "name", "sha256", sha("a"), "limits", "{", "}", "[", "]", ",", "&a ", "*a", "!!int ", "|", "%YAML 1.1\n",
-    "true", "concurrency", "9" * 20, "'", '"', "#", "? ", "<<"]), max_size=25).map("".join))
+@given(
+    st.text(max_size=80)
+    | st.lists(
+        st.sampled_from(
+            [
+                "keys",
+                ":",
+                " ",
+                "\n",
+                "- ",
+                "name",
+                "sha256",
+                sha("a"),
+                "limits",
+                "{",
+                "}",
+                "[",
+                "]",
+                ",",
+                "&a ",
+                "*a",
+                "!!int ",
+                "|",
+                "%YAML 1.1\n",
+                "true",
+                "concurrency",
+                "9" * 20,
+                "'",
+                '"',
+                "#",
+                "? ",
+                "<<",
+            ]
+        ),
+        max_size=25,
+    ).map("".join)
+)
 def test_any_text_is_keys_or_a_config_error(text):
     try:
         parse(text, "f")
@@ -87,7 +162,8 @@ def test_thousands_of_new_keys_are_read_while_the_event_loop_does_its_work(key_f
     key_file(text_of(many))
 
     async def main():
-        reading, turns = asyncio.create_task(access.refresh()), 0
+        reading = asyncio.create_task(access.refresh())
+        turns = 0
         while not reading.done():
             await asyncio.sleep(0.001)
             turns += 1

@@ -31,11 +31,13 @@ from tests.guide.vocabulary import tokenizer as small_tokenizer
 from tests.server.fakes import MAX_LEN, FakeTokenizer
 from tests.waiting import eventually
 
-LONG = [ord("x")] * MAX_LEN                             # enough to be worked on beside the event loop
-CROWD = 40                                              # more than there are threads
+LONG = [ord("x")] * MAX_LEN  # enough to be worked on beside the event loop
+CROWD = 40  # more than there are threads
 
 
-@pytest.mark.parametrize("ids", [[1] * 2000 + ["x" * 100_000], [[1]], [1, [1]], [1.0], [True], [None], [2**70]])
+@pytest.mark.parametrize(
+    "ids", [[1] * 2000 + ["x" * 100_000], [[1]], [1, [1]], [1.0], [True], [None], [2**70]]
+)
 def test_what_are_no_ids_takes_no_memory(ids):
     tracemalloc.start()
     try:
@@ -47,16 +49,24 @@ def test_what_are_no_ids_takes_no_memory(ids):
 
 
 def test_ids_of_a_list_are_read_as_they_are():
-    assert array_of("ids", [0, -1, 2**63 - 1]).tolist() == [0, -1, 2**63 - 1] and array_of("ids", []).tolist() == []
+    assert (
+        array_of("ids", [0, -1, 2**63 - 1]).tolist() == [0, -1, 2**63 - 1]
+        and array_of("ids", []).tolist() == []
+    )
     assert array_of("ids", pb.TokenIds(ids=range(200_000)).ids).tolist() == list(range(200_000))
 
 
 def test_so_many_ids_become_text_and_no_more(serve):
-    served, most = serve(), [ord("x")] * front.MAX_IDS
+    served = serve()
+    most = [ord("x")] * front.MAX_IDS
     assert served.client.detokenize(most) == "x" * len(most)
-    assert httpx.post(f"{served.server.url}/detokenize", json={"tokens": LONG}).json() == {"prompt": "x" * MAX_LEN}
+    assert httpx.post(f"{served.server.url}/detokenize", json={"tokens": LONG}).json() == {
+        "prompt": "x" * MAX_LEN
+    }
     code, details = served.status_of("Inference/Detokenize", pb.DetokenizeRequest(ids=[*most, 1]))
-    assert code.name == "INVALID_ARGUMENT" and details.startswith("ids:") and str(len(most)) in details
+    assert (
+        code.name == "INVALID_ARGUMENT" and details.startswith("ids:") and str(len(most)) in details
+    )
     answer = httpx.post(f"{served.server.url}/detokenize", json={"tokens": [*most, 1]})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tokens"
 
@@ -64,14 +74,27 @@ def test_so_many_ids_become_text_and_no_more(serve):
 @pytest.mark.parametrize("count", [3, INLINE_TOKENS + 5])
 def test_short_and_long_texts_are_tokenized_alike(serve, count):
     text = "é" * (count // 2)
-    body = httpx.post(f"{serve().server.url}/tokenize", json={"prompt": text, "return_token_strs": True}).json()
-    assert body == {"count": len(text.encode()), "max_model_len": MAX_LEN, "tokens": list(text.encode()),
-                    "token_strs": ["\ufffd"] * len(text.encode())}
+    body = httpx.post(
+        f"{serve().server.url}/tokenize", json={"prompt": text, "return_token_strs": True}
+    ).json()
+    assert body == {
+        "count": len(text.encode()),
+        "max_model_len": MAX_LEN,
+        "tokens": list(text.encode()),
+        "token_strs": ["\ufffd"] * len(text.encode()),
+    }
 
 
-scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
-values = st.recursive(scalars | st.lists(scalars, max_size=3).map(lambda some: some * 300), lambda inner: st.one_of(
-    st.lists(inner, max_size=5), st.dictionaries(st.text(max_size=3), inner, max_size=4)), max_leaves=8)
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
+)
+values = st.recursive(
+    scalars | st.lists(scalars, max_size=3).map(lambda some: some * 300),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=5), st.dictionaries(st.text(max_size=3), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
 
 
 @settings(deadline=None)
@@ -81,9 +104,17 @@ def test_json_in_pieces_is_the_same_json(value):
 
 
 def test_of_thousands_of_faults_the_first_is_looked_for():
-    wrong = {"prompt": "x", "stop": [1] * 1000, "stop_token_ids": ["a"] * 1000, "structured_outputs": {"choice": [1] * 1000}}
-    for kind, body in ((CompletionRequest, wrong), (ChatRequest, {"messages": [1] * 1000, "tools": [1] * 1000}),
-                       (TokenizeRequest, {"messages": [1] * 1000})):
+    wrong = {
+        "prompt": "x",
+        "stop": [1] * 1000,
+        "stop_token_ids": ["a"] * 1000,
+        "structured_outputs": {"choice": [1] * 1000},
+    }
+    for kind, body in (
+        (CompletionRequest, wrong),
+        (ChatRequest, {"messages": [1] * 1000, "tools": [1] * 1000}),
+        (TokenizeRequest, {"messages": [1] * 1000}),
+    ):
         with pytest.raises(pydantic.ValidationError) as error:
             kind.model_validate(body)
         assert error.value.error_count() < 10
@@ -94,9 +125,18 @@ def test_all_values_of_messages_count():
 
 
 names = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=5)
-bodies = st.dictionaries(names, st.recursive(
-    st.none() | st.booleans() | st.integers(-2**63, 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(names, inner, max_size=5)), max_size=5)
+bodies = st.dictionaries(
+    names,
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**63), 2**64 - 1)
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=5) | st.dictionaries(names, inner, max_size=5),
+    ),
+    max_size=5,
+)
 
 
 @settings(deadline=None)
@@ -105,20 +145,36 @@ def test_bodies_are_read_as_json_says(body, ascii):
     written = json.dumps(body, ensure_ascii=ascii).encode()
     for blanks in (0, LARGE):
         read = parsed(written + b" " * blanks)
-        assert read == body and json.dumps(read) == json.dumps(body)         # 1, 1.0 and True are equal, and not the same
+        # 1, 1.0 and True are equal, and not the same
+        assert read == body and json.dumps(read) == json.dumps(body)
 
 
-@pytest.mark.parametrize("body,said", [
-    (b"", "not JSON"), (b"{", "not JSON"), (b"\xff", "not JSON"), (b'{"a": "\\ud83d"}', "not JSON"), (b"[1]", "must be a JSON object"),
-    (b'{"a": {"b\\u0000": 1}}', "holds a NUL"), (b"1", "must be a JSON object"),
-    (b"null", "must be a JSON object"), (b'{"a": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "not JSON"),
-    (b'{"a": ' + b"[" * 129 + b"1" + b"]" * 129 + b"}", "a: is nested deeper than 128"),
-    (b'{"a": {' + b",".join(b'"%d": 1' % i for i in range(4097)) + b"}}", "a: has an object of more than 4096 names"),
-    (b"{" + b",".join(b'"%d": 1' % i for i in range(257)) + b"}", "257 fields; the limit is 256"),
-    (b'{"a": [' + b"[]," * 2**16 + b"1]}", "a: has more than 65536 values"),
-    (b'{"a": [' + b"1," * 2**16 + b"1]}", "a: has more than 65536 values"),
-    (b'{"prompt": [' + b"[]," * 2**16 + b"[]]}", "prompt: has more than 65536 values"),
-])
+@pytest.mark.parametrize(
+    "body,said",
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"\xff", "not JSON"),
+        (b'{"a": "\\ud83d"}', "not JSON"),
+        (b"[1]", "must be a JSON object"),
+        (b'{"a": {"b\\u0000": 1}}', "holds a NUL"),
+        (b"1", "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+        (b'{"a": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "not JSON"),
+        (b'{"a": ' + b"[" * 129 + b"1" + b"]" * 129 + b"}", "a: is nested deeper than 128"),
+        (
+            b'{"a": {' + b",".join(b'"%d": 1' % i for i in range(4097)) + b"}}",
+            "a: has an object of more than 4096 names",
+        ),
+        (
+            b"{" + b",".join(b'"%d": 1' % i for i in range(257)) + b"}",
+            "257 fields; the limit is 256",
+        ),
+        (b'{"a": [' + b"[]," * 2**16 + b"1]}", "a: has more than 65536 values"),
+        (b'{"a": [' + b"1," * 2**16 + b"1]}", "a: has more than 65536 values"),
+        (b'{"prompt": [' + b"[]," * 2**16 + b"[]]}", "prompt: has more than 65536 values"),
+    ],
+)
 def test_bodies_beyond_a_limit_are_refused(body, said):
     for blanks in (0, LARGE):
         with pytest.raises(RequestError, match=said):
@@ -143,7 +199,13 @@ def test_lists_by_the_million_are_counted_before_they_are_made():
 
 def test_log_probabilities_of_a_prompt_have_a_limit_together():
     def make(tokens, n):
-        return Request.make("r", np.ones(tokens, np.int32), SamplingParams(prompt_logprobs=1, max_tokens=1, n=n), vocab=10, max_len=2**20)
+        return Request.make(
+            "r",
+            np.ones(tokens, np.int32),
+            SamplingParams(prompt_logprobs=1, max_tokens=1, n=n),
+            vocab=10,
+            max_len=2**20,
+        )
 
     assert len(make(2**19, 1).prompt) == 2**19 and len(make(2**12, 128).prompt) == 2**12
     for tokens, n in ((2**19 + 1, 1), (2**12 + 1, 128)):
@@ -153,15 +215,22 @@ def test_log_probabilities_of_a_prompt_have_a_limit_together():
 
 def test_echoes_of_all_prompts_have_a_limit_together(serve):
     url = serve().server.url
-    for body in ({"prompt": [[1] * 400] * 128, "logprobs": 20}, {"prompt": [[1] * 2100] * 4, "n": 128}):
-        answer = httpx.post(f"{url}/v1/completions", json={**body, "echo": True, "max_tokens": 1}, timeout=60)
+    for body in (
+        {"prompt": [[1] * 400] * 128, "logprobs": 20},
+        {"prompt": [[1] * 2100] * 4, "n": 128},
+    ):
+        answer = httpx.post(
+            f"{url}/v1/completions", json={**body, "echo": True, "max_tokens": 1}, timeout=60
+        )
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "echo"
 
 
 def watched(work) -> tuple[float, float]:
-    """Seconds that some work takes on another thread, and how long this one had to wait for the interpreter at most. The garbage collector
-    leaves what was there before alone, as in a server."""
-    thread, longest = threading.Thread(target=work), 0.0
+    """Seconds that some work takes on another thread, and how long this one had to wait for the
+    interpreter at most. The garbage collector leaves what was there before alone, as in a
+    server."""
+    thread = threading.Thread(target=work)
+    longest = 0.0
     gc.collect()
     gc.freeze()
     began = last = time.monotonic()
@@ -175,7 +244,10 @@ def watched(work) -> tuple[float, float]:
 
 def test_text_becomes_ids_while_other_threads_run():
     text = "the quick brown fox, é " * 20_000
-    for encode in (lambda: small_tokenizer().encode(text), lambda: small_tokenizer().encode(text, special=False)):
+    for encode in (
+        lambda: small_tokenizer().encode(text),
+        lambda: small_tokenizer().encode(text, special=False),
+    ):
         took, longest = watched(encode)
         assert longest < max(0.5 * took, 0.05), (longest, took)
 
@@ -184,34 +256,52 @@ def test_ids_of_a_batch_are_those_of_the_text():
     tokenizer: Tokenizer = small_tokenizer()
     for text in ("", "x", "word é 😀\n" * 50):
         assert tokenizer.encode(text) == tokenizer._library.encode(text).ids
-        assert tokenizer.encode(text, special=False) == tokenizer._library.encode(text, add_special_tokens=False).ids
+        assert (
+            tokenizer.encode(text, special=False)
+            == tokenizer._library.encode(text, add_special_tokens=False).ids
+        )
 
 
 def test_half_a_character_is_refused_by_name(serve):
     function = {"name": "f", "arguments": '{"x": "\\ud83d"}'}
-    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": function}],
+    }
 
     class Telling(FakeTokenizer):
         def chat(self, messages, **rest):
-            return self.encode(json.dumps(json.loads(messages[0]["tool_calls"][0]["function"]["arguments"]), ensure_ascii=False))
+            return self.encode(
+                json.dumps(
+                    json.loads(messages[0]["tool_calls"][0]["function"]["arguments"]),
+                    ensure_ascii=False,
+                )
+            )
 
     for special in (True, False):
         with pytest.raises(UnicodeEncodeError):
             small_tokenizer().encode("a \ud83d", special=special)
-    answer = httpx.post(f"{serve(tokenizer=Telling).server.url}/v1/chat/completions", json={"messages": [call]})
+    answer = httpx.post(
+        f"{serve(tokenizer=Telling).server.url}/v1/chat/completions", json={"messages": [call]}
+    )
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
     assert b"".join(pieces({"arguments": "\ud83d"})) == b'{"arguments":"?"}'
 
 
 def test_guides_that_take_long_hold_up_none_without_and_no_crowd_waits_for_them(serve, monkeypatch):
-    served, go, said = serve(), threading.Event(), Trial.said
+    served = serve()
+    go = threading.Event()
+    said = Trial.said
     monkeypatch.setattr(guides, "TURN_SECONDS", 0.2)
     monkeypatch.setattr(Trial, "said", lambda *arguments: (go.wait(30), said(*arguments))[1])
 
     def ask(_):
         with Client(served.target) as client:
             try:
-                return client.complete("x", SamplingParams(max_tokens=2), guided=Guided("regex", "[a-z]+"))[0].reason
+                return client.complete(
+                    "x", SamplingParams(max_tokens=2), guided=Guided("regex", "[a-z]+")
+                )[0].reason
             except ServerError as error:
                 return error.status
 
@@ -226,11 +316,15 @@ def test_guides_that_take_long_hold_up_none_without_and_no_crowd_waits_for_them(
         finally:
             go.set()
         reasons = [one.result() for one in crowd]
-    assert set(reasons) == {"length", "RESOURCE_EXHAUSTED"} and reasons.count("length") == guides.COMPILES
+    assert (
+        set(reasons) == {"length", "RESOURCE_EXHAUSTED"}
+        and reasons.count("length") == guides.COMPILES
+    )
 
 
 def test_questions_to_a_busy_engine_hold_up_no_prompt(serve):
-    served, go = serve(), threading.Event()
+    served = serve()
+    go = threading.Event()
     load = served.engine.load
     served.engine.load = lambda: (go.wait(30), load())[1]
     with concurrent.futures.ThreadPoolExecutor(CROWD) as pool:

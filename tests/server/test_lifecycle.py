@@ -74,6 +74,7 @@ def test_many_cancelled_at_random_points_leave_nothing(serve):
         async def read():
             async for _ in client.generate("hello", LONG):
                 pass
+
         await asyncio.wait([task := asyncio.create_task(read())], timeout=wait)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -113,11 +114,18 @@ def test_a_deadline_in_the_queue_costs_no_prefill(serve):
 
 
 def test_the_clients_deadline_is_the_requests(serve):
-    served, seen = serve(FakeEngine(step_seconds=0.01)), []
-    submit, served.engine.submit = served.engine.submit, lambda request, sink: (seen.append(request), submit(request, sink))
+    served = serve(FakeEngine(step_seconds=0.01))
+    seen = []
+    submit, served.engine.submit = (
+        served.engine.submit,
+        lambda request, sink: (seen.append(request), submit(request, sink)),
+    )
     with pytest.raises(ServerError) as error:
         served.client.complete("hello", LONG, timeout=0.3)
-    assert error.value.status == "DEADLINE_EXCEEDED" and 0.1 < seen[0].deadline - seen[0].arrival < 0.31
+    assert (
+        error.value.status == "DEADLINE_EXCEEDED"
+        and 0.1 < seen[0].deadline - seen[0].arrival < 0.31
+    )
     eventually(lambda: not served.engine.requests, 1.0)
 
 
@@ -158,7 +166,9 @@ def test_a_reader_who_stops_is_aborted_and_others_are_not(serve):
 
 def test_a_slow_reader_gets_every_token_merged(serve):
     got = []
-    for output in serve(None, Verbose).client.generate("hello", SamplingParams(max_tokens=500, ignore_eos=True)):
+    for output in serve(None, Verbose).client.generate(
+        "hello", SamplingParams(max_tokens=500, ignore_eos=True)
+    ):
         got.append(output)
         if len(got) < 20:
             time.sleep(0.01)
@@ -168,7 +178,8 @@ def test_a_slow_reader_gets_every_token_merged(serve):
 
 
 def test_health_follows_the_engine():
-    warm, engine = threading.Event(), FakeEngine(step_seconds=0.01)
+    warm = threading.Event()
+    engine = FakeEngine(step_seconds=0.01)
 
     def build():
         warm.wait()
@@ -176,10 +187,19 @@ def test_health_follows_the_engine():
 
     def statuses():
         names = ["", "jaxserve.v1.Inference", "jaxserve.v1.Control"]
-        return {health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name)).status for name in names}
+        return {
+            health_pb2_grpc.HealthStub(channel)
+            .Check(health_pb2.HealthCheckRequest(service=name))
+            .status
+            for name in names
+        }
 
     background = Background(ServerConfig(port=0, http_port=0), build)
-    with background as server, grpc.insecure_channel(server.target) as channel, Client(server.target) as client:
+    with (
+        background as server,
+        grpc.insecure_channel(server.target) as channel,
+        Client(server.target) as client,
+    ):
         assert statuses() == {health_pb2.HealthCheckResponse.NOT_SERVING}
         with pytest.raises(ServerError, match="starting") as error:
             client.complete("x")
@@ -203,7 +223,10 @@ def test_a_build_that_fails_ends_the_server():
     def build():
         raise ConfigError("mesh", "too large")
 
-    with pytest.raises(ConfigError, match="mesh"), Background(ServerConfig(port=0, http_port=0), build) as server:
+    with (
+        pytest.raises(ConfigError, match="mesh"),
+        Background(ServerConfig(port=0, http_port=0), build) as server,
+    ):
         server.wait_ready()
 
 
@@ -212,10 +235,18 @@ def test_reflection_lists_the_services(serve, version):
     ask = serve().channel.stream_stream(
         f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
         request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
-        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString)
-    listed, described = ask(iter([
-        reflection_pb2.ServerReflectionRequest(list_services=""),
-        reflection_pb2.ServerReflectionRequest(file_containing_symbol="jaxserve.v1.Inference")]))
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    listed, described = ask(
+        iter(
+            [
+                reflection_pb2.ServerReflectionRequest(list_services=""),
+                reflection_pb2.ServerReflectionRequest(
+                    file_containing_symbol="jaxserve.v1.Inference"
+                ),
+            ]
+        )
+    )
     names = {service.name for service in listed.list_services_response.service}
     assert {"jaxserve.v1.Inference", "jaxserve.v1.Control", "grpc.health.v1.Health"} <= names
     assert b"SamplingParams" in b"".join(described.file_descriptor_response.file_descriptor_proto)
@@ -224,13 +255,27 @@ def test_reflection_lists_the_services(serve, version):
 def test_reflection_can_be_off(serve):
     stub = reflection_pb2_grpc.ServerReflectionStub(serve(reflection=False).channel)
     with pytest.raises(grpc.RpcError):
-        next(stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")])))
+        next(
+            stub.ServerReflectionInfo(
+                iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+            )
+        )
 
 
-@pytest.mark.parametrize("host, fine", [
-    ("127.0.0.1", True), ("localhost", True), ("::1", True), ("[::1]", True), ("0.0.0.0", False), ("::", False), ("192.168.0.1", False),
-    ("example.com", False), ("127.0.0.1.example.com", False),
-])
+@pytest.mark.parametrize(
+    "host, fine",
+    [
+        ("127.0.0.1", True),
+        ("localhost", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("192.168.0.1", False),
+        ("example.com", False),
+        ("127.0.0.1.example.com", False),
+    ],
+)
 def test_only_loopback_is_bound_without_insecure(host, fine):
     if fine:
         check_host(ServerConfig(host=host))
@@ -245,7 +290,10 @@ def test_a_taken_port_is_a_config_error():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match="port"), Background(ServerConfig(port=port, http_port=0), FakeEngine):
+        with (
+            pytest.raises(ConfigError, match="port"),
+            Background(ServerConfig(port=port, http_port=0), FakeEngine),
+        ):
             pass
 
 
@@ -262,11 +310,19 @@ serve(config, lambda: (FakeEngine(step_seconds=0.01), FakeTokenizer()), lambda s
 @pytest.mark.parametrize("drain, dropped", [(10, False), (0.2, True)])
 def test_sigterm_drains(drain, dropped):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", SERVER, str(drain)], stdout=subprocess.PIPE, cwd=ROOT, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(drain)],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env=environment,
+    )
     try:
         with Client(f"127.0.0.1:{int(process.stdout.readline())}") as client:
             client.wait_ready(10)
-            running = [client.generate("hello", SamplingParams(max_tokens=100, ignore_eos=True)) for _ in range(20)]
+            running = [
+                client.generate("hello", SamplingParams(max_tokens=100, ignore_eos=True))
+                for _ in range(20)
+            ]
             assert all(isinstance(next(outputs), Accepted) for outputs in running)
             process.send_signal(signal.SIGTERM)
             eventually(lambda: not client.healthy())
@@ -289,7 +345,9 @@ def end_of(outputs):
 
 
 def test_the_garbage_collector_leaves_what_serves_alone_and_is_itself_again_afterwards():
-    with Background(ServerConfig(port=0, http_port=0), lambda: (FakeEngine(), FakeTokenizer())) as server:
+    with Background(
+        ServerConfig(port=0, http_port=0), lambda: (FakeEngine(), FakeTokenizer())
+    ) as server:
         server.wait_ready()
         assert gc.get_freeze_count() > 10_000
     assert gc.get_freeze_count() == 0
@@ -300,20 +358,30 @@ def test_waiting_for_a_server_whose_engine_cannot_be_built_says_why():
         raise ConfigError("model", "is not there")
 
     for _ in range(5):
-        with pytest.raises(ConfigError, match="is not there"), Background(ServerConfig(port=0, http_port=0), build) as server:
+        with (
+            pytest.raises(ConfigError, match="is not there"),
+            Background(ServerConfig(port=0, http_port=0), build) as server,
+        ):
             server.wait_ready()
             pytest.fail("it was not built")
 
 
 def test_a_client_may_ping_for_ever_unless_it_does_so_too_often(serve, monkeypatch):
-    ready, options = grpc.ChannelConnectivity.READY, [
-        ("grpc.keepalive_time_ms", 150), ("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.max_pings_without_data", 0)]
-    servers, states = [serve()], [[], []]
+    ready = grpc.ChannelConnectivity.READY
+    options = [
+        ("grpc.keepalive_time_ms", 150),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    servers = [serve()]
+    states = [[], []]
     monkeypatch.setattr(launch, "MIN_PING_MS", 50)
     servers.append(serve())
     with contextlib.ExitStack() as stack:
         for served, told in zip(servers, states):
-            stack.enter_context(grpc.insecure_channel(served.target, options=options)).subscribe(told.append, try_to_connect=True)
+            stack.enter_context(grpc.insecure_channel(served.target, options=options)).subscribe(
+                told.append, try_to_connect=True
+            )
         eventually(lambda: ready in states[0] and ready in states[1], 5.0)
         eventually(lambda: states[0][-1] != ready, 15.0)
         assert states[1][-1] == ready

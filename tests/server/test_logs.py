@@ -1,4 +1,5 @@
-"""A server's lines: whose they are, that nobody can write lines of their own, and that they never tell what was asked or answered."""
+"""A server's lines: whose they are, that nobody can write lines of their own, and that they never
+tell what was asked or answered."""
 
 from __future__ import annotations
 
@@ -14,13 +15,26 @@ import pytest
 from jaxserve.request import Finished, Request, SamplingParams, Timing, Usage
 from jaxserve.server import logs
 
-HOSTILE = ["a\nI 2026-01-01T00:00:00.000Z jaxserve: forged", "a\r\nb", "\x1b[2Kgone", "\u2028x", "\u202egnp", "\x00", "\ud800", 'q" x=1',
-           "\x85z"]
+HOSTILE = [
+    "a\nI 2026-01-01T00:00:00.000Z jaxserve: forged",
+    "a\r\nb",
+    "\x1b[2Kgone",
+    "\u2028x",
+    "\u202egnp",
+    "\x00",
+    "\ud800",
+    'q" x=1',
+    "\x85z",
+]
 
 
 @pytest.fixture(autouse=True)
 def restored():
-    kept = {name: (logger.handlers[:], logger.level) for name in (None, "jaxserve") if (logger := logging.getLogger(name))}
+    kept = {
+        name: (logger.handlers[:], logger.level)
+        for name in (None, "jaxserve")
+        if (logger := logging.getLogger(name))
+    }
     yield
     for name, (handlers, level) in kept.items():
         logger = logging.getLogger(name)
@@ -42,8 +56,12 @@ def request(id: str = "r-1", prompt=(5, 6, 7)) -> Request:
     return Request.make(id, np.array(prompt), SamplingParams(max_tokens=5), vocab=10, max_len=100)
 
 
-def end(index=0, reason="length", cached=0, completion=5, queued=0.1, first=0.5, total=0.9, error=None) -> Finished:
-    return Finished(index, reason, Usage(3, cached, completion), Timing(queued, first, total), None, error)
+def end(
+    index=0, reason="length", cached=0, completion=5, queued=0.1, first=0.5, total=0.9, error=None
+) -> Finished:
+    return Finished(
+        index, reason, Usage(3, cached, completion), Timing(queued, first, total), None, error
+    )
 
 
 def test_a_line_of_json_has_what_machines_look_for(capsys):
@@ -55,9 +73,15 @@ def test_a_line_of_json_has_what_machines_look_for(capsys):
     first, second = map(json.loads, lines(capsys))
     at = first.pop("time")
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", at) and at[:16] in (
-        time.strftime("%Y-%m-%dT%H:%M", time.gmtime(moment)) for moment in (before, time.time()))
-    assert first == {"level": "warning", "logger": "jaxserve.server.front", "message": "left unread", "request_id": "r-7",
-                     "trace_id": "4bf92f3577b34da6a3ce929d0e0e4736"}
+        time.strftime("%Y-%m-%dT%H:%M", time.gmtime(moment)) for moment in (before, time.time())
+    )
+    assert first == {
+        "level": "warning",
+        "logger": "jaxserve.server.front",
+        "message": "left unread",
+        "request_id": "r-7",
+        "trace_id": "4bf92f3577b34da6a3ce929d0e0e4736",
+    }
     assert second["request_id"] is None and second["trace_id"] is None
 
 
@@ -83,7 +107,9 @@ def test_the_request_goes_with_tasks_and_threads_and_not_beyond(capsys):
 
     asyncio.run(main())
     found = [(line["message"], line["request_id"]) for line in map(json.loads, lines(capsys))]
-    assert sorted(found[:6]) and {pair for pair in found if pair[0] != "none"} == {(f"r-{n}", f"r-{n}") for n in range(3)}
+    assert sorted(found[:6]) and {pair for pair in found if pair[0] != "none"} == {
+        (f"r-{n}", f"r-{n}") for n in range(3)
+    }
     assert all(id is None for message, id in found if message == "none")
 
 
@@ -98,10 +124,18 @@ def test_nobody_writes_lines_of_their_own(capsys, format, text):
         logging.getLogger("jaxserve.x").warning("model %s is not served here", text)
     logs.ended(request(text), [end()], "OK", tenant=text)
     written = capsys.readouterr().err
-    assert written.count("\n") == 2 and not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u202e]", written), ascii(written)
+    assert written.count("\n") == 2 and not re.search(
+        "[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u202e]", written
+    ), ascii(written)
     if format == "json":
         first, second = map(json.loads, written.splitlines())
-        assert first["request_id"] == first["trace_id"] == second["tenant"] == second["request_id"] == text
+        assert (
+            first["request_id"]
+            == first["trace_id"]
+            == second["tenant"]
+            == second["request_id"]
+            == text
+        )
 
 
 def test_long_strings_are_cut(capsys, format):
@@ -116,33 +150,61 @@ def test_a_fault_tells_where_and_little_of_what(capsys, format):
     except ValueError:
         logging.getLogger("jaxserve.x").exception("it failed")
     written = capsys.readouterr().err
-    assert "test_logs.py" in written and "in test_a_fault_tells_where" in written and "ValueError: invalid literal" in written
+    assert (
+        "test_logs.py" in written
+        and "in test_a_fault_tells_where" in written
+        and "ValueError: invalid literal" in written
+    )
     assert len(written) < 1500
     if format == "json":
         assert json.loads(written)["exception"].count("\n") == 1
     else:
         first, *rest = written.splitlines()
-        assert len(rest) == 2 and all(line.startswith("    ") for line in rest), "no part of it looks like a line of its own"
+        assert len(rest) == 2 and all(line.startswith("    ") for line in rest), (
+            "no part of it looks like a line of its own"
+        )
 
 
 def test_a_request_that_is_over_has_one_line_without_what_it_said(capsys):
     logs.setup("json", "info")
-    logs.ended(request(prompt=[8, 9, 8, 9]), [end(0, cached=2), end(1, "stop", completion=1, first=0.4, total=0.4)], "OK",
-               tenant="acme", protocol="http", trace_id="t")
+    logs.ended(
+        request(prompt=[8, 9, 8, 9]),
+        [end(0, cached=2), end(1, "stop", completion=1, first=0.4, total=0.4)],
+        "OK",
+        tenant="acme",
+        protocol="http",
+        trace_id="t",
+    )
     (line,) = map(json.loads, lines(capsys))
     line.pop("time")
     assert line == {
-        "level": "info", "logger": "jaxserve.requests", "message": "ended", "request_id": "r-1", "trace_id": "t", "status": "OK",
-        "reason": "length,stop", "tenant": "acme", "protocol": "http", "prompt_tokens": 4, "cached_tokens": 2, "output_tokens": 6,
-        "queued": 0.1, "ttft": 0.4, "tpot": 0.1, "seconds": 0.9}
+        "level": "info",
+        "logger": "jaxserve.requests",
+        "message": "ended",
+        "request_id": "r-1",
+        "trace_id": "t",
+        "status": "OK",
+        "reason": "length,stop",
+        "tenant": "acme",
+        "protocol": "http",
+        "prompt_tokens": 4,
+        "cached_tokens": 2,
+        "output_tokens": 6,
+        "queued": 0.1,
+        "ttft": 0.4,
+        "tpot": 0.1,
+        "seconds": 0.9,
+    }
 
 
 def test_a_request_that_was_refused_has_no_figures(capsys):
     logs.setup("text", "info")
     logs.ended(request(), [], "RESOURCE_EXHAUSTED")
     (line,) = lines(capsys)
-    assert line.endswith("jaxserve.requests: ended request_id=r-1 status=RESOURCE_EXHAUSTED reason=resource_exhausted prompt_tokens=3 "
-                         "cached_tokens=0 output_tokens=0")
+    assert line.endswith(
+        "jaxserve.requests: ended request_id=r-1 status=RESOURCE_EXHAUSTED reason=resource_exhausted prompt_tokens=3 "
+        "cached_tokens=0 output_tokens=0"
+    )
 
 
 @pytest.mark.parametrize("level, shown", [("debug", 5), ("info", 4), ("warning", 3), ("error", 1)])

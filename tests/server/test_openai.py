@@ -1,4 +1,5 @@
-"""The OpenAI protocol over an engine whose answers are known: what is asked, what comes back, what is refused."""
+"""The OpenAI protocol over an engine whose answers are known: what is asked, what comes back, what
+is refused."""
 
 import json
 import threading
@@ -16,7 +17,8 @@ from tests.server.fakes import EOS, FakeEngine, FakeTokenizer, expected
 from tests.waiting import eventually
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 @pytest.fixture
@@ -45,7 +47,9 @@ def events(client, path, body):
     """The chunks of a streamed answer; the last entry is whatever came last, as text."""
     with client.stream("POST", path, json={**body, "stream": True}) as answer:
         assert answer.status_code == 200, answer.read()
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+        lines = [
+            line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")
+        ]
     return [json.loads(line) for line in lines[:-1]], lines[-1]
 
 
@@ -59,50 +63,84 @@ def test_a_completion_whole_and_streamed_is_the_same(http):
     whole = post(client, "/v1/completions", body).json()
     (choice,) = whole["choices"]
     assert (choice["text"], choice["finish_reason"]) == (text(expected(b"hello", 6)), "length")
-    assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11, "prompt_tokens_details": {"cached_tokens": 0}}
-    chunks, last = events(client, "/v1/completions", {**body, "stream_options": {"include_usage": True}})
-    assert last == "[DONE]" and chunks[-1]["usage"] == whole["usage"] and chunks[-1]["choices"] == []
+    assert whole["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 6,
+        "total_tokens": 11,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    chunks, last = events(
+        client, "/v1/completions", {**body, "stream_options": {"include_usage": True}}
+    )
+    assert (
+        last == "[DONE]" and chunks[-1]["usage"] == whole["usage"] and chunks[-1]["choices"] == []
+    )
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == choice["text"]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]][-1] == "length"
-    assert len({chunk["id"] for chunk in chunks}) == 1 and chunks[0]["object"] == whole["object"] == "text_completion"
+    assert (
+        len({chunk["id"] for chunk in chunks}) == 1
+        and chunks[0]["object"] == whole["object"] == "text_completion"
+    )
 
 
 def test_many_prompts_and_completions_have_indexes_in_order(http):
     body = {"prompt": ["hi", "you"], "n": 2, "max_tokens": 3}
     client = http()
     found = {c["index"]: c["text"] for c in post(client, "/v1/completions", body).json()["choices"]}
-    wanted = {0: expected(b"hi", 3, 0), 1: expected(b"hi", 3, 1), 2: expected(b"you", 3, 0), 3: expected(b"you", 3, 1)}
+    wanted = {
+        0: expected(b"hi", 3, 0),
+        1: expected(b"hi", 3, 1),
+        2: expected(b"you", 3, 0),
+        3: expected(b"you", 3, 1),
+    }
     assert found == {index: text(ids) for index, ids in wanted.items()}
-    chunks, _ = events(client, "/v1/completions", {**body, "stream_options": {"include_usage": True}})
+    chunks, _ = events(
+        client, "/v1/completions", {**body, "stream_options": {"include_usage": True}}
+    )
     streamed = dict.fromkeys(found, "")
     for chunk in chunks:
         for choice in chunk["choices"]:
             streamed[choice["index"]] += choice["text"]
     assert streamed == found
-    assert chunks[-1]["usage"]["prompt_tokens"] == 5 and chunks[-1]["usage"]["completion_tokens"] == 12
+    assert (
+        chunks[-1]["usage"]["prompt_tokens"] == 5 and chunks[-1]["usage"]["completion_tokens"] == 12
+    )
 
 
 @pytest.mark.parametrize("prompt", [[104, 105], [[104, 105]], "hi", ["hi"]])
 def test_prompts_are_texts_or_ids(http, prompt):
-    (choice,) = post(http(), "/v1/completions", {"prompt": prompt, "max_tokens": 2}).json()["choices"]
+    (choice,) = post(http(), "/v1/completions", {"prompt": prompt, "max_tokens": 2}).json()[
+        "choices"
+    ]
     assert choice["text"] == text(expected(b"hi", 2))
 
 
 def test_echo_puts_the_prompt_before_the_text_with_its_log_probabilities(http):
     client = http()
-    (choice,) = post(client, "/v1/completions", {"prompt": "hi", "max_tokens": 2, "echo": True, "logprobs": 1}).json()["choices"]
+    (choice,) = post(
+        client, "/v1/completions", {"prompt": "hi", "max_tokens": 2, "echo": True, "logprobs": 1}
+    ).json()["choices"]
     made = text(expected(b"hi", 2))
     assert choice["text"] == "hi" + made
-    assert choice["logprobs"]["tokens"] == [*"hi", *made] and choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
+    assert choice["logprobs"]["tokens"] == [*"hi", *made] and choice["logprobs"]["text_offset"] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -0.5, -0.5]
-    chunks, _ = events(client, "/v1/completions", {"prompt": [104, 105], "max_tokens": 2, "echo": True})
+    chunks, _ = events(
+        client, "/v1/completions", {"prompt": [104, 105], "max_tokens": 2, "echo": True}
+    )
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hi" + made
 
 
 def test_a_chat_whole_and_streamed_is_the_same(http):
     client = http()
     made = expected(b"<user>hi", 5)
-    whole = post(client, "/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 1}).json()
+    whole = post(
+        client, "/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 1}
+    ).json()
     (choice,) = whole["choices"]
     assert choice["message"]["role"] == "assistant" and choice["message"]["content"] == text(made)
     assert [entry["bytes"] for entry in choice["logprobs"]["content"]] == [[id] for id in made]
@@ -110,88 +148,189 @@ def test_a_chat_whole_and_streamed_is_the_same(http):
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0] == {"role": "assistant", "content": ""} and last == "[DONE]"
     assert "".join(delta.get("content", "") for delta in deltas) == text(made)
-    assert chunks[-1]["choices"][0]["finish_reason"] == "length" and chunks[0]["object"] == "chat.completion.chunk"
+    assert (
+        chunks[-1]["choices"][0]["finish_reason"] == "length"
+        and chunks[0]["object"] == "chat.completion.chunk"
+    )
 
 
 def test_parts_of_text_are_a_text_and_other_parts_are_refused(http):
     client = http()
     parts = [{"type": "text", "text": "hi"}]
-    answer = post(client, "/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": parts}]})
+    answer = post(
+        client, "/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": parts}]}
+    )
     assert answer.json()["choices"][0]["message"]["content"] == text(expected(b"<user>hi", 5))
-    answer = post(client, "/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": [*parts, {"type": "image_url"}]}]})
+    answer = post(
+        client,
+        "/v1/chat/completions",
+        {**CHAT, "messages": [{"role": "user", "content": [*parts, {"type": "image_url"}]}]},
+    )
     assert answer.status_code == 400 and "not text" in answer.json()["error"]["message"]
 
 
 def test_stop_strings_end_the_text(http):
     client = http(FakeEngine(script=b"some words END more", step_seconds=0.001))
     answer = post(client, "/v1/chat/completions", {**CHAT, "max_tokens": 100, "stop": "END"}).json()
-    assert answer["choices"][0]["message"]["content"] == "some words " and answer["choices"][0]["finish_reason"] == "stop"
+    assert (
+        answer["choices"][0]["message"]["content"] == "some words "
+        and answer["choices"][0]["finish_reason"] == "stop"
+    )
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
-@pytest.mark.parametrize("script,content,calls", [
-    (CALL, None, ["add"]), ("Well: " + CALL, "Well: ", ["add"]), (CALL + CALL, None, ["add", "add"]),
-    ("<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", []), ("a < b", "a < b", []),
-])
+@pytest.mark.parametrize(
+    "script,content,calls",
+    [
+        (CALL, None, ["add"]),
+        ("Well: " + CALL, "Well: ", ["add"]),
+        (CALL + CALL, None, ["add", "add"]),
+        ("<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", []),
+        ("a < b", "a < b", []),
+    ],
+)
 def test_calls_are_told_from_text(http, script, content, calls):
     client = http(FakeEngine(script=[*script.encode(), EOS]))
     body = {**CHAT, "max_tokens": 500, "tools": TOOLS}
     (choice,) = post(client, "/v1/chat/completions", body).json()["choices"]
     found = choice["message"].get("tool_calls", [])
-    assert choice["message"]["content"] == content and [call["function"]["name"] for call in found] == calls
+    assert (
+        choice["message"]["content"] == content
+        and [call["function"]["name"] for call in found] == calls
+    )
     assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
     assert all(json.loads(call["function"]["arguments"]) == {"a": 1} for call in found)
     chunks, _ = events(client, "/v1/chat/completions", body)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     streamed = [call for delta in deltas for call in delta.get("tool_calls", [])]
     assert "".join(delta.get("content") or "" for delta in deltas) == (content or "")
-    assert [(call["index"], call["function"]["name"]) for call in streamed] == list(enumerate(calls))
+    assert [(call["index"], call["function"]["name"]) for call in streamed] == list(
+        enumerate(calls)
+    )
 
 
 def test_one_call_is_enough_for_who_wants_no_parallel_calls(http):
     client = http(FakeEngine(script=[*(CALL + CALL).encode(), EOS]))
-    answer = post(client, "/v1/chat/completions", {**CHAT, "max_tokens": 500, "tools": TOOLS, "parallel_tool_calls": False})
+    answer = post(
+        client,
+        "/v1/chat/completions",
+        {**CHAT, "max_tokens": 500, "tools": TOOLS, "parallel_tool_calls": False},
+    )
     assert len(answer.json()["choices"][0]["message"]["tool_calls"]) == 1
 
 
 def test_objectives_come_from_the_body_or_from_headers(http):
-    engine, seen = FakeEngine(), []
+    engine = FakeEngine()
+    seen = []
     engine.config = make(EngineConfig, {"classes": "chat:ttft=0.5"})
     client = http(engine)
     submit = engine.submit
     engine.submit = lambda request, sink: (seen.append(request), submit(request, sink))
-    post(client, "/v1/completions", {"prompt": "x", "ttft_ms": 500, "slo_class": "chat", "priority": -1, "cache_salt": "s", "seed": 3})
-    post(client, "/v1/completions", {"prompt": "x", "deadline_ms": 60_000},
-         **{"x-llm-d-slo-ttft-ms": "1500", "x-llm-d-slo-tpot-ms": "20", "x-request-id": "mine"})
+    post(
+        client,
+        "/v1/completions",
+        {
+            "prompt": "x",
+            "ttft_ms": 500,
+            "slo_class": "chat",
+            "priority": -1,
+            "cache_salt": "s",
+            "seed": 3,
+        },
+    )
+    post(
+        client,
+        "/v1/completions",
+        {"prompt": "x", "deadline_ms": 60_000},
+        **{"x-llm-d-slo-ttft-ms": "1500", "x-llm-d-slo-tpot-ms": "20", "x-request-id": "mine"},
+    )
     assert [request.slo for request in seen] == [Slo(0.5, None, "chat"), Slo(1.5, 0.02, None)]
     assert (seen[0].priority, seen[0].cache_salt, seen[0].sampling.seed) == (-1, "s", 3)
     assert seen[1].id == "mine" and 59 < seen[1].deadline - seen[1].arrival <= 60
 
 
 def test_what_is_left_out_has_the_protocols_default_and_null_is_left_out(http):
-    engine, seen = FakeEngine(), []
+    engine = FakeEngine()
+    seen = []
     client = http(engine)
     submit = engine.submit
     engine.submit = lambda request, sink: (seen.append(request.sampling), submit(request, sink))
     post(client, "/v1/completions", {"prompt": "x"})
-    post(client, "/v1/completions", {"prompt": "x", "temperature": None, "top_p": None, "stop": None, "logit_bias": None, "n": None})
+    post(
+        client,
+        "/v1/completions",
+        {
+            "prompt": "x",
+            "temperature": None,
+            "top_p": None,
+            "stop": None,
+            "logit_bias": None,
+            "n": None,
+        },
+    )
     assert seen == [SamplingParams(max_tokens=16)] * 2
 
 
 BAD = [
-    ("temperature", NAN), ("temperature", INF), ("temperature", -1), ("top_p", 0), ("top_p", 1.5), ("min_p", 2), ("top_k", -2),
-    ("top_k", 2**40), ("repetition_penalty", 0), ("presence_penalty", 3), ("frequency_penalty", -INF), ("n", 0), ("n", 10**9),
-    ("max_tokens", 0), ("max_tokens", -5), ("max_tokens", 10**30), ("min_tokens", 10**6), ("logprobs", 10**9), ("logprobs", -1),
-    ("stop", ["x"] * 10**5), ("stop", [""]), ("stop", [1]), ("stop_token_ids", [5] * 10**5), ("stop_token_ids", [257]),
-    ("logit_bias", {"1": 101}), ("logit_bias", {"257": 1}), ("logit_bias", {"x": 1}), ("logit_bias", {str(i): 1 for i in range(10**5)}),
-    ("seed", 2**70), ("seed", "x"), ("ttft_ms", -1), ("tpot_ms", NAN), ("deadline_ms", 0), ("slo_class", "nope"), ("priority", 99),
-    ("cache_salt", "x" * 2000), ("request_id", "x" * 300), ("best_of", 3), ("suffix", "x"), ("unheard_of", 1), ("stream_options", {}),
-    ("model", 5), ("prompt", ""), ("prompt", []), ("prompt", [[]]), ("prompt", {}), ("prompt", None), ("prompt", ["x"] * 1000),
-    ("prompt", [257]), ("prompt", [-1]), ("prompt", [1, 2**70]), ("prompt", [1] * 4096), ("prompt", "x" * 4096), ("prompt", [1.5]),
-    ("prompt", ["x", [1]]), ("prompt", "x" * 10**6),
+    ("temperature", NAN),
+    ("temperature", INF),
+    ("temperature", -1),
+    ("top_p", 0),
+    ("top_p", 1.5),
+    ("min_p", 2),
+    ("top_k", -2),
+    ("top_k", 2**40),
+    ("repetition_penalty", 0),
+    ("presence_penalty", 3),
+    ("frequency_penalty", -INF),
+    ("n", 0),
+    ("n", 10**9),
+    ("max_tokens", 0),
+    ("max_tokens", -5),
+    ("max_tokens", 10**30),
+    ("min_tokens", 10**6),
+    ("logprobs", 10**9),
+    ("logprobs", -1),
+    ("stop", ["x"] * 10**5),
+    ("stop", [""]),
+    ("stop", [1]),
+    ("stop_token_ids", [5] * 10**5),
+    ("stop_token_ids", [257]),
+    ("logit_bias", {"1": 101}),
+    ("logit_bias", {"257": 1}),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", {str(i): 1 for i in range(10**5)}),
+    ("seed", 2**70),
+    ("seed", "x"),
+    ("ttft_ms", -1),
+    ("tpot_ms", NAN),
+    ("deadline_ms", 0),
+    ("slo_class", "nope"),
+    ("priority", 99),
+    ("cache_salt", "x" * 2000),
+    ("request_id", "x" * 300),
+    ("best_of", 3),
+    ("suffix", "x"),
+    ("unheard_of", 1),
+    ("stream_options", {}),
+    ("model", 5),
+    ("prompt", ""),
+    ("prompt", []),
+    ("prompt", [[]]),
+    ("prompt", {}),
+    ("prompt", None),
+    ("prompt", ["x"] * 1000),
+    ("prompt", [257]),
+    ("prompt", [-1]),
+    ("prompt", [1, 2**70]),
+    ("prompt", [1] * 4096),
+    ("prompt", "x" * 4096),
+    ("prompt", [1.5]),
+    ("prompt", ["x", [1]]),
+    ("prompt", "x" * 10**6),
 ]
 
 
@@ -201,17 +340,37 @@ def test_bad_values_are_refused_by_name_and_nothing_is_computed(http):
         body = {"prompt": "x", field: value}
         answer = post(client, "/v1/completions", json.dumps(body))
         error = answer.json()["error"]
-        assert answer.status_code == 400 and error["type"] == "invalid_request_error", (field, str(value)[:50], error)
+        assert answer.status_code == 400 and error["type"] == "invalid_request_error", (
+            field,
+            str(value)[:50],
+            error,
+        )
         named = error["param"] or ""
-        assert field in named or named in ("prompt_ids", "slo.class_name"), (field, str(value)[:50], error)
+        assert field in named or named in ("prompt_ids", "slo.class_name"), (
+            field,
+            str(value)[:50],
+            error,
+        )
     assert client.served.engine.prefill_steps == 0 and not client.served.server.server.front.streams
 
 
 CHAT_BAD = [
-    ("messages", []), ("messages", "x"), ("messages", [1]), ("messages", None), ("messages", [{"role": "user"}] * 10_001),
-    ("tools", [{}]), ("tools", TOOLS * 2), ("tools", TOOLS * 1000), ("tool_choice", "required"), ("tool_choice", "x"),
-    ("tool_choice", {"type": "function", "function": {"name": "nope"}}), ("top_logprobs", 3), ("chat_template", "{{ 1 }}"),
-    ("functions", []), ("modalities", ["audio"]), ("logprobs", 5),
+    ("messages", []),
+    ("messages", "x"),
+    ("messages", [1]),
+    ("messages", None),
+    ("messages", [{"role": "user"}] * 10_001),
+    ("tools", [{}]),
+    ("tools", TOOLS * 2),
+    ("tools", TOOLS * 1000),
+    ("tool_choice", "required"),
+    ("tool_choice", "x"),
+    ("tool_choice", {"type": "function", "function": {"name": "nope"}}),
+    ("top_logprobs", 3),
+    ("chat_template", "{{ 1 }}"),
+    ("functions", []),
+    ("modalities", ["audio"]),
+    ("logprobs", 5),
 ]
 
 
@@ -221,8 +380,20 @@ def test_bad_chats_are_refused_by_name(http, field, value):
     assert answer.status_code == 400 and field in answer.json()["error"]["param"]
 
 
-@pytest.mark.parametrize("body", [
-    b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": "x', b"[" * 100_000, b'{"a":' * 50_000, b"\x80\x04K\x01."])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"prompt": "x',
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+        b"\x80\x04K\x01.",
+    ],
+)
 def test_what_is_no_json_object_is_refused(http, body):
     answer = post(http(), "/v1/completions", body)
     assert answer.status_code == 400 and answer.json()["error"]["message"]
@@ -230,14 +401,26 @@ def test_what_is_no_json_object_is_refused(http, body):
 
 def test_other_routes_and_methods_and_models_are_told(http):
     client = http()
-    assert client.get("/nope").status_code == 404 and client.get("/nope").json()["error"]["code"] == "not_found"
-    assert client.get("/v1/completions").status_code == 405 and client.get("/v1/completions").headers["allow"] == "POST"
+    assert (
+        client.get("/nope").status_code == 404
+        and client.get("/nope").json()["error"]["code"] == "not_found"
+    )
+    assert (
+        client.get("/v1/completions").status_code == 405
+        and client.get("/v1/completions").headers["allow"] == "POST"
+    )
     for name in ("other", "../../etc/passwd", "x\n" * 10, "file:///etc/passwd"):
         answer = post(client, "/v1/completions", {"prompt": "x", "model": name})
         assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
-    assert client.get("/v1/models").json()["data"][0]["id"] == client.served.engine.config.source.model
+    assert (
+        client.get("/v1/models").json()["data"][0]["id"] == client.served.engine.config.source.model
+    )
     assert client.get("/v1/models/nope").status_code == 404
-    for kind in ({"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}, {}):
+    for kind in (
+        {"content-type": "text/plain"},
+        {"content-type": "application/x-www-form-urlencoded"},
+        {},
+    ):
         answer = client.post("/v1/completions", content='{"prompt": "x"}', headers=kind)
         assert (answer.status_code, answer.json()["error"]["param"]) == (415, "content-type")
 
@@ -245,21 +428,36 @@ def test_other_routes_and_methods_and_models_are_told(http):
 def test_a_full_queue_is_429_with_when_to_come_again(http):
     engine = FakeEngine(max_queue=0)
     answer = post(http(engine), "/v1/completions", {"prompt": "x"})
-    assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1 and answer.headers["jaxserve-reject-reason"] == "queue"
+    assert (
+        answer.status_code == 429
+        and int(answer.headers["retry-after"]) >= 1
+        and answer.headers["jaxserve-reject-reason"] == "queue"
+    )
     assert engine.prefill_steps == 0
 
 
 @pytest.mark.parametrize("id", ["\u0100", "a\r\nset-cookie: x=1", "\0", "%41", "\U0001f600" * 50])
 def test_an_id_of_any_characters_comes_back_in_a_header_that_it_cannot_leave(http, id):
     answer = post(http(), "/v1/completions", {"prompt": "x", "request_id": id})
-    assert answer.status_code == 200 and answer.json()["id"] == id and "set-cookie" not in answer.headers
+    assert (
+        answer.status_code == 200
+        and answer.json()["id"] == id
+        and "set-cookie" not in answer.headers
+    )
     assert urllib.parse.unquote(answer.headers["x-request-id"])[:50] == id[:50]
 
 
 def test_an_id_in_use_is_409(http):
     client = http(FakeEngine(step_seconds=0.01))
-    with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True, "max_tokens": 1000}, headers={"x-request-id": "r"}):
-        answer = httpx.post(f"{client.base_url}/v1/completions", json={"prompt": "x", "request_id": "r"})
+    with client.stream(
+        "POST",
+        "/v1/completions",
+        json={"prompt": "x", "stream": True, "max_tokens": 1000},
+        headers={"x-request-id": "r"},
+    ):
+        answer = httpx.post(
+            f"{client.base_url}/v1/completions", json={"prompt": "x", "request_id": "r"}
+        )
         assert answer.status_code == 409
 
 
@@ -275,7 +473,9 @@ def test_a_deadline_is_504_and_in_a_stream_an_error_event(http):
 def test_an_engine_that_dies_is_an_error_event_and_then_503(http):
     engine = FakeEngine(step_seconds=0.01)
     client = http(engine)
-    with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True, "max_tokens": 1000}) as answer:
+    with client.stream(
+        "POST", "/v1/completions", json={"prompt": "x", "stream": True, "max_tokens": 1000}
+    ) as answer:
         lines = answer.iter_lines()
         next(lines)
         engine.die()
@@ -289,7 +489,11 @@ def test_an_engine_that_dies_is_an_error_event_and_then_503(http):
 def test_a_step_that_hangs_ends_streams_and_health_until_it_is_over(http):
     engine = FakeEngine(step_seconds=0.01)
     client = http(engine)
-    with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True, "max_tokens": 4000, "ignore_eos": True}) as answer:
+    with client.stream(
+        "POST",
+        "/v1/completions",
+        json={"prompt": "x", "stream": True, "max_tokens": 4000, "ignore_eos": True},
+    ) as answer:
         lines = answer.iter_lines()
         next(lines)
         engine.overdue = 5.0
@@ -301,23 +505,36 @@ def test_a_step_that_hangs_ends_streams_and_health_until_it_is_over(http):
     assert not client.served.client.healthy()
     engine.overdue = None
     eventually(lambda: client.get("/health").status_code == 200)
-    assert post(client, "/v1/completions", {"prompt": "x"}).status_code == 200 and client.served.client.healthy()
+    assert (
+        post(client, "/v1/completions", {"prompt": "x"}).status_code == 200
+        and client.served.client.healthy()
+    )
 
 
 def test_a_fault_of_ours_tells_nothing_of_itself(http, caplog):
     engine = FakeEngine()
     engine.fault = ZeroDivisionError("secret detail")
     answer = post(http(engine), "/v1/completions", {"prompt": "x"})
-    assert answer.status_code == 500 and "secret" not in answer.text and answer.json()["error"]["type"] == "server_error"
+    assert (
+        answer.status_code == 500
+        and "secret" not in answer.text
+        and answer.json()["error"]["type"] == "server_error"
+    )
     eventually(lambda: "secret detail" in caplog.text)
 
 
 def test_tokens_there_and_back(http):
     client = http()
     answer = post(client, "/tokenize", {"prompt": "h\u00e9", "return_token_strs": True}).json()
-    assert answer["tokens"] == list("h\u00e9".encode()) and answer["count"] == 3 and answer["max_model_len"] == 4096
+    assert (
+        answer["tokens"] == list("h\u00e9".encode())
+        and answer["count"] == 3
+        and answer["max_model_len"] == 4096
+    )
     assert post(client, "/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "h\u00e9"}
-    assert post(client, "/tokenize", {"messages": CHAT["messages"]}).json()["tokens"] == list(b"<user>hi")
+    assert post(client, "/tokenize", {"messages": CHAT["messages"]}).json()["tokens"] == list(
+        b"<user>hi"
+    )
     for body in ({}, {"prompt": "x", "messages": []}):
         assert post(client, "/tokenize", body).status_code == 400
     for tokens in ([257], [-1], "x", [1.5], [True], None, [2**70]):
@@ -345,7 +562,9 @@ def test_an_engine_that_hangs_is_alive_but_not_ready(http, monkeypatch):
 
 def test_a_model_without_tokenizer_takes_ids_and_gives_their_names(http):
     client = http(tokenizer=None)
-    (choice,) = post(client, "/v1/completions", {"prompt": [104, 105], "max_tokens": 2, "logprobs": 0}).json()["choices"]
+    (choice,) = post(
+        client, "/v1/completions", {"prompt": [104, 105], "max_tokens": 2, "logprobs": 0}
+    ).json()["choices"]
     assert choice["logprobs"]["tokens"] == [f"token_id:{id}" for id in expected(b"hi", 2)]
     for body in ({"prompt": "hi"}, {"prompt": [1], "stop": "x"}):
         assert post(client, "/v1/completions", body).status_code == 400
@@ -355,80 +574,153 @@ def test_a_model_without_tokenizer_takes_ids_and_gives_their_names(http):
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
-@pytest.mark.parametrize("field,value,kind", [
-    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, "json_schema"),
-    ("response_format", {"type": "json_object"}, "json_object"), ("structured_outputs", {"regex": "a+"}, "regex"),
-    ("structured_outputs", {"choice": ["a", "b"]}, "choice"), ("structured_outputs", {"grammar": 'start: "a"'}, "grammar"),
-    ("structured_outputs", {"json": SCHEMA}, "json_schema"), ("response_format", {"type": "text"}, None),
-])
+@pytest.mark.parametrize(
+    "field,value,kind",
+    [
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+            "json_schema",
+        ),
+        ("response_format", {"type": "json_object"}, "json_object"),
+        ("structured_outputs", {"regex": "a+"}, "regex"),
+        ("structured_outputs", {"choice": ["a", "b"]}, "choice"),
+        ("structured_outputs", {"grammar": 'start: "a"'}, "grammar"),
+        ("structured_outputs", {"json": SCHEMA}, "json_schema"),
+        ("response_format", {"type": "text"}, None),
+    ],
+)
 def test_what_outputs_must_look_like_reaches_the_engine(http, monkeypatch, field, value, kind):
-    client, seen = http(), []
+    client = http()
+    seen = []
     guides = client.served.server.server.front.guides
     submit = guides.submit
-    monkeypatch.setattr(guides, "submit", lambda spec, name: (seen.append((spec.kind, name)), submit(spec, name))[1])
+    monkeypatch.setattr(
+        guides, "submit", lambda spec, name: (seen.append((spec.kind, name)), submit(spec, name))[1]
+    )
     for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", CHAT)):
         assert post(client, path, {**body, field: value}).status_code == 200
-    assert len(seen) == (0 if kind is None else 2) and all(found == kind and name.startswith(field) for found, name in seen)
+    assert len(seen) == (0 if kind is None else 2) and all(
+        found == kind and name.startswith(field) for found, name in seen
+    )
 
 
 DEEP = json.loads('{"items":' * 100 + "{}" + "}" * 100)
 
 
-@pytest.mark.parametrize("field,value", [
-    ("response_format", {"type": "json_schema"}), ("response_format", {"type": "xml"}), ("response_format", 5),
-    ("response_format", {"type": "json_object", "json_schema": {"name": "x", "schema": SCHEMA}}),
-    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": DEEP}}),
-    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["x" * 99] * 10_000}}}),
-    ("structured_outputs", {"regex": "(("}), ("structured_outputs", {"regex": "((a{1000}){1000}){1000}"}),
-    ("structured_outputs", {"choice": []}),
-    ("structured_outputs", {"grammar": "start: nothing"}), ("structured_outputs", {"regex": "a", "choice": ["b"]}),
-    ("structured_outputs", {"json": "not a schema"}),
-])
+@pytest.mark.parametrize(
+    "field,value",
+    [
+        ("response_format", {"type": "json_schema"}),
+        ("response_format", {"type": "xml"}),
+        ("response_format", 5),
+        (
+            "response_format",
+            {"type": "json_object", "json_schema": {"name": "x", "schema": SCHEMA}},
+        ),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": DEEP}}),
+        (
+            "response_format",
+            {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"enum": ["x" * 99] * 10_000}},
+            },
+        ),
+        ("structured_outputs", {"regex": "(("}),
+        ("structured_outputs", {"regex": "((a{1000}){1000}){1000}"}),
+        ("structured_outputs", {"choice": []}),
+        ("structured_outputs", {"grammar": "start: nothing"}),
+        ("structured_outputs", {"regex": "a", "choice": ["b"]}),
+        ("structured_outputs", {"json": "not a schema"}),
+    ],
+)
 def test_what_cannot_be_obeyed_is_refused_by_name_and_in_time(http, field, value):
     client = http()
     began = time.monotonic()
     answer = post(client, "/v1/completions", {"prompt": "x", field: value})
-    assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(field), answer.text
+    assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(field), (
+        answer.text
+    )
     assert time.monotonic() - began < 3 and client.served.engine.prefill_steps == 0
     assert post(client, "/v1/completions", {"prompt": "x"}).status_code == 200
 
 
 def test_a_forced_call_is_the_only_output_there_can_be(http, monkeypatch):
-    client, seen = http(FakeEngine(script=[*b'{"name": "add", "arguments": {"a": 1}}', EOS])), []
+    client = http(FakeEngine(script=[*b'{"name": "add", "arguments": {"a": 1}}', EOS]))
+    seen = []
     guides = client.served.server.server.front.guides
     submit = guides.submit
-    monkeypatch.setattr(guides, "submit", lambda spec, name: (seen.append(json.loads(spec.text)), submit(spec, name))[1])
+    monkeypatch.setattr(
+        guides,
+        "submit",
+        lambda spec, name: (seen.append(json.loads(spec.text)), submit(spec, name))[1],
+    )
     for choice in ("required", {"type": "function", "function": {"name": "add"}}):
-        (found,) = post(client, "/v1/chat/completions", {**CHAT, "max_tokens": 99, "tools": TOOLS, "tool_choice": choice}).json()["choices"]
-        assert [call["function"] for call in found["message"]["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}]
+        (found,) = post(
+            client,
+            "/v1/chat/completions",
+            {**CHAT, "max_tokens": 99, "tools": TOOLS, "tool_choice": choice},
+        ).json()["choices"]
+        assert [call["function"] for call in found["message"]["tool_calls"]] == [
+            {"name": "add", "arguments": '{"a": 1}'}
+        ]
         assert found["message"]["content"] is None and found["finish_reason"] == "tool_calls"
     assert seen[0]["properties"]["name"] == {"const": "add"} and len(seen) == 2
-    body = {**CHAT, "tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}
+    body = {
+        **CHAT,
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "response_format": {"type": "json_object"},
+    }
     assert post(client, "/v1/chat/completions", body).status_code == 400
 
 
-@pytest.mark.parametrize("field,value", [("messages", [1] * 300_000), ("messages", [{"role": "user", "content": [{}] * 100_000}]),
-                                         ("tools", [{}] * 300_000), ("metadata", {str(i): 1 for i in range(50_000)})])
+@pytest.mark.parametrize(
+    "field,value",
+    [
+        ("messages", [1] * 300_000),
+        ("messages", [{"role": "user", "content": [{}] * 100_000}]),
+        ("tools", [{}] * 300_000),
+        ("metadata", {str(i): 1 for i in range(50_000)}),
+    ],
+)
 def test_a_small_body_of_many_values_is_refused_without_work(http, field, value):
     client = http()
     began = time.monotonic()
     answer = post(client, "/v1/chat/completions", {**CHAT, field: value})
-    assert answer.status_code == 400 and field in answer.json()["error"]["param"] and time.monotonic() - began < 2
+    assert (
+        answer.status_code == 400
+        and field in answer.json()["error"]["param"]
+        and time.monotonic() - began < 2
+    )
 
 
 def test_texts_of_tools_and_of_calls_count_as_part_of_the_prompt(http):
     client = http()
     tool = {"type": "function", "function": {"name": "f", "description": "x " * 400_000}}
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "x " * 400_000})}}
-    for body in ({**CHAT, "tools": [tool]}, {**CHAT, "messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}):
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "f", "arguments": json.dumps({"a": "x " * 400_000})},
+    }
+    for body in (
+        {**CHAT, "tools": [tool]},
+        {**CHAT, "messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]},
+    ):
         answer = post(client, "/v1/chat/completions", body)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
 
 
-@pytest.mark.parametrize("body", [
-    {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$defs": 5}}}], "tool_choice": "required"},
-    {"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]},
-])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"$defs": 5}}}],
+            "tool_choice": "required",
+        },
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]},
+    ],
+)
 def test_what_looks_like_tools_but_is_not_is_no_fault_of_ours(http, body):
     assert post(http(), "/v1/chat/completions", {**CHAT, **body}).status_code in (200, 400)
 
@@ -439,22 +731,36 @@ def test_offsets_are_those_of_tokens_though_their_text_is_held_back(http):
     whole = post(client, "/v1/completions", body).json()["choices"][0]["logprobs"]["text_offset"]
     chunks, _ = events(client, "/v1/completions", body)
     logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    assert [at for found in logprobs if found for at in found["text_offset"]] == whole == list(range(7))
+    assert (
+        [at for found in logprobs if found for at in found["text_offset"]]
+        == whole
+        == list(range(7))
+    )
 
 
-@pytest.mark.parametrize("path, prompt", [("/v1/completions", {"prompt": "x"}),
-                                          ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})])
+@pytest.mark.parametrize(
+    "path, prompt",
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
 def test_tokens_without_text_are_told_when_they_come(http, path, prompt):
     client = http(FakeEngine(script=[EOS] * 8, step_seconds=0.1))
     chunks, _ = events(client, path, {**prompt, "max_tokens": 8, "ignore_eos": True})
-    assert len(chunks) > 5                               # special tokens, which have none
+    assert len(chunks) > 5  # special tokens, which have none
 
 
 def test_before_there_is_an_engine_nobody_is_told_of_a_fault_of_ours():
     go = threading.Event()
-    with Background(ServerConfig(port=0, http_port=0), lambda: (go.wait(30), FakeEngine(), FakeTokenizer())[1:]) as server:
+    with Background(
+        ServerConfig(port=0, http_port=0), lambda: (go.wait(30), FakeEngine(), FakeTokenizer())[1:]
+    ) as server:
         try:
-            for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": [{"role": "user", "content": "x"}]})):
+            for path, body in (
+                ("completions", {"prompt": "x"}),
+                ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+            ):
                 answer = httpx.post(f"{server.url}/v1/{path}", json=body)
                 assert answer.status_code == 503 and "retry-after" in answer.headers, answer.text
         finally:
@@ -463,7 +769,23 @@ def test_before_there_is_an_engine_nobody_is_told_of_a_fault_of_ours():
 
 def test_null_is_as_if_a_field_were_absent(http):
     client = http()
-    for name in ("echo", "n", "stop", "logprobs", "stream", "stream_options", "bypass_prefix_cache", "best_of", "suffix", "seed", "user"):
+    for name in (
+        "echo",
+        "n",
+        "stop",
+        "logprobs",
+        "stream",
+        "stream_options",
+        "bypass_prefix_cache",
+        "best_of",
+        "suffix",
+        "seed",
+        "user",
+    ):
         assert post(client, "/v1/completions", {"prompt": "x", name: None}).status_code == 200, name
-    streamed = post(client, "/v1/completions", {"prompt": "x", "stream": True, "stream_options": {"include_usage": None}})
+    streamed = post(
+        client,
+        "/v1/completions",
+        {"prompt": "x", "stream": True, "stream_options": {"include_usage": None}},
+    )
     assert streamed.status_code == 200 and "usage" not in streamed.text

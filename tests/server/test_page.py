@@ -43,10 +43,12 @@ def get(url: str) -> tuple[int, str, dict[str, str]]:
 
 
 class Viewed:
-    """What the page needs of an engine, around a replica without devices. asked: the steps from which on it was asked."""
+    """What the page needs of an engine, around a replica without devices. asked: the steps from
+    which on it was asked."""
 
     def __init__(self, replica: Recorded):
-        self.replica, self.asked = replica, []
+        self.replica = replica
+        self.asked = []
 
     def view(self, since: int = 0) -> dict:
         self.asked.append(since)
@@ -82,7 +84,11 @@ def test_the_pages_files_may_load_nothing_from_elsewhere(plain):
         if name == "index.html":
             continue
         status, body, headers = get(f"{plain.url}page/{name}")
-        assert status == 200 and body and headers["content-security-policy"].startswith("default-src 'self'"), name
+        assert (
+            status == 200
+            and body
+            and headers["content-security-policy"].startswith("default-src 'self'")
+        ), name
         assert headers["x-content-type-options"] == "nosniff"
         assert "http" not in body.replace("http://www.w3.org/2000/svg", ""), name
         assert "innerHTML" not in body and " style=" not in body and " onclick" not in body, name
@@ -92,7 +98,16 @@ def test_the_root_leads_to_the_page(plain):
     assert get(plain.url)[1] == get(f"{plain.url}page/")[1]
 
 
-@pytest.mark.parametrize("path", ["page/__init__.py", "page/..%2f__init__.py", "page/../../setup.py", "page//etc/passwd", "page/x"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "page/__init__.py",
+        "page/..%2f__init__.py",
+        "page/../../setup.py",
+        "page//etc/passwd",
+        "page/x",
+    ],
+)
 def test_no_other_file_is_served(plain, path):
     assert get(plain.url + path)[0] == 404
 
@@ -123,7 +138,9 @@ def test_before_there_is_an_engine_the_state_is_told():
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
     if chromium() is None:
-        pytest.skip("chromium and chromedriver are not installed: apt-get install chromium chromium-driver")
+        pytest.skip(
+            "chromium and chromedriver are not installed: apt-get install chromium chromium-driver"
+        )
     with browser(tmp_path_factory.mktemp("chromium")) as driver:
         yield driver
 
@@ -148,9 +165,20 @@ def generate(engine, id: str, prompt: int, tokens: int, **slo) -> threading.Even
     """Set once the request has ended."""
     done = threading.Event()
     sampling = SamplingParams.make(temperature=0, max_tokens=tokens, ignore_eos=True)
-    request = Request.make(id, np.arange(prompt) % 90, sampling, vocab=engine.model.vocab, max_len=engine.max_len,
-                           arrival=engine.clock.now(), slo=Slo(**slo), bypass_prefix_cache=True)
-    engine.submit(request, lambda events: done.set() if any(isinstance(event, Finished) for event in events) else None)
+    request = Request.make(
+        id,
+        np.arange(prompt) % 90,
+        sampling,
+        vocab=engine.model.vocab,
+        max_len=engine.max_len,
+        arrival=engine.clock.now(),
+        slo=Slo(**slo),
+        bypass_prefix_cache=True,
+    )
+    engine.submit(
+        request,
+        lambda events: done.set() if any(isinstance(event, Finished) for event in events) else None,
+    )
     return done
 
 
@@ -159,7 +187,7 @@ class Screen:
 
     def __init__(self, driver, url: str):
         self.driver = driver
-        driver.get_log("browser")                       # what there was before
+        driver.get_log("browser")  # what there was before
         driver.get(url)
 
     def all(self, selector: str) -> list:
@@ -170,10 +198,15 @@ class Screen:
 
     def text(self, selector: str) -> str:
         """Of hidden elements too."""
-        return self.driver.execute_script("return document.querySelector(arguments[0]).textContent", selector)
+        return self.driver.execute_script(
+            "return document.querySelector(arguments[0]).textContent", selector
+        )
 
     def texts(self, selector: str) -> list[str]:
-        return self.driver.execute_script("return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)", selector)
+        return self.driver.execute_script(
+            "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)",
+            selector,
+        )
 
     def until(self, done, what: str):
         ends = time.monotonic() + WAIT
@@ -184,19 +217,27 @@ class Screen:
 
     def ended(self, id: str) -> bool:
         """Whether the table says so."""
-        return (id, "length") in zip(self.texts("#rows button"), self.texts("#rows td:nth-child(3)"))
+        return (id, "length") in zip(
+            self.texts("#rows button"), self.texts("#rows td:nth-child(3)")
+        )
 
     def choose(self, id: str) -> None:
         self.until(lambda: self.ended(id), f"{id} is in the table and has ended")
         self.driver.execute_script(
-            "[...document.querySelectorAll('#rows button')].find((one) => one.textContent === arguments[0]).click()", id)
+            "[...document.querySelectorAll('#rows button')].find((one) => one.textContent === arguments[0]).click()",
+            id,
+        )
 
     def coloured(self) -> tuple[int, list[int] | None]:
         """Pixels of the timeline in the colour of a request, and one of them."""
         return self.driver.execute_script(COLOURED)
 
     def faults(self) -> list[str]:
-        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
+        return [
+            entry["message"]
+            for entry in self.driver.get_log("browser")
+            if entry["level"] == "SEVERE"
+        ]
 
 
 def test_a_request_is_seen_in_the_timeline_and_the_table_and_in_detail(driver, engine, served):
@@ -207,12 +248,27 @@ def test_a_request_is_seen_in_the_timeline_and_the_table_and_in_detail(driver, e
     page.choose("first")
     page.until(lambda: page.coloured()[0] > 100, "its chunks are in the timeline")
     facts = dict(zip(page.texts("#facts dt"), page.texts("#facts dd")))
-    assert facts["prefilled"] == "150 of 150" and facts["generated"] == "20" and facts["state"] == "length"
-    assert page.one("#facts dd.good").text and page.one("#facts dd.bad").text             # in time to the first token, late after it
-    chunks = [tuple(row.find_element("css selector", f"td:nth-child({n})").text for n in (1, 2)) for row in page.all("#chunks tr")]
-    assert sorted(chunks[-3:]) == [("prefill", "0–63"), ("prefill", "128–149"), ("prefill", "64–127")]
+    assert (
+        facts["prefilled"] == "150 of 150"
+        and facts["generated"] == "20"
+        and facts["state"] == "length"
+    )
+    # in time to the first token, late after it
+    assert page.one("#facts dd.good").text and page.one("#facts dd.bad").text
+    chunks = [
+        tuple(row.find_element("css selector", f"td:nth-child({n})").text for n in (1, 2))
+        for row in page.all("#chunks tr")
+    ]
+    assert sorted(chunks[-3:]) == [
+        ("prefill", "0–63"),
+        ("prefill", "128–149"),
+        ("prefill", "64–127"),
+    ]
     assert chunks[0] == ("decode × 19", "150–168")
-    assert page.text("#ttft-note") == "first token: 1 of 1 in time" and page.text("#tpot-note") == "per token: 0 of 1 in time"
+    assert (
+        page.text("#ttft-note") == "first token: 1 of 1 in time"
+        and page.text("#tpot-note") == "per token: 0 of 1 in time"
+    )
     assert page.faults() == []
 
 
@@ -222,16 +278,24 @@ def test_a_chunk_tells_of_itself_under_the_pointer(driver, engine, served):
     page = Screen(driver, served.url)
     assert generate(engine, "pointed-at", 400, 3).wait(120)
     page.one("#pause").click()
-    page.driver.execute_script("document.getElementById('pause').click()")                # to and fro: asks at once
+    # to and fro: asks at once
+    page.driver.execute_script("document.getElementById('pause').click()")
     page.choose("pointed-at")
-    _, place = page.until(lambda: (found := page.coloured())[0] > 20 and found, "its chunks are in the timeline")
+    _, place = page.until(
+        lambda: (found := page.coloured())[0] > 20 and found, "its chunks are in the timeline"
+    )
     page.one("#pause").click()
     _, place = page.coloured()
     canvas = page.one("#timeline")
     ActionChains(driver).move_to_element_with_offset(
-        canvas, place[0] - canvas.size["width"] // 2, place[1] - canvas.size["height"] // 2).perform()
-    said = page.until(lambda: page.one("#tip").is_displayed() and page.text("#tip"), "the chunk tells of itself")
-    assert said.startswith("pointed-at") and "predicted" in said and "took" in said and "stage" in said
+        canvas, place[0] - canvas.size["width"] // 2, place[1] - canvas.size["height"] // 2
+    ).perform()
+    said = page.until(
+        lambda: page.one("#tip").is_displayed() and page.text("#tip"), "the chunk tells of itself"
+    )
+    assert (
+        said.startswith("pointed-at") and "predicted" in said and "took" in said and "stage" in said
+    )
 
 
 def test_the_page_can_be_used_from_the_keyboard(driver, engine, served):
@@ -241,7 +305,10 @@ def test_the_page_can_be_used_from_the_keyboard(driver, engine, served):
     assert generate(engine, "typed", 100, 3).wait(120)
     page.until(lambda: page.ended("typed"), "it is in the table")
     page.one("#pause").send_keys(Keys.SPACE)
-    assert page.text("#state") == "paused" and page.one("#pause").get_attribute("aria-pressed") == "true"
+    assert (
+        page.text("#state") == "paused"
+        and page.one("#pause").get_attribute("aria-pressed") == "true"
+    )
     page.one("#timeline").send_keys(Keys.ARROW_RIGHT)
     assert page.text("#tip").startswith("typed")
     page.one("#timeline").send_keys(Keys.ARROW_LEFT, Keys.ARROW_LEFT, Keys.ENTER)
@@ -251,7 +318,10 @@ def test_the_page_can_be_used_from_the_keyboard(driver, engine, served):
     page.one("#pause").send_keys(Keys.ENTER)
     page.until(lambda: page.text("#state") == "live", "it goes on")
     page.one("#rows button").send_keys(Keys.ENTER)
-    assert page.text("#detail-title") == page.text("#rows button") and page.one("#detail-body").is_displayed()
+    assert (
+        page.text("#detail-title") == page.text("#rows button")
+        and page.one("#detail-body").is_displayed()
+    )
 
 
 def test_an_id_with_markup_is_text(driver, engine, served):
@@ -260,7 +330,7 @@ def test_an_id_with_markup_is_text(driver, engine, served):
     assert generate(engine, id, 30, 4).wait(120)
     page.choose(id)
     page.until(lambda: page.text("#detail-title") == id, "it is the title of the detail")
-    page.one("#timeline").send_keys("\ue014")                                             # the right arrow: the newest chunk
+    page.one("#timeline").send_keys("\ue014")  # the right arrow: the newest chunk
     page.until(lambda: page.text("#tip").startswith(id), "it is what the chunk tells")
     assert not page.all("img") and len(page.all("script")) == 1 and driver.title == "jaxserve"
     assert page.faults() == []
@@ -273,12 +343,20 @@ def test_a_crowd_is_shown_in_part_and_quickly(driver):
         assert page.text("#running") == "256"
         rows = page.texts("#rows button")
         assert len(rows) == 100 and rows[0].startswith("runs-")
-        assert page.text("#requests-note") == "100 of 384; filter to find others; 3,968 more on the server"
-        assert page.text("#queue-note").startswith("4,096 in line") and "not drawn" in page.text("#queue-note")
+        assert (
+            page.text("#requests-note")
+            == "100 of 384; filter to find others; 3,968 more on the server"
+        )
+        assert page.text("#queue-note").startswith("4,096 in line") and "not drawn" in page.text(
+            "#queue-note"
+        )
         page.one("#filter").send_keys("runs-200")
         assert page.texts("#rows button") == ["runs-200"]
         page.one("#filter").clear()
-        drawn = page.until(lambda: driver.execute_script("return Number(document.body.dataset.drawn)"), "it tells how long it drew")
+        drawn = page.until(
+            lambda: driver.execute_script("return Number(document.body.dataset.drawn)"),
+            "it tells how long it drew",
+        )
         times = []
         for _ in range(15):
             driver.execute_script("window.dispatchEvent(new Event('resize'))")
@@ -299,7 +377,7 @@ def test_only_what_is_new_is_asked_for_and_nothing_while_paused(driver):
         replica.run(3)
         page.until(lambda: engine.asked[-1] == 303, "it asks for what is new")
         page.one("#pause").click()
-        time.sleep(0.2)                                  # what was under way
+        time.sleep(0.2)  # what was under way
         asked = len(engine.asked)
         time.sleep(1.2)
         assert len(engine.asked) == asked
@@ -308,20 +386,28 @@ def test_only_what_is_new_is_asked_for_and_nothing_while_paused(driver):
 
 
 def test_a_server_that_starts_anew_is_shown_from_its_start(driver):
-    before, after = Recorded(), Recorded()
+    before = Recorded()
+    after = Recorded()
     before.submit("before", 20, tokens=40)
     before.run()
     with Served(Viewed(before)) as served:
         page = Screen(driver, served.url)
         page.choose("before")
-        served.front.engine, served.front.state = None, "starting"
-        page.until(lambda: "starting" in page.text("#banner") and page.one("#banner").is_displayed(), "it says that it is not ready")
+        served.front.engine = None
+        served.front.state = "starting"
+        page.until(
+            lambda: "starting" in page.text("#banner") and page.one("#banner").is_displayed(),
+            "it says that it is not ready",
+        )
         after.journal.born = 17.0
         after.now = 18.0
         after.submit("after", 20, tokens=3)
         after.run()
-        served.front.engine, served.front.state = Viewed(after), "serving"
-        page.until(lambda: page.texts("#rows button") == ["after"], "the new one is shown, and no other")
+        served.front.engine = Viewed(after)
+        served.front.state = "serving"
+        page.until(
+            lambda: page.texts("#rows button") == ["after"], "the new one is shown, and no other"
+        )
         assert not page.one("#banner").is_displayed() and page.text("#state") == "live"
 
 
@@ -333,14 +419,22 @@ def test_a_server_that_is_gone_or_broken_is_said_to_be(driver):
     with Served(engine) as served:
         page = Screen(driver, served.url)
         page.until(lambda: page.text("#state") == "live", "it is live")
-        served.front.engine = SimpleNamespace(view=lambda since: {**engine.view(since), "alive": False})
-        page.until(lambda: page.text("#state") == "broken" and "has stopped" in page.text("#banner"), "the engine is said to be broken")
+        served.front.engine = SimpleNamespace(
+            view=lambda since: {**engine.view(since), "alive": False}
+        )
+        page.until(
+            lambda: page.text("#state") == "broken" and "has stopped" in page.text("#banner"),
+            "the engine is said to be broken",
+        )
         served.front.engine = engine
         page.until(lambda: page.text("#state") == "live", "it is live again")
         served.stop()
         page.until(lambda: page.text("#state") == "server gone", "the server is said to be gone")
-        assert "does not answer. It was last heard" in page.text("#banner") and page.one("#banner").is_displayed()
-        assert page.texts("#rows button") == ["r"]                    # what was known is still there
+        assert (
+            "does not answer. It was last heard" in page.text("#banner")
+            and page.one("#banner").is_displayed()
+        )
+        assert page.texts("#rows button") == ["r"]  # what was known is still there
 
 
 def test_it_can_be_read_in_the_dark(driver):
@@ -350,10 +444,16 @@ def test_it_can_be_read_in_the_dark(driver):
     colours = []
     with Served(Viewed(replica)) as served:
         for scheme in ("light", "dark"):
-            driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+            driver.execute_cdp_cmd(
+                "Emulation.setEmulatedMedia",
+                {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
+            )
             Screen(driver, served.url)
-            colours.append(driver.execute_script(
-                "const own = getComputedStyle(document.body); return [own.backgroundColor, own.color].map((c) => c.match(/\\d+/g)[0])"))
+            colours.append(
+                driver.execute_script(
+                    "const own = getComputedStyle(document.body); return [own.backgroundColor, own.color].map((c) => c.match(/\\d+/g)[0])"
+                )
+            )
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     (light, on_light), (dark, on_dark) = ((int(back), int(text)) for back, text in colours)
     assert light > on_light + 150 and on_dark > dark + 150
@@ -366,7 +466,7 @@ def test_nothing_is_asked_while_the_tab_is_hidden(driver):
         page.until(lambda: len(engine.asked) > 1, "it asks again")
         own = driver.current_window_handle
         driver.switch_to.new_window("tab")
-        time.sleep(0.3)                                  # what was under way
+        time.sleep(0.3)  # what was under way
         asked = len(engine.asked)
         time.sleep(1.2)
         assert len(engine.asked) == asked

@@ -23,7 +23,9 @@ def test_the_generated_code_is_up_to_date(tmp_path):
     include = pathlib.Path(protoc.__file__).parent / "_proto"
     assert protoc.main(["", f"-I{ROOT}", f"-I{include}", f"--python_out={tmp_path}", path]) == 0
     fresh, kept = (folder / path.replace(".proto", "_pb2.py") for folder in (tmp_path, ROOT))
-    assert described(fresh.read_text()) == described(kept.read_text()), "see the first lines of server/jaxserve.proto"
+    assert described(fresh.read_text()) == described(kept.read_text()), (
+        "see the first lines of server/jaxserve.proto"
+    )
 
 
 def test_the_stubs_know_every_method():
@@ -39,21 +41,47 @@ def test_the_wire_has_every_sampling_field_and_knows_which_are_set():
     assert all(f.has_presence or f.is_repeated for f in fields.values())
 
 
-@pytest.mark.parametrize("sampling", [
-    SamplingParams(),
-    SamplingParams.make(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=-3, n=2, stop=["a", "b"], stop_token_ids=[1, 2],
-                        logit_bias={3: -1.5}, logprobs=0, prompt_logprobs=2, ignore_eos=True, min_tokens=1, max_tokens=9,
-                        repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=-0.5),
-])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(),
+        SamplingParams.make(
+            temperature=0.7,
+            top_k=5,
+            top_p=0.9,
+            min_p=0.1,
+            seed=-3,
+            n=2,
+            stop=["a", "b"],
+            stop_token_ids=[1, 2],
+            logit_bias={3: -1.5},
+            logprobs=0,
+            prompt_logprobs=2,
+            ignore_eos=True,
+            min_tokens=1,
+            max_tokens=9,
+            repetition_penalty=1.1,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+        ),
+    ],
+)
 def test_sampling_survives_the_wire(sampling):
     sent = pb.SamplingParams.FromString(sampling_message(sampling).SerializeToString())
     assert sampling_of(sent) == sampling
 
 
-@pytest.mark.parametrize("guided", [
-    Guided("json_schema", "{}"), Guided("json_object"), Guided("regex", "a"), Guided("grammar", 'start: "a"'),
-    Guided("choice", choices=("a", "b")),
-], ids=lambda guided: guided.kind)
+@pytest.mark.parametrize(
+    "guided",
+    [
+        Guided("json_schema", "{}"),
+        Guided("json_object"),
+        Guided("regex", "a"),
+        Guided("grammar", 'start: "a"'),
+        Guided("choice", choices=("a", "b")),
+    ],
+    ids=lambda guided: guided.kind,
+)
 def test_guides_survive_the_wire(guided):
     assert guided_of(pb.Guided.FromString(guided_message(guided).SerializeToString())) == guided
 

@@ -30,7 +30,9 @@ def test_text_ids_and_chats_are_prompts(serve, prompt):
 
 
 def test_n_completions_with_logprobs(serve):
-    first, second = serve().client.complete("hi", SamplingParams.make(n=2, logprobs=1, prompt_logprobs=0, **GREEDY))
+    first, second = serve().client.complete(
+        "hi", SamplingParams.make(n=2, logprobs=1, prompt_logprobs=0, **GREEDY)
+    )
     assert (first.ids, second.ids) == (expected(b"hi", 5, 0), expected(b"hi", 5, 1))
     assert [p.top[0][0] for p in second.logprobs] == second.ids
     assert first.prompt_logprobs[0] is None and first.prompt_logprobs[1].chosen == -1.0
@@ -38,7 +40,9 @@ def test_n_completions_with_logprobs(serve):
 
 def test_a_stop_string_ends_the_text_and_the_engine(serve):
     served = serve(FakeEngine(step_seconds=0.002, script=b"some words END more words and so on"))
-    (completion,) = served.client.complete("hi", SamplingParams.make(stop="END", max_tokens=4000), request_id="r")
+    (completion,) = served.client.complete(
+        "hi", SamplingParams.make(stop="END", max_tokens=4000), request_id="r"
+    )
     assert completion.text == "some words " and completion.reason == "stop"
     assert bytes(completion.ids) == b"some words END" and completion.usage.completion == 14
     assert served.engine.stopped == [("r", 0)] and not served.engine.requests
@@ -72,26 +76,42 @@ def test_tokenize_and_detokenize(serve):
 
 def test_the_server_tells_about_itself(serve):
     client = serve().client
-    info, model = client.server_info(), client.model_info()
+    info = client.server_info()
+    model = client.model_info()
     assert (info.state, info.mesh.spp, info.details["devices"]) == ("serving", 1, "1")
-    assert (model.vocab, model.max_len, list(model.eos_ids), model.has_tokenizer) == (257, 4096, [EOS], True)
+    assert (model.vocab, model.max_len, list(model.eos_ids), model.has_tokenizer) == (
+        257,
+        4096,
+        [EOS],
+        True,
+    )
     assert client.load().pages_total == 10
 
 
 def test_the_server_tells_its_classes_and_a_request_keeps_its_own_with_its_objectives(serve):
-    engine, seen = FakeEngine(), []
+    engine = FakeEngine()
+    seen = []
     engine.config = make(EngineConfig, {"classes": "chat:ttft=0.5;batch:ttft=600"})
-    served, submit = serve(engine), engine.submit
+    served = serve(engine)
+    submit = engine.submit
     engine.submit = lambda request, sink: (seen.append(request.slo), submit(request, sink))
     assert list(served.client.server_info().classes) == ["chat", "batch"]
-    for slo in (pb.Slo(class_name="batch", ttft_ms=1500), pb.Slo(class_name="chat", tbt_ms=20), pb.Slo()):
+    for slo in (
+        pb.Slo(class_name="batch", ttft_ms=1500),
+        pb.Slo(class_name="chat", tbt_ms=20),
+        pb.Slo(),
+    ):
         served.client.complete("hi", SamplingParams.make(**GREEDY), slo=slo)
     assert seen == [Slo(1.5, None, "batch"), Slo(None, 0.02, "chat"), Slo()]
 
 
 def test_the_predicted_time_to_the_first_token_survives_the_wire():
     message = event_message("r", 7, Accepted(3, 1.25))
-    assert (message.accepted.request_id, message.accepted.prompt_tokens, message.accepted.predicted_ttft) == ("r", 7, 1.25)
+    assert (
+        message.accepted.request_id,
+        message.accepted.prompt_tokens,
+        message.accepted.predicted_ttft,
+    ) == ("r", 7, 1.25)
     assert output_of(message) == Accepted(3, 1.25)
 
 

@@ -1,4 +1,5 @@
-"""What waits on its way from the engine's thread to a caller while the event loop is busy, and what does not."""
+"""What waits on its way from the engine's thread to a caller while the event loop is busy, and what
+does not."""
 
 import asyncio
 
@@ -24,19 +25,29 @@ def busy(monkeypatch):
 
 def opened():
     request = Request("r", np.arange(3, dtype=np.int32), SamplingParams(max_tokens=4))
-    stream = Stream(request, Answer(request, (), NoText, [].append), Access(ServerConfig()).anonymous, 0.0, 1.0, lambda: None, [])
+    stream = Stream(
+        request,
+        Answer(request, (), NoText, [].append),
+        Access(ServerConfig()).anonymous,
+        0.0,
+        1.0,
+        lambda: None,
+        [],
+    )
     return Mailbox(asyncio.get_running_loop()), stream
 
 
 def seen(outputs):
-    return [id for output in outputs if isinstance(output, Delta) for id in output.ids], END in outputs
+    return [
+        id for output in outputs if isinstance(output, Delta) for id in output.ids
+    ], END in outputs
 
 
 def test_that_a_request_was_accepted_does_not_wait_for_a_busy_loop(busy):
     async def main():
         (mailbox, other), (_, stream) = opened(), opened()
         mailbox.put(other, [])
-        await asyncio.sleep(0.01)                       # the mailbox was emptied just now, and is to rest
+        await asyncio.sleep(0.01)  # the mailbox was emptied just now, and is to rest
         mailbox.put(stream, [Accepted(0)])
         await asyncio.wait_for(stream.entered(), 5)
 
@@ -49,7 +60,8 @@ def test_first_tokens_and_ends_do_not_wait_for_a_busy_loop(busy):
         mailbox.put(stream, [Token(0, 1)])
         await asyncio.sleep(0.01)
         assert seen(await stream.take()) == ([1], False)
-        mailbox.put(stream, [Token(0, 2)])              # the mailbox was never emptied before: nor does this one wait
+        # the mailbox was never emptied before: nor does this one wait
+        mailbox.put(stream, [Token(0, 2)])
         await asyncio.sleep(0.01)
         assert seen(await stream.take()) == ([2], False)
         waiting = asyncio.create_task(stream.take())

@@ -26,15 +26,33 @@ LONG = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
 @pytest.fixture
 def keyed(serve, tmp_path):
     """Starts a server with keys; gives it, and how to call it over HTTP as somebody."""
+
     def start(engine=None, **config):
         file = tmp_path / "keys.yaml"
-        file.write_text(KEYS.format(**{name: hashlib.sha256(f"{name}-key".encode()).hexdigest() for name in ("alice", "bob", "ops")}))
+        file.write_text(
+            KEYS.format(
+                **{
+                    name: hashlib.sha256(f"{name}-key".encode()).hexdigest()
+                    for name in ("alice", "bob", "ops")
+                }
+            )
+        )
         file.chmod(0o600)
         served = serve(engine, api_keys=str(file), admin_port=0, **config)
 
         def call(name, method, path, port="http", **rest):
-            headers = {"authorization": f"Bearer {name}-key", **rest.pop("headers", {})} if name else rest.pop("headers", {})
-            return httpx.request(method, f"http://127.0.0.1:{served.server.server.ports[port]}{path}", headers=headers, timeout=10, **rest)
+            headers = (
+                {"authorization": f"Bearer {name}-key", **rest.pop("headers", {})}
+                if name
+                else rest.pop("headers", {})
+            )
+            return httpx.request(
+                method,
+                f"http://127.0.0.1:{served.server.server.ports[port]}{path}",
+                headers=headers,
+                timeout=10,
+                **rest,
+            )
 
         return served, call
 
@@ -43,7 +61,11 @@ def keyed(serve, tmp_path):
 
 def routes(served, app):
     """Every route of a port, with a method of it, as its own schema tells."""
-    return [(method.upper(), path.replace("{name}", "x")) for path, methods in app.openapi()["paths"].items() for method in methods]
+    return [
+        (method.upper(), path.replace("{name}", "x"))
+        for path, methods in app.openapi()["paths"].items()
+        for method in methods
+    ]
 
 
 def test_every_route_but_health_asks_for_a_key(keyed):
@@ -52,7 +74,10 @@ def test_every_route_but_health_asks_for_a_key(keyed):
 
     served, call = keyed()
     front = served.server.server.front
-    for port, app, right, wrong in (("http", users(front, None), "alice", "ops"), ("admin", operators(front), "ops", "alice")):
+    for port, app, right, wrong in (
+        ("http", users(front, None), "alice", "ops"),
+        ("admin", operators(front), "ops", "alice"),
+    ):
         found = [*routes(served, app), ("GET", "/openapi.json"), ("GET", "/nothing")]
         assert len(found) > 5
         for method, path in found:
@@ -60,11 +85,16 @@ def test_every_route_but_health_asks_for_a_key(keyed):
                 assert call(None, method, path).status_code == 200
                 continue
             for given in (None, "Bearer wrong", "Basic !", "Bearer " + "x" * 20_000):
-                answer = call(None, method, path, port, headers={"authorization": given} if given else {})
-                assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error", (path, given)
+                answer = call(
+                    None, method, path, port, headers={"authorization": given} if given else {}
+                )
+                assert (
+                    answer.status_code == 401
+                    and answer.json()["error"]["type"] == "authentication_error"
+                ), (path, given)
             assert call(wrong, method, path, port).status_code == 403
             assert call(right, method, path, port, json={}).status_code not in (401, 403, 500), path
-    assert served.engine.prefill_steps <= 1             # readiness's own
+    assert served.engine.prefill_steps <= 1  # readiness's own
 
 
 def test_browsers_send_the_key_as_a_password_and_pages_of_others_send_nothing(keyed, serve):
@@ -73,32 +103,75 @@ def test_browsers_send_the_key_as_a_password_and_pages_of_others_send_nothing(ke
     url = served.server.url
     assert httpx.get(f"{url}/v1/models", auth=basic).status_code == 200
     assert "Basic" in httpx.get(f"{url}/v1/models").headers["www-authenticate"]
-    for headers, status in (({"sec-fetch-site": "cross-site"}, 403), ({"sec-fetch-site": "same-site"}, 403),
-                            ({"sec-fetch-site": "same-origin"}, 200), ({"origin": "http://evil.example"}, 403), ({"origin": "null"}, 403),
-                            ({"origin": f"{url}0"}, 403), ({"origin": url}, 200), ({"origin": "null", "sec-fetch-site": "none"}, 200)):
-        answer = httpx.post(f"{url}/v1/completions", auth=basic, json={"prompt": "x"}, headers=headers)
+    for headers, status in (
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site"}, 403),
+        ({"sec-fetch-site": "same-origin"}, 200),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": f"{url}0"}, 403),
+        ({"origin": url}, 200),
+        ({"origin": "null", "sec-fetch-site": "none"}, 200),
+    ):
+        answer = httpx.post(
+            f"{url}/v1/completions", auth=basic, json={"prompt": "x"}, headers=headers
+        )
         assert answer.status_code == status, headers
-    assert call("alice", "POST", "/v1/completions", content='{"prompt": "x"}', headers={"content-type": "text/plain"}).status_code == 415
+    assert (
+        call(
+            "alice",
+            "POST",
+            "/v1/completions",
+            content='{"prompt": "x"}',
+            headers={"content-type": "text/plain"},
+        ).status_code
+        == 415
+    )
 
 
 def test_without_keys_a_browser_is_not_led_here_under_another_name(serve):
     url = serve().server.url
-    for host, status in (("evil.example:80", 403), ("evil.example", 403), ("127.0.0.1.evil.example", 403), ("[", 403),
-                         ("127.0.0.1:80", 200), ("localhost", 200), ("LOCALHOST:80", 200), ("[::1]:80", 200), ("[::1]", 200)):
+    for host, status in (
+        ("evil.example:80", 403),
+        ("evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("[", 403),
+        ("127.0.0.1:80", 200),
+        ("localhost", 200),
+        ("LOCALHOST:80", 200),
+        ("[::1]:80", 200),
+        ("[::1]", 200),
+    ):
         assert httpx.get(f"{url}/v1/models", headers={"host": host}).status_code == status, host
-    assert httpx.get(f"{serve(insecure=True).server.url}/v1/models", headers={"host": "any.example"}).status_code == 200
+    assert (
+        httpx.get(
+            f"{serve(insecure=True).server.url}/v1/models", headers={"host": "any.example"}
+        ).status_code
+        == 200
+    )
 
 
 def test_limits_of_a_key_are_429_over_both_fronts_and_others_do_not_feel_them(keyed):
     served, call = keyed(FakeEngine(step_seconds=0.01))
-    with Client(served.target, api_key="alice-key") as alice, Client(served.target, api_key="bob-key") as bob:
-        first, second = (alice.generate("hi", SamplingParams(max_tokens=4000, ignore_eos=True)) for _ in range(2))
+    with (
+        Client(served.target, api_key="alice-key") as alice,
+        Client(served.target, api_key="bob-key") as bob,
+    ):
+        first, second = (
+            alice.generate("hi", SamplingParams(max_tokens=4000, ignore_eos=True)) for _ in range(2)
+        )
         next(first), next(second)
         answer = call("alice", "POST", "/v1/completions", json={"prompt": "x"})
-        assert (answer.status_code, answer.headers["jaxserve-reject-reason"]) == (429, "concurrency")
+        assert (answer.status_code, answer.headers["jaxserve-reject-reason"]) == (
+            429,
+            "concurrency",
+        )
         with pytest.raises(ServerError) as error:
             alice.complete("hi", GREEDY)
-        assert (error.value.status, error.value.reason) == ("RESOURCE_EXHAUSTED", "concurrency") and error.value.retry_after > 0
+        assert (error.value.status, error.value.reason) == (
+            "RESOURCE_EXHAUSTED",
+            "concurrency",
+        ) and error.value.retry_after > 0
         assert bob.complete("hi", GREEDY)
         first.close(), second.close()
         eventually(lambda: not served.engine.requests)
@@ -113,24 +186,37 @@ def test_tokens_in_the_queue_count_until_the_first_token(keyed):
     engine = FakeEngine()
     engine.paused = True
     served, call = keyed(engine)
-    with httpx.stream("POST", f"{served.server.url}/v1/completions", headers={"authorization": "Bearer alice-key"},
-                      json={**LONG, "prompt": "x" * 60, "max_tokens": 50}, timeout=10) as answer:
+    with httpx.stream(
+        "POST",
+        f"{served.server.url}/v1/completions",
+        headers={"authorization": "Bearer alice-key"},
+        json={**LONG, "prompt": "x" * 60, "max_tokens": 50},
+        timeout=10,
+    ) as answer:
         eventually(lambda: engine.requests)
         refused = call("alice", "POST", "/v1/completions", json={"prompt": "y" * 60})
-        assert (refused.status_code, refused.headers["jaxserve-reject-reason"]) == (429, "queued_tokens")
+        assert (refused.status_code, refused.headers["jaxserve-reject-reason"]) == (
+            429,
+            "queued_tokens",
+        )
         engine.paused = False
         answer.read()
     assert call("alice", "POST", "/v1/completions", json={"prompt": "y" * 60}).status_code == 200
 
 
 def test_one_tenants_ids_salts_and_aborts_are_nothing_to_another(keyed):
-    engine, seen = FakeEngine(step_seconds=0.01), []
+    engine = FakeEngine(step_seconds=0.01)
+    seen = []
     submit = engine.submit
     engine.submit = lambda request, sink: (seen.append(request), submit(request, sink))
     served, call = keyed(engine)
-    with Client(served.target, api_key="alice-key") as alice, Client(served.target, api_key="bob-key") as bob:
+    with (
+        Client(served.target, api_key="alice-key") as alice,
+        Client(served.target, api_key="bob-key") as bob,
+    ):
         sampling = SamplingParams(max_tokens=4000, ignore_eos=True)
-        mine, yours = alice.generate("hi", sampling, request_id="r"), bob.generate("hi", sampling, request_id="r")
+        mine = alice.generate("hi", sampling, request_id="r")
+        yours = bob.generate("hi", sampling, request_id="r")
         next(mine), next(yours)
         assert [request.cache_salt for request in seen] == ["alice:", "bob:"]
         with pytest.raises(ServerError) as error:
@@ -143,22 +229,42 @@ def test_one_tenants_ids_salts_and_aborts_are_nothing_to_another(keyed):
 
 def test_operators_drain_and_resume_and_abort(keyed):
     served, call = keyed(FakeEngine(step_seconds=0.01))
-    with httpx.stream("POST", f"{served.server.url}/v1/completions", headers={"authorization": "Bearer alice-key", "x-request-id": "r"},
-                      json=LONG, timeout=10) as answer:
+    with httpx.stream(
+        "POST",
+        f"{served.server.url}/v1/completions",
+        headers={"authorization": "Bearer alice-key", "x-request-id": "r"},
+        json=LONG,
+        timeout=10,
+    ) as answer:
         lines = answer.iter_lines()
         next(lines)
-        assert [entry["id"] for entry in call("ops", "GET", "/admin/requests", "admin").json()] == ["alice:r"]
-        assert call("ops", "POST", "/admin/drain", "admin").json() == {"state": "draining", "requests": 1}
+        assert [entry["id"] for entry in call("ops", "GET", "/admin/requests", "admin").json()] == [
+            "alice:r"
+        ]
+        assert call("ops", "POST", "/admin/drain", "admin").json() == {
+            "state": "draining",
+            "requests": 1,
+        }
         assert call("alice", "POST", "/v1/completions", json={"prompt": "x"}).status_code == 503
         assert call(None, "GET", "/ready").status_code == 503
         eventually(lambda: not served.client.healthy())
-        with pytest.raises(ServerError, match="draining"), Client(served.target, api_key="alice-key") as client:
+        with (
+            pytest.raises(ServerError, match="draining"),
+            Client(served.target, api_key="alice-key") as client,
+        ):
             client.complete("hi", GREEDY)
         assert call("ops", "POST", "/admin/resume", "admin").json()["state"] == "serving"
         eventually(served.client.healthy)
-        assert call("ops", "POST", "/admin/abort", "admin", json={"request_id": "alice:r"}).json() == {"aborted": 1}
+        assert call(
+            "ops", "POST", "/admin/abort", "admin", json={"request_id": "alice:r"}
+        ).json() == {"aborted": 1}
         assert any("cancelled" in line for line in lines)
-    assert call("ops", "POST", "/admin/log_level", "admin", json={"level": "DEBUG", "logger": "root"}).status_code == 400
+    assert (
+        call(
+            "ops", "POST", "/admin/log_level", "admin", json={"level": "DEBUG", "logger": "root"}
+        ).status_code
+        == 400
+    )
     assert call("ops", "GET", "/admin/config", "admin").json()["server"]["drain_timeout"] == 30
 
 
@@ -171,8 +277,10 @@ def test_the_operators_port_is_not_for_everybody():
 def test_a_key_is_not_in_any_log_or_answer(keyed, caplog):
     caplog.set_level("DEBUG")
     served, call = keyed()
-    answers = [call("alice", "POST", "/v1/completions", json={"prompt": "a secret prompt"}).text,
-               call(None, "GET", "/v1/models", headers={"authorization": "Bearer not-a-key"}).text]
+    answers = [
+        call("alice", "POST", "/v1/completions", json={"prompt": "a secret prompt"}).text,
+        call(None, "GET", "/v1/models", headers={"authorization": "Bearer not-a-key"}).text,
+    ]
     with pytest.raises(ServerError) as error, Client(served.target, api_key="not-a-key") as client:
         client.complete("a secret prompt")
     assert error.value.status == grpc.StatusCode.UNAUTHENTICATED.name

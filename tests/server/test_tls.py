@@ -32,7 +32,9 @@ class Files:
     """PEM files of made-up authorities."""
 
     def __init__(self, folder):
-        self.folder, self.ours, self.theirs = folder, trustme.CA(), trustme.CA()
+        self.folder = folder
+        self.ours = trustme.CA()
+        self.theirs = trustme.CA()
 
     def write(self, name, data, mode=0o600):
         path = self.folder / name
@@ -46,12 +48,18 @@ class Files:
         """tls_cert and tls_key of a server; key: another certificate's."""
         made = (authority or self.ours).issue_cert(*HOSTS, **fields)
         chain = b"".join(part.bytes() for part in made.cert_chain_pems)
-        return {"tls_cert": self.write(f"{name}.pem", chain), "tls_key": self.write(f"{name}.key", (key or made).private_key_pem.bytes())}
+        return {
+            "tls_cert": self.write(f"{name}.pem", chain),
+            "tls_key": self.write(f"{name}.key", (key or made).private_key_pem.bytes()),
+        }
 
     def client(self, authority=None, **fields):
         """A client's arguments for its certificate."""
         made = (authority or self.ours).issue_cert("client@example.org", **fields)
-        return {"certificate": b"".join(part.bytes() for part in made.cert_chain_pems), "private_key": made.private_key_pem.bytes()}
+        return {
+            "certificate": b"".join(part.bytes() for part in made.cert_chain_pems),
+            "private_key": made.private_key_pem.bytes(),
+        }
 
     def client_ca(self):
         return {"tls_client_ca": self.write("ca.pem", self.ours.cert_pem.bytes())}
@@ -68,14 +76,17 @@ def files(tmp_path):
 
 @contextlib.contextmanager
 def served(config):
-    with Background(ServerConfig(port=0, http_port=0, **config), lambda: (FakeEngine(), FakeTokenizer())) as server:
+    with Background(
+        ServerConfig(port=0, http_port=0, **config), lambda: (FakeEngine(), FakeTokenizer())
+    ) as server:
         server.wait_ready()
         yield server
 
 
 def reaches(target, **credentials):
     """Whether a client gets through the handshake."""
-    ends, states = (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE), queue.SimpleQueue()
+    ends = (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE)
+    states = queue.SimpleQueue()
     with Client(target, **credentials) as client:
         client._calls.channel.subscribe(states.put, try_to_connect=True)
         while (state := states.get(timeout=30)) not in ends:
@@ -102,7 +113,7 @@ def test_a_server_with_a_certificate_speaks_tls_and_nothing_else(files):
 
 def test_client_certificates_of_the_right_authority_alone_get_in(files):
     config = files.pair() | files.client_ca()
-    for name in ("tls_cert", "tls_client_ca"):          # as `openssl x509 -text` writes them
+    for name in ("tls_cert", "tls_client_ca"):  # as `openssl x509 -text` writes them
         path = Path(config[name])
         path.write_bytes("Subject: O = Größe\n".encode() + path.read_bytes())
     with served(config) as server:
@@ -143,7 +154,9 @@ def test_a_renewed_certificate_is_taken_up_and_a_broken_one_is_not(files, caplog
 
 
 def shake(server, client):
-    """What a client that connects to a server with these contexts reads of it. Errors: those of the handshake."""
+    """What a client that connects to a server with these contexts reads of it. Errors: those of the
+    handshake."""
+
     async def answer(reader, writer):
         writer.write(b"hello")
         await writer.drain()
@@ -152,7 +165,9 @@ def shake(server, client):
     async def main():
         listening = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=server)
         async with listening:
-            reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname(), ssl=client, server_hostname="localhost")
+            reader, writer = await asyncio.open_connection(
+                *listening.sockets[0].getsockname(), ssl=client, server_hostname="localhost"
+            )
             try:
                 return await reader.read()
             finally:
@@ -186,15 +201,19 @@ def test_a_context_serves_the_certificate_and_follows_its_renewal(files):
 
 def test_a_context_asks_for_client_certificates_where_there_is_an_authority(files):
     server = Tls.of(ServerConfig(**files.pair(), **files.client_ca())).context()
-    issue = lambda authority, **fields: context_of(files, certificate=authority.issue_cert("client@example.org", **fields))
+    issue = lambda authority, **fields: context_of(
+        files, certificate=authority.issue_cert("client@example.org", **fields)
+    )
     assert shake(server, issue(files.ours)) == b"hello"
     for wrong in (context_of(files), issue(files.theirs), issue(files.ours, not_after=PAST)):
-        with contextlib.suppress(ssl.SSLError, ConnectionError):        # TLS 1.3: the client may see no more than the end
+        # TLS 1.3: the client may see no more than the end
+        with contextlib.suppress(ssl.SSLError, ConnectionError):
             assert shake(server, wrong) == b""
 
 
 def test_old_protocols_are_refused(files):
-    server, old = Tls.of(ServerConfig(**files.pair())).context(), context_of(files)
+    server = Tls.of(ServerConfig(**files.pair())).context()
+    old = context_of(files)
     assert server.minimum_version is ssl.TLSVersion.TLSv1_2
     old.set_ciphers("DEFAULT:@SECLEVEL=0")
     old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
@@ -206,15 +225,20 @@ def test_old_protocols_are_refused(files):
 
 
 def mistaken(files):
-    pair, other = files.pair(), files.pair("other")
-    cert, key = pair["tls_cert"], pair["tls_key"]
-    text, broken = files.write("text", b"hello"), files.write("broken", b"-----BEGIN CERTIFICATE-----\nhello")
+    pair = files.pair()
+    other = files.pair("other")
+    cert = pair["tls_cert"]
+    key = pair["tls_key"]
+    text = files.write("text", b"hello")
+    broken = files.write("broken", b"-----BEGIN CERTIFICATE-----\nhello")
     plain = Path(key).read_bytes()
     secret = serialization.BestAvailableEncryption(b"x")
     locked = serialization.load_pem_private_key(plain, None).private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, secret)
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, secret
+    )
     return [
-        ("tls_key", "is missing", {"tls_cert": cert}), ("tls_cert", "is missing", {"tls_key": key}),
+        ("tls_key", "is missing", {"tls_cert": cert}),
+        ("tls_cert", "is missing", {"tls_key": key}),
         ("tls_client_ca", "need TLS", {"tls_client_ca": cert}),
         ("tls_cert", "No such file", {"tls_cert": "/no/file", "tls_key": key}),
         ("tls_key", "No such file", {"tls_cert": cert, "tls_key": "/no/file"}),
@@ -242,11 +266,16 @@ def test_a_key_of_another_user_is_refused(files, give_away):
         Tls.of(ServerConfig(**pair))
 
 
-def test_an_address_for_strangers_needs_keys_or_client_certificates_and_says_what_is_in_plain_text(files, caplog):
+def test_an_address_for_strangers_needs_keys_or_client_certificates_and_says_what_is_in_plain_text(
+    files, caplog
+):
     outside = {"host": "0.0.0.0"}
     for config, refused, warned in (
-        ({}, True, ["INSECURE", "no TLS"]), ({"insecure": True}, False, ["INSECURE", "no TLS"]), (files.pair(), True, ["INSECURE"]),
-        ({"api_keys": "f"}, False, ["no TLS"]), ({**files.pair(), "api_keys": "f"}, False, []),
+        ({}, True, ["INSECURE", "no TLS"]),
+        ({"insecure": True}, False, ["INSECURE", "no TLS"]),
+        (files.pair(), True, ["INSECURE"]),
+        ({"api_keys": "f"}, False, ["no TLS"]),
+        ({**files.pair(), "api_keys": "f"}, False, []),
         ({**files.pair(), **files.client_ca()}, False, []),
     ):
         caplog.clear()
@@ -264,11 +293,20 @@ def test_an_address_for_strangers_needs_keys_or_client_certificates_and_says_wha
 
 
 def test_a_running_server_with_keys_and_tls_is_measured(files, capsys, tmp_path, monkeypatch):
-    key_file, out = tmp_path / "keys.yaml", tmp_path / "out.json"
+    key_file = tmp_path / "keys.yaml"
+    out = tmp_path / "out.json"
     assert cli.main(["keys", f"--file={key_file}", "--add=bench"]) == 0
     key = capsys.readouterr().out.strip()
     ca = files.write("roots.pem", files.ours.cert_pem.bytes())
-    command = ["bench", "serve", "--requests=3", "--rates=100", "--output_len=2", "--warmup=0", "--prompt_len=4"]
+    command = [
+        "bench",
+        "serve",
+        "--requests=3",
+        "--rates=100",
+        "--output_len=2",
+        "--warmup=0",
+        "--prompt_len=4",
+    ]
     with served({**files.pair(), "api_keys": str(key_file)}) as server:
         with Client(server.target, **files.roots) as client:
             client.wait_ready(5)
@@ -284,7 +322,9 @@ def gets(files, url, client=None):
     """What /v1/models answers over HTTPS, or None where the handshake fails."""
     context = ssl.create_default_context(cadata=files.ours.cert_pem.bytes().decode())
     if client is not None:
-        context.load_cert_chain(files.write("c.pem", client["certificate"]), files.write("c.key", client["private_key"]))
+        context.load_cert_chain(
+            files.write("c.pem", client["certificate"]), files.write("c.key", client["private_key"])
+        )
     try:
         return httpx.get(f"{url}/v1/models", verify=context, timeout=10).status_code
     except httpx.HTTPError:

@@ -34,20 +34,29 @@ class Kept(logging.Handler):
 @pytest.fixture
 def kept():
     """(trail, lines, spans)"""
-    handler, exporter, provider = Kept(), InMemorySpanExporter(), TracerProvider()
+    handler = Kept()
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     logger = logging.getLogger("jaxserve")
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    yield Trail(Tracer(provider=provider)), handler.lines, lambda: [
-        span for span in exporter.get_finished_spans() if span.name == "jaxserve.generate"]
+    yield (
+        Trail(Tracer(provider=provider)),
+        handler.lines,
+        lambda: [
+            span for span in exporter.get_finished_spans() if span.name == "jaxserve.generate"
+        ],
+    )
     logger.removeHandler(handler)
     logger.setLevel(level)
 
 
 def request() -> Request:
-    return Request.make("r-1", np.array([5, 6, 7]), SamplingParams(max_tokens=5), vocab=10, max_len=100)
+    return Request.make(
+        "r-1", np.array([5, 6, 7]), SamplingParams(max_tokens=5), vocab=10, max_len=100
+    )
 
 
 def test_what_ended_well(kept):
@@ -58,17 +67,34 @@ def test_what_ended_well(kept):
         ends.append(END)
     inside, line = lines
     assert inside["request_id"] == "r-1" and inside["trace_id"] == TRACE
-    assert line.items() >= {"status": "OK", "reason": "length", "tenant": "acme", "protocol": "http", "trace_id": TRACE,
-                             "ttft": 0.2}.items()
+    assert (
+        line.items()
+        >= {
+            "status": "OK",
+            "reason": "length",
+            "tenant": "acme",
+            "protocol": "http",
+            "trace_id": TRACE,
+            "ttft": 0.2,
+        }.items()
+    )
     (span,) = spans()
-    assert span.attributes["gen_ai.operation.name"] == "chat" and span.attributes["gen_ai.usage.output_tokens"] == 5
+    assert (
+        span.attributes["gen_ai.operation.name"] == "chat"
+        and span.attributes["gen_ai.usage.output_tokens"] == 5
+    )
     assert span.status.is_ok and span.attributes["gen_ai.request.model"] == "smollm2"
 
 
-@pytest.mark.parametrize("raised, status", [
-    (RequestError("queue", "full", "RESOURCE_EXHAUSTED"), "RESOURCE_EXHAUSTED"), (ZeroDivisionError("x"), "INTERNAL"),
-    (asyncio.CancelledError(), "CANCELLED"), (GeneratorExit(), "CANCELLED"),
-])
+@pytest.mark.parametrize(
+    "raised, status",
+    [
+        (RequestError("queue", "full", "RESOURCE_EXHAUSTED"), "RESOURCE_EXHAUSTED"),
+        (ZeroDivisionError("x"), "INTERNAL"),
+        (asyncio.CancelledError(), "CANCELLED"),
+        (GeneratorExit(), "CANCELLED"),
+    ],
+)
 def test_what_ended_otherwise(kept, raised, status):
     trail, lines, spans = kept
     with pytest.raises(type(raised)), trail.follow(request(), ORIGIN):
@@ -88,7 +114,11 @@ def test_a_stream_that_ends_in_another_task_is_no_fault(kept):
         logging.getLogger("jaxserve.x").info("after")
 
     asyncio.run(main())
-    assert [line["status"] for line in lines[:1]] == ["OK"] and lines[1]["request_id"] is None and len(spans()) == 1
+    assert (
+        [line["status"] for line in lines[:1]] == ["OK"]
+        and lines[1]["request_id"] is None
+        and len(spans()) == 1
+    )
 
 
 async def _enter(follow):

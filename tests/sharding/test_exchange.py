@@ -1,4 +1,5 @@
-"""However queries and blocks on other lanes meet, the answer is dense attention, and what crosses lanes is what the formulas say."""
+"""However queries and blocks on other lanes meet, the answer is dense attention, and what crosses
+lanes is what the formulas say."""
 
 from __future__ import annotations
 
@@ -23,40 +24,55 @@ from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.mesh import KVP, TP
 from jaxserve.sharding.rows import Groups, gather_rows, spread_rows
 
-C, H, SLOTS, PAGES, WIDTH = 4, 8, 5, 110, 8             # tokens of a page, head dim, sequences, pages of a lane, tokens of a prefill row
-ROWS, DECODES = 16, 2                                   # of a lane
-HEADS = {1: (2, 3), 2: (1, 16), 4: (4, 1), 8: (1, 2)}   # kv heads and queries of each, by lanes
+# tokens of a page, head dim, sequences, pages of a lane, tokens of a prefill row
+C = 4
+H = 8
+SLOTS = 5
+PAGES = 110
+WIDTH = 8
+# of a lane
+ROWS = 16
+DECODES = 2
+HEADS = {1: (2, 3), 2: (1, 16), 4: (4, 1), 8: (1, 2)}  # kv heads and queries of each, by lanes
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
 
 @dataclass
 class Case:
-    """Sequences whose blocks lie anywhere; the last of them decode. rows: slot, start, length and lane, by group."""
+    """Sequences whose blocks lie anywhere; the last of them decode. rows: slot, start, length and
+    lane, by group."""
 
     lanes: int
     cached: list[int]
     new: list[int]
     seed: int
-    owner: list[np.ndarray] = field(init=False)          # lane of each block
+    owner: list[np.ndarray] = field(init=False)  # lane of each block
     rows: tuple[list, list] = field(init=False)
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
-        self.owner, decodes, prefills = [], [], []
+        self.owner = []
+        decodes = []
+        prefills = []
         for slot, (cached, new) in enumerate(zip(self.cached, self.new)):
             self.owner.append(rng.integers(0, self.lanes, -(-(cached + new) // C)))
             if new == 1 and len(decodes) < DECODES:
                 decodes.append((slot, cached, 1, int(rng.integers(self.lanes))))
                 continue
             at = cached
-            while at < cached + new:                                                 # rows that end where the lane changes
-                lane, stop = self.owner[slot][at // C], at
-                while stop < cached + new and stop - at < WIDTH and self.owner[slot][stop // C] == lane:
+            while at < cached + new:  # rows that end where the lane changes
+                lane = self.owner[slot][at // C]
+                stop = at
+                while (
+                    stop < cached + new
+                    and stop - at < WIDTH
+                    and self.owner[slot][stop // C] == lane
+                ):
                     stop += 1
                 prefills.append((slot, at, stop - at, int(lane)))
                 at = stop
         full = [sum(row[3] == lane for row in prefills) > ROWS for lane in range(self.lanes)]
-        self.rows = decodes, [] if any(full) else prefills                           # which is rare
+        self.rows = decodes, [] if any(full) else prefills  # which is rare
 
 
 @st.composite
@@ -69,31 +85,44 @@ def cases(draw, lanes: int):
 
 def program(strategy: str, count: int, everywhere, rows, pages, q, kv):
     """What a step does in one layer, on one lane."""
-    table, lane, groups, at = everywhere[0], jax.lax.axis_index(KVP), [], 0
+    table = everywhere[0]
+    lane = jax.lax.axis_index(KVP)
+    groups = []
+    at = 0
     for number, width in ((DECODES, 1), (ROWS, WIDTH)):
         mine = gather_rows(rows[0, at : at + number])
         settled = strategy != "gather" and width > 1
-        groups.append(spread_rows(*mine[:, :3].T, mine[:, 3:], lane, width, table, PAGES, C, settled))
+        groups.append(
+            spread_rows(*mine[:, :3].T, mine[:, 3:], lane, width, table, PAGES, C, settled)
+        )
         at += number
-    out, pool = meeting.attention(q[0], kv[0], Pool(pages), None, Groups((), tuple(groups), table, strategy), 0.3)
+    out, pool = meeting.attention(
+        q[0], kv[0], Pool(pages), None, Groups((), tuple(groups), table, strategy), 0.3
+    )
     return out[None], pool.kv
 
 
 @functools.cache
 def compiled(strategy: str, lanes: int):
-    mesh, lane = Mesh(np.array(jax.devices()[:lanes]).reshape(lanes, 1), (KVP, TP)), PartitionSpec(KVP)
+    mesh = Mesh(np.array(jax.devices()[:lanes]).reshape(lanes, 1), (KVP, TP))
+    lane = PartitionSpec(KVP)
     f = functools.partial(program, strategy, lanes)
-    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(lane,) * 5, out_specs=(lane, lane), check_vma=False))
+    return jax.jit(
+        jax.shard_map(f, mesh=mesh, in_specs=(lane,) * 5, out_specs=(lane, lane), check_vma=False)
+    )
 
 
 def inputs(case: Case):
-    """Table [lanes, 2, SLOTS, W], rows [lanes, n, 3 + lanes], pages, q, kv of all lanes; all keys and values by slot; a token's place."""
+    """Table [lanes, 2, SLOTS, W], rows [lanes, n, 3 + lanes], pages, q, kv of all lanes; all keys
+    and values by slot; a token's place."""
     rng = np.random.default_rng([case.seed, 1])
     K, G = HEADS[case.lanes]
     table = rng.integers(0, PAGES, (case.lanes, 2, SLOTS, 24)).astype(np.int32)
     pages = np.full((case.lanes, PAGES, K, 2, C, H), np.nan, np.float32)
     free = [iter(rng.permutation(PAGES).tolist()) for _ in range(case.lanes)]
-    held, truth, pages_of = np.zeros((SLOTS, case.lanes), np.int32), [], {}
+    held = np.zeros((SLOTS, case.lanes), np.int32)
+    truth = []
+    pages_of = {}
     for slot, owner in enumerate(case.owner):
         x = rng.standard_normal((case.cached[slot] + case.new[slot], K, 2, H)).astype(np.float32)
         truth.append(x)
@@ -106,7 +135,9 @@ def inputs(case: Case):
     rows = np.zeros((case.lanes, DECODES + ROWS, 3 + case.lanes), np.int32)
     tokens = DECODES + ROWS * WIDTH
     q = rng.standard_normal((case.lanes, tokens, K, G, H)).astype(np.float32)
-    kv, places, used = np.full((case.lanes, tokens, K, 2, H), np.nan, np.float32), [], np.zeros((2, case.lanes), int)
+    kv = np.full((case.lanes, tokens, K, 2, H), np.nan, np.float32)
+    places = []
+    used = np.zeros((2, case.lanes), int)
     for group, (some, width) in enumerate(zip(case.rows, (1, WIDTH))):
         for slot, start, length, lane in some:
             row = group * DECODES + used[group, lane]
@@ -129,7 +160,12 @@ def assert_dense(case: Case, strategy: str) -> None:
     arguments, truth, places, pages_of = inputs(case)
     out, pages = map(np.asarray, compiled(strategy, case.lanes)(*arguments))
     for slot, position, lane, token in places:
-        np.testing.assert_allclose(out[lane, token], dense(arguments[3][lane, token], truth[slot][: position + 1]), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            out[lane, token],
+            dense(arguments[3][lane, token], truth[slot][: position + 1]),
+            rtol=1e-5,
+            atol=1e-5,
+        )
         block = position // C
         stored = pages[case.owner[slot][block], pages_of[slot, block], :, :, position % C]
         np.testing.assert_array_equal(stored, truth[slot][position])
@@ -137,7 +173,7 @@ def assert_dense(case: Case, strategy: str) -> None:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(exchange, "PIECE", 3 * C)                                    # several of them, the last one not full
+    monkeypatch.setattr(exchange, "PIECE", 3 * C)  # several of them, the last one not full
 
 
 @pytest.mark.parametrize("lanes", HEADS)
@@ -147,6 +183,7 @@ def test_every_strategy_is_dense_attention(strategy, lanes):
     @given(cases(lanes))
     def check(case: Case) -> None:
         assert_dense(case, strategy)
+
     check()
 
 
@@ -160,43 +197,76 @@ def test_a_prompt_of_fewer_tokens_than_lanes_after_a_context_that_one_lane_holds
 
 
 def crossed(strategy: str, lanes: int) -> dict[str, int]:
-    """Bytes that a lane sends to others in the compiled program, by operation; of `pass_kv` those of one piece."""
-    text = compiled(strategy, lanes).lower(*inputs(Case(lanes, [40], [16], 0))[0]).compile().as_text()
+    """Bytes that a lane sends to others in the compiled program, by operation; of `pass_kv` those
+    of one piece."""
+    text = (
+        compiled(strategy, lanes).lower(*inputs(Case(lanes, [40], [16], 0))[0]).compile().as_text()
+    )
     out = {"all-gather": 0, "all-to-all": 0, "collective-permute": 0}
     for line in text.splitlines():
-        if found := re.search(r" = (.*?) (all-gather|all-to-all|collective-permute)(?:-start)?\((.*?)\)", line):
-            arrays = [4 * np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"f32\[([\d,]+)\]", found[1])]
-            whole = sum(arrays)                                                      # f32 only: what says which rows there are is small
-            out[found[2]] += whole if found[2] == "collective-permute" else whole * (lanes - 1) // lanes
+        if found := re.search(
+            r" = (.*?) (all-gather|all-to-all|collective-permute)(?:-start)?\((.*?)\)", line
+        ):
+            arrays = [
+                4 * np.prod([int(n) for n in shape.split(",")])
+                for shape in re.findall(r"f32\[([\d,]+)\]", found[1])
+            ]
+            whole = sum(arrays)  # f32 only: what says which rows there are is small
+            out[found[2]] += (
+                whole if found[2] == "collective-permute" else whole * (lanes - 1) // lanes
+            )
     return {name: int(size) for name, size in out.items()}
 
 
 @pytest.mark.parametrize("lanes", [2, 4, 8])
 def test_what_crosses_lanes_is_what_the_formulas_say(lanes):
-    """The chooser's formulas, which are the context parallel paper's, with the rows of a step as its new tokens."""
+    """The chooser's formulas, which are the context parallel paper's, with the rows of a step as
+    its new tokens."""
     K, G = HEADS[lanes]
-    heads, rows = Heads(K * G, K, H, item=4, partial=4), ROWS * WIDTH
-    new = Work(lanes, tokens=lanes * (rows + DECODES), context=0, pairs=0, share=rows + DECODES, shard=3 * C, touched=0)
+    heads = Heads(K * G, K, H, item=4, partial=4)
+    rows = ROWS * WIDTH
+    new = Work(
+        lanes,
+        tokens=lanes * (rows + DECODES),
+        context=0,
+        pairs=0,
+        share=rows + DECODES,
+        shard=3 * C,
+        touched=0,
+    )
     said = traffic.gather(new, heads)
-    assert crossed("gather", lanes) == {"all-gather": said.gathered, "all-to-all": said.exchanged, "collective-permute": 0}
-    few = traffic.gather(dataclasses.replace(new, share=DECODES), heads)             # of rows that are not settled
+    assert crossed("gather", lanes) == {
+        "all-gather": said.gathered,
+        "all-to-all": said.exchanged,
+        "collective-permute": 0,
+    }
+    # of rows that are not settled
+    few = traffic.gather(dataclasses.replace(new, share=DECODES), heads)
     new = dataclasses.replace(new, share=rows)
     said = traffic.pass_q(new, heads)
     assert crossed("pass_q", lanes) == {
-        "all-gather": few.gathered, "all-to-all": few.exchanged + said.exchanged, "collective-permute": said.hops * said.hop}
+        "all-gather": few.gathered,
+        "all-to-all": few.exchanged + said.exchanged,
+        "collective-permute": said.hops * said.hop,
+    }
     said = traffic.pass_kv(new, heads, piece=3 * C)
     assert said.rounds == 1
     assert crossed("pass_kv", lanes) == {
-        "all-gather": few.gathered, "all-to-all": few.exchanged, "collective-permute": said.hops * said.hop}
+        "all-gather": few.gathered,
+        "all-to-all": few.exchanged,
+        "collective-permute": said.hops * said.hop,
+    }
 
 
 @pytest.mark.parametrize("strategy", ["pass_q", "pass_kv"])
 def test_a_hop_does_not_wait_for_the_attention_that_it_runs_beside(strategy):
-    """Each hop's operand is what the hop before brought, or what was here: attention is on no path from one to the next."""
+    """Each hop's operand is what the hop before brought, or what was here: attention is on no path
+    from one to the next."""
     text = compiled(strategy, 4).lower(*inputs(Case(4, [40], [16], 0))[0]).compile().as_text()
     made = dict(re.findall(r"^\s*(?:ROOT )?%([\w.-]+) = (.*)$", text, re.M))
     hops = [name for name, what in made.items() if re.search(r" collective-permute\(", what)]
     sources = [re.search(r"collective-permute\(%([\w.-]+)\)", made[name])[1] for name in hops]
-    assert len(hops) == 3 * {"pass_q": 1, "pass_kv": 2}[strategy]                    # blocks come with their numbers
+    assert len(hops) == 3 * {"pass_q": 1, "pass_kv": 2}[strategy]  # blocks come with their numbers
     assert sum(source in hops for source in sources) == len(hops) * 2 // 3
-    assert not any("while" in made[source].split("(")[0] for source in sources)      # of attention's loop over keys
+    # of attention's loop over keys
+    assert not any("while" in made[source].split("(")[0] for source in sources)

@@ -1,4 +1,5 @@
-"""Where a step's tokens are in the page table: arithmetic of positions, blocks and pages up to the longest contexts."""
+"""Where a step's tokens are in the page table: arithmetic of positions, blocks and pages up to the
+longest contexts."""
 
 from __future__ import annotations
 
@@ -28,24 +29,33 @@ def on_one_lane(slot, start, length, held, *rest):
 
 @pytest.mark.parametrize("width", [1, 40])
 def test_a_local_token_goes_to_the_page_of_its_block(width):
-    size, rng = 16, np.random.default_rng(0)
+    size = 16
+    rng = np.random.default_rng(0)
     table = rng.integers(0, PAGES, (2, 4, 12)).astype(np.int32)
     slot, start, length = int32([2, 0, 3, 1], [17, 0, 100, 0], [1, width, max(1, width - 7), 0])
     rows = compiled(local_rows, width, size)(slot, start, length, table)
     for r in range(4):
         positions = start[r] + np.arange(length[r])
         np.testing.assert_array_equal(rows.pos[r], np.r_[positions, np.full(width - length[r], -1)])
-        np.testing.assert_array_equal(rows.page[r], np.r_[table[0, slot[r], positions // size], np.full(width - length[r], PAGES)])
-        assert rows.held[r] == -(-int(start[r] + length[r]) // size)                # what attention may look at: nothing for an empty row
+        np.testing.assert_array_equal(
+            rows.page[r],
+            np.r_[table[0, slot[r], positions // size], np.full(width - length[r], PAGES)],
+        )
+        # what attention may look at: nothing for an empty row
+        assert rows.held[r] == -(-int(start[r] + length[r]) // size)
 
 
 @pytest.mark.parametrize("size", [1, 16, 256])
 @pytest.mark.parametrize("width", [1, 40])
 def test_a_spread_token_goes_to_the_page_of_its_block_where_this_lane_has_it(width, size):
     rng = np.random.default_rng(size)
-    ends = np.array([10_000_000, 2**31 - 1, 50 * size, width])                       # ten million tokens, and the last that int32 counts
-    near = np.maximum(ends[:, None] // size - rng.permutation(40)[:9], 0)            # blocks of this lane, some of which the tokens fall in
-    blocks = np.sort(np.concatenate([near, rng.integers(0, ends[:, None] // size + 1, (4, 3))], 1), 1).astype(np.int32)
+    # ten million tokens, and the last that int32 counts
+    ends = np.array([10_000_000, 2**31 - 1, 50 * size, width])
+    # blocks of this lane, some of which the tokens fall in
+    near = np.maximum(ends[:, None] // size - rng.permutation(40)[:9], 0)
+    blocks = np.sort(
+        np.concatenate([near, rng.integers(0, ends[:, None] // size + 1, (4, 3))], 1), 1
+    ).astype(np.int32)
     table = np.stack([rng.integers(0, PAGES, blocks.shape), blocks]).astype(np.int32)
     held = int32([12, 7, 0, 12])[0]
     slot, length = int32([0, 1, 2, 3], np.minimum([width, max(1, width - 7), width, width], ends))
@@ -55,7 +65,8 @@ def test_a_spread_token_goes_to_the_page_of_its_block_where_this_lane_has_it(wid
     for r in range(4):
         for t in range(width):
             position = int(start[r]) + t if t < length[r] else -1
-            mine = {int(block): int(page) for page, block in table[:, r, : held[r]].T[::-1]}   # of equal blocks the first
+            # of equal blocks the first
+            mine = {int(block): int(page) for page, block in table[:, r, : held[r]].T[::-1]}
             right = mine.get(position // size, PAGES) if position >= 0 else PAGES
             assert (int(rows.pos[r, t]), int(rows.page[r, t])) == (position, right)
             hits += right < PAGES
@@ -63,12 +74,18 @@ def test_a_spread_token_goes_to_the_page_of_its_block_where_this_lane_has_it(wid
 
 
 def test_entries_are_found_in_a_table_of_ten_million_tokens():
-    """As wide as that, and compiled in no time: the search is a loop, for unrolled it doubles the compiler's work with every turn."""
-    size, count = 16, 625_000
-    blocks = np.arange(count, dtype=np.int32) * 2                                    # the even ones are here
+    """As wide as that, and compiled in no time: the search is a loop, for unrolled it doubles the
+    compiler's work with every turn."""
+    size = 16
+    count = 625_000
+    blocks = np.arange(count, dtype=np.int32) * 2  # the even ones are here
     table = np.stack([blocks[::-1] % PAGES, blocks])[:, None]
     start = int32([0, size, 2 * size * 311_111, 2 * size * (count - 1), size * (2 * count - 1)])[0]
-    rows = compiled(on_one_lane, 1, size)(*int32([0] * 5, start, [1] * 5), int32([count] * 5)[0], table)
+    rows = compiled(on_one_lane, 1, size)(
+        *int32([0] * 5, start, [1] * 5), int32([count] * 5)[0], table
+    )
     entry = start // size // 2
-    np.testing.assert_array_equal(rows.page[:, 0], np.where(start // size % 2 == 0, table[0, 0, entry], PAGES))
+    np.testing.assert_array_equal(
+        rows.page[:, 0], np.where(start // size % 2 == 0, table[0, 0, entry], PAGES)
+    )
     assert (np.asarray(rows.page[:, 0]) < PAGES).tolist() == [True, False, True, True, False]

@@ -1,4 +1,5 @@
-"""LoongServe as a baseline: its dynamic program against all partitions, and what its scheduling can and cannot do."""
+"""LoongServe as a baseline: its dynamic program against all partitions, and what its scheduling can
+and cannot do."""
 
 from __future__ import annotations
 
@@ -20,18 +21,28 @@ from jaxserve.simulate.replica import Record
 from jaxserve.simulate.run import System, execute
 from jaxserve.simulate.workload import parse
 
-FREE = Link(0.0, 1e30)                                # nothing to send
+FREE = Link(0.0, 1e30)  # nothing to send
 REAL = Pool(4, costs("a100", shapes()["llama3-8b"], 2), 500_000, 2048.0, Link(1e-5, 1e11))
 SYSTEM = System(shapes()["llama3-8b"], "a100", MeshConfig(spp=2, tp=4))
 
 
-def simple(count: int, capacity: int = 10**6, reserved: int = 0, short: int = 100, costs: Costs | None = None) -> Pool:
-    """Instances of one layer that take 10 ms per token, prefill and decode alike, and nothing else."""
-    return Pool(count, costs or Costs(layers=1, linear_token=0.01), capacity, 0.0, FREE, reserved, short)
+def simple(
+    count: int,
+    capacity: int = 10**6,
+    reserved: int = 0,
+    short: int = 100,
+    costs: Costs | None = None,
+) -> Pool:
+    """Instances of one layer that take 10 ms per token, prefill and decode alike, and nothing
+    else."""
+    return Pool(
+        count, costs or Costs(layers=1, linear_token=0.01), capacity, 0.0, FREE, reserved, short
+    )
 
 
 class Watched(LoongServe):
-    """Notes after every event how many instances prefill and how many hold what decodes, and checks what is held against the memory."""
+    """Notes after every event how many instances prefill and how many hold what decodes, and checks
+    what is held against the memory."""
 
     used: list[tuple[int, int]]
 
@@ -55,6 +66,7 @@ def times(records: Sequence[Record]) -> list[tuple[float, float]]:
 
 # --- the dynamic program
 
+
 def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
     """All ways to put items into groups."""
     if not items:
@@ -63,12 +75,14 @@ def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
     for rest in partitions(items[1:]):
         yield [[items[0]], *rest]
         for place in range(len(rest)):
-            yield [*rest[:place], [items[0], *rest[place]], *rest[place + 1:]]
+            yield [*rest[:place], [items[0], *rest[place]], *rest[place + 1 :]]
 
 
 def neighbours(prompts: Sequence[int], groups: Sequence[Sequence[int]]) -> bool:
     """Whether no prompt's length lies within another group's."""
-    spans = sorted((min(prompts[i] for i in group), max(prompts[i] for i in group)) for group in groups)
+    spans = sorted(
+        (min(prompts[i] for i in group), max(prompts[i] for i in group)) for group in groups
+    )
     return all(low[1] <= high[0] for low, high in zip(spans, spans[1:]))
 
 
@@ -82,23 +96,43 @@ def divisions(instances: int, groups: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def latency(pool: Pool, prompts: Sequence[int], groups: Sequence[Sequence[int]], degrees: Sequence[int]) -> float:
+def latency(
+    pool: Pool, prompts: Sequence[int], groups: Sequence[Sequence[int]], degrees: Sequence[int]
+) -> float:
     """The sum over all prompts: those of a group end together."""
-    return sum(len(group) * pool.prefill([prompts[index] for index in group], degree) for group, degree in zip(groups, degrees))
+    return sum(
+        len(group) * pool.prefill([prompts[index] for index in group], degree)
+        for group, degree in zip(groups, degrees)
+    )
 
 
 @settings(max_examples=40, deadline=None)
-@given(prompts=st.lists(st.sampled_from([10, 200, 3000, 40_000, 300_000]) | st.integers(1, 10**6), min_size=1, max_size=5),
-       instances=st.integers(1, 4), pool=st.sampled_from([REAL, simple(4), dataclasses.replace(REAL, link=Link(1e-3, 1e9))]))
+@given(
+    prompts=st.lists(
+        st.sampled_from([10, 200, 3000, 40_000, 300_000]) | st.integers(1, 10**6),
+        min_size=1,
+        max_size=5,
+    ),
+    instances=st.integers(1, 4),
+    pool=st.sampled_from([REAL, simple(4), dataclasses.replace(REAL, link=Link(1e-3, 1e9))]),
+)
 def test_the_plan_is_the_best_of_all_partitions(prompts, instances, pool):
-    """Of all into groups of neighbours by length, as LoongServe's program is defined; of others few are better, and those by little."""
+    """Of all into groups of neighbours by length, as LoongServe's program is defined; of others few
+    are better, and those by little."""
     found = plan(prompts, instances, pool)
-    groups, degrees = [group for group, _ in found], [degree for _, degree in found]
+    groups = [group for group, _ in found]
+    degrees = [degree for _, degree in found]
     assert sorted(index for group in groups for index in group) == list(range(len(prompts)))
     assert sum(degrees) <= instances and min(degrees) >= 1
-    sums = {ordered: min(latency(pool, prompts, some, many) for some in partitions(range(len(prompts)))
-                         if len(some) <= instances and (not ordered or neighbours(prompts, some))
-                         for many in divisions(instances, len(some))) for ordered in (True, False)}
+    sums = {
+        ordered: min(
+            latency(pool, prompts, some, many)
+            for some in partitions(range(len(prompts)))
+            if len(some) <= instances and (not ordered or neighbours(prompts, some))
+            for many in divisions(instances, len(some))
+        )
+        for ordered in (True, False)
+    }
     assert latency(pool, prompts, groups, degrees) == pytest.approx(sums[True], rel=1e-9)
     assert sums[True] <= 1.1 * sums[False]
 
@@ -110,16 +144,28 @@ def test_a_prompt_alone_gets_all_instances_and_two_equal_ones_half_of_them():
 
 
 def test_prefill_by_hand():
-    """Linear parts and attention are split over 4 instances; hops of KV are paid where attention does not hide them."""
-    pool = Pool(4, Costs(layers=2, launch=1, linear_token=1, pair=0.01, chunk=3, head=5, head_token=0.5), 10**6, 10.0, Link(2.0, 100.0))
-    assert pool.prefill([80, 20], 1) == pytest.approx(1 + 2 * (100 + 2 * 3 + 0.01 * (80 * 80 + 20 * 20) / 2) + 5 + 1)
-    ring = 3 * (2 + 10 * 100 / 4 / 100)                                      # 13.5 s against 14.5 s of attention
-    assert ring < 6 + 8.5 and pool.prefill([80, 20], 4) == pytest.approx(1 + 2 * (25 + 6 + 8.5) + 5 + 1)
+    """Linear parts and attention are split over 4 instances; hops of KV are paid where attention
+    does not hide them."""
+    pool = Pool(
+        4,
+        Costs(layers=2, launch=1, linear_token=1, pair=0.01, chunk=3, head=5, head_token=0.5),
+        10**6,
+        10.0,
+        Link(2.0, 100.0),
+    )
+    assert pool.prefill([80, 20], 1) == pytest.approx(
+        1 + 2 * (100 + 2 * 3 + 0.01 * (80 * 80 + 20 * 20) / 2) + 5 + 1
+    )
+    ring = 3 * (2 + 10 * 100 / 4 / 100)  # 13.5 s against 14.5 s of attention
+    assert ring < 6 + 8.5 and pool.prefill([80, 20], 4) == pytest.approx(
+        1 + 2 * (25 + 6 + 8.5) + 5 + 1
+    )
     slow = dataclasses.replace(pool, link=Link(10.0, 100.0))
     assert slow.prefill([80, 20], 4) == pytest.approx(1 + 2 * (25 + 3 * 12.5) + 5 + 1)
 
 
 # --- by hand
+
 
 def test_a_request_alone_is_prefilled_by_all_and_decoded_by_few():
     """400 tokens on 4 instances: 1 s; then two steps of a token each."""
@@ -132,7 +178,10 @@ def test_a_long_prompt_blocks_those_that_come_after_it_and_ours_does_not():
     config = SchedulerConfig(policy="slack", chunking="adaptive", chunk_tokens=8192, step_time=0.1)
     theirs = compare("loongserve", SYSTEM, config, CacheConfig(block_size=256), arrivals)
     ours = execute(SYSTEM.replica(config, CacheConfig(block_size=256)), arrivals)
-    first = {"theirs": [r.ttft for r in theirs.records if r.prompt == 1000], "ours": [r.ttft for r in ours.records if r.prompt == 1000]}
+    first = {
+        "theirs": [r.ttft for r in theirs.records if r.prompt == 1000],
+        "ours": [r.ttft for r in ours.records if r.prompt == 1000],
+    }
     long = max(record.ttft for record in theirs.records)
     assert long > 60 and min(first["theirs"]) > long - 10
     assert max(first["ours"]) < 2.0
@@ -148,7 +197,8 @@ def test_reserved_instances_keep_short_prompts_going():
 
 
 def test_memory_is_given_first_come_first_served():
-    """300 tokens of KV: the second does not fit beside the first, and the third, which would, does not overtake it."""
+    """300 tokens of KV: the second does not fit beside the first, and the third, which would, does
+    not overtake it."""
     first, second, third = play(simple(3, 100), (0.0, 100, 40), (0.1, 150, 20), (0.2, 10, 2))
     assert second.first > first.end and third.first > first.end
     assert play(simple(3, 100), (0.0, 100, 40), (0.2, 10, 2))[1].first < first.end
@@ -156,7 +206,11 @@ def test_memory_is_given_first_come_first_served():
 
 def test_what_does_not_fit_into_all_memory_is_refused():
     records = play(simple(2, 100), (0.0, 150, 50), (0.0, 150, 51), (0.1, 10, 2))
-    assert [(record.reason, record.output) for record in records] == [("length", 50), ("refused", 0), ("length", 2)]
+    assert [(record.reason, record.output) for record in records] == [
+        ("length", 50),
+        ("refused", 0),
+        ("length", 2),
+    ]
     assert play(simple(2, 100, reserved=1), (0.0, 101, 1))[0].reason == "refused"
 
 
@@ -168,7 +222,11 @@ def test_no_more_than_max_seqs_decode_at_once():
 
 # --- whatever arrives
 
-ARRIVALS = st.lists(st.tuples(st.floats(0, 5), st.sampled_from([1, 40, 99, 300, 1500]), st.integers(1, 30)), min_size=1, max_size=25)
+ARRIVALS = st.lists(
+    st.tuples(st.floats(0, 5), st.sampled_from([1, 40, 99, 300, 1500]), st.integers(1, 30)),
+    min_size=1,
+    max_size=25,
+)
 
 
 def run(arrivals: list[tuple[float, int, int]], pool: Pool, until: float = float("inf")) -> Watched:
@@ -178,31 +236,58 @@ def run(arrivals: list[tuple[float, int, int]], pool: Pool, until: float = float
 
 
 @settings(max_examples=40, deadline=None)
-@given(ARRIVALS, st.integers(1, 4), st.sampled_from([500, 2000]), st.booleans(), st.none() | st.floats(0, 20))
+@given(
+    ARRIVALS,
+    st.integers(1, 4),
+    st.sampled_from([500, 2000]),
+    st.booleans(),
+    st.none() | st.floats(0, 20),
+)
 def test_every_arrival_ends_once(arrivals, count, capacity, reserved, until):
-    """Given up or not: who came before the end of the run has one record, with all its tokens where it ended by itself."""
-    pool, arrivals = simple(count, capacity, int(reserved and count > 1)), sorted(arrivals)
+    """Given up or not: who came before the end of the run has one record, with all its tokens where
+    it ended by itself."""
+    pool = simple(count, capacity, int(reserved and count > 1))
+    arrivals = sorted(arrivals)
     server = run(arrivals, pool, float("inf") if until is None else until)
     server.give_up(1000.0)
     records = sorted(server.records, key=lambda record: int(record.id))
-    assert [int(record.id) for record in records] == [n for n, (at, *_) in enumerate(arrivals) if until is None or at <= until]
+    assert [int(record.id) for record in records] == [
+        n for n, (at, *_) in enumerate(arrivals) if until is None or at <= until
+    ]
     for record, (at, prompt, output) in zip(records, arrivals):
-        assert (record.arrival, record.prompt) == (at, prompt) and record.reason in ("length", "refused", "unfinished")
-        assert record.reason != "length" or (record.output == output and at < record.first <= record.end)
+        assert (record.arrival, record.prompt) == (at, prompt) and record.reason in (
+            "length",
+            "refused",
+            "unfinished",
+        )
+        assert record.reason != "length" or (
+            record.output == output and at < record.first <= record.end
+        )
 
 
 def test_nothing_is_left_behind():
     """Where outputs have more than one token, whatever was not refused ends by itself."""
     dice = np.random.default_rng(0)
     for count in (1, 2, 4):
-        arrivals = [(float(at), int(prompt), int(output)) for at, prompt, output in zip(
-            np.cumsum(dice.exponential(0.5, 60)), dice.choice([1, 40, 300, 900], 60), dice.integers(2, 30, 60))]
+        arrivals = [
+            (float(at), int(prompt), int(output))
+            for at, prompt, output in zip(
+                np.cumsum(dice.exponential(0.5, 60)),
+                dice.choice([1, 40, 300, 900], 60),
+                dice.integers(2, 30, 60),
+            )
+        ]
         server = run(arrivals, simple(count, 1000))
-        assert len(server.records) == 60 and {record.reason for record in server.records} <= {"length", "refused"}
+        assert len(server.records) == 60 and {record.reason for record in server.records} <= {
+            "length",
+            "refused",
+        }
 
 
 def test_a_request_of_one_token_leaves_room_for_the_next():
-    assert [record.reason for record in play(simple(1), (0.0, 100, 1), (0.1, 100, 1))] == ["length"] * 2
+    assert [record.reason for record in play(simple(1), (0.0, 100, 1), (0.1, 100, 1))] == [
+        "length"
+    ] * 2
 
 
 @settings(max_examples=40, deadline=None)
@@ -214,6 +299,7 @@ def test_prefills_never_have_more_instances_than_there_are(arrivals, count):
 
 
 # --- on a system's devices
+
 
 def test_a_pool_is_made_of_the_systems_devices():
     made = pool(SYSTEM, tp=2, reserved=0.25)
@@ -227,9 +313,12 @@ def test_a_pool_is_made_of_the_systems_devices():
 @pytest.mark.parametrize("name", BASELINES)
 def test_every_baseline_serves_the_same_arrivals(name):
     arrivals = parse("poisson:mix=medha-5", qps=0.5, requests=12, seed=1)
-    config, cache = SchedulerConfig(max_seqs=64, max_queue=1000), CacheConfig(block_size=256)
+    config = SchedulerConfig(max_seqs=64, max_queue=1000)
+    cache = CacheConfig(block_size=256)
     outcome = compare(name, SYSTEM, config, cache, arrivals)
-    assert sorted((int(r.id), r.prompt, r.output) for r in outcome.records) == [(n, a.prompt, a.output) for n, a in enumerate(arrivals)]
+    assert sorted((int(r.id), r.prompt, r.output) for r in outcome.records) == [
+        (n, a.prompt, a.output) for n, a in enumerate(arrivals)
+    ]
     assert outcome.records == compare(name, SYSTEM, config, cache, arrivals).records
 
 
@@ -239,7 +328,8 @@ def test_an_unknown_baseline_is_named():
 
 
 def test_instances_that_decodes_borrow_from_a_prefill_are_busy_once():
-    """Both prefill 3990 tokens for 19.95 s; then one has a prefill of 10 s while 1000 decodes of 10 ms soon take the KV of both."""
+    """Both prefill 3990 tokens for 19.95 s; then one has a prefill of 10 s while 1000 decodes of 10
+    ms soon take the KV of both."""
     server = LoongServe(simple(2, capacity=4000), lambda prompt: 1.0)
     server.run([Arrival(0.0, 3990, 1001), Arrival(20.0, 1000, 1)])
     assert max(record.end for record in server.records) == pytest.approx(30, rel=0.01)

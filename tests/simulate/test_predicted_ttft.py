@@ -1,4 +1,5 @@
-"""What a request hears of its first token when it is accepted, beside when that token comes on a virtual replica."""
+"""What a request hears of its first token when it is accepted, beside when that token comes on a
+virtual replica."""
 
 from __future__ import annotations
 
@@ -19,14 +20,17 @@ MAX_LEN = 2**30
 LONG = 60_000
 
 
-def made(mesh: MeshConfig = MeshConfig(), **settings) -> VirtualReplica:    # noqa: B008 (frozen)
+def made(mesh: MeshConfig = MeshConfig(), **settings) -> VirtualReplica:  # noqa: B008 (frozen)
     """Llama-3 8B on A100."""
-    return System(shapes()["llama3-8b"], "a100", mesh).replica(SchedulerConfig(**settings), CacheConfig(pages=20_000, prefix_caching=False))
+    return System(shapes()["llama3-8b"], "a100", mesh).replica(
+        SchedulerConfig(**settings), CacheConfig(pages=20_000, prefix_caching=False)
+    )
 
 
 def hear(replica: VirtualReplica) -> list[float]:
     """Predictions, as the replica accepts requests."""
-    heard, add = [], replica.scheduler.add
+    heard = []
+    add = replica.scheduler.add
 
     def listening(request):
         events = add(request)
@@ -40,8 +44,10 @@ def hear(replica: VirtualReplica) -> list[float]:
 def predicted(replica: VirtualReplica, *prompts: int, ttft: float | None = None) -> list[float]:
     """Of prompts that are accepted one after the other, before anything runs."""
     first = len(replica.scheduler.sequences)
-    added = (replica.scheduler.add(to_request(Arrival(0.0, prompt, 1), number, MAX_LEN, Slo(ttft=ttft)))
-             for number, prompt in enumerate(prompts, first))
+    added = (
+        replica.scheduler.add(to_request(Arrival(0.0, prompt, 1), number, MAX_LEN, Slo(ttft=ttft)))
+        for number, prompt in enumerate(prompts, first)
+    )
     return [event.predicted_ttft for (event,) in added]
 
 
@@ -51,6 +57,7 @@ def work(replica: VirtualReplica, prompt: int) -> float:
 
 
 # --- against the virtual replica
+
 
 @pytest.mark.parametrize("chunking", ["static", "adaptive"])
 @pytest.mark.parametrize("mesh", ["spp=1", "spp=2", "spp=4,tp=8", "spp=2,kvp=2", "kvp=4"])
@@ -67,12 +74,20 @@ def test_requests_that_come_at_once_have_their_first_tokens_when_they_were_told(
     """All but for the steps that had begun when they came: one for each stage."""
     replica = made(mesh)
     heard = hear(replica)
-    replica.run([(to_request(Arrival(1.0, prompt, 1), number, MAX_LEN), "") for number, prompt in enumerate([3000, 500, 8000, 2000] * 3)])
+    replica.run(
+        [
+            (to_request(Arrival(1.0, prompt, 1), number, MAX_LEN), "")
+            for number, prompt in enumerate([3000, 500, 8000, 2000] * 3)
+        ]
+    )
     true = [record.ttft for record in sorted(replica.records, key=lambda record: int(record.id))]
-    assert heard == pytest.approx(true, rel=0.02, abs=mesh.spp * work(replica, 512)) and true[-1] > 20 * mesh.spp * work(replica, 512)
+    assert heard == pytest.approx(true, rel=0.02, abs=mesh.spp * work(replica, 512)) and true[
+        -1
+    ] > 20 * mesh.spp * work(replica, 512)
 
 
 # --- what counts
+
 
 def test_it_grows_with_what_is_ahead_by_the_work_of_that():
     replica = made(policy="fcfs")
@@ -83,7 +98,7 @@ def test_it_grows_with_what_is_ahead_by_the_work_of_that():
 
 @pytest.mark.parametrize("policy", ["slack", "edf"])
 def test_it_does_not_grow_with_what_the_policy_ranks_behind(policy):
-    alone, = predicted(made(policy=policy), 1000, ttft=1.0)
+    (alone,) = predicted(made(policy=policy), 1000, ttft=1.0)
     replica = made(policy=policy)
     predicted(replica, *[2000] * 20, ttft=500.0)
     assert predicted(replica, 1000, ttft=1.0) == [alone]
@@ -98,7 +113,9 @@ def test_what_is_partly_prefilled_counts_with_what_is_left_of_it():
     batches = [scheduler.start(0.0) for _ in range(4)]
     left = scheduler.load().queued_prefill_seconds
     assert left < 0.8 * before
-    assert predicted(replica, 1000) == [pytest.approx(batches[-1].seconds / 2 + left + work(replica, 1000))]
+    assert predicted(replica, 1000) == [
+        pytest.approx(batches[-1].seconds / 2 + left + work(replica, 1000))
+    ]
 
 
 def test_a_longer_prompt_ahead_counts_with_no_more_than_its_share_of_common_steps():
@@ -107,12 +124,19 @@ def test_a_longer_prompt_ahead_counts_with_no_more_than_its_share_of_common_step
         return predicted(replica, LONG, 1000)[1]
 
     replica = made()
-    own, whole = work(replica, 1000), work(replica, LONG)
+    own = work(replica, 1000)
+    whole = work(replica, LONG)
     assert beside(chunking="adaptive", sharing=0.8) == pytest.approx(own / 0.8)
     assert beside(chunking="adaptive", sharing=1.0) == pytest.approx(own)
-    assert beside(chunking="adaptive", sharing=0.0) == beside(chunking="static") == pytest.approx(own + whole)
+    assert (
+        beside(chunking="adaptive", sharing=0.0)
+        == beside(chunking="static")
+        == pytest.approx(own + whole)
+    )
     assert beside(chunking="adaptive", sharing=0.01) == pytest.approx(own + min(whole, 99 * own))
-    assert predicted(made(chunking="adaptive", sharing=0.8, policy="fcfs"), 1000, LONG)[1] == pytest.approx(own + whole)
+    assert predicted(made(chunking="adaptive", sharing=0.8, policy="fcfs"), 1000, LONG)[
+        1
+    ] == pytest.approx(own + whole)
 
 
 def test_lanes_share_what_is_ahead_but_not_a_prompts_own_work():
@@ -126,7 +150,9 @@ def test_lanes_share_what_is_ahead_but_not_a_prompts_own_work():
 def test_where_no_costs_are_known_it_is_still_a_number(costs, policy, chunking):
     replica = made(MeshConfig(spp=2, kvp=2), policy=policy, chunking=chunking)
     replica.scheduler.use(costs)
-    assert all(math.isfinite(seconds) and seconds >= 0 for seconds in predicted(replica, 1000, 10, 5000))
+    assert all(
+        math.isfinite(seconds) and seconds >= 0 for seconds in predicted(replica, 1000, 10, 5000)
+    )
 
 
 def test_it_follows_what_the_predictor_has_learnt():

@@ -1,4 +1,5 @@
-"""Small checkpoints of every kind of model, as safetensors folders and GGUF files, with weights that can be told apart."""
+"""Small checkpoints of every kind of model, as safetensors folders and GGUF files, with weights
+that can be told apart."""
 
 import json
 from dataclasses import replace
@@ -27,30 +28,48 @@ KINDS = {
 
 def tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return {name: rng.standard_normal(shape, np.float32) for name, shape in tensors_of(config).items()}
+    return {
+        name: rng.standard_normal(shape, np.float32) for name, shape in tensors_of(config).items()
+    }
 
 
-def write_folder(folder: Path, config: ModelConfig, values: dict[str, np.ndarray], shards: int = 1) -> Path:
+def write_folder(
+    folder: Path, config: ModelConfig, values: dict[str, np.ndarray], shards: int = 1
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(to_hf(config)))
     names = list(values)
-    files = {f"model-{s + 1:05}-of-{shards:05}.safetensors": names[s::shards] for s in range(shards)}
+    files = {
+        f"model-{s + 1:05}-of-{shards:05}.safetensors": names[s::shards] for s in range(shards)
+    }
     for file, part in files.items():
         save_file({name: values[name] for name in part}, folder / file)
     if shards > 1:
         weight_map = {name: file for file, part in files.items() for name in part}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map})
+        )
     return folder
 
 
-def write_gguf(path: Path, config: ModelConfig, values: dict[str, np.ndarray], kind: str = "F32") -> Path:
-    """As llama.cpp's converter writes it: q and k of the llama architecture with the rows of each head in pairs."""
+def write_gguf(
+    path: Path, config: ModelConfig, values: dict[str, np.ndarray], kind: str = "F32"
+) -> Path:
+    """As llama.cpp's converter writes it: q and k of the llama architecture with the rows of each
+    head in pairs."""
     arch = "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
     writer = gguf.GGUFWriter(path, arch)
-    for key, value in {"block_count": config.layers, "embedding_length": config.d_model, "attention.head_count": config.heads,
-                       "attention.head_count_kv": config.kv_heads, "attention.key_length": config.head_dim,
-                       "attention.value_length": config.head_dim, "feed_forward_length": config.d_ff, "vocab_size": config.vocab,
-                       "context_length": config.max_len}.items():
+    for key, value in {
+        "block_count": config.layers,
+        "embedding_length": config.d_model,
+        "attention.head_count": config.heads,
+        "attention.head_count_kv": config.kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "feed_forward_length": config.d_ff,
+        "vocab_size": config.vocab,
+        "context_length": config.max_len,
+    }.items():
         writer.add_uint32(f"{arch}.{key}", value)
     writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", config.norm_eps)
     writer.add_float32(f"{arch}.rope.freq_base", config.rope_theta)
@@ -58,9 +77,15 @@ def write_gguf(path: Path, config: ModelConfig, values: dict[str, np.ndarray], k
     writer.add_uint32("tokenizer.ggml.bos_token_id", 1)
     for name, value in values.items():
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
-            value = value.reshape(-1, 2, config.head_dim // 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+            value = (
+                value.reshape(-1, 2, config.head_dim // 2, *value.shape[1:])
+                .swapaxes(1, 2)
+                .reshape(value.shape)
+            )
         quantised = gguf.GGMLQuantizationType[kind if value.ndim > 1 else "F32"]
-        writer.add_tensor(gguf_name(name), gguf.quants.quantize(value, quantised), raw_dtype=quantised)
+        writer.add_tensor(
+            gguf_name(name), gguf.quants.quantize(value, quantised), raw_dtype=quantised
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -69,18 +94,33 @@ def write_gguf(path: Path, config: ModelConfig, values: dict[str, np.ndarray], k
 
 
 def gguf_name(name: str) -> str:
-    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm",
-             "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-             "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-             "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+    names = {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
     stem, _, ending = name.rpartition(".")
     layer, prefix = (stem.split(".")[2], 3) if stem.startswith("model.layers.") else (None, 0)
     stem = ".".join(stem.split(".")[prefix:])
     return f"blk.{layer}.{names[stem]}.{ending}" if layer else f"{names[stem]}.{ending}"
 
 
-def placed(config: ModelConfig, kvp: int, tp: int, layers: range | None = None) -> tuple[ModelConfig, dict, dict]:
-    """Config after `with_tp`, declared parameters of the layers, and their shardings over lanes and ranks."""
+def placed(
+    config: ModelConfig, kvp: int, tp: int, layers: range | None = None
+) -> tuple[ModelConfig, dict, dict]:
+    """Config after `with_tp`, declared parameters of the layers, and their shardings over lanes and
+    ranks."""
     split = config.with_tp(tp)
     mesh = Mesh(np.array(jax.devices()[: kvp * tp]).reshape(kvp, tp), ("kvp", "tp"))
     declared = decoder.declare(split, layers or range(config.layers), tp)
@@ -88,35 +128,58 @@ def placed(config: ModelConfig, kvp: int, tp: int, layers: range | None = None) 
 
 
 def assembled(config: ModelConfig, values: dict[str, np.ndarray], tp: int) -> dict[str, np.ndarray]:
-    """The parameters as interfaces define them, written out head by head: slow, and easy to believe."""
+    """The parameters as interfaces define them, written out head by head: slow, and easy to
+    believe."""
     split = config.with_tp(tp)
-    K, G, H, D, L = split.kv_heads, split.heads // split.kv_heads, config.head_dim, config.d_model, "model.layers.{}.{}"
+    K = split.kv_heads
+    G = split.heads // split.kv_heads
+    H = config.head_dim
+    D = config.d_model
+    L = "model.layers.{}.{}"
     padded = -(-config.vocab // tp) * tp
     embed = np.zeros((padded, D), np.float32)
     head = np.zeros((D, padded), np.float32)
     embed[: config.vocab] = values["model.embed_tokens.weight"]
-    head[:, : config.vocab] = values["model.embed_tokens.weight" if config.tied else "lm_head.weight"].T
+    head[:, : config.vocab] = values[
+        "model.embed_tokens.weight" if config.tied else "lm_head.weight"
+    ].T
     found = {"embed": embed, "head": head, "norm": values["model.norm.weight"]}
     for i in range(config.layers):
+
         def get(name, i=i):
             return values[L.format(i, name)]
 
-        qkv, bias = np.zeros((D, K, G + 2, H), np.float32), np.zeros((K, G + 2, H), np.float32)
+        qkv = np.zeros((D, K, G + 2, H), np.float32)
+        bias = np.zeros((K, G + 2, H), np.float32)
         for kind, array in (("weight", qkv), ("bias", bias)):
             if kind == "bias" and not config.qkv_bias:
                 continue
-            heads = {p: get(f"self_attn.{p}_proj.{kind}").T.reshape(*([D] if kind == "weight" else []), -1, H) for p in "qkv"}
+            heads = {
+                p: get(f"self_attn.{p}_proj.{kind}").T.reshape(
+                    *([D] if kind == "weight" else []), -1, H
+                )
+                for p in "qkv"
+            }
             for k in range(K):
                 stored = k * config.kv_heads // K
                 for g in range(G):
                     array[..., k, g, :] = heads["q"][..., k * G + g, :]
-                array[..., k, G, :], array[..., k, G + 1, :] = heads["k"][..., stored, :], heads["v"][..., stored, :]
-        layer = {"norm1": get("input_layernorm.weight"), "qkv": qkv, "o": get("self_attn.o_proj.weight").T.reshape(K, G, H, D),
-                 "norm2": get("post_attention_layernorm.weight"), "down": get("mlp.down_proj.weight").T,
-                 "gate_up": np.stack([get("mlp.gate_proj.weight").T, get("mlp.up_proj.weight").T], 1)}
+                array[..., k, G, :] = heads["k"][..., stored, :]
+                array[..., k, G + 1, :] = heads["v"][..., stored, :]
+        layer = {
+            "norm1": get("input_layernorm.weight"),
+            "qkv": qkv,
+            "o": get("self_attn.o_proj.weight").T.reshape(K, G, H, D),
+            "norm2": get("post_attention_layernorm.weight"),
+            "down": get("mlp.down_proj.weight").T,
+            "gate_up": np.stack([get("mlp.gate_proj.weight").T, get("mlp.up_proj.weight").T], 1),
+        }
         if config.qkv_bias:
             layer["qkv_bias"] = bias
         if config.qk_norm:
-            layer |= {"q_norm": get("self_attn.q_norm.weight"), "k_norm": get("self_attn.k_norm.weight")}
+            layer |= {
+                "q_norm": get("self_attn.q_norm.weight"),
+                "k_norm": get("self_attn.k_norm.weight"),
+            }
         found |= {f"layers.{i}.{name}": array for name, array in layer.items()}
     return found

@@ -1,4 +1,5 @@
-"""Checkpoints become the declared parameters, on every split, from every kind of source, and only what is needed is read."""
+"""Checkpoints become the declared parameters, on every split, from every kind of source, and only
+what is needed is read."""
 
 from dataclasses import replace
 
@@ -47,9 +48,18 @@ def test_gguf_files_load_like_folders(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16", "BF16"])
 def test_quantised_columns_and_rows_are_those_of_the_whole(kind, tmp_path):
     checkpoint = weights.open_checkpoint(write_gguf(tmp_path / "m.gguf", TINY, tensors(TINY), kind))
-    for name in ("model.layers.1.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"):
+    for name in (
+        "model.layers.1.self_attn.q_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+        "model.embed_tokens.weight",
+    ):
         whole = checkpoint.read(name)
-        for rows, columns in (((16, 48), (32, 64)), ((3, 21), (5, 40)), ((0, 0), (0, 64)), ((7, 8), (0, 64))):
+        for rows, columns in (
+            ((16, 48), (32, 64)),
+            ((3, 21), (5, 40)),
+            ((0, 0), (0, 64)),
+            ((7, 8), (0, 64)),
+        ):
             part = checkpoint.read(name, slice(*rows), slice(*columns))
             np.testing.assert_array_equal(part, whole[slice(*rows), slice(*columns)])
 
@@ -67,15 +77,26 @@ def test_dtypes_are_converted_to_nearest(stored, dtype, tmp_path):
 def test_a_stage_reads_its_own_tensors_once_whatever_the_number_of_lanes(tmp_path):
     values = tensors(TINY)
     folder = write_folder(tmp_path, TINY, values)
-    first = sum(v.nbytes for name, v in values.items() if name.startswith(("model.layers.0.", "model.embed_tokens")))
-    last = sum(v.nbytes for name, v in values.items() if name.startswith(("model.layers.1.", "model.norm", "lm_head")))
+    first = sum(
+        v.nbytes
+        for name, v in values.items()
+        if name.startswith(("model.layers.0.", "model.embed_tokens"))
+    )
+    last = sum(
+        v.nbytes
+        for name, v in values.items()
+        if name.startswith(("model.layers.1.", "model.norm", "lm_head"))
+    )
     for kvp, tp in ((1, 1), (4, 1), (2, 2)):
         for layers, nbytes in ((range(1), first), (range(1, 2), last)):
             checkpoint, _ = loaded(folder, kvp, tp, layers=layers)
             assert checkpoint.bytes_read == nbytes, (kvp, tp, layers)
 
 
-@pytest.mark.parametrize("write", [lambda p, v: write_folder(p, TINY, v), lambda p, v: write_gguf(p / "m.gguf", TINY, v, "Q8_0")])
+@pytest.mark.parametrize(
+    "write",
+    [lambda p, v: write_folder(p, TINY, v), lambda p, v: write_gguf(p / "m.gguf", TINY, v, "Q8_0")],
+)
 def test_a_rank_reads_its_part_of_each_split_tensor(write, tmp_path):
     checkpoint = weights.open_checkpoint(write(tmp_path, tensors(TINY)))
     tp = 2
@@ -105,10 +126,16 @@ def test_random_weights_are_normal_and_differ_by_tensor_and_seed():
     big = RandomWeights(replace(TINY, d_ff=40000, d_model=512))
     down, up = (big.read(f"model.layers.0.mlp.{name}_proj.weight") for name in ("down", "up"))
     assert abs(down.std() - 0.02) < 1e-4 and abs(down.mean()) < 1e-4
-    assert len(np.unique(down[0])) > 10000 and not np.array_equal(down[0], down[1])  # no row repeats on the tape
+    # no row repeats on the tape
+    assert len(np.unique(down[0])) > 10000 and not np.array_equal(down[0], down[1])
     assert not np.array_equal(down.ravel()[:1000], up.ravel()[:1000])
-    assert not np.array_equal(RandomWeights(TINY, 1).read("lm_head.weight"), RandomWeights(TINY).read("lm_head.weight"))
-    np.testing.assert_array_equal(big.read("model.layers.0.mlp.down_proj.weight", slice(5, 500), slice(7, 39999)), down[5:500, 7:39999])
+    assert not np.array_equal(
+        RandomWeights(TINY, 1).read("lm_head.weight"), RandomWeights(TINY).read("lm_head.weight")
+    )
+    np.testing.assert_array_equal(
+        big.read("model.layers.0.mlp.down_proj.weight", slice(5, 500), slice(7, 39999)),
+        down[5:500, 7:39999],
+    )
 
 
 def test_all_that_is_wrong_is_reported_at_once_and_nothing_is_loaded(tmp_path):
@@ -122,20 +149,32 @@ def test_all_that_is_wrong_is_reported_at_once_and_nothing_is_loaded(tmp_path):
     text = str(error.value)
     assert "2 missing: model.layers.0.mlp.up_proj.weight, lm_head.weight" in text
     assert "1 unexpected: model.layers.0.self_attn.q_proj.bias" in text
-    assert "1 misshaped: model.layers.1.mlp.down_proj.weight is [64, 127], should be [64, 128]" in text
+    assert (
+        "1 misshaped: model.layers.1.mlp.down_proj.weight is [64, 127], should be [64, 128]" in text
+    )
     assert "model.norm.weight is I32" in text
 
 
 def test_copies_and_derived_tensors_of_old_checkpoints_are_not_unexpected(tmp_path):
     config = KINDS["tied"]
     values = tensors(config)
-    extra = {"lm_head.weight": values["model.embed_tokens.weight"], "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(8, np.float32)}
+    extra = {
+        "lm_head.weight": values["model.embed_tokens.weight"],
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(8, np.float32),
+    }
     same(loaded(write_folder(tmp_path, config, values | extra))[1], assembled(config, values, 1))
 
 
 def test_the_real_model_is_the_same_from_gguf_and_from_safetensors(smollm2_gguf, smollm2_folder):
-    gguf, folder = weights.open_checkpoint(smollm2_gguf), weights.open_checkpoint(smollm2_folder)
-    assert replace(gguf.config, name="") == replace(folder.config, name="") == replace(MODELS["smollm2-135m"], name="")
+    gguf = weights.open_checkpoint(smollm2_gguf)
+    folder = weights.open_checkpoint(smollm2_folder)
+    assert (
+        replace(gguf.config, name="")
+        == replace(folder.config, name="")
+        == replace(MODELS["smollm2-135m"], name="")
+    )
     weights.check(folder, folder.config.with_tp(3))
-    (_, a), (_, b) = (loaded(source, 1, 3, layers=range(29, 30)) for source in (smollm2_gguf, smollm2_folder))
+    (_, a), (_, b) = (
+        loaded(source, 1, 3, layers=range(29, 30)) for source in (smollm2_gguf, smollm2_folder)
+    )
     same(a, {path: np.asarray(value) for path, value in b.items()})

@@ -10,7 +10,8 @@ from tests.weights.models import TINY, assembled, placed, tensors, write_folder
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, smollm2_gguf):
     """Two stages on two lanes and two ranks each, saved into one folder."""
-    folder, values = tmp_path_factory.mktemp("orbax"), tensors(TINY)
+    folder = tmp_path_factory.mktemp("orbax")
+    values = tensors(TINY)
     checkpoint = weights.open_checkpoint(write_folder(folder / "hf", TINY, values))
     params = {}
     for layers in (range(1), range(1, 2)):
@@ -39,21 +40,30 @@ def test_a_saved_folder_is_a_source_like_any_other(saved):
     params = weights.load(checkpoint, config, declared, shardings, "bfloat16", progress=False)
     assert checkpoint.config.heads == TINY.heads and checkpoint.tokenizer == folder
     assert params["layers.0.qkv"].dtype == "bfloat16"
-    np.testing.assert_array_equal(np.asarray(params["norm"]), expected["norm"].astype(params["norm"].dtype))
+    np.testing.assert_array_equal(
+        np.asarray(params["norm"]), expected["norm"].astype(params["norm"].dtype)
+    )
     assert weights.check(checkpoint, config) is None
 
 
 def test_a_degree_that_repeats_kv_heads_differently_is_refused_before_allocation(saved):
     config, declared, shardings = placed(TINY, 1, 4)
-    with pytest.raises(weights.CheckpointError, match=r"layers.0.qkv is \[64, 2, 4, 16\], should be \[64, 4, 3, 16\].*load the original"):
+    with pytest.raises(
+        weights.CheckpointError,
+        match=r"layers.0.qkv is \[64, 2, 4, 16\], should be \[64, 4, 3, 16\].*load the original",
+    ):
         weights.restore(saved[0], declared, shardings, "float32")
 
 
 def test_missing_parameters_are_named_together(saved):
     config, declared, shardings = placed(TINY, 1, 1)
     more = declared | {"layers.7.o": declared["norm"], "layers.8.o": declared["norm"]}
-    with pytest.raises(weights.CheckpointError, match=r"layers\.7\.o is missing; layers\.8\.o is missing"):
-        weights.restore(saved[0], more, shardings | {"layers.7.o": None, "layers.8.o": None}, "float32")
+    with pytest.raises(
+        weights.CheckpointError, match=r"layers\.7\.o is missing; layers\.8\.o is missing"
+    ):
+        weights.restore(
+            saved[0], more, shardings | {"layers.7.o": None, "layers.8.o": None}, "float32"
+        )
 
 
 def test_saved_parameters_are_never_overwritten(saved):
@@ -64,7 +74,16 @@ def test_saved_parameters_are_never_overwritten(saved):
 def test_a_damaged_folder_is_a_clear_error(tmp_path):
     (tmp_path / "params").mkdir()
     (tmp_path / "params" / "_METADATA").write_text("{}")
-    (tmp_path / "config.json").write_text((write_folder(tmp_path / "hf", TINY, tensors(TINY)) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        (write_folder(tmp_path / "hf", TINY, tensors(TINY)) / "config.json").read_text()
+    )
     config, declared, shardings = placed(TINY, 1, 1)
     with pytest.raises(weights.CheckpointError, match="not readable as an orbax checkpoint"):
-        weights.load(weights.open_checkpoint(tmp_path), config, declared, shardings, "float32", progress=False)
+        weights.load(
+            weights.open_checkpoint(tmp_path),
+            config,
+            declared,
+            shardings,
+            "float32",
+            progress=False,
+        )

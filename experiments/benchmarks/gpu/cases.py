@@ -1,4 +1,5 @@
-"""Inputs of attention over pages, drawn at random, and what it means, in f64: for the checks on a GPU and for the tests."""
+"""Inputs of attention over pages, drawn at random, and what it means, in f64: for the checks on a
+GPU and for the tests."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from jaxserve.kernels.pool import Pool, narrow
 
-SLOTS = 6                                               # rows of the page table
+SLOTS = 6  # rows of the page table
 HUGE = 2**31 - 1
 
 
@@ -29,28 +30,42 @@ class Case:
 
     def arguments(self, dtype: Any = np.float32, narrowed: bool = False) -> tuple[Any, ...]:
         """Of an implementation: floats of this type; pages of 8 bits where `narrowed`."""
-        pool = jax.tree.map(np.asarray, narrow(self.pages)) if narrowed else Pool(self.pages.astype(dtype))
+        pool = (
+            jax.tree.map(np.asarray, narrow(self.pages))
+            if narrowed
+            else Pool(self.pages.astype(dtype))
+        )
         return self.q.astype(dtype), self.q_pos, pool, self.table, self.rows, self.count
 
     def rounded(self, dtype: Any = np.float32, narrowed: bool = False) -> Case:
         """The same with numbers as those arguments have them, in f32."""
         pages = narrow(self.pages).wide(np.float32) if narrowed else self.pages.astype(dtype)
-        return dataclasses.replace(self, q=self.q.astype(dtype).astype(np.float32), pages=np.asarray(pages, np.float32))
+        return dataclasses.replace(
+            self, q=self.q.astype(dtype).astype(np.float32), pages=np.asarray(pages, np.float32)
+        )
 
 
-def draw(shape: Any, rng: np.random.Generator, span: Callable[[int], tuple[int, int]], keeps: Callable[[int], bool],
-         first: int = 0) -> Case:
+def draw(
+    shape: Any,
+    rng: np.random.Generator,
+    span: Callable[[int], tuple[int, int]],
+    keeps: Callable[[int], bool],
+    first: int = 0,
+) -> Case:
     """Rows on permuted pages. What nobody wrote is NaN, and what is no table entry is nonsense.
 
-    shape: has R, T, K, G, H, C and W. span: of a row, its query tokens and the tokens up to the last of them. keeps: whether a block of a
-    row is here. first: the block at which contexts begin.
+    shape: has R, T, K, G, H, C and W. span: of a row, its query tokens and the tokens up to the
+    last of them. keeps: whether a block of a row is here. first: the block at which contexts begin.
     """
-    T, C, W = shape.T, shape.C, shape.W
+    T = shape.T
+    C = shape.C
+    W = shape.W
     total = shape.R * W + 3
     free = iter(rng.permutation(total).tolist())
     pages = np.full((total, shape.K, 2, C, shape.H), np.nan, np.float32)
     table = rng.choice(np.array([0, 1, total + 5, HUGE, -1, -HUGE], np.int32), (2, SLOTS, W))
-    rows, count = rng.permutation(SLOTS)[: shape.R].astype(np.int32), np.zeros(shape.R, np.int32)
+    rows = rng.permutation(SLOTS)[: shape.R].astype(np.int32)
+    count = np.zeros(shape.R, np.int32)
     q_pos = np.full((shape.R, T), -1, np.int32)
     for row in range(shape.R):
         length, end = span(row)
@@ -58,7 +73,8 @@ def draw(shape: Any, rng: np.random.Generator, span: Callable[[int], tuple[int, 
         blocks = [block for block in range(-(-end // C)) if keeps(row)]
         count[row] = len(blocks)
         for entry, block in enumerate(blocks):
-            page, held = next(free), min(C, end - block * C)
+            page = next(free)
+            held = min(C, end - block * C)
             table[:, rows[row], entry] = page, first + block
             pages[page, :, :, :held] = rng.standard_normal((shape.K, 2, held, shape.H))
     q = rng.standard_normal((shape.R, T, shape.K, shape.G, shape.H)).astype(np.float32)
@@ -69,17 +85,26 @@ def truth(case: Case, scale: float, window: int | None) -> tuple[np.ndarray, np.
     """Attention in f64, by what the words say."""
     R, T, K, G, H = case.q.shape
     size = case.pages.shape[3]
-    out, lse = np.zeros(case.q.shape), np.full(case.q.shape[:-1], -np.inf)
+    out = np.zeros(case.q.shape)
+    lse = np.full(case.q.shape[:-1], -np.inf)
     for row, slot in enumerate(case.rows):
         pages, blocks = case.table[:, slot, : case.count[row]].astype(np.int64)
-        k_pos, pos = (blocks[:, None] * size + np.arange(size)).ravel(), case.q_pos[row]
+        k_pos = (blocks[:, None] * size + np.arange(size)).ravel()
+        pos = case.q_pos[row]
         live = np.flatnonzero(k_pos <= pos.max())
         if not len(live):
             continue
         k_pos = k_pos[live]
-        seen = (k_pos <= pos[:, None]) & (pos[:, None] - k_pos < (window or HUGE)) & (pos >= 0)[:, None]           # [T, S]
+        # [T, S]
+        seen = (
+            (k_pos <= pos[:, None])
+            & (pos[:, None] - k_pos < (window or HUGE))
+            & (pos >= 0)[:, None]
+        )
         for head in range(K):
-            k, v = case.pages[pages, head].astype(np.float64).swapaxes(0, 1).reshape(2, -1, H)[:, live]
+            k, v = (
+                case.pages[pages, head].astype(np.float64).swapaxes(0, 1).reshape(2, -1, H)[:, live]
+            )
             q = case.q[row, :, head].astype(np.float64).reshape(T * G, H) * scale
             scores = np.where(seen[:, None], (q @ k.T).reshape(T, G, -1), -np.inf)
             top = np.maximum(scores.max(-1, keepdims=True), -1e300)
@@ -87,5 +112,7 @@ def truth(case: Case, scale: float, window: int | None) -> tuple[np.ndarray, np.
             total = weights.sum(-1)
             some = total > 0
             lse[row, :, head][some] = (top[..., 0] + np.log(np.where(some, total, 1)))[some]
-            out[row, :, head] = (weights.reshape(T * G, -1) @ v).reshape(T, G, H) / np.where(some, total, 1)[..., None]
+            out[row, :, head] = (weights.reshape(T * G, -1) @ v).reshape(T, G, H) / np.where(
+                some, total, 1
+            )[..., None]
     return out, lse

@@ -1,4 +1,5 @@
-"""Times of launches: batches of them, after warm-up, in rounds in which what is compared takes turns."""
+"""Times of launches: batches of them, after warm-up, in rounds in which what is compared takes
+turns."""
 
 from __future__ import annotations
 
@@ -9,13 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-Launches = Callable[[int], float]                       # so many launches, one after the other -> seconds until all are done
-FEWEST, MOST = 2, 1000                                  # launches of a round
+# so many launches, one after the other -> seconds until all are done
+Launches = Callable[[int], float]
+# launches of a round
+FEWEST = 2
+MOST = 1000
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long to measure: rounds, and about so many seconds for each round of each of those compared."""
+    """How long to measure: rounds, and about so many seconds for each round of each of those
+    compared."""
 
     rounds: int = 5
     seconds: float = 0.04
@@ -42,35 +47,40 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def faster(one: Timed, other: Timed, work: float = 1.0) -> dict[str, float]:
-    """How many times as fast as the other one `one` is, which does `work` times its work, from round to round."""
+    """How many times as fast as the other one `one` is, which does `work` times its work, from
+    round to round."""
     return spread([work * b / a for a, b in zip(one.rounds, other.rounds)])
 
 
 def launches(f: Callable[..., Any], *variants: tuple[Any, ...], each: int = 1) -> Launches:
-    """Launches of f, with these arguments in turn. f does `each` times what is timed: as many launches as hold `count` are made."""
+    """Launches of f, with these arguments in turn. f does `each` times what is timed: as many
+    launches as hold `count` are made."""
     import jax
 
     turns = itertools.cycle(variants)
 
     def run(count: int) -> float:
-        began, out = time.perf_counter(), None
+        began = time.perf_counter()
+        out = None
         whole = -(-count // each)
         for _ in range(whole):
             out = f(*next(turns))
         jax.block_until_ready(out)
         return (time.perf_counter() - began) * count / (whole * each)
+
     return run
 
 
 def in_turns(entries: dict[str, Launches], pace: Pace) -> tuple[dict[str, Timed], dict[str, str]]:
     """Times by name, and of those that fail, why."""
-    counts, faults = {}, {}
+    counts = {}
+    faults = {}
     for name, run in entries.items():
         try:
-            run(1)                                      # compiles
+            run(1)  # compiles
             once = run(pace.least) / pace.least
             counts[name] = max(pace.least, min(MOST, round(pace.seconds / once)))
-            if counts[name] > 2 * pace.least:           # the first launches may have been slow
+            if counts[name] > 2 * pace.least:  # the first launches may have been slow
                 once = run(counts[name]) / counts[name]
                 counts[name] = max(pace.least, min(MOST, round(pace.seconds / once)))
         except Exception as error:

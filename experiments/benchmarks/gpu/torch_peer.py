@@ -1,7 +1,8 @@
-"""PyTorch's attention in a process of its own, which shares the GPU but no allocator with JAX. Nothing of the project is imported here.
+"""PyTorch's attention in a process of its own, which shares the GPU but no allocator with JAX.
+Nothing of the project is imported here.
 
-The process reads lines of JSON: {"name", "backend", shapes} prepares a case, {"name", "count"} launches it so many times. It answers each
-with a line: {} or {"seconds"}, or {"error"}.
+The process reads lines of JSON: {"name", "backend", shapes} prepares a case, {"name", "count"}
+launches it so many times. It answers each with a line: {} or {"seconds"}, or {"error"}.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 
 
 class TorchPeer:
-    """The process, seen from outside; it starts when it is first asked. Errors: RuntimeError with what it says."""
+    """The process, seen from outside; it starts when it is first asked. Errors: RuntimeError with
+    what it says."""
 
     def __init__(self, python: str):
         self.python = python
@@ -35,7 +37,9 @@ class TorchPeer:
 
     def _ask(self, **question: Any) -> dict[str, Any]:
         if self._process is None:
-            self._process = subprocess.Popen([self.python, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self._process = subprocess.Popen(
+                [self.python, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
         assert self._process.stdin and self._process.stdout
         try:
             self._process.stdin.write(json.dumps(question) + "\n")
@@ -51,7 +55,7 @@ class TorchPeer:
 
 def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)                                       # what libraries print is no answer
+    os.dup2(2, 1)  # what libraries print is no answer
     ready: dict[str, Any] = {}
     for line in sys.stdin:
         question = json.loads(line)
@@ -75,11 +79,15 @@ def case(backend: str, B: int, T: int, S: int, N: int, K: int, H: int, causal: b
     from torch.nn.functional import scaled_dot_product_attention
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    q, k, v = (torch.randn(B, heads, length, H, device=device, dtype=torch.bfloat16) for heads, length in ((N, T), (K, S), (K, S)))
+    q, k, v = (
+        torch.randn(B, heads, length, H, device=device, dtype=torch.bfloat16)
+        for heads, length in ((N, T), (K, S), (K, S))
+    )
 
     def run() -> Any:
         with torch.no_grad(), sdpa_kernel([getattr(SDPBackend, BACKENDS[backend])]):
             return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=N != K)
+
     run()
     return run
 

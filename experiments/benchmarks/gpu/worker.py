@@ -1,8 +1,10 @@
-"""One section of the measurements, in a process of its own: a list of named cases, each of which becomes rows.
+"""One section of the measurements, in a process of its own: a list of named cases, each of which
+becomes rows.
 
-Rows are appended to a file as they come, and so is the name of each case that begins, so that whoever started the process knows what it was
-at when it hung or broke. What a section needs is imported when it runs; third-party modules that are absent where nothing is served are
-replaced by stand-ins.
+Rows are appended to a file as they come, and so is the name of each case that begins, so that
+whoever started the process knows what it was at when it hung or broke. What a section needs is
+imported when it runs; third-party modules that are absent where nothing is served are replaced by
+stand-ins.
 """
 
 from __future__ import annotations
@@ -27,18 +29,39 @@ from experiments.benchmarks.gpu.timing import Pace, said
 
 Row = dict[str, Any]
 Case = tuple[str, Callable[[], list[Row] | Row]]
-SECTIONS = {                                            # where each one's cases come from
-    "environment": "checks:environment", "kernels": "checks:kernels", "ceilings": "checks:ceilings",
-    "prefill": "attention:prefill", "chunks": "attention:chunks", "decode": "attention:decode", "tiles": "attention:tiles",
-    "engine": "replica:engine", "no_command_buffers": "replica:command_buffers", "all_command_buffers": "replica:command_buffers",
-    "engine_1m": "replica:engine_1m", "engine_10m": "replica:engine_10m", "pools": "replica:pools",
+SECTIONS = {  # where each one's cases come from
+    "environment": "checks:environment",
+    "kernels": "checks:kernels",
+    "ceilings": "checks:ceilings",
+    "prefill": "attention:prefill",
+    "chunks": "attention:chunks",
+    "decode": "attention:decode",
+    "tiles": "attention:tiles",
+    "engine": "replica:engine",
+    "no_command_buffers": "replica:command_buffers",
+    "all_command_buffers": "replica:command_buffers",
+    "engine_1m": "replica:engine_1m",
+    "engine_10m": "replica:engine_10m",
+    "pools": "replica:pools",
 }
-OPTIONAL = ("gguf", "tqdm", "tokenizers", "jinja2", "grpc", "grpc_health", "grpc_reflection", "prometheus_client", "safetensors", "psutil")
+OPTIONAL = (
+    "gguf",
+    "tqdm",
+    "tokenizers",
+    "jinja2",
+    "grpc",
+    "grpc_health",
+    "grpc_reflection",
+    "prometheus_client",
+    "safetensors",
+    "psutil",
+)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a section knows. until: time.time() after which no case should begin; found: rows of the sections before it."""
+    """What a section knows. until: time.time() after which no case should begin; found: rows of the
+    sections before it."""
 
     section: str
     rehearse: bool
@@ -69,13 +92,16 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, names: list[str]):
         self.names = names
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         mine = fullname.split(".")[0] in self.names
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if mine else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        module, of = types.ModuleType(spec.name), MagicMock()
-        module.__getattr__ = lambda name: getattr(of, name)        # type: ignore[method-assign]
+        module = types.ModuleType(spec.name)
+        of = MagicMock()
+        module.__getattr__ = lambda name: getattr(of, name)  # type: ignore[method-assign]
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
@@ -99,11 +125,15 @@ def is_there(module: str) -> bool:
 
 def cases(run: Run) -> Iterator[Case]:
     module, _, function = SECTIONS[run.section].partition(":")
-    yield from getattr(importlib.import_module(f"experiments.benchmarks.gpu.{module}"), function)(run)
+    yield from getattr(importlib.import_module(f"experiments.benchmarks.gpu.{module}"), function)(
+        run
+    )
 
 
 def work(task: dict[str, Any]) -> None:
-    """Runs the section of a task: cases but those to `skip`, at most `most` of them; see `inject` in h200."""
+    """Runs the section of a task: cases but those to `skip`, at most `most` of them; see `inject`
+    in h200."""
+
     def tell(**line: Any) -> None:
         with Path(task["rows"]).open("a") as out:
             out.write(json.dumps(line) + "\n")

@@ -1,13 +1,16 @@
-"""What every engine's worker speaks: one JSON object a line, questions on standard input, answers on standard output.
+"""What every engine's worker speaks: one JSON object a line, questions on standard input, answers
+on standard output.
 
-    settings  first argument: model (folder or file), dtype, threads, vocab, context, steps, chunk_tokens,
+    settings  first argument: model (folder or file), dtype, threads, vocab, context, steps,
+    chunk_tokens,
               most_sequences, longest
-    first     {"versions": {...}} when the model is loaded
-    measure   {"kind": "prefill" | "decode", "size": N, "seconds": S}: {"rates": [...]} tokens/s, repeated for so many seconds
-    generate  {"kind": "generate", "prompt": [...], "tokens": N}: {"ids": [...]}, greedy, or null where the engine cannot tell
-    errors    {"error": "..."}
+    first     {"versions": {...}} when the model is loaded measure   {"kind": "prefill" | "decode",
+    "size": N, "seconds": S}: {"rates": [...]} tokens/s, repeated for so many seconds generate
+    {"kind": "generate", "prompt": [...], "tokens": N}: {"ids": [...]}, greedy, or null where the
+    engine cannot tell errors    {"error": "..."}
 
-Only the standard library is used: each worker runs in the environment of its engine. Whatever libraries print goes to standard error.
+Only the standard library is used: each worker runs in the environment of its engine. Whatever
+libraries print goes to standard error.
 """
 
 from __future__ import annotations
@@ -31,8 +34,13 @@ def random_prompts(sequences: int, tokens: int, vocab: int, dice: random.Random)
     return [[dice.randrange(vocab // 2, vocab) for _ in range(tokens)] for _ in range(sequences)]
 
 
-def answer(versions: dict[str, str], rate: Callable[[str, int], float], generate: Callable[[list[int], int], list[int] | None]) -> None:
-    """Answers questions until standard input ends. rate: tokens per second of a point, measured once."""
+def answer(
+    versions: dict[str, str],
+    rate: Callable[[str, int], float],
+    generate: Callable[[list[int], int], list[int] | None],
+) -> None:
+    """Answers questions until standard input ends. rate: tokens per second of a point, measured
+    once."""
     _say({"versions": versions})
     for line in sys.stdin:
         question = json.loads(line)
@@ -40,14 +48,22 @@ def answer(versions: dict[str, str], rate: Callable[[str, int], float], generate
             if question["kind"] == "generate":
                 _say({"ids": generate(question["prompt"], question["tokens"])})
             else:
-                _say({"rates": _repeat(functools.partial(rate, question["kind"], question["size"]), question["seconds"])})
+                _say(
+                    {
+                        "rates": _repeat(
+                            functools.partial(rate, question["kind"], question["size"]),
+                            question["seconds"],
+                        )
+                    }
+                )
         except Exception as error:
             traceback.print_exc()
             _say({"error": f"{type(error).__name__}: {error}"})
 
 
 def _repeat(rate: Callable[[], float], seconds: float) -> list[float]:
-    began, rates = time.perf_counter(), []
+    began = time.perf_counter()
+    rates = []
     while not rates or time.perf_counter() - began < seconds:
         rates.append(rate())
     return rates

@@ -9,9 +9,25 @@ from jaxserve.engine.build import build
 from jaxserve.options import make
 
 SETTINGS = protocol.settings()
-engine = build(make(EngineConfig, {
-    "model": SETTINGS["model"], "dtype": SETTINGS["dtype"], "max_model_len": SETTINGS["longest"], "max_seqs": SETTINGS["most_sequences"],
-    "chunk_tokens": SETTINGS["chunk_tokens"], "prefix_caching": False}), progress=False, warm_up=False)
+engine = build(
+    make(
+        EngineConfig,
+        {
+            "model": SETTINGS["model"],
+            "dtype": SETTINGS["dtype"],
+            "max_model_len": SETTINGS["longest"],
+            "max_seqs": SETTINGS["most_sequences"],
+            "chunk_tokens": SETTINGS["chunk_tokens"],
+            "prefix_caching": False,
+        },
+    ),
+    progress=False,
+    warm_up=False,
+)
 runner = Runner(engine)
 versions = {name: machine()[name] for name in ("jaxserve", "git", "jax", "jaxlib", "python")}
-protocol.answer(versions, lambda kind, size: runner.rate(Point(kind, size)), lambda prompt, tokens: runner.generate([prompt], tokens)[0])
+protocol.answer(
+    versions,
+    lambda kind, size: runner.rate(Point(kind, size)),
+    lambda prompt, tokens: runner.generate([prompt], tokens)[0],
+)

@@ -1,4 +1,5 @@
-"""llama.cpp, by its own programs: llama-bench for prefill, llama-batched-bench for decode, a process for each measurement."""
+"""llama.cpp, by its own programs: llama-bench for prefill, llama-batched-bench for decode, a
+process for each measurement."""
 
 import json
 import re
@@ -13,7 +14,8 @@ def bench_rate(text: str) -> float:
 
 
 def batched_rate(text: str, sequences: int) -> float:
-    """Generated tokens per second in the table of llama-batched-bench, whose columns are PP, TG, B, N_KV, T_PP, S_PP, T_TG, S_TG, T, S."""
+    """Generated tokens per second in the table of llama-batched-bench, whose columns are PP, TG, B,
+    N_KV, T_PP, S_PP, T_TG, S_TG, T, S."""
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if len(cells) == 10 and re.fullmatch(r"\d+", cells[2]) and int(cells[2]) == sequences:
@@ -25,15 +27,26 @@ def main() -> None:
     settings = protocol.settings()
 
     def run(program: str, *arguments: object) -> str:
-        command = [program, "-m", settings["model"], "-t", str(settings["threads"]), *map(str, arguments)]
+        command = [
+            program,
+            "-m",
+            settings["model"],
+            "-t",
+            str(settings["threads"]),
+            *map(str, arguments),
+        ]
         return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
     def rate(kind: str, size: int) -> float:
         if kind == "prefill":
             return bench_rate(run("llama-bench", "-p", size, "-n", 0, "-r", 3, "-o", "json"))
-        context, steps = settings["context"], settings["steps"]
+        context = settings["context"]
+        steps = settings["steps"]
         room = size * (context + steps) + 64
-        return batched_rate(run("llama-batched-bench", "-c", room, "-npp", context, "-ntg", steps, "-npl", size), size)
+        return batched_rate(
+            run("llama-batched-bench", "-c", room, "-npp", context, "-ntg", steps, "-npl", size),
+            size,
+        )
 
     protocol.answer({"llama.cpp": "as found"}, rate, lambda prompt, tokens: None)
 

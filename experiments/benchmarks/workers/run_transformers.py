@@ -1,4 +1,5 @@
-"""transformers: one forward pass for prefill, a plain loop of forward passes for decode. Runs in its own environment, OpenMP bound."""
+"""transformers: one forward pass for prefill, a plain loop of forward passes for decode. Runs in
+its own environment, OpenMP bound."""
 
 import random
 import time
@@ -11,7 +12,11 @@ SETTINGS = protocol.settings()
 DICE = random.Random(0)
 torch.set_num_threads(SETTINGS["threads"])
 model = transformers.AutoModelForCausalLM.from_pretrained(
-    SETTINGS["model"], dtype=getattr(torch, SETTINGS["dtype"]), attn_implementation="sdpa", local_files_only=True).eval()
+    SETTINGS["model"],
+    dtype=getattr(torch, SETTINGS["dtype"]),
+    attn_implementation="sdpa",
+    local_files_only=True,
+).eval()
 
 
 def step(ids: torch.Tensor, cache: object = None) -> tuple[torch.Tensor, object]:
@@ -27,7 +32,9 @@ def rate(kind: str, size: int) -> float:
         began = time.perf_counter()
         step(prompt)[0].tolist()
         return size / (time.perf_counter() - began)
-    ids, cache = step(torch.tensor(protocol.random_prompts(size, SETTINGS["context"], SETTINGS["vocab"], DICE)))
+    ids, cache = step(
+        torch.tensor(protocol.random_prompts(size, SETTINGS["context"], SETTINGS["vocab"], DICE))
+    )
     began = time.perf_counter()
     for _ in range(SETTINGS["steps"]):
         ids, cache = step(ids, cache)
@@ -45,4 +52,6 @@ def generate(prompt: list[int], tokens: int) -> list[int]:
     return out
 
 
-protocol.answer({"transformers": transformers.__version__, "torch": torch.__version__}, rate, generate)
+protocol.answer(
+    {"transformers": transformers.__version__, "torch": torch.__version__}, rate, generate
+)
