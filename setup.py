@@ -37,8 +37,8 @@ setup(
     packages=find_packages(include=["jaxserve", "jaxserve.*"]),
     package_data={
         "jaxserve.server": ["*.proto", "*.pyi"],
-        "jaxserve.server.page": ["*.html", "*.js", "*.css", "*.svg"],
-        "jaxserve.scheduling": ["*.json"],
+        "jaxserve.server.dashboard": ["*.html", "*.js", "*.css", "*.svg"],
+        "jaxserve.costs": ["*.json"],
         "jaxserve.kernels.mosaic": ["*.json"],
     },
     python_requires=">=3.11",
@@ -73,5 +73,5 @@ setup(
         "hub": ["huggingface_hub>=0.24"],
         "experiments": ["matplotlib>=3.8", "pandas>=2.1", "pyarrow>=14", "scipy>=1.11"],
     },
-    entry_points={"console_scripts": ["jaxserve=jaxserve.cli:main"]},
+    entry_points={"console_scripts": ["jaxserve=jaxserve.cli.main:main"]},
 )

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.script import command_line
-from jaxserve.commands.display import table
-from jaxserve.commands.files import figure_class
-from jaxserve.config import ConfigError
-from jaxserve.flags import Command
-from jaxserve.options import Option
+from jaxserve.cli.display import table
+from jaxserve.cli.files import figure_class
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option
+from jaxserve.settings.schema import ConfigError
 
 Cell = float | str
 Row = dict[str, Cell]

@@ -27,7 +27,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from experiments.script import command_line
-from jaxserve.config import (
+from jaxserve.api.request import Event, Finished, Request, RequestError, SamplingParams, Slo
+from jaxserve.server.dashboard import router
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option
+from jaxserve.settings.schema import (
     CacheConfig,
     ConfigError,
     EngineConfig,
@@ -35,10 +39,6 @@ from jaxserve.config import (
     ModelSource,
     SchedulerConfig,
 )
-from jaxserve.flags import Command
-from jaxserve.options import Option
-from jaxserve.request import Event, Finished, Request, RequestError, SamplingParams, Slo
-from jaxserve.server.page import router
 
 OPTIONS = {
     "live_page": [

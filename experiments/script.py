@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.commands.machine import machine
-from jaxserve.config import ConfigError
-from jaxserve.flags import Command, UsageError, help_of, parse
+from jaxserve.cli.machine import machine
+from jaxserve.settings.flags import Command, UsageError, help_of, parse
+from jaxserve.settings.schema import ConfigError
 
 
 def keep(values: Mapping[str, Any], **figures: Any) -> None:

@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name in ("Request", "SamplingParams"):
-        from jaxserve import request
+        from jaxserve.api import request
 
         return getattr(request, name)
     raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")

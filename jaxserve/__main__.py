@@ -2,6 +2,6 @@
 
 import sys
 
-from jaxserve.cli import main
+from jaxserve.cli.main import main
 
 sys.exit(main())

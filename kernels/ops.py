@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.kernels import reference, xla
+from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.merge import merge
-from jaxserve.kernels.pool import Pool
 
 log = logging.getLogger(__name__)
 HOPPER = "9.0"  # compute capability of H100, H200 and GH200
@@ -22,7 +22,7 @@ HOPPER = "9.0"  # compute capability of H100, H200 and GH200
 def attend(
     q: jax.Array,
     q_pos: jax.Array,
-    pages: Pool,
+    pages: KVPages,
     table: jax.Array,
     rows: jax.Array,
     count: jax.Array,
@@ -86,7 +86,7 @@ def _mosaic_lacks(kv: jax.ShapeDtypeStruct) -> str | None:
 
 
 def _mosaic(
-    q: jax.Array, q_pos: jax.Array, pages: Pool, *arguments: jax.Array, **settings: Any
+    q: jax.Array, q_pos: jax.Array, pages: KVPages, *arguments: jax.Array, **settings: Any
 ) -> tuple[jax.Array, jax.Array]:
     from jaxserve.kernels import mosaic  # not to be had with older versions of jax
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxserve.kernels.pool import Pool
+from jaxserve.kernels.kv_pages import KVPages
 
 
 def attend(
     q: jax.Array,
     q_pos: jax.Array,
-    pages: Pool,
+    pages: KVPages,
     table: jax.Array,
     rows: jax.Array,
     count: jax.Array,

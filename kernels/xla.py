@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.merge import LOWEST
-from jaxserve.kernels.pool import Pool
 from jaxserve.kernels.table import below
 
 QUERY_TILE = 256  # query tokens of one tile
@@ -26,7 +26,7 @@ TILE_KEYS = 2048  # keys of one tile, all rows together
 def attend(
     q: jax.Array,
     q_pos: jax.Array,
-    pages: Pool,
+    pages: KVPages,
     table: jax.Array,
     rows: jax.Array,
     count: jax.Array,

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import fastapi
 
-from jaxserve.request import RequestError
-from jaxserve.server.front import DRAINING, SERVING, Front
+from jaxserve.api.request import RequestError
+from jaxserve.server.frontend import DRAINING, SERVING, Frontend
 from jaxserve.server.openai.app import without_routes
-from jaxserve.server.openai.wire import Strict
+from jaxserve.server.openai.schemas import Strict
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class LevelRequest(Strict):
     logger: str = "jaxserve"
 
 
-def application(front: Front) -> fastapi.FastAPI:
+def application(front: Frontend) -> fastapi.FastAPI:
     app = without_routes("jaxserve admin")
 
     @app.post("/admin/drain")
@@ -83,5 +83,5 @@ def application(front: Front) -> fastapi.FastAPI:
     return app
 
 
-def _state(front: Front) -> dict[str, Any]:
+def _state(front: Frontend) -> dict[str, Any]:
     return {"state": front.state, "requests": len(front.streams)}

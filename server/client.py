@@ -17,12 +17,12 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxserve.completion import Completion, Gathered, Output
-from jaxserve.request import RequestError, SamplingParams
+from jaxserve.api.request import RequestError, SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server import jaxserve_pb2_grpc as rpc
-from jaxserve.server.convert import Given, generate_message, output_of, set_prompt
-from jaxserve.server.door import FIELD_KEY, REASON_KEY, RICH_KEY
+from jaxserve.server.grpc.handlers import FIELD_KEY, REASON_KEY, RICH_KEY
+from jaxserve.server.grpc.proto import Given, generate_message, output_of, set_prompt
+from jaxserve.text.output import Completion, CompletionCollector, Output
 
 OPTIONS = [  # pings through minutes of prefill, not more often than the server lets
     ("grpc.max_receive_message_length", -1),
@@ -134,7 +134,7 @@ class Client:
         **fields: Any,
     ) -> list[Completion]:
         """The n completions, whole. Arguments and errors as for `generate`."""
-        gathered = Gathered(_ids_of(prompt))
+        gathered = CompletionCollector(_ids_of(prompt))
         for output in self.generate(prompt, sampling, timeout=timeout, **fields):
             gathered.add(output)
         return gathered.completions()
@@ -230,7 +230,7 @@ class AsyncClient:
         timeout: float | None = None,
         **fields: Any,
     ) -> list[Completion]:
-        gathered = Gathered(_ids_of(prompt))
+        gathered = CompletionCollector(_ids_of(prompt))
         async for output in self.generate(prompt, sampling, timeout=timeout, **fields):
             gathered.add(output)
         return gathered.completions()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from jaxserve.config import ConfigError
+from jaxserve.settings.schema import ConfigError
 
 OTHERS = 0o027  # of a mode. A group may read: Kubernetes hands users secrets that way
 Signature = tuple[tuple[int, ...], ...]

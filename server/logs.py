@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TextIO
 
-from jaxserve.request import Finished, Request, Summary
+from jaxserve.api.request import Finished, Request, Summary
 
 LONGEST = 4000  # characters of a message or a value
 CAUSES = 3  # exceptions told of a chain of them
@@ -98,7 +98,7 @@ def ended(
 
 
 class Text(logging.Formatter):
-    """I 2026-01-31T23:59:59.123Z jaxserve.server.launch: message request_id=x; a traceback follows,
+    """I 2026-01-31T23:59:59.123Z jaxserve.server.supervisor: message request_id=x; a traceback follows,
     indented."""
 
     def format(self, record: logging.LogRecord) -> str:

@@ -14,9 +14,9 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-from jaxserve.completion import Answer, Delta, Output, merged
-from jaxserve.request import Accepted, Event, Finished, Progress, Request, RequestError, Token
-from jaxserve.server.access import Caller
+from jaxserve.api.request import Accepted, Event, Finished, Progress, Request, RequestError, Token
+from jaxserve.server.auth.access import Caller
+from jaxserve.text.output import Delta, Output, OutputProcessor, merged
 
 SHARE = 0.1  # of a core's time, what streams may take from the engine's thread
 MOST_REST = 0.05  # seconds that events may wait for that
@@ -83,7 +83,7 @@ class Stream:
     def __init__(
         self,
         request: Request,
-        answer: Answer,
+        answer: OutputProcessor,
         caller: Caller,
         now: float,
         patience: float,

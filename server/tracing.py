@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jaxserve
-from jaxserve.config import ConfigError
-from jaxserve.request import Finished, Request, RequestError, Summary
+from jaxserve.api.request import Finished, Request, RequestError, Summary
+from jaxserve.settings.schema import ConfigError
 
 log = logging.getLogger(__name__)
 INSTALL = "pip install jaxserve[traces]"

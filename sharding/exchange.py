@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.merge import merge
-from jaxserve.kernels.pool import Pool
 from jaxserve.sharding.mesh import KVP
 from jaxserve.sharding.rows import Groups, Rows, write
 
@@ -38,8 +38,8 @@ Attend = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def gather(
-    q: jax.Array, kv: jax.Array, pages: Pool, groups: Groups, attend: Attend
-) -> tuple[jax.Array, Pool]:
+    q: jax.Array, kv: jax.Array, pages: KVPages, groups: Groups, attend: Attend
+) -> tuple[jax.Array, KVPages]:
     """One all-gather, one all-to-all; their bytes depend on the new tokens only."""
     lanes = lax.axis_size(KVP)
     far = lax.all_gather(jnp.concatenate([q, kv], 2), KVP)  # [lanes, T, K, G + 2, H]
@@ -57,8 +57,8 @@ def gather(
 
 
 def pass_q(
-    q: jax.Array, kv: jax.Array, pages: Pool, groups: Groups, attend: Attend
-) -> tuple[jax.Array, Pool]:
+    q: jax.Array, kv: jax.Array, pages: KVPages, groups: Groups, attend: Attend
+) -> tuple[jax.Array, KVPages]:
     """Queries go round in lanes - 1 hops; the partials of all hops come home in one all-to-all
     (context parallel paper, Alg. 3 and 4)."""
     lanes = lax.axis_size(KVP)
@@ -78,8 +78,8 @@ def pass_q(
 
 
 def pass_kv(
-    q: jax.Array, kv: jax.Array, pages: Pool, groups: Groups, attend: Attend
-) -> tuple[jax.Array, Pool]:
+    q: jax.Array, kv: jax.Array, pages: KVPages, groups: Groups, attend: Attend
+) -> tuple[jax.Array, KVPages]:
     """Blocks go round in lanes - 1 hops, piece by piece (context parallel paper, Alg. 2)."""
     lanes = lax.axis_size(KVP)
     lane = lax.axis_index(KVP)
@@ -120,7 +120,7 @@ def pass_kv(
     return jnp.concatenate([out for out, _ in outs]), pages
 
 
-EXCHANGES: dict[str, Callable[..., tuple[jax.Array, Pool]]] = {
+EXCHANGES: dict[str, Callable[..., tuple[jax.Array, KVPages]]] = {
     "gather": gather,
     "pass_q": pass_q,
     "pass_kv": pass_kv,
@@ -140,8 +140,8 @@ def split(x: jax.Array, groups: tuple[Rows, ...], lanes: int) -> list[jax.Array]
 
 
 def _piece(
-    pages: Pool, table: jax.Array, held: jax.Array, ends: jax.Array, place: jax.Array
-) -> tuple[Pool, jax.Array]:
+    pages: KVPages, table: jax.Array, held: jax.Array, ends: jax.Array, place: jax.Array
+) -> tuple[KVPages, jax.Array]:
     """The pages at these places [n] of this lane's line, and their blocks; what is beyond the
     line's end does not matter."""
     slot = jnp.minimum(

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxserve.config import ConfigError, MeshConfig
+from jaxserve.settings.schema import ConfigError, MeshConfig
 
 SPP, KVP, TP = AXES = ("spp", "kvp", "tp")
 

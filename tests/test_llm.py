@@ -5,11 +5,11 @@ import pytest
 
 import jaxserve
 from jaxserve import llm
-from jaxserve.guide import Guided
-from jaxserve.request import RequestError, SamplingParams
+from jaxserve.api.request import RequestError, SamplingParams
+from jaxserve.text.structured_output import Guided
 from tests.engine.harness import engine
-from tests.guide.vocabulary import tokenizer
 from tests.server.fakes import FakeEngine, FakeTokenizer, expected
+from tests.text.vocabulary import tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from experiments.benchmarks.engines import OWN
-from jaxserve.commands.display import table
-from jaxserve.commands.speed import Point
+from jaxserve.cli.bench.speed import SpeedPoint
+from jaxserve.cli.display import table
 
 LAZY = 0.75  # share of the cores below which a prefill says that an engine was hindered
 
@@ -24,7 +24,7 @@ class Measurement:
     """
 
     engine: str
-    point: Point
+    point: SpeedPoint
     round: int
     rates: tuple[float, ...]
     foreign: float
@@ -43,7 +43,7 @@ class Comparison:
 
     measurements: tuple[Measurement, ...]
 
-    def of(self, engine: str, point: Point) -> list[Measurement]:
+    def of(self, engine: str, point: SpeedPoint) -> list[Measurement]:
         return [m for m in self.measurements if m.quiet and (m.engine, m.point) == (engine, point)]
 
     @property
@@ -55,16 +55,16 @@ class Comparison:
         )
 
     @property
-    def points(self) -> list[Point]:
+    def points(self) -> list[SpeedPoint]:
         return list(dict.fromkeys(m.point for m in self.measurements))
 
-    def best(self, engine: str, point: Point) -> float:
+    def best(self, engine: str, point: SpeedPoint) -> float:
         return max(rate for m in self.of(engine, point) for rate in m.rates)
 
-    def median(self, engine: str, point: Point) -> float:
+    def median(self, engine: str, point: SpeedPoint) -> float:
         return statistics.median(m.median for m in self.of(engine, point))
 
-    def ratios(self, peer: str, point: Point) -> list[float]:
+    def ratios(self, peer: str, point: SpeedPoint) -> list[float]:
         """jaxserve over a peer in each round in which neither was disturbed, of the rounds'
         medians."""
         mine, theirs = (
@@ -135,20 +135,20 @@ class Comparison:
                 )
         return out
 
-    def _table(self, columns: Sequence[str], cell: Callable[[str, Point], str]) -> str:
+    def _table(self, columns: Sequence[str], cell: Callable[[str, SpeedPoint], str]) -> str:
         return table(
             ["", *columns],
             [[str(point), *(cell(column, point) for column in columns)] for point in self.points],
         )
 
-    def _speed(self, engine: str, point: Point) -> str:
+    def _speed(self, engine: str, point: SpeedPoint) -> str:
         return (
             f"{self.best(engine, point):.1f} ({self.median(engine, point):.1f})"
             if self.of(engine, point)
             else "-"
         )
 
-    def _ratio(self, peer: str, point: Point) -> str:
+    def _ratio(self, peer: str, point: SpeedPoint) -> str:
         found = self.ratios(peer, point)
         return (
             f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
@@ -156,7 +156,7 @@ class Comparison:
             else "-"
         )
 
-    def _cores(self, engine: str, point: Point) -> str:
+    def _cores(self, engine: str, point: SpeedPoint) -> str:
         return (
             f"{statistics.median(m.cores for m in self.of(engine, point)):.2f}"
             if self.of(engine, point)

@@ -21,15 +21,21 @@ from typing import Any
 import numpy as np
 
 from experiments.script import command_line
+from jaxserve.api.request import Finished, Request
 from jaxserve.cache import CacheManager
-from jaxserve.commands.display import table
-from jaxserve.commands.machine import described, machine
-from jaxserve.config import CacheConfig, EngineConfig, MeshConfig, ModelSource, SchedulerConfig
-from jaxserve.flags import Command
-from jaxserve.options import Option
-from jaxserve.request import Finished, Request
+from jaxserve.cli.display import table
+from jaxserve.cli.machine import described, machine
+from jaxserve.costs.predictor import Costs
 from jaxserve.scheduling import Scheduler
-from jaxserve.scheduling.predictor import Costs
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option
+from jaxserve.settings.schema import (
+    CacheConfig,
+    EngineConfig,
+    MeshConfig,
+    ModelSource,
+    SchedulerConfig,
+)
 from jaxserve.simulate.arrival import Arrival, to_request
 from jaxserve.simulate.replica import VirtualReplica
 from jaxserve.simulate.workload import parse as workload

@@ -45,16 +45,16 @@ import numpy as np
 import tokenizers
 
 from experiments.script import command_line, keep
-from jaxserve.commands.display import table
-from jaxserve.commands.machine import described, machine
-from jaxserve.config import EngineConfig, ServerConfig
-from jaxserve.flags import Command
+from jaxserve.api.request import Event, Finished, Request, SamplingParams, Token
+from jaxserve.cli.display import table
+from jaxserve.cli.machine import described, machine
 from jaxserve.llm import open_engine
-from jaxserve.options import Option, make
-from jaxserve.request import Event, Finished, Request, SamplingParams, Token
 from jaxserve.server import logs
-from jaxserve.server.launch import Background
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.server.supervisor import Background
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option, make
+from jaxserve.settings.schema import EngineConfig, ServerConfig
+from jaxserve.text import Tokenizer
 
 OPTIONS = {
     "front": [
@@ -222,7 +222,7 @@ def drawn(prompt: int, output: int, dice: np.random.Generator) -> tuple[np.ndarr
 
 
 async def over_grpc(client: Any, id: str, prompt: np.ndarray, output: int, tally: Tally) -> None:
-    from jaxserve.completion import Delta
+    from jaxserve.text.output import Delta
 
     sent = time.perf_counter()
     async for event in client.generate(

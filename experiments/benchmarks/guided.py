@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.script import command_line, keep
-from jaxserve.commands.display import table
-from jaxserve.commands.machine import described, machine
-from jaxserve.flags import Command
-from jaxserve.guide import Guided
+from jaxserve.api.request import SamplingParams
+from jaxserve.cli.display import table
+from jaxserve.cli.machine import described, machine
 from jaxserve.llm import LLM
-from jaxserve.options import Option
-from jaxserve.request import SamplingParams
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option
+from jaxserve.text.structured_output import Guided
 
 OPTIONS = {
     "guided": [

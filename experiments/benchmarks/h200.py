@@ -30,11 +30,11 @@ from typing import Any
 
 from experiments.benchmarks.gpu.worker import SECTIONS
 from experiments.script import command_line
-from jaxserve.commands.display import table
-from jaxserve.commands.machine import described, machine
-from jaxserve.config import ConfigError
-from jaxserve.flags import Command
-from jaxserve.options import Option
+from jaxserve.cli.display import table
+from jaxserve.cli.machine import described, machine
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option
+from jaxserve.settings.schema import ConfigError
 
 ROOT = Path(__file__).parents[2]
 TUNED = ROOT / "kernels" / "mosaic" / "tuned.json"

@@ -14,9 +14,9 @@ import numpy as np
 from gguf.quants import dequantize
 from safetensors.numpy import save_file
 
-from jaxserve.models.parse import to_hf
-from jaxserve.source import model_file, resolve
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.checkpoint.model_config import to_hf
+from jaxserve.checkpoint.model_paths import model_file, resolve
+from jaxserve.text import Tokenizer
 from jaxserve.weights import open_checkpoint
 
 

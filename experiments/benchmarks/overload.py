@@ -23,10 +23,16 @@ from typing import Any
 import numpy as np
 
 from experiments.script import command_line, keep
-from jaxserve.commands.display import table
-from jaxserve.commands.machine import described, machine
-from jaxserve.completion import Delta
-from jaxserve.config import (
+from jaxserve.api.request import Event, Finished, Request, RequestError, SamplingParams, Token
+from jaxserve.cli.display import table
+from jaxserve.cli.machine import described, machine
+from jaxserve.engine.engine import Engine
+from jaxserve.llm import open_engine
+from jaxserve.server.client import Client
+from jaxserve.server.supervisor import Background
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option
+from jaxserve.settings.schema import (
     CacheConfig,
     EngineConfig,
     MeshConfig,
@@ -34,13 +40,7 @@ from jaxserve.config import (
     SchedulerConfig,
     ServerConfig,
 )
-from jaxserve.engine.engine import Engine
-from jaxserve.flags import Command
-from jaxserve.llm import open_engine
-from jaxserve.options import Option
-from jaxserve.request import Event, Finished, Request, RequestError, SamplingParams, Token
-from jaxserve.server.client import Client
-from jaxserve.server.launch import Background
+from jaxserve.text.output import Delta
 
 OPTIONS = {
     "overload": [

@@ -18,9 +18,12 @@ from typing import Any
 import numpy as np
 
 from experiments.script import command_line, keep
-from jaxserve.commands.display import table
-from jaxserve.commands.machine import described, machine
-from jaxserve.config import (
+from jaxserve.api.request import Event, Finished, Request, SamplingParams, Slo, Token
+from jaxserve.cli.display import table
+from jaxserve.cli.machine import described, machine
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option
+from jaxserve.settings.schema import (
     CacheConfig,
     ConfigError,
     EngineConfig,
@@ -28,9 +31,6 @@ from jaxserve.config import (
     ModelSource,
     SchedulerConfig,
 )
-from jaxserve.flags import Command
-from jaxserve.options import Option
-from jaxserve.request import Event, Finished, Request, SamplingParams, Slo, Token
 
 OPTIONS = {
     "sharing": [

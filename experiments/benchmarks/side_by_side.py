@@ -27,13 +27,13 @@ from experiments.benchmarks.engines import Engine, EngineError, Worker
 from experiments.benchmarks.guard import Meter, wait_until_quiet
 from experiments.benchmarks.install import InstallError, install
 from experiments.script import command_line
-from jaxserve.commands.bench_engine import counts
-from jaxserve.commands.machine import described, machine
-from jaxserve.commands.speed import CONTEXT, STEPS, Point
-from jaxserve.config import ConfigError
-from jaxserve.flags import Command
-from jaxserve.options import Option
-from jaxserve.source import cache_folder
+from jaxserve.checkpoint.model_paths import cache_folder
+from jaxserve.cli.bench.engine import counts
+from jaxserve.cli.bench.speed import CONTEXT, STEPS, SpeedPoint
+from jaxserve.cli.machine import described, machine
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option
+from jaxserve.settings.schema import ConfigError
 
 NAMES = [*engines.PEERS, engines.LLAMA]
 TEXT = "The capital of France is"
@@ -106,7 +106,9 @@ class Conditions:
 
 def run(values: dict[str, Any]) -> int:
     points = [
-        Point(kind, size) for kind in ("prefill", "decode") for size in counts(kind, values[kind])
+        SpeedPoint(kind, size)
+        for kind in ("prefill", "decode")
+        for size in counts(kind, values[kind])
     ]
     cpus = sorted(os.sched_getaffinity(0))[: values["threads"]]
     os.sched_setaffinity(0, cpus)  # the engines inherit it
@@ -154,7 +156,7 @@ def run(values: dict[str, Any]) -> int:
 
 
 def measured(
-    workers: list[Worker], points: list[Point], rounds: int, conditions: Conditions
+    workers: list[Worker], points: list[SpeedPoint], rounds: int, conditions: Conditions
 ) -> Iterator[Measurement]:
     """Round 0 warms up and is not given out. The order of the engines turns, so that none always
     follows the same one."""
@@ -172,7 +174,7 @@ def measured(
                 yield measurement
 
 
-def _measure(worker: Worker, point: Point, number: int, conditions: Conditions) -> Measurement:
+def _measure(worker: Worker, point: SpeedPoint, number: int, conditions: Conditions) -> Measurement:
     """Until it is quiet or patience ends."""
     until = time.monotonic() + conditions.patience
     attempts = 0
@@ -232,7 +234,7 @@ def _llama(values: dict[str, Any], under: Path, cpus: list[int]) -> list[Engine]
     return [engines.llama(sys.executable, programs, file.resolve(), cpus)]
 
 
-def _settings(values: dict[str, Any], points: list[Point], threads: int) -> dict[str, Any]:
+def _settings(values: dict[str, Any], points: list[SpeedPoint], threads: int) -> dict[str, Any]:
     return {
         "dtype": values["dtype"],
         "threads": threads,
@@ -243,7 +245,7 @@ def _settings(values: dict[str, Any], points: list[Point], threads: int) -> dict
     }
 
 
-def _limits(folder: Path, points: list[Point]) -> dict[str, int]:
+def _limits(folder: Path, points: list[SpeedPoint]) -> dict[str, int]:
     """Vocabulary, and tokens of the longest sequence. Errors: ConfigError where the model cannot
     hold them."""
     config = json.loads((folder / "config.json").read_text())
@@ -275,7 +277,7 @@ def _prompt(model: str) -> list[int]:
     if model.startswith("random:"):
         dice = random.Random(0)
         return [dice.randrange(100, 500) for _ in range(8)]
-    from jaxserve.tokenizer import Tokenizer
+    from jaxserve.text import Tokenizer
 
     return Tokenizer.load(model).encode(TEXT)
 

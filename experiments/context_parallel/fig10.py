@@ -13,7 +13,7 @@ from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import FIT, TABLE4
 from experiments.context_parallel.system import RANKS, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, matching
-from jaxserve.scheduling.exchange import Boundary, fit
+from jaxserve.costs.exchange_choice import Boundary, fit
 
 NEW = np.geomspace(256, 65536, 17).astype(int).tolist()
 SHARES = np.geomspace(0.005, 1, 33).tolist()

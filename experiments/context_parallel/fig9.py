@@ -9,13 +9,13 @@ from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import FIT, TABLE4
 from experiments.context_parallel.system import RANKS, RINGS, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
-from jaxserve.scheduling.exchange import Boundary, Exchange, fit
+from jaxserve.costs.exchange_choice import Boundary, ExchangeChooser, fit
 
 ROOFLINE = "roofline of the rings"
 ALL_THREE = "roofline"
 
 
-def rules() -> dict[str, Exchange]:
+def rules() -> dict[str, ExchangeChooser]:
     """Our rule, the paper's with our constants, and the fitted line twice: the paper's, and one of
     table 4."""
     system = calibrated()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import figures
-from jaxserve.options import Option
+from jaxserve.settings.options import Option
 
 RESULTS = Path(__file__).parent / "results"
 OPTIONS = [Option("out", str, str(RESULTS), "folder of the CSV and PNG")]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxserve.scheduling.exchange import Heads
-from jaxserve.scheduling.profiles import ModelShape
+from jaxserve.costs.exchange_choice import Heads
+from jaxserve.costs.profiles import ModelShape
 
 # Table 9, and the model's vocabulary.
 MODEL = ModelShape(

@@ -35,8 +35,16 @@ from experiments.context_parallel.paper import (
     Latency,
     Step,
 )
-from jaxserve.scheduling.exchange import TRAFFIC, Boundary, Exchange, Rates, Traffic, Work, work_of
-from jaxserve.scheduling.profiles import Link
+from jaxserve.costs.exchange_choice import (
+    TRAFFIC,
+    Boundary,
+    ExchangeChooser,
+    ExchangeWork,
+    Rates,
+    Traffic,
+    work_of,
+)
+from jaxserve.costs.profiles import Link
 
 MICRO = 1e-6
 MILLI = 1e-3
@@ -59,9 +67,9 @@ class System:
 
     def exchange(
         self, hosts: int, chooser: str = "roofline", boundary: Boundary | None = None
-    ) -> Exchange:
+    ) -> ExchangeChooser:
         """What chooses for prefill."""
-        return Exchange(hosts, HEADS, self.prefill, chooser, boundary=boundary)
+        return ExchangeChooser(hosts, HEADS, self.prefill, chooser, boundary=boundary)
 
     def linear(self, tokens: int) -> float:
         return max(self.floor, self.token * tokens)
@@ -71,7 +79,7 @@ class System:
         return self.exchange(hosts).seconds(work_of([(cached, new)], hosts))
 
     def decode_attention(self, context: int, hosts: int, batch: int = 1) -> dict[str, float]:
-        return Exchange(hosts, HEADS, self.decode).seconds(
+        return ExchangeChooser(hosts, HEADS, self.decode).seconds(
             work_of([(context - 1, 1)] * batch, hosts)
         )
 
@@ -185,7 +193,7 @@ def _sent(row: Step) -> Traffic:
 
 def _decodes() -> list[tuple[Decode, Traffic]]:
     """Table 8's columns with more than one host, and what they send."""
-    works: list[tuple[Decode, Work]] = [
+    works: list[tuple[Decode, ExchangeWork]] = [
         (row, work_of([(row.tokens - 1, 1)] * row.batch, row.hosts))
         for row in TABLE8
         if row.hosts > 1

@@ -9,7 +9,7 @@ from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import HEADS, TABLE5
 from experiments.context_parallel.system import MICRO, RANKS, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
-from jaxserve.scheduling.exchange import TRAFFIC, work_of
+from jaxserve.costs.exchange_choice import TRAFFIC, work_of
 
 
 def sweep(settings: None) -> Iterator[Row]:

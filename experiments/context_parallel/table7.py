@@ -14,7 +14,7 @@ from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import GPUS, TABLE7, Latency
 from experiments.context_parallel.system import MILLI, System, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
-from jaxserve.scheduling.profiles import devices
+from jaxserve.costs.profiles import devices
 
 HOSTS = (1, 2, 4, 8)
 LOADS = ((128_000, 1), (128_000, 8), (1_000_000, 1))  # tokens of context, sequences

@@ -12,7 +12,7 @@ from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import HEADS, TABLE8, Decode
 from experiments.context_parallel.system import MICRO, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
-from jaxserve.scheduling.exchange import Exchange, pass_q, work_of
+from jaxserve.costs.exchange_choice import ExchangeChooser, pass_q, work_of
 
 PARTS = ("op", "loop", "hops", "exchange", "whole")
 NAMES = {
@@ -49,7 +49,7 @@ def parts(row: Decode) -> dict[str, float]:
     work = work_of([(row.tokens - 1, 1)] * row.batch, row.hosts)
     traffic = pass_q(work, HEADS)
     each = math.ceil(row.batch / row.hosts) * row.tokens / row.hosts
-    op = Exchange(row.hosts, HEADS, rates).attention(each, each)
+    op = ExchangeChooser(row.hosts, HEADS, rates).attention(each, each)
     seconds = calibrated().decode_attention(row.tokens, row.hosts, row.batch)
     return {
         "op": op,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.commands.simulate import shape_of
-from jaxserve.config import MeshConfig
-from jaxserve.scheduling.predictor import Lane, Predictor
-from jaxserve.scheduling.profiles import ITEM, ModelShape, devices
+from jaxserve.cli.simulate import shape_of
+from jaxserve.costs.predictor import LaneLoad, Predictor
+from jaxserve.costs.profiles import ITEM, ModelShape, devices
+from jaxserve.settings.schema import MeshConfig
 from jaxserve.simulate.run import System
 
 POINTS = 400  # of the context at which steps of a prefill are looked at
@@ -41,7 +41,7 @@ class Node:
         """Whether the KV of so many tokens fits beside the weights."""
         return tokens <= self.system.kv_tokens() * self.mesh.kvp
 
-    def _decodes(self, contexts: Sequence[int], spread: bool) -> list[Lane]:
+    def _decodes(self, contexts: Sequence[int], spread: bool) -> list[LaneLoad]:
         count = len(contexts)
         lanes = self.mesh.kvp
         held = np.ones((count, lanes), int)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
 from experiments.medha.closed import Node
 from experiments.medha.figure import Settings, main
-from jaxserve.config import MeshConfig
+from jaxserve.settings.schema import MeshConfig
 
 MILLION = 1_000_000
 DEPTHS = {"llama3-8b": 4, "llama3-70b": 8}  # stages; TP8 (Medha 3.5)

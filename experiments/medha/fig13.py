@@ -10,7 +10,7 @@ import numpy as np
 from experiments.figures import Claim, Figure, Panel, Row, cell, ratio
 from experiments.medha.closed import Node
 from experiments.medha.figure import Settings, main
-from jaxserve.config import MeshConfig
+from jaxserve.settings.schema import MeshConfig
 
 PROMPT = 4_000_000
 CHUNKS = (32, 64, 128, 256)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.medha.closed import Node
 from experiments.medha.figure import Settings, main
-from jaxserve.config import MeshConfig
+from jaxserve.settings.schema import MeshConfig
 
 DEPTHS = (1, 2, 4, 8, 16)
 PROMPTS = (128_000, 256_000, 512_000, 1_000_000, 2_000_000, 4_000_000)

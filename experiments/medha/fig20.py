@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from experiments.figures import Claim, Figure, Panel, Row
 from experiments.medha.closed import Node
 from experiments.medha.figure import Settings, main
-from jaxserve.config import MeshConfig
+from jaxserve.settings.schema import MeshConfig
 
 LANES = (1, 2, 4, 8, 16)
 CONTEXTS = (128_000, 256_000, 512_000, 1_000_000, 2_000_000, 4_000_000, 10_000_000)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.medha.closed import Node
 from experiments.medha.figure import Settings, main
-from jaxserve.config import MeshConfig
+from jaxserve.settings.schema import MeshConfig
 
 CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)
 CONTEXTS = (128_000, 256_000, 512_000, 1_000_000)

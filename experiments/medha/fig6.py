@@ -11,8 +11,8 @@ import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
 from experiments.medha.figure import Settings, main
-from jaxserve.commands.simulate import configs, scheduling_options, shape_of
-from jaxserve.config import MeshConfig
+from jaxserve.cli.simulate import configs, scheduling_options, shape_of
+from jaxserve.settings.schema import MeshConfig
 from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.run import System, execute
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.medha.closed import Node
 from experiments.medha.figure import Settings, main
-from jaxserve.config import MeshConfig
-from jaxserve.scheduling.profiles import ITEM, devices
-from jaxserve.simulate.loongserve import Pool
+from jaxserve.costs.profiles import ITEM, devices
+from jaxserve.settings.schema import MeshConfig
+from jaxserve.simulate.loongserve import LoongPool
 
 PROMPT = 1_000_000
 CHUNK = 4096
@@ -30,7 +30,7 @@ def ring(nodes: int) -> float:
     lasts."""
     node = Node("llama3-8b", MeshConfig(tp=TP))
     kv_bytes = 2 * ITEM * node.shape.rank_heads(TP)[1] * node.shape.head_dim
-    pool = Pool(
+    pool = LoongPool(
         nodes, node.system.costs, node.system.kv_tokens(), kv_bytes, devices()[node.device].node
     )
     return pool.prefill([PROMPT], nodes)

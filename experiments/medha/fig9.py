@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from experiments.figures import Claim, Figure, Panel, Row, Rows, matching, ratio
 from experiments.medha.closed import Node
 from experiments.medha.figure import Settings, main
-from jaxserve.config import MeshConfig
+from jaxserve.settings.schema import MeshConfig
 
 DEPTHS = (1, 2, 4, 8, 16)
 MILLION = 1_000_000

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments import figures
-from jaxserve.config import ConfigError
-from jaxserve.options import Option
+from jaxserve.settings.options import Option
+from jaxserve.settings.schema import ConfigError
 
 RESULTS = Path(__file__).parent / "results"
 SIBLING = Path(__file__).parents[3] / "shared" / "data"

@@ -16,11 +16,11 @@ import numpy as np
 
 from experiments.figures import Row
 from experiments.medha.figure import Settings
-from jaxserve.commands.simulate import configs, scheduling_options, shape_of
-from jaxserve.config import MeshConfig
+from jaxserve.cli.simulate import configs, scheduling_options, shape_of
+from jaxserve.settings.schema import MeshConfig
 from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.baselines import compare
-from jaxserve.simulate.replica import Record
+from jaxserve.simulate.replica import RequestRecord
 from jaxserve.simulate.run import System, execute
 from jaxserve.simulate.workload import parse
 
@@ -60,7 +60,7 @@ class Run:
     """What came of a case: a record per request that arrived, percentiles of the gaps between
     tokens, when it ended."""
 
-    records: list[Record]
+    records: list[RequestRecord]
     gaps: np.ndarray  # seconds, at PERCENTS
     end: float
 
@@ -86,7 +86,7 @@ class Run:
         """Share of the requests whose first token met its objective."""
         return float(np.mean([bool(r.output) and r.first <= r.due for r in self.records]))
 
-    def _of(self, kind: str) -> list[Record]:
+    def _of(self, kind: str) -> list[RequestRecord]:
         return [record for record in self.records if kind in ("", record.kind)]
 
 

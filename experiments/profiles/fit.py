@@ -1,6 +1,6 @@
 """Fits the costs of steps to public measurements and writes the table that jaxserve ships.
 
-    python -m experiments.profiles.fit --data=../shared/data --out=jaxserve/scheduling/profiles.json
+    python -m experiments.profiles.fit --data=../shared/data --out=jaxserve/costs/profiles.json
 
 Needs numpy, scipy, pandas and pyarrow. It prints the errors: of the points that were fitted, of
 points that were held out (five folds), and of another source that measured the same.
@@ -20,12 +20,12 @@ import numpy as np
 from experiments.profiles import aiconfigurator, llmservingsim, parts, served, vidur
 from experiments.profiles.parts import DEGREES, ENGINES, LLAMA, LONG, OTHER, VIDUR
 from experiments.script import command_line
-from jaxserve.config import ConfigError
-from jaxserve.flags import Command
-from jaxserve.options import Option
-from jaxserve.scheduling import profiles
-from jaxserve.scheduling.predictor import Costs
-from jaxserve.scheduling.profiles import Device, Link
+from jaxserve.costs import profiles
+from jaxserve.costs.predictor import Costs
+from jaxserve.costs.profiles import Device, Link
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option
+from jaxserve.settings.schema import ConfigError
 
 OPTIONS = {
     "files": [

@@ -1,4 +1,4 @@
-"""Fits of the forms in `jaxserve.scheduling.predictor.Costs` by robust least squares of relative
+"""Fits of the forms in `jaxserve.costs.predictor.Costs` by robust least squares of relative
 errors.
 
 A part is a matrix of inputs, one row per measured point, and its seconds. All forms but the bend of
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from scipy.optimize import least_squares, nnls
 
-from jaxserve.scheduling.predictor import SHARPNESS
+from jaxserve.costs.predictor import SHARPNESS
 
 FOLDS = 5
 OUTLIER = 0.05  # relative error from which an error counts less than its square

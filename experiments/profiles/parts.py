@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments.profiles import aiconfigurator, vidur
 from experiments.profiles.fitting import Fit, Form, bent, fit_bent, fit_total, held_out, mape, total
-from jaxserve.scheduling.profiles import ITEM, ModelShape
+from jaxserve.costs.profiles import ITEM, ModelShape
 
 LLAMA = {
     "llama3-8b": ModelShape(32, 4096, 32, 8, 128, 14336, 128256),

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from experiments.profiles import aiconfigurator
-from jaxserve.config import MeshConfig
-from jaxserve.scheduling.predictor import Lane, Predictor
-from jaxserve.scheduling.profiles import ModelShape, costs
+from jaxserve.costs.predictor import LaneLoad, Predictor
+from jaxserve.costs.profiles import ModelShape, costs
+from jaxserve.settings.schema import MeshConfig
 
 SHAPES = {
     "Llama-3.1-8B-Instruct": ModelShape(32, 4096, 32, 8, 128, 14336, 128256),
@@ -21,7 +21,9 @@ SHAPES = {
 def tokens(predictor: Predictor, isl: int, osl: int, count: int) -> tuple[float, float]:
     """Seconds of a decode step of `count` requests halfway through their outputs, and of one whole
     prompt."""
-    decode = predictor.stage([Lane(decodes=count, context=count * (isl + osl / 2), samples=count)])
+    decode = predictor.stage(
+        [LaneLoad(decodes=count, context=count * (isl + osl / 2), samples=count)]
+    )
     return decode, predictor.prefill(0, isl, isl)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.tetris.figure import Settings, main
 from experiments.tetris.model import LENGTHS, NODE, TABLE, K
-from jaxserve.cluster.cdsp import POLICIES, Instances, Latency, Plan, occupied
+from jaxserve.scheduling.planning.cdsp import POLICIES, CdspPlan, Instances, Latency, occupied
 
 RATE = 0.1
 
@@ -29,7 +29,7 @@ INSTANCES = Instances({8: exact(8), 16: exact(16)}, NODE)
 RULES = {"SP16": ("single", 0.0), "SP8": ("fixed-8", 0.0), "CDSP": ("cdsp", RATE)}
 
 
-def plans(rule: str, queues: np.ndarray, *prompts: int) -> Iterator[Plan]:
+def plans(rule: str, queues: np.ndarray, *prompts: int) -> Iterator[CdspPlan]:
     """Of prompts that come at one moment."""
     policy, rate = RULES[rule]
     for prompt in prompts:

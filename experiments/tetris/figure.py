@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments import figures
-from jaxserve.config import ConfigError
-from jaxserve.options import Option
+from jaxserve.settings.options import Option
+from jaxserve.settings.schema import ConfigError
 from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.workload import parse
 

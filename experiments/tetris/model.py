@@ -12,9 +12,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from jaxserve.cluster.cdsp import Instances, Latency, Point, fit
-from jaxserve.commands.simulate import shape_of
-from jaxserve.scheduling.profiles import costs, devices
+from jaxserve.cli.simulate import shape_of
+from jaxserve.costs.profiles import costs, devices
+from jaxserve.scheduling.planning.cdsp import Instances, Latency, LatencyPoint, fit
 
 K = 1024
 NODE = 8  # GPUs
@@ -31,7 +31,7 @@ TP = {"llama3-8b": 1, "llama3-70b": 4}  # of prefill instances (7.1)
 BLOCK = 256  # tokens; chunks end on whole blocks
 
 
-def table_points() -> Iterator[Point]:
+def table_points() -> Iterator[LatencyPoint]:
     """Table 1, as `fit` takes it."""
     yield from (
         (size, 0, length, seconds)
@@ -65,7 +65,7 @@ def composed(model: str, size: int, history: int, tokens: int) -> float:
     return one.launch + one.layers * layer + one.head + one.head_token
 
 
-def composed_points(model: str) -> Iterator[Point]:
+def composed_points(model: str) -> Iterator[LatencyPoint]:
     for size in TABLE:
         for history in (0, 16 * K, 64 * K, 128 * K):
             yield from (

@@ -25,10 +25,10 @@ from experiments import figures
 from experiments.figures import Row, Rows, matching
 from experiments.tetris.figure import Settings
 from experiments.tetris.model import NODE, TP, instances
-from jaxserve.cluster.cdsp import POLICIES, Policy
-from jaxserve.cluster.improvement import ImprovementRate
-from jaxserve.commands.simulate import shape_of
-from jaxserve.scheduling.profiles import costs
+from jaxserve.cli.simulate import shape_of
+from jaxserve.costs.profiles import costs
+from jaxserve.scheduling.planning.cdsp import POLICIES, Policy
+from jaxserve.scheduling.planning.improvement import ImprovementRate
 from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.tetris import RATES, Prefill, Served, constant, profile
 

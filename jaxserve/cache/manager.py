@@ -12,14 +12,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxserve.cache.pages import Pages
-from jaxserve.cache.placement import PLACEMENTS, Placement, View
-from jaxserve.cache.prefix import Chain, root_key
-from jaxserve.config import CacheConfig, ConfigError
+from jaxserve.cache.hashes import BlockHashes, root_key
+from jaxserve.cache.pages import PageAllocator
+from jaxserve.cache.placement import PLACEMENTS, Placement, PlacementView
+from jaxserve.settings.schema import CacheConfig, ConfigError
 
 
 class CacheManager:
-    """Pages of `lanes` lanes for sequences in `slots` slots. `config.pages` is per lane and must be
+    """PageAllocator of `lanes` lanes for sequences in `slots` slots. `config.pages` is per lane and must be
     given.
 
     Arrays by slot, for all to read: `home` (lane), `spread` (has blocks elsewhere than at home),
@@ -41,10 +41,10 @@ class CacheManager:
             raise ConfigError("pages", "must be known before the cache is made")
         self.block_size = config.block_size
         self.prefix_caching = config.prefix_caching
-        self.pages = Pages(lanes, config.pages)
+        self.pages = PageAllocator(lanes, config.pages)
         self.home = np.zeros(slots, np.int32)
         self.spread = np.zeros(slots, bool)
-        self.held = np.zeros((slots, lanes), np.int32)
+        self.blocks_per_lane = np.zeros((slots, lanes), np.int32)
         self.room = np.zeros(slots, np.int32)
         self.tables: list[list[int]] = [[] for _ in range(slots)]  # page of every block, in order
         self.small = np.zeros(slots, bool)
@@ -64,10 +64,10 @@ class CacheManager:
         self._deltas: list[int] = []
         self._moves: list[tuple[int, int, int, int]] = []
 
-    def chain(self, salt: str, tokens: Callable[[int, int], np.ndarray]) -> Chain:
+    def block_hashes(self, salt: str, tokens: Callable[[int, int], np.ndarray]) -> BlockHashes:
         """Block keys of a sequence, in this cache and under this salt. `tokens(a, b)` gives its
         tokens [b - a] int32."""
-        return Chain(root_key(*self._identity, salt), self.block_size, tokens)
+        return BlockHashes(root_key(*self._identity, salt), self.block_size, tokens)
 
     @property
     def total(self) -> int:
@@ -75,7 +75,7 @@ class CacheManager:
 
     @property
     def available(self) -> int:
-        """Pages that can be had on all lanes together, free or by eviction."""
+        """PageAllocator that can be had on all lanes together, free or by eviction."""
         return sum(self.pages.available())
 
     @property
@@ -87,15 +87,15 @@ class CacheManager:
         """Blocks, and so pages, that this many tokens take."""
         return -(-tokens // self.block_size)
 
-    def match(self, chain: Chain, blocks: int) -> np.ndarray:
-        """Pages [n] that hold the first blocks of a sequence, at most `blocks` of them."""
+    def match(self, chain: BlockHashes, blocks: int) -> np.ndarray:
+        """PageAllocator [n] that hold the first blocks of a sequence, at most `blocks` of them."""
         if not self.prefix_caching:
             return chain.pages
         # only what changed is looked up again
         page_of = self.pages.page_of
-        stamps = self.pages.stamps
+        stamps = self.pages.generation
         last = chain.pages
-        same = stamps[last] == chain.stamps
+        same = stamps[last] == chain.generation
         known = len(last) if same.all() else int(same.argmin())
         found: list[int] = []
         while (
@@ -105,7 +105,7 @@ class CacheManager:
             found.append(page)
         if found or known < len(last):
             chain.pages = np.concatenate([last[:known], np.array(found, np.intp)])
-            chain.stamps = stamps[chain.pages]
+            chain.generation = stamps[chain.pages]
         return chain.pages[:blocks]
 
     def evictable(self, pages: np.ndarray) -> int:
@@ -156,11 +156,11 @@ class CacheManager:
             tuple(range(self.pages.lanes)) if blocks > self._limit else (),
         )
         if len(pages):
-            self.pages.hold(pages)
+            self.pages.ref(pages)
             if small:
                 self.small_pages += len(pages) - self.in_small(pages)
                 self._small_refs[pages] += 1
-            self.held[slot] = matched = self._by_lane(pages)
+            self.blocks_per_lane[slot] = matched = self._by_lane(pages)
             self.spread[slot] = matched.sum() > matched[home]
             self._told.append(self._rows(slot, pages))
 
@@ -178,10 +178,10 @@ class CacheManager:
         return rows
 
     def extend(self, slot: int, blocks: int) -> None:
-        """Pages for the next `blocks` blocks of the slot, which must be available."""
+        """PageAllocator for the next `blocks` blocks of the slot, which must be available."""
         table = self.tables[slot]
         per_lane = self.pages.per_lane
-        held = self.held[slot].tolist()
+        held = self.blocks_per_lane[slot].tolist()
         lane = self._lane[slot]
         small = bool(self.small[slot])
         fixed = int(self.home[slot]), self._blocks[slot], self._group[slot], self._stripe
@@ -189,9 +189,11 @@ class CacheManager:
             block = len(table)
             if len(held) > 1:
                 lane = self._place(
-                    View(self.pages.available(), held, lane, self._limit, block, slot, *fixed)
+                    PlacementView(
+                        self.pages.available(), held, lane, self._limit, block, slot, *fixed
+                    )
                 )
-            page = self.pages.take(lane)
+            page = self.pages.allocate(lane)
             self._deltas += (lane, slot, held[lane], page - lane * per_lane, block)
             held[lane] += 1
             table.append(page)
@@ -199,7 +201,7 @@ class CacheManager:
                 self._small_refs[page] = 1
         self.small_pages += blocks if small else 0
         self._lane[slot] = lane
-        self.held[slot] = held
+        self.blocks_per_lane[slot] = held
         self.room[slot] = len(table) * self.block_size
         self.spread[slot] = held[self.home[slot]] < len(table)
 
@@ -213,7 +215,7 @@ class CacheManager:
         ids = np.asarray(table, np.intp)
         own = np.flatnonzero(self.pages.refs[ids] == 1)
         mine = self._by_lane(ids[own])
-        wanted = _even(group, (self.held[slot] - mine).tolist(), mine.tolist())
+        wanted = _even(group, (self.blocks_per_lane[slot] - mine).tolist(), mine.tolist())
         if any(
             want - has > room
             for want, has, room in zip(wanted, mine.tolist(), self.pages.available())
@@ -227,8 +229,8 @@ class CacheManager:
                 left[lane] -= 1
                 table[block] = self._move(table[block], takers.pop(), bool(self.small[slot]))
         self._group[slot], ids = group, np.asarray(table, np.intp)
-        self.held[slot] = self._by_lane(ids)
-        self.spread[slot] = self.held[slot, self.home[slot]] < len(table)
+        self.blocks_per_lane[slot] = self._by_lane(ids)
+        self.spread[slot] = self.blocks_per_lane[slot, self.home[slot]] < len(table)
         if len(own):
             # what was told of this one no longer holds
             others = [rows[rows[:, 1] != slot] for rows in (*self._told, self._grown())]
@@ -250,7 +252,7 @@ class CacheManager:
         return self._group[slot]
 
     def take_moves(self) -> np.ndarray:
-        """Pages [m, 4] to be moved before the next batch, in this order: lane, page, to lane,
+        """PageAllocator [m, 4] to be moved before the next batch, in this order: lane, page, to lane,
         page."""
         moves = np.array(self._moves, np.int32).reshape(-1, 4)
         self._moves = []
@@ -260,7 +262,7 @@ class CacheManager:
         """The lane of each of the slot's blocks `first` to before `last`."""
         return np.asarray(self.tables[slot][first:last], np.int32) // self.pages.per_lane
 
-    def publish(self, slot: int, first: int, last: int, chain: Chain) -> None:
+    def publish(self, slot: int, first: int, last: int, chain: BlockHashes) -> None:
         """Blocks `first` to before `last` of the slot are full and part of an issued batch: later
         batches may share them."""
         if self.prefix_caching:
@@ -277,17 +279,17 @@ class CacheManager:
 
     def release(self, slot: int) -> None:
         """Empties the slot."""
-        self.pages.drop(self.tables[slot])
+        self.pages.unref(self.tables[slot])
         if self.small[slot]:
             ids = np.asarray(self.tables[slot], np.intp)
             self._small_refs[ids] -= 1
             self.small_pages -= len(ids) - self.in_small(ids)
         self.tables[slot] = []
-        self.held[slot] = 0
+        self.blocks_per_lane[slot] = 0
         self.room[slot] = 0
         self.spread[slot] = False
 
-    def take_deltas(self) -> np.ndarray:
+    def take_table_updates(self) -> np.ndarray:
         """New page table entries [m, 5] since the last call: lane, slot, index in the row, page,
         block; ascending blocks per row."""
         deltas = np.concatenate([*self._told, self._grown()]) if self._told else self._grown()
@@ -301,12 +303,12 @@ class CacheManager:
         return deltas
 
     def counts(self) -> tuple[int, int, int]:
-        """Pages of all lanes: free, cached, held."""
+        """PageAllocator of all lanes: free, cached, held."""
         free, cached, held = zip(*self.by_lane())
         return sum(free), sum(cached), sum(held)
 
     def by_lane(self) -> list[tuple[int, int, int]]:
-        """Pages of each lane: free, cached, held."""
+        """PageAllocator of each lane: free, cached, held."""
         pages = self.pages
         return [
             (len(free), len(cached), pages.per_lane - len(free) - len(cached))
@@ -329,8 +331,8 @@ class CacheManager:
             on = np.bincount(
                 np.asarray(table, np.intp) // self.pages.per_lane, minlength=self.pages.lanes
             )
-            assert (on == self.held[slot]).all(), (
-                f"slot {slot}: held {self.held[slot]} but its pages are on {on}"
+            assert (on == self.blocks_per_lane[slot]).all(), (
+                f"slot {slot}: held {self.blocks_per_lane[slot]} but its pages are on {on}"
             )
             assert self.room[slot] == len(table) * self.block_size, (
                 f"slot {slot}: room {self.room[slot]} with {len(table)} blocks"

@@ -14,14 +14,14 @@ from itertools import chain
 import numpy as np
 
 
-class Pages:
+class PageAllocator:
     """free + held + cached == per_lane on every lane, at all times."""
 
     def __init__(self, lanes: int, per_lane: int):
         self.lanes = lanes
         self.per_lane = per_lane
         self.refs = np.zeros(lanes * per_lane, np.int32)
-        self.stamps = np.zeros(lanes * per_lane, np.int32)  # how often a page has lost its key
+        self.generation = np.zeros(lanes * per_lane, np.int32)  # how often a page has lost its key
         self.free = [
             list(range((lane + 1) * per_lane - 1, lane * per_lane - 1, -1)) for lane in range(lanes)
         ]
@@ -31,10 +31,10 @@ class Pages:
         self.key_of: dict[int, bytes] = {}
 
     def available(self) -> list[int]:
-        """Pages that can be had on each lane, free or by eviction."""
+        """PageAllocator that can be had on each lane, free or by eviction."""
         return [len(free) + len(cached) for free, cached in zip(self.free, self.cached)]
 
-    def take(self, lane: int) -> int:
+    def allocate(self, lane: int) -> int:
         """A page of `lane`, held once: a free one, else the least recently used cached one. Errors:
         KeyError where there is neither."""
         if self.free[lane]:
@@ -45,13 +45,13 @@ class Pages:
         self.refs[page] = 1
         return page
 
-    def hold(self, ids: np.ndarray) -> None:
+    def ref(self, ids: np.ndarray) -> None:
         """One more holder for each of these published pages [n], all different."""
         for page in ids[self.refs[ids] == 0].tolist():
             del self.cached[page // self.per_lane][page]
         self.refs[ids] += 1
 
-    def drop(self, pages: Sequence[int]) -> None:
+    def unref(self, pages: Sequence[int]) -> None:
         """One holder less for each page of a sequence, given in the order of its blocks: the
         deepest will be evicted first."""
         ids = np.asarray(pages, np.intp)[::-1]
@@ -67,11 +67,11 @@ class Pages:
         """A page of `lane` in place of this one, which one sequence holds: it takes the key along,
         and frees the old one. Errors: KeyError where there is none."""
         assert self.refs[page] == 1, f"page {page} has {self.refs[page]} holders"
-        new = self.take(lane)
+        new = self.allocate(lane)
         if key := self.key_of.get(page):
             self._lose_key(page)
             self.publish(new, key)
-        self.drop([page])
+        self.unref([page])
         return new
 
     def publish(self, page: int, key: bytes) -> None:
@@ -100,7 +100,7 @@ class Pages:
 
     def _lose_key(self, page: int) -> None:
         del self.page_of[self.key_of.pop(page)]
-        self.stamps[page] += 1
+        self.generation[page] += 1
 
     def check(self, holders: Iterable[int]) -> None:
         """`holders` names each page once for every sequence that holds it. Errors: AssertionError

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 
-class View(NamedTuple):
+class PlacementView(NamedTuple):
     """What a placement sees: `available` and `held` count pages per lane, `block` is the index of
     the block to place."""
 
@@ -29,7 +29,7 @@ class View(NamedTuple):
     stripe: int  # blocks that a prompt which is dealt out has in a row on a lane
 
 
-def grow(view: View) -> int:
+def grow(view: PlacementView) -> int:
     """Stay on the lane until its share is full, then go to the lane with the most room (Medha's
     dynamic growth, M5).
 
@@ -42,7 +42,7 @@ def grow(view: View) -> int:
     return max(lanes, key=lambda lane: (view.held[lane] < view.limit, view.available[lane], -lane))
 
 
-def round_robin(view: View) -> int:
+def round_robin(view: PlacementView) -> int:
     """Block by block over the lanes, skipping full ones."""
     lanes = len(view.available)
     return next(
@@ -52,20 +52,20 @@ def round_robin(view: View) -> int:
     )
 
 
-def striped(view: View) -> int:
+def striped(view: PlacementView) -> int:
     """Prompts that are dealt out: stripe by stripe over the lanes of the group. Others as
     `grow`."""
     return _dealt(view, view.group)
 
 
-def zigzag(view: View) -> int:
+def zigzag(view: PlacementView) -> int:
     """As `striped`, but there and back again, so that lanes have as much of what comes early as of
     what comes late and sees all before it: causal attention is even too (context parallel paper,
     3.5.1)."""
     return _dealt(view, view.group + view.group[::-1])
 
 
-def _dealt(view: View, lanes: tuple[int, ...]) -> int:
+def _dealt(view: PlacementView, lanes: tuple[int, ...]) -> int:
     """The prompt's last block is at home, where the token after it is sampled."""
     if not lanes:
         return grow(view)
@@ -77,13 +77,13 @@ def _dealt(view: View, lanes: tuple[int, ...]) -> int:
     return lane if view.available[lane] else grow(view)
 
 
-def scatter(view: View) -> int:
+def scatter(view: PlacementView) -> int:
     """Anywhere, but the same anywhere in every run."""
     lanes = [lane for lane, pages in enumerate(view.available) if pages]
     return random.Random(view.slot * 1_000_003 + view.block).choice(lanes)
 
 
-Placement = Callable[[View], int]
+Placement = Callable[[PlacementView], int]
 PLACEMENTS: dict[str, Placement] = {
     "grow": grow,
     "striped": striped,

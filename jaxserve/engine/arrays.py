@@ -2,7 +2,7 @@
 per lane.
 
 A lane's tokens are rows of equal length in up to four groups: single tokens and prefill rows of
-local sequences, then of spread ones. A `Shape` is how many rows of how many tokens each group has;
+local sequences, then of spread ones. A `StepShape` is how many rows of how many tokens each group has;
 the short list of shapes is all that is ever compiled. A prefill chunk is cut into rows; a spread
 chunk's rows are dealt over the lanes, the last one to its home lane, which samples for it.
 """
@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxserve.config import SchedulerConfig
 from jaxserve.scheduling import Batch
+from jaxserve.settings.schema import SchedulerConfig
 
 NOWHERE = np.int32(2**30)  # a slot that no table has: writes to it are dropped
 MOVES = 32  # pages that one launch moves from each lane to each
@@ -27,7 +27,7 @@ FEED = -1  # in place of a token id: the one sampled last for the row's slot
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class StepShape:
     """Everything static about a step, per lane: (rows, tokens per row) of each group; (0, 0) is an
     empty group."""
 
@@ -69,7 +69,7 @@ class Shape:
         )
 
 
-def shapes(config: SchedulerConfig, lanes: int) -> list[Shape]:
+def shapes(config: SchedulerConfig, lanes: int) -> list[StepShape]:
     """All shapes of an engine, cheapest first. Every batch that the scheduler may start fits the
     last of them."""
     most = (config.max_seqs, 1)
@@ -77,21 +77,21 @@ def shapes(config: SchedulerConfig, lanes: int) -> list[Shape]:
     tiles = config.tiles
     wide = [(1, width) for width in _powers(tile, tile * tiles, 2) if width > 1]
     many = [(tiles, tile)] if tiles > 1 else []
-    out = [Shape((rows, 1)) for rows in _powers(1, config.max_seqs, 2)]
-    out += [Shape(decode, group) for group in wide + many for decode in ((0, 0), most)]
-    out += [Shape(most, (rows, tile)) for rows in _powers(2, tiles, 2) if rows < tiles]
+    out = [StepShape((rows, 1)) for rows in _powers(1, config.max_seqs, 2)]
+    out += [StepShape(decode, group) for group in wide + many for decode in ((0, 0), most)]
+    out += [StepShape(most, (rows, tile)) for rows in _powers(2, tiles, 2) if rows < tiles]
     if lanes > 1:
         dealt = -(-tiles // lanes)
         out += [
-            Shape(most, (0, 0), most),
-            Shape(most, (0, 0), most, (dealt, tile)),
-            Shape(most, (tiles, tile), most, (dealt, tile)),
+            StepShape(most, (0, 0), most),
+            StepShape(most, (0, 0), most, (dealt, tile)),
+            StepShape(most, (tiles, tile), most, (dealt, tile)),
         ]
-        out += [Shape(most, (tiles, tile), most, (tiles, tile))]
+        out += [StepShape(most, (tiles, tile), most, (tiles, tile))]
         # cut where lanes change: some rows are short
         ring = [(min(tiles, dealt + 1), tile), (tiles, tile)] if tile > 1 else []
         out += [
-            Shape(most, local, most, group, exchange=exchange)
+            StepShape(most, local, most, group, exchange=exchange)
             for group in ring
             for local in ((0, 0), (tiles, tile))
             for exchange in rings(config)
@@ -145,7 +145,7 @@ class Layout:
 
 
 @functools.cache
-def layout(shape: Shape, lanes: int, block: int) -> Layout:
+def layout(shape: StepShape, lanes: int, block: int) -> Layout:
     """deltas: slot, index, page, block. tokens: ids or FEED. rows: slot, start, length. held: of
     spread rows, entries per lane. samples: token (of the lane's tokens) to sample after, slot,
     position of the sampled token. moves: see `rebalance.move`."""
@@ -169,7 +169,7 @@ def layout(shape: Shape, lanes: int, block: int) -> Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class StepDemand:
     """What of a batch bears on its shape. `long` are the chunks of more than one token: (row of the
     batch, lane, length, spread)."""
 
@@ -179,7 +179,7 @@ class Work:
     lanes: int
 
     @classmethod
-    def of(cls, batch: Batch, lanes: int) -> Work:
+    def of(cls, batch: Batch, lanes: int) -> StepDemand:
         at = np.flatnonzero(batch.length != 1)
         if lanes == 1:
             local = len(batch.slot) - len(at)
@@ -195,7 +195,7 @@ class Work:
             local, spread, tuple((row, *chunk) for row, chunk in zip(at.tolist(), long)), lanes
         )
 
-    def fits(self, shape: Shape) -> bool:
+    def fits(self, shape: StepShape) -> bool:
         """Whether the shape holds it; rows of a ring are dealt by where blocks are (`settled`),
         which is looked at elsewhere."""
         if self.local > shape.decode[0] or self.spread > shape.spread_decode[0]:
@@ -219,7 +219,7 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class ChunkSlice:
     """Where part of a chunk went: `size` tokens from `offset` in the chunk are tokens `token`... of
     `lane`."""
 
@@ -252,10 +252,10 @@ def launches(moves: np.ndarray, lanes: int, most: int = MOVES) -> Iterator[np.nd
         yield ints
 
 
-RingRow = tuple[int, int, int, int]  # chunk, offset in it, size, lane
+RingSlice = tuple[int, int, int, int]  # chunk, offset in it, size, lane
 
 
-def settled(batch: Batch, work: Work, width: int, block: int) -> list[RingRow]:
+def settled(batch: Batch, work: StepDemand, width: int, block: int) -> list[RingSlice]:
     """The spread chunks of more than one token in rows of at most `width` tokens, each on the lane
     that holds its blocks. Rows end where lanes change and where whole rows from the start of the
     sequence do."""
@@ -267,7 +267,7 @@ def settled(batch: Batch, work: Work, width: int, block: int) -> list[RingRow]:
         start = int(batch.start[chunk])
         offset = 0
         first = start // block
-        lanes = batch.owner[at : at + (start + length - 1) // block - first + 1]
+        lanes = batch.block_lane[at : at + (start + length - 1) // block - first + 1]
         at += len(lanes)
         changes = (np.flatnonzero(np.diff(lanes)) + 1 + first) * block - start
         ends = np.unique(
@@ -279,7 +279,7 @@ def settled(batch: Batch, work: Work, width: int, block: int) -> list[RingRow]:
     return out
 
 
-def ring_rows(batch: Batch, work: Work, width: int, block: int) -> list[RingRow]:
+def ring_rows(batch: Batch, work: StepDemand, width: int, block: int) -> list[RingSlice]:
     """Rows dealt by where blocks are; none where a ring cannot be: nothing is spread but decodes,
     or a token is sampled elsewhere than at home."""
     rows = settled(batch, work, width, block)
@@ -291,7 +291,7 @@ def ring_rows(batch: Batch, work: Work, width: int, block: int) -> list[RingRow]
     )
 
 
-def fullest(rows: list[RingRow]) -> int:
+def fullest(rows: list[RingSlice]) -> int:
     """Rows of the lane that has most."""
     return int(np.bincount([lane for *_, lane in rows]).max())
 
@@ -300,19 +300,24 @@ def fullest(rows: list[RingRow]) -> int:
 class Arrays:
     """A batch in a shape."""
 
-    shape: Shape
+    shape: StepShape
     ints: np.ndarray  # [lanes, size], see `layout`
     last: np.ndarray  # [n] index of each chunk's last token among its home lane's tokens
     # [n] where among its lane's samples a chunk's token will be; -1: it samples none
     sampled: np.ndarray
-    pieces: list[Piece]  # of the chunks of more than one token
+    pieces: list[ChunkSlice]  # of the chunks of more than one token
     # [m, 5] table entries (after a long prefix hit) that must be sent before the step
     early: np.ndarray
     moves: list[np.ndarray]  # launches of moves before the step: those that do not ride with it
 
 
 def to_arrays(
-    batch: Batch, work: Work, shape: Shape, lanes: int, block: int, ring: Sequence[RingRow] = ()
+    batch: Batch,
+    work: StepDemand,
+    shape: StepShape,
+    lanes: int,
+    block: int,
+    ring: Sequence[RingSlice] = (),
 ) -> Arrays:
     """ring: `ring_rows`, where the shape has an exchange around one."""
     lay = layout(shape, lanes, block)
@@ -332,7 +337,7 @@ def to_arrays(
         last,
         _fill_samples(batch, view["samples"], last),
         pieces,
-        _fill_deltas(batch.deltas, view["deltas"]),
+        _fill_deltas(batch.table_updates, view["deltas"]),
         moves,
     )
 
@@ -369,18 +374,18 @@ def _fill_deltas(deltas: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 def _tokens_at(batch: Batch) -> np.ndarray:
     """Where each chunk's ids begin in batch.tokens."""
-    own = np.where(batch.feed, 0, batch.length)
+    own = np.where(batch.is_decode, 0, batch.length)
     return np.cumsum(own) - own
 
 
 def _fill_singles(
-    batch: Batch, view: dict[str, np.ndarray], shape: Shape, last: np.ndarray
+    batch: Batch, view: dict[str, np.ndarray], shape: StepShape, last: np.ndarray
 ) -> None:
     lanes = len(view["rows"])
     single = batch.length == 1
     ids = np.full(len(batch.slot), FEED, np.int32)
     if len(batch.tokens):
-        given = np.flatnonzero(single & ~batch.feed)
+        given = np.flatnonzero(single & ~batch.is_decode)
         ids[given] = batch.tokens[_tokens_at(batch)[given]]
     local = (0, 0)
     spread = _sizes(shape.local)
@@ -399,14 +404,16 @@ def _fill_singles(
             view["tokens"][lane, token : token + len(mine)] = ids[mine]
             last[mine] = np.arange(token, token + len(mine))
             if flag:
-                view["held"][lane, : len(mine)] = batch.held[mine]
+                view["held"][lane, : len(mine)] = batch.blocks_per_lane[mine]
 
 
 def _sizes(groups: tuple[tuple[int, int], ...]) -> tuple[int, int]:
     return sum(rows for rows, _ in groups), sum(rows * width for rows, width in groups)
 
 
-def _deal(work: Work, shape: Shape, lanes: int, ring: Sequence[RingRow]) -> list[Piece]:
+def _deal(
+    work: StepDemand, shape: StepShape, lanes: int, ring: Sequence[RingSlice]
+) -> list[ChunkSlice]:
     """Rows for the long chunks. A local chunk's rows follow each other on its lane; a spread one's
     go where most rows are free, or around a ring where its blocks are."""
     out = []
@@ -418,7 +425,7 @@ def _deal(work: Work, shape: Shape, lanes: int, ring: Sequence[RingRow]) -> list
         used = [0] * lanes
         if flag and shape.exchange != "gather":
             for chunk, offset, size, lane in ring:
-                out.append(Piece(chunk, offset, size, lane, tokens[flag] + used[lane] * width))
+                out.append(ChunkSlice(chunk, offset, size, lane, tokens[flag] + used[lane] * width))
                 used[lane] += 1
             continue
         # rows for last pieces
@@ -433,7 +440,7 @@ def _deal(work: Work, shape: Shape, lanes: int, ring: Sequence[RingRow]) -> list
                     else max(range(lanes), key=lambda x: (rows - used[x] - kept[x], x == home))
                 )
                 out.append(
-                    Piece(
+                    ChunkSlice(
                         chunk,
                         offset,
                         min(width, length - offset),
@@ -446,7 +453,11 @@ def _deal(work: Work, shape: Shape, lanes: int, ring: Sequence[RingRow]) -> list
 
 
 def _fill_pieces(
-    batch: Batch, view: dict[str, np.ndarray], shape: Shape, pieces: list[Piece], last: np.ndarray
+    batch: Batch,
+    view: dict[str, np.ndarray],
+    shape: StepShape,
+    pieces: list[ChunkSlice],
+    last: np.ndarray,
 ) -> None:
     at = _tokens_at(batch)
     local_rows, local_tokens = _sizes(shape.local)
@@ -471,5 +482,5 @@ def _fill_pieces(
         )
         view["tokens"][lane, token : token + size] = batch.tokens[first : first + size]
         if spread:
-            view["held"][lane, row] = batch.held[chunk]
+            view["held"][lane, row] = batch.blocks_per_lane[chunk]
         last[chunk] = token + size - 1

@@ -10,17 +10,17 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.cache import CacheManager
-from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.checkpoint.zoo import ModelConfig, layers_of
 from jaxserve.engine.arrays import sample_sizes, shapes
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.planning import LanePlanner
-from jaxserve.engine.profile import Profile, profile_for
+from jaxserve.engine.profiling.profile_file import EngineProfile, profile_for
 from jaxserve.engine.programs import keep_compiled
-from jaxserve.engine.stages import Plan, Stages
-from jaxserve.kernels.pool import NARROW, pool_shapes
-from jaxserve.models.zoo import ModelConfig, layers_of
+from jaxserve.engine.stages import StagePlan, Stages
+from jaxserve.kernels.kv_pages import FP8, pool_shapes
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.planning.lanes import LanePlanner
+from jaxserve.settings.schema import ConfigError, EngineConfig
 from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.mesh import ensure_devices
 from jaxserve.weights import load, open_checkpoint
@@ -74,7 +74,7 @@ def build(
     return engine
 
 
-def _use(engine: Engine, profile: Profile) -> None:
+def _use(engine: Engine, profile: EngineProfile) -> None:
     """What the engine decides by what steps cost."""
     config = engine.config.scheduler
     engine.scheduler.use(profile.costs)
@@ -88,14 +88,14 @@ def _use(engine: Engine, profile: Profile) -> None:
         )
 
 
-def make_plan(config: EngineConfig, model: ModelConfig) -> Plan:
+def make_plan(config: EngineConfig, model: ModelConfig) -> StagePlan:
     """What the stages need, from the settings and the model (after `with_tp`)."""
     dtype = DTYPES[config.source.dtype]
     size = config.cache.block_size
     length = max_length(config, model)
     layers = max(map(len, layers_of(model, config.mesh.spp)))
     blocks = -(-length // size)
-    kv_dtype = NARROW if config.cache.kv_cache_dtype == "fp8" else dtype
+    kv_dtype = FP8 if config.cache.kv_cache_dtype == "fp8" else dtype
     pages = config.cache.pages
     if pages is None:
         one = pool_shapes((2, model.kv_heads // config.mesh.tp, size, model.head_dim), kv_dtype)
@@ -106,7 +106,7 @@ def make_plan(config: EngineConfig, model: ModelConfig) -> Plan:
         if pages < 2:
             said = f"{config.cache.kv_memory_gib} GiB hold {pages} pages of {page} bytes; at least 2 are needed"
             raise ConfigError("kv_memory_gib", said)
-    return Plan(
+    return StagePlan(
         model,
         config.mesh,
         dtype,

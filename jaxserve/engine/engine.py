@@ -21,20 +21,21 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
+from jaxserve.api.request import Event, Request, RequestError
 from jaxserve.clock import Clock, WallClock
-from jaxserve.config import EngineConfig
-from jaxserve.engine import guides, results, sampling
-from jaxserve.engine.arrays import RingRow, Shape, Work, fullest, ring_rows, to_arrays
-from jaxserve.engine.faults import Watchdog, told
-from jaxserve.engine.results import Flight
+from jaxserve.costs.exchange_choice import ExchangeChooser
+from jaxserve.engine import results, sampling
+from jaxserve.engine import token_masks as guides
+from jaxserve.engine.arrays import RingSlice, StepDemand, StepShape, fullest, ring_rows, to_arrays
+from jaxserve.engine.results import InFlightBatch
 from jaxserve.engine.stages import Stages
-from jaxserve.engine.subscribers import Sink, Subscriber, Subscribers
-from jaxserve.metrics import Metrics
-from jaxserve.request import Event, Request, RequestError
+from jaxserve.engine.watchdog import Watchdog, told
+from jaxserve.observe.journal import Journal
+from jaxserve.observe.metrics import Metrics
+from jaxserve.observe.view import Snapshot
+from jaxserve.replica.registry import Sink, Subscriber, Subscribers
 from jaxserve.scheduling import Batch, Load, Scheduler
-from jaxserve.scheduling.exchange import Exchange
-from jaxserve.scheduling.journal import Journal
-from jaxserve.scheduling.view import Snapshot
+from jaxserve.settings.schema import EngineConfig
 
 TICK = 0.001  # seconds between looks at a step that may end early
 # seconds that other threads wait for the lock before they look at the step, how often
@@ -63,10 +64,10 @@ class Engine:
         self.clock = clock or WallClock()
         self.alive = True
         # chooses, where a step's exchange between lanes is not set
-        self.exchange: Exchange | None = None
+        self.exchange: ExchangeChooser | None = None
         self._eos = eos_ids
         self._far = self._platform != "cpu"  # tokens are copied from the devices, not read in place
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[InFlightBatch] = deque()
         # per slot: the version of `sampled` with its last token
         self._sampled_at = np.zeros(stages.plan.slots, np.int64)
         # per slot: what its sampling needs, an index of VARIANTS
@@ -140,8 +141,8 @@ class Engine:
                 sink,
                 seed,
                 request.sampling.n,
-                self.scheduler.due(request),
-                self.scheduler.pace(request),
+                self.scheduler.ttft_deadline(request),
+                self.scheduler.tpot_objective(request),
             )
             self._news.set()
             self._send([(request.id, event) for event in events])
@@ -186,7 +187,7 @@ class Engine:
     def stuck(self) -> float | None:
         """Seconds by which the step that the loop waits for is overdue; None where none is. Takes
         no lock: those that do wait for a step which hangs while it is issued."""
-        return self._watchdog.late(self.clock.now())
+        return self._watchdog.overdue(self.clock.now())
 
     def flush_cache(self) -> int:
         """Forgets the prefixes that no request uses just now; how many pages are free by that."""
@@ -301,9 +302,9 @@ class Engine:
                 else None
             )
             if batch is not None:
-                self._watchdog.hold(batch, now)
+                self._watchdog.watch(batch, now)
                 self._issue(batch)
-                self._watchdog.back()
+                self._watchdog.clear()
                 self.journal.issued(batch, self._flights[-1].issued)
                 self._free = max(now, self._free) + batch.seconds
         if batch is not None and len(self._flights) < self._depth:
@@ -338,21 +339,21 @@ class Engine:
         lanes = self.config.mesh.kvp
         for chunk in batch.admitted:
             self._admit(batch, chunk)
-        work = Work.of(batch, lanes)
+        work = StepDemand.of(batch, lanes)
         ring = self._ring_rows(batch, work)
         shape = self._shape_for(batch, work, ring)
         arrays = to_arrays(batch, work, shape, lanes, self.stages.plan.block_size, ring)
         if shape.spread:
             self.metrics.exchanged(shape.exchange, len(batch.moves))
-        fed = batch.slot[batch.feed]
+        fed = batch.slot[batch.is_decode]
         hidden = self.stages.step(arrays, int(self._sampled_at[fed].max(initial=0)))
-        flight = Flight(batch, arrays, hidden.ints, hidden if batch.sample.any() else None)
+        flight = InFlightBatch(batch, arrays, hidden.ints, hidden if batch.sample.any() else None)
         self._flights.append(flight)
         self._sample(flight)
         flight.scores = results.issue_scores(self.stages, self.scheduler, batch, arrays, hidden)
         flight.issued = self.clock.now()
 
-    def _sample(self, flight: Flight) -> None:
+    def _sample(self, flight: InFlightBatch) -> None:
         """Issues the sampling of the newest batch, unless a guide has to hear first of a token that
         was not read."""
         if flight.unsampled is None:
@@ -377,13 +378,13 @@ class Engine:
         if self._far:
             flight.sampled.tokens.copy_to_host_async()
 
-    def _ring_rows(self, batch: Batch, work: Work) -> list[RingRow]:
+    def _ring_rows(self, batch: Batch, work: StepDemand) -> list[RingSlice]:
         """None where steps never go round a ring."""
         config = self.config.scheduler
-        asked = config.exchange != "gather" and batch.owner.size
+        asked = config.exchange != "gather" and batch.block_lane.size
         return ring_rows(batch, work, config.tile, self.stages.plan.block_size) if asked else []
 
-    def _shape_for(self, batch: Batch, work: Work, ring: list[RingRow]) -> Shape:
+    def _shape_for(self, batch: Batch, work: StepDemand, ring: list[RingSlice]) -> StepShape:
         """The cheapest compiled shape; one with a ring where that is faster and the blocks of all
         spread chunks lie as a ring needs."""
         plan = self.stages.plan
@@ -400,11 +401,11 @@ class Engine:
             else plan.shape_for(work, exchange, fullest(ring), moves) or shape
         )
 
-    def _chosen(self, batch: Batch, exchange: Exchange) -> str:
+    def _chosen(self, batch: Batch, exchange: ExchangeChooser) -> str:
         """The fastest exchange for the spread chunks of a batch; the decision is logged."""
         far = np.flatnonzero(batch.spread & (batch.length > 1))  # decodes are gathered
         chunks = list(zip(batch.start[far].tolist(), batch.length[far].tolist()))
-        shards = (batch.held[far].max(1) * self.stages.plan.block_size).tolist()
+        shards = (batch.blocks_per_lane[far].max(1) * self.stages.plan.block_size).tolist()
         decision = exchange.choose(chunks, shards)
         log.debug(
             "batch %d: %s out of %s seconds per layer",
@@ -430,20 +431,23 @@ class Engine:
             self.stages.admit(launch)
         self.journal.admitted(sequence)
         self.metrics.admitted(
-            int(batch.slot[chunk]), sequence.tpot, sequence.request.slo.class_name, sequence.last
+            int(batch.slot[chunk]),
+            sequence.tpot,
+            sequence.request.slo.class_name,
+            sequence.last_token_at,
         )
         plain = 2 if params.logprobs is not None else 0 if params.greedy else 1
         self._variant[batch.slot[chunk]] = plain if sequence.matcher is None else 3
 
     # --- reading
 
-    def _read(self, flight: Flight) -> None:
+    def _read(self, flight: InFlightBatch) -> None:
         """Waits for a batch and tells what came of it."""
-        self._watchdog.hold(flight.batch, self.clock.now())
+        self._watchdog.watch(flight.batch, self.clock.now())
         flight.done.block_until_ready()  # without tokens too: what runs ahead, arrivals wait behind
         tokens, logprobs = results.fetch_tokens(self.scheduler, flight)
         scores = results.fetch_scores(self.scheduler, flight)
-        self._watchdog.well()
+        self._watchdog.success()
         self._learn(flight)
         # those that have not left the first stage
         behind = list(self._flights)[self.config.mesh.spp - 1 :]
@@ -456,15 +460,15 @@ class Engine:
             self._subscribers.count(flight.batch, prefilled, now)
             self._send(events)
             if self._held:
-                self._watchdog.hold(self._flights[-1].batch, now)
+                self._watchdog.watch(self._flights[-1].batch, now)
                 self._sample(self._flights[-1])
-                self._watchdog.back()
+                self._watchdog.clear()
 
     def _send(self, events: list[tuple[str, Event]]) -> None:
         for request_id in self._subscribers.send(events):
             self._end(request_id, "cancelled", None)
 
-    def _learn(self, flight: Flight) -> None:
+    def _learn(self, flight: InFlightBatch) -> None:
         """Tells the predictor how long a step took: since it was issued, or since the one before it
         left the stages."""
         now = self.clock.now()

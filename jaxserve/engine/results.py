@@ -8,14 +8,14 @@ import dataclasses
 import jax
 import numpy as np
 
-from jaxserve.engine.arrays import Arrays, Piece
-from jaxserve.engine.stages import SCORES, Hidden, Sampled, Stages
-from jaxserve.request import Logprobs
+from jaxserve.api.request import Logprobs
+from jaxserve.engine.arrays import Arrays, ChunkSlice
+from jaxserve.engine.stages import SCORES, HiddenStates, SampledTokens, Stages
 from jaxserve.scheduling import Batch, Scheduler
 
 
 @dataclasses.dataclass(frozen=True)
-class Score:
+class PendingScore:
     """Log-probabilities of some prompt tokens, on their way: those after positions of a chunk."""
 
     chunk: int
@@ -25,28 +25,28 @@ class Score:
 
 
 @dataclasses.dataclass
-class Flight:
+class InFlightBatch:
     """A batch that was issued and not yet read."""
 
     batch: Batch
     arrays: Arrays
     done: jax.Array  # ready when the batch has left the last stage
-    unsampled: Hidden | None  # what its tokens are still to be sampled from
-    sampled: Sampled | None = None
-    scores: list[Score] = dataclasses.field(default_factory=list)
+    unsampled: HiddenStates | None  # what its tokens are still to be sampled from
+    sampled: SampledTokens | None = None
+    scores: list[PendingScore] = dataclasses.field(default_factory=list)
     issued: float = 0.0  # clock seconds
 
 
 def issue_scores(
-    stages: Stages, scheduler: Scheduler, batch: Batch, arrays: Arrays, hidden: Hidden
-) -> list[Score]:
+    stages: Stages, scheduler: Scheduler, batch: Batch, arrays: Arrays, hidden: HiddenStates
+) -> list[PendingScore]:
     """Issues what sequences that want log-probabilities of their prompt need from this step."""
     out = []
-    for chunk in np.flatnonzero(~batch.feed).tolist():
+    for chunk in np.flatnonzero(~batch.is_decode).tolist():
         request = scheduler.sequences[int(batch.seq[chunk])].request
         if request.sampling.prompt_logprobs is None:
             continue
-        single = [Piece(chunk, 0, 1, int(batch.lane[chunk]), int(arrays.last[chunk]))]
+        single = [ChunkSlice(chunk, 0, 1, int(batch.lane[chunk]), int(arrays.last[chunk]))]
         for piece in [piece for piece in arrays.pieces if piece.chunk == chunk] or single:
             first = int(batch.start[chunk]) + piece.offset + 1
             target = request.prompt[first : first + piece.size]
@@ -55,12 +55,12 @@ def issue_scores(
                 ints = np.zeros((2, stages.plan.mesh.kvp, SCORES), np.int32)
                 ints[0, piece.lane, : len(some)] = piece.token + at + np.arange(len(some))
                 ints[1, piece.lane, : len(some)] = some
-                out.append(Score(chunk, len(some), piece.lane, stages.score(hidden, *ints)))
+                out.append(PendingScore(chunk, len(some), piece.lane, stages.score(hidden, *ints)))
     return out
 
 
 def fetch_tokens(
-    scheduler: Scheduler, flight: Flight
+    scheduler: Scheduler, flight: InFlightBatch
 ) -> tuple[np.ndarray, list[Logprobs | None] | None]:
     """Tokens [n] of the chunks that sampled one, and log-probabilities where they are wanted."""
     batch = flight.batch
@@ -86,7 +86,7 @@ def fetch_tokens(
     return out, logprobs
 
 
-def fetch_scores(scheduler: Scheduler, flight: Flight) -> dict[int, list[Logprobs]]:
+def fetch_scores(scheduler: Scheduler, flight: InFlightBatch) -> dict[int, list[Logprobs]]:
     """Log-probabilities of prompts' tokens, by number of the sequence."""
     out: dict[int, list[Logprobs]] = {}
     for score in flight.scores:

@@ -1,7 +1,7 @@
 """Sampling on the device, per sequence, and the state it needs: the program that runs beside the
 last stage.
 
-State lives in device tables with one row per slot, set once when a sequence gets its slot; a step
+SamplingState lives in device tables with one row per slot, set once when a sequence gets its slot; a step
 sends only which tokens to sample for which slots. Everything is a function of the sequence's own
 logits, seed and position: who shares the batch changes nothing. Four variants are compiled:
 `greedy` (argmax), `full` (any parameters), `logprobs` (as full, with log-probabilities), and
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
+from jaxserve.api.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from jaxserve.sharding.mesh import KVP, TP
 
 VARIANTS = ("greedy", "full", "logprobs", "guided")  # each does what those before it do
@@ -55,7 +55,7 @@ Leaf = Any  # an array, or in its place what says where it lies
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=_STATE, meta_fields=[])
 @dataclasses.dataclass(frozen=True)
-class State:
+class SamplingState:
     """Per lane and slot; the last three are split over ranks by vocabulary."""
 
     floats: Leaf  # [lanes, slots, 6] f32
@@ -66,11 +66,11 @@ class State:
     output: Leaf  # [lanes, slots, V] i32: times in the output
 
 
-STATE_AXES = State(*[("lanes", None, None)] * 3, *[("lanes", None, "vocab")] * 3)
+STATE_AXES = SamplingState(*[("lanes", None, None)] * 3, *[("lanes", None, "vocab")] * 3)
 
 
 def empty_state(lanes: int, slots: int, vocab: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Shape and type of each field of `State`."""
+    """Shape and type of each field of `SamplingState`."""
     f32 = np.dtype(np.float32)
     i32 = np.dtype(np.int32)
     table = (lanes, slots, vocab)
@@ -86,7 +86,7 @@ def empty_state(lanes: int, slots: int, vocab: int) -> dict[str, tuple[tuple[int
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=_ADMISSION, meta_fields=[])
 @dataclasses.dataclass(frozen=True)
-class Admission:
+class SamplingAdmission:
     """What one launch of `admit` sets. Ids out of range are ignored: padding is -1, which scatters
     drop as it is made huge."""
 
@@ -110,7 +110,7 @@ def admissions(
     output: list[int],
     seed: int,
     end_ids: tuple[int, ...],
-) -> list[Admission]:
+) -> list[SamplingAdmission]:
     """The launches that set a slot's state. Only a sequence with penalties has its history
     noted."""
     floats = np.array([getattr(params, name) for name in FLOATS], np.float32)
@@ -137,12 +137,12 @@ def admissions(
     part = lambda ids, i: _pad(ids[i * HISTORY : (i + 1) * HISTORY], HISTORY)
     place = np.int32(lane), np.int32(slot)
     return [
-        Admission(*place, np.bool_(i == 0), *common, part(seen[0], i), part(seen[1], i))
+        SamplingAdmission(*place, np.bool_(i == 0), *common, part(seen[0], i), part(seen[1], i))
         for i in range(launches)
     ]
 
 
-def blank_admission() -> Admission:
+def blank_admission() -> SamplingAdmission:
     """One that has the shapes of all."""
     return admissions(SamplingParams(), 0, 0, np.zeros(0, np.int32), [], 0, ())[0]
 
@@ -161,14 +161,14 @@ def _pad(values, size: int, dtype=np.int32) -> np.ndarray:
 # --- on the device, inside shard_map: one lane, one rank
 
 
-def admit(state: State, new: Admission) -> State:
+def admit(state: SamplingState, new: SamplingAdmission) -> SamplingState:
     """Sets a slot's rows on its lane; on the other lanes nothing changes."""
     here = new.lane == lax.axis_index(KVP)
     slot = jnp.where(here, new.slot, 2**30)
     reset = jnp.where(here & new.fresh, new.slot, 2**30)
     put = lambda table, value: table.at[0, reset].set(value, mode="drop")
     local = functools.partial(_local, size=state.bias.shape[2])
-    return State(
+    return SamplingState(
         put(state.floats, new.floats),
         put(state.ints, new.ints),
         put(state.stops, new.stops),
@@ -209,10 +209,10 @@ def sample(
     logits: jax.Array,
     slot: jax.Array,
     position: jax.Array,
-    state: State,
+    state: SamplingState,
     vocab: int,
     mask: jax.Array | None = None,
-) -> tuple[jax.Array, State]:
+) -> tuple[jax.Array, SamplingState]:
     """logits [S, V / tp] of slots [S] (out of range: nobody's), position [S] of the token to sample
     -> ids [S], state with them counted. mask: bits [S, mask_words(V)] of the ids that may be
     sampled, in words of 32."""
@@ -237,7 +237,9 @@ def sample(
     )
 
 
-def _penalise(logits: jax.Array, state: State, row: jax.Array, floats: jax.Array) -> jax.Array:
+def _penalise(
+    logits: jax.Array, state: SamplingState, row: jax.Array, floats: jax.Array
+) -> jax.Array:
     """Repetition (Keskar et al., 2019), presence and frequency (OpenAI) penalties."""
     count = state.output[0, row]
     repetition = jnp.maximum(floats[:, 3:4], LEAST)

@@ -21,17 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxserve.config import MeshConfig
+from jaxserve.checkpoint.zoo import ModelConfig, layers_of
 from jaxserve.engine import sampling
-from jaxserve.engine.arrays import MOVES, NOWHERE, Arrays, Shape, Work, layout
+from jaxserve.engine.arrays import MOVES, NOWHERE, Arrays, StepDemand, StepShape, layout
 from jaxserve.engine.programs import Lower, Programs
 from jaxserve.engine.step import Weights, head, layers, score, write_table
-from jaxserve.kernels.pool import Pool, pool_shapes
+from jaxserve.kernels.kv_pages import KVPages, pool_shapes
 from jaxserve.models.decoder import declare, padded_vocab, parameters, stage_modules
-from jaxserve.models.zoo import ModelConfig, layers_of
+from jaxserve.settings.schema import MeshConfig
 from jaxserve.sharding.exchange import COMPILER_OPTIONS
 from jaxserve.sharding.mesh import KVP, stage_meshes
-from jaxserve.sharding.rebalance import move
+from jaxserve.sharding.page_moves import move_pages
 from jaxserve.sharding.rules import sharding, spec
 
 DELTAS = 1024  # page table entries set by one launch, where a step has no room for them
@@ -40,7 +40,7 @@ KEPT = 16  # versions of `sampled` that are kept for steps to read
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class StagePlan:
     """What the stages need to know: the model (after `with_tp`), the mesh, the pools, what is
     compiled."""
 
@@ -52,13 +52,13 @@ class Plan:
     block_size: int
     slots: int
     width: int  # page table entries per slot and lane
-    shapes: list[Shape]
+    shapes: list[StepShape]
     samples: list[int]
     moves: bool = False  # whether pages may move from lane to lane
 
     def shape_for(
-        self, work: Work, exchange: str = "gather", rows: int = 0, moves: bool = False
-    ) -> Shape | None:
+        self, work: StepDemand, exchange: str = "gather", rows: int = 0, moves: bool = False
+    ) -> StepShape | None:
         """The cheapest compiled shape with this exchange that holds it, and so many rows of spread
         chunks on a lane; None where none does. Every batch of the scheduler fits one that gathers
         queries. moves: one that moves pages too, where there is one."""
@@ -70,7 +70,7 @@ class Plan:
                 first = first or shape
         return first
 
-    def pool(self) -> Pool:
+    def pool(self) -> KVPages:
         """Shapes of one layer's pages, on all lanes."""
         vectors = self.mesh.kvp, self.pages, self.model.kv_heads, 2, self.block_size
         return pool_shapes((*vectors, self.model.head_dim), self.kv_dtype)
@@ -89,12 +89,12 @@ class Stage:
     weights: Weights
     values: list[jax.Array]
     layers: range
-    pages: list[Pool] = dataclasses.field(default_factory=list)
+    pages: list[KVPages] = dataclasses.field(default_factory=list)
     table: Any = None  # [lanes, 2, slots, W]
 
 
 @dataclasses.dataclass(frozen=True)
-class Hidden:
+class HiddenStates:
     """What the last stage returned: hidden states of all tokens [lanes, T, D], of those to sample
     after [lanes, S, D], and for whom."""
 
@@ -104,7 +104,7 @@ class Hidden:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampled:
+class SampledTokens:
     """What a head program returned, still on its way: tokens [lanes, S], where wanted
     log-probabilities (chosen [lanes, S]; the likeliest and their ids [lanes, S, k]), and the
     version of `sampled` that holds the tokens."""
@@ -121,7 +121,7 @@ Loader = Callable[[dict, dict], dict[str, jax.Array]]
 class Stages:
     """All stages of a replica. Every method issues work and returns at once."""
 
-    def __init__(self, plan: Plan, load: Loader):
+    def __init__(self, plan: StagePlan, load: Loader):
         self.plan = plan
         self.programs = Programs()
         meshes = stage_meshes(plan.mesh)
@@ -172,13 +172,13 @@ class Stages:
         ]
         stage.table = _zeros(stage.lanes, (plan.mesh.kvp, 2, plan.slots, plan.width), jnp.int32)
 
-    def _empty_sampling_state(self) -> sampling.State:
+    def _empty_sampling_state(self) -> sampling.SamplingState:
         plan = self.plan
         fields = sampling.empty_state(
             plan.mesh.kvp, plan.slots, padded_vocab(plan.model, plan.mesh.tp)
         )
         axes = dataclasses.asdict(sampling.STATE_AXES)
-        return sampling.State(
+        return sampling.SamplingState(
             **{
                 name: _zeros(sharding(self.last_mesh, *axes[name]), *value)
                 for name, value in fields.items()
@@ -191,10 +191,10 @@ class Stages:
 
     # --- issuing work
 
-    def step(self, arrays: Arrays, needs: int) -> Hidden:
+    def step(self, arrays: Arrays, needs: int) -> HiddenStates:
         """Issues a step to all stages. needs: the newest version of `sampled` with a token that
         this step feeds (0: none)."""
-        self.move(arrays.moves)
+        self.move_pages(arrays.moves)
         self.set_table(arrays.early)
         x: Any = next(array for version, array in self._sampled if version >= needs)
         for stage in self.stages:
@@ -207,9 +207,11 @@ class Stages:
             x, stage.pages, stage.table = program(
                 stage.values, stage.pages, stage.table, arrays.ints, x
             )
-        return Hidden(*x)
+        return HiddenStates(*x)
 
-    def sample(self, hidden: Hidden, variant: str, mask: np.ndarray | None = None) -> Sampled:
+    def sample(
+        self, hidden: HiddenStates, variant: str, mask: np.ndarray | None = None
+    ) -> SampledTokens:
         """Samples a token for each chunk of the step that asked for one. Makes the next version of
         `sampled`. mask [lanes, S, mask_words], for the guided variant: see `sampling.sample`."""
         program = self.programs.get(*self._head_program(variant, hidden.picked.shape[1]))
@@ -222,16 +224,18 @@ class Stages:
             )
         version = self._sampled[-1][0] + 1
         self._sampled.append((version, sampled))
-        return Sampled(tokens, logprobs, version)
+        return SampledTokens(tokens, logprobs, version)
 
-    def score(self, hidden: Hidden, token: np.ndarray, target: np.ndarray) -> tuple[jax.Array, ...]:
+    def score(
+        self, hidden: HiddenStates, token: np.ndarray, target: np.ndarray
+    ) -> tuple[jax.Array, ...]:
         """Log-probabilities of ids target [lanes, SCORES], each after token [lanes, SCORES] of the
         step: see `step.score`."""
         token, target = jax.device_put((token, target), sharding(self.last_mesh, "lanes"))
         picked = self.programs.get(*self._pick_program(hidden.all.shape[1]))(hidden.all, token)
         return self.programs.get(*self._score_program())(self.head_values, picked, target)
 
-    def admit(self, admission: sampling.Admission) -> None:
+    def admit(self, admission: sampling.SamplingAdmission) -> None:
         self.sampling_state = self.programs.get(*self._admit_program())(
             self.sampling_state, admission
         )
@@ -250,7 +254,7 @@ class Stages:
                     stage.table, jax.device_put(ints, sharding(stage.mesh, "lanes"))
                 )
 
-    def move(self, launches: list[np.ndarray]) -> None:
+    def move_pages(self, launches: list[np.ndarray]) -> None:
         """Launches of moves, each [lanes, 2, lanes, MOVES]: see `rebalance.move`."""
         for ints in launches:
             for stage in self.stages:
@@ -287,7 +291,7 @@ class Stages:
             if self.plan.moves:
                 yield self._move_program(stage)
 
-    def _lower_layers(self, stage: Stage, shape: Shape) -> Any:
+    def _lower_layers(self, stage: Stage, shape: StepShape) -> Any:
         plan = self.plan
         lane = spec("lanes")
         pool = [spec(*POOL_AXES)] * len(stage.pages)
@@ -379,7 +383,7 @@ class Stages:
         def lower() -> Any:
             lane = spec("lanes")
             pool = [spec(*POOL_AXES)] * len(stage.pages)
-            f = lambda pages, ints: move(pages, ints[0])
+            f = lambda pages, ints: move_pages(pages, ints[0])
             ints = self._last((2, self.plan.mesh.kvp, MOVES), jnp.int32, stage.mesh)
             return _jit(f, stage.mesh, (pool, lane), pool, donate=(0,)).lower(stage.pages, ints)
 
@@ -410,7 +414,7 @@ def _zeros(where: jax.sharding.Sharding, shape: tuple[int, ...], dtype: Any) -> 
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=where)()
 
 
-def _state_specs() -> sampling.State:
-    return sampling.State(
+def _state_specs() -> sampling.SamplingState:
+    return sampling.SamplingState(
         **{name: spec(*axes) for name, axes in dataclasses.asdict(sampling.STATE_AXES).items()}
     )

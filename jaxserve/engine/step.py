@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxserve.checkpoint.zoo import ModelConfig
 from jaxserve.engine import sampling
-from jaxserve.engine.arrays import Shape, layout
-from jaxserve.kernels.pool import Pool
+from jaxserve.engine.arrays import StepShape, layout
+from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.models.decoder import Head, Stage, run_layers
-from jaxserve.models.zoo import ModelConfig
 from jaxserve.sharding.mesh import KVP
 from jaxserve.sharding.rows import Groups, gather_rows, local_rows, spread_rows
 
@@ -47,14 +47,14 @@ class Weights:
 def layers(
     weights: Weights,
     model: ModelConfig,
-    shape: Shape,
+    shape: StepShape,
     last: bool,
     values: list[jax.Array],
-    pages: list[Pool],
+    pages: list[KVPages],
     table: jax.Array,
     ints: jax.Array,
     x: jax.Array,
-) -> tuple[jax.Array | tuple, list[Pool], jax.Array]:
+) -> tuple[jax.Array | tuple, list[KVPages], jax.Array]:
     """pages: per layer, with a first axis of 1; table [1, 2, slots, W]; ints [1, size]; x: hidden
     states [1, T, D], in the first stage the tokens sampled last [1, slots]. Returns hidden states
     [1, T, D], pages, table. The last stage returns, in place of hidden states, also those of the
@@ -122,7 +122,7 @@ def write_table(table: jax.Array, deltas: jax.Array) -> jax.Array:
     return table.at[0, :, slot, index].set(jnp.stack([page, block], 1), mode="drop")
 
 
-def _expand(view: dict[str, jax.Array], shape: Shape, column: int) -> jax.Array:
+def _expand(view: dict[str, jax.Array], shape: StepShape, column: int) -> jax.Array:
     """A column of the rows, once per token [T]."""
     out = []
     row = 0
@@ -132,11 +132,11 @@ def _expand(view: dict[str, jax.Array], shape: Shape, column: int) -> jax.Array:
     return jnp.concatenate(out)
 
 
-def _tokens(view: dict[str, jax.Array], shape: Shape, sampled: jax.Array) -> jax.Array:
+def _tokens(view: dict[str, jax.Array], shape: StepShape, sampled: jax.Array) -> jax.Array:
     return jnp.where(view["tokens"] < 0, sampled[_expand(view, shape, 0)], view["tokens"])
 
 
-def _positions(view: dict[str, jax.Array], shape: Shape) -> jax.Array:
+def _positions(view: dict[str, jax.Array], shape: StepShape) -> jax.Array:
     within = jnp.concatenate(
         [
             jnp.tile(jnp.arange(width, dtype=jnp.int32), rows)
@@ -147,7 +147,7 @@ def _positions(view: dict[str, jax.Array], shape: Shape) -> jax.Array:
 
 
 def _groups(
-    view: dict[str, jax.Array], shape: Shape, table: jax.Array, pages: int, size: int
+    view: dict[str, jax.Array], shape: StepShape, table: jax.Array, pages: int, size: int
 ) -> Groups:
     local = []
     spread = []

@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.kernels.pool import Pool
-from jaxserve.models.layers import rms_norm, rotate, swiglu, turn
-from jaxserve.models.zoo import ModelConfig
-from jaxserve.sharding import lanes
+from jaxserve.checkpoint.zoo import ModelConfig
+from jaxserve.kernels.kv_pages import KVPages
+from jaxserve.models.layers import rms_norm, rope_cos_sin, rotate, swiglu
+from jaxserve.sharding import attention as lanes
 from jaxserve.sharding.mesh import TP, axis_sum
-from jaxserve.sharding.rebalance import move
+from jaxserve.sharding.page_moves import move_pages
 from jaxserve.sharding.rows import Groups
 
 
@@ -68,7 +68,7 @@ class Layer(nnx.Module):
         self.down = _declare((F, D), ("ffn", "embed"))
 
     def __call__(
-        self, x: jax.Array, turns: tuple[jax.Array, jax.Array], groups: Groups, pages: Pool
+        self, x: jax.Array, turns: tuple[jax.Array, jax.Array], groups: Groups, pages: KVPages
     ):
         """x [T, D], pages with a first axis of 1 -> the same."""
         q, kv = self._project(rms_norm(x, self.norm1[...], self.eps), turns)
@@ -158,7 +158,7 @@ def run_layers(
     x: jax.Array,
     positions: jax.Array,
     groups: Groups,
-    pages: list[Pool],
+    pages: list[KVPages],
     moves: jax.Array | None = None,
 ):
     """x [T, D] at positions [T] through the stage's layers; pages: one pool per layer. Returns x
@@ -167,8 +167,8 @@ def run_layers(
     moves [2, lanes, m], if any: pages that change lanes first. A layer's need nothing of the layer
     before, so they may move beside its linear parts (Tetris, section 4.1).
     """
-    turns = turn(jnp.maximum(positions, 0), config)
-    pages = list(pages) if moves is None else move(pages, moves)
+    turns = rope_cos_sin(jnp.maximum(positions, 0), config)
+    pages = list(pages) if moves is None else move_pages(pages, moves)
     for i, layer in enumerate(stage.layers):
         x, pages[i] = _run_layer(*nnx.split(layer), x, turns, groups, pages[i])
     return x, pages
@@ -181,7 +181,7 @@ def _run_layer(
     x: jax.Array,
     turns: tuple[jax.Array, jax.Array],
     groups: Groups,
-    pages: Pool,
+    pages: KVPages,
 ):
     """One layer. A function of its own, so that layers that differ in nothing but values are traced
     once; the compiler inlines it."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.models.zoo import ModelConfig, RopeScaling
+from jaxserve.checkpoint.zoo import ModelConfig, RopeScaling
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -36,7 +36,7 @@ def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     return frequencies.astype(np.float32), factor
 
 
-def turn(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+def rope_cos_sin(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """cos and sin f32 [T, 1, 1, H / 2] of positions [T].
 
     The product with the identity changes nothing, but its result is stored: XLA would else compute

@@ -10,7 +10,7 @@ contains it.
 Imports cache, request and config only; knows no text, no device and no threads.
 """
 
-from jaxserve.scheduling.batch import Batch
+from jaxserve.api.batch import Batch
 from jaxserve.scheduling.scheduler import Load, Scheduler
 
 __all__ = ["Batch", "Load", "Scheduler"]

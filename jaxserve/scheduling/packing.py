@@ -25,16 +25,16 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jaxserve.api.batch import Batch
 from jaxserve.cache import CacheManager
-from jaxserve.config import MeshConfig, SchedulerConfig
-from jaxserve.scheduling.admission import Admission
-from jaxserve.scheduling.batch import Batch
-from jaxserve.scheduling.chunking import CHUNKING, Room
-from jaxserve.scheduling.order import Order
-from jaxserve.scheduling.predictor import Predictor
-from jaxserve.scheduling.roster import DECODE, LEAVING, Roster
-from jaxserve.scheduling.sequence import NO_SLOT, Part, Sequence
-from jaxserve.scheduling.slack import relative_slack
+from jaxserve.costs.predictor import Predictor
+from jaxserve.scheduling.budget import CHUNKING, StepBudget
+from jaxserve.scheduling.page_admission import PageAdmission
+from jaxserve.scheduling.policies import relative_slack
+from jaxserve.scheduling.prefill_order import PrefillOrder
+from jaxserve.scheduling.sequence import NO_SLOT, PlanPart, Sequence
+from jaxserve.scheduling.slots import DECODE, LEAVING, SlotTable
+from jaxserve.settings.schema import MeshConfig, SchedulerConfig
 
 SHORTER = 1 / 8  # of the work of a prompt that needs several steps: at most that have its guests
 GUESTS = 64  # prompts that are considered beside it
@@ -44,17 +44,17 @@ NOT_NOW = 1e6  # seconds that a lane without room in this step seems to be busy
 MISSES = 4  # of them in a row for which there was no room: no more are asked
 
 
-class Place(NamedTuple):
+class ChunkCandidate(NamedTuple):
     """Where a chunk would run: its home lane, the blocks held per lane if it is spread, its first
     token, and for a sequence that waits the pages that hold its first blocks already."""
 
     home: int
-    held: list[int] | None
+    blocks_per_lane: list[int] | None
     start: int
     pages: np.ndarray | None
 
 
-class Chunk(NamedTuple):
+class PrefillChunk(NamedTuple):
     """A prefill chunk that was given pages; `admitted`: the first of its sequence."""
 
     slot: int
@@ -69,18 +69,18 @@ class Planner(Protocol):
     def arrived(self, now: float) -> None:
         """Notes a request."""
 
-    def __call__(self, pending: list[float], start: int, target: int) -> tuple[Part, ...]:
+    def __call__(self, pending: list[float], start: int, target: int) -> tuple[PlanPart, ...]:
         """A plan for tokens `start` to before `target`; pending: seconds of prefill that each lane
         has to do first."""
 
 
-class Packer:
+class BatchPacker:
     def __init__(
         self,
         config: SchedulerConfig,
         mesh: MeshConfig,
         cache: CacheManager,
-        roster: Roster,
+        roster: SlotTable,
         predictor: Predictor,
     ):
         self.config = config
@@ -88,11 +88,11 @@ class Packer:
         self.cache = cache
         self.roster = roster
         self.predictor = predictor
-        self.admission = Admission(cache, roster)
+        self.admission = PageAdmission(cache, roster)
         # which lanes compute which part of a prompt, where that is planned
         self.planner: Planner | None = None
 
-    def pack(self, number: int, now: float) -> tuple[Batch, list[Chunk]] | None:
+    def pack(self, number: int, now: float) -> tuple[Batch, list[PrefillChunk]] | None:
         """Batch `number` and its prefill chunks, issued as far as the roster goes; None where
         nothing can run."""
         decodes = self._decodes(number)
@@ -107,7 +107,7 @@ class Packer:
             else None
         )
 
-    def _room(self, decodes: np.ndarray) -> Room:
+    def _room(self, decodes: np.ndarray) -> StepBudget:
         """What a step with these decodes has room for. A token passes all stages, so a step may
         take its objective's P-th part."""
         cache = self.cache
@@ -115,13 +115,13 @@ class Packer:
             self.roster.issued[decodes],
             cache.home[decodes],
             cache.spread[decodes],
-            cache.held[decodes],
+            cache.blocks_per_lane[decodes],
         )
-        running = (self.roster.phase == DECODE) & (self.roster.issued < self.roster.end)
+        running = (self.roster.phase == DECODE) & (self.roster.issued < self.roster.max_positions)
         long = self.config.step_time
         stages = self.mesh.spp
         target = float(self.roster.tpot[running].min()) if running.any() else long
-        return Room(
+        return StepBudget(
             self.predictor,
             lanes,
             self.config.chunk_tokens,
@@ -131,7 +131,7 @@ class Packer:
         )
 
     def _batch(
-        self, number: int, decodes: np.ndarray, chunks: list[Chunk], seconds: float
+        self, number: int, decodes: np.ndarray, chunks: list[PrefillChunk], seconds: float
     ) -> Batch:
         roster = self.roster
         cache = self.cache
@@ -148,7 +148,7 @@ class Packer:
             length[fed:] = [chunk.stop - chunk.start for chunk in chunks]
             feed[fed:] = False
             tokens = np.concatenate(
-                [roster.sequence[chunk.slot].history(chunk.start, chunk.stop) for chunk in chunks]
+                [roster.by_slot[chunk.slot].history(chunk.start, chunk.stop) for chunk in chunks]
             )
             far = [
                 chunk
@@ -164,8 +164,8 @@ class Packer:
                     ]
                 )
         roster.issued[decodes] += 1
-        roster.flying[slots] += 1
-        roster.last[slots] = number
+        roster.in_flight[slots] += 1
+        roster.last_batch[slots] = number
         return Batch(
             number=number,
             seq=roster.number[slots],
@@ -173,14 +173,14 @@ class Packer:
             lane=cache.home[slots],
             start=start,
             length=length,
-            feed=feed,
+            is_decode=feed,
             sample=roster.phase[slots] == DECODE,
             spread=cache.spread[slots],
-            held=cache.held[slots],
-            owner=owner,
+            blocks_per_lane=cache.blocks_per_lane[slots],
+            block_lane=owner,
             tokens=tokens,
             moves=cache.take_moves(),
-            deltas=cache.take_deltas(),
+            table_updates=cache.take_table_updates(),
             seconds=seconds,
             admitted=tuple(row for row, chunk in enumerate(chunks, fed) if chunk.admitted),
         )
@@ -190,12 +190,14 @@ class Packer:
         last token is on its way."""
         roster = self.roster
         stages = self.mesh.spp
-        ready = np.flatnonzero((roster.phase == DECODE) & (roster.issued < roster.end))
+        ready = np.flatnonzero((roster.phase == DECODE) & (roster.issued < roster.max_positions))
         share = -(-ready.size // stages)
         if stages > 1 and not hurry:
-            ready = ready[(roster.last[ready] <= number - stages) | (roster.flying[ready] == 0)]
+            ready = ready[
+                (roster.last_batch[ready] <= number - stages) | (roster.in_flight[ready] == 0)
+            ]
         elif hurry:
-            ready = ready[roster.flying[ready] < 2]
+            ready = ready[roster.in_flight[ready] < 2]
         short = ready[roster.issued[ready] == self.cache.room[ready]]
         if short.size and short.size <= self.cache.available:
             for slot in short.tolist():
@@ -210,7 +212,7 @@ class Packer:
         return (
             ready
             if stages == 1
-            else np.sort(ready[np.argsort(roster.last[ready], kind="stable")[:share]])
+            else np.sort(ready[np.argsort(roster.last_batch[ready], kind="stable")[:share]])
         )
 
     def _claim(self, slot: int) -> None:
@@ -224,9 +226,7 @@ class Packer:
             if roster.prefilling:
                 roster.withdraw(roster.prefilling[-1], LEAVING)
             elif younger.size:
-                roster.withdraw(
-                    roster.sequence[younger[np.argmax(roster.number[younger])]], LEAVING
-                )
+                roster.withdraw(roster.by_slot[younger[np.argmax(roster.number[younger])]], LEAVING)
             else:
                 return
         if self.cache.available:
@@ -234,15 +234,15 @@ class Packer:
 
     # --- prefill
 
-    def _prefills(self, now: float, room: Room) -> list[Chunk]:
+    def _prefills(self, now: float, room: StepBudget) -> list[PrefillChunk]:
         """Chunks of prefilling and of newly admitted sequences, in the order of the policy."""
         roster = self.roster
         if not (roster.prefilling or (roster.queue and roster.free)):
             return []
-        turn = Turn(self, room, now, int(np.count_nonzero(roster.phase == DECODE)))
+        turn = PrefillPacker(self, room, now, int(np.count_nonzero(roster.phase == DECODE)))
         if not turn.reserve:
             self._clear_way()
-        return turn.chunks_of(Order(self.config.policy, now, roster, self.admission))
+        return turn.pack(PrefillOrder(self.config.policy, now, roster, self.admission))
 
     def _clear_way(self) -> None:
         """Without decodes the oldest prefilling sequence must go on: the youngest leave until there
@@ -257,36 +257,36 @@ class Packer:
         spare = max(self.cache.available - reserve, 0)
         start = int(self.roster.issued[sequence.slot])
         room = int(self.cache.room[sequence.slot])
-        return min(sequence.target - start, most, room + spare * self.cache.block_size - start)
+        return min(sequence.prefill_len - start, most, room + spare * self.cache.block_size - start)
 
-    def issue(self, sequence: Sequence, length: int) -> Chunk:
+    def issue(self, sequence: Sequence, length: int) -> PrefillChunk:
         """Gives the sequence's next tokens pages and counts them as issued."""
         slot = sequence.slot
         roster = self.roster
         cache = self.cache
         start = int(roster.issued[slot])
-        chunk = Chunk(slot, start, start + length, slot in roster.new)
-        roster.new.discard(slot)
+        chunk = PrefillChunk(slot, start, start + length, slot in roster.unannounced)
+        roster.unannounced.discard(slot)
         if sequence.plan and (lanes := sequence.plan_at(start).lanes) != cache.group(slot):
             cache.regroup(slot, lanes)  # where there is no room it goes on as it was
         cache.extend(slot, cache.blocks(chunk.stop) - len(cache.tables[slot]))
         roster.issued[slot] = chunk.stop
-        if chunk.stop < sequence.target:
-            sequence.left = roster.work(chunk.stop, sequence.target)
+        if chunk.stop < sequence.prefill_len:
+            sequence.prefill_seconds_left = roster.work(chunk.stop, sequence.prefill_len)
         else:
-            sequence.left = 0.0
+            sequence.prefill_seconds_left = 0.0
             roster.phase[slot] = DECODE
             roster.prefilling.remove(sequence)
         return chunk
 
 
-class Turn:
+class PrefillPacker:
     """The prefill part of one batch while it is being packed.
 
     `reserve` pages are kept for decodes; `pending` is seconds of prefill per home lane.
     """
 
-    def __init__(self, packer: Packer, room: Room, now: float, reserve: int):
+    def __init__(self, packer: BatchPacker, room: StepBudget, now: float, reserve: int):
         self.packer = packer
         self.room = room
         self.now = now
@@ -301,79 +301,85 @@ class Turn:
                 int(self.cache.home[sequence.slot]),
                 int(self.roster.issued[sequence.slot]),
             )
-        self.chunks: list[Chunk] = []
+        self.chunks: list[PrefillChunk] = []
         self.admission = packer.admission
         self.admission.begin(reserve)
-        self.stuck = False  # whether a prefilling sequence found no page
+        self.out_of_pages = False  # whether a prefilling sequence found no page
 
     def _expect(self, sequence: Sequence, home: int, start: int) -> None:
         """Counts what is left of a prompt as work of the lanes that will do it."""
         lanes = sequence.plan_at(start).lanes or (home,)
         for lane in lanes:
-            self.pending[lane] += sequence.left / len(lanes)
+            self.pending[lane] += sequence.prefill_seconds_left / len(lanes)
 
-    def chunks_of(self, order: Order) -> list[Chunk]:
+    def pack(self, order: PrefillOrder) -> list[PrefillChunk]:
         """Fills the room. The first prompt that cannot be finished shares the step with those after
         it, then takes the rest."""
-        for first in order.candidates():
+        for first in order.ranked():
             place = self._place(first)
             if place is None:
                 continue
             length = self._length(
                 first, place, self.room.long if place.pages is None else self.room.target
             )
-            if self.config.chunking == "adaptive" and length < first.target - place.start:
+            if self.config.chunking == "adaptive" and length < first.prefill_len - place.start:
                 self._admit(first, place)
                 place = self._place(first) or place._replace(pages=None)
                 self._share(first, place, order)
                 self._give(first, place, self._length(first, place, self.room.long), force=True)
                 break
             self._give(first, place, length, force=True)
-            if self.stuck or not any(self.room.left):
+            if self.out_of_pages or not any(self.room.tokens_left):
                 break
         return self.chunks
 
-    def _share(self, host: Sequence, place: Place, order: Order) -> None:
+    def _share(self, host: Sequence, place: ChunkCandidate, order: PrefillOrder) -> None:
         """Others in the host's step: on other lanes all, for all of its time; then, on its lane,
         much shorter ones for a share of it."""
-        if len(self.room.lanes) > 1 and place.held is None:
-            self._ask(host, place, order.candidates())
-        self._ask(host, place, order.candidates(SHORTER * host.left))
+        if len(self.room.lanes) > 1 and place.blocks_per_lane is None:
+            self._ask(host, place, order.ranked())
+        self._ask(host, place, order.ranked(SHORTER * host.prefill_seconds_left))
 
-    def _ask(self, host: Sequence, place: Place, guests: Iterable[Sequence]) -> None:
+    def _ask(self, host: Sequence, place: ChunkCandidate, guests: Iterable[Sequence]) -> None:
         missed = asked = 0
-        shorter = SHORTER * host.left
+        shorter = SHORTER * host.prefill_seconds_left
         for guest in guests:
             own = self._place(guest)
             if own is None:
                 continue
             asked += 1
-            apart = own.home != place.home and place.held is None
-            if apart or guest.left <= shorter:
+            apart = own.home != place.home and place.blocks_per_lane is None
+            if apart or guest.prefill_seconds_left <= shorter:
                 length = self._length(
                     guest, own, self.room.until(own.home, 1.0 if apart else self._share_of(guest))
                 )
                 missed = 0 if self._give(guest, own, length) else missed + 1
-            if missed == MISSES or asked == GUESTS or self.stuck:
+            if missed == MISSES or asked == GUESTS or self.out_of_pages:
                 break
 
     def _share_of(self, guest: Sequence) -> float:
         """The part of the host's step that a guest may use."""
-        slack = float(relative_slack(self.now, guest.request.arrival, guest.due, guest.left))
+        slack = float(
+            relative_slack(
+                self.now, guest.request.arrival, guest.ttft_deadline, guest.prefill_seconds_left
+            )
+        )
         return self.config.sharing * min(1.0, max(0.0, 1 - slack) / PRESSING)
 
-    def _place(self, sequence: Sequence) -> Place | None:
+    def _place(self, sequence: Sequence) -> ChunkCandidate | None:
         """Where the sequence's next chunk would run; None where it cannot."""
         slot = sequence.slot
         cache = self.cache
         room = self.room
         if slot != NO_SLOT:
             home = int(cache.home[slot])
-            held = cache.held[slot].tolist() if cache.spread[slot] else None
+            held = cache.blocks_per_lane[slot].tolist() if cache.spread[slot] else None
             return (
-                Place(home, held, int(self.roster.issued[slot]), None) if room.left[home] else None
+                ChunkCandidate(home, held, int(self.roster.issued[slot]), None)
+                if room.tokens_left[home]
+                else None
             )
-        lanes = [lane for lane, left in enumerate(room.left) if left]
+        lanes = [lane for lane, left in enumerate(room.tokens_left) if left]
         pages = self.admission.match(sequence) if self.admission.open and lanes else None
         if pages is None:
             return None
@@ -381,56 +387,62 @@ class Turn:
         if self.packer.planner is not None:
             queues = [
                 seconds if left else seconds + NOT_NOW
-                for seconds, left in zip(self.pending, room.left)
+                for seconds, left in zip(self.pending, room.tokens_left)
             ]
-            plan = self.packer.planner(queues, start, sequence.target)
+            plan = self.packer.planner(queues, start, sequence.prefill_len)
             # one lane for all of it: the one that has its blocks
             sequence.plan = plan if len(plan[-1].lanes) > 1 else ()
             if sequence.plan:
-                open_lanes = [lane for lane in plan[0].lanes if room.left[lane]]
-                return Place(open_lanes[0], None, start, pages) if open_lanes else None
-        need = cache.blocks(min(start + self.config.chunk_tokens, sequence.target)) - len(pages)
+                open_lanes = [lane for lane in plan[0].lanes if room.tokens_left[lane]]
+                return ChunkCandidate(open_lanes[0], None, start, pages) if open_lanes else None
+        need = cache.blocks(min(start + self.config.chunk_tokens, sequence.prefill_len)) - len(
+            pages
+        )
         home = cache.choose_home(pages, lanes, need, self.pending)
-        return Place(home, None, start, pages)
+        return ChunkCandidate(home, None, start, pages)
 
-    def _length(self, sequence: Sequence, place: Place, until: float) -> int:
-        most = min(sequence.plan_at(place.start).stop - place.start, self.room.left[place.home])
+    def _length(self, sequence: Sequence, place: ChunkCandidate, until: float) -> int:
+        most = min(
+            sequence.plan_at(place.start).stop - place.start, self.room.tokens_left[place.home]
+        )
         return (
             CHUNKING[self.config.chunking](
-                self.room, place.home, place.held, place.start, most, until
+                self.room, place.home, place.blocks_per_lane, place.start, most, until
             )
             if most > 0
             else 0
         )
 
-    def _give(self, sequence: Sequence, place: Place, length: int, force: bool = False) -> bool:
+    def _give(
+        self, sequence: Sequence, place: ChunkCandidate, length: int, force: bool = False
+    ) -> bool:
         """The sequence's next chunk, of so many tokens; by `force`, if it is the first of the
         batch, of a tile at least."""
         if not length and force and not self.chunks:
             length = min(
                 self.config.tile,
                 sequence.plan_at(place.start).stop - place.start,
-                self.room.left[place.home],
+                self.room.tokens_left[place.home],
             )
         if length and place.pages is None:
             length = self.packer.fitting(sequence, length, self.reserve)
-            self.stuck = not length
+            self.out_of_pages = not length
         if not length:
             return False
         self._admit(sequence, place)
-        self.room.take(place.home, place.held, place.start, length)
+        self.room.take(place.home, place.blocks_per_lane, place.start, length)
         self.chunks.append(self.packer.issue(sequence, length))
         return True
 
-    def _admit(self, sequence: Sequence, place: Place) -> None:
+    def _admit(self, sequence: Sequence, place: ChunkCandidate) -> None:
         """Gives a waiting sequence its slot and the pages that hold its first blocks; nothing for
         one that has them."""
         if place.pages is None:
             return
         self.admission.admit(sequence, place.pages, place.home)
         if place.start:
-            sequence.left = self.roster.work(place.start, sequence.target)
+            sequence.prefill_seconds_left = self.roster.work(place.start, sequence.prefill_len)
         self._expect(sequence, place.home, place.start)
-        if sequence.started is None:
-            sequence.started = self.now
-            sequence.cached = place.start
+        if sequence.started_at is None:
+            sequence.started_at = self.now
+            sequence.cached_tokens = place.start

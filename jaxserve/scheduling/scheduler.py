@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxserve.api.batch import Batch
+from jaxserve.api.request import Accepted, Event, Logprobs, Progress, Request, RequestError, Token
 from jaxserve.cache import CacheManager
-from jaxserve.config import MeshConfig, SchedulerConfig
-from jaxserve.request import Accepted, Event, Logprobs, Progress, Request, RequestError, Token
-from jaxserve.scheduling.batch import Batch
-from jaxserve.scheduling.line import TOKENS, WORK
-from jaxserve.scheduling.overload import Gate
-from jaxserve.scheduling.packing import SHORTER, Packer
-from jaxserve.scheduling.predictor import NOMINAL, Costs, Predictor
-from jaxserve.scheduling.roster import ENDED, LEAVING, Roster
+from jaxserve.costs.predictor import NOMINAL, Costs, Predictor
+from jaxserve.scheduling.admission import AdmissionController
+from jaxserve.scheduling.packing import SHORTER, BatchPacker
+from jaxserve.scheduling.policies import POLICIES
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
-from jaxserve.scheduling.slack import POLICIES
+from jaxserve.scheduling.slots import ENDED, LEAVING, SlotTable
+from jaxserve.scheduling.waiting_queue import TOKENS, WORK
+from jaxserve.settings.schema import MeshConfig, SchedulerConfig
 
 Events = list[tuple[str, Event]]  # request id, event
 NOT_FINITE = RequestError("", "the model's logits were not finite", "INTERNAL")
@@ -44,7 +44,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Entry:
+class LiveEntry:
     """A request with completions that have not ended; `later` are those that wait for the first
     one's prefill."""
 
@@ -72,21 +72,21 @@ class Scheduler:
         self.max_len = max_len
         self.predictor = Predictor(costs, mesh, cache.reach)
         self._eos = frozenset(eos_ids)
-        self._roster = Roster(config.max_seqs, cache, self._work)
-        self.packer = Packer(config, mesh, cache, self._roster, self.predictor)
+        self._roster = SlotTable(config.max_seqs, cache, self._work)
+        self.packer = BatchPacker(config, mesh, cache, self._roster, self.predictor)
         self.gate = (
-            Gate(config, cache, self._roster, self.predictor)
+            AdmissionController(config, cache, self._roster, self.predictor)
             if config.admission == "predict"
             else None
         )
         self.packer.admission.most = None if self.gate is None else self.gate.most
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, LiveEntry] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         self._flight: deque[Batch] = deque()
         self._born = 0
         self._batches = 0
-        self.sequences = self._roster.sequences
-        self.spoke = np.empty(0, np.int32)
+        self.sequences = self._roster.by_number
+        self.slots_with_tokens = np.empty(0, np.int32)
 
     def use(self, costs: Costs) -> None:
         """Predicts with these costs from now on. Nothing may be waiting or running."""
@@ -110,7 +110,7 @@ class Scheduler:
     def load(self) -> Load:
         free, cached, _ = self.cache.counts()
         tokens = sum(
-            sequence.target - int(self._roster.issued[sequence.slot])
+            sequence.prefill_len - int(self._roster.issued[sequence.slot])
             for sequence in self._roster.prefilling
         )
         tokens += int(self._roster.queue.fields[TOKENS].sum())
@@ -140,14 +140,14 @@ class Scheduler:
             begun = sum(batch.seconds for batch in self._flight) - (
                 self._flight[0].seconds / 2 if self._flight else 0.0
             )
-            feasible = self.objective(request) >= self._work(0, len(request.prompt))
+            feasible = self.ttft_objective(request) >= self._work(0, len(request.prompt))
             first = self.gate.check(
                 group[0], request.arrival if now is None else now, begun, feasible
             )
             self.gate.promise(group[0], first)
         self._born += len(group)
         self.sequences.update((sequence.number, sequence) for sequence in group)
-        self._entries[request.id] = Entry(
+        self._entries[request.id] = LiveEntry(
             request, group[0].number, dict(enumerate(group)), group[1:]
         )
         if request.deadline is not None:
@@ -179,8 +179,8 @@ class Scheduler:
         stops = frozenset(sampling.stop_token_ids) | (
             frozenset() if sampling.ignore_eos else self._eos
         )
-        due = self.due(request)
-        tpot = self.pace(request)
+        due = self.ttft_deadline(request)
+        tpot = self.tpot_objective(request)
         # nothing is promised of later completions: they take slots as these come
         turn = limit * tpot / self.config.max_seqs
         return [
@@ -204,7 +204,7 @@ class Scheduler:
         roster = self._roster
         config = self.config
         begun = self._flight[-1].seconds / 2 if self._flight else 0.0
-        fields = roster.facts()
+        fields = roster.policy_fields()
         key = POLICIES[config.policy](sequence.request.arrival, *fields[:TOKENS])
         work = fields[WORK]
         own = float(work[-1])  # the youngest: those of equal rank go before it
@@ -217,10 +217,10 @@ class Scheduler:
             begun
             + float(ahead.sum()) / self.predictor.mesh.kvp
             + own
-            + self._passage(sequence.target)
+            + self._passage(sequence.prefill_len)
         )
 
-    def alone(self, prompt: int) -> float:
+    def ttft_alone(self, prompt: int) -> float:
         """Predicted seconds to the first token of a prompt of so many that has the replica to
         itself."""
         return self._work(0, prompt) + self._passage(prompt)
@@ -237,19 +237,21 @@ class Scheduler:
         """Seconds to prefill tokens `cached` to before `total` in the largest chunks."""
         return self.predictor.prefill(cached, total, self.config.chunk_tokens)
 
-    def due(self, request: Request) -> float:
+    def ttft_deadline(self, request: Request) -> float:
         """Clock seconds at which the request's first token should come: no prompt is given less
         than it takes alone."""
-        return request.arrival + max(self.objective(request), self._work(0, len(request.prompt)))
+        return request.arrival + max(
+            self.ttft_objective(request), self._work(0, len(request.prompt))
+        )
 
-    def objective(self, request: Request) -> float:
+    def ttft_objective(self, request: Request) -> float:
         """Seconds that the request gives us to its first token."""
         given = (
-            self.first_token_in(len(request.prompt), request.slo.class_name) * 2.0**request.priority
+            self.default_ttft(len(request.prompt), request.slo.class_name) * 2.0**request.priority
         )
         return given if request.slo.ttft is None else request.slo.ttft
 
-    def pace(self, request: Request) -> float:
+    def tpot_objective(self, request: Request) -> float:
         """Seconds per output token that the request gives us."""
         return (
             self.config.objectives[request.slo.class_name].tpot
@@ -257,7 +259,7 @@ class Scheduler:
             else request.slo.tpot
         )
 
-    def first_token_in(self, prompt: int, class_name: str | None = None) -> float:
+    def default_ttft(self, prompt: int, class_name: str | None = None) -> float:
         """The objective for the first token after so many, where a request of the class names
         none."""
         given = self.config.objectives[class_name]
@@ -277,9 +279,11 @@ class Scheduler:
         self._flight.append(batch)
         size = self.cache.block_size
         for chunk in chunks:  # only now: what a batch computes serves later batches
-            sequence = self._roster.sequence[chunk.slot]
-            self.cache.publish(chunk.slot, chunk.start // size, chunk.stop // size, sequence.chain)
-            if chunk.stop == sequence.target:
+            sequence = self._roster.by_slot[chunk.slot]
+            self.cache.publish(
+                chunk.slot, chunk.start // size, chunk.stop // size, sequence.block_hashes
+            )
+            if chunk.stop == sequence.prefill_len:
                 self._call_later(sequence)
         return batch
 
@@ -304,35 +308,37 @@ class Scheduler:
             raise ValueError(f"batch {batch.number} is not the oldest one in flight")
         self._flight.popleft()
         roster = self._roster
-        roster.flying[batch.slot] -= 1
+        roster.in_flight[batch.slot] -= 1
         live = roster.phase[batch.slot] != ENDED
         self._publish_decoded(batch, live)
         if prompt_logprobs:
             self._note_prompt_logprobs(batch, live, prompt_logprobs)
         events = self._progress(batch, live, now) + self._read(batch, live, tokens, logprobs, now)
-        roster.landed(batch.slot)
+        roster.finish(batch.slot)
         return events
 
     def _publish_decoded(self, batch: Batch, live: np.ndarray) -> None:
         """A block that a decode filled can be published now that all its tokens were read."""
         stop = batch.start + 1
-        for row in np.flatnonzero(live & batch.feed & (stop % self.cache.block_size == 0)).tolist():
+        for row in np.flatnonzero(
+            live & batch.is_decode & (stop % self.cache.block_size == 0)
+        ).tolist():
             slot = int(batch.slot[row])
             blocks = int(stop[row]) // self.cache.block_size
-            self.cache.publish(slot, blocks - 1, blocks, self._roster.sequence[slot].chain)
+            self.cache.publish(slot, blocks - 1, blocks, self._roster.by_slot[slot].block_hashes)
 
     def _note_prompt_logprobs(
         self, batch: Batch, live: np.ndarray, entries: dict[int, list[Logprobs]]
     ) -> None:
         for row in np.flatnonzero(live & np.isin(batch.seq, list(entries))).tolist():
-            self._roster.sequence[batch.slot[row]].note_prompt_logprobs(
+            self._roster.by_slot[batch.slot[row]].note_prompt_logprobs(
                 int(batch.start[row]), entries[int(batch.seq[row])]
             )
 
     def _progress(self, batch: Batch, live: np.ndarray, now: float) -> Events:
         events: Events = []
         for row in np.flatnonzero(live & ~batch.sample).tolist():
-            sequence = self._roster.sequence[batch.slot[row]]
+            sequence = self._roster.by_slot[batch.slot[row]]
             if not sequence.output:
                 done = int(batch.start[row] + batch.length[row])
                 events.append(
@@ -341,7 +347,7 @@ class Scheduler:
                         Progress(
                             sequence.index,
                             done,
-                            sequence.target,
+                            sequence.prefill_len,
                             self._first_token(sequence, done, now),
                         ),
                     )
@@ -351,10 +357,10 @@ class Scheduler:
     def _first_token(self, sequence: Sequence, done: int, now: float) -> float:
         """Predicted seconds from arrival to first token, `done` tokens of the prompt being read:
         what is left goes as what is done went."""
-        began = sequence.started or 0.0
-        work = self._work(sequence.cached, done)
+        began = sequence.started_at or 0.0
+        work = self._work(sequence.cached_tokens, done)
         slower = max(1.0, (now - began) / work) if work > 0 else 1.0
-        return now - sequence.request.arrival + slower * self._work(done, sequence.target)
+        return now - sequence.request.arrival + slower * self._work(done, sequence.prefill_len)
 
     def _read(
         self,
@@ -365,24 +371,24 @@ class Scheduler:
         now: float,
     ) -> Events:
         rows = np.flatnonzero(live & batch.sample)
-        self.spoke = batch.slot[rows]
+        self.slots_with_tokens = batch.slot[rows]
         events: Events = []
         for row, slot, token in zip(
-            rows.tolist(), self.spoke.tolist(), np.asarray(tokens)[rows].tolist()
+            rows.tolist(), self.slots_with_tokens.tolist(), np.asarray(tokens)[rows].tolist()
         ):
-            sequence = self._roster.sequence[slot]
+            sequence = self._roster.by_slot[slot]
             if token < 0:
                 self.cache.retract(slot)
-                self.spoke = self.spoke[self.spoke != slot]
+                self.slots_with_tokens = self.slots_with_tokens[self.slots_with_tokens != slot]
                 events.append((sequence.id, self._end(sequence, "error", now, NOT_FINITE)))
                 continue
             events.append(
                 (sequence.id, Token(sequence.index, token, logprobs[row] if logprobs else None))
             )
-            if self.gate is not None and sequence.first is None:
+            if self.gate is not None and sequence.first_token_at is None:
                 self.gate.began(sequence, now)
             try:
-                reason = sequence.put_out(token, now)
+                reason = sequence.append_token(token, now)
                 error = None
             except RequestError as fault:
                 reason = "error"
@@ -452,7 +458,9 @@ class Scheduler:
         """The completions that waited for the leader's blocks join the queue."""
         entry = self._entries[leader.id]
         for sequence in entry.later:
-            sequence.chain.learn(leader.chain, len(leader.request.prompt) // self.cache.block_size)
+            sequence.block_hashes.copy_from(
+                leader.block_hashes, len(leader.request.prompt) // self.cache.block_size
+            )
             self._roster.wait(sequence)
         entry.later = []
 
@@ -463,9 +471,9 @@ class Scheduler:
         roster = self._roster
         events = []
         self._flight.clear()
-        roster.flying[:] = 0
+        roster.in_flight[:] = 0
         ended = set(batch.seq.tolist())
-        for slot, sequence in sorted(roster.sequence.items()):
+        for slot, sequence in sorted(roster.by_slot.items()):
             if roster.phase[slot] >= LEAVING:
                 roster.vacate(slot)
             elif sequence.number in ended:
@@ -473,7 +481,7 @@ class Scheduler:
             else:
                 roster.withdraw(sequence, LEAVING)
         self.cache.flush()
-        self.cache.take_deltas(), self.cache.take_moves()
+        self.cache.take_table_updates(), self.cache.take_moves()
         return events
 
     def check(self) -> None:

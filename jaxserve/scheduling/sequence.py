@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.api.request import Finished, Logprobs, Request, RequestError, Timing, Usage
 from jaxserve.cache import CacheManager
-from jaxserve.request import Finished, Logprobs, Request, RequestError, Timing, Usage
 
 NO_SLOT = -1
 
 
-class Part(NamedTuple):
+class PlanPart(NamedTuple):
     """Part of a plan for a prompt: tokens up to before `stop` are computed by these lanes, which
     hold all of its blocks by then. The lanes of the parts before are among them (Tetris, section
     3.1)."""
@@ -63,32 +63,34 @@ class Sequence:
         self.index = index
         self.request = request
         self.id = request.id
-        self.due = due  # clock seconds at which its first token should come
+        self.ttft_deadline = due  # clock seconds at which its first token should come
         self.tpot = tpot  # objective, seconds per output token
-        self.limit = limit
-        self.end = len(request.prompt) + limit - 1
+        self.max_new_tokens = limit
+        self.max_positions = len(request.prompt) + limit - 1
         self.stops = stops
         self.history = History(request.prompt)
         self.output = self.history.output
-        self.chain = cache.chain(request.cache_salt, self.history)
-        self.target = len(request.prompt)
+        self.block_hashes = cache.block_hashes(request.cache_salt, self.history)
+        self.prefill_len = len(request.prompt)
         # the last part ends where the prompt does; none: lanes are chosen block by block
-        self.plan: tuple[Part, ...] = ()
-        self.left = 0.0  # predicted seconds of the rest of its prefill
+        self.plan: tuple[PlanPart, ...] = ()
+        self.prefill_seconds_left = 0.0  # predicted seconds of the rest of its prefill
         self.slot = NO_SLOT
-        self.cached = 0
-        self.started: float | None = None
-        self.first: float | None = None
-        self.last: float | None = None  # clock seconds at which its last token came
+        self.cached_tokens = 0
+        self.started_at: float | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None  # clock seconds at which its last token came
         self.matcher = None if request.guide is None else request.guide.matcher()
         wanted = request.sampling.prompt_logprobs is not None
         self.prompt_logprobs: list[Logprobs | None] | None = (
             [None] * len(request.prompt) if wanted else None
         )
 
-    def plan_at(self, start: int) -> Part:
+    def plan_at(self, start: int) -> PlanPart:
         """The part with the token at `start`; all of the prompt where there is no plan."""
-        return next((part for part in self.plan if start < part.stop), Part(self.target, ()))
+        return next(
+            (part for part in self.plan if start < part.stop), PlanPart(self.prefill_len, ())
+        )
 
     @property
     def reads_cache(self) -> bool:
@@ -101,27 +103,29 @@ class Sequence:
             entries = entries[: max(len(self.prompt_logprobs) - start - 1, 0)]
             self.prompt_logprobs[start + 1 : start + 1 + len(entries)] = entries
 
-    def put_out(self, token: int, now: float) -> str | None:
+    def append_token(self, token: int, now: float) -> str | None:
         """One more token; the reason where it is the last. Errors: RequestError where the guide
         cannot be followed any more."""
         self.output.append(token)
-        self.last = now
-        if self.first is None:
-            self.first = now
+        self.last_token_at = now
+        if self.first_token_at is None:
+            self.first_token_at = now
         if self.matcher is not None:
             self.matcher.push(token)
             if self.matcher.done:
                 return "stop"
         if token in self.stops and len(self.output) >= self.request.sampling.min_tokens:
             return "stop"
-        return "length" if len(self.output) >= self.limit else None
+        return "length" if len(self.output) >= self.max_new_tokens else None
 
     def finished(self, reason: str, now: float, error: RequestError | None = None) -> Finished:
         arrival = self.request.arrival
-        started = now if self.started is None else self.started
+        started = now if self.started_at is None else self.started_at
         timing = Timing(
-            started - arrival, (now if self.first is None else self.first) - arrival, now - arrival
+            started - arrival,
+            (now if self.first_token_at is None else self.first_token_at) - arrival,
+            now - arrival,
         )
-        usage = Usage(len(self.request.prompt), self.cached, len(self.output))
+        usage = Usage(len(self.request.prompt), self.cached_tokens, len(self.output))
         logprobs = None if self.prompt_logprobs is None else tuple(self.prompt_logprobs)
         return Finished(self.index, reason, usage, timing, logprobs, error)

@@ -11,11 +11,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.config import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
-from jaxserve.request import Slo
-from jaxserve.scheduling.profiles import devices
+from jaxserve.api.request import Slo
+from jaxserve.costs.profiles import devices
+from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival
-from jaxserve.simulate.loongserve import LoongServe, Pool
+from jaxserve.simulate.loongserve import LoongPool, LoongServe
 from jaxserve.simulate.run import Outcome, System, ended, execute
 
 # Settings that make our scheduler another one. Medha's LRS ranks by relative slack as Medha does,
@@ -60,7 +60,7 @@ def compare(
         )
     if name not in POOLS:
         raise ConfigError("baseline", f"{name!r} is not one of {', '.join(BASELINES)}")
-    objective = system.replica(scheduler, cache).scheduler.first_token_in
+    objective = system.replica(scheduler, cache).scheduler.default_ttft
     server = LoongServe(
         pool(system, **POOLS[name]),
         lambda prompt: slo.ttft or objective(prompt),
@@ -70,7 +70,7 @@ def compare(
     return ended(server, until)
 
 
-def pool(system: System, tp: int, reserved: float) -> Pool:
+def pool(system: System, tp: int, reserved: float) -> LoongPool:
     """LoongServe's instances on the system's devices. They are joined as ranks are inside a node:
     in its favour, for a ring may have to leave it."""
     count, left = divmod(system.mesh.devices, tp)
@@ -79,7 +79,7 @@ def pool(system: System, tp: int, reserved: float) -> Pool:
     part = dataclasses.replace(system, mesh=MeshConfig(tp=tp))
     kv_heads = system.shape.rank_heads(tp)[1]
     links = devices()[system.device].ranks
-    return Pool(
+    return LoongPool(
         count,
         part.costs,
         part.kv_tokens(),

@@ -20,16 +20,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.scheduling.predictor import Costs, bend
-from jaxserve.scheduling.profiles import Link
+from jaxserve.costs.predictor import Costs, bend
+from jaxserve.costs.profiles import Link
 from jaxserve.simulate.arrival import Arrival, class_of
-from jaxserve.simulate.replica import Record
+from jaxserve.simulate.replica import RequestRecord
 
 CONSIDERED = 16  # waiting prompts that the dynamic program looks at
 
 
 @dataclass(frozen=True)
-class Pool:
+class LoongPool:
     """Instances: how many, what one costs, the tokens of KV it holds, bytes of KV per token and
     layer of one rank, and the link between two instances. `reserved` of them take only prompts
     below `short` tokens (Medha 5.3)."""
@@ -92,10 +92,10 @@ class LoongServe:
     """Executes arrivals. `objective` gives the seconds to the first token that a prompt of so many
     tokens is promised, for the records."""
 
-    pool: Pool
+    pool: LoongPool
     objective: Callable[[int], float]
     max_seqs: int = 256
-    records: list[Record] = field(default_factory=list)
+    records: list[RequestRecord] = field(default_factory=list)
     gaps: list[np.ndarray] = field(default_factory=list)
     busy: float = 0.0  # seconds of instances, divided by their count
 
@@ -261,15 +261,15 @@ class LoongServe:
 
     def _record(
         self, number: int, arrival: Arrival, output: int, first: float, end: float, reason: str
-    ) -> Record:
+    ) -> RequestRecord:
         due = arrival.time + self.objective(arrival.prompt)
         kind = arrival.kind or class_of(arrival.prompt)
-        return Record(
+        return RequestRecord(
             str(number), kind, arrival.prompt, output, 0, arrival.time, due, first, end, reason
         )
 
 
-def plan(prompts: Sequence[int], instances: int, pool: Pool) -> list[tuple[list[int], int]]:
+def plan(prompts: Sequence[int], instances: int, pool: LoongPool) -> list[tuple[list[int], int]]:
     """Prompts in groups, each with a number of instances, so that the sum of all prompts' latencies
     is least: LoongServe's dynamic program over prompts in the order of their length. Returns
     (indices of the prompts, instances)."""

@@ -61,7 +61,7 @@ def lognormal(median: float, sigma: float, low: float = 1, high: float = MOST_TO
 
 
 @dataclass(frozen=True)
-class Part:
+class MixPart:
     """One class of requests in a mix. All its prompts begin with the same `system` blocks; a share
     of `follows` continues another of its prompts, LAG before it."""
 
@@ -91,47 +91,47 @@ LAG = curve(5, 99, 141, 229, 422, 901, 1660, 2129, 5104, 10514)
 NEAR = 32  # prompts on either side of the lag: the longest that fits is continued
 
 
-def _medha(percent: float) -> tuple[Part, ...]:
+def _medha(percent: float) -> tuple[MixPart, ...]:
     return (
-        Part(*SHORT, kind="short", share=1 - percent / 100),
-        Part(*LARGE, kind="long", share=percent / 100),
+        MixPart(*SHORT, kind="short", share=1 - percent / 100),
+        MixPart(*LARGE, kind="long", share=percent / 100),
     )
 
 
-def _tetris(mu: float, low: float, high: float) -> tuple[Part, ...]:
+def _tetris(mu: float, low: float, high: float) -> tuple[MixPart, ...]:
     """Only min, max and mean are published: sigma 0.8, data/README 1.3; outputs are not: those of
     CHAT."""
-    return (Part(prompt=lognormal(math.exp(mu), 0.8, low, high), output=CHAT[1]),)
+    return (MixPart(prompt=lognormal(math.exp(mu), 0.8, low, high), output=CHAT[1]),)
 
 
-MIXES: dict[str, tuple[Part, ...]] = {
-    "medha-0": (Part(*SHORT, kind="short"),),
+MIXES: dict[str, tuple[MixPart, ...]] = {
+    "medha-0": (MixPart(*SHORT, kind="short"),),
     "medha-1": _medha(1),
     "medha-5": _medha(5),
     "medha-10": _medha(10),
     "sharegpt": (
-        Part(
+        MixPart(
             prompt=curve(1, 7, 9, 16, 36, 150, 759, 1426, 2863, 3973),
             output=curve(1, 21, 42, 135, 283, 448, 682, 843, 999, 2384),
         ),
     ),
     "azure-conv": (
-        Part(
+        MixPart(
             prompt=curve(2, 181, 207, 396, 1020, 1189, 2734, 4083, 4142, 14050),
             output=curve(7, 41, 54, 85, 129, 395, 424, 451, 601, 1000),
         ),
     ),
-    "mooncake-conversation": (Part(*CHAT, system=1, follows=0.44),),
+    "mooncake-conversation": (MixPart(*CHAT, system=1, follows=0.44),),
     "mooncake-toolagent": (  # tools as in the slice that 1.3 describes, shares fitted to Table 3
-        Part(*CHAT, kind="chat", share=0.49, system=1, follows=0.58),
-        Part(
+        MixPart(*CHAT, kind="chat", share=0.49, system=1, follows=0.58),
+        MixPart(
             curve(6150, 6168, 6169, 6175, 6400, 7094, 7677, 7751, 8180, 9000),
             curve(3, 3, 3, 3, 3, 28, 35, 45, 60, 80),
             "tool",
             0.35,
             12,
         ),
-        Part(
+        MixPart(
             curve(2960, 3015, 3030, 3125, 3142, 3161, 3260, 3359, 3472, 3700),
             curve(16, 16, 18, 20, 21, 23, 24, 24, 24, 30),
             "agent",
@@ -171,7 +171,7 @@ def drawn(options: dict[str, str], count: int, seed: int) -> list[Arrival]:
     ]
 
 
-def _parts(options: dict[str, str]) -> tuple[Part, ...]:
+def _parts(options: dict[str, str]) -> tuple[MixPart, ...]:
     mix = options.get("mix", FIXED)
     given = [name for name in ("prompt", "output") if name in options]
     if mix != FIXED and mix not in MIXES:
@@ -185,7 +185,9 @@ def _parts(options: dict[str, str]) -> tuple[Part, ...]:
     return (
         MIXES[mix]
         if mix != FIXED
-        else (Part(_lengths("prompt", options["prompt"]), _lengths("output", options["output"])),)
+        else (
+            MixPart(_lengths("prompt", options["prompt"]), _lengths("output", options["output"])),
+        )
     )
 
 
@@ -227,7 +229,7 @@ def _lengths(name: str, text: str) -> Lengths:
 
 
 def _blocks(
-    parts: Sequence[Part], which: list[int], prompts: list[int], rng: np.random.Generator
+    parts: Sequence[MixPart], which: list[int], prompts: list[int], rng: np.random.Generator
 ) -> list[np.ndarray]:
     """Hash ids of each prompt: those of its part's system prompt or of the earlier prompt that it
     continues, then new ones."""

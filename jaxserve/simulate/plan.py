@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.config import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
-from jaxserve.request import Slo
-from jaxserve.scheduling.predictor import Predictor
-from jaxserve.scheduling.profiles import ModelShape, devices
+from jaxserve.api.request import Slo
+from jaxserve.costs.predictor import Predictor
+from jaxserve.costs.profiles import ModelShape, devices
+from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival, class_of, to_request
-from jaxserve.simulate.replica import Record
+from jaxserve.simulate.replica import RequestRecord
 from jaxserve.simulate.run import Outcome, System, summary
 
 NODE = 8  # devices of one node: ranks do not go beyond
@@ -36,7 +36,7 @@ Arrivals = Callable[[float | None, int | None], list[Arrival]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeshPlan:
     mesh: MeshConfig
     chunking: str
     chunk_tokens: int
@@ -66,13 +66,13 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanAnswer:
     """What came of a plan. Seconds and tokens; `met` is the share of requests that met both
     objectives; `capacity` the most requests per second with which `attainment` of each kind do,
     None where it was not looked for; `alone` the seconds to the first token of the longest prompt
     on idle devices, None where it does not fit. `weights` are bytes per device."""
 
-    plan: Plan
+    plan: MeshPlan
     requests: int
     met: float
     figures: dict[str, Any]
@@ -137,8 +137,10 @@ def _obstacle(mesh: MeshConfig, question: Question) -> str:
     )
 
 
-def plans(meshes: Sequence[MeshConfig], chunks: Sequence[tuple[str, int]] = CHUNKS) -> list[Plan]:
-    return [Plan(mesh, *chunk) for mesh in meshes for chunk in chunks]
+def plans(
+    meshes: Sequence[MeshConfig], chunks: Sequence[tuple[str, int]] = CHUNKS
+) -> list[MeshPlan]:
+    return [MeshPlan(mesh, *chunk) for mesh in meshes for chunk in chunks]
 
 
 # --- one plan
@@ -147,7 +149,7 @@ def plans(meshes: Sequence[MeshConfig], chunks: Sequence[tuple[str, int]] = CHUN
 class Trial:
     """Runs plans on a question's workload, all by the same objectives."""
 
-    def __init__(self, question: Question, plans: Sequence[Plan]):
+    def __init__(self, question: Question, plans: Sequence[MeshPlan]):
         self.question = question
         self.arrivals = question.arrivals(question.qps, question.requests)
         self.longest = max(arrival.prompt for arrival in self.arrivals)
@@ -170,14 +172,14 @@ class Trial:
             scheduler.ttft, scheduler.ttft_stretch * self._soonest.prefill(0, prompt, self._chunk)
         )
 
-    def answer(self, plan: Plan, requests: int | None = None) -> Answer:
+    def answer(self, plan: MeshPlan, requests: int | None = None) -> PlanAnswer:
         """What comes of the plan at the question's rate, with so many of the requests."""
         system = self.question.system(plan.mesh)
         tpot = self.question.scheduler.tpot
         outcome = self._run(plan, self.arrivals[:requests])
         alone = self._run(plan, [Arrival(0.0, self.longest, 1)]).records[0]
         block = self.question.cache.block_size
-        return Answer(
+        return PlanAnswer(
             plan,
             len(outcome.records),
             met(outcome.records, tpot),
@@ -187,7 +189,7 @@ class Trial:
             None if alone.reason == "refused" else alone.ttft,
         )
 
-    def met_at(self, plan: Plan, qps: float) -> float:
+    def met_at(self, plan: MeshPlan, qps: float) -> float:
         """The share of requests that meet both objectives where they come at this rate, for as long
         as at the question's rate, so that a queue that grows shows; of the kind that fares worst,
         for a few long ones could all be late in a large share of all."""
@@ -202,7 +204,7 @@ class Trial:
             for kind in kinds
         )
 
-    def _run(self, plan: Plan, arrivals: Sequence[Arrival]) -> Outcome:
+    def _run(self, plan: MeshPlan, arrivals: Sequence[Arrival]) -> Outcome:
         question = self.question
         config = dataclasses.replace(
             question.scheduler, chunking=plan.chunking, chunk_tokens=plan.chunk_tokens
@@ -221,7 +223,7 @@ class Trial:
         )
 
 
-def met(records: Sequence[Record], tpot: float) -> float:
+def met(records: Sequence[RequestRecord], tpot: float) -> float:
     """The share of requests that ended by themselves, with the first token when it was due and
     `tpot` seconds per token or less."""
     ended = [record for record in records if record.reason in ("stop", "length")]
@@ -234,8 +236,11 @@ def met(records: Sequence[Record], tpot: float) -> float:
 
 
 def search(
-    trial: Trial, plans: Sequence[Plan], best: int, step: Callable[[str], None] = lambda name: None
-) -> list[Answer]:
+    trial: Trial,
+    plans: Sequence[MeshPlan],
+    best: int,
+    step: Callable[[str], None] = lambda name: None,
+) -> list[PlanAnswer]:
     """Answers to all plans, best first: the `best` ones on all requests and with their capacity,
     then the others on a part of them.
 
@@ -262,7 +267,7 @@ def simulations(plans: int, best: int) -> int:
     return plans + min(best, plans) * (1 + RUNS)
 
 
-def _with_capacity(trial: Trial, answer: Answer, step: Callable[[str], None]) -> Answer:
+def _with_capacity(trial: Trial, answer: PlanAnswer, step: Callable[[str], None]) -> PlanAnswer:
     def share(qps: float) -> float:
         found = trial.met_at(answer.plan, qps)
         step(f"{answer.plan} at {qps:.3g}/s")

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.config import MeshConfig
-from jaxserve.request import Finished, Request, RequestError
+from jaxserve.api.request import Finished, Request, RequestError
+from jaxserve.costs.predictor import Predictor
 from jaxserve.scheduling import Batch, Scheduler
-from jaxserve.scheduling.predictor import Predictor
+from jaxserve.settings.schema import MeshConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RequestRecord:
     """What became of one request: clock seconds of its arrival, first token and end; the reason it
     ended ('refused': it never began)."""
 
@@ -47,7 +47,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepRecord:
     """One batch: when it entered the first stage and left the last, its pace per stage, and what
     was in it."""
 
@@ -70,9 +70,9 @@ class Pipeline:
         """When the batch enters the first stage and leaves the last."""
         tokens = int(batch.length.sum())
         hop = self.predictor.hop(tokens)
-        head = self.predictor.head(int(np.bincount(batch.lane[batch.feed]).max(initial=0)))
+        head = self.predictor.head(int(np.bincount(batch.lane[batch.is_decode]).max(initial=0)))
         began = at = max(
-            now, self.free[0], float(self.left[batch.slot[batch.feed]].max(initial=0.0))
+            now, self.free[0], float(self.left[batch.slot[batch.is_decode]].max(initial=0.0))
         )
         for stage, free in enumerate(self.free):
             last = stage + 1 == len(self.free)
@@ -91,8 +91,8 @@ class VirtualReplica:
     mesh: MeshConfig
     lookahead: int = 1
     keep_steps: bool = False
-    records: list[Record] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    records: list[RequestRecord] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
     gaps: list[np.ndarray] = field(default_factory=list)
     busy: float = 0.0  # seconds of work of one stage
 
@@ -139,7 +139,9 @@ class VirtualReplica:
         except RequestError:
             at = request.arrival
             self.records.append(
-                Record(request.id, kind, len(request.prompt), 0, 0, at, at, at, at, "refused")
+                RequestRecord(
+                    request.id, kind, len(request.prompt), 0, 0, at, at, at, at, "refused"
+                )
             )
 
     def _issue(self, now: float) -> None:
@@ -163,7 +165,7 @@ class VirtualReplica:
 
     def _land(self, now: float) -> None:
         _, batch = self._flights.popleft()
-        slots = batch.slot[batch.feed]
+        slots = batch.slot[batch.is_decode]
         self.gaps.append(now - self._last[slots])
         self._last[batch.slot[batch.sample]] = now
         for id, event in self.scheduler.finish(batch, np.zeros(len(batch.slot), np.int32), now):
@@ -176,14 +178,14 @@ class VirtualReplica:
         usage = event.usage
         timing = event.timing
         self.records.append(
-            Record(
+            RequestRecord(
                 id,
                 kind,
                 usage.prompt,
                 usage.completion,
                 usage.cached,
                 at,
-                at + self.scheduler.objective(request),
+                at + self.scheduler.ttft_objective(request),
                 at + timing.first_token,
                 at + timing.total,
                 event.reason,
@@ -191,9 +193,9 @@ class VirtualReplica:
         )
 
 
-def _step(batch: Batch, start: float, end: float) -> Step:
-    rows = np.flatnonzero(~batch.feed)
+def _step(batch: Batch, start: float, end: float) -> StepRecord:
+    rows = np.flatnonzero(~batch.is_decode)
     chunks = tuple(
         zip(batch.seq[rows].tolist(), batch.start[rows].tolist(), batch.length[rows].tolist())
     )
-    return Step(start, end, batch.seconds, len(batch.slot) - len(rows), chunks)
+    return StepRecord(start, end, batch.seconds, len(batch.slot) - len(rows), chunks)

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.api.request import Request, Slo
 from jaxserve.cache import CacheManager
-from jaxserve.config import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
-from jaxserve.request import Request, Slo
+from jaxserve.costs.predictor import Costs
+from jaxserve.costs.profiles import ModelShape, costs, devices
 from jaxserve.scheduling import Scheduler
-from jaxserve.scheduling.predictor import Costs
-from jaxserve.scheduling.profiles import ModelShape, costs, devices
+from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival, class_of, to_request
-from jaxserve.simulate.replica import Record, Step, VirtualReplica
+from jaxserve.simulate.replica import RequestRecord, StepRecord, VirtualReplica
 
 MEMORY = 0.9  # share of a device's memory for weights and KV
 PERCENTILES = (50, 90, 99)
@@ -90,9 +90,9 @@ class Outcome:
     """What came of a run: a record per request; the gaps between tokens in seconds; the steps,
     where they were kept; and the share of the time in which the devices worked."""
 
-    records: list[Record]
+    records: list[RequestRecord]
     gaps: np.ndarray
-    steps: list[Step]
+    steps: list[StepRecord]
     busy: float
 
 
@@ -108,7 +108,7 @@ def execute(
     return ended(replica, until, replica.steps)
 
 
-def ended(executor: Any, until: float, steps: Sequence[Step] = ()) -> Outcome:
+def ended(executor: Any, until: float, steps: Sequence[StepRecord] = ()) -> Outcome:
     """What came of a virtual replica, or of a baseline that keeps records, gaps and busy seconds as
     it does, by clock second `until`."""
     executor.give_up(until)
@@ -117,7 +117,7 @@ def ended(executor: Any, until: float, steps: Sequence[Step] = ()) -> Outcome:
     return Outcome(executor.records, gaps, list(steps), executor.busy / span if span else 0.0)
 
 
-def span_of(records: Sequence[Record]) -> float:
+def span_of(records: Sequence[RequestRecord]) -> float:
     """Clock second at which the last request ended."""
     return max((record.end for record in records), default=0.0)
 
@@ -148,7 +148,7 @@ def summary(outcome: Outcome, tpot: float) -> dict[str, Any]:
     }
 
 
-def _figures(records: Sequence[Record], tpot: float) -> dict[str, Any]:
+def _figures(records: Sequence[RequestRecord], tpot: float) -> dict[str, Any]:
     begun = [record for record in records if record.output]
     ended = [record for record in begun if record.reason in ("stop", "length")]
     count = max(1, len(records))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-from jaxserve.config import ConfigError
+from jaxserve.settings.schema import ConfigError
 
 
 def fault(message: str) -> NoReturn:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.cluster.cdsp import Instances, Policy
+from jaxserve.scheduling.planning.cdsp import Instances, Policy
 from jaxserve.simulate.arrival import Arrival
 
 # improvement rates that are tried (Tetris, 7.1)

@@ -5,9 +5,9 @@ the model; `load` reads each device's part. `save` and `restore` keep parameters
 mesh. `fetch` fills the cache folder. Nothing here executes or unpickles what a checkpoint holds.
 """
 
-from jaxserve.source import CheckpointError
+from jaxserve.checkpoint.fetch import fetch
+from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.weights.checkpoint import Checkpoint, check, open_checkpoint
-from jaxserve.weights.fetch import fetch
 from jaxserve.weights.load import load
 from jaxserve.weights.store import restore, save
 

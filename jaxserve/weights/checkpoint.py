@@ -9,9 +9,9 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxserve.models.zoo import MODELS, ModelConfig
-from jaxserve.source import HUB_ID, CheckpointError, model_file, resolve
-from jaxserve.weights.fetch import fetch
+from jaxserve.checkpoint.fetch import fetch
+from jaxserve.checkpoint.model_paths import HUB_ID, CheckpointError, model_file, resolve
+from jaxserve.checkpoint.zoo import MODELS, ModelConfig
 from jaxserve.weights.gguf_weights import GgufFile
 from jaxserve.weights.names import ignored, tensors_of
 from jaxserve.weights.random_weights import RandomWeights

@@ -13,9 +13,9 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
-from jaxserve.gguf_file import GgufTensor, read_header
-from jaxserve.models.parse import from_gguf
-from jaxserve.source import CheckpointError
+from jaxserve.checkpoint.gguf_file import GgufTensor, read_header
+from jaxserve.checkpoint.model_config import from_gguf
+from jaxserve.checkpoint.model_paths import CheckpointError
 
 _ALL = slice(None)
 _TOP = {

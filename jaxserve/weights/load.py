@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from jaxserve.checkpoint.zoo import ModelConfig
 from jaxserve.models.decoder import Declared
-from jaxserve.models.zoo import ModelConfig
 from jaxserve.weights.checkpoint import Checkpoint, check
 from jaxserve.weights.names import Index, build
 from jaxserve.weights.store import OrbaxFolder, restore

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.models.zoo import ModelConfig
+from jaxserve.checkpoint.zoo import ModelConfig
 
 Index = tuple[slice, ...]  # of a parameter, with start and stop
 Read = Callable[[str, slice, slice | None], np.ndarray]

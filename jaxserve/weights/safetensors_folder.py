@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxserve.models.parse import from_hf
-from jaxserve.models.zoo import ModelConfig
-from jaxserve.source import CheckpointError
+from jaxserve.checkpoint.model_config import from_hf
+from jaxserve.checkpoint.model_paths import CheckpointError
+from jaxserve.checkpoint.zoo import ModelConfig
 
 MAX_HEADER = 100 * 2**20
 FLOATS = {
@@ -35,7 +35,7 @@ _SIZES = {name: d.itemsize for name, d in FLOATS.items()} | {
 _ALL = slice(None)
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor lies: bytes `start` to `stop` of `file`."""
 
     file: Path
@@ -103,8 +103,8 @@ def read_config(folder: Path, name: str = "") -> ModelConfig:
         raise CheckpointError(f"{folder / 'config.json'}: {text}") from None
 
 
-def _placed_tensors(folder: Path) -> dict[str, Place]:
-    places: dict[str, Place] = {}
+def _placed_tensors(folder: Path) -> dict[str, TensorPlace]:
+    places: dict[str, TensorPlace] = {}
     for file in _shards(folder):
         for name, place in safetensors_header(file).items():
             if name in places:
@@ -147,7 +147,7 @@ def _shards(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def safetensors_header(file: Path) -> dict[str, Place]:
+def safetensors_header(file: Path) -> dict[str, TensorPlace]:
     """Tensors of one file. Errors: CheckpointError where the header lies: lengths, dtypes,
     overlaps, gaps, bytes past the end."""
     try:
@@ -207,7 +207,7 @@ def _whole(values: Any) -> bool:
     )
 
 
-def _place(file: Path, name: str, entry: Any, data: int) -> Place:
+def _place(file: Path, name: str, entry: Any, data: int) -> TensorPlace:
     dtype: Any
     shape: Any
     offsets: Any
@@ -230,4 +230,4 @@ def _place(file: Path, name: str, entry: Any, data: int) -> Place:
         raise CheckpointError(
             f"{file}: tensor {name!r} of {dtype} {shape} cannot have {offsets[1] - offsets[0]} bytes"
         )
-    return Place(file, dtype, tuple(shape), data + offsets[0], data + offsets[1])
+    return TensorPlace(file, dtype, tuple(shape), data + offsets[0], data + offsets[1])

@@ -15,11 +15,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jaxserve.checkpoint.model_config import to_hf
+from jaxserve.checkpoint.model_paths import CheckpointError
+from jaxserve.checkpoint.zoo import ModelConfig
 from jaxserve.models.decoder import Declared
-from jaxserve.models.parse import to_hf
-from jaxserve.models.zoo import ModelConfig
-from jaxserve.source import CheckpointError
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text import Tokenizer
 from jaxserve.weights.safetensors_folder import read_config
 
 _PARAMS = "params"

@@ -14,12 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.kernels.merge import LOWEST
-from jaxserve.kernels.mosaic.hop import send_on
+from jaxserve.kernels.mosaic.config import ROW, TILE, Setting
 from jaxserve.kernels.mosaic.keys import Keys
-from jaxserve.kernels.mosaic.line import SEEN, Line, Part, Stretch
-from jaxserve.kernels.mosaic.setting import ROW, TILE, Setting
-from jaxserve.kernels.mosaic.supply import Buffers, fetch, widen
+from jaxserve.kernels.mosaic.loader import Buffers, fetch, widen
+from jaxserve.kernels.mosaic.ring_send import send_on
 from jaxserve.kernels.mosaic.tiles import ROWS
+from jaxserve.kernels.mosaic.work_split import SEEN, Stretch, WorkPart, WorkSplit
 
 LOG2E = math.log2(math.e)
 
@@ -49,7 +49,7 @@ def attention(
     block: Any = lax.axis_index("block")
     computing = setting.tiles.warpgroups
     blocks = setting.tiles.blocks
-    line = Line(tile_g, block_g, total_g)
+    line = WorkSplit(tile_g, block_g, total_g)
     buffers = Buffers(**shared)
     stretch = Stretch(setting, line, jnp.minimum(block, blocks - 1))
     attends = block < blocks
@@ -126,7 +126,7 @@ def attention(
 
 
 def _begin(
-    setting: Setting, before: list[Any], part: Part, head_dim: int
+    setting: Setting, before: list[Any], part: WorkPart, head_dim: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Weighted values [ROWS, H], greatest score and sum of weights [ROWS] of no keys, or of those
     before the query tile's first part."""
@@ -150,7 +150,7 @@ def _begin(
 def _softmax(
     setting: Setting,
     stretch: Stretch,
-    part: Part,
+    part: WorkPart,
     keys: Keys,
     buffers: Buffers,
     pos: jax.Array,

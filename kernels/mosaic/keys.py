@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.kernels.mosaic.line import BEGIN, ENTRIES, LAST, SLOT, Line
-from jaxserve.kernels.mosaic.setting import Setting
+from jaxserve.kernels.mosaic.config import Setting
+from jaxserve.kernels.mosaic.work_split import BEGIN, ENTRIES, LAST, SLOT, WorkSplit
 
 NEVER = 2**31 - 512  # a position after all others
 
@@ -17,7 +17,7 @@ NEVER = 2**31 - 512  # a position after all others
 class Keys:
     """Where the keys of a query tile are."""
 
-    def __init__(self, setting: Setting, table: Any, line: Line, row_tile: Any):
+    def __init__(self, setting: Setting, table: Any, line: WorkSplit, row_tile: Any):
         self.setting = setting
         self.table = table
         self.slot, self.first, self.entries, self.last = (

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxserve.kernels.mosaic import hop
+from jaxserve.kernels.kv_pages import FP8, SCALE, KVPages
+from jaxserve.kernels.mosaic import ring_send as hop
 from jaxserve.kernels.mosaic.attention import LOG2E, attention
-from jaxserve.kernels.mosaic.join import join
-from jaxserve.kernels.mosaic.line import Line, line_of
-from jaxserve.kernels.mosaic.setting import Setting, kernel
+from jaxserve.kernels.mosaic.combine import join
+from jaxserve.kernels.mosaic.config import Setting, kernel
 from jaxserve.kernels.mosaic.tiles import (
     HEAD_DIMS,
     ROWS,
@@ -26,13 +26,13 @@ from jaxserve.kernels.mosaic.tiles import (
     pack,
     to_rows,
 )
-from jaxserve.kernels.pool import NARROW, SCALE, Pool
+from jaxserve.kernels.mosaic.work_split import WorkSplit, line_of
 
 
 def attend(
     q: jax.Array,
     q_pos: jax.Array,
-    pages: Pool,
+    pages: KVPages,
     table: jax.Array,
     rows: jax.Array,
     count: jax.Array,
@@ -48,7 +48,7 @@ def attend(
 def attend_and_send(
     q: jax.Array,
     q_pos: jax.Array,
-    pages: Pool,
+    pages: KVPages,
     table: jax.Array,
     rows: jax.Array,
     count: jax.Array,
@@ -56,7 +56,7 @@ def attend_and_send(
     ring: str | None,
     senders: int = 8,
     **settings: Any,
-) -> tuple[jax.Array, jax.Array, Pool]:
+) -> tuple[jax.Array, jax.Array, KVPages]:
     """A hop of a ring in one launch: as `attend`, while `senders` blocks send the pages to the next
     lane of mesh axis `ring` (None: to this one); with the pages of the lane before. Needs NVLink
     between all lanes of the axis. Errors: NotImplementedError, with the reason."""
@@ -68,7 +68,7 @@ def attend_and_send(
 def _attend(
     q: jax.Array,
     q_pos: jax.Array,
-    pages: Pool,
+    pages: KVPages,
     table: jax.Array,
     rows: jax.Array,
     count: jax.Array,
@@ -81,7 +81,7 @@ def _attend(
     ring: str | None = None,
     senders: int = 0,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, Pool]:
+) -> tuple[jax.Array, jax.Array, KVPages]:
     """Merged with `before`, an (out, lse) over other keys, where there is one: a hop of a ring."""
     R, T, K, G, H = q.shape
     tiles = default_tiles(T * G, H, pages.kv.dtype) if tiles is None else tiles
@@ -119,13 +119,13 @@ def check(kv: jax.Array | jax.ShapeDtypeStruct, tiles: Tiles | None = None) -> N
     H = kv.shape[4]
     size = kv.shape[3]
     tiles = default_tiles(ROWS, H, kv.dtype) if tiles is None else tiles
-    if kv.dtype not in (*WIDE, NARROW):
+    if kv.dtype not in (*WIDE, FP8):
         raise NotImplementedError(
-            f"pages of {kv.dtype}; the kernel has {', '.join(map(str, (*WIDE, NARROW)))}"
+            f"pages of {kv.dtype}; the kernel has {', '.join(map(str, (*WIDE, FP8)))}"
         )
-    if bool(tiles.narrow) != (kv.dtype == NARROW):
+    if bool(tiles.narrow) != (kv.dtype == FP8):
         raise NotImplementedError(
-            f"{tiles.narrow} narrow tiles for pages of {kv.dtype}; there are some where pages are of {NARROW}"
+            f"{tiles.narrow} narrow tiles for pages of {kv.dtype}; there are some where pages are of {FP8}"
         )
     if tiles.narrow and tiles.warpgroups > 1 and H > 128:
         raise NotImplementedError(
@@ -144,14 +144,14 @@ def check(kv: jax.Array | jax.ShapeDtypeStruct, tiles: Tiles | None = None) -> N
 def _launch(
     q: jax.Array,
     pos: jax.Array,
-    pages: Pool,
+    pages: KVPages,
     table: jax.Array,
-    line: Line,
+    line: WorkSplit,
     before: tuple[jax.Array, ...],
     setting: Setting,
     dtype: Any,
     interpret: Any,
-) -> tuple[jax.Array, jax.Array, Pool]:
+) -> tuple[jax.Array, jax.Array, KVPages]:
     """out [R, M, heads, H], lse [R, heads, M], as those of `before`, if any; pages that were
     received, or those that are here."""
     R, M, heads, H = q.shape
@@ -177,7 +177,7 @@ def _launch(
     )
     if tiles.narrow:
         shared |= dict(
-            narrow=_smem((tiles.narrow, keys, H), NARROW),
+            narrow=_smem((tiles.narrow, keys, H), FP8),
             scales=plgpu.SMEM((tiles.narrow, keys), SCALE),
             narrow_here=plgpu.Barrier(num_barriers=tiles.narrow, num_arrivals=2 * setting.per),
             narrow_free=plgpu.Barrier(num_barriers=tiles.narrow),
@@ -215,7 +215,7 @@ def _launch(
     grid = {"block": blocks, "of": wgs, "column": H // columns}
     merge = kernel(functools.partial(join, setting=setting), (), staging, grid, 1, interpret)
     merge(piece, piece_lse, *line, out, lse)
-    return jax.freeze(out), jax.freeze(lse), Pool(*received) if received else pages
+    return jax.freeze(out), jax.freeze(lse), KVPages(*received) if received else pages
 
 
 def _smem(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxserve.kernels.pool import NARROW, SCALE
+from jaxserve.kernels.kv_pages import FP8, SCALE
 
 ROWS = 64  # of a warpgroup: what one wgmma has
 SHARED = 220 * 1024  # bytes of shared memory for tiles: a block has 227 KiB, and some for barriers
@@ -48,7 +48,7 @@ def default_tiles(rows: int, head_dim: int, dtype: Any = jnp.bfloat16, blocks: i
     """For so many query rows of a kv head and pages of this type: one warpgroup where one tile
     holds them, and as many key tiles in flight as there is room for where bytes are what takes
     time. A product with 256 columns needs more registers than four warpgroups leave it."""
-    narrow = jnp.dtype(dtype) == NARROW
+    narrow = jnp.dtype(dtype) == FP8
     warpgroups = 1 if rows <= ROWS or (narrow and head_dim > 128) else 2
     tiles = Tiles(
         128 if head_dim <= 128 else 64, warpgroups, stages=2, blocks=blocks, narrow=int(narrow)

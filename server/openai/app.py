@@ -15,24 +15,24 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
 import jaxserve
-from jaxserve.request import RequestError, internal_error
-from jaxserve.server import page
+from jaxserve.api.request import RequestError, internal_error
+from jaxserve.server import dashboard
 from jaxserve.server.event_loop import beside
-from jaxserve.server.front import Front
-from jaxserve.server.front_metrics import CONTENT_TYPE, exposition
+from jaxserve.server.frontend import Frontend
+from jaxserve.server.frontend_metrics import CONTENT_TYPE, exposition
 from jaxserve.server.openai import chat, completions
-from jaxserve.server.openai.answers import INLINE_TOKENS, answer, written
-from jaxserve.server.openai.body import LARGE, parsed
 from jaxserve.server.openai.errors import HttpError, response_of
-from jaxserve.server.openai.wire import (
+from jaxserve.server.openai.json_body import LARGE, parsed
+from jaxserve.server.openai.responses import INLINE_TOKENS, answer, written
+from jaxserve.server.openai.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     Sampled,
     TokenizeRequest,
 )
-from jaxserve.server.probe import Probe
 from jaxserve.server.prompts import Chat, Text
+from jaxserve.server.readiness import Readiness
 
 OPEN_PATHS = frozenset({"/health", "/ready"})  # who asks whether we live needs no key
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -85,11 +85,11 @@ ERROR_SCHEMA = {
 }
 
 
-def application(front: Front, probe: Probe) -> fastapi.FastAPI:
+def application(front: Frontend, probe: Readiness) -> fastapi.FastAPI:
     app = without_routes("jaxserve")
     app.include_router(_protocol(front), responses=ERRORS)
     app.include_router(_upkeep(front, probe))
-    app.include_router(page.router(front, _mine))
+    app.include_router(dashboard.router(front, _mine))
     app.openapi()  # made once, in 40 ms: now, not while others are served
     return app
 
@@ -129,7 +129,7 @@ async def _responded(
     return respond(error)
 
 
-def _protocol(front: Front) -> fastapi.APIRouter:
+def _protocol(front: Frontend) -> fastapi.APIRouter:
     router = fastapi.APIRouter(route_class=_Route)
 
     @router.post("/v1/completions")
@@ -204,7 +204,7 @@ def _protocol(front: Front) -> fastapi.APIRouter:
     return router
 
 
-def _upkeep(front: Front, probe: Probe) -> fastapi.APIRouter:
+def _upkeep(front: Frontend, probe: Readiness) -> fastapi.APIRouter:
     router = fastapi.APIRouter()
 
     @router.get("/health", response_class=PlainTextResponse)
@@ -319,7 +319,7 @@ def _usage(body: Sampled) -> bool | None:
     return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
-def _model(front: Front) -> dict[str, Any]:
+def _model(front: Frontend) -> dict[str, Any]:
     name = front.engine.config.source.model
     return {
         "id": name,

@@ -8,20 +8,20 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxserve.completion import Completion, Delta, Output
-from jaxserve.guide import Guided
-from jaxserve.request import Finished, RequestError
-from jaxserve.server.front import Ask, Front
-from jaxserve.server.openai.answers import Tokens, usage_of
-from jaxserve.server.openai.wire import ROOM, ChatRequest, NamedTool
+from jaxserve.api.request import Finished, RequestError
+from jaxserve.server.frontend import Frontend, GenerateCall
+from jaxserve.server.openai.responses import Tokens, usage_of
+from jaxserve.server.openai.schemas import ROOM, ChatRequest, NamedTool
 from jaxserve.server.prompts import Chat
 from jaxserve.server.streams import Stream
-from jaxserve.tokenizer.tools import Call, CallReader, ToolFormat, call_schema
+from jaxserve.text.output import Completion, Delta, Output
+from jaxserve.text.structured_output import Guided
+from jaxserve.text.tool_calls import Call, CallReader, ToolFormat, call_schema
 
 FORCED = ToolFormat("forced", "\0", "", bare=True)  # where the output can be nothing but a call
 
 
-def ask_of(body: ChatRequest, id: str, headers: Mapping[str, str]) -> Ask:
+def ask_of(body: ChatRequest, id: str, headers: Mapping[str, str]) -> GenerateCall:
     """Errors: RequestError."""
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs", "needs logprobs=true")
@@ -37,7 +37,7 @@ def ask_of(body: ChatRequest, id: str, headers: Mapping[str, str]) -> Ask:
             raise RequestError("tool_choice", f"cannot force a call beside {name}")
         guided = Guided("json_schema", json.dumps(call_schema(tools, _chosen(body))))
         name = "tools"
-    return Ask(
+    return GenerateCall(
         Chat(body.messages, tools, body.chat_template_kwargs or {}),
         sampling,
         id,
@@ -82,7 +82,7 @@ class ChatWriter:
     operation = "chat"
     echoes = False
 
-    def __init__(self, front: Front, body: ChatRequest):
+    def __init__(self, front: Frontend, body: ChatRequest):
         self._tokens = Tokens(front.tokenizer)
         self._body = body
         template = front.tokenizer and front.tokenizer.template

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.completion import Completion, Delta, Output
-from jaxserve.request import MAX_PROMPT_LOGPROBS, Finished, Logprobs, RequestError
-from jaxserve.server.front import Ask, Front
-from jaxserve.server.openai.answers import Tokens, usage_of
-from jaxserve.server.openai.wire import COMPLETION_TOKENS, MAX_PROMPTS, CompletionRequest
+from jaxserve.api.request import MAX_PROMPT_LOGPROBS, Finished, Logprobs, RequestError
+from jaxserve.server.frontend import Frontend, GenerateCall
+from jaxserve.server.openai.responses import Tokens, usage_of
+from jaxserve.server.openai.schemas import COMPLETION_TOKENS, MAX_PROMPTS, CompletionRequest
 from jaxserve.server.prompts import Prompt, Text
 from jaxserve.server.streams import Stream
+from jaxserve.text.output import Completion, Delta, Output
 
 MAX_ECHO = 2**20  # tokens of prompts in one answer
 
 
-def asks_of(body: CompletionRequest, id: str, headers: Mapping[str, str]) -> list[Ask]:
+def asks_of(body: CompletionRequest, id: str, headers: Mapping[str, str]) -> list[GenerateCall]:
     """One for each prompt. Errors: RequestError."""
     if body.best_of not in (None, body.n or 1):
         raise RequestError("best_of", "is not supported beyond n")
@@ -36,7 +36,7 @@ def asks_of(body: CompletionRequest, id: str, headers: Mapping[str, str]) -> lis
     prompts = _prompts(body.prompt)
     ids = [id] if len(prompts) == 1 else [id and f"{id}-{number}" for number in range(len(prompts))]
     guided, name = body.guided()
-    ask = Ask(
+    ask = GenerateCall(
         [],
         sampling,
         "",
@@ -72,7 +72,7 @@ def _prompts(given: Any) -> list[Prompt]:
 class CompletionWriter:
     operation = "text_completion"
 
-    def __init__(self, front: Front, body: CompletionRequest, asks: Sequence[Ask]):
+    def __init__(self, front: Frontend, body: CompletionRequest, asks: Sequence[GenerateCall]):
         self._tokens = Tokens(front.tokenizer)
         self._body = body
         self._asks = asks
@@ -161,9 +161,8 @@ class CompletionWriter:
             ids = list(completion.ids)
             values = list(completion.logprobs or ())
             if self.echoes:
-                # type: ignore[list-item]
                 ids = [*completion.prompt_ids, *ids]
-                values = [*(completion.prompt_logprobs or ()), *values]
+                values = [*(completion.prompt_logprobs or ()), *values]  # type: ignore[list-item]
             logprobs = self._logprobs(ids, values, 0)
         return {
             "index": number * self._n + completion.index,

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from starlette.responses import Response
 
-from jaxserve.request import RequestError
+from jaxserve.api.request import RequestError
 
 STATUSES = {
     "INVALID_ARGUMENT": 400,

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from jaxserve.cache import CacheManager
-from jaxserve.cache.prefix import Chain
-from jaxserve.config import CacheConfig, ConfigError
-from tests.cache.test_prefix import chain
+from jaxserve.cache.hashes import BlockHashes
+from jaxserve.settings.schema import CacheConfig, ConfigError
+from tests.cache.test_hashes import chain
 
 NONE = np.empty(0, np.intp)
 
@@ -17,7 +17,7 @@ def manager(lanes: int = 2, pages: int = 4, placement="grow", **fields) -> Cache
     )
 
 
-def found(cache: CacheManager, tokens: Chain, blocks: int) -> list[int]:
+def found(cache: CacheManager, tokens: BlockHashes, blocks: int) -> list[int]:
     return cache.match(tokens, blocks).tolist()
 
 
@@ -45,7 +45,7 @@ def test_a_sequence_stays_on_its_lane_until_that_is_full_then_the_next_joins():
     assert (
         lanes_of(cache, 0) == [0, 0, 0, 0, 1, 1]
         and cache.spread[0]
-        and cache.held[0].tolist() == [4, 2]
+        and cache.blocks_per_lane[0].tolist() == [4, 2]
     )
     cache.check()
 
@@ -119,7 +119,7 @@ def test_a_prompt_that_one_lane_shall_not_hold_is_dealt_out_and_ends_at_home(pla
 def test_placements_scatter_blocks_and_rows_stay_ascending(placement, lanes):
     cache = manager(3, placement=placement)
     fill(cache, 0, 6)
-    deltas = cache.take_deltas()
+    deltas = cache.take_table_updates()
     assert lanes is None or lanes_of(cache, 0) == lanes
     for lane in range(3):
         rows = deltas[deltas[:, 0] == lane]
@@ -127,7 +127,7 @@ def test_placements_scatter_blocks_and_rows_stay_ascending(placement, lanes):
             rows[:, 4].tolist()
         )
     cache.extend(0, 6)
-    assert cache.available == 0 and cache.held[0].tolist() == [4, 4, 4]
+    assert cache.available == 0 and cache.blocks_per_lane[0].tolist() == [4, 4, 4]
     cache.check()
 
 
@@ -141,11 +141,15 @@ def test_deltas_tell_what_is_new_once_and_list_a_prefix_hit_first():
     cache = manager()
     fill(cache, 0, 2)
     cache.publish(0, 0, 2, chain(range(8)))
-    assert cache.take_deltas().tolist() == [[0, 0, 0, 0, 0], [0, 0, 1, 1, 1]]
-    assert cache.take_deltas().shape == (0, 5)
+    assert cache.take_table_updates().tolist() == [[0, 0, 0, 0, 0], [0, 0, 1, 1, 1]]
+    assert cache.take_table_updates().shape == (0, 5)
     cache.admit(1, cache.match(chain(range(8)), 2), 1)
     cache.extend(1, 1)
-    assert cache.take_deltas().tolist() == [[0, 1, 0, 0, 0], [0, 1, 1, 1, 1], [1, 1, 0, 0, 2]]
+    assert cache.take_table_updates().tolist() == [
+        [0, 1, 0, 0, 0],
+        [0, 1, 1, 1, 1],
+        [1, 1, 0, 0, 2],
+    ]
 
 
 def test_a_released_block_can_be_matched_until_its_page_is_needed():

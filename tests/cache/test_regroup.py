@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.cache import CacheManager
-from jaxserve.config import CacheConfig
+from jaxserve.settings.schema import CacheConfig
 
 LANES = 5
 
@@ -31,7 +31,7 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
         CacheConfig(block_size=4, pages=int(rng.integers(8, 25))), LANES, 4, placement="random"
     )
     tokens = lambda a, b: np.arange(a, b, dtype=np.int32)
-    chain = cache.chain("", tokens)
+    chain = cache.block_hashes("", tokens)
     content = {}
     told = {}
     nothing = np.empty(0, np.intp)
@@ -53,7 +53,7 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
         slot = int(rng.integers(3))
         before = [content[page] for page in cache.tables[slot]]
         group = tuple(rng.permutation(LANES)[: rng.integers(1, LANES + 1)].tolist())
-        held = cache.held[slot].tolist()
+        held = cache.blocks_per_lane[slot].tolist()
         shared = {
             block: page
             for block, page in enumerate(cache.tables[slot])
@@ -62,12 +62,12 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
         available = cache.available
         done = cache.regroup(slot, group)
         moves = cache.take_moves()
-        deltas = cache.take_deltas()
+        deltas = cache.take_table_updates()
         cache.check()
         for lane, row, index, page, block in deltas.tolist():
             told[row, lane, index] = page, block
         if not done:
-            assert not len(moves) and cache.held[slot].tolist() == held
+            assert not len(moves) and cache.blocks_per_lane[slot].tolist() == held
             continue
         per_lane = cache.pages.per_lane
         # one after the other is what their order stands for
@@ -78,8 +78,8 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
             all(cache.tables[slot][block] == page for block, page in shared.items())
             and cache.available == available
         )
-        counts = cache.held[slot]
-        own = cache.held[slot].copy()
+        counts = cache.blocks_per_lane[slot]
+        own = cache.blocks_per_lane[slot].copy()
         for page in shared.values():
             own[page // per_lane] -= 1
         assert own.sum() == own[list(group)].sum()
@@ -107,20 +107,20 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
 
 def test_a_block_that_only_one_sequence_holds_takes_its_key_along():
     cache = CacheManager(CacheConfig(block_size=4, pages=9), 2, 3)
-    chain = cache.chain("", lambda a, b: np.arange(a, b, dtype=np.int32))
+    chain = cache.block_hashes("", lambda a, b: np.arange(a, b, dtype=np.int32))
     cache.admit(0, np.empty(0, np.intp), 0)
     cache.extend(0, 4)
     cache.publish(0, 0, 4, chain)
     assert (
         cache.regroup(0, (0, 1))
-        and cache.held[0].tolist() == [2, 2]
+        and cache.blocks_per_lane[0].tolist() == [2, 2]
         and len(cache.take_moves()) == 2
     )
     assert cache.match(chain, 4).tolist() == cache.tables[0]
     cache.admit(1, cache.match(chain, 4), 0)
     # the other holds them where they are
-    assert cache.regroup(0, (1,)) and cache.held[0].tolist() == [2, 2]
+    assert cache.regroup(0, (1,)) and cache.blocks_per_lane[0].tolist() == [2, 2]
     assert not len(cache.take_moves())
     cache.extend(0, 3)
-    assert cache.regroup(0, (1,)) and cache.held[0].tolist() == [2, 5]
+    assert cache.regroup(0, (1,)) and cache.blocks_per_lane[0].tolist() == [2, 5]
     cache.check()

@@ -9,13 +9,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxserve.api.request import Event, Finished, Request, SamplingParams, Token
 from jaxserve.cache import CacheManager
-from jaxserve.config import CacheConfig, EngineConfig, MeshConfig, ModelSource, SchedulerConfig
 from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine
-from jaxserve.request import Event, Finished, Request, SamplingParams, Token
 from jaxserve.scheduling import Scheduler
-from jaxserve.scheduling.sequence import Part
+from jaxserve.scheduling.sequence import PlanPart
+from jaxserve.settings.schema import (
+    CacheConfig,
+    EngineConfig,
+    MeshConfig,
+    ModelSource,
+    SchedulerConfig,
+)
 
 
 def engine(
@@ -122,7 +128,7 @@ class Plans:
 
     def __call__(
         self, pending: list[float], start: int, target: int, lanes: Sequence[int] = ()
-    ) -> tuple[Part, ...]:
+    ) -> tuple[PlanPart, ...]:
         group = list(lanes)
         rest = [lane for lane in range(self.lanes) if lane not in lanes]
         parts = []
@@ -135,7 +141,7 @@ class Plans:
             while len(group) < size:
                 group.append(rest.pop())
             at = min(target, at + self.rng.randint(1, self.longest))
-            parts.append(Part(at, tuple(group)))
+            parts.append(PlanPart(at, tuple(group)))
         return tuple(parts)
 
 

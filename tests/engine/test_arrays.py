@@ -9,13 +9,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from jaxserve.api.request import Request, SamplingParams
 from jaxserve.cache import CacheManager
-from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
 from jaxserve.engine.arrays import (
     FEED,
     NOWHERE,
     Arrays,
-    Work,
+    StepDemand,
     fullest,
     layout,
     ring_rows,
@@ -23,8 +23,8 @@ from jaxserve.engine.arrays import (
     shapes,
     to_arrays,
 )
-from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling import Batch, Scheduler
+from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
 BLOCK = 4
 CONFIGS = [  # lanes, sequences, chunk tokens, placement, tokens of a request per lane
@@ -103,7 +103,7 @@ def meant(batch: Batch) -> Counter:
     found = Counter()
     at = 0
     for slot, lane, start, length, feed, spread in zip(
-        batch.slot, batch.lane, batch.start, batch.length, batch.feed, batch.spread
+        batch.slot, batch.lane, batch.start, batch.length, batch.is_decode, batch.spread
     ):
         ids = [FEED] if feed else batch.tokens[at : at + length].tolist()
         at += 0 if feed else length
@@ -125,7 +125,7 @@ def check_message(batch: Batch, arrays: Arrays, lanes: int) -> None:
         for entry in view["deltas"][lane].tolist()
         if entry[0] != NOWHERE
     ]
-    assert Counter(map(tuple, batch.deltas.tolist())) == Counter(riding) + Counter(
+    assert Counter(map(tuple, batch.table_updates.tolist())) == Counter(riding) + Counter(
         map(tuple, arrays.early.tolist())
     )
 
@@ -166,7 +166,7 @@ def row_tokens(
 
 def check_held(batch: Batch, arrays: Arrays, view: dict[str, np.ndarray]) -> None:
     """Every row of a spread sequence knows how many of its blocks each lane holds."""
-    held = {int(slot): row.tolist() for slot, row in zip(batch.slot, batch.held)}
+    held = {int(slot): row.tolist() for slot, row in zip(batch.slot, batch.blocks_per_lane)}
     local = sum(rows for rows, _ in arrays.shape.local)
     for lane in range(len(view["rows"])):
         for row, (slot, _, length) in enumerate(view["rows"][lane, local:].tolist()):
@@ -182,7 +182,7 @@ def test_every_batch_fits_a_shape_that_says_all_of_it(lanes, seqs, chunk, placem
     spread = 0
     for seed in range(6):
         for batch in traffic(config, lanes, placement, lane_tokens, seed):
-            work = Work.of(batch, lanes)
+            work = StepDemand.of(batch, lanes)
             shape = next((shape for shape in compiled if work.fits(shape)), None)
             assert shape is not None, (
                 f"nothing fits lengths {batch.length}, lanes {batch.lane}, spread {batch.spread}"
@@ -202,8 +202,10 @@ def test_around_a_ring_each_token_is_computed_where_its_block_is(placement):
     for seed in range(6):
         where = {}  # slot, block -> lane
         for batch in traffic(config, lanes, placement, 32, seed):
-            where |= {(slot, block): lane for lane, slot, _, _, block in batch.deltas.tolist()}
-            work = Work.of(batch, lanes)
+            where |= {
+                (slot, block): lane for lane, slot, _, _, block in batch.table_updates.tolist()
+            }
+            work = StepDemand.of(batch, lanes)
             rows = ring_rows(batch, work, config.tile, BLOCK)
             fitting = (
                 shape for shape in compiled if shape.exchange == "pass_q" and work.fits(shape)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxserve.api.request import Request, SamplingParams
 from jaxserve.cache import CacheManager
-from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.engine.arrays import Work, shapes, to_arrays
-from jaxserve.request import Request, SamplingParams
+from jaxserve.engine.arrays import StepDemand, shapes, to_arrays
 from jaxserve.scheduling import Scheduler
+from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
 # in so many steps every sequence begins three blocks
 BLOCK = 16
@@ -36,10 +36,10 @@ def decode_messages(context: int, lanes: int, company: int) -> list[tuple]:
     found = []
     while len(found) < STEPS:
         batch = scheduler.start(0.0)
-        work = Work.of(batch, lanes)
+        work = StepDemand.of(batch, lanes)
         shape = next(shape for shape in compiled if work.fits(shape))
         arrays = to_arrays(batch, work, shape, lanes, BLOCK)
-        if batch.feed.all() and len(batch.seq) == 1 + company:
+        if batch.is_decode.all() and len(batch.seq) == 1 + company:
             assert batch.start.max() >= context
             found.append((str(shape), arrays.ints.nbytes + arrays.early.nbytes, batch.nbytes))
         scheduler.finish(batch, np.ones(len(batch.slot), np.int32), 0.0)

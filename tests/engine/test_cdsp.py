@@ -10,9 +10,15 @@ import re
 import numpy as np
 import pytest
 
-from jaxserve.config import CacheConfig, EngineConfig, MeshConfig, ModelSource, SchedulerConfig
 from jaxserve.engine.arrays import MOVES, NOWHERE, launches
 from jaxserve.engine.build import build
+from jaxserve.settings.schema import (
+    CacheConfig,
+    EngineConfig,
+    MeshConfig,
+    ModelSource,
+    SchedulerConfig,
+)
 from tests.engine.harness import Plans, Runner, assert_empty, engine, fresh, generate
 
 LANES = 8
@@ -54,7 +60,7 @@ def watched(real) -> list:
     def checked(slot, group):
         done = regroup(slot, group)
         if done and (cache.pages.refs[cache.tables[slot]] == 1).all():
-            held = cache.held[slot]
+            held = cache.blocks_per_lane[slot]
             assert (
                 held[list(group)].max() - held[list(group)].min() <= 1
                 and held.sum() == held[list(group)].sum()
@@ -81,9 +87,9 @@ def test_tokens_do_not_depend_on_the_plan(lanes, right, seed):
             done = (
                 int(real.scheduler.packer.roster.issued[sequence.slot]) if sequence.slot >= 0 else 0
             )
-            if sequence.plan and done < sequence.target and plans.rng.random() < 0.3:
+            if sequence.plan and done < sequence.prefill_len and plans.rng.random() < 0.3:
                 sequence.plan = plans(
-                    [], done, sequence.target, sequence.plan_at(max(0, done - 1)).lanes
+                    [], done, sequence.prefill_len, sequence.plan_at(max(0, done - 1)).lanes
                 )
     assert [runner.ids(id) for id in ids] == right
     assert sum(len(batch.moves) for batch in batches) > 5 and "pass_kv" in {

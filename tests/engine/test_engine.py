@@ -11,9 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.clock import VirtualClock
-from jaxserve.engine.engine import Engine
-from jaxserve.request import (
+from jaxserve.api.request import (
     Accepted,
     Finished,
     Progress,
@@ -22,6 +20,8 @@ from jaxserve.request import (
     SamplingParams,
     Token,
 )
+from jaxserve.clock import VirtualClock
+from jaxserve.engine.engine import Engine
 from tests.engine.harness import Runner, assert_empty, engine, fresh
 from tests.waiting import eventually
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.api.request import RequestError
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.faults import FAULTS
-from jaxserve.request import RequestError
+from jaxserve.engine.watchdog import FAULTS
 from tests.engine.harness import assert_empty, engine, fresh
 from tests.engine.test_engine import ask
 from tests.waiting import eventually

@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxserve.scheduling.predictor import Costs
+from jaxserve.costs.predictor import Costs
 from tests.engine.harness import Plans, Runner, assert_empty, engine, fresh
 
 MESHES = [

@@ -11,11 +11,11 @@ import jsonschema_rs
 import numpy as np
 import pytest
 
+from jaxserve.api.request import RequestError
 from jaxserve.engine.engine import Engine
-from jaxserve.guide import Guided, Guides
-from jaxserve.request import RequestError
+from jaxserve.text.structured_output import Guided, Guides
 from tests.engine.harness import Runner, assert_empty, engine, fresh
-from tests.guide.vocabulary import EOS, tokenizer
+from tests.text.vocabulary import EOS, tokenizer
 from tests.weights import models
 
 SCHEMA = {

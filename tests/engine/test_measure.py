@@ -8,7 +8,10 @@ import json
 
 import pytest
 
-from jaxserve.config import (
+from jaxserve.engine.build import build
+from jaxserve.engine.profiling import profile_file as profile
+from jaxserve.engine.profiling.measure import MeasurePoint, StepTimer, grid
+from jaxserve.settings.schema import (
     CacheConfig,
     ConfigError,
     EngineConfig,
@@ -16,9 +19,6 @@ from jaxserve.config import (
     ModelSource,
     SchedulerConfig,
 )
-from jaxserve.engine import profile
-from jaxserve.engine.build import build
-from jaxserve.engine.measure import Meter, Point, grid
 from tests.engine.harness import Runner, assert_empty, engine
 
 SETTINGS = dict(max_seqs=4, chunk_tokens=32, min_chunk=8)
@@ -69,13 +69,15 @@ def test_a_grid_stays_within_slots_and_length():
 
 def test_a_point_that_fits_nowhere_is_refused(real):
     with pytest.raises(ValueError, match="fits no compiled shape"):
-        Meter(real).measure(Point(decodes=1, context=10_000))
+        StepTimer(real).measure(MeasurePoint(decodes=1, context=10_000))
 
 
 def test_a_profile_is_written_read_and_refused_by_another_engine(real, found, tmp_path):
     file = tmp_path / "deep" / "profile.json"
     profile.write(file, real, *found)
-    assert profile.read(file, profile.identity_of(real)) == profile.Profile(found[0].costs, {})
+    assert profile.read(file, profile.identity_of(real)) == profile.EngineProfile(
+        found[0].costs, {}
+    )
     assert not [left for left in file.parent.iterdir() if left != file]
     other = json.loads(file.read_text()) | {"model": "another"}
     file.write_text(json.dumps(other))

@@ -9,12 +9,12 @@ import time
 import numpy as np
 import pytest
 
+from jaxserve.api.request import RequestError
 from jaxserve.cache import CacheManager
-from jaxserve.config import SchedulerConfig
+from jaxserve.costs.predictor import Costs
 from jaxserve.engine.engine import Engine
-from jaxserve.request import RequestError
 from jaxserve.scheduling import Scheduler
-from jaxserve.scheduling.predictor import Costs
+from jaxserve.settings.schema import SchedulerConfig
 from tests.engine.harness import assert_empty, engine
 from tests.engine.test_engine import ask
 from tests.waiting import eventually

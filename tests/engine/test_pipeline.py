@@ -8,8 +8,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxserve.checkpoint import zoo
 from jaxserve.engine.engine import Engine
-from jaxserve.models import zoo
 from tests.engine.harness import Runner, engine, fresh
 
 CHUNK = 16
@@ -104,7 +104,9 @@ def budget(real: Engine, tokens: int) -> None:
 def chunk_batches(trace: Trace, number: int) -> list[int]:
     """Batches with a chunk of the prompt of sequence `number`."""
     return [
-        at for at, batch in enumerate(trace.batches) if (batch.seq[~batch.feed] == number).any()
+        at
+        for at, batch in enumerate(trace.batches)
+        if (batch.seq[~batch.is_decode] == number).any()
     ]
 
 
@@ -135,7 +137,7 @@ def test_decodes_ride_along_without_making_a_bubble(traced):
     assert trace.left[chunks[-1]][-1] - trace.left[chunks[0]][0] + 1 <= CHUNKS + trace.stages - 1
     for sequence in range(trace.stages):  # and every one of them speaks every P-th slot
         said = sum(
-            (batch.seq[batch.feed] == sequence).any()
+            (batch.seq[batch.is_decode] == sequence).any()
             for batch in trace.batches[chunks[0] : chunks[-1] + 1]
         )
         assert said >= CHUNKS // trace.stages - 1

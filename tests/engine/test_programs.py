@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.config import ConfigError
-from jaxserve.engine.arrays import Shape
+from jaxserve.engine.arrays import StepShape
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.programs import keep_compiled
+from jaxserve.settings.schema import ConfigError
 from tests.engine.harness import Runner, assert_empty, engine, fresh
 
 CONTEXTS = (1024, 65536)
@@ -65,7 +65,7 @@ def alone() -> list[Engine]:
     return [build("", context) for context in CONTEXTS]
 
 
-def program_of(real: Engine, shape: Shape):
+def program_of(real: Engine, shape: StepShape):
     return real.stages.programs.compiled[f"layers_0_{shape}"]
 
 

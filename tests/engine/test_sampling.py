@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxserve.config import MeshConfig
+from jaxserve.api.request import SamplingParams
 from jaxserve.engine import sampling
-from jaxserve.request import SamplingParams
+from jaxserve.settings.schema import MeshConfig
 from jaxserve.sharding.mesh import stage_meshes
 from jaxserve.sharding.rules import spec
 
@@ -30,7 +30,7 @@ def mesh_of(lanes: int, ranks: int) -> Mesh:
     return stage_meshes(MeshConfig(kvp=lanes, tp=ranks))[0]
 
 
-STATE = sampling.State(
+STATE = sampling.SamplingState(
     **{name: spec(*axes) for name, axes in dataclasses.asdict(sampling.STATE_AXES).items()}
 )
 LANE = spec("lanes")
@@ -73,7 +73,9 @@ class Device:
         self.pad = -vocab % ranks
         self.program = functools.partial(program, lanes=lanes, ranks=ranks, vocab=vocab)
         empty = sampling.empty_state(lanes, SLOTS, vocab + self.pad)
-        self.state = sampling.State(**{name: np.zeros(*value) for name, value in empty.items()})
+        self.state = sampling.SamplingState(
+            **{name: np.zeros(*value) for name, value in empty.items()}
+        )
 
     def admit(
         self, slot: int, lane: int = 0, prompt=(), output=(), seed: int = 0, **fields

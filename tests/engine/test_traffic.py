@@ -12,8 +12,8 @@ from collections import Counter
 import jax
 import numpy as np
 
+from jaxserve.api.request import Accepted, Finished, Progress, Request, SamplingParams, Token
 from jaxserve.engine.engine import Engine
-from jaxserve.request import Accepted, Finished, Progress, Request, SamplingParams, Token
 from tests.engine.harness import assert_empty, engine
 
 REQUESTS = 10_000

@@ -10,8 +10,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from jaxserve.api.request import Finished, Request, SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.request import Finished, Request, SamplingParams
 from tests.engine.harness import Runner, engine
 
 

@@ -13,10 +13,10 @@ from experiments.benchmarks import engines, model_files, side_by_side
 from experiments.benchmarks.comparison import Comparison, Measurement, agreement
 from experiments.benchmarks.engines import Engine, EngineError, Worker
 from experiments.benchmarks.guard import Meter, Usage, wait_until_quiet
-from jaxserve.commands.speed import Point
+from jaxserve.cli.bench.speed import SpeedPoint
 from jaxserve.weights import open_checkpoint
 
-POINT = Point("prefill", 128)
+POINT = SpeedPoint("prefill", 128)
 ANSWERS = """
 import sys; sys.path.insert(0, {workers!r})
 import protocol
@@ -155,7 +155,7 @@ def test_a_worker_that_dies_says_where_its_words_are(tmp_path):
 
 def test_engines_take_turns_and_the_first_round_does_not_count(worker):
     conditions = side_by_side.Conditions(seconds=0, foreign=100, patience=0)
-    points = [POINT, Point("decode", 8)]
+    points = [POINT, SpeedPoint("decode", 8)]
     found = list(side_by_side.measured([worker], points, 2, conditions))
     assert [(m.round, str(m.point), m.rates) for m in found] == [
         (1, "prefill 128", (128.0,)),

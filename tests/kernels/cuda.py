@@ -26,8 +26,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.checkpoint.model_paths import cache_folder
 from jaxserve.sharding.mesh import KVP, TP
-from jaxserve.source import cache_folder
 
 ROOT = Path(__file__).parents[2]
 TARGET = Path(__file__).with_name("h200.txtpb")

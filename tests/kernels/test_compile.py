@@ -22,15 +22,14 @@ import pytest
 if jax.__version_info__ < (0, 11, 2):
     pytest.skip("Mosaic GPU kernels need jax 0.11.2", allow_module_level=True)
 
-from jaxserve.engine.arrays import Shape as StepShape
-from jaxserve.engine.arrays import layout
+from jaxserve.checkpoint.zoo import MODELS, ModelConfig
+from jaxserve.engine.arrays import StepShape, layout
 from jaxserve.engine.step import Weights, layers
 from jaxserve.kernels import mosaic, ops
-from jaxserve.kernels.mosaic import ROWS, Tiles, copy, default_tiles
-from jaxserve.kernels.pool import Pool, pool_shapes
+from jaxserve.kernels.kv_pages import KVPages, pool_shapes
+from jaxserve.kernels.mosaic import ROWS, Tiles, default_tiles, page_copy
 from jaxserve.models.decoder import stage_modules
-from jaxserve.models.zoo import MODELS, ModelConfig
-from jaxserve.sharding import lanes
+from jaxserve.sharding import attention
 from jaxserve.sharding.exchange import COMPILER_OPTIONS
 from jaxserve.sharding.mesh import KVP
 from jaxserve.sharding.rows import Groups, local_rows, spread_rows
@@ -41,7 +40,7 @@ needs_compiler = pytest.mark.skipif(cuda.lacking() is not None, reason=str(cuda.
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttendCase:
     """As of tests.kernels.test_attend, of types `dtype` of queries and pages and `out`; `hop`:
     results are merged with earlier ones; `spilled`: the most bytes of spills in a kernel."""
 
@@ -65,7 +64,7 @@ class Shape:
         return self.R, self.T, self.K, self.G, self.H
 
     @property
-    def pool(self) -> Pool:
+    def pool(self) -> KVPages:
         return pool_shapes((PAGES, self.K, 2, self.C, self.H), np.dtype(self.kv or self.dtype))
 
     @property
@@ -113,7 +112,7 @@ def array(shape: tuple[int, ...], dtype: str = "int32") -> jax.ShapeDtypeStruct:
 def attend(
     q: jax.Array,
     q_pos: jax.Array,
-    pages: Pool,
+    pages: KVPages,
     table: jax.Array,
     rows: jax.Array,
     count: jax.Array,
@@ -124,31 +123,33 @@ def attend(
 
 
 SHAPES = {
-    "prefill": Shape(1, 2048, 8, 4, 128, 64, 2048, spilled=80),
-    "prefill, f32 out": Shape(1, 2048, 8, 4, 128, 64, 2048, out="float32", spilled=80),
-    "prefill, float16": Shape(
+    "prefill": AttendCase(1, 2048, 8, 4, 128, 64, 2048, spilled=80),
+    "prefill, f32 out": AttendCase(1, 2048, 8, 4, 128, 64, 2048, out="float32", spilled=80),
+    "prefill, float16": AttendCase(
         1, 2048, 8, 4, 128, 64, 2048, dtype="float16", out="float16", spilled=80
     ),
-    "prefill, window": Shape(1, 2048, 8, 4, 128, 64, 2048, window=4096, spilled=80),
-    "prefill, G of 7": Shape(2, 512, 4, 7, 128, 64, 512, spilled=80),
-    "prefill, G of 16": Shape(1, 512, 2, 16, 128, 16, 512, spilled=200),
-    "prefill, H of 64": Shape(4, 256, 2, 8, 64, 256, 128),
-    "prefill, H of 256": Shape(4, 256, 2, 8, 256, 64, 128, tiles=Tiles(64, 2, 2, 132), spilled=424),
-    "prefill, H of 96": Shape(4, 256, 2, 8, 96, 64, 128),
-    "decode, H of 96": Shape(8, 1, 8, 4, 96, 64, 128),
-    "hop": Shape(1, 2048, 8, 4, 128, 64, 2048, out="float32", hop=True, spilled=80),
-    "hop, 32 tokens": Shape(1, 32, 8, 4, 128, 64, 2048, out="float32", hop=True, spilled=88),
-    "64 tokens": Shape(1, 64, 8, 4, 128, 64, 512, spilled=96),
-    "32 tokens": Shape(1, 32, 8, 4, 128, 16, 65536, spilled=248),
-    "decode": Shape(16, 1, 8, 4, 128, 64, 2048),
-    "decode, f32 out": Shape(16, 1, 8, 4, 128, 64, 2048, out="float32"),
-    "decode, window": Shape(16, 1, 8, 4, 128, 64, 2048, window=1024),
-    "decode, G of 1": Shape(16, 1, 32, 1, 128, 64, 512),
-    "decode, G of 16": Shape(8, 1, 1, 16, 128, 16, 512),
-    "decode, H of 64": Shape(8, 1, 8, 4, 64, 256, 128),
-    "decode, H of 256": Shape(8, 1, 8, 4, 256, 64, 128, spilled=208),
-    "prefill, 8 bits": Shape(1, 2048, 8, 4, 128, 64, 2048, kv="float8_e4m3fn", spilled=180),
-    "prefill, 8 bits, float16": Shape(
+    "prefill, window": AttendCase(1, 2048, 8, 4, 128, 64, 2048, window=4096, spilled=80),
+    "prefill, G of 7": AttendCase(2, 512, 4, 7, 128, 64, 512, spilled=80),
+    "prefill, G of 16": AttendCase(1, 512, 2, 16, 128, 16, 512, spilled=200),
+    "prefill, H of 64": AttendCase(4, 256, 2, 8, 64, 256, 128),
+    "prefill, H of 256": AttendCase(
+        4, 256, 2, 8, 256, 64, 128, tiles=Tiles(64, 2, 2, 132), spilled=424
+    ),
+    "prefill, H of 96": AttendCase(4, 256, 2, 8, 96, 64, 128),
+    "decode, H of 96": AttendCase(8, 1, 8, 4, 96, 64, 128),
+    "hop": AttendCase(1, 2048, 8, 4, 128, 64, 2048, out="float32", hop=True, spilled=80),
+    "hop, 32 tokens": AttendCase(1, 32, 8, 4, 128, 64, 2048, out="float32", hop=True, spilled=88),
+    "64 tokens": AttendCase(1, 64, 8, 4, 128, 64, 512, spilled=96),
+    "32 tokens": AttendCase(1, 32, 8, 4, 128, 16, 65536, spilled=248),
+    "decode": AttendCase(16, 1, 8, 4, 128, 64, 2048),
+    "decode, f32 out": AttendCase(16, 1, 8, 4, 128, 64, 2048, out="float32"),
+    "decode, window": AttendCase(16, 1, 8, 4, 128, 64, 2048, window=1024),
+    "decode, G of 1": AttendCase(16, 1, 32, 1, 128, 64, 512),
+    "decode, G of 16": AttendCase(8, 1, 1, 16, 128, 16, 512),
+    "decode, H of 64": AttendCase(8, 1, 8, 4, 64, 256, 128),
+    "decode, H of 256": AttendCase(8, 1, 8, 4, 256, 64, 128, spilled=208),
+    "prefill, 8 bits": AttendCase(1, 2048, 8, 4, 128, 64, 2048, kv="float8_e4m3fn", spilled=180),
+    "prefill, 8 bits, float16": AttendCase(
         1,
         2048,
         8,
@@ -161,12 +162,16 @@ SHAPES = {
         kv="float8_e4m3fn",
         spilled=180,
     ),
-    "prefill, 8 bits, H of 64": Shape(4, 256, 2, 8, 64, 256, 128, kv="float8_e4m3fn"),
-    "prefill, 8 bits, H of 256": Shape(4, 256, 2, 8, 256, 64, 128, kv="float8_e4m3fn", spilled=436),
-    "32 tokens, 8 bits": Shape(1, 32, 8, 4, 128, 16, 65536, kv="float8_e4m3fn", spilled=424),
-    "decode, 8 bits": Shape(16, 1, 8, 4, 128, 64, 2048, kv="float8_e4m3fn", spilled=84),
-    "decode, 8 bits, H of 96": Shape(8, 1, 8, 4, 96, 64, 128, kv="float8_e4m3fn"),
-    "decode, 8 bits, H of 256": Shape(8, 1, 8, 4, 256, 16, 128, kv="float8_e4m3fn", spilled=388),
+    "prefill, 8 bits, H of 64": AttendCase(4, 256, 2, 8, 64, 256, 128, kv="float8_e4m3fn"),
+    "prefill, 8 bits, H of 256": AttendCase(
+        4, 256, 2, 8, 256, 64, 128, kv="float8_e4m3fn", spilled=436
+    ),
+    "32 tokens, 8 bits": AttendCase(1, 32, 8, 4, 128, 16, 65536, kv="float8_e4m3fn", spilled=424),
+    "decode, 8 bits": AttendCase(16, 1, 8, 4, 128, 64, 2048, kv="float8_e4m3fn", spilled=84),
+    "decode, 8 bits, H of 96": AttendCase(8, 1, 8, 4, 96, 64, 128, kv="float8_e4m3fn"),
+    "decode, 8 bits, H of 256": AttendCase(
+        8, 1, 8, 4, 256, 16, 128, kv="float8_e4m3fn", spilled=388
+    ),
 }
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
@@ -183,7 +188,7 @@ def test_lowers_to_two_kernels_that_fit_shared_memory(shape):
 
 
 def test_tiles_that_need_too_much_shared_memory_are_refused():
-    shape = Shape(1, 2048, 8, 4, 128, 64, 2048, tiles=Tiles(128, 2, 8, 132))
+    shape = AttendCase(1, 2048, 8, 4, 128, 64, 2048, tiles=Tiles(128, 2, 8, 132))
     with pytest.raises((ValueError, NotImplementedError), match="shared memory"):
         cuda.lower(shape.attend(), *shape.arguments())
 
@@ -235,7 +240,7 @@ def test_a_pool_of_several_lanes_is_written_in_place():
 def test_hops_around_a_ring_run_beside_attention(exchange, hidden):
     """Four lanes of 256 tokens each: in the order in which the program runs, attention is between
     start and end of so many of three."""
-    shape = Shape(1, 1, 8, 4, 128, 64, 256)
+    shape = AttendCase(1, 1, 8, 4, 128, 64, 256)
     pages = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shape.pool)
     kv = array((256, 8, 2, 128), "bfloat16")
     q = array((256, 8, 4, 128), "bfloat16")
@@ -276,7 +281,7 @@ def test_hops_around_a_ring_run_beside_attention(exchange, hidden):
 
 
 def ring_step(
-    pages: Pool,
+    pages: KVPages,
     kv: jax.Array,
     q: jax.Array,
     table: jax.Array,
@@ -286,13 +291,13 @@ def ring_step(
     everywhere: jax.Array,
     *,
     exchange: str,
-) -> tuple[jax.Array, Pool]:
+) -> tuple[jax.Array, KVPages]:
     P = pages.kv.shape[1]
     size = pages.kv.shape[4]
     lane = jax.lax.axis_index(KVP)
     rows = spread_rows(slot, start, length, everywhere, lane, len(q), table, P, size, True)
     with mock.patch.dict(ops.ATTEND, xla=mosaic.attend):
-        return lanes.attention(q, kv, pages, None, Groups((), (rows,), table, exchange), 0.1)
+        return attention.attention(q, kv, pages, None, Groups((), (rows,), table, exchange), 0.1)
 
 
 @needs_compiler
@@ -302,7 +307,7 @@ def test_a_copy_of_the_pool_would_be_found():
     assert compiled.aliased == 0 and "copy" in compiled.made(shape.numbers)
 
 
-def step_of(shape: Shape, spread: int = 0) -> tuple[Any, ...]:
+def step_of(shape: AttendCase, spread: int = 0) -> tuple[Any, ...]:
     """`step` and its arguments; spread: new tokens of a sequence on two lanes, one half from
     each."""
     _, _, pool, table, row, _ = shape.arguments()
@@ -315,7 +320,7 @@ def step_of(shape: Shape, spread: int = 0) -> tuple[Any, ...]:
 
 
 def step(
-    pages: Pool,
+    pages: KVPages,
     kv: jax.Array,
     q: jax.Array,
     table: jax.Array,
@@ -324,7 +329,7 @@ def step(
     *,
     width: int,
     spread_width: int,
-) -> tuple[jax.Array, Pool]:
+) -> tuple[jax.Array, KVPages]:
     """A layer's attention on one lane; local: slot, start and length of its rows; spread: these and
     how many entries are held."""
     P = pages.kv.shape[1]
@@ -337,7 +342,7 @@ def step(
         table,
     )
     with mock.patch.dict(ops.ATTEND, xla=mosaic.attend):  # which is what a CPU chooses
-        return lanes.attention(q, kv, pages, None, groups, 0.1)
+        return attention.attention(q, kv, pages, None, groups, 0.1)
 
 
 @needs_compiler
@@ -345,8 +350,8 @@ def test_pages_are_copied_in_place():
     pool = array((4096, 8, 2, 64, 128), "bfloat16")
     ids = array((512,))
     these = array((512, 8, 2, 64, 128), "bfloat16")
-    out = cuda.compile(copy.gather, pool, ids)
-    back = cuda.compile(copy.scatter, pool, ids, these, donate=(0,))
+    out = cuda.compile(page_copy.gather, pool, ids)
+    back = cuda.compile(page_copy.scatter, pool, ids, these, donate=(0,))
     assert back.aliased == math.prod(pool.shape) * 2 and out.temp < 2**16 and back.temp < 2**16
     assert out.made(math.prod(pool.shape)) <= {"bitcast"} and [
         kernel.spilled for kernel in (*out.kernels, *back.kernels)
@@ -411,7 +416,7 @@ def model_step(
     model: ModelConfig,
     shape: StepShape,
     values: list[jax.Array],
-    pages: list[Pool],
+    pages: list[KVPages],
     *rest: jax.Array,
 ) -> tuple[Any, ...]:
     stage, _ = stage_modules(model, range(model.layers), 1)
@@ -435,7 +440,7 @@ def test_a_hop_sends_its_pages_on_in_the_kernel_that_attends_over_them():
 def hop_of(
     q: jax.Array,
     q_pos: jax.Array,
-    pages: Pool,
+    pages: KVPages,
     table: jax.Array,
     rows: jax.Array,
     count: jax.Array,

@@ -11,8 +11,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.merge import merge
-from jaxserve.kernels.pool import Pool
 from jaxserve.kernels.reference import attend
 
 TOLERANCE = dict(rtol=1e-5, atol=1e-5)
@@ -86,7 +86,7 @@ def test_the_merge_over_any_partition_of_the_blocks_is_attention_over_all(seed, 
     T = 5
     q = rng.standard_normal((1, T, K, G, H)).astype(np.float32)
     q_pos = rng.integers(0, BLOCKS * C, (1, T)).astype(np.int32)
-    pages = Pool(rng.standard_normal((BLOCKS, K, 2, C, H)).astype(np.float32))
+    pages = KVPages(rng.standard_normal((BLOCKS, K, 2, C, H)).astype(np.float32))
     page = rng.permutation(BLOCKS)
     pieces = []
     for piece in (range(PIECES), *range(PIECES)):

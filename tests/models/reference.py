@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from jaxserve.models.zoo import ModelConfig
+from jaxserve.checkpoint.zoo import ModelConfig
 from tests.weights.models import tensors
 
 

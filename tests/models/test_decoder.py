@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.config import ConfigError
-from jaxserve.models.zoo import RopeScaling, layers_of, llama3_scaling
+from jaxserve.checkpoint.zoo import RopeScaling, layers_of, llama3_scaling
+from jaxserve.settings.schema import ConfigError
 from tests.engine.harness import Runner, assert_empty, engine
 from tests.models import reference
 from tests.weights.models import TINY, write_folder

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.checkpoint.zoo import MODELS, RopeScaling, llama3_scaling
 from jaxserve.models import layers
-from jaxserve.models.zoo import MODELS, RopeScaling, llama3_scaling
 from tests.models import reference
 
 BASE = replace(MODELS["tiny"], head_dim=64)
@@ -63,7 +63,9 @@ def test_scaling_leaves_fast_turns_and_slows_slow_ones_by_the_factor():
 def test_rotation_follows_its_formula(name):
     config = CONFIGS[name]
     x = np.random.default_rng(0).standard_normal((600, 3, config.head_dim)).astype(np.float32)
-    got = layers.rotate(jnp.asarray(x)[:, :, None], *layers.turn(jnp.arange(600), config))[:, :, 0]
+    got = layers.rotate(jnp.asarray(x)[:, :, None], *layers.rope_cos_sin(jnp.arange(600), config))[
+        :, :, 0
+    ]
     # f32 angles of up to 600 radians
     np.testing.assert_allclose(got, reference.rope(x.astype(np.float64), config), atol=3e-4)
 
@@ -71,7 +73,7 @@ def test_rotation_follows_its_formula(name):
 def test_what_two_turned_vectors_make_depends_on_their_distance_only():
     q, k = np.random.default_rng(1).standard_normal((2, 1, 1, 1, BASE.head_dim)).astype(np.float32)
     at = lambda x, position: layers.rotate(
-        jnp.asarray(x), *layers.turn(jnp.array([position]), BASE)
+        jnp.asarray(x), *layers.rope_cos_sin(jnp.array([position]), BASE)
     )
     products = [float((at(q, 17 + shift) * at(k, 5 + shift)).sum()) for shift in (0, 1, 100, 1000)]
     np.testing.assert_allclose(products, products[0], atol=2e-3)
@@ -81,7 +83,7 @@ def test_what_two_turned_vectors_make_depends_on_their_distance_only():
 def test_position_zero_is_not_turned():
     x = np.random.default_rng(2).standard_normal((1, 2, 1, BASE.head_dim)).astype(np.float32)
     np.testing.assert_array_equal(
-        layers.rotate(jnp.asarray(x), *layers.turn(jnp.zeros(1, jnp.int32), BASE)), x
+        layers.rotate(jnp.asarray(x), *layers.rope_cos_sin(jnp.zeros(1, jnp.int32), BASE)), x
     )
 
 

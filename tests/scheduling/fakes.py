@@ -11,11 +11,19 @@ from collections import defaultdict, deque
 
 import numpy as np
 
+from jaxserve.api.request import (
+    Event,
+    Finished,
+    Progress,
+    Request,
+    RequestError,
+    SamplingParams,
+    Token,
+)
 from jaxserve.cache import CacheManager
-from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.request import Event, Finished, Progress, Request, RequestError, SamplingParams, Token
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
 VOCAB = 12
 EOS = 5
@@ -67,7 +75,7 @@ class Device:
     def run(self, batch: Batch) -> np.ndarray:
         """Sampled tokens [n]; -1 where none is."""
         self._check_shape(batch)
-        for lane, slot, index, page, block in batch.deltas.tolist():
+        for lane, slot, index, page, block in batch.table_updates.tolist():
             self.table[lane, slot][index] = page, block
         for row in batch.admitted:
             self.index[int(batch.slot[row])] = self.sequences[int(batch.seq[row])].index
@@ -81,17 +89,17 @@ class Device:
 
     def _check_shape(self, batch: Batch) -> None:
         assert len(set(batch.slot.tolist())) == len(batch.slot), "a slot twice in a batch"
-        assert sorted(batch.feed.tolist(), reverse=True) == batch.feed.tolist(), (
+        assert sorted(batch.is_decode.tolist(), reverse=True) == batch.is_decode.tolist(), (
             "chunks that feed come first"
         )
-        rows = [tuple(delta[:3]) for delta in batch.deltas.tolist()]
+        rows = [tuple(delta[:3]) for delta in batch.table_updates.tolist()]
         assert len(set(rows)) == len(rows), "a table entry twice in a batch"
 
     def _tokens(self, batch: Batch) -> list[list[int]]:
         ids = batch.tokens.tolist()
         out = []
         for slot, length, feed in zip(
-            batch.slot.tolist(), batch.length.tolist(), batch.feed.tolist()
+            batch.slot.tolist(), batch.length.tolist(), batch.is_decode.tolist()
         ):
             out.append([self.last[slot]] if feed else ids[:length])
             ids = ids if feed else ids[length:]
@@ -101,7 +109,7 @@ class Device:
     def blocks(self, batch: Batch, row: int) -> dict[int, tuple[int, int]]:
         """Block -> lane and page of a chunk's sequence, as its table rows say."""
         found: dict[int, tuple[int, int]] = {}
-        for lane, held in enumerate(batch.held[row].tolist()):
+        for lane, held in enumerate(batch.blocks_per_lane[row].tolist()):
             entries = [self.table[lane, int(batch.slot[row])][index] for index in range(held)]
             numbers = [block for _, block in entries]
             assert numbers == sorted(set(numbers)), (
@@ -230,13 +238,13 @@ class Replica:
     def _check_limits(self, batch: Batch) -> None:
         config = self.scheduler.config
         for lane in range(self.cache.pages.lanes):
-            lengths = batch.length[(batch.lane == lane) & ~batch.feed]
+            lengths = batch.length[(batch.lane == lane) & ~batch.is_decode]
             tiles = -(-lengths // config.tile)
             assert lengths.sum() <= config.chunk_tokens and tiles.sum() <= config.tiles, (
                 f"lane {lane} gets {lengths}"
             )
         for seq, stop in zip(batch.seq.tolist(), (batch.start + batch.length).tolist()):
-            assert stop <= self.scheduler.sequences[seq].end, (
+            assert stop <= self.scheduler.sequences[seq].max_positions, (
                 f"sequence {seq} is issued beyond its end"
             )
 
@@ -338,6 +346,6 @@ def chunks(batch: Batch) -> list[tuple[int, int, int, str]]:
     the prefill chunks)."""
     kinds = [
         "decode" if feed else "last" if sample else "prefill"
-        for feed, sample in zip(batch.feed.tolist(), batch.sample.tolist())
+        for feed, sample in zip(batch.is_decode.tolist(), batch.sample.tolist())
     ]
     return list(zip(batch.seq.tolist(), batch.start.tolist(), batch.length.tolist(), kinds))

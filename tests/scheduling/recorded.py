@@ -6,12 +6,12 @@ import json
 
 import numpy as np
 
+from jaxserve.api.request import Finished, Request, SamplingParams, Slo
 from jaxserve.cache import CacheManager
-from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.request import Finished, Request, SamplingParams, Slo
+from jaxserve.observe.journal import Journal
+from jaxserve.observe.view import Snapshot
 from jaxserve.scheduling import Scheduler
-from jaxserve.scheduling.journal import Journal
-from jaxserve.scheduling.view import Snapshot
+from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
 
 class Recorded:
@@ -68,8 +68,8 @@ class Recorded:
                 self.journal.ended(
                     request,
                     event,
-                    self.scheduler.due(request) - request.arrival,
-                    self.scheduler.pace(request),
+                    self.scheduler.ttft_deadline(request) - request.arrival,
+                    self.scheduler.tpot_objective(request),
                 )
 
     def run(self, steps: int = 10**6) -> None:

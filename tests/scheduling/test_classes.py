@@ -8,11 +8,17 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
+from jaxserve.api.request import Request, RequestError, SamplingParams, Slo
 from jaxserve.cache import CacheManager
-from jaxserve.config import CacheConfig, ConfigError, MeshConfig, Objectives, SchedulerConfig
-from jaxserve.request import Request, RequestError, SamplingParams, Slo
+from jaxserve.costs.predictor import Costs
 from jaxserve.scheduling import Scheduler
-from jaxserve.scheduling.predictor import Costs
+from jaxserve.settings.schema import (
+    CacheConfig,
+    ConfigError,
+    MeshConfig,
+    Objectives,
+    SchedulerConfig,
+)
 
 CLASSES = "chat:ttft=0.5,tpot=0.05;batch:ttft=600,stretch=20,tpot=1"
 TOKEN = Costs(layers=1, linear_token=0.001)  # a step takes a millisecond per token
@@ -152,7 +158,7 @@ def test_a_class_without_a_name_lies_between_a_tight_and_a_lax_one():
 
 
 def test_the_objective_for_the_first_token_is_the_requests_own_else_its_classs_by_length_and_priority():
-    objective = made().objective
+    objective = made().ttft_objective
     assert (
         objective(request("a")) == 2.0
         and objective(request("a", "chat")) == 0.5
@@ -161,7 +167,7 @@ def test_the_objective_for_the_first_token_is_the_requests_own_else_its_classs_b
     # the server's own stretch
     assert objective(request("a", "chat", prompt=640)) == pytest.approx(3 * 0.64)
     assert objective(request("a", "batch", prompt=640)) == 600
-    assert made(classes="batch:stretch=20").objective(
+    assert made(classes="batch:stretch=20").ttft_objective(
         request("a", "batch", prompt=640)
     ) == pytest.approx(20 * 0.64)
     assert (

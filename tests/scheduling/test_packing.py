@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
+from jaxserve.costs.predictor import Costs
 from jaxserve.scheduling import Batch
 from jaxserve.scheduling.packing import PRESSING
-from jaxserve.scheduling.predictor import Costs
+from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from tests.scheduling.fakes import Replica
 
 TOKEN = Costs(layers=1, linear_token=0.001)
@@ -60,7 +60,9 @@ def shares(batch: Batch) -> dict[int, int]:
     """Tokens of each sequence that is prefilled."""
     return {
         seq: length
-        for seq, length, feed in zip(batch.seq.tolist(), batch.length.tolist(), batch.feed.tolist())
+        for seq, length, feed in zip(
+            batch.seq.tolist(), batch.length.tolist(), batch.is_decode.tolist()
+        )
         if not feed
     }
 
@@ -78,7 +80,7 @@ def test_a_prompt_of_several_steps_makes_none_longer_than_step_time_though_the_d
         assert (
             shares(batch) == {10: 240}
             and batch.seconds == pytest.approx(0.25)
-            and batch.feed.sum() == 10
+            and batch.is_decode.sum() == 10
         )
 
 
@@ -141,7 +143,7 @@ def test_where_decodes_alone_take_longer_than_they_may_prompts_get_a_quarter_of_
     batches = [replica.step() for _ in range(25)]
     assert [shares(batch) for batch in batches] == [{100: 24}] * 25 and replica.tokens("r100")
     assert all(
-        batch.seconds == pytest.approx(0.124) and batch.feed.sum() == 100 for batch in batches
+        batch.seconds == pytest.approx(0.124) and batch.is_decode.sum() == 100 for batch in batches
     )
 
 

@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from jaxserve.api.request import RequestError
 from jaxserve.cache import PLACEMENTS
-from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.request import RequestError
-from jaxserve.scheduling.predictor import Costs
+from jaxserve.costs.predictor import Costs
+from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from tests.scheduling.fakes import VOCAB, Replica
 
 CONFIG = st.builds(

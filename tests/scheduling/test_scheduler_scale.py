@@ -9,11 +9,11 @@ import random
 import numpy as np
 import pytest
 
+from jaxserve.api.request import Request, SamplingParams
 from jaxserve.cache import CacheManager
-from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from tests.scheduling.fakes import Replica
 
 
@@ -56,7 +56,7 @@ def test_a_decode_steps_message_is_as_large_at_a_million_tokens_as_at_a_thousand
         replica.add(request("r", np.arange(tokens) % 999, max_tokens=40))
         prefill(replica)
         batches = [replica.start(0.0) for _ in range(33)]
-        assert all(batch.feed.all() for batch in batches)
+        assert all(batch.is_decode.all() for batch in batches)
         sizes.append([batch.nbytes for batch in batches])
     assert sizes[0] == sizes[1] and max(sizes[0]) < 100
 
@@ -71,16 +71,16 @@ def test_the_bookkeeping_of_ten_million_tokens_fits_int32():
     batches = prefill(replica)
     assert [int(batch.start[0]) for batch in batches] == list(range(0, tokens, 65536))
     assert sum(int(batch.length[0]) for batch in batches) == tokens
-    deltas = np.concatenate([batch.deltas for batch in batches])
+    deltas = np.concatenate([batch.table_updates for batch in batches])
     assert deltas[:, 4].tolist() == list(range(-(-tokens // size)))
-    assert batches[-1].held[0].tolist() == [share, -(-tokens // size) - share]
+    assert batches[-1].blocks_per_lane[0].tolist() == [share, -(-tokens // size) - share]
     assert [bool(batch.spread[0]) for batch in batches] == [
         int(batch.start[0] + batch.length[0]) > share * size for batch in batches
     ]
     replica.add(request("warm", prompt, max_tokens=1))
     batch = replica.start(0.0)
     assert batch.start.tolist() == [tokens, tokens // size * size]
-    assert np.count_nonzero(batch.deltas[:, 1] == 1) == tokens // size + 1
+    assert np.count_nonzero(batch.table_updates[:, 1] == 1) == tokens // size + 1
     for name in ("slot", "lane", "start", "length", "held", "tokens", "deltas"):
         assert getattr(batch, name).dtype == np.int32, name
     replica.check()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.request import Accepted, Finished, Logprobs, Progress, RequestError, Token
+from jaxserve.api.request import Accepted, Finished, Logprobs, Progress, RequestError, Token
+from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from tests.scheduling.fakes import EOS, Replica, chunks, expected
 
 PROMPT = [1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
@@ -290,12 +290,12 @@ def test_chunks_of_a_prompt_follow_each_other_through_the_stages_without_gaps(st
             [stage_free]
             + [
                 left.get(seq, 0)
-                for seq, feed in zip(batch.seq.tolist(), batch.feed.tolist())
+                for seq, feed in zip(batch.seq.tolist(), batch.is_decode.tolist())
                 if feed
             ]
         )
         stage_free = enters + 1
-        fed = fed + int(batch.feed.sum())
+        fed = fed + int(batch.is_decode.sum())
         left |= dict.fromkeys(batch.seq.tolist(), enters + stages)
         while len(replica.flight) >= stages:
             replica.finish()

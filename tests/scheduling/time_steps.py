@@ -10,10 +10,10 @@ import time
 
 import numpy as np
 
+from jaxserve.api.request import Request, SamplingParams
 from jaxserve.cache import CacheManager
-from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling import Scheduler
+from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
 
 def decoding(sequences: int, context: int, mesh: MeshConfig) -> Scheduler:

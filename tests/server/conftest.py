@@ -3,10 +3,10 @@ import contextlib
 import grpc
 import pytest
 
-from jaxserve.config import ServerConfig
-from jaxserve.server.access import Access
+from jaxserve.server.auth.access import Authenticator
 from jaxserve.server.client import Client
-from jaxserve.server.launch import Background
+from jaxserve.server.supervisor import Background
+from jaxserve.settings.schema import ServerConfig
 from tests.server.fakes import FakeEngine, FakeTokenizer
 from tests.server.keyed import TWO
 
@@ -73,4 +73,4 @@ def key_file(tmp_path):
 @pytest.fixture
 def access(key_file):
     """That of the keys in TWO."""
-    return Access(ServerConfig(api_keys=key_file(TWO)))
+    return Authenticator(ServerConfig(api_keys=key_file(TWO)))

@@ -10,9 +10,7 @@ from collections.abc import Callable, Sequence
 
 import tokenizers
 
-from jaxserve.config import EngineConfig
-from jaxserve.metrics import READ, Metrics
-from jaxserve.request import (
+from jaxserve.api.request import (
     Accepted,
     Event,
     Finished,
@@ -24,8 +22,10 @@ from jaxserve.request import (
     Token,
     Usage,
 )
-from jaxserve.tokenizer.template import ChatTemplate
-from jaxserve.tokenizer.tokenizer import _byte_alphabet
+from jaxserve.observe.metrics import READ, Metrics
+from jaxserve.settings.schema import EngineConfig
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.tokenizer import _byte_alphabet
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"  # a caller's traceparent

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.config import ServerConfig
-from jaxserve.request import RequestError
-from jaxserve.server.access import Access, Caller, Usage, own
-from jaxserve.server.keys import Limits
+from jaxserve.api.request import RequestError
+from jaxserve.server.auth.access import Authenticator, Caller, Usage, own
+from jaxserve.server.auth.keys import Limits
+from jaxserve.settings.schema import ServerConfig
 from tests.server.keyed import TWO, basic, bearer, sha
 
 NEW = 1_000_000.0  # seconds of the clock when a test begins
@@ -72,7 +72,7 @@ def test_admin_keys_and_others_work_on_their_own_ports_only(access):
 
 
 def test_without_a_key_file_everybody_is_the_caller_without_a_name():
-    access = Access(ServerConfig())
+    access = Authenticator(ServerConfig())
     for header in (None, "", bearer("whatever")):
         caller = access.authenticate(header)
         assert (caller.name, caller.tenant, caller.salt("s")) == ("", "", "s")
@@ -83,7 +83,7 @@ def test_without_a_key_file_everybody_is_the_caller_without_a_name():
 
 def test_a_file_without_keys_lets_nobody_in(key_file):
     with pytest.raises(RequestError):
-        Access(ServerConfig(api_keys=key_file("keys: []"))).authenticate(bearer(""))
+        Authenticator(ServerConfig(api_keys=key_file("keys: []"))).authenticate(bearer(""))
 
 
 def test_salts_of_tenants_never_meet_unless_the_server_shares_prefixes(key_file):
@@ -93,7 +93,7 @@ def test_salts_of_tenants_never_meet_unless_the_server_shares_prefixes(key_file)
     )
 
     def salts(share, asked):
-        access = Access(ServerConfig(api_keys=key_file(text), share_prefixes=share))
+        access = Authenticator(ServerConfig(api_keys=key_file(text), share_prefixes=share))
         return [access.authenticate(bearer(name)).salt(asked) for name in "abc"]
 
     a, b, c = salts(False, "")
@@ -248,7 +248,7 @@ def test_what_a_key_has_running_outlives_a_change_of_the_file(key_file, access):
 
 def test_finding_a_key_takes_microseconds(key_file):
     """No limit on attempts is needed to keep this cheap."""
-    access = Access(
+    access = Authenticator(
         ServerConfig(
             api_keys=key_file(
                 "keys:\n"

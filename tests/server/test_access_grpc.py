@@ -14,11 +14,11 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from jaxserve.request import RequestError, SamplingParams
-from jaxserve.server import access_grpc
+from jaxserve.api.request import RequestError, SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import AsyncClient, Client, ServerError
-from jaxserve.server.front_metrics import FrontMetrics
+from jaxserve.server.frontend_metrics import FrontendMetrics
+from jaxserve.server.grpc import auth as access_grpc
 from jaxserve.server.logs import Text
 from tests.server.keyed import TWO, bearer
 from tests.waiting import eventually
@@ -123,8 +123,8 @@ def test_handlers_know_the_caller(access):
     async def main():
         server = grpc.aio.server(
             interceptors=[
-                access_grpc.Guard(access, FrontMetrics()),
-                access_grpc.Guard(access, FrontMetrics()),
+                access_grpc.Guard(access, FrontendMetrics()),
+                access_grpc.Guard(access, FrontendMetrics()),
             ]
         )
         server.add_generic_rpc_handlers(
@@ -159,8 +159,8 @@ def test_a_limit_says_when_to_come_again(serve):
 
 SERVER = """
 import sys
-from jaxserve.config import ServerConfig
-from jaxserve.server.launch import serve
+from jaxserve.settings.schema import ServerConfig
+from jaxserve.server.supervisor import serve
 from tests.server.fakes import FakeEngine, FakeTokenizer
 config = ServerConfig(port=0, http_port=0, api_keys=sys.argv[1])
 serve(config, lambda: (FakeEngine(), FakeTokenizer()), lambda server: print(server.ports['grpc'], flush=True))

@@ -19,10 +19,10 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.llm import open_engine
-from jaxserve.options import make
-from jaxserve.server.launch import Background
+from jaxserve.server.supervisor import Background
+from jaxserve.settings.options import make
+from jaxserve.settings.schema import EngineConfig, ServerConfig
 from tests.waiting import eventually
 
 MODEL = "smollm2-135m"

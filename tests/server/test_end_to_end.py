@@ -4,13 +4,13 @@ left behind."""
 import pytest
 
 from jaxserve import LLM
-from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.api.request import RequestError, SamplingParams
 from jaxserve.llm import open_engine
-from jaxserve.options import make
-from jaxserve.request import RequestError, SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import Client
-from jaxserve.server.launch import Background
+from jaxserve.server.supervisor import Background
+from jaxserve.settings.options import make
+from jaxserve.settings.schema import EngineConfig, ServerConfig
 from tests.waiting import eventually
 
 SETTINGS = {

@@ -12,14 +12,14 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.config import ServerConfig
-from jaxserve.request import RequestError
+from jaxserve.api.request import RequestError
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.access import presented_key
-from jaxserve.server.door import parse
-from jaxserve.server.keys import parse as parse_keys
-from jaxserve.server.launch import Background
-from jaxserve.tokenizer.tools import FORMATS, CallReader
+from jaxserve.server.auth.access import presented_key
+from jaxserve.server.auth.keys import parse as parse_keys
+from jaxserve.server.grpc.handlers import parse
+from jaxserve.server.supervisor import Background
+from jaxserve.settings.schema import ServerConfig
+from jaxserve.text.tool_calls import FORMATS, CallReader
 from tests.server.fakes import FakeEngine, FakeTokenizer, expected
 from tests.waiting import eventually
 
@@ -158,7 +158,7 @@ def test_any_authorization_is_a_key_or_none(text):
 @settings(max_examples=300, deadline=1000)
 @given(st.text(max_size=200))
 def test_any_text_is_a_key_file_or_refused(text):
-    from jaxserve.config import ConfigError
+    from jaxserve.settings.schema import ConfigError
 
     try:
         parse_keys(text, "keys.yaml")

@@ -10,14 +10,14 @@ import re
 import numpy as np
 import pytest
 
-from jaxserve.config import ServerConfig
-from jaxserve.guide import Guided
-from jaxserve.request import SamplingParams
+from jaxserve.api.request import SamplingParams
 from jaxserve.server.client import Client, ServerError
-from jaxserve.server.launch import Background
+from jaxserve.server.supervisor import Background
+from jaxserve.settings.schema import ServerConfig
+from jaxserve.text.structured_output import Guided
 from tests.engine.harness import engine
-from tests.guide.vocabulary import EOS, tokenizer
 from tests.server.fakes import FakeEngine, FakeModel
+from tests.text.vocabulary import EOS, tokenizer
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxserve.config import ServerConfig
 from jaxserve.server.client import Client
-from jaxserve.server.front import DRAINING, SERVING
-from jaxserve.server.launch import Background
+from jaxserve.server.frontend import DRAINING, SERVING
+from jaxserve.server.supervisor import Background
+from jaxserve.settings.schema import ServerConfig
 from tests.server.fakes import FakeEngine, FakeTokenizer
 from tests.waiting import eventually
 

@@ -14,9 +14,9 @@ import httpx
 import psutil
 import pytest
 
-from jaxserve.config import ServerConfig
 from jaxserve.server import logs
-from jaxserve.server.http import Listener
+from jaxserve.server.http_server import Listener
+from jaxserve.settings.schema import ServerConfig
 from tests.server.fakes import PARENT, TRACE, FakeEngine, expected
 from tests.waiting import eventually
 

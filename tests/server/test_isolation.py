@@ -6,12 +6,12 @@ import hashlib
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.api.request import Finished, SamplingParams
 from jaxserve.llm import open_engine
-from jaxserve.options import make
-from jaxserve.request import Finished, SamplingParams
 from jaxserve.server.client import Client
-from jaxserve.server.launch import Background
+from jaxserve.server.supervisor import Background
+from jaxserve.settings.options import make
+from jaxserve.settings.schema import EngineConfig, ServerConfig
 
 SETTINGS = {
     "model": "random:tiny",

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.config import ConfigError, ServerConfig
-from jaxserve.request import RequestError
-from jaxserve.server.access import Access
-from jaxserve.server.keys import Key, Limits, parse, text_of
+from jaxserve.api.request import RequestError
+from jaxserve.server.auth.access import Authenticator
+from jaxserve.server.auth.keys import Key, Limits, parse, text_of
+from jaxserve.settings.schema import ConfigError, ServerConfig
 from tests.server.keyed import TWO, bearer, sha
 
 
@@ -69,29 +69,29 @@ from tests.server.keyed import TWO, bearer, sha
 def test_mistakes_in_the_file_are_named_with_their_line(key_file, text, message):
     file = key_file(text)
     with pytest.raises(ConfigError) as error:
-        Access(ServerConfig(api_keys=file))
+        Authenticator(ServerConfig(api_keys=file))
     assert str(error.value).startswith(f"api_keys: {file}") and message in str(error.value)
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o602, 0o620, 0o644])
 def test_a_file_that_others_can_read_or_write_is_refused(key_file, mode):
     with pytest.raises(ConfigError, match="chmod 600"):
-        Access(ServerConfig(api_keys=key_file(TWO, mode)))
+        Authenticator(ServerConfig(api_keys=key_file(TWO, mode)))
 
 
 def test_a_group_may_read_the_file(key_file):
-    Access(ServerConfig(api_keys=key_file(TWO, 0o440)))
+    Authenticator(ServerConfig(api_keys=key_file(TWO, 0o440)))
 
 
 def test_a_file_of_another_user_is_refused(key_file, give_away):
     give_away(file := key_file(TWO))
     with pytest.raises(ConfigError, match="another user"):
-        Access(ServerConfig(api_keys=file))
+        Authenticator(ServerConfig(api_keys=file))
 
 
 def test_a_file_that_is_missing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"api_keys: .*No such file"):
-        Access(ServerConfig(api_keys=str(tmp_path / "no.yaml")))
+        Authenticator(ServerConfig(api_keys=str(tmp_path / "no.yaml")))
 
 
 names = st.text("abcXYZ019._-", min_size=1, max_size=64)

@@ -16,19 +16,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.guide import Guided, guides
-from jaxserve.guide.trial import Trial
-from jaxserve.request import Request, RequestError, SamplingParams
-from jaxserve.server import front
+from jaxserve.api.request import Request, RequestError, SamplingParams
+from jaxserve.server import frontend as front
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import Client, ServerError
-from jaxserve.server.openai.answers import INLINE_TOKENS, pieces
-from jaxserve.server.openai.body import LARGE, parsed
-from jaxserve.server.openai.wire import ChatRequest, CompletionRequest, TokenizeRequest
+from jaxserve.server.openai.json_body import LARGE, parsed
+from jaxserve.server.openai.responses import INLINE_TOKENS, pieces
+from jaxserve.server.openai.schemas import ChatRequest, CompletionRequest, TokenizeRequest
 from jaxserve.server.prompts import Chat, array_of, size_of
-from jaxserve.tokenizer import Tokenizer
-from tests.guide.vocabulary import tokenizer as small_tokenizer
+from jaxserve.text import Tokenizer
+from jaxserve.text.structured_output import Guided, guides
+from jaxserve.text.structured_output.sandbox import Trial
 from tests.server.fakes import MAX_LEN, FakeTokenizer
+from tests.text.vocabulary import tokenizer as small_tokenizer
 from tests.waiting import eventually
 
 LONG = [ord("x")] * MAX_LEN  # enough to be worked on beside the event loop

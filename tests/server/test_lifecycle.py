@@ -17,12 +17,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from jaxserve.completion import Delta, NoText
-from jaxserve.config import ConfigError, ServerConfig
-from jaxserve.request import Accepted, RequestError, SamplingParams
-from jaxserve.server import launch
+from jaxserve.api.request import Accepted, RequestError, SamplingParams
+from jaxserve.server import supervisor as launch
 from jaxserve.server.client import AsyncClient, Client, ServerError
-from jaxserve.server.launch import Background, check_host
+from jaxserve.server.supervisor import Background, check_host
+from jaxserve.settings.schema import ConfigError, ServerConfig
+from jaxserve.text.output import Delta, NoText
 from tests.server.fakes import FakeEngine, FakeTokenizer, expected
 from tests.waiting import eventually
 
@@ -299,8 +299,8 @@ def test_a_taken_port_is_a_config_error():
 
 SERVER = """
 import sys
-from jaxserve.config import ServerConfig
-from jaxserve.server.launch import serve
+from jaxserve.settings.schema import ServerConfig
+from jaxserve.server.supervisor import serve
 from tests.server.fakes import FakeEngine, FakeTokenizer
 config = ServerConfig(port=0, http_port=0, drain_timeout=float(sys.argv[1]))
 serve(config, lambda: (FakeEngine(step_seconds=0.01), FakeTokenizer()), lambda server: print(server.ports['grpc'], flush=True))

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxserve.request import Finished, Request, SamplingParams, Timing, Usage
+from jaxserve.api.request import Finished, Request, SamplingParams, Timing, Usage
 from jaxserve.server import logs
 
 HOSTILE = [
@@ -68,7 +68,7 @@ def test_a_line_of_json_has_what_machines_look_for(capsys):
     logs.setup("json", "info")
     before = time.time()
     with logs.bound("r-7", "4bf92f3577b34da6a3ce929d0e0e4736"):
-        logging.getLogger("jaxserve.server.front").warning("left %s", "unread")
+        logging.getLogger("jaxserve.server.frontend").warning("left %s", "unread")
     logging.getLogger("jaxserve.engine").info("warm")
     first, second = map(json.loads, lines(capsys))
     at = first.pop("time")
@@ -77,7 +77,7 @@ def test_a_line_of_json_has_what_machines_look_for(capsys):
     )
     assert first == {
         "level": "warning",
-        "logger": "jaxserve.server.front",
+        "logger": "jaxserve.server.frontend",
         "message": "left unread",
         "request_id": "r-7",
         "trace_id": "4bf92f3577b34da6a3ce929d0e0e4736",
@@ -87,7 +87,7 @@ def test_a_line_of_json_has_what_machines_look_for(capsys):
 
 def test_a_line_of_text_is_read_by_people(capsys):
     logs.setup("text", "info")
-    logging.getLogger("jaxserve.server.launch").info("serving on %s:%d", "::1", 8470)
+    logging.getLogger("jaxserve.server.supervisor").info("serving on %s:%d", "::1", 8470)
     (line,) = lines(capsys)
     assert re.fullmatch(r"I \S+Z jaxserve\.server\.launch: serving on ::1:8470", line)
 

@@ -10,14 +10,14 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from jaxserve import cli
-from jaxserve.config import ConfigError, EngineConfig, ServerConfig
+from jaxserve.api.request import RequestError, SamplingParams
+from jaxserve.cli import main as cli
 from jaxserve.llm import open_engine
-from jaxserve.options import make
-from jaxserve.request import RequestError, SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import Client
-from jaxserve.server.launch import Background
+from jaxserve.server.supervisor import Background
+from jaxserve.settings.options import make
+from jaxserve.settings.schema import ConfigError, EngineConfig, ServerConfig
 from tests.server.fakes import FakeEngine, FakeTokenizer
 
 SETTINGS = {

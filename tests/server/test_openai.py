@@ -9,10 +9,10 @@ import urllib.parse
 import httpx
 import pytest
 
-from jaxserve.config import EngineConfig, ServerConfig
-from jaxserve.options import make
-from jaxserve.request import SamplingParams, Slo
-from jaxserve.server.launch import Background
+from jaxserve.api.request import SamplingParams, Slo
+from jaxserve.server.supervisor import Background
+from jaxserve.settings.options import make
+from jaxserve.settings.schema import EngineConfig, ServerConfig
 from tests.server.fakes import EOS, FakeEngine, FakeTokenizer, expected
 from tests.waiting import eventually
 
@@ -551,7 +551,7 @@ def test_readiness_runs_a_real_token_only_where_none_came_lately(http):
 
 
 def test_an_engine_that_hangs_is_alive_but_not_ready(http, monkeypatch):
-    monkeypatch.setattr("jaxserve.server.probe.PATIENCE", 0.3)
+    monkeypatch.setattr("jaxserve.server.readiness.PATIENCE", 0.3)
     engine = FakeEngine()
     engine.paused = True
     client = http(engine)

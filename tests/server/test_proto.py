@@ -4,11 +4,11 @@ import re
 import grpc
 import pytest
 
-from jaxserve.guide import KINDS, Guided
-from jaxserve.request import RequestError, SamplingParams
+from jaxserve.api.request import RequestError, SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server import jaxserve_pb2_grpc as rpc
-from jaxserve.server.convert import guided_message, guided_of, sampling_message, sampling_of
+from jaxserve.server.grpc.proto import guided_message, guided_of, sampling_message, sampling_of
+from jaxserve.text.structured_output import KINDS, Guided
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -8,12 +8,12 @@ import time
 import grpc
 import pytest
 
-from jaxserve.config import EngineConfig
-from jaxserve.options import make
-from jaxserve.request import RequestError, SamplingParams
+from jaxserve.api.request import RequestError, SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import Client, ServerError
-from jaxserve.server.door import parse
+from jaxserve.server.grpc.handlers import parse
+from jaxserve.settings.options import make
+from jaxserve.settings.schema import EngineConfig
 from tests.server.fakes import MAX_LEN, VOCAB, FakeEngine, FakeTokenizer, expected
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT

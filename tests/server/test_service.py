@@ -1,12 +1,12 @@
 import pytest
 
-from jaxserve.completion import Delta
-from jaxserve.config import EngineConfig
-from jaxserve.options import make
-from jaxserve.request import Accepted, Finished, Progress, SamplingParams, Slo
+from jaxserve.api.request import Accepted, Finished, Progress, SamplingParams, Slo
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import ServerError
-from jaxserve.server.convert import event_message, output_of
+from jaxserve.server.grpc.proto import event_message, output_of
+from jaxserve.settings.options import make
+from jaxserve.settings.schema import EngineConfig
+from jaxserve.text.output import Delta
 from tests.server.fakes import EOS, FakeEngine, expected
 
 GREEDY = {"temperature": 0, "max_tokens": 5}

@@ -6,12 +6,12 @@ import asyncio
 import numpy as np
 import pytest
 
-from jaxserve.completion import Answer, Delta, NoText
-from jaxserve.config import ServerConfig
-from jaxserve.request import Accepted, Finished, Request, SamplingParams, Timing, Token, Usage
+from jaxserve.api.request import Accepted, Finished, Request, SamplingParams, Timing, Token, Usage
 from jaxserve.server import streams
-from jaxserve.server.access import Access
+from jaxserve.server.auth.access import Authenticator
 from jaxserve.server.streams import Mailbox, Stream
+from jaxserve.settings.schema import ServerConfig
+from jaxserve.text.output import Delta, NoText, OutputProcessor
 
 END = Finished(0, "length", Usage(3, 0, 4), Timing(0.0, 0.1, 0.2))
 
@@ -27,8 +27,8 @@ def opened():
     request = Request("r", np.arange(3, dtype=np.int32), SamplingParams(max_tokens=4))
     stream = Stream(
         request,
-        Answer(request, (), NoText, [].append),
-        Access(ServerConfig()).anonymous,
+        OutputProcessor(request, (), NoText, [].append),
+        Authenticator(ServerConfig()).anonymous,
         0.0,
         1.0,
         lambda: None,

@@ -6,10 +6,10 @@ import grpc
 import httpx
 import pytest
 
-from jaxserve.config import ConfigError, ServerConfig
-from jaxserve.request import SamplingParams
+from jaxserve.api.request import SamplingParams
 from jaxserve.server.client import Client, ServerError
-from jaxserve.server.launch import check_host
+from jaxserve.server.supervisor import check_host
+from jaxserve.settings.schema import ConfigError, ServerConfig
 from tests.server.fakes import FakeEngine
 from tests.waiting import eventually
 

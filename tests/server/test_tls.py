@@ -14,12 +14,12 @@ import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
 
-from jaxserve import cli
-from jaxserve.config import ConfigError, ServerConfig
-from jaxserve.request import SamplingParams
+from jaxserve.api.request import SamplingParams
+from jaxserve.cli import main as cli
+from jaxserve.server.auth.tls import Tls
 from jaxserve.server.client import AsyncClient, Client
-from jaxserve.server.launch import Background, check_host, warn_of_host
-from jaxserve.server.tls import Tls
+from jaxserve.server.supervisor import Background, check_host, warn_of_host
+from jaxserve.settings.schema import ConfigError, ServerConfig
 from tests.server.fakes import FakeEngine, FakeTokenizer
 from tests.waiting import eventually
 

@@ -20,10 +20,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
-from jaxserve.config import ConfigError
-from jaxserve.request import Finished, Request, RequestError, SamplingParams, Slo, Timing, Usage
+from jaxserve.api.request import Finished, Request, RequestError, SamplingParams, Slo, Timing, Usage
 from jaxserve.server import tracing
 from jaxserve.server.tracing import Tracer
+from jaxserve.settings.schema import ConfigError
 from tests.server.fakes import PARENT, TRACE
 from tests.waiting import eventually
 
@@ -321,7 +321,7 @@ def test_without_the_library_a_server_starts_all_the_same():
         "import sys\nfor name in ('opentelemetry', 'opentelemetry.trace'): sys.modules[name] = None\n"
         "from jaxserve.server.tracing import Tracer\nimport types\n"
         f"span = Tracer().start({PARENT!r}, None)\nspan.end([])\nassert span.trace_id == {TRACE!r}\n"
-        "from jaxserve.config import ConfigError\n"
+        "from jaxserve.settings.schema import ConfigError\n"
         "try: Tracer('http://x')\nexcept ConfigError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.kernels.pool import Pool
-from jaxserve.scheduling import exchange as traffic
-from jaxserve.scheduling.exchange import Heads, Work
+from jaxserve.costs import exchange_choice as traffic
+from jaxserve.costs.exchange_choice import ExchangeWork, Heads
+from jaxserve.kernels.kv_pages import KVPages
+from jaxserve.sharding import attention as meeting
 from jaxserve.sharding import exchange
-from jaxserve.sharding import lanes as meeting
 from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.mesh import KVP, TP
 from jaxserve.sharding.rows import Groups, gather_rows, spread_rows
@@ -97,7 +97,7 @@ def program(strategy: str, count: int, everywhere, rows, pages, q, kv):
         )
         at += number
     out, pool = meeting.attention(
-        q[0], kv[0], Pool(pages), None, Groups((), tuple(groups), table, strategy), 0.3
+        q[0], kv[0], KVPages(pages), None, Groups((), tuple(groups), table, strategy), 0.3
     )
     return out[None], pool.kv
 
@@ -225,7 +225,7 @@ def test_what_crosses_lanes_is_what_the_formulas_say(lanes):
     K, G = HEADS[lanes]
     heads = Heads(K * G, K, H, item=4, partial=4)
     rows = ROWS * WIDTH
-    new = Work(
+    new = ExchangeWork(
         lanes,
         tokens=lanes * (rows + DECODES),
         context=0,

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.config import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
-from jaxserve.scheduling.predictor import Costs
-from jaxserve.scheduling.profiles import Link, costs, shapes
+from jaxserve.costs.predictor import Costs
+from jaxserve.costs.profiles import Link, costs, shapes
+from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.baselines import BASELINES, compare, pool
-from jaxserve.simulate.loongserve import LoongServe, Pool, plan
-from jaxserve.simulate.replica import Record
+from jaxserve.simulate.loongserve import LoongPool, LoongServe, plan
+from jaxserve.simulate.replica import RequestRecord
 from jaxserve.simulate.run import System, execute
 from jaxserve.simulate.workload import parse
 
 FREE = Link(0.0, 1e30)  # nothing to send
-REAL = Pool(4, costs("a100", shapes()["llama3-8b"], 2), 500_000, 2048.0, Link(1e-5, 1e11))
+REAL = LoongPool(4, costs("a100", shapes()["llama3-8b"], 2), 500_000, 2048.0, Link(1e-5, 1e11))
 SYSTEM = System(shapes()["llama3-8b"], "a100", MeshConfig(spp=2, tp=4))
 
 
@@ -32,10 +32,10 @@ def simple(
     reserved: int = 0,
     short: int = 100,
     costs: Costs | None = None,
-) -> Pool:
+) -> LoongPool:
     """Instances of one layer that take 10 ms per token, prefill and decode alike, and nothing
     else."""
-    return Pool(
+    return LoongPool(
         count, costs or Costs(layers=1, linear_token=0.01), capacity, 0.0, FREE, reserved, short
     )
 
@@ -53,14 +53,14 @@ class Watched(LoongServe):
         assert len(self._running) + len(self._joining) <= self.max_seqs
 
 
-def play(pool: Pool, *arrivals: tuple[float, int, int], **more) -> list[Record]:
+def play(pool: LoongPool, *arrivals: tuple[float, int, int], **more) -> list[RequestRecord]:
     """Records by number, of (time, prompt, output)."""
     server = LoongServe(pool, lambda prompt: 1.0, **more)
     server.run([Arrival(*arrival) for arrival in arrivals])
     return sorted(server.records, key=lambda record: int(record.id))
 
 
-def times(records: Sequence[Record]) -> list[tuple[float, float]]:
+def times(records: Sequence[RequestRecord]) -> list[tuple[float, float]]:
     return [(round(record.first, 6), round(record.end, 6)) for record in records]
 
 
@@ -97,7 +97,7 @@ def divisions(instances: int, groups: int) -> Iterator[tuple[int, ...]]:
 
 
 def latency(
-    pool: Pool, prompts: Sequence[int], groups: Sequence[Sequence[int]], degrees: Sequence[int]
+    pool: LoongPool, prompts: Sequence[int], groups: Sequence[Sequence[int]], degrees: Sequence[int]
 ) -> float:
     """The sum over all prompts: those of a group end together."""
     return sum(
@@ -146,7 +146,7 @@ def test_a_prompt_alone_gets_all_instances_and_two_equal_ones_half_of_them():
 def test_prefill_by_hand():
     """Linear parts and attention are split over 4 instances; hops of KV are paid where attention
     does not hide them."""
-    pool = Pool(
+    pool = LoongPool(
         4,
         Costs(layers=2, launch=1, linear_token=1, pair=0.01, chunk=3, head=5, head_token=0.5),
         10**6,
@@ -229,7 +229,9 @@ ARRIVALS = st.lists(
 )
 
 
-def run(arrivals: list[tuple[float, int, int]], pool: Pool, until: float = float("inf")) -> Watched:
+def run(
+    arrivals: list[tuple[float, int, int]], pool: LoongPool, until: float = float("inf")
+) -> Watched:
     server = Watched(pool, lambda prompt: 1.0)
     server.run([Arrival(*arrival) for arrival in sorted(arrivals)], until)
     return server

@@ -6,10 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.scheduling.profiles import shapes
+from jaxserve.costs.profiles import shapes
+from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival
-from jaxserve.simulate.replica import Record, VirtualReplica
+from jaxserve.simulate.replica import RequestRecord, VirtualReplica
 from jaxserve.simulate.run import System, execute
 from jaxserve.simulate.workload import parse
 
@@ -49,15 +49,15 @@ def arrivals(mix: str, rate: float, seconds: float, seed: int, at: float = 0.0) 
     return [Arrival(at + arrival.time, arrival.prompt, arrival.output) for arrival in found]
 
 
-def good(record: Record) -> bool:
+def good(record: RequestRecord) -> bool:
     return record.output > 0 and record.first <= record.due and record.tpot <= TPOT * (1 + 1e-9)
 
 
-def accepted(records: list[Record]) -> list[Record]:
+def accepted(records: list[RequestRecord]) -> list[RequestRecord]:
     return [record for record in records if record.reason != "refused"]
 
 
-def between(records: list[Record], first: float, last: float) -> list[Record]:
+def between(records: list[RequestRecord], first: float, last: float) -> list[RequestRecord]:
     return [record for record in records if first <= record.arrival < last]
 
 
@@ -106,7 +106,9 @@ def test_at_ten_times_the_capacity_what_is_accepted_keeps_its_objectives_and_all
         assert depth < 100
 
 
-def stormed(mix: str, capacity: float, seed: int, settings: dict) -> tuple[list[Record], int]:
+def stormed(
+    mix: str, capacity: float, seed: int, settings: dict
+) -> tuple[list[RequestRecord], int]:
     """Half the capacity, ten times, and half of it again; the most that waited."""
     virtual = replica("predict", **settings)
     depths = []

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.scheduling.profiles import shapes
+from jaxserve.costs.profiles import shapes
+from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from jaxserve.simulate.plan import (
     CHUNKS,
     LEAST,
     RUNS,
-    Answer,
-    Plan,
+    MeshPlan,
+    PlanAnswer,
     Question,
     Trial,
     capacity,
@@ -28,7 +28,7 @@ from jaxserve.simulate.plan import (
     search,
     simulations,
 )
-from jaxserve.simulate.replica import Record
+from jaxserve.simulate.replica import RequestRecord
 from jaxserve.simulate.run import Outcome, System
 from jaxserve.simulate.workload import parse
 
@@ -161,9 +161,9 @@ def test_a_plan_that_bears_nothing_has_no_capacity():
 # --- what is best
 
 
-def record(first: float, end: float, output: int = 11, reason: str = "length") -> Record:
+def record(first: float, end: float, output: int = 11, reason: str = "length") -> RequestRecord:
     """It came at 0 and was due at 2."""
-    return Record("0", "a", 100, output, 0, 0.0, 2.0, first, end, reason)
+    return RequestRecord("0", "a", 100, output, 0, 0.0, 2.0, first, end, reason)
 
 
 def test_a_request_meets_both_objectives_or_it_does_not_count():
@@ -183,7 +183,7 @@ class Formula(Trial):
 
     def __init__(
         self,
-        told: Callable[[Plan, bool], tuple[float, float]],
+        told: Callable[[MeshPlan, bool], tuple[float, float]],
         bears: dict[int, float],
         requests: int = 400,
     ):
@@ -192,18 +192,18 @@ class Formula(Trial):
         self.bears = bears
         self.asked = []
 
-    def answer(self, plan: Plan, requests: int | None = None) -> Answer:
+    def answer(self, plan: MeshPlan, requests: int | None = None) -> PlanAnswer:
         self.asked.append((plan.mesh.tp, requests))
         share, p90 = self.told(plan, requests is None)
-        return Answer(
+        return PlanAnswer(
             plan, requests or 400, share, {"ttft": {"p90": p90} if p90 else {}}, 1, 1.0, 1.0
         )
 
-    def met_at(self, plan: Plan, qps: float) -> float:
+    def met_at(self, plan: MeshPlan, qps: float) -> float:
         return float(qps <= self.bears[plan.mesh.tp])
 
 
-FOUR = [Plan(MeshConfig(tp=tp), "adaptive", 8192) for tp in (1, 2, 4, 8)]
+FOUR = [MeshPlan(MeshConfig(tp=tp), "adaptive", 8192) for tp in (1, 2, 4, 8)]
 
 
 def test_the_best_on_a_part_are_tried_on_all_and_only_these_get_a_capacity():
@@ -239,8 +239,8 @@ def test_a_part_has_so_many_requests_at_least():
 
 
 def test_all_plans_are_measured_by_the_objectives_of_the_one_that_prefills_soonest():
-    slow = Plan(MeshConfig(), "adaptive", 8192)
-    fast = Plan(MeshConfig(tp=8), "adaptive", 8192)
+    slow = MeshPlan(MeshConfig(), "adaptive", 8192)
+    fast = MeshPlan(MeshConfig(tp=8), "adaptive", 8192)
     both, alone = (
         Trial(question(ttft=0.001, ttft_stretch=2.0), some) for some in ([slow, fast], [slow])
     )
@@ -264,21 +264,21 @@ def test_an_answer_is_what_a_simulation_gives():
         4 * fast.kv_tokens > slow.kv_tokens
         and fast.weights == slow.weights / 8 == SMALL.weight_bytes() / 8
     )
-    lanes = trial.answer(Plan(MeshConfig(kvp=4), "adaptive", 8192))
+    lanes = trial.answer(MeshPlan(MeshConfig(kvp=4), "adaptive", 8192))
     assert lanes.kv_tokens == 4 * slow.kv_tokens and lanes.weights == slow.weights
 
 
 def test_a_prompt_that_does_not_fit_has_no_time_alone_and_meets_nothing():
     trial = Trial(
         question(spec="poisson:prompt=900000,output=1", requests=2),
-        [Plan(MeshConfig(), "adaptive", 8192)],
+        [MeshPlan(MeshConfig(), "adaptive", 8192)],
     )
-    found = trial.answer(Plan(MeshConfig(), "adaptive", 8192))
+    found = trial.answer(MeshPlan(MeshConfig(), "adaptive", 8192))
     assert found.alone is None and found.met == 0
 
 
 def test_more_per_second_meets_less():
-    plan = Plan(MeshConfig(tp=8), "adaptive", 8192)
+    plan = MeshPlan(MeshConfig(tp=8), "adaptive", 8192)
     trial = Trial(question(), [plan])
     assert trial.met_at(plan, 0.5) == 1 and trial.met_at(plan, 60.0) < 0.5
 
@@ -308,8 +308,8 @@ def test_at_a_higher_rate_there_are_more_requests_so_that_they_come_for_as_long(
 
 
 def test_a_search_finds_the_same_again_and_a_better_plan_than_the_worst():
-    some = [Plan(MeshConfig(tp=4), *chunk) for chunk in CHUNKS] + [
-        Plan(MeshConfig(kvp=4), *CHUNKS[0])
+    some = [MeshPlan(MeshConfig(tp=4), *chunk) for chunk in CHUNKS] + [
+        MeshPlan(MeshConfig(kvp=4), *CHUNKS[0])
     ]
     asked = question(qps=6.0, tpot=0.03)
     found, again = (search(Trial(asked, some), some, 1) for _ in range(2))

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import pytest
 
-from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.request import Slo
-from jaxserve.scheduling.predictor import NOMINAL, Costs
-from jaxserve.scheduling.profiles import shapes
+from jaxserve.api.request import Slo
+from jaxserve.costs.predictor import NOMINAL, Costs
+from jaxserve.costs.profiles import shapes
+from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival, to_request
 from jaxserve.simulate.replica import VirtualReplica
 from jaxserve.simulate.run import System

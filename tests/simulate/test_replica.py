@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.api.request import Request, Slo
 from jaxserve.cache import CacheManager
-from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.request import Request, Slo
+from jaxserve.costs.predictor import Costs
 from jaxserve.scheduling import Batch, Scheduler
-from jaxserve.scheduling.chunking import CHUNKING
-from jaxserve.scheduling.predictor import Costs
-from jaxserve.scheduling.slack import POLICIES
+from jaxserve.scheduling.budget import CHUNKING
+from jaxserve.scheduling.policies import POLICIES
+from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival, to_request
-from jaxserve.simulate.replica import Record, VirtualReplica
+from jaxserve.simulate.replica import RequestRecord, VirtualReplica
 from jaxserve.simulate.run import execute
 
 TOKEN = Costs(layers=1, linear_token=0.01)
@@ -68,7 +68,9 @@ def made(
     )
 
 
-def play(replica: VirtualReplica, *arrivals: tuple[float, int, int] | Arrival) -> list[Record]:
+def play(
+    replica: VirtualReplica, *arrivals: tuple[float, int, int] | Arrival
+) -> list[RequestRecord]:
     """Records by number, of (time, prompt, output)."""
     found = execute(
         replica,
@@ -77,7 +79,7 @@ def play(replica: VirtualReplica, *arrivals: tuple[float, int, int] | Arrival) -
     return sorted(found, key=lambda record: int(record.id))
 
 
-def times(records: Iterable[Record]) -> list[tuple[float, float]]:
+def times(records: Iterable[RequestRecord]) -> list[tuple[float, float]]:
     """(first token, end), rounded to a microsecond."""
     return [(round(record.first, 6), round(record.end, 6)) for record in records]
 
@@ -503,7 +505,7 @@ def test_with_stages_every_decode_runs_in_one_of_so_many_steps(stages):
     waits = []
     for batch in replica.scheduler.batches:
         for seq, feed, sample in zip(
-            batch.seq.tolist(), batch.feed.tolist(), batch.sample.tolist()
+            batch.seq.tolist(), batch.is_decode.tolist(), batch.sample.tolist()
         ):
             waits += [batch.number - last[seq]] if feed else []
             if sample:

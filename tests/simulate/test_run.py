@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from jaxserve.config import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
-from jaxserve.request import Slo
-from jaxserve.scheduling.profiles import ModelShape, devices, shapes
+from jaxserve.api.request import Slo
+from jaxserve.costs.profiles import ModelShape, devices, shapes
+from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival
-from jaxserve.simulate.replica import Record
+from jaxserve.simulate.replica import RequestRecord
 from jaxserve.simulate.run import MEMORY, Outcome, System, execute, summary
 from jaxserve.simulate.workload import parse
 
@@ -23,9 +23,9 @@ LARGE = shapes()["llama3-70b"]
 
 def record(
     first: float, end: float, output: int, reason: str = "length", kind: str = "a"
-) -> Record:
+) -> RequestRecord:
     """It came at second 1 and was due at 3."""
-    return Record("0", kind, 100, output, 0, 1.0, 3.0, first, end, reason)
+    return RequestRecord("0", kind, 100, output, 0, 1.0, 3.0, first, end, reason)
 
 
 # --- memory

@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxserve.cluster.cdsp import POLICIES, Instances, Latency
-from jaxserve.cluster.improvement import ImprovementRate
-from jaxserve.config import ConfigError
+from jaxserve.scheduling.planning.cdsp import POLICIES, Instances, Latency
+from jaxserve.scheduling.planning.improvement import ImprovementRate
+from jaxserve.settings.schema import ConfigError
 from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.tetris import Prefill, constant, profile
 from jaxserve.simulate.workload import parse

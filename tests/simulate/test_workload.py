@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.config import ConfigError
-from jaxserve.request import Request, RequestError, Slo
+from jaxserve.api.request import Request, RequestError, Slo
+from jaxserve.settings.schema import ConfigError
 from jaxserve.simulate.arrival import BLOCK, LONG, Arrival, summary, to_request
 from jaxserve.simulate.mixes import MIXES
 from jaxserve.simulate.workload import parse

@@ -14,11 +14,11 @@ import time
 
 import numpy as np
 
+from jaxserve.api.request import Request
 from jaxserve.cache import CacheManager
-from jaxserve.config import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.request import Request
+from jaxserve.costs.profiles import costs, shapes
 from jaxserve.scheduling import Scheduler
-from jaxserve.scheduling.profiles import costs, shapes
+from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival, to_request
 from jaxserve.simulate.run import System, execute
 from jaxserve.simulate.workload import parse

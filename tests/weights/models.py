@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
+from jaxserve.checkpoint.model_config import to_hf
+from jaxserve.checkpoint.zoo import MODELS, ModelConfig
 from jaxserve.models import decoder
-from jaxserve.models.parse import to_hf
-from jaxserve.models.zoo import MODELS, ModelConfig
 from jaxserve.sharding import rules
 from jaxserve.weights.names import tensors_of
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve import weights
-from jaxserve.gguf_file import read_header
-from jaxserve.source import CheckpointError
+from jaxserve.checkpoint.gguf_file import read_header
+from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.weights.safetensors_folder import safetensors_header
 from tests.weights.models import TINY, tensors, write_folder, write_gguf
 

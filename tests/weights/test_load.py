@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve import weights
-from jaxserve.models.zoo import MODELS
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.weights.names import build
 from jaxserve.weights.random_weights import RandomWeights
 from tests.weights.models import KINDS, TINY, assembled, placed, tensors, write_folder, write_gguf

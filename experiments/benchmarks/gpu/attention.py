@@ -21,7 +21,7 @@ from experiments.benchmarks.gpu.checks import hopper, product
 from experiments.benchmarks.gpu.timing import Launches, Timed, faster, in_turns, launches
 from experiments.benchmarks.gpu.torch_peer import BACKENDS, TorchPeer
 from experiments.benchmarks.gpu.worker import Case, Row, Run
-from jaxserve.kernels.pool import NARROW, Pool, narrow
+from jaxserve.kernels.kv_pages import FP8, KVPages, narrow
 
 LAYERS = 4  # of a program
 PAGE = 64  # tokens of a page, unless said otherwise
@@ -50,10 +50,10 @@ class Heads:
     def flops(self, pairs: float) -> float:
         return 4.0 * self.N * self.H * pairs
 
-    def paged(self, flat: Pool, size: int) -> Pool:
+    def paged(self, flat: KVPages, size: int) -> KVPages:
         """Flat arrays as pages of so many tokens."""
         vectors = -1, self.K, 2, size
-        return Pool(
+        return KVPages(
             flat.kv.reshape(*vectors, self.H),
             None if flat.scales is None else flat.scales.reshape(vectors),
         )
@@ -68,7 +68,7 @@ def attend(heads: Heads, size: int, run: Run, tiles: Any = None) -> Any:
     kernel = hopper(run.rehearse, tiles)
 
     @jax.jit  # traced once for all layers
-    def layer(flat: Pool, q: jax.Array, *rest: jax.Array) -> jax.Array:
+    def layer(flat: KVPages, q: jax.Array, *rest: jax.Array) -> jax.Array:
         q_pos, table, rows, count = rest
         return kernel(
             q,
@@ -81,7 +81,7 @@ def attend(heads: Heads, size: int, run: Run, tiles: Any = None) -> Any:
             dtype=q.dtype,
         )[0]
 
-    def f(flats: list[Pool], q: jax.Array, *rest: jax.Array) -> jax.Array:
+    def f(flats: list[KVPages], q: jax.Array, *rest: jax.Array) -> jax.Array:
         for flat in flats:
             q = layer(flat, q, *rest)
         return q
@@ -186,7 +186,7 @@ def _prefill(length: int, heads: Heads, run: Run, peers: Peers) -> list[Row]:
 
 def _pages_of(size: int, length: int, heads: Heads, run: Run) -> Launches:
     count = -(-length // size)
-    flat = Pool(made((count * size * heads.token,), 1))
+    flat = KVPages(made((count * size * heads.token,), 1))
     q = made((1, length, heads.K, heads.G, heads.H), 2)
     table = np.stack([np.random.default_rng(run.seed).permutation(count), np.arange(count)]).astype(
         np.int32
@@ -215,8 +215,8 @@ class Filled:
         tape = min(tokens, 2**17)
 
         @jax.jit
-        def fill(x: jax.Array) -> Pool:
-            one = narrow(x.reshape(-1, heads.H)) if narrowed else Pool(x)
+        def fill(x: jax.Array) -> KVPages:
+            one = narrow(x.reshape(-1, heads.H)) if narrowed else KVPages(x)
             return jax.tree.map(lambda x: jnp.tile(x.reshape(-1), tokens // tape), one)
 
         self.flats = [fill(made((tape * heads.token,), layer)) for layer in range(layers(run))]
@@ -253,7 +253,7 @@ class Filled:
             float(sum(contexts))
             * self.heads.token
             / self.heads.H
-            * (2 + self.heads.H if self.dtype == NARROW else 2 * self.heads.H)
+            * (2 + self.heads.H if self.dtype == FP8 else 2 * self.heads.H)
         )
 
     def launches(self, contexts: list[int], T: int) -> dict[str, Launches]:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.kernels.pool import Pool, narrow
+from jaxserve.kernels.kv_pages import KVPages, narrow
 
 SLOTS = 6  # rows of the page table
 HUGE = 2**31 - 1
@@ -33,7 +33,7 @@ class Case:
         pool = (
             jax.tree.map(np.asarray, narrow(self.pages))
             if narrowed
-            else Pool(self.pages.astype(dtype))
+            else KVPages(self.pages.astype(dtype))
         )
         return self.q.astype(dtype), self.q_pos, pool, self.table, self.rows, self.count
 

@@ -19,7 +19,7 @@ import numpy as np
 from experiments.benchmarks.gpu import cases
 from experiments.benchmarks.gpu.timing import in_turns, launches, said
 from experiments.benchmarks.gpu.worker import OPTIONAL, Case, Row, Run, is_there
-from jaxserve.kernels.pool import Pool
+from jaxserve.kernels.kv_pages import KVPages
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F16 = np.dtype(np.float16)
@@ -228,7 +228,7 @@ def _hops(
     attend: Callable,
     q: jax.Array,
     q_pos: jax.Array,
-    pages: Pool,
+    pages: KVPages,
     table: jax.Array,
     rows: jax.Array,
     count: jax.Array,

@@ -23,7 +23,7 @@ import numpy as np
 from experiments.benchmarks.gpu.attention import Heads, attend, kilo, made
 from experiments.benchmarks.gpu.timing import Pace, Timed, in_turns, launches
 from experiments.benchmarks.gpu.worker import Case, Row, Run, stand_in
-from jaxserve.kernels.pool import Pool
+from jaxserve.kernels.kv_pages import KVPages
 
 # dense bf16 TF/s and GB/s of the data sheet
 PEAK = {"NVIDIA H200": (989.4, 4800.0), "NVIDIA H100 80GB HBM3": (989.4, 3350.0)}
@@ -70,9 +70,9 @@ class Replica:
     @functools.cached_property
     def engine(self) -> Any:
         stand_in()
-        from jaxserve.config import CacheConfig, EngineConfig, ModelSource, SchedulerConfig
+        from jaxserve.checkpoint.zoo import MODELS
         from jaxserve.engine import build
-        from jaxserve.models.zoo import MODELS
+        from jaxserve.settings.schema import CacheConfig, EngineConfig, ModelSource, SchedulerConfig
 
         cache = Path(self.run.folder) / "xla"
         cache.mkdir(mode=0o700, exist_ok=True)
@@ -100,15 +100,15 @@ class Replica:
 
     @functools.cached_property
     def steps(self) -> Any:
-        from jaxserve.engine.arrays import Work, to_arrays
-        from jaxserve.engine.measure import Meter, Point
+        from jaxserve.engine.arrays import StepDemand, to_arrays
+        from jaxserve.engine.profiling.measure import MeasurePoint, StepTimer
 
-        class Steps(Meter):
+        class Steps(StepTimer):
             """Steps by what they hold, ready to be issued."""
 
             def arrays(self, **point: Any) -> Any:
-                batch = self._batch(Point(**point))
-                work = Work.of(batch, 1)
+                batch = self._batch(MeasurePoint(**point))
+                work = StepDemand.of(batch, 1)
                 shape = self.stages.plan.shape_for(work)
                 if shape is None:
                     raise ValueError(f"no compiled shape holds {point}")
@@ -380,7 +380,7 @@ def _chunk(replica: Replica, cached: int, new: int) -> Row:
 
 def _requests(replica: Replica) -> Row:
     """Two requests, one after the other, through all of the engine but its thread."""
-    from jaxserve.request import Finished, Request, SamplingParams
+    from jaxserve.api.request import Finished, Request, SamplingParams
 
     built = replica.engine
     ends = list[Any]()
@@ -416,7 +416,7 @@ def _requests(replica: Replica) -> Row:
 
 def _host_time(replica: Replica) -> list[Row]:
     """The host's microseconds per decode step: medians, and of the total the 90th of a hundred."""
-    from jaxserve.commands.host_time import Crowd, host_time
+    from jaxserve.cli.bench.host_time import Crowd, host_time
 
     rows = []
     for crowd in (
@@ -527,7 +527,7 @@ def append_and_attend(
             .set(kv)
             .reshape(flat.shape)
         )
-        q = f([Pool(flat)], q, *rest)
+        q = f([KVPages(flat)], q, *rest)
         out.append(flat)
     return q, out
 

@@ -2,11 +2,11 @@
 
 import protocol
 
-from jaxserve.commands.machine import machine
-from jaxserve.commands.speed import Point, Runner
-from jaxserve.config import EngineConfig
+from jaxserve.cli.bench.speed import Runner, SpeedPoint
+from jaxserve.cli.machine import machine
 from jaxserve.engine.build import build
-from jaxserve.options import make
+from jaxserve.settings.options import make
+from jaxserve.settings.schema import EngineConfig
 
 SETTINGS = protocol.settings()
 engine = build(
@@ -28,6 +28,6 @@ runner = Runner(engine)
 versions = {name: machine()[name] for name in ("jaxserve", "git", "jax", "jaxlib", "python")}
 protocol.answer(
     versions,
-    lambda kind, size: runner.rate(Point(kind, size)),
+    lambda kind, size: runner.rate(SpeedPoint(kind, size)),
     lambda prompt, tokens: runner.generate([prompt], tokens)[0],
 )

@@ -1,0 +1,59 @@
+"""The border between the towers: what the host tells the device about one step, as arrays of
+integers.
+
+Its size depends on the tokens of the step, never on the length of a context: a page table entry is
+sent once, when it is new.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The chunks of one step, one row of the arrays each; int32 unless said otherwise. Chunks that
+    feed come first.
+
+    A chunk's tokens are at positions `start` to before `start + length`. The row of a page table,
+    per lane and slot, lists that lane's blocks of the sequence in ascending order.
+    """
+
+    number: int  # counts up from 0
+    seq: np.ndarray  # [n] int64, number of the sequence: never used again by this scheduler
+    slot: np.ndarray  # [n] row of the device's tables, 0 to max_seqs - 1
+    # [n] home lane: computes the linear layers of the chunk's tokens and samples for it
+    lane: np.ndarray
+    start: np.ndarray  # [n]
+    length: np.ndarray  # [n] 1 for a decode
+    # [n] bool; True: the one token is what the device sampled last for the slot; False: tokens are
+    # in `tokens`
+    is_decode: np.ndarray
+    sample: np.ndarray  # [n] bool; a token is sampled after the chunk's last one
+    spread: np.ndarray  # [n] bool; blocks lie on more than the home lane
+    blocks_per_lane: (
+        np.ndarray
+    )  # [n, lanes] blocks of the sequence on each lane, those of this step included
+    # [k] lane of each block that tokens of spread chunks of more than one token fall in, chunk
+    # after chunk
+    block_lane: np.ndarray
+    tokens: np.ndarray  # [sum of length where not feed] token ids, chunk after chunk
+    # [m, 4] pages that move before the step, in this order: lane, page, to lane, page
+    moves: np.ndarray
+    # [m, 5] new page table entries: lane, slot, index in the row, page, block; ascending blocks per
+    # row
+    table_updates: np.ndarray
+    seconds: float  # predicted time in the slowest stage
+    # rows of this batch whose sequence has just got its slot: set its sampling state
+    admitted: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """What the step's message weighs."""
+        return sum(
+            getattr(self, field.name).nbytes
+            for field in fields(self)
+            if field.name not in ("number", "seconds", "admitted")
+        )

@@ -1,0 +1,55 @@
+"""Block keys: hashes chained over all tokens before, so that equal keys mean equal prefixes
+(mooncake.md K1).
+
+The root of a chain covers what else makes KV differ: model, dtype, block size and the tenant's
+salt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+
+import numpy as np
+
+KEY_BYTES = 16
+
+
+def root_key(fingerprint: str, dtype: str, block_size: int, salt: str) -> bytes:
+    return blake2b(
+        repr((fingerprint, dtype, block_size, salt)).encode("utf-8", "surrogatepass"),
+        digest_size=KEY_BYTES,
+    ).digest()
+
+
+def block_key(parent: bytes, tokens: np.ndarray) -> bytes:
+    """Key of the block with these tokens [C] after the block with key `parent`."""
+    return blake2b(
+        parent + tokens.astype("<i4", copy=False).tobytes(), digest_size=KEY_BYTES
+    ).digest()
+
+
+class BlockHashes:
+    """The keys of one sequence's blocks, each computed when it is first asked for. `tokens(a, b)`
+    gives the sequence's tokens [b - a].
+
+    `pages` [n] is what CacheManager.match found last, with the `stamps` [n] that these pages had
+    then.
+    """
+
+    def __init__(self, root: bytes, block_size: int, tokens: Callable[[int, int], np.ndarray]):
+        self.tokens = tokens
+        self._size = block_size
+        self._keys = [root]
+        self.pages = np.empty(0, np.intp)
+        self.generation = np.empty(0, np.int32)
+
+    def __getitem__(self, block: int) -> bytes:
+        while len(self._keys) < block + 2:
+            first = (len(self._keys) - 1) * self._size
+            self._keys.append(block_key(self._keys[-1], self.tokens(first, first + self._size)))
+        return self._keys[block + 1]
+
+    def copy_from(self, other: BlockHashes, blocks: int) -> None:
+        """Takes over the keys of the first blocks, which are the same in both sequences."""
+        self._keys = other._keys[: blocks + 1]

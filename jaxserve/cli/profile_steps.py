@@ -1,0 +1,113 @@
+"""`jaxserve profile`: measures what steps cost on the engine at hand, for its scheduler and for
+simulations."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxserve.cli.display import table
+from jaxserve.cli.machine import described, machine
+from jaxserve.cli.settings import engine_config, engine_groups
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option
+
+ABOUT = """\
+Runs steps of every compiled shape, with contexts up to --longest, on an engine with the flags below, and fits the costs that scheduling \
+predicts with. `jaxserve serve` with the same flags finds them; another place is named by --out here and --profile there.
+
+  jaxserve profile --model=smollm2-135m
+"""
+SAMPLE = 300  # requests of a simulation that tries an improvement rate
+STEPS = 8  # loads at which rates are tried
+PROFILE = [
+    Option(
+        "longest",
+        int,
+        65536,
+        "tokens of the longest sequence that is measured, if the model and the cache hold it",
+        2,
+    ),
+    Option("repeats", int, 3, "measurements of each point, of which the median counts", 1),
+    Option(
+        "workload",
+        str,
+        "poisson:mix=tetris-short",
+        "lengths for which plans of lanes (--planner) are tuned, as `jaxserve simulate` takes them",
+    ),
+    Option("out", str, None, "file for the profile; default: where `jaxserve serve` looks"),
+]
+
+
+def run(values: dict[str, Any]) -> int:
+    from jaxserve.engine.build import build
+    from jaxserve.engine.profiling import profile_file as profile
+
+    config = engine_config({**values, "profile": "auto"})
+    engine = build(config, progress=sys.stderr.isatty(), profiled=False)
+    found, points = profile.profiled(
+        engine, values["longest"], values["repeats"], sys.stderr.isatty()
+    )
+    file = Path(values["out"]) if values["out"] else profile.safe_file(profile.identity_of(engine))
+    profile.write(
+        file,
+        engine,
+        found,
+        points,
+        improvement(values, engine) if engine.stages.plan.moves else None,
+    )
+    rows = [
+        [
+            str(one.shape),
+            str(one.point.decodes),
+            f"{one.point.chunks} x {one.point.new}",
+            str(max(one.point.context, one.point.cached)),
+            "yes" if one.point.sample else "no",
+            f"{one.seconds * 1e3:.2f}",
+        ]
+        for one in points
+    ]
+    print(described(machine()))
+    print()
+    print(table(["shape", "decodes", "chunks", "tokens before", "sampled", "ms per step"], rows))
+    print(
+        f"\nmean error of the fit {found.fitted:.1%}, of points left out of it {found.held_out:.1%}; written to {file}"
+    )
+    engine.close()
+    return 0
+
+
+def improvement(values: dict[str, Any], engine: Any) -> Any:
+    """A search for the improvement rates with the least mean TTFT, at loads up to where all lanes
+    are busy, by simulation (Tetris, 5.1)."""
+    from jaxserve.scheduling.planning.cdsp import POLICIES
+    from jaxserve.simulate import tetris, workload
+
+    sample = lambda qps: [
+        dataclasses.replace(one, prompt=min(one.prompt, engine.max_len - 1))
+        for one in workload.parse(values["workload"], qps=qps, requests=SAMPLE)
+    ]
+
+    def search(profile: Any) -> dict[float, float]:
+        instances = profile.instances(engine)
+        lanes = engine.config.mesh.kvp
+        one = min(instances.latencies)
+        seconds = statistics.fmean(
+            instances.latencies[one](0, arrival.prompt) for arrival in sample(1.0)
+        )
+        loads = [lanes / seconds * step / STEPS for step in range(1, STEPS + 1)]
+        return tetris.profile(
+            instances, lanes, POLICIES[engine.config.scheduler.planner], sample, loads
+        )
+
+    return search
+
+
+GROUPS = {
+    title: [option for option in group if option.name != "profile"]
+    for title, group in engine_groups().items()
+}
+COMMAND = Command({"measuring": PROFILE, **GROUPS}, run, ABOUT)

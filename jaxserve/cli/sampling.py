@@ -1,0 +1,69 @@
+"""Flags of the sampling parameters, from `SamplingParams`, and the way back."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.api.request import RequestError, SamplingParams
+from jaxserve.settings.options import Option
+
+HELP = {
+    "temperature": "0 is greedy: the likeliest token each time",
+    "top_k": "only among so many likeliest tokens; 0: all",
+    "top_p": "only among the likeliest tokens that together have this probability",
+    "min_p": "only tokens at least this probable, as a share of the likeliest one's probability",
+    "repetition_penalty": "divides the score of tokens that are there already",
+    "presence_penalty": "lowers the score of tokens that were generated",
+    "frequency_penalty": "the same, for each time",
+    "logit_bias": "changes to scores, as ID=BIAS,ID=BIAS",
+    "seed": "same seed, same tokens; drawn where not given",
+    "n": "completions of each prompt",
+    "max_tokens": "most tokens of a completion",
+    "min_tokens": "tokens before it may end",
+    "stop": "ends a completion before this text; may be repeated",
+    "stop_token_ids": "ends a completion after one of these tokens, as ID,ID",
+    "ignore_eos": "go on after the end token",
+    "logprobs": "log-probabilities of the tokens and of so many likeliest ones",
+    "prompt_logprobs": "the same for the prompt",
+}
+NAMES = tuple(HELP)
+_LISTS = {"stop": (tuple, ()), "stop_token_ids": (str, None), "logit_bias": (str, None)}
+
+
+def sampling_options(**defaults: Any) -> list[Option]:
+    """A flag for each field, some of them with other defaults."""
+    hints = typing.get_type_hints(SamplingParams)
+    options = []
+    for field in dataclasses.fields(SamplingParams):
+        (kind, *_) = typing.get_args(hints[field.name]) or (hints[field.name],)
+        kind, default = _LISTS.get(field.name, (kind, field.default))
+        options.append(
+            Option(field.name, kind, defaults.get(field.name, default), HELP[field.name])
+        )
+    return options
+
+
+def sampling_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the flags say, as fields of `SamplingParams.make`. Errors: RequestError."""
+    fields = {name: values[name] for name in NAMES if values[name] not in (None, [])}
+    if "stop_token_ids" in fields:
+        fields["stop_token_ids"] = [
+            _number("stop_token_ids", int, text) for text in fields["stop_token_ids"].split(",")
+        ]
+    if "logit_bias" in fields:
+        pairs = (pair.partition("=") for pair in fields["logit_bias"].split(","))
+        fields["logit_bias"] = {
+            _number("logit_bias", int, id): _number("logit_bias", float, bias)
+            for id, _, bias in pairs
+        }
+    return fields
+
+
+def _number(name: str, kind: type, text: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise RequestError(name, f"{text!r} is not a number") from None

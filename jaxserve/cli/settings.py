@@ -1,0 +1,66 @@
+"""Flags of the engine and of the server, from their config classes, and the way back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.settings.options import Option, make, options_of
+from jaxserve.settings.schema import (
+    CacheConfig,
+    EngineConfig,
+    ModelSource,
+    SchedulerConfig,
+    ServerConfig,
+)
+
+ALL = options_of(EngineConfig)
+
+
+def _of(config: type, *others: str) -> list[Option]:
+    return [*options_of(config).values(), *(ALL[name] for name in others)]
+
+
+ENGINE = {
+    "model": _of(ModelSource, "mesh"),
+    "cache": _of(CacheConfig),
+    "scheduling": _of(SchedulerConfig, "profile", "lookahead", "hang_timeout", "compile_cache"),
+}
+CONFIG = {
+    "settings": [
+        Option(
+            "config",
+            str,
+            None,
+            "YAML file with settings, by the names of flags; flags go before variables JAXSERVE_NAME, and these before "
+            "the file; default: JAXSERVE_CONFIG, if that is set",
+        ),
+        Option(
+            "print_config",
+            bool,
+            False,
+            "print all settings as such a file, with where they are from, and end",
+        ),
+    ]
+}
+# what servers do by default
+SERVED: dict[str, Any] = dict(policy="slack", chunking="adaptive", admission="predict")
+SERVER = {"server": list(options_of(ServerConfig).values())}
+
+
+def engine_groups(**defaults: Any) -> dict[str, list[Option]]:
+    """The engine's flags, some of them with other defaults, and those that say where settings
+    are."""
+    return {
+        title: [dataclasses.replace(o, default=defaults.get(o.name, o.default)) for o in group]
+        for title, group in {**ENGINE, **CONFIG}.items()
+    }
+
+
+def engine_config(values: Mapping[str, Any]) -> EngineConfig:
+    return make(EngineConfig, {name: values[name] for name in ALL})
+
+
+def server_config(values: Mapping[str, Any]) -> ServerConfig:
+    return make(ServerConfig, {name: values[name] for name in options_of(ServerConfig)})

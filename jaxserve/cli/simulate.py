@@ -1,0 +1,297 @@
+"""`jaxserve simulate`: what a model on so many GPUs would make of a workload, without a GPU."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxserve.checkpoint.zoo import MODELS
+from jaxserve.cli.display import table
+from jaxserve.cli.files import check_writable, figure_class
+from jaxserve.costs.profiles import ModelShape, devices
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option, make, options_of
+from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
+from jaxserve.simulate.arrival import Arrival
+from jaxserve.simulate.arrival import summary as workload_summary
+from jaxserve.simulate.baselines import BASELINES, compare
+from jaxserve.simulate.mixes import MIXES
+from jaxserve.simulate.replica import RequestRecord
+from jaxserve.simulate.run import Outcome, System, execute
+from jaxserve.simulate.run import summary as figures_of
+from jaxserve.simulate.workload import parse
+
+ABOUT = f"""\
+The scheduler and the cache are those that serve; a step takes as long as coefficients say that were fitted to public measurements of the \
+GPU. All figures are simulated.
+
+A workload is a file (Mooncake .jsonl; Azure or lengths .csv; both also as .gz) or a generator: poisson:mix=NAME or burst:mix=NAME, with \
+mixes {", ".join(MIXES)}, or poisson:prompt=LENGTHS,output=LENGTHS.
+
+  jaxserve simulate --model=llama3-8b --gpu=a100 --mesh=tp=8,spp=2 --workload=poisson:mix=medha-5 --qps=0.5 --requests=500
+  jaxserve simulate --mesh=tp=8,spp=2 --qps=0.5 --requests=500 --baseline=sarathi-512,loongserve --json=out.json
+"""
+DEFAULTS: Mapping[str, Any] = {
+    "policy": "slack",
+    "chunk_tokens": 8192,
+    "max_seqs": 256,
+    "max_queue": 10**6,
+    "block_size": 256,
+    "step_time": 0.1,
+}
+SYSTEM = [
+    Option("model", str, "llama3-8b", "model: a name in the table of models"),
+    Option("gpu", str, "a100", "kind of GPU", choices=tuple(devices())),
+    Option("mesh", MeshConfig, MeshConfig(tp=8), "degrees of the mesh axes: stages, lanes, ranks"),
+    Option(
+        "lookahead",
+        int,
+        1,
+        "steps that are issued before the tokens of the last one are read",
+        0,
+        8,
+    ),
+]
+WORKLOAD = [
+    Option("workload", str, "poisson:mix=medha-5", "file or generator, see above"),
+    Option(
+        "qps",
+        float,
+        None,
+        "requests per second; traces with times of their own are stretched to it",
+    ),
+    Option(
+        "requests", int, None, "how many requests; default: all of a trace, 1000 of a generator", 1
+    ),
+    Option("seed", int, 0, "of arrivals and lengths", 0),
+    Option("duration", float, None, "seconds after which what still runs is given up", 0.001),
+]
+OUTPUT = [
+    Option(
+        "baseline",
+        str,
+        "",
+        f"run these over the same requests too, as NAME,NAME: {', '.join(BASELINES)}",
+    ),
+    Option("json", str, None, "file for the summary"),
+    Option("csv", str, None, "file for one row per request"),
+    Option("plot", str, None, "picture of the requests over time, .png or .svg (needs matplotlib)"),
+]
+
+
+def scheduling_options() -> list[Option]:
+    """Settings of scheduler and cache, with the defaults of a simulation; chunking is one word."""
+    chunking = Option(
+        "chunking",
+        str,
+        "adaptive",
+        "adaptive (to the objectives of the decodes), or static:N tokens",
+    )
+    found = {**options_of(SchedulerConfig), **options_of(CacheConfig), "chunking": chunking}
+    del found["classes"]  # simulated requests name none
+    return [
+        dataclasses.replace(option, default=DEFAULTS.get(name, option.default))
+        for name, option in found.items()
+    ]
+
+
+def run(values: dict[str, Any]) -> int:
+    system = System(shape_of(values["model"]), values["gpu"], mesh_of(values["mesh"]))
+    scheduler, cache = configs(values)
+    arrivals = parse(
+        values["workload"], qps=values["qps"], requests=values["requests"], seed=values["seed"]
+    )
+    names = [name for name in values["baseline"].replace(" ", "").split(",") if name]
+    check(names, values)
+    until = values["duration"] or float("inf")
+    replica = system.replica(scheduler, cache, values["lookahead"])
+    outcomes = {"jaxserve": execute(replica, arrivals, until=until)}
+    for name in names:
+        outcomes[name] = compare(
+            name, system, scheduler, cache, arrivals, until=until, lookahead=values["lookahead"]
+        )
+    report = report_of(values, system, scheduler, arrivals, outcomes)
+    print(shown(report))
+    if values["json"]:
+        Path(values["json"]).write_text(json.dumps(report, indent=1) + "\n")
+    if values["csv"]:
+        write_csv(values["csv"], outcomes)
+    if values["plot"]:
+        draw(values["plot"], outcomes)
+    return 0
+
+
+def check(baselines: Sequence[str], values: Mapping[str, Any]) -> None:
+    """Finds what would only be noticed after the run. Errors: ConfigError."""
+    for name in baselines:
+        if name not in BASELINES:
+            raise ConfigError("baseline", f"{name!r} is not one of {', '.join(BASELINES)}")
+    for flag in filter(values.get, ("json", "csv", "plot")):
+        check_writable(flag, values[flag])
+    if values["plot"]:
+        figure_class()
+
+
+def shape_of(name: str) -> ModelShape:
+    """The shape of a model of the zoo; punctuation does not count: llama-3-8b is llama3-8b. Errors:
+    ConfigError."""
+    plain = lambda text: re.sub(r"[-_. ]", "", text.lower())
+    for known, config in MODELS.items():
+        if plain(known) == plain(name):
+            return ModelShape(
+                config.layers,
+                config.d_model,
+                config.heads,
+                config.kv_heads,
+                config.head_dim,
+                config.d_ff,
+                config.vocab,
+            )
+    raise ConfigError("model", f"{name!r} is not one of {', '.join(MODELS)}")
+
+
+def mesh_of(given: str | MeshConfig) -> MeshConfig:
+    return MeshConfig.parse(given) if isinstance(given, str) else given
+
+
+def configs(values: Mapping[str, Any]) -> tuple[SchedulerConfig, CacheConfig]:
+    """The scheduler's and the cache's settings. Errors: ConfigError."""
+    kind, _, tokens = values["chunking"].partition(":")
+    if tokens and not (kind == "static" and tokens.isdecimal()):
+        raise ConfigError("chunking", f"{values['chunking']!r} is neither adaptive nor static:N")
+    chosen = {**values, "chunking": kind, **({"chunk_tokens": int(tokens)} if tokens else {})}
+    made = [
+        make(config, {name: chosen[name] for name in options_of(config) if name in chosen})
+        for config in (SchedulerConfig, CacheConfig)
+    ]
+    return made[0], made[1]
+
+
+def report_of(
+    values: Mapping[str, Any],
+    system: System,
+    scheduler: SchedulerConfig,
+    arrivals: Sequence[Arrival],
+    outcomes: Mapping[str, Outcome],
+) -> dict[str, Any]:
+    return {
+        "simulated": True,
+        "model": values["model"],
+        "gpu": system.device,
+        "mesh": str(system.mesh),
+        "seed": values["seed"],
+        "kv_tokens_per_lane": system.kv_tokens(),
+        "scheduler": dataclasses.asdict(scheduler),
+        "workload": workload_summary(arrivals),
+        "results": {
+            name: figures_of(outcome, scheduler.tpot) for name, outcome in outcomes.items()
+        },
+    }
+
+
+def shown(report: Mapping[str, Any]) -> str:
+    """A report as tables."""
+    work = report["workload"]
+    head = (
+        f"simulated: {report['model']} on {report['gpu']}, {report['mesh']}, KV of {report['kv_tokens_per_lane']:,} tokens per lane; "
+        f"{work['count']} requests at {work['rate']:.3g}/s, prompts of {work['prompt']['mean']:,.0f} tokens (p99 "
+        f"{work['prompt']['p99']:,.0f}), outputs of {work['output']['mean']:.0f}"
+    )
+    rows = []
+    for name, result in report["results"].items():
+        for kind, figures in result.items():
+            if isinstance(figures, dict) and "ttft" in figures:
+                rows.append(
+                    [
+                        f"{name} {kind}",
+                        f"{figures['finished']}/{figures['requests']}",
+                        *_cells(figures["ttft"], 1, 2),
+                        *_cells(figures["tpot"], 1e3, 1),
+                        f"{figures['ttft_met']:.0%}",
+                        f"{figures['tpot_met']:.0%}",
+                    ]
+                )
+    headers = [
+        "",
+        "finished",
+        "TTFT s p50",
+        "p90",
+        "p99",
+        "TPOT ms p50",
+        "p90",
+        "p99",
+        "TTFT met",
+        "TPOT met",
+    ]
+    use = [
+        [
+            name,
+            f"{result['busy']:.0%}",
+            f"{result['tokens_per_s']:,.0f}",
+            *_cells(result["token_gap"], 1e3, 1),
+        ]
+        for name, result in report["results"].items()
+    ]
+    return "\n\n".join(
+        [
+            head,
+            table(headers, rows),
+            table(["", "busy", "tokens/s", "gap ms p50", "p90", "p99"], use),
+        ]
+    )
+
+
+def _cells(spread: Mapping[str, float], factor: float, digits: int) -> list[str]:
+    return [
+        f"{spread[name] * factor:.{digits}f}" if spread else "-" for name in ("p50", "p90", "p99")
+    ]
+
+
+def write_csv(name: str, outcomes: Mapping[str, Outcome]) -> None:
+    """One row per request of each system, seconds."""
+    fields = [field.name for field in dataclasses.fields(RequestRecord)]
+    with open(name, "w", newline="") as file:
+        out = csv.writer(file)
+        out.writerow(["system", *fields, "ttft", "tpot"])
+        for system, outcome in outcomes.items():
+            for record in outcome.records:
+                out.writerow(
+                    [
+                        system,
+                        *(getattr(record, field) for field in fields),
+                        record.ttft,
+                        record.tpot,
+                    ]
+                )
+
+
+def draw(name: str, outcomes: Mapping[str, Outcome]) -> None:
+    """Each request as a line from its arrival to its first token (light) and on to its end (dark),
+    one picture per system."""
+    figure = figure_class()(figsize=(10, 3 * len(outcomes)), layout="constrained")
+    for axes, (system, outcome) in zip(
+        figure.subplots(len(outcomes), sharex=True, squeeze=False)[:, 0], outcomes.items()
+    ):
+        kinds = sorted({record.kind for record in outcome.records})
+        for place, record in enumerate(sorted(outcome.records, key=lambda record: record.arrival)):
+            color = f"C{kinds.index(record.kind)}"
+            axes.hlines(place, record.arrival, record.first, color=color, alpha=0.35)
+            axes.hlines(place, record.first, record.end, color=color)
+        axes.set(
+            title=f"{system} (simulated): {', '.join(f'C{i} {kind}' for i, kind in enumerate(kinds))}",
+            ylabel="request",
+        )
+    axes.set_xlabel("seconds")
+    figure.savefig(name)
+
+
+COMMAND = Command(
+    {"system": SYSTEM, "workload": WORKLOAD, "scheduling": scheduling_options(), "output": OUTPUT},
+    run,
+    ABOUT,
+)

@@ -1,0 +1,459 @@
+"""How queries and the KV on other lanes meet: what each strategy sends, how long it takes, and
+which one a step should use.
+
+A sequence that is spread over N lanes has a share of its KV on each, and each lane computes a share
+of its new tokens. Three strategies give the same attention (context parallel paper, section 3.5,
+and Medha, section 3.4):
+
+- `gather`: all lanes get all queries in one all-gather, attend over their own KV, and send the
+  partials home in one all-to-all. With the queries go the new keys and values, for a token's KV
+  need not belong where the token is computed. Nothing depends on what is cached.
+- `pass_kv`: queries stay and KV goes round a ring of lanes in N - 1 hops; a hop runs beside the
+  attention of the step before.
+- `pass_q`: KV stays and queries go round in N - 1 hops; the partials, which are as long as the
+  queries, come home in one all-to-all, which nothing hides.
+
+A step's chunks are summed up in `ExchangeWork`. `TRAFFIC` gives the bytes per strategy, `ExchangeChooser` the
+seconds, and `CHOOSERS` are the rules by which it picks: the least seconds, the paper's Algorithms 1
+and 5, a line fitted to measurements (appendix D), or always the same one. Everything is per layer
+and for one rank of tp: each rank's heads have a ring of their own (figure 5).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxserve.costs.predictor import Costs
+from jaxserve.costs.profiles import ITEM, PARTIAL, Link
+from jaxserve.settings.schema import ConfigError
+
+RIDGE = 1e-4  # of the fitted line: keeps it finite where a line parts the points without error
+
+
+def _need(fits: bool, field: str, value: Any, rule: str) -> None:
+    if not fits:
+        raise ConfigError(field, f"{value} is not {rule}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Heads:
+    """Attention heads of one rank. item: bytes of an element of queries, keys and values; partial:
+    of partial outputs and their log-sum-exp, 4 in our engine, `item` in the paper; stored: of one
+    key or value as it lies on pages, its scale included; 0: head_dim x item. Errors: ConfigError
+    for a field below 1."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    item: int = ITEM
+    partial: int = PARTIAL
+    stored: int = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            low = 0 if field.name == "stored" else 1
+            _need(
+                getattr(self, field.name) >= low,
+                field.name,
+                getattr(self, field.name),
+                f"{low} or more",
+            )
+
+    @property
+    def query_bytes(self) -> int:
+        """Of a token's queries."""
+        return self.heads * self.head_dim * self.item
+
+    @property
+    def new_kv_bytes(self) -> int:
+        """Of a new token's key and value."""
+        return 2 * self.kv_heads * self.head_dim * self.item
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of a token's key and value on pages."""
+        return 2 * self.kv_heads * (self.stored or self.head_dim * self.item)
+
+    @property
+    def partial_bytes(self) -> int:
+        """Of a token's partial output and log-sum-exp over one lane's KV."""
+        return self.heads * (self.head_dim + 1) * self.partial
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExchangeWork:
+    """What a step's spread chunks are, over all lanes, and on the lane that has most."""
+
+    lanes: int
+    tokens: int  # new ones, T
+    context: int  # cached and new, P + T
+    pairs: float  # of a query and a key that it attends to
+    share: int  # new tokens of a lane, at most
+    shard: int  # tokens of KV on a lane, at most; what goes round is padded to it
+    touched: float  # of these, those of sequences that have queries in a step of the ring
+
+    @property
+    def cached(self) -> int:
+        return self.context - self.tokens
+
+
+def work_of(
+    chunks: Sequence[tuple[int, int]], lanes: int, shards: Sequence[int] | None = None
+) -> ExchangeWork:
+    """Sums up chunks of (cached, new) tokens. New tokens are dealt evenly, decodes sequence by
+    sequence (Alg. 4).
+
+    shards: per chunk, tokens of KV with the new ones on the lane that holds most; default: an even
+    split of both (section 3.5.1). Errors: ConfigError that names lanes, chunks, cached, new or
+    shards."""
+    _need(lanes >= 1, "lanes", lanes, "1 or more")
+    _need(len(chunks) > 0, "chunks", list(chunks), "one or more")
+    _need(shards is None or len(shards) == len(chunks), "shards", shards, "one for each chunk")
+    tokens = 0
+    context = 0
+    share = 0
+    decodes = 0
+    pairs = 0.0
+    prefill = 0
+    decode = 0
+    for index, (cached, new) in enumerate(chunks):
+        if cached < 0 or new < 1:
+            _need(cached >= 0, "cached", cached, "0 or more")
+            _need(new >= 1, "new", new, "1 or more")
+        shard = -(-cached // lanes) - (-new // lanes) if shards is None else shards[index]
+        tokens = tokens + new
+        context = context + cached + new
+        pairs += new * (cached + (new + 1) / 2)
+        if new == 1:
+            decodes = decodes + 1
+            decode = decode + shard
+        else:
+            share = share - (-new // lanes)
+            prefill = prefill + shard
+    visits = -(-decodes // lanes)
+    touched = prefill + (decode * visits / decodes if decodes else 0.0)
+    return ExchangeWork(lanes, tokens, context, pairs, share + visits, prefill + decode, touched)
+
+
+# --- bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one lane sends (and receives) per layer. `rounds` times `lanes - 1` hops of `hop` bytes
+    each; then bytes of an all-gather and of an all-to-all, each in `lanes - 1` messages; 0 where
+    there is none."""
+
+    lanes: int
+    rounds: int = 0
+    hop: int = 0
+    gathered: int = 0
+    exchanged: int = 0
+
+    @property
+    def hops(self) -> int:
+        return self.rounds * (self.lanes - 1)
+
+    @property
+    def messages(self) -> int:
+        return self.hops + (self.lanes - 1) * ((self.gathered > 0) + (self.exchanged > 0))
+
+    @property
+    def bytes(self) -> int:
+        return self.hops * self.hop + self.gathered + self.exchanged
+
+
+def gather(work: ExchangeWork, heads: Heads, piece: int = 0) -> Traffic:
+    """(N-1) T/N (N_H + 2 N_KV) H e for queries, keys and values; (N-1) T/N N_H (H + 1) partial for
+    the partials."""
+    far = (work.lanes - 1) * work.share
+    return Traffic(
+        work.lanes,
+        gathered=far * (heads.query_bytes + heads.new_kv_bytes),
+        exchanged=far * heads.partial_bytes,
+    )
+
+
+def pass_kv(work: ExchangeWork, heads: Heads, piece: int = 0) -> Traffic:
+    """(N-1) 2 (T+P)/N N_KV H e, with the fullest lane's shard for (T+P)/N: messages of a ring are
+    of equal size (section 3.5.2). KV goes as it is stored, in pieces of `piece` tokens, the last
+    one padded; 0: a shard at once, as in the paper."""
+    piece = piece or max(work.shard, 1)
+    return Traffic(work.lanes, rounds=-(-work.shard // piece), hop=piece * heads.kv_bytes)
+
+
+def pass_q(work: ExchangeWork, heads: Heads, piece: int = 0) -> Traffic:
+    """(N-1) T/N N_H H e around the ring. Then a lane has partials of all N shares of T/N tokens
+    over its KV and sends N-1 of them home: (N-1) T/N N_H (H + 1) partial (appendix C, which counts
+    one log-sum-exp per token, not per head)."""
+    return Traffic(
+        work.lanes,
+        rounds=1,
+        hop=work.share * heads.query_bytes,
+        exchanged=(work.lanes - 1) * work.share * heads.partial_bytes,
+    )
+
+
+TRAFFIC: dict[str, Callable[..., Traffic]] = {
+    "gather": gather,
+    "pass_kv": pass_kv,
+    "pass_q": pass_q,
+}
+
+
+# --- seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rates:
+    """How fast one rank attends and sends: measured, not off a data sheet (section 3.4). hidden:
+    share of the shorter of a hop and the attention beside it that runs while the longer one does.
+    Errors: ConfigError for a rate that is not positive, or a share beyond 1."""
+
+    flops_per_s: float  # attention of many queries
+    read_bytes_per_s: float  # KV, by attention of few
+    launch: float  # seconds that every call of attention takes besides
+    hop: Link  # to the next lane of the ring
+    gather: Link  # an all-gather, by the bytes that a lane receives
+    exchange: Link  # an all-to-all, by the bytes that a lane sends
+    hidden: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field in ("flops_per_s", "read_bytes_per_s"):
+            _need(getattr(self, field) > 0, field, getattr(self, field), "above 0")
+        for field in ("hop", "gather", "exchange"):
+            _need(
+                getattr(self, field).bytes_per_s > 0,
+                field,
+                getattr(self, field),
+                "above 0 bytes per second",
+            )
+        _need(self.launch >= 0, "launch", self.launch, "0 or more")
+        _need(0 <= self.hidden <= 1, "hidden", self.hidden, "a share from 0 to 1")
+
+    def beside(self, hop: float, attention: float) -> float:
+        """Seconds of two things at once."""
+        return max(hop, attention) + (1 - self.hidden) * min(hop, attention)
+
+
+def rates_of(costs: Costs, heads: Heads) -> Rates:
+    """Rates that say what a profile's costs of attention and of the exchange between lanes say.
+    What costs nothing is infinitely fast."""
+    per = lambda amount, seconds: amount / seconds if seconds > 0 else math.inf
+    token = heads.query_bytes + heads.new_kv_bytes + heads.partial_bytes
+    link = Link(costs.kvp / 2, per(token, costs.kvp_token))
+    return Rates(
+        per(4 * heads.heads * heads.head_dim, costs.pair),
+        per(heads.kv_bytes, max(costs.read, costs.decode_kv)),
+        costs.chunk,
+        link,
+        link,
+        link,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Boundary:
+    """The paper's line between the rings (appendix D): pass-KV where h = new log(T) + miss log(T /
+    (T+P)) + constant is above 0; natural logarithms."""
+
+    new: float
+    miss: float
+    constant: float
+
+    def __call__(self, cached: int, new: int) -> float:
+        return self.new * math.log(new) + self.miss * math.log(new / (new + cached)) + self.constant
+
+
+def fit(points: Sequence[tuple[int, int, float, float]]) -> Boundary:
+    """The line that best tells where pass-KV is faster, by logistic regression. points: (cached,
+    new, seconds of pass-KV, seconds of pass-Q). Where all points have one total length it cannot be
+    told apart from one in T alone; the smallest coefficients are then taken. Errors: ConfigError
+    where the same ring is faster at all points."""
+    table = np.array(points, float).reshape(-1, 4)
+    faster = (table[:, 2] < table[:, 3]).astype(float)
+    _need(
+        0 < faster.sum() < len(faster),
+        "points",
+        f"{len(points)} measurements",
+        "a set in which each ring is faster somewhere",
+    )
+    x = np.log(np.stack([table[:, 1], table[:, 1] / (table[:, 0] + table[:, 1])], 1))
+    middle = x.mean(0)
+    spread = np.maximum(x.std(0), 1e-9)
+    design = np.column_stack([(x - middle) / spread, np.ones(len(x))])
+    ridge = RIDGE * np.diag([1.0, 1.0, 0.0])
+    found = np.zeros(3)
+    for _ in range(100):  # Newton's method
+        share = 1 / (1 + np.exp(-np.clip(design @ found, -30, 30)))
+        slope = design.T @ (share - faster) / len(x) + ridge @ found
+        bend = (design.T * (share * (1 - share))) @ design / len(x) + ridge + 1e-12 * np.eye(3)
+        step = np.linalg.solve(bend, slope)
+        found -= step / max(1.0, float(np.abs(step).max()))
+        if np.abs(step).max() < 1e-9:
+            break
+    new, miss = (found[:2] / spread).tolist()
+    return Boundary(new, miss, float(found[2] - (found[:2] / spread) @ middle))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """The strategy, and the predicted seconds per layer of all."""
+
+    strategy: str
+    seconds: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeChooser:
+    """Chooses for the steps of one mesh. piece: tokens of KV that a lane sends on at once, see
+    `pass_kv`. boundary: what `fitted` needs. Errors: ConfigError that names the field."""
+
+    lanes: int
+    heads: Heads
+    rates: Rates
+    chooser: str = "roofline"
+    piece: int = 0
+    boundary: Boundary | None = None
+
+    def __post_init__(self) -> None:
+        _need(self.lanes >= 1, "lanes", self.lanes, "1 or more")
+        _need(self.piece >= 0, "piece", self.piece, "0 or more")
+        _need(
+            self.chooser in CHOOSERS, "chooser", repr(self.chooser), f"one of {', '.join(CHOOSERS)}"
+        )
+        _need(
+            self.chooser != "fitted" or self.boundary is not None,
+            "boundary",
+            self.boundary,
+            "given, which the chooser 'fitted' needs",
+        )
+
+    def choose(
+        self, chunks: Sequence[tuple[int, int]], shards: Sequence[int] | None = None
+    ) -> Decision:
+        """For a step's spread chunks of (cached, new) tokens. Errors: see `work_of`."""
+        work = work_of(chunks, self.lanes, shards)
+        seconds = self.seconds(work)
+        return Decision(CHOOSERS[self.chooser](self, work, seconds), seconds)
+
+    def seconds(self, work: ExchangeWork) -> dict[str, float]:
+        """Of attention and what lanes send for it, per layer, by strategy."""
+        if self.lanes == 1:
+            return dict.fromkeys(TRAFFIC, self.attention(work.pairs, work.shard))
+        part = work.shard / work.context  # of all keys, on the fullest lane
+        step = work.pairs * part * work.share / work.tokens
+        return {
+            "gather": self._gather(
+                gather(work, self.heads), self.attention(work.pairs * part, work.shard)
+            ),
+            "pass_kv": self._ring(pass_kv(work, self.heads, self.piece), step, work.touched),
+            "pass_q": self._ring(pass_q(work, self.heads), step, work.touched),
+        }
+
+    def attention(self, pairs: float, read: float) -> float:
+        """Seconds of so many pairs of query and key, over `read` tokens of KV: computing or
+        reading, whichever takes longer."""
+        heads = self.heads
+        rates = self.rates
+        computed = 4 * heads.heads * heads.head_dim * pairs / rates.flops_per_s
+        return rates.launch + max(computed, heads.kv_bytes * read / rates.read_bytes_per_s)
+
+    def _gather(self, traffic: Traffic, attention: float) -> float:
+        return (
+            self.rates.gather(traffic.gathered) + attention + self.rates.exchange(traffic.exchanged)
+        )
+
+    def _ring(self, traffic: Traffic, pairs: float, read: float) -> float:
+        """Each hop beside the attention of what came before it; the last attention; the all-to-all,
+        where there is one."""
+        attention = self.attention(pairs / traffic.rounds, read / traffic.rounds)
+        hop = self.rates.hop(traffic.hop)
+        home = self.rates.exchange(traffic.exchanged) if traffic.exchanged else 0.0
+        return (
+            traffic.rounds * ((self.lanes - 1) * self.rates.beside(hop, attention) + attention)
+            + home
+        )
+
+    # --- the paper's thresholds
+
+    def hides_pass_kv(self, tokens: int) -> bool:
+        """Whether attention of so many new tokens lasts as long as the hops of pass-KV, whatever is
+        cached (Eq. 2)."""
+        heads = self.heads
+        rates = self.rates
+        return (
+            tokens * 4 * heads.heads * heads.head_dim * rates.hop.bytes_per_s
+            >= self.lanes * rates.flops_per_s * heads.kv_bytes
+        )
+
+    def hides_pass_q(self, context: int) -> bool:
+        """Whether attention lasts as long as the hops of pass-Q, by the length of the whole context
+        (Eq. 3)."""
+        return (
+            context * 4 * self.rates.hop.bytes_per_s
+            >= self.lanes * self.heads.item * self.rates.flops_per_s
+        )
+
+    @property
+    def equal_miss(self) -> float:
+        """Share of new tokens at which queries are as long as keys and values (Eq. 1)."""
+        return self.heads.kv_bytes / self.heads.query_bytes
+
+
+def roofline(exchange: ExchangeChooser, work: ExchangeWork, seconds: Mapping[str, float]) -> str:
+    """The least predicted time; `gather` where all take as long."""
+    return min(seconds, key=seconds.__getitem__)
+
+
+def alg1(exchange: ExchangeChooser, work: ExchangeWork, seconds: Mapping[str, float]) -> str:
+    """Algorithm 1: pass-KV where it is hidden or its messages are smaller."""
+    return (
+        "pass_kv"
+        if exchange.hides_pass_kv(work.tokens) or work.tokens / work.context >= exchange.equal_miss
+        else "pass_q"
+    )
+
+
+def alg5(exchange: ExchangeChooser, work: ExchangeWork, seconds: Mapping[str, float]) -> str:
+    """Algorithm 5: the same with the all-to-all of pass-Q counted (appendix C)."""
+    rates = exchange.rates
+    home = (
+        4
+        * work.tokens
+        * rates.hop.bytes_per_s
+        / (work.lanes * rates.flops_per_s * exchange.heads.item)
+    )
+    return (
+        "pass_kv"
+        if exchange.hides_pass_kv(work.tokens)
+        or work.tokens / work.context >= exchange.equal_miss - home
+        else "pass_q"
+    )
+
+
+def fitted(exchange: ExchangeChooser, work: ExchangeWork, seconds: Mapping[str, float]) -> str:
+    """The side of the fitted line (appendix D)."""
+    return (
+        "pass_kv"
+        if exchange.boundary is not None and exchange.boundary(work.cached, work.tokens) > 0
+        else "pass_q"
+    )
+
+
+def _always(strategy: str) -> Callable[[ExchangeChooser, ExchangeWork, Mapping[str, float]], str]:
+    return lambda exchange, work, seconds: strategy
+
+
+CHOOSERS: dict[str, Callable[[ExchangeChooser, ExchangeWork, Mapping[str, float]], str]] = {
+    "roofline": roofline,
+    "alg1": alg1,
+    "alg5": alg5,
+    "fitted": fitted,
+    **{strategy: _always(strategy) for strategy in TRAFFIC},
+}

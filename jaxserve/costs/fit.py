@@ -1,0 +1,178 @@
+"""Coefficients from measured steps of an engine, and how well they fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares, nnls
+
+from jaxserve.costs.predictor import Compiled, Costs, LaneLoad, Predictor
+from jaxserve.settings.schema import ConfigError, MeshConfig
+
+FOLDS = 3  # into which the points with context are dealt, to see how well others tell them
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """A measured step of one lane: decodes, each after `context` tokens; chunks of `new` tokens
+    after `cached` ones; how many tokens were sampled; the compiled shape, as (decodes, rows,
+    width); seconds in the slowest stage."""
+
+    decodes: int
+    context: int
+    chunks: int
+    cached: int
+    new: int
+    samples: int
+    shape: tuple[int, int, int]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CostsFit:
+    """What was found. `fitted` is the mean relative error of all points; `held_out` that of points
+    with context which a fit to the others has not seen (three folds)."""
+
+    costs: Costs
+    fitted: float
+    held_out: float
+
+
+def fit(samples: Sequence[StepSample], layers: int, mesh: MeshConfig, longest: bool) -> CostsFit:
+    """Costs of an engine whose steps run in compiled shapes. longest: see `Costs`. Errors:
+    ConfigError where points are missing."""
+    base = [sample for sample in samples if not sample.cached and sample.context <= 1]
+    rest = [sample for sample in samples if sample not in base]
+    if not any(sample.samples for sample in base) or not any(not sample.samples for sample in base):
+        raise ConfigError("profile", "points with and without sampled tokens are needed")
+    stage = -(-layers // mesh.spp)
+    fitted = lambda kept: _linear(
+        _attention(Costs(layers=layers, longest=longest), base, kept, stage), base, stage
+    )
+    errors = lambda costs, of: [
+        abs(predicted(costs, mesh, sample) / sample.seconds - 1) for sample in of
+    ]
+    costs = fitted(rest)
+    folds = [
+        (rest[fold::FOLDS], [s for index, s in enumerate(rest) if index % FOLDS != fold])
+        for fold in range(FOLDS)
+    ]
+    unseen = [error for left, kept in folds if left for error in errors(fitted(kept), left)]
+    return CostsFit(costs, float(np.mean(errors(costs, samples))), float(np.mean(unseen or [0.0])))
+
+
+def _attention(
+    costs: Costs, base: Sequence[StepSample], rest: Sequence[StepSample], stage: int
+) -> Costs:
+    """Attention to what is cached: what a point with context takes beyond the one of the same shape
+    without."""
+    bare = {sample.shape: sample.seconds for sample in base if sample.samples or not sample.decodes}
+    rest = [sample for sample in rest if sample.shape in bare]
+    if not rest:
+        return costs
+
+    def trial(logs: np.ndarray) -> Costs:
+        return dataclasses.replace(
+            costs, **dict(zip(("pair", "read", "decode_kv"), np.exp(logs).tolist()))
+        )
+
+    def errors(logs: np.ndarray) -> list[float]:
+        return [
+            (bare[sample.shape] + stage * _context(trial(logs), sample)) / sample.seconds - 1
+            for sample in rest
+        ]
+
+    pairs = sum(
+        sample.decodes * sample.context + sample.chunks * sample.new * sample.cached
+        for sample in rest
+    )
+    each = sum(max(sample.seconds - bare[sample.shape], 0.0) for sample in rest) / stage / pairs
+    start = np.log(
+        np.maximum(
+            [each, each * min((sample.new for sample in rest if sample.chunks), default=1), each],
+            1e-15,
+        )
+    )
+    return trial(least_squares(errors, start).x)
+
+
+def _context(costs: Costs, sample: StepSample) -> float:
+    """Seconds per layer that the sample's context adds."""
+    decodes = sample.shape[0] if costs.longest else sample.decodes
+    chunks = sample.chunks * (
+        costs.attend_chunk(sample.cached, sample.new) - costs.attend_chunk(0, sample.new)
+    )
+    return chunks + (costs.decode_kv * decodes * sample.context if sample.decodes else 0.0)
+
+
+def _linear(costs: Costs, base: Sequence[StepSample], stage: int) -> Costs:
+    """Seconds of every shape without attention and head, and of tokens in between where no shape is
+    asked for."""
+    silent = [sample for sample in base if sample.decodes and not sample.samples]
+    head = max(
+        0.0,
+        min(
+            (
+                other.seconds - sample.seconds
+                for sample in silent
+                for other in base
+                if other.samples and other.shape == sample.shape
+            ),
+            default=0.0,
+        ),
+    )
+    shapes = []
+    for sample in base:  # in the order of the engine's shapes, cheapest first
+        if sample not in silent:
+            attention = sample.chunks * costs.attend_chunk(0, sample.new) + costs.attend_decodes(
+                sample.shape[0], sample.shape[0]
+            )
+            seconds = (sample.seconds - (head if sample.samples else 0.0)) / stage - attention
+            shapes.append(Compiled(*sample.shape, max(seconds, 0.0)))
+    tokens = np.array([shape.decodes + shape.rows * shape.width for shape in shapes])
+    weight = 1 / np.maximum([shape.seconds for shape in shapes], 1e-12)
+    level, slope = nnls(np.stack([weight, tokens * weight], 1), np.ones(len(shapes)))[0].tolist()
+    tile = min(
+        (shape.width for shape in shapes if shape.rows > 1),
+        default=max((shape.width for shape in shapes), default=1),
+    )
+    return dataclasses.replace(
+        costs,
+        head=head,
+        shapes=tuple(shapes),
+        tile=max(tile, 1),
+        linear_base=level,
+        linear_token=slope,
+    )
+
+
+def predicted(costs: Costs, mesh: MeshConfig, sample: StepSample) -> float:
+    """Seconds that the costs give for a sample."""
+    predictor = Predictor(costs, mesh)
+    lanes = [
+        LaneLoad(
+            sample.decodes, sample.decodes * sample.context, sample.context, samples=sample.samples
+        )
+    ]
+    for _ in range(sample.chunks):
+        predictor.add_chunk(lanes, 0, None, sample.cached, sample.new)
+    return predictor.stage(lanes)
+
+
+def to_json(costs: Costs) -> dict[str, Any]:
+    return dataclasses.asdict(costs)
+
+
+def from_json(found: dict[str, Any]) -> Costs:
+    """Errors: ConfigError for a field that costs do not have, or a value that is not a number."""
+    try:
+        shapes = tuple(Compiled(**shape) for shape in found.get("shapes", ()))
+        costs = Costs(**{**found, "shapes": shapes})
+        Predictor(costs, MeshConfig()).prefill(0, 1000, 100)
+        return costs
+    except (TypeError, AttributeError) as error:
+        raise ConfigError("profile", f"is not one of this version: {error}") from None

@@ -1,0 +1,344 @@
+"""How long a step takes: one model of time for the scheduler, placement, planning and the simulator
+(medha.md M11).
+
+A step runs through the stages one after the other; within a stage the slowest lane decides. A
+lane's time in one layer is that of its linear parts, which depends on how many tokens it computes,
+plus attention, which depends on who attends to how much, plus what ranks and lanes say to each
+other. `Costs` holds the coefficients, in seconds; `Predictor` applies them to batches and, while
+serving, corrects them by what steps really took.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxserve.api.batch import Batch
+from jaxserve.settings.schema import MeshConfig
+
+HOST = 0.003  # seconds in which the host decides and issues a step
+ERRS = 0.1  # share by which a step may end before its predicted time
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A shape of a step: so many decodes, and rows of so many prefill tokens; `seconds` per layer
+    for all but attention."""
+
+    decodes: int
+    rows: int
+    width: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Seconds of one model, on one kind of device, at one degree of tp. All but `launch`, `head`
+    and `hop` are per layer.
+
+    Linear parts of n tokens: the greater of `linear_floor` (weights are read) and `linear_base +
+    linear_token n` (they are used). Attention of a chunk of new tokens after cached ones: the
+    greater of `pair (cached + new / 2) new` and `read (cached + new)`, plus `chunk` and
+    `chunk_token new`. Of decodes: `decode` once, `decode_seq` each, `decode_kv` per token of
+    context. In a batch with both, `mixed` times the smaller of the two is added (below 0: they
+    overlap).
+    """
+
+    layers: int
+    launch: float = 0.0  # a step in one stage, whatever it does
+    linear_floor: float = 0.0
+    linear_base: float = 0.0
+    linear_token: float = 0.0
+    chunk: float = 0.0
+    chunk_token: float = 0.0  # per new token: tiles on the diagonal, queries and outputs
+    pair: float = 0.0
+    read: float = 0.0
+    decode: float = 0.0
+    decode_seq: float = 0.0
+    decode_kv: float = 0.0
+    mixed: float = 0.0
+    head: float = 0.0  # final norm, projection to the vocabulary and sampling, in the last stage
+    head_token: float = 0.0  # per sampled token
+    tp: float = 0.0  # both sums over ranks: once, and per token
+    tp_token: float = 0.0
+    kvp: float = 0.0  # both exchanges between lanes: once, and per spread token
+    kvp_token: float = 0.0
+    hop: float = 0.0  # from stage to stage: once, and per token
+    hop_token: float = 0.0
+    # what was measured of an engine, cheapest first; a step costs as its shape does
+    shapes: tuple[Compiled, ...] = ()
+    tile: int = 1  # tokens of a prefill row of these shapes, where there are several rows
+    longest: bool = False  # decodes cost as if all of the shape's had the longest context of them
+
+    def linear(self, tokens: int) -> float:
+        """One layer's linear parts and the sums over ranks."""
+        return (
+            bend(self.linear_floor, self.linear_base + self.linear_token * tokens)
+            + self.tp
+            + self.tp_token * tokens
+        )
+
+    def compiled(self, lane: LaneLoad) -> Compiled | None:
+        """The cheapest shape that holds what a lane does; None where there are none, or none
+        does."""
+        for shape in self.shapes:
+            if lane.decodes <= shape.decodes and (
+                lane.tiles <= shape.rows
+                if shape.rows != 1
+                else lane.chunks <= 1 and lane.tokens <= shape.width
+            ):
+                return shape
+        return None
+
+    def attend_chunk(self, cached: float, new: int, own: float | None = None) -> float:
+        """One layer's attention of `new` tokens after `cached` ones. On a lane that holds a share
+        of a spread context, `cached` and `own` are its shares of the tokens before and of the new
+        ones."""
+        own = new if own is None else own
+        return (
+            self.chunk
+            + self.chunk_token * new
+            + bend(self.pair * (cached + own / 2) * new, self.read * (cached + own))
+        )
+
+    def attend_decodes(self, count: int, context: float) -> float:
+        """One layer's attention of `count` decodes over `context` tokens together."""
+        return self.decode + self.decode_seq * count + self.decode_kv * context if count else 0.0
+
+    def attention(self, prefill: float, decode: float) -> float:
+        return prefill + decode + self.mixed * min(prefill, decode)
+
+
+def _shares(held: Sequence[int]) -> list[float]:
+    whole = sum(held) or 1
+    return [blocks / whole for blocks in held]
+
+
+def _fullest(reach: float, lanes: int, first: float, last: float) -> float:
+    """Tokens on the fullest lane, on average while a context grows from `first` to `last`: `reach`,
+    and once all hold that, a share."""
+    even = min(max(first, reach * lanes), last)  # from here on all lanes hold as much
+    return (reach * (even - first) + (last - even) * (even + last) / 2 / lanes) / (last - first)
+
+
+def bend(a: float, b: float) -> float:
+    """The greater of two, with a smooth change from one to the other: (a^4 + b^4)^(1/4), 19 % above
+    where they are equal."""
+    low, high = (a, b) if a < b else (b, a)
+    if high <= 0:
+        return 0.0
+    square = (low / high) ** 2
+    return high * math.sqrt(math.sqrt(1 + square * square))
+
+
+# where nothing was measured: work is counted in tokens
+NOMINAL = Costs(layers=1, linear_token=1e-4)
+
+
+@dataclasses.dataclass(slots=True)
+class LaneLoad:
+    """What one lane does in a step, so far."""
+
+    decodes: int = 0
+    context: float = 0.0  # of the decodes, on this lane
+    longest: float = 0.0  # of these contexts
+    chunks: int = 0  # of its own
+    tokens: int = 0  # prefill tokens of its own
+    tiles: int = 0  # rows that hold them
+    attention: float = 0.0  # seconds per layer, of the chunks
+    spread: int = 0  # spread tokens that it exchanges with the others
+    samples: int = 0
+
+
+class Predictor:
+    """Seconds of batches on a mesh. `reach` is how many tokens of a sequence a lane holds before
+    the next one joins. `scale` is what the online correction has learnt: it starts at 1."""
+
+    def __init__(
+        self, costs: Costs, mesh: MeshConfig, reach: float = math.inf, memory: float = 0.05
+    ):
+        self.mesh = mesh
+        self.memory = memory
+        self.reach = reach if mesh.kvp > 1 else math.inf
+        self.use(costs)
+
+    def use(self, costs: Costs) -> None:
+        """Predicts with these costs from now on, as they are."""
+        self.costs = costs
+        self.layers = -(-costs.layers // self.mesh.spp)
+        self.scale = 1.0
+
+    def early(self, seconds: float) -> float:
+        """How long before its predicted end a step's successor is decided, so that it is issued in
+        time: later, and the devices may wait; earlier, and requests that come in between do. At
+        once with NOMINAL costs, for they are not seconds."""
+        return math.inf if self.costs is NOMINAL else HOST + ERRS * seconds
+
+    # --- one step
+
+    def stage(self, lanes: Sequence[LaneLoad]) -> float:
+        """Seconds of a step in the slowest stage: the pace at which steps can follow each other."""
+        return max(map(self.lane, lanes))
+
+    def lane(self, lane: LaneLoad) -> float:
+        """Seconds of a step on one lane."""
+        costs = self.costs
+        context = lane.context
+        count = lane.decodes
+        shape = costs.compiled(lane) if costs.shapes else None
+        layer = shape.seconds if shape else costs.linear(count + lane.tokens)
+        if costs.longest:
+            context = lane.longest * (shape.decodes if shape else count)
+        layer += costs.attention(lane.attention, costs.attend_decodes(count, context))
+        if lane.spread:
+            layer += costs.kvp + costs.kvp_token * lane.spread
+        return (costs.launch + self.layers * layer) * self.scale + self.head(lane.samples)
+
+    def head(self, samples: int) -> float:
+        """Seconds by which the last stage, where tokens are sampled, is slower than the others."""
+        return (self.costs.head + self.costs.head_token * samples) * self.scale if samples else 0.0
+
+    def hop(self, tokens: int) -> float:
+        """Seconds from one stage to the next."""
+        return self.costs.hop + self.costs.hop_token * tokens
+
+    def latency(self, stage: float, tokens: int, samples: int) -> float:
+        """Seconds from a step's start to its tokens, given `stage`, its tokens and how many a lane
+        samples: through all stages, and the hops between them."""
+        return stage + (self.mesh.spp - 1) * (stage - self.head(samples) + self.hop(tokens))
+
+    def lanes(self, batch: Batch) -> list[LaneLoad]:
+        """A batch as the work of each lane."""
+        single = batch.length == 1
+        out = self.decodes(
+            batch.start[single],
+            batch.lane[single],
+            batch.spread[single],
+            batch.blocks_per_lane[single],
+        )
+        for row in np.flatnonzero(~single).tolist():
+            held = batch.blocks_per_lane[row].tolist() if batch.spread[row] else None
+            self.add_chunk(
+                out, int(batch.lane[row]), held, int(batch.start[row]), int(batch.length[row])
+            )
+        return out
+
+    def decodes(
+        self, context: np.ndarray, lane: np.ndarray, spread: np.ndarray, held: np.ndarray
+    ) -> list[LaneLoad]:
+        """What the lanes do for chunks of one token: context [n] tokens, home lane [n], spread [n]
+        bool, held [n, lanes] blocks."""
+        if self.mesh.kvp == 1:
+            return [
+                LaneLoad(
+                    len(context),
+                    float(context.sum()),
+                    float(context.max(initial=0)),
+                    samples=len(context),
+                )
+            ]
+        count = np.bincount(lane, minlength=self.mesh.kvp).tolist()
+        here = np.bincount(lane, np.where(spread, 0, context), self.mesh.kvp)
+        far = held[spread]
+        tokens = context[spread]
+        here = here + (tokens[:, None] * far / np.maximum(far.sum(1, keepdims=True), 1)).sum(0)
+        longest = [float(context[lane == index].max(initial=0)) for index in range(self.mesh.kvp)]
+        return [
+            LaneLoad(n, float(kv), most, spread=len(tokens), samples=n)
+            for n, kv, most in zip(count, here, longest)
+        ]
+
+    def add_chunk(
+        self, lanes: list[LaneLoad], home: int, held: Sequence[int] | None, cached: int, new: int
+    ) -> None:
+        """A prefill chunk joins what the lanes do. held: blocks on each lane of a spread sequence,
+        None for a local one."""
+        for index, lane in self.joined(lanes, home, held, cached, new):
+            lanes[index] = lane
+
+    def with_chunk(
+        self, lanes: list[LaneLoad], home: int, held: Sequence[int] | None, cached: int, new: int
+    ) -> float:
+        """Seconds of the step, on the lanes that it bears on, if the chunk joined."""
+        return max(self.lane(lane) for _, lane in self.joined(lanes, home, held, cached, new))
+
+    def joined(
+        self, lanes: list[LaneLoad], home: int, held: Sequence[int] | None, cached: int, new: int
+    ) -> list[tuple[int, LaneLoad]]:
+        """The lanes that a chunk bears on, with it. The tokens of a spread one are dealt over the
+        lanes; each lane attends, for all of them, over what it holds."""
+        if held is None:
+            return [(home, self._more(lanes[home], new, self.costs.attend_chunk(cached, new), 0))]
+        own = -(-new // len(lanes))
+        return [
+            (
+                index,
+                self._more(
+                    lanes[index],
+                    own,
+                    self.costs.attend_chunk(cached * share, new, new * share),
+                    new,
+                ),
+            )
+            for index, share in enumerate(_shares(held))
+        ]
+
+    def _more(self, lane: LaneLoad, tokens: int, attention: float, spread: int) -> LaneLoad:
+        tiles = lane.tiles - (-tokens // self.costs.tile)
+        return LaneLoad(
+            lane.decodes,
+            lane.context,
+            lane.longest,
+            lane.chunks + 1,
+            lane.tokens + tokens,
+            tiles,
+            lane.attention + attention,
+            lane.spread + spread,
+            lane.samples,
+        )
+
+    def seconds(self, batch: Batch) -> float:
+        """A batch's pace: see `stage`."""
+        return self.stage(self.lanes(batch))
+
+    # --- a whole prompt
+
+    def prefill(self, cached: int, total: int, chunk: int) -> float:
+        """Seconds to prefill tokens `cached` to before `total` alone, in chunks of `chunk`: the sum
+        of the steps' paces (Medha, Eq. 4)."""
+        if total <= cached:
+            return 0.0
+        far = min(max(cached, self.reach), total)  # from here on the context is spread over lanes
+        return (
+            self._chunks(cached, far, chunk, spread=False)
+            + self._chunks(far, total, chunk, spread=True)
+            + self.head(1)
+        )
+
+    def _chunks(self, cached: float, total: float, chunk: int, spread: bool) -> float:
+        if total <= cached:
+            return 0.0
+        costs = self.costs
+        new = total - cached
+        lanes = self.mesh.kvp if spread else 1
+        steps = math.ceil(new / chunk)
+        size = new / steps
+        context = _fullest(self.reach, lanes, cached, total) if spread else (cached + total) / 2
+        own = size / lanes
+        layer = steps * (costs.linear(math.ceil(own)) + costs.chunk) + costs.chunk_token * new
+        layer += bend(costs.pair * context * new, costs.read * steps * (context + own / 2))
+        if spread:
+            layer += steps * costs.kvp + costs.kvp_token * new
+        return (steps * costs.launch + self.layers * layer) * self.scale
+
+    # --- learning while serving
+
+    def seen(self, predicted: float, seconds: float) -> None:
+        """A step predicted to take so long took `seconds`: the scale follows, slowly, and never
+        beyond a factor of 4 either way."""
+        if predicted > 0 and seconds > 0:
+            ratio = min(max(seconds / predicted * self.scale, 0.25), 4.0)
+            self.scale *= (ratio / self.scale) ** self.memory

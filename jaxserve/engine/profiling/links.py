@@ -1,0 +1,89 @@
+"""How fast lanes talk to each other: what the choice of an exchange between them needs to know of
+this mesh."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxserve.costs.profiles import Link
+from jaxserve.sharding.mesh import KVP
+
+SIZES = 2**14, 2**23  # bytes of the messages that are timed
+REPEATS = 5
+CALLS = 4  # in a row, each of which needs the one before
+
+
+def measure_links(mesh: Mesh) -> dict[str, Link]:
+    """hop: to the next lane of a ring; gather: an all-gather, by the bytes that a lane receives;
+    exchange: an all-to-all, by the bytes that a lane sends. All ranks of a stage talk at once, as
+    while serving."""
+    return {name: _fitted(mesh, f) for name, f in _PROGRAMS.items()}
+
+
+def _hop(x: jax.Array) -> jax.Array:
+    lanes = lax.axis_size(KVP)
+    return lax.ppermute(x, KVP, [(lane, (lane + 1) % lanes) for lane in range(lanes)])
+
+
+def _gather(x: jax.Array) -> jax.Array:
+    """A lane receives as much as x from the others."""
+    lanes = lax.axis_size(KVP)
+    return lax.all_gather(x[: len(x) // (lanes - 1)], KVP, tiled=True)[: len(x)]
+
+
+def _exchange(x: jax.Array) -> jax.Array:
+    """A lane sends as much as x to the others."""
+    lanes = lax.axis_size(KVP)
+    part = len(x) // (lanes - 1)
+    return lax.all_to_all(jnp.resize(x, (lanes, part)), KVP, 0, 0).reshape(-1)[: len(x)]
+
+
+_PROGRAMS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "hop": _hop,
+    "gather": _gather,
+    "exchange": _exchange,
+}
+
+
+def _fitted(mesh: Mesh, f: Callable[[jax.Array], jax.Array]) -> Link:
+    lanes = mesh.shape[KVP]
+    # which all programs split without rest
+    sizes = [size // (lanes * (lanes - 1)) * lanes * (lanes - 1) for size in SIZES]
+    small, large = (_seconds(mesh, f, size) for size in sizes)
+    rate = (sizes[1] - sizes[0]) / max(large - small, 1e-9)
+    return Link(max(small - sizes[0] / rate, 0.0), rate)
+
+
+def _seconds(mesh: Mesh, f: Callable[[jax.Array], jax.Array], size: int) -> float:
+    """Of one call with x of so many bytes."""
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    def several(x: jax.Array) -> jax.Array:
+        for _ in range(CALLS):
+            x = jnp.resize(f(x), x.shape)
+        return x
+
+    x = jnp.zeros(size, jnp.int8)
+    several(x).block_until_ready()
+
+    def once() -> float:
+        began = time.perf_counter()
+        several(x).block_until_ready()
+        return time.perf_counter() - began
+
+    return statistics.median(once() for _ in range(REPEATS)) / CALLS

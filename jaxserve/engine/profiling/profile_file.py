@@ -1,0 +1,241 @@
+"""What steps cost on this engine: read from a file, or measured once and kept.
+
+A profile belongs to one model, type, mesh, kind of device and list of compiled shapes; its file's
+name says which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.checkpoint.model_paths import cache_folder, private_folder
+from jaxserve.costs.exchange_choice import CHOOSERS, ExchangeChooser, Heads, rates_of
+from jaxserve.costs.fit import CostsFit, StepSample, fit, from_json, to_json
+from jaxserve.costs.predictor import Costs
+from jaxserve.costs.profiles import Link
+from jaxserve.engine.profiling.links import measure_links
+from jaxserve.engine.profiling.measure import MeasuredStep, grid, measure
+from jaxserve.engine.stages import StagePlan
+from jaxserve.kernels.kv_pages import FP8, SCALE
+from jaxserve.progress import progress_bar
+from jaxserve.scheduling.planning.cdsp import Instances
+from jaxserve.scheduling.planning.lanes import instances_of
+from jaxserve.settings.schema import ConfigError
+from jaxserve.sharding.exchange import EXCHANGES, PIECE
+
+log = logging.getLogger(__name__)
+FORMAT = 4  # of the file
+Search = Callable[["EngineProfile"], dict[float, float]]
+QUICK = 2**20  # most pairs of a step that is measured when nobody asked for a profile
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineProfile:
+    """What steps cost; how fast lanes talk to each other, empty where there is one; and, where it
+    was searched for, by planner the best improvement rate by requests per second."""
+
+    costs: Costs
+    links: dict[str, Link]
+    improvement: dict[str, dict[float, float]] = dataclasses.field(default_factory=dict)
+
+    def exchange(self, engine: Any) -> ExchangeChooser:
+        """Chooses how spread sequences and their blocks meet."""
+        plan = engine.stages.plan
+        model = plan.model
+        tp = plan.mesh.tp
+        item = np.dtype(plan.dtype).itemsize
+        stored = model.head_dim + SCALE.itemsize if plan.kv_dtype == FP8 else model.head_dim * item
+        heads = Heads(model.heads // tp, model.kv_heads // tp, model.head_dim, item, stored=stored)
+        links: dict[str, Any] = self.links
+        chooser = engine.config.scheduler.exchange
+        chooser = chooser if chooser in CHOOSERS else "roofline"
+        return ExchangeChooser(
+            plan.mesh.kvp,
+            heads,
+            dataclasses.replace(rates_of(self.costs, heads), **links),
+            chooser,
+            piece=PIECE,
+        )
+
+    def instances(self, engine: Any) -> Instances:
+        """The lanes, to plan with."""
+        plan = engine.stages.plan
+        longest = min(engine.max_len, plan.width * plan.block_size * plan.mesh.kvp)
+        return instances_of(self.costs, self.exchange(engine), longest, plan.block_size)
+
+
+def profile_for(engine: Any, progress: bool) -> EngineProfile | None:
+    """The profile that the engine's settings ask for; None where its scheduler does without.
+    Errors: ConfigError."""
+    config = engine.config
+    timeless = config.scheduler.policy == "fcfs" and config.scheduler.chunking == "static"
+    timeless &= (
+        config.scheduler.exchange in EXCHANGES and config.scheduler.planner == "none"
+    ) or config.mesh.kvp == 1
+    if config.profile == "none" or (config.profile == "auto" and timeless):
+        return None
+    identity = identity_of(engine)
+    file = Path(config.profile) if config.profile != "auto" else safe_file(identity)
+    if config.profile != "auto" or file.exists():
+        return read(file, identity)
+    found = profiled(engine, engine.max_len, 1, progress, QUICK)
+    return write(file, engine, *found)
+
+
+def profiled(
+    engine: Any, longest: int, repeats: int, progress: bool, pairs: float = float("inf")
+) -> tuple[CostsFit, list[MeasuredStep]]:
+    """Measures an engine that was not started, with sequences of up to `longest` tokens and steps
+    of up to so many `pairs` of tokens that attend and are attended to, and fits its costs."""
+    plan = engine.stages.plan
+    longest = min(longest, engine.max_len, plan.width * plan.block_size)
+    points = list(grid(plan.shapes, longest, max(1, plan.slots // plan.mesh.kvp), pairs))
+    with progress_bar("measuring", len(points), progress) as done:
+        found = measure(engine, points, done, repeats)
+    return fit(
+        [_sample(one) for one in found],
+        plan.model.layers,
+        plan.mesh,
+        longest=_device(engine).platform == "cpu",
+    ), found
+
+
+def _sample(one: MeasuredStep) -> StepSample:
+    point = one.point
+    shape = one.shape
+    samples = point.decodes + point.chunks if point.sample else 0
+    held = shape.decode[0], *shape.prefill
+    return StepSample(
+        point.decodes,
+        point.context,
+        point.chunks,
+        point.cached,
+        point.new,
+        samples,
+        held,
+        one.seconds,
+    )
+
+
+def _device(engine: Any) -> jax.Device:
+    return engine.stages.last_mesh.devices.flat[0]
+
+
+def identity_of(engine: Any) -> dict[str, Any]:
+    """What the profile of this engine belongs to."""
+    return identity(engine.stages.plan, engine.max_len, _device(engine).device_kind)
+
+
+def identity(plan: StagePlan, max_len: int, device_kind: str) -> dict[str, Any]:
+    """What a profile belongs to, of which the engine need not be there."""
+    shapes = hashlib.sha256(" ".join(map(str, plan.shapes)).encode()).hexdigest()[:8]
+    return {
+        "format": FORMAT,
+        "model": plan.model.name,
+        "dtype": str(np.dtype(plan.dtype)),
+        "kv_dtype": str(np.dtype(plan.kv_dtype)),
+        "mesh": str(plan.mesh),
+        "device": device_kind,
+        "cores": os.cpu_count(),
+        "block_size": plan.block_size,
+        "max_len": max_len,
+        "shapes": shapes,
+    }
+
+
+def kept_file(identity: dict[str, Any]) -> Path:
+    """Where the profile is kept that belongs to this."""
+    text = json.dumps(identity, sort_keys=True)
+    name = "".join(c if c.isalnum() else "-" for c in identity["model"])
+    return (
+        cache_folder()
+        / "profiles"
+        / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+    )
+
+
+def safe_file(identity: dict[str, Any]) -> Path:
+    """`kept_file`, in a folder that is there. Errors: ConfigError where others could write
+    there."""
+    file = kept_file(identity)
+    private_folder(file.parent, "profile")
+    return file
+
+
+def write(
+    file: Path,
+    engine: Any,
+    found: CostsFit,
+    points: list[MeasuredStep],
+    search: Search | None = None,
+) -> EngineProfile:
+    """Writes a profile, whole or not at all; lanes are timed for it. search: finds improvement
+    rates, given the profile without them. Errors: ConfigError where it cannot be written."""
+    links = measure_links(engine.stages.last_mesh) if engine.stages.plan.mesh.kvp > 1 else {}
+    profile = EngineProfile(found.costs, links)
+    if search is not None:
+        profile = dataclasses.replace(
+            profile, improvement={engine.config.scheduler.planner: search(profile)}
+        )
+    rows = [
+        {**dataclasses.asdict(one.point), "shape": str(one.shape), "seconds": one.seconds}
+        for one in points
+    ]
+    text = json.dumps(
+        {
+            **identity_of(engine),
+            "fitted_error": found.fitted,
+            "held_out_error": found.held_out,
+            "costs": to_json(found.costs),
+            "links": {name: dataclasses.astuple(link) for name, link in links.items()},
+            "improvement": {
+                name: {str(load): rate for load, rate in rates.items()}
+                for name, rates in profile.improvement.items()
+            },
+            "points": rows,
+        },
+        indent=1,
+    )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as out:
+            out.write(text + "\n")
+        os.replace(out.name, file)
+    except OSError as error:
+        raise ConfigError("profile", f"{file}: {error.strerror}") from None
+    return profile
+
+
+def read(file: Path, identity: dict[str, Any]) -> EngineProfile:
+    """A profile that was kept. Errors: ConfigError where it cannot be read or belongs to something
+    else."""
+    try:
+        found = json.loads(file.read_text())
+        own = {name: found[name] for name in identity}
+        costs = found["costs"]
+        links = {name: Link(*map(float, values)) for name, values in found["links"].items()}
+        improvement = {
+            name: {float(load): float(rate) for load, rate in rates.items()}
+            for name, rates in found["improvement"].items()
+        }
+    except OSError as error:
+        raise ConfigError("profile", f"{file}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError("profile", f"{file} is not a profile: {error!r}") from None
+    for name, value in identity.items():
+        if own[name] != value:
+            raise ConfigError(
+                "profile", f"{file} was measured with {name} {own[name]!r}; here it is {value!r}"
+            )
+    return EngineProfile(from_json(costs), links, improvement)

@@ -1,0 +1,55 @@
+"""Steps that hang or fail: how long the devices may hold the loop, and what callers hear of a step
+that failed."""
+
+from __future__ import annotations
+
+from jaxserve.api.request import RequestError
+from jaxserve.scheduling import Batch
+
+SLOW = 10  # times its predicted seconds that a step may take in any case
+FAULTS = 3  # failed steps in a row, with none that was read, after which the engine gives up
+
+
+class Watchdog:
+    """Knows with which batch the loop is in the hands of the devices. One thread tells; any may
+    ask, without a lock."""
+
+    def __init__(self, timeout: float):
+        self._timeout = timeout
+        self._held: tuple[Batch, float] | None = None  # until which clock second
+        self._faults = 0  # in a row
+
+    def watch(self, batch: Batch, now: float) -> None:
+        """The loop issues a batch, or waits for it."""
+        self._held = batch, now + max(SLOW * batch.seconds, self._timeout)
+
+    def clear(self) -> None:
+        """The loop goes on."""
+        self._held = None
+
+    def success(self) -> None:
+        """And the batch was read."""
+        self._held = None
+        self._faults = 0
+
+    def overdue(self, now: float) -> float | None:
+        """Seconds by which the devices should have given the loop back; None where that is not
+        so."""
+        held = self._held
+        return None if held is None or now <= held[1] else now - held[1]
+
+    def failed(self) -> Batch | None:
+        """The batch that failed; None where there is none, or where too many did."""
+        self._faults += 1
+        held = self._held
+        self._held = None
+        return None if held is None or self._faults >= FAULTS else held[0]
+
+
+def told(error: Exception) -> RequestError:
+    """What the callers hear of an error of the devices."""
+    if "RESOURCE_EXHAUSTED" in str(error):
+        return RequestError(
+            "", "the devices ran out of memory in a step", "RESOURCE_EXHAUSTED", reason="memory"
+        )
+    return RequestError("", "a step failed on the devices; the server's log tells more", "INTERNAL")

@@ -1,0 +1,184 @@
+"""What ran lately: the steps of the last two minutes with their chunks, and the requests that ended
+in the last one.
+
+A step over 256 sequences is written down in a few microseconds: its arrays are kept as they came in
+the batch, by reference, and become lists only when somebody looks (`view`). All that is kept is
+bounded. Times are clock seconds.
+
+With one stage a step ran since it was issued, or since the one before it was read. With several
+only its issue and its reading are known: in between each stage has it for as long as was predicted,
+and none has two steps at once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
+
+import numpy as np
+
+from jaxserve.api.batch import Batch
+from jaxserve.api.request import Finished, Request
+from jaxserve.scheduling.sequence import Sequence
+
+# most steps, chunks of all steps together, age
+STEPS = 4096
+ROWS = 1 << 18
+SECONDS = 120.0
+# most completions that ended, age
+ENDS = 1024
+END_SECONDS = 60.0
+NAMES = 1 << 14  # sequences whose requests are remembered
+NO_NUMBER = -1  # of a completion that ended before it had a slot
+
+Spans = list[tuple[float, float]]  # per stage: from when to when
+
+
+@dataclass(slots=True)
+class JournalStep:
+    """A batch that was issued. Arrays are the batch's; `held` where prompts on several lanes are in
+    it. `spans` and `took` (seconds since the step before it was read, or since it was issued where
+    that was later) are known once it was read."""
+
+    number: int
+    issued: float
+    predicted: float
+    seq: np.ndarray
+    lane: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    feed: np.ndarray
+    held: np.ndarray | None
+    spans: Spans
+    took: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class JournalEnd:
+    """A completion that ended. given, tpot: its objectives, seconds from arrival to the first token
+    and per output token."""
+
+    number: int
+    request_id: str
+    index: int
+    class_name: str | None
+    arrival: float
+    given: float
+    tpot: float
+    event: Finished
+
+    @property
+    def at(self) -> float:
+        return self.arrival + self.event.timing.total
+
+
+class Journal:
+    """One replica's. born: clock seconds at which it begins, by which its readers tell it from one
+    of another start."""
+
+    def __init__(self, stages: int, born: float):
+        self.born = born
+        self.steps: deque[JournalStep] = deque()  # read, oldest first
+        self.flying: deque[JournalStep] = deque()  # issued and not read, oldest first
+        self.ends: deque[JournalEnd] = deque(maxlen=ENDS)
+        # number of a sequence -> request id, completion
+        self.names: dict[int, tuple[str, int]] = {}
+        self._numbers: dict[tuple[str, int], int] = {}  # and back, while it runs
+        self._until = [born] * stages  # until when each stage was busy
+        self._read = born
+        self._rows = 0
+
+    def admitted(self, sequence: Sequence) -> None:
+        """A sequence got a slot."""
+        name = sequence.id, sequence.index
+        self.names[sequence.number] = name
+        self._numbers[name] = sequence.number
+        if len(self.names) > NAMES:
+            del self.names[next(iter(self.names))]
+
+    def issued(self, batch: Batch, now: float) -> None:
+        held = batch.blocks_per_lane if batch.block_lane.size else None
+        self.flying.append(
+            JournalStep(
+                batch.number,
+                now,
+                batch.seconds,
+                batch.seq,
+                batch.lane,
+                batch.start,
+                batch.length,
+                batch.is_decode,
+                held,
+                [],
+            )
+        )
+        self._rows += batch.seq.size
+
+    def read(self, now: float) -> None:
+        """The oldest step in flight has left the stages."""
+        step = self.flying.popleft()
+        step.took, step.spans, self._read = (
+            now - max(step.issued, self._read),
+            _spans(step, self._until, now),
+            now,
+        )
+        steps = self.steps
+        steps.append(step)
+        while len(steps) > 1 and (
+            len(steps) > STEPS or self._rows > ROWS or steps[0].issued < now - SECONDS
+        ):
+            self._rows -= steps.popleft().seq.size
+
+    def lost(self) -> None:
+        """No step in flight will be read."""
+        self._rows -= sum(step.seq.size for step in self.flying)
+        self.flying.clear()
+
+    def ended(self, request: Request, event: Finished, given: float, tpot: float) -> None:
+        """A completion of a request ended; given, tpot: see End."""
+        number = self._numbers.pop((request.id, event.index), NO_NUMBER)
+        self.ends.append(
+            JournalEnd(
+                number,
+                request.id,
+                event.index,
+                request.slo.class_name,
+                request.arrival,
+                given,
+                tpot,
+                event,
+            )
+        )
+
+    def since(self, number: int, most: int) -> list[JournalStep]:
+        """Steps that were read from this number on, at most so many, oldest first."""
+        first = bisect_left(self.steps, number, key=attrgetter("number"))
+        return list(islice(self.steps, first, first + most))
+
+    def expected(self) -> list[tuple[JournalStep, Spans]]:
+        """Steps in flight, oldest first, and when each stage should have them."""
+        until = list(self._until)
+        return [(step, _spans(step, until, None)) for step in self.flying]
+
+
+def _spans(step: JournalStep, until: list[float], end: float | None) -> Spans:
+    """When a step was in each stage, which were busy `until` then, and are until it left them. end:
+    None where that is to come."""
+    spans: Spans = []
+    start = step.issued
+    stages = len(until)
+    for stage in range(stages):
+        start = max(start, until[stage])
+        if end is None:
+            stop = start + step.predicted
+        elif stage < stages - 1:
+            stop = start + max(0.0, min(step.predicted, (end - start) / (stages - stage)))
+        else:
+            stop = end
+            start = start if stages == 1 else max(start, end - step.predicted)
+        spans.append((start, stop))
+        until[stage] = start = stop
+    return spans

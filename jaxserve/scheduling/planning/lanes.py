@@ -1,0 +1,66 @@
+"""Which lanes compute which part of a prompt: the lanes of a replica as the prefill instances of
+Tetris.
+
+The planner of `cluster.cdsp` wants the seconds of a chunk on a group of lanes, for each size of
+group. They are what the engine's profile says: a share of the linear layers for each lane, and
+attention with the exchange that the steps would choose among so many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+
+from jaxserve.costs.exchange_choice import ExchangeChooser
+from jaxserve.costs.predictor import Costs
+from jaxserve.scheduling.planning import cdsp
+from jaxserve.scheduling.planning.cdsp import Instances
+from jaxserve.scheduling.planning.improvement import ImprovementRate
+from jaxserve.scheduling.sequence import PlanPart
+
+LENGTHS = 8  # at which a chunk is looked at, and histories, each twice the one before
+
+
+def instances_of(costs: Costs, exchange: ExchangeChooser, longest: int, block: int) -> Instances:
+    """The lanes, all in one node, with latencies for contexts up to `longest` tokens. Chunks but
+    the last are of whole blocks."""
+    sizes = [2**power for power in range(exchange.lanes.bit_length()) if 2**power <= exchange.lanes]
+    lengths = [max(1, longest >> power) for power in range(LENGTHS)]
+    points = [
+        (size, history, tokens, _seconds(costs, exchange, size, history, tokens))
+        for size, history, tokens in itertools.product(sizes, [0, *lengths], lengths)
+    ]
+    return Instances(cdsp.fit(points), exchange.lanes, block)
+
+
+def _seconds(
+    costs: Costs, exchange: ExchangeChooser, size: int, history: int, tokens: int
+) -> float:
+    group = dataclasses.replace(exchange, lanes=size)
+    decision = group.choose([(history, tokens)])
+    return costs.launch + costs.layers * (
+        costs.linear(-(-tokens // size)) + decision.seconds[decision.strategy]
+    )
+
+
+class LanePlanner:
+    """Plans by a policy of `cluster.cdsp`; the improvement rate follows the load, by a table of
+    rates by requests per second."""
+
+    def __init__(self, policy: str, instances: Instances, rates: Mapping[float, float]):
+        self.instances = instances
+        self._policy = cdsp.POLICIES[policy]
+        self._rate = ImprovementRate(rates)
+
+    def arrived(self, now: float) -> None:
+        """Notes a request that comes at this clock second."""
+        self._rate.arrived(now)
+
+    def __call__(self, pending: list[float], start: int, target: int) -> tuple[PlanPart, ...]:
+        """A plan for tokens `start` to before `target`; pending: seconds of prefill that each lane
+        has to do first."""
+        chunks = self._policy(
+            self.instances, pending, target - start, self._rate.value, start
+        ).chunks
+        return tuple(PlanPart(chunk.history + chunk.tokens, chunk.group) for chunk in chunks)

@@ -1,0 +1,169 @@
+"""Who waits and who runs: the queue, and the slots with what every step needs to know of them.
+
+The slots' state is arrays, so that a step over 256 running sequences costs a few numpy calls. A
+slot goes EMPTY -> PREFILL -> DECODE and from either to LEAVING (preempted: will wait again) or
+ENDED; it is given back when no batch in flight contains it any more.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from jaxserve.api.batch import Batch
+from jaxserve.cache import CacheManager
+from jaxserve.scheduling.sequence import NO_SLOT, Sequence
+from jaxserve.scheduling.waiting_queue import WORK, WaitingQueue, age
+
+EMPTY, PREFILL, DECODE, LEAVING, ENDED = range(5)  # from LEAVING on nothing more is issued
+
+
+class SlotTable:
+    """Arrays by slot, the `queue` and the `prefilling` sequences, both by age, and `sequences`: by
+    number, all that wait or have a slot.
+
+    work: seconds to prefill tokens a to before b.
+    """
+
+    def __init__(self, slots: int, cache: CacheManager, work: Callable[[int, int], float]):
+        self.cache = cache
+        self.work = work
+        self.phase = np.full(slots, EMPTY, np.int8)
+        self.number = np.full(slots, -1, np.int64)
+        self.issued = np.zeros(slots, np.int32)  # positions that are part of a batch
+        self.max_positions = np.zeros(slots, np.int32)  # positions to compute at most
+        self.tpot = np.zeros(slots)  # objective, seconds per output token
+        self.in_flight = np.zeros(slots, np.int32)  # batches in flight that contain it
+        self.last_batch = np.zeros(slots, np.int64)  # batch it was last part of
+        self.by_slot: dict[int, Sequence] = {}  # by slot
+        self.free = list(range(slots - 1, -1, -1))
+        self.unannounced: set[int] = set()  # slots of which no batch has told yet
+        self.queue = WaitingQueue()
+        self.prefilling: list[Sequence] = []
+        self.by_number: dict[int, Sequence] = {}
+        self.preemptions = 0
+
+    @property
+    def draining(self) -> bool:
+        """Whether slots and pages come back without anyone's doing, once batches in flight
+        finish."""
+        return bool((self.phase >= LEAVING).any())
+
+    @property
+    def backlog(self) -> float:
+        """Seconds of prefill that are left to do."""
+        return float(self.queue.fields[WORK].sum()) + sum(
+            sequence.prefill_seconds_left for sequence in self.prefilling
+        )
+
+    def tightest(self, tpot: float = math.inf) -> float:
+        """The least objective per token, in seconds, of those that run, and this one."""
+        return float(self.tpot[(self.phase == PREFILL) | (self.phase == DECODE)].min(initial=tpot))
+
+    def wait(self, sequence: Sequence) -> None:
+        sequence.prefill_len = len(sequence.history)
+        sequence.prefill_seconds_left = self.work(0, sequence.prefill_len)
+        self.queue.add(sequence)
+
+    def policy_fields(self) -> np.ndarray:
+        """What policies look at, [4, n] as in Line.fields: the prefilling sequences, then those
+        that wait."""
+        mine = [
+            (
+                sequence.request.arrival,
+                sequence.ttft_deadline,
+                sequence.prefill_seconds_left,
+                sequence.prefill_len,
+            )
+            for sequence in self.prefilling
+        ]
+        return np.concatenate([np.array(mine).reshape(-1, 4).T, self.queue.fields], 1)
+
+    def forget(self, sequence: Sequence, line: WaitingQueue | list[Sequence]) -> None:
+        """A sequence that waits in `line` has ended."""
+        line.remove(sequence)
+        del self.by_number[sequence.number]
+
+    def admit(self, sequence: Sequence, issued: int) -> int:
+        """One of the queue gets a slot; its first `issued` positions are in the cache."""
+        self.queue.remove(sequence)
+        slot = self.free.pop()
+        self.unannounced.add(slot)
+        sequence.slot = slot
+        self.by_slot[slot] = sequence
+        self.phase[slot] = PREFILL
+        self.number[slot] = sequence.number
+        self.issued[slot] = issued
+        self.max_positions[slot] = sequence.max_positions
+        self.tpot[slot] = sequence.tpot
+        insort(self.prefilling, sequence, key=age)
+        return slot
+
+    def withdraw(self, sequence: Sequence, phase: int) -> None:
+        """Nothing more of a running sequence is issued: it has ENDED, or is LEAVING to wait
+        again."""
+        slot = sequence.slot
+        self.preemptions += phase == LEAVING
+        if self.phase[slot] == PREFILL:
+            self.prefilling.remove(sequence)
+        self.phase[slot] = phase
+        if not self.in_flight[slot]:
+            self.vacate(slot)
+
+    def finish(self, slots: np.ndarray) -> None:
+        """A batch with these slots is no longer in flight, and all about it is known."""
+        for slot in slots[(self.in_flight[slots] == 0) & (self.phase[slots] >= LEAVING)].tolist():
+            self.vacate(slot)
+
+    def vacate(self, slot: int) -> None:
+        sequence = self.by_slot.pop(slot)
+        leaving = self.phase[slot] == LEAVING
+        self.cache.release(slot)
+        sequence.slot = NO_SLOT
+        self.unannounced.discard(slot)
+        self.phase[slot] = EMPTY
+        self.number[slot] = -1
+        self.free.append(slot)
+        if leaving:
+            self.wait(sequence)
+        else:
+            del self.by_number[sequence.number]
+
+    def check(self, flight: Iterable[Batch]) -> None:
+        """Errors: AssertionError with what differs."""
+        flying = np.zeros_like(self.in_flight)
+        for batch in flight:
+            flying[batch.slot] += 1
+            assert (self.number[batch.slot] == batch.seq).all(), (
+                f"batch {batch.number}: a slot was given away in flight"
+            )
+        assert (flying == self.in_flight).all(), f"in flight {self.in_flight}, counted {flying}"
+        empty = [slot for slot in range(len(self.phase)) if slot not in self.by_slot]
+        assert sorted(self.free) == empty == np.flatnonzero(self.phase == EMPTY).tolist(), (
+            f"free {self.free}, without sequence {empty}"
+        )
+        assert not any(self.cache.tables[slot] for slot in empty), "an empty slot has pages"
+        assert (flying[self.phase >= LEAVING] > 0).all(), (
+            "a sequence that is out of flight keeps its slot"
+        )
+        taken = self.phase != EMPTY
+        assert (self.issued <= self.cache.room)[taken].all(), (
+            f"issued {self.issued} with room for {self.cache.room}"
+        )
+        assert (self.issued <= self.max_positions)[taken].all(), (
+            f"issued {self.issued}, ends are {self.max_positions}"
+        )
+        prefilling = sorted(self.number[self.phase == PREFILL].tolist())
+        assert [s.number for s in self.prefilling] == prefilling, (
+            f"prefilling slots {prefilling} and list differ"
+        )
+        queue = [s.number for s in self.queue]
+        assert queue == sorted(set(queue)) and not set(queue) & set(self.number.tolist()), (
+            f"queue {queue}, running {self.number}"
+        )
+        assert set(queue) | set(self.number[taken].tolist()) <= set(self.by_number), (
+            "a sequence is not in the list of all"
+        )

@@ -1,0 +1,10 @@
+"""Text to token ids and back. `Tokenizer` is the door; `vocabulary` builds one from a GGUF file,
+`template` renders chats.
+
+The Rust library `tokenizers` encodes. Decoding is a table from ids to bytes, so that a stream of
+tokens can be turned into text one token at a time, exactly as all of them at once.
+"""
+
+from jaxserve.text.tokenizer import Detokenizer, Tokenizer
+
+__all__ = ["Detokenizer", "Tokenizer"]

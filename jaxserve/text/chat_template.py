@@ -1,0 +1,279 @@
+"""A model's chat template, rendered in jinja2's sandbox with the helpers that transformers gives
+it.
+
+The template comes with the model, never with a request; still it is not trusted: no attribute of
+Python is in its reach, and the turns of its loops, what it multiplies and what it writes are
+bounded, whatever messages it is given.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes, pass_context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from jaxserve.api.request import RequestError
+from jaxserve.text.tool_calls import ToolFormat, format_of
+
+MAX_TURNS = 1_000_000  # of all loops of one rendering together
+MAX_VALUE_CHARS = 256
+# a width, in what % formats, of 10,000 or of an argument
+WIDE = re.compile(r"%[^a-zA-Z%]*([0-9]{5}|\*)")
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "turns_left")
+MAX_WRAPPING = 2**20  # characters that a template may add, besides four times those of the messages
+
+
+class ChatTemplate:
+    """`specials`: names that transformers gives to templates (bos_token, eos_token, ...) and their
+    texts."""
+
+    def __init__(self, source: str, specials: Mapping[str, str]):
+        self.source = source
+        self.specials = dict(specials)
+
+    @functools.cached_property
+    def _template(self) -> jinja2.Template:
+        return _Sandbox().from_string(self.source)
+
+    @functools.cached_property
+    def tools(self) -> ToolFormat:
+        """How the model is told of functions, and how it calls them."""
+        return format_of(self.source)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        values: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """The text of a conversation, ready to be continued.
+
+        tools: functions the model may call, as the OpenAI protocol writes them. values: more
+        variables for the template, such as enable_thinking. Errors: RequestError for what the
+        template refuses or cannot take.
+        """
+        plain = [_message(m, i) for i, m in enumerate(_listed(messages))]
+        if not self.tools.in_template:
+            plain = self.tools.told(plain, tools)
+            tools = ()
+        limit = 4 * len(json.dumps([plain, list(tools)])) + MAX_WRAPPING
+        given = {
+            **_values(values),
+            **self.specials,
+            "messages": plain,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": list(tools) or None,
+            "documents": None,
+        }
+        pieces = []
+        size = 0
+        try:
+            for piece in self._template.generate(given, turns_left=_Turns(limit)):
+                pieces.append(piece)
+                size += len(piece)
+                if size > limit:
+                    raise jinja2.TemplateError(f"it writes more than {limit} characters")
+        except Exception as error:  # whatever Python raises on the template's behalf
+            raise RequestError(
+                "messages", f"the model's chat template fails: {str(error) or type(error).__name__}"
+            ) from None
+        return "".join(pieces)
+
+
+def _listed(messages: Any) -> Sequence[Any]:
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise RequestError("messages", "must be a list of at least one message")
+    return messages
+
+
+def _message(message: Any, number: int) -> dict[str, Any]:
+    """A message as templates expect it: text parts of the OpenAI protocol become one text."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError("messages", f"message {number} is not an object with a role")
+    content = message.get("content")
+    calls = message.get("tool_calls")
+    if calls:
+        if not isinstance(calls, (list, tuple)):
+            raise RequestError("messages", f"message {number} has tool_calls that are no list")
+        message = {**message, "tool_calls": [_call(call, number) for call in calls]}
+        content = "" if content is None else content
+    if isinstance(content, (list, tuple)):
+        texts = [
+            part["text"]
+            for part in content
+            if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+        ]
+        if len(texts) < len(content):
+            raise RequestError(
+                "messages",
+                f"message {number} has parts that are not text, which this model cannot take",
+            )
+        content = "\n".join(texts)
+    if not isinstance(content, str):
+        raise RequestError("messages", f"message {number} has no content")
+    return {**message, "content": content}
+
+
+def _call(call: Any, number: int) -> dict[str, Any]:
+    """A call as templates expect it: its arguments are an object, not a text of JSON."""
+    try:
+        function = call["function"]
+        arguments = function["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return {
+            **call,
+            "function": {**function, "name": str(function["name"]), "arguments": arguments},
+        }
+    except (TypeError, KeyError, ValueError, RecursionError):
+        raise RequestError(
+            "messages",
+            f"message {number} has a tool call without a function's name and arguments in JSON",
+        ) from None
+
+
+def _values(values: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in values.items():
+        if (
+            name in RESERVED
+            or not isinstance(value, (bool, int, float, str))
+            or len(str(value)) > MAX_VALUE_CHARS
+        ):
+            raise RequestError(
+                "chat_template_kwargs",
+                f"{name[:100]!r} must be a number, true, false or a text of at most "
+                f"{MAX_VALUE_CHARS} characters, and none of {', '.join(RESERVED)}",
+            )
+    return dict(values)
+
+
+class _Turns:
+    """Turns of loops, and calls, that a rendering has left. limit: characters of a text."""
+
+    def __init__(self, limit: int) -> None:
+        self.left = MAX_TURNS
+        self.limit = limit
+
+    def spend(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise jinja2.TemplateError(f"its loops and calls take more than {MAX_TURNS} turns")
+
+    def sized(self, value: Any) -> Any:
+        if isinstance(value, str) and len(value) > self.limit:
+            raise jinja2.TemplateError(f"it makes a text of more than {self.limit} characters")
+        return value
+
+
+class _Bounding(NodeTransformer):
+    """Counts what every `for` of a template iterates over."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        self.generic_visit(node)
+        node.iter = nodes.Filter(node.iter, "bounded", [], [], None, None, lineno=node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
+        self.generic_visit(node)
+        return nodes.Filter(node, "sized", [], [], None, None, lineno=node.lineno)
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} marks what an assistant wrote, for training; here its body is just
+    rendered."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(["*", "**", "+", "%"])
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        self.filters.update(
+            tojson=_tojson,
+            bounded=_bounded,
+            sized=pass_context(lambda context, value: _turns(context).sized(value)),
+        )
+        self.globals.update(
+            raise_exception=_raise, strftime_now=lambda form: datetime.datetime.now().strftime(form)
+        )
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        return _Bounding().visit(super()._parse(source, name, filename))
+
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:
+        large = operator == "*" and _product_size(left, right) > MAX_WRAPPING
+        if (
+            operator == "**"
+            or large
+            or (operator == "%" and isinstance(left, str) and WIDE.search(left))
+        ):
+            raise jinja2.TemplateError(f"it computes {operator!r} of values that are too large")
+        return _turns(context).sized(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Any, __obj: Any, *arguments: Any, **rest: Any) -> Any:
+        turns = _turns(__context)
+        turns.spend()
+        # as of ljust
+        if any(isinstance(value, int) and abs(value) > MAX_WRAPPING for value in arguments):
+            raise jinja2.TemplateError("it calls a function with a number that is too large")
+        return turns.sized(super().call(__context, __obj, *arguments, **rest))
+
+
+def _product_size(left: Any, right: Any) -> int:
+    sizes = [
+        len(v) if isinstance(v, (str, list, tuple)) else abs(v) if isinstance(v, int) else 0
+        for v in (left, right)
+    ]
+    return sizes[0] * sizes[1]
+
+
+@pass_context
+def _bounded(context: jinja2.runtime.Context, items: Iterable[Any]) -> Iterator[Any]:
+    turns = _turns(context)
+    for item in items:
+        turns.spend()
+        yield item
+
+
+def _turns(context: jinja2.runtime.Context) -> _Turns:
+    turns = context.resolve("turns_left")
+    if not isinstance(turns, _Turns):
+        raise jinja2.TemplateError("it sets turns_left, which is not its own")
+    return turns
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

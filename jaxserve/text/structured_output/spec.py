@@ -1,0 +1,205 @@
+"""What a caller may ask for, and what of it is refused unread.
+
+The limits keep native code, which recurses over a schema or grammar, within its stack, and what it
+builds within a second.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from math import lcm
+from typing import Any
+
+from jaxserve.api.request import RequestError
+
+KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
+MAX_CHARS = 65_536  # of a schema, regular expression or grammar, and of all choices together
+MAX_CHOICES = 1024
+MAX_DEPTH = 64  # of objects and lists in a schema
+MAX_REACH = 1024  # depth times references: how deep a schema may be once these are followed
+MAX_PROPERTIES = 1024  # of one object
+MAX_MULTIPLE = 10_000  # least common multiple of all of a schema's multipleOf, as whole numbers
+MAX_ITEMS = 4096  # that a list or object may be said to have, at least or at most
+MAX_PATTERNS = 32  # of patternProperties, in all of a schema
+MAX_RULES = 256
+SPACE = r"[ \n\r\t]{1,40}"  # between the tokens of JSON: bounded, so that no model indents for ever
+
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_NAMES = ("$id", "id")  # of what references within are relative to
+_COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties")
+# of a grammar: comments, strings, regular expressions
+_TEXTS = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\\n])*/?')
+_EMBEDDED = re.compile(r"%(json|llguidance)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Guided:
+    """How a completion must look. kind: json_schema, regex or grammar (Lark, as llguidance takes
+    it), with its `text`; choice, with `choices`; or json_object, any JSON object. A regular
+    expression matches the whole completion."""
+
+    kind: str
+    text: str = ""
+    choices: tuple[str, ...] = ()
+
+    def check(self, field: str = "") -> None:
+        """Errors: RequestError that names `field` (else the kind) for an unknown kind, a wrong type
+        or what is too large."""
+        field = field or str(self.kind)
+        if self.kind not in KINDS:
+            raise RequestError(field, f"{self.kind!r:.100} is not one of {', '.join(KINDS)}")
+        texts = self.choices if self.kind == "choice" else (self.text,)
+        if not isinstance(texts, tuple) or not all(isinstance(text, str) for text in texts):
+            raise RequestError(field, "must be text")
+        if self.kind == "choice" and not 0 < len(texts) <= MAX_CHOICES:
+            raise RequestError(field, f"has {len(texts)} entries; 1 to {MAX_CHOICES} are possible")
+        if self.kind == "choice" and not all(texts):
+            raise RequestError(field, "has an empty entry")
+        chars = sum(map(len, texts))
+        if chars > MAX_CHARS:
+            raise RequestError(field, f"has {chars} characters; the limit is {MAX_CHARS}")
+        if not all(text.isascii() or _encodes(text) for text in texts):
+            raise RequestError(field, "is not valid Unicode")
+
+    def grammar(self, field: str = "") -> str:
+        """What llguidance compiles. Errors: RequestError, as of `check`, and for what is too deep
+        or has too many parts."""
+        self.check(field)
+        field = field or self.kind
+        match self.kind:
+            case "json_object":
+                return _wrapped(json_schema=_with_spaces({"type": "object"}))
+            case "json_schema":
+                return _wrapped(json_schema=_with_spaces(_schema(field, self.text)))
+            case "grammar":
+                _check_grammar(field, self.text)
+                return _wrapped(lark_grammar=self.text)
+        return "|".join(map(_escaped, self.choices)) if self.kind == "choice" else self.text
+
+
+def _wrapped(**grammar: Any) -> str:
+    return json.dumps({"grammars": [grammar]})
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _escaped(text: str) -> str:
+    """A regular expression that matches the text alone."""
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def _with_spaces(schema: Any) -> Any:
+    return (
+        {**schema, "x-guidance": {"whitespace_pattern": SPACE}}
+        if isinstance(schema, dict)
+        else schema
+    )
+
+
+def _schema(field: str, text: str) -> Any:
+    """The schema, checked. Written out anew, it can hold nothing that only looks like one."""
+    try:
+        schema = json.loads(text)
+    except RecursionError:
+        raise RequestError(field, f"is nested too deeply; the limit is {MAX_DEPTH}") from None
+    except ValueError as error:
+        raise RequestError(field, f"is not JSON: {str(error)[:100]}") from None
+    if not isinstance(schema, (dict, bool)):
+        raise RequestError(field, "a JSON schema is an object")
+    _check_schema(field, schema)
+    return schema
+
+
+def _check_schema(field: str, schema: Any) -> None:
+    deepest = 0
+    references = collections.defaultdict[int, set[str]](set)
+    multiples = []
+    patterns = 0
+    for part, depth, place in _parts(schema):
+        deepest = max(deepest, depth)
+        if depth > MAX_DEPTH:
+            raise RequestError(field, f"is nested too deeply; the limit is {MAX_DEPTH}")
+        if isinstance(part, dict):
+            _check_part(field, part)
+            references[place] |= {
+                part[name] for name in _REFERENCES if isinstance(part.get(name), str)
+            }
+            multiples += (
+                [part["multipleOf"]] if isinstance(part.get("multipleOf"), (int, float)) else []
+            )
+            patterns += (
+                len(part["patternProperties"])
+                if isinstance(part.get("patternProperties"), dict)
+                else 0
+            )
+    counts = [len(found) for found in references.values()]
+    local = all(reference.startswith("#") for found in references.values() for reference in found)
+    count = max(counts, default=0) if local else sum(counts)  # the others lead from place to place
+    if deepest * count > MAX_REACH:
+        said = f"has {count} references and {deepest} levels"
+        raise RequestError(field, f"{said}; the limit is {MAX_REACH} for the one times the other")
+    if _least_multiple(multiples) > MAX_MULTIPLE:
+        raise RequestError(
+            field,
+            f"has a common multiple of all multipleOf, as whole numbers, above the limit {MAX_MULTIPLE}",
+        )
+    if patterns > MAX_PATTERNS:
+        raise RequestError(field, f"has {patterns} patternProperties; the limit is {MAX_PATTERNS}")
+
+
+def _check_part(field: str, part: dict[str, Any]) -> None:
+    if len(part) > MAX_PROPERTIES or (
+        isinstance(part.get("required"), list) and len(part["required"]) > MAX_PROPERTIES
+    ):
+        raise RequestError(field, f"has an object with more than {MAX_PROPERTIES} properties")
+    if "x-guidance" in part:
+        raise RequestError(field, "x-guidance is not supported")
+    for name in _COUNTS:
+        if isinstance(part.get(name), (int, float)) and part[name] > MAX_ITEMS:
+            raise RequestError(field, f"has {name} above the limit {MAX_ITEMS}")
+
+
+def _parts(schema: Any) -> Iterator[tuple[Any, int, int]]:
+    """Every object and list, its depth, and a number for what its references are relative to."""
+    line = [(schema, 1, 0)]
+    places = 0
+    while line:
+        part, depth, place = line.pop()
+        if isinstance(part, dict) and any(isinstance(part.get(name), str) for name in _NAMES):
+            place = places = places + 1
+        yield part, depth, place
+        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        line.extend((value, depth + 1, place) for value in inner if isinstance(value, (dict, list)))
+
+
+def _least_multiple(multiples: list[int | float]) -> int:
+    """Least common multiple, once all are whole: 0.5 and 3 are 5 and 30."""
+    try:
+        numbers = [Decimal(str(abs(value))) for value in multiples if value]
+        places = max((-min(int(number.as_tuple().exponent), 0) for number in numbers), default=0)
+        return (
+            lcm(*(int(number.scaleb(places)) for number in numbers))
+            if places < 20
+            else MAX_MULTIPLE + 1
+        )
+    except (InvalidOperation, OverflowError, ValueError):  # the last: of what is no finite number
+        return MAX_MULTIPLE + 1
+
+
+def _check_grammar(field: str, text: str) -> None:
+    rules = _TEXTS.sub("", text).count(":")
+    if rules > MAX_RULES:
+        raise RequestError(field, f"has {rules} rules; the limit is {MAX_RULES}")
+    if found := _EMBEDDED.search(text):
+        raise RequestError(field, f"{found[0]} is not supported")

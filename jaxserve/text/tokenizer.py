@@ -1,0 +1,269 @@
+"""Encoding, decoding, chats and streams of text for one model."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jaxserve.api.request import RequestError
+from jaxserve.checkpoint.gguf_file import read_header
+from jaxserve.checkpoint.model_paths import CheckpointError, model_file, resolve
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.vocabulary import from_fields, special_tokens
+
+_SPACE = "\u2581"
+
+
+class Tokenizer:
+    """`vocab`: number of ids; `special_ids`: ids that are no text; `eos_ids`: those of them that
+    end an answer; `bos_id`: begins a text."""
+
+    def __init__(
+        self,
+        library: tokenizers.Tokenizer,
+        specials: Mapping[str, str],
+        template: str | None = None,
+    ):
+        library.no_truncation()
+        library.no_padding()
+        self._library = library
+        self.specials = dict(specials)
+        self.template = None if template is None else ChatTemplate(template, self.specials)
+        added = library.get_added_tokens_decoder()
+        self.vocab = library.get_vocab_size(with_added_tokens=True)
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.bos_id, eos = (
+            None if name not in specials else library.token_to_id(specials[name])
+            for name in ("bos_token", "eos_token")
+        )
+        self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
+        self._pieces, self._strips = _pieces(library)
+
+    @classmethod
+    def load(cls, source: str | Path) -> Tokenizer:
+        """The tokenizer of a checkpoint's `tokenizer`, or of any source but random ones. Errors:
+        CheckpointError."""
+        path = model_file(resolve(source))
+        return cls.from_folder(path) if path.is_dir() else cls.from_gguf(path)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """Reads tokenizer.json, and tokenizer_config.json and chat_template.jinja where they
+        are."""
+        folder = Path(folder)
+        try:
+            library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises plain Exception
+            raise CheckpointError(
+                f"{folder / 'tokenizer.json'}: cannot be read ({error})"
+            ) from None
+        path = folder / "tokenizer_config.json"
+        template_path = folder / "chat_template.jinja"
+        try:
+            config = json.loads(path.read_text()) if path.exists() else {}
+            names = {
+                name: _text(config.get(f"{name}_token")) for name in ("bos", "eos", "unk", "pad")
+            }
+            template = (
+                template_path.read_text()
+                if template_path.exists()
+                else _default(config.get("chat_template"))
+            )
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path}: cannot be read ({error})") from None
+        return cls(
+            library, {f"{name}_token": text for name, text in names.items() if text}, template
+        )
+
+    @classmethod
+    def from_gguf(cls, path: str | Path) -> Tokenizer:
+        """Builds the tokenizer that a GGUF file describes."""
+        fields = read_header(path).fields
+        template = fields.get("tokenizer.chat_template")
+        try:
+            return cls(
+                from_fields(fields),
+                special_tokens(fields),
+                template if isinstance(template, str) else None,
+            )
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error.args[0].removeprefix('model: ')}") from None
+
+    def save(self, folder: str | Path) -> None:
+        """Writes what `from_folder` reads."""
+        folder = Path(folder)
+        self._library.save(str(folder / "tokenizer.json"), pretty=False)
+        template = {} if self.template is None else {"chat_template": self.template.source}
+        config = {
+            **self.specials,
+            **template,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+    def to_json(self) -> str:
+        """What tokenizer.json holds."""
+        return self._library.to_str()
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Ids of a text. special: names of special tokens in it become these tokens, and the
+        model's first token is added where the model wants one; otherwise the text is only text."""
+        return _ids(self._library, text, True) if special else _ids(self._plain, text, False)
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """Text of ids; broken characters become U+FFFD, ids without a token nothing."""
+        stream = self.stream(skip_special)
+        return stream.push(*ids) + stream.flush()
+
+    def piece(self, id: int) -> bytes:
+        """The bytes that an id stands for."""
+        return self._pieces[id] if 0 <= id < len(self._pieces) else b""
+
+    def stream(self, skip_special: bool = True) -> Detokenizer:
+        """Turns ids into text as they come."""
+        return Detokenizer(
+            self._pieces, self.special_ids if skip_special else frozenset(), self._strips
+        )
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **rest: Any) -> str:
+        """The text of a conversation by the model's template; rest as for `ChatTemplate.render`.
+        Errors: RequestError."""
+        if self.template is None:
+            raise RequestError("messages", "this model has no chat template; send a prompt instead")
+        return self.template.render(messages, **rest)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **rest: Any) -> list[int]:
+        """Ids of a conversation. The template writes the first token itself where the model wants
+        one."""
+        return _ids(self._library, self.render(messages, **rest), False)
+
+    @functools.cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        """A copy that takes the names of special tokens for text."""
+        copy = tokenizers.Tokenizer.from_str(self._library.to_str())
+        copy.encode_special_tokens = True
+        return copy
+
+
+def _ids(library: tokenizers.Tokenizer, text: str, first: bool) -> list[int]:
+    """As a batch, for which the library lets go of the interpreter. first: with the model's first
+    token. Errors: UnicodeEncodeError."""
+    try:
+        return library.encode_batch_fast([text], add_special_tokens=first)[0].ids
+    except TypeError:
+        text.encode()  # tells of half a character, which the library takes for no text
+        raise
+
+
+class Detokenizer:
+    """Text of a stream of ids. What `push` and `flush` return adds up to what decoding all ids at
+    once gives; a character comes out once all its bytes are there."""
+
+    def __init__(self, pieces: Sequence[bytes], skipped: frozenset[int], strips: bool):
+        self._pieces = pieces
+        self._skipped = skipped
+        self._strips = strips
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, *ids: int) -> str:
+        return self._text(
+            b"".join(
+                self._pieces[i]
+                for i in ids
+                if 0 <= i < len(self._pieces) and i not in self._skipped
+            )
+        )
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for a character whose last bytes never came."""
+        return self._decoder.decode(b"", True)
+
+    def _text(self, piece: bytes) -> str:
+        if self._strips and piece:  # the space that SentencePiece put before the first word
+            self._strips = False
+            piece = piece.removeprefix(b" ")
+        return self._decoder.decode(piece)
+
+
+def _pieces(library: tokenizers.Tokenizer) -> tuple[list[bytes], bool]:
+    """Bytes of each id, and whether a space before the first of them goes."""
+    byte_level, strips = _decoder_kind(library)
+    alphabet = {char: byte for byte, char in enumerate(_byte_alphabet())}
+    vocabulary = library.get_vocab(with_added_tokens=True)
+    pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, i in vocabulary.items():
+        pieces[i] = _byte_level_piece(alphabet, token) if byte_level else _spaced_piece(token)
+    return pieces, strips
+
+
+def _decoder_kind(library: tokenizers.Tokenizer) -> tuple[bool, bool]:
+    """(byte level, strips a leading space). Errors: CheckpointError for decoders that are neither
+    byte level nor SentencePiece's."""
+    decoder: Any = library.decoder
+    state: dict[str, Any] = (
+        {"type": None} if decoder is None else json.loads(decoder.__getstate__())
+    )
+    steps: list[Any] = state["decoders"] if state["type"] == "Sequence" else [state]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return True, False
+    if kinds == ["Metaspace"] and steps[0].get("replacement") == _SPACE:
+        return False, steps[0].get("prepend_scheme") != "never"
+    replaces = [step for step in steps if step["type"] == "Replace"]
+    strips = [step for step in steps if step["type"] == "Strip"]
+    if (
+        set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}
+        and len(replaces) == 1
+        and len(strips) <= 1
+        and (replaces[0]["pattern"], replaces[0]["content"]) == ({"String": _SPACE}, " ")
+        and all((s["content"], s["start"], s["stop"]) == (" ", 1, 0) for s in strips)
+    ):
+        return False, bool(strips)
+    raise CheckpointError(
+        f"the tokenizer's decoder {kinds} is not supported; byte level and SentencePiece decoders are"
+    )
+
+
+def _byte_alphabet() -> list[str]:
+    """The character that byte-level vocabularies write for each byte: itself where it is printable,
+    else one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _byte_level_piece(alphabet: Mapping[str, int], token: str) -> bytes:
+    """Added tokens may hold characters that are not in the alphabet; they are plain text."""
+    found = [alphabet.get(char) for char in token]
+    return token.encode() if None in found else bytes(found)  # type: ignore[arg-type]
+
+
+def _spaced_piece(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace(_SPACE, " ").encode()
+
+
+def _text(token: Any) -> str | None:
+    """A special token of tokenizer_config.json: a text, or an object with one."""
+    return (
+        token.get("content")
+        if isinstance(token, dict)
+        else token
+        if isinstance(token, str)
+        else None
+    )
+
+
+def _default(template: Any) -> str | None:
+    """The template of a tokenizer_config.json that may hold several by name."""
+    if isinstance(template, list):
+        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    return template if isinstance(template, str) else None

@@ -1,0 +1,254 @@
+"""Between the wire's messages and jaxserve's own plain data, both ways."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxserve.api.request import (
+    Accepted,
+    Finished,
+    Logprobs,
+    Progress,
+    RequestError,
+    SamplingParams,
+    Slo,
+    Timing,
+    Usage,
+)
+from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.frontend import GenerateCall
+from jaxserve.server.prompts import Chat, Prompt, Text
+from jaxserve.text.output import Delta, Output
+from jaxserve.text.structured_output import Guided
+
+# a prompt as Python callers write it
+Given = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, str]]
+
+
+def sampling_of(message: pb.SamplingParams) -> SamplingParams:
+    """Only the fields that are set; the others take their defaults. Errors: RequestError."""
+    return SamplingParams.make(**{field.name: value for field, value in message.ListFields()})
+
+
+def slo_of(message: pb.Slo) -> Slo:
+    ttft, tpot = (
+        seconds_of(f"slo.{name}", getattr(message, name)) if message.HasField(name) else None
+        for name in ("ttft_ms", "tbt_ms")
+    )
+    return Slo(ttft, tpot, message.class_name or None)
+
+
+def ask_of(message: pb.GenerateRequest, timeout: float | None) -> GenerateCall:
+    """timeout: seconds that the caller waits. Errors: RequestError."""
+    guided = guided_of(message.guided)
+    return GenerateCall(
+        prompt_of(message),
+        sampling_of(message.sampling),
+        message.request_id,
+        message.model,
+        slo_of(message.slo),
+        message.slo.priority,
+        message.kv.cache_salt,
+        message.kv.bypass_prefix_cache,
+        timeout,
+        message.ids_only,
+        guided=guided,
+        guided_name=f"guided.{guided.kind}" if guided else "",
+    )
+
+
+def guided_of(message: pb.Guided) -> Guided | None:
+    """None where nothing is asked for."""
+    match message.WhichOneof("kind"):
+        case None:
+            return None
+        case "choice":
+            return Guided("choice", choices=tuple(message.choice.texts))
+        case "json_object":
+            return Guided("json_object") if message.json_object else None
+        case kind:
+            return Guided(kind, getattr(message, kind))
+
+
+def guided_message(guided: Guided) -> pb.Guided:
+    guided.check()
+    message = pb.Guided()
+    if guided.kind == "choice":
+        message.choice.texts.extend(guided.choices)
+    else:
+        setattr(message, guided.kind, guided.kind == "json_object" or guided.text)
+    return message
+
+
+def prompt_of(message: Any) -> Prompt:
+    """The prompt of a GenerateRequest or a TokenizeRequest. Errors: RequestError where there is
+    none."""
+    match message.WhichOneof("prompt"):
+        case "token_ids":
+            return message.token_ids.ids
+        case "text":
+            return Text(message.text, getattr(message, "special", True))
+        case "chat":
+            return Chat([{"role": m.role, "content": m.content} for m in message.chat.messages])
+    raise RequestError("prompt", "is missing")
+
+
+def seconds_of(name: str, ms: float) -> float:
+    """Milliseconds of a message in seconds. Errors: RequestError."""
+    if not (math.isfinite(ms) and ms > 0):
+        raise RequestError(name, f"must be a number of milliseconds above 0, not {ms}")
+    return ms / 1000
+
+
+def event_message(id: str, prompt_tokens: int, output: Output) -> pb.GenerateEvent:
+    match output:
+        case Delta():
+            token = pb.Token(
+                index=output.index,
+                ids=output.ids,
+                text=output.text,
+                logprobs=map(logprobs_message, output.logprobs),
+            )
+            return pb.GenerateEvent(token=token)
+        case Progress():
+            return pb.GenerateEvent(
+                progress=pb.Progress(
+                    index=output.index,
+                    prefilled=output.prefilled,
+                    total=output.total,
+                    predicted_ttft=output.ttft,
+                )
+            )
+        case Accepted():
+            return pb.GenerateEvent(
+                accepted=pb.Accepted(
+                    request_id=id,
+                    queue_position=output.queue_position,
+                    prompt_tokens=prompt_tokens,
+                    predicted_ttft=output.predicted_ttft,
+                )
+            )
+        case Finished():
+            return pb.GenerateEvent(finished=_finished_message(output))
+
+
+def _finished_message(event: Finished) -> pb.Finished:
+    usage = event.usage
+    timing = event.timing
+    return pb.Finished(
+        index=event.index,
+        reason=event.reason,
+        usage=pb.Usage(prompt=usage.prompt, cached=usage.cached, completion=usage.completion),
+        timing=pb.Timing(queued=timing.queued, first_token=timing.first_token, total=timing.total),
+        prompt_logprobs=map(logprobs_message, event.prompt_logprobs or ()),
+    )
+
+
+def logprobs_message(logprobs: Logprobs | None) -> pb.Logprobs:
+    if logprobs is None:
+        return pb.Logprobs()
+    return pb.Logprobs(
+        chosen=logprobs.chosen,
+        top=[pb.Logprobs.Top(id=id, logprob=value) for id, value in logprobs.top],
+    )
+
+
+def output_of(event: pb.GenerateEvent) -> Output:
+    """The client's half of `event_message`."""
+    match event.WhichOneof("event"):
+        case "token":
+            token = event.token
+            return Delta(
+                token.index,
+                list(token.ids),
+                token.text,
+                [_logprobs_of(p) or Logprobs(math.nan) for p in token.logprobs],
+            )
+        case "progress":
+            return Progress(
+                event.progress.index,
+                event.progress.prefilled,
+                event.progress.total,
+                event.progress.predicted_ttft,
+            )
+        case "accepted":
+            return Accepted(event.accepted.queue_position, event.accepted.predicted_ttft)
+        case "finished":
+            return _finished_of(event.finished)
+    raise RequestError(
+        "event", "the server sent an event that this client does not know", "UNIMPLEMENTED"
+    )
+
+
+def _finished_of(message: pb.Finished) -> Finished:
+    usage = message.usage
+    timing = message.timing
+    return Finished(
+        message.index,
+        message.reason,
+        Usage(usage.prompt, usage.cached, usage.completion),
+        Timing(timing.queued, timing.first_token, timing.total),
+        tuple(map(_logprobs_of, message.prompt_logprobs)) or None,
+    )
+
+
+def _logprobs_of(message: pb.Logprobs) -> Logprobs | None:
+    if not message.HasField("chosen"):
+        return None
+    return Logprobs(message.chosen, tuple((top.id, top.logprob) for top in message.top))
+
+
+def generate_message(
+    prompt: Given, sampling: SamplingParams | None, guided: Guided | None = None, **fields: Any
+) -> pb.GenerateRequest:
+    """A request to send: text, token ids or chat messages. Only what differs from the defaults is
+    set."""
+    message = pb.GenerateRequest(**fields)
+    if guided is not None:
+        message.guided.CopyFrom(guided_message(guided))
+    set_prompt(message, prompt)
+    if sampling is not None:
+        message.sampling.CopyFrom(sampling_message(sampling))
+    return message
+
+
+def set_prompt(message: Any, prompt: Given) -> None:
+    if isinstance(prompt, str):
+        message.text = prompt
+    elif len(prompt) and isinstance(prompt[0], Mapping):
+        message.chat.CopyFrom(pb.Chat(messages=map(_chat_message, prompt)))
+    else:
+        message.token_ids.SetInParent()
+        message.token_ids.ids.extend(_plain(prompt))
+
+
+def sampling_message(sampling: SamplingParams) -> pb.SamplingParams:
+    default = SamplingParams()
+    message = pb.SamplingParams()
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(sampling, field.name)
+        if value == getattr(default, field.name):
+            continue
+        if field.name == "logit_bias":
+            message.logit_bias.update(dict(value))
+        elif isinstance(value, tuple):
+            getattr(message, field.name).extend(value)
+        else:
+            setattr(message, field.name, value)
+    return message
+
+
+def _chat_message(message: Any) -> pb.Chat.Message:
+    if set(message) != {"role", "content"}:
+        raise RequestError(
+            "messages", f"an entry has role and content, not {', '.join(map(repr, message))}"
+        )
+    return pb.Chat.Message(**message)
+
+
+def _plain(ids: Iterable[Any]) -> list[int]:
+    return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)

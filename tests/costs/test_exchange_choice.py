@@ -1,0 +1,326 @@
+"""Bytes by hand, seconds by hand, and that every rule chooses what it says it does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.costs.exchange_choice import (
+    CHOOSERS,
+    TRAFFIC,
+    Boundary,
+    ExchangeChooser,
+    Heads,
+    Rates,
+    fit,
+    rates_of,
+    work_of,
+)
+from jaxserve.costs.predictor import NOMINAL
+from jaxserve.costs.profiles import Link, ModelShape, devices
+from jaxserve.settings.schema import ConfigError
+
+# of one of 8 ranks of the paper's model
+HEADS = Heads(heads=16, kv_heads=1, head_dim=128, item=2, partial=2)
+RATES = Rates(500e12, 2e12, 5e-6, Link(30e-6, 25e9), Link(30e-6, 25e9), Link(70e-6, 40e9))
+CHUNKS = st.lists(
+    st.tuples(st.integers(0, 200_000), st.one_of(st.just(1), st.integers(1, 50_000))),
+    min_size=1,
+    max_size=5,
+)
+LANES = st.sampled_from([1, 2, 3, 4, 8])
+
+
+def exchange(lanes: int = 4, chooser: str = "roofline", **fields) -> ExchangeChooser:
+    return ExchangeChooser(lanes, HEADS, RATES, chooser, **fields)
+
+
+# --- bytes
+
+
+def test_work_by_hand():
+    work = work_of([(1000, 10), (500, 1), (700, 1), (0, 3)], 4)
+    # ceil(10/4), ceil(3/4), two decodes on four lanes
+    assert (work.tokens, work.context, work.share) == (15, 2215, 3 + 1 + 1)
+    assert work.pairs == (10 * 1000 + 55) + 501 + 701 + 6
+    assert work.shard == (250 + 3) + (125 + 1) + (175 + 1) + 1
+    assert work.touched == 253 + 1 + (126 + 176) / 2  # a step of the ring has one of two decodes
+
+
+def test_bytes_by_hand():
+    """The row of Table 5 with 3200 new tokens of 128000 on 4 ranks: shards of 32000 and 800 tokens,
+    512 B of KV and 4096 of queries."""
+    work = work_of([(124_800, 3200)], 4)
+    kv, q, all_lanes = (TRAFFIC[name](work, HEADS) for name in ("pass_kv", "pass_q", "gather"))
+    assert (kv.hops, kv.hop, kv.messages, kv.bytes) == (3, 32_000 * 512, 3, 3 * 16_384_000)
+    assert (q.hops, q.hop, q.messages, q.exchanged) == (3, 800 * 4096, 6, 3 * 800 * 16 * 129 * 2)
+    assert (all_lanes.hops, all_lanes.messages) == (0, 6)
+    assert (all_lanes.gathered, all_lanes.exchanged) == (3 * 800 * (4096 + 512), q.exchanged)
+
+
+@pytest.mark.parametrize("lanes", [2, 4, 8])
+@pytest.mark.parametrize("cached, new", [(0, 64_000), (48_000, 16_000), (64_000, 32)])
+def test_bytes_are_the_formulas(lanes, cached, new):
+    work = work_of([(cached, new)], lanes)
+    heads = Heads(32, 8, 64, 2, 4)
+    assert (
+        TRAFFIC["pass_kv"](work, heads).bytes
+        == (lanes - 1) * 2 * (new + cached) // lanes * 8 * 64 * 2
+    )
+    back = (lanes - 1) * new // lanes * 32 * 65 * 4
+    assert TRAFFIC["pass_q"](work, heads).bytes == (lanes - 1) * new // lanes * 32 * 64 * 2 + back
+    assert (
+        TRAFFIC["gather"](work, heads).bytes
+        == (lanes - 1) * new // lanes * (32 + 2 * 8) * 64 * 2 + back
+    )
+
+
+def test_pass_kv_sends_the_fullest_lanes_shard_in_padded_pieces():
+    work = work_of([(1000, 8), (100, 4)], 2, shards=[900, 52])
+    assert TRAFFIC["pass_kv"](work, HEADS).bytes == 952 * 512
+    cut = TRAFFIC["pass_kv"](work, HEADS, 256)
+    assert (cut.rounds, cut.hops, cut.bytes) == (4, 4, 4 * 256 * 512)
+
+
+def test_kv_goes_round_as_it_is_stored():
+    """In 8 bits a vector of 128 numbers has 128 bytes and a scale of 2; what is gathered is not
+    stored yet."""
+    work = work_of([(10_000, 100)], 2)
+    narrow = dataclasses.replace(HEADS, stored=130)
+    assert TRAFFIC["pass_kv"](work, narrow).bytes == 5050 * 2 * 130
+    assert all(
+        TRAFFIC[name](work, narrow) == TRAFFIC[name](work, HEADS) for name in ("gather", "pass_q")
+    )
+    assert ExchangeChooser(2, narrow, RATES).equal_miss == pytest.approx(0.125 * 130 / 256)
+
+
+@given(CHUNKS, LANES)
+def test_bytes_of_queries_do_not_depend_on_what_is_cached(chunks, lanes):
+    bare = work_of([(0, new) for _, new in chunks], lanes)
+    work = work_of(chunks, lanes)
+    for name in ("gather", "pass_q"):
+        assert TRAFFIC[name](work, HEADS) == TRAFFIC[name](bare, HEADS)
+    assert TRAFFIC["pass_kv"](work, HEADS).bytes >= TRAFFIC["pass_kv"](bare, HEADS).bytes
+
+
+@given(CHUNKS)
+def test_one_lane_sends_nothing_and_all_strategies_are_one(chunks):
+    work = work_of(chunks, 1)
+    assert not any(
+        traffic(work, HEADS).bytes or traffic(work, HEADS).messages for traffic in TRAFFIC.values()
+    )
+    assert len(set(exchange(1).seconds(work).values())) == 1
+
+
+@given(CHUNKS, LANES)
+def test_work_is_never_less_than_an_even_split(chunks, lanes):
+    work = work_of(chunks, lanes)
+    assert (
+        work.share * lanes >= work.tokens
+        and work.shard * lanes >= work.context
+        and 0 < work.touched <= work.shard + 1e-6
+    )
+
+
+# --- seconds
+
+
+def test_seconds_of_the_ring_by_hand():
+    # causal: 1600.5 of the new tokens on average
+    attention = 5e-6 + 4 * 16 * 128 * 800 * (124_800 + 1600.5) / 4 / 500e12
+    hop = 30e-6 + 32_000 * 512 / 25e9
+    assert 3 * hop > 3 * attention
+    found = exchange().seconds(work_of([(124_800, 3200)], 4))
+    assert found["pass_kv"] == pytest.approx(3 * hop + attention, rel=1e-9)
+    home = 70e-6 + 3 * 800 * 16 * 129 * 2 / 40e9
+    # its hops are shorter than attention
+    assert found["pass_q"] == pytest.approx(4 * attention + home, rel=1e-9)
+    first = 30e-6 + 3 * 800 * (4096 + 512) / 25e9
+    assert found["gather"] == pytest.approx(first + 4 * (attention - 5e-6) + 5e-6 + home, rel=1e-9)
+
+
+def test_what_is_not_hidden_is_added():
+    work = work_of([(124_800, 3200)], 4)
+    slow = dataclasses.replace(exchange(), rates=dataclasses.replace(RATES, hidden=0.0)).seconds(
+        work
+    )
+    fast = exchange().seconds(work)
+    assert (
+        slow["gather"] == fast["gather"]
+        and slow["pass_kv"] > fast["pass_kv"]
+        and slow["pass_q"] > fast["pass_q"]
+    )
+
+
+def test_decodes_read_a_shard_once_whatever_the_strategy():
+    """Four decodes over 4 lanes: gather reads all four shards at once, a ring one sequence's in
+    each of its four steps (Alg. 4)."""
+    found = exchange().seconds(work_of([(64_000, 1)] * 4, 4))
+    shard = 16_001 * 512 / 2e12
+    small = lambda link, size: link.seconds + size / link.bytes_per_s
+    back = small(RATES.exchange, 3 * 16 * 129 * 2)
+    assert found["gather"] == pytest.approx(small(RATES.gather, 3 * 4608) + 5e-6 + 4 * shard + back)
+    assert found["pass_q"] == pytest.approx(
+        3 * max(small(RATES.hop, 4096), 5e-6 + shard) + 5e-6 + shard + back
+    )
+
+
+@given(CHUNKS, LANES, st.integers(1, 50_000), st.sampled_from([0.0, 0.5, 1.0]))
+def test_seconds_grow_with_what_is_cached(chunks, lanes, more, hidden):
+    chooser = ExchangeChooser(lanes, HEADS, dataclasses.replace(RATES, hidden=hidden))
+    longer = [(cached + more, new) for cached, new in chunks]
+    before, after = (chooser.seconds(work_of(some, lanes)) for some in (chunks, longer))
+    # but for what padding adds to short ones
+    assert all(after[name] >= before[name] * (1 - 1e-3) > 0 for name in before)
+
+
+@given(st.integers(0, 50_000), st.integers(1, 5000), LANES, st.integers(0, 1000))
+def test_seconds_grow_with_what_is_new(cached, new, lanes, more):
+    before, after = (
+        exchange(lanes).seconds(work_of([(cached * lanes, n * lanes)], lanes))
+        for n in (new, new + more)
+    )
+    assert all(after[name] >= before[name] * (1 - 1e-9) for name in before)
+
+
+def test_gathered_decode_gets_faster_with_lanes_where_the_ring_gets_slower():
+    work = [work_of([(1_000_000, 1)], lanes) for lanes in (2, 4, 8, 16)]
+    found = [exchange(some.lanes).seconds(some) for some in work]
+    gathered, ring = ([seconds[name] for seconds in found] for name in ("gather", "pass_q"))
+    assert gathered == sorted(gathered, reverse=True) and ring == sorted(ring)
+
+
+def test_rates_come_from_a_profile():
+    shape = ModelShape(126, 16384, 128, 8, 128, 53248, 128256)
+    device = devices()["h100"]
+    rates = rates_of(device.costs(shape, 8), Heads(16, 1, 128))
+    assert rates.flops_per_s == pytest.approx(device.attention_flops_per_s)
+    assert rates.hop == rates.gather == rates.exchange and rates.hop.seconds == pytest.approx(
+        device.node.seconds
+    )
+    assert rates.hop.bytes_per_s == pytest.approx(device.node.bytes_per_s)
+    nothing = ExchangeChooser(4, HEADS, rates_of(NOMINAL, HEADS)).choose([(1000, 10)])
+    assert nothing.strategy == "gather" and set(nothing.seconds.values()) == {0.0}
+
+
+# --- choice
+
+
+@given(CHUNKS, LANES)
+def test_roofline_is_the_least_and_a_strategys_name_is_itself(chunks, lanes):
+    decision = exchange(lanes).choose(chunks)
+    assert decision.seconds[decision.strategy] == min(decision.seconds.values())
+    for name in TRAFFIC:
+        fixed = exchange(lanes, name).choose(chunks)
+        assert fixed.strategy == name and fixed.seconds == decision.seconds
+
+
+@pytest.mark.parametrize("chooser", ["alg1", "alg5"])
+@given(
+    cached=st.integers(0, 500_000),
+    new=st.integers(1, 50_000),
+    more=st.integers(0, 50_000),
+    lanes=st.sampled_from([2, 4, 8]),
+)
+def test_once_pass_kv_is_chosen_more_new_tokens_do_not_change_it(chooser, cached, new, more, lanes):
+    choose = exchange(lanes, chooser).choose
+    assert (
+        choose([(cached, new)]).strategy == "pass_q"
+        or choose([(cached, new + more)]).strategy == "pass_kv"
+    )
+
+
+def test_thresholds_of_the_paper():
+    """Eq. 1: 12.5 %. Eq. 2: N C N_KV e / (2 N_H BW) = 5000 tokens here. Appendix C lowers the first
+    by 4 T BW / (N C e)."""
+    some = exchange()
+    assert some.equal_miss == 0.125
+    assert some.hides_pass_kv(5000) and not some.hides_pass_kv(4999)
+    assert some.hides_pass_q(40_000) and not some.hides_pass_q(39_999)  # Eq. 3: N e C / (4 BW)
+    first, fifth = (exchange(chooser=name) for name in ("alg1", "alg5"))
+    assert [first.choose([(8000 - new, new)]).strategy for new in (999, 1000)] == [
+        "pass_q",
+        "pass_kv",
+    ]
+    assert (
+        first.choose([(10**6, 4999)]).strategy == "pass_q"
+        and first.choose([(10**6, 5000)]).strategy == "pass_kv"
+    )
+    miss = 0.125 - 4 * 3200 * 25e9 / (4 * 500e12 * 2)  # 4.5 %
+    below, above = (int(3200 / miss * scale) - 3200 for scale in (1.01, 0.99))
+    assert [fifth.choose([(cached, 3200)]).strategy for cached in (below, above)] == [
+        "pass_q",
+        "pass_kv",
+    ]
+
+
+def test_full_prefill_passes_kv_and_decode_gathers():
+    assert exchange().choose([(0, 128_000)]).strategy == "pass_kv"
+    assert exchange().choose([(128_000, 1)] * 8).strategy == "gather"
+
+
+def test_a_line_is_fitted_to_measurements():
+    true = Boundary(-0.5, 1.2, 7.0)
+    dice = np.random.default_rng(0)
+    cached = dice.integers(0, 200_000, 400)
+    new = dice.integers(1, 30_000, 400)
+    points = [
+        (p, t, 1.0, 2.0 if true(p, t) > 0 else 0.5) for p, t in zip(cached.tolist(), new.tolist())
+    ]
+    found = fit(points)
+    wrong = sum((found(p, t) > 0) != (kv < q) for p, t, kv, q in points)
+    assert wrong <= 4 and found.new / found.miss == pytest.approx(true.new / true.miss, rel=0.15)
+    chooser = exchange(chooser="fitted", boundary=found)
+    assert (
+        chooser.choose([(0, 20_000)]).strategy == "pass_kv"
+        and chooser.choose([(200_000, 10)]).strategy == "pass_q"
+    )
+
+
+def test_points_of_one_length_still_give_a_line():
+    points = [
+        (128_000 - new, new, 1.0, 2.0 if new > 8000 else 0.5)
+        for new in (1280, 3200, 6400, 12_800, 64_000, 128_000)
+    ]
+    found = fit(points)
+    assert [found(cached, new) > 0 for cached, new, *_ in points] == [False] * 3 + [True] * 3
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    "field, make",
+    [
+        ("lanes", lambda: work_of([(0, 1)], 0)),
+        ("chunks", lambda: work_of([], 2)),
+        ("cached", lambda: work_of([(-1, 1)], 2)),
+        ("new", lambda: work_of([(5, 0)], 2)),
+        ("shards", lambda: work_of([(5, 1)], 2, [3, 3])),
+        ("kv_heads", lambda: Heads(4, 0, 64)),
+        ("stored", lambda: Heads(4, 1, 64, stored=-1)),
+        ("flops_per_s", lambda: dataclasses.replace(RATES, flops_per_s=0)),
+        ("hidden", lambda: dataclasses.replace(RATES, hidden=1.1)),
+        ("hop", lambda: dataclasses.replace(RATES, hop=Link(0, 0))),
+        ("launch", lambda: dataclasses.replace(RATES, launch=-1)),
+        ("chooser", lambda: exchange(chooser="alg2")),
+        ("boundary", lambda: exchange(chooser="fitted")),
+        ("lanes", lambda: exchange(0)),
+        ("piece", lambda: exchange(piece=-1)),
+        ("points", lambda: fit([(0, 10, 1.0, 2.0)])),
+        ("points", lambda: fit([])),
+    ],
+)
+def test_what_is_wrong_is_named(field, make):
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert error.value.field == field
+
+
+def test_choosers_and_strategies_have_their_names():
+    assert list(TRAFFIC) == ["gather", "pass_kv", "pass_q"]
+    assert list(CHOOSERS) == ["roofline", "alg1", "alg5", "fitted", *TRAFFIC]

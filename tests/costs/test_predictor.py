@@ -1,0 +1,435 @@
+"""The model of time, on numbers that can be checked by hand. Costs are in seconds, and small whole
+numbers where that is possible."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.costs.predictor import Compiled, Costs, LaneLoad, Predictor, bend
+from jaxserve.costs.profiles import costs, shapes
+from jaxserve.scheduling import Batch
+from jaxserve.settings.schema import MeshConfig
+
+ROOT = 2**0.25  # the bend where both limits are equal
+REAL = costs("a100", shapes()["llama3-8b"], 8)
+
+
+def chunks(*rows: tuple[int, int, list[int]], home: int = 0) -> Batch:
+    """A batch of (start, length, blocks held per lane); chunks of one token are decodes. More than
+    one lane with blocks: spread."""
+    start, length = (np.array([row[place] for row in rows], np.int32) for place in (0, 1))
+    held = np.array([row[2] for row in rows], np.int32)
+    feed = length == 1
+    lane = np.full(len(rows), home, np.int32)
+    return Batch(
+        0,
+        np.arange(len(rows)),
+        lane,
+        lane,
+        start,
+        length,
+        feed,
+        feed,
+        (held > 0).sum(1) > 1,
+        held,
+        np.empty(0, np.int32),
+        np.zeros(int(length[~feed].sum()), np.int32),
+        np.empty((0, 4), np.int32),
+        np.empty((0, 5), np.int32),
+        0.0,
+        (),
+    )
+
+
+def alone(predictor: Predictor, total: int, chunk: int) -> float:
+    """The sum of the steps that prefill a prompt, each predicted as a batch."""
+    steps = [(start, min(chunk, total - start)) for start in range(0, total, chunk)]
+    lanes = []
+    for start, length in steps:
+        lanes.append([LaneLoad(samples=int(start + length == total))])
+        predictor.add_chunk(lanes[-1], 0, None, start, length)
+    return sum(map(predictor.stage, lanes))
+
+
+# --- one layer
+
+
+def test_a_bend_is_the_greater_of_two_and_a_little_more_where_they_meet():
+    assert (bend(0, 3), bend(3, 0), bend(0, 0)) == (3, 3, 0)
+    assert bend(2, 2) == pytest.approx(2 * ROOT) and bend(3, 5) == bend(5, 3) == pytest.approx(
+        (3**4 + 5**4) ** 0.25
+    )
+    assert bend(1, 1000) == pytest.approx(1000, rel=1e-9)
+
+
+def test_linear_parts_go_from_reading_weights_to_using_them():
+    made = Costs(layers=1, linear_floor=8, linear_base=1, linear_token=0.5)
+    assert made.linear(0) == pytest.approx(8, rel=1e-4)
+    assert made.linear(14) == pytest.approx(8 * ROOT)  # 1 + 7 = 8
+    assert made.linear(2000) == pytest.approx(1001, rel=1e-6)
+
+
+def test_sums_over_ranks_are_added_to_the_linear_parts():
+    assert Costs(layers=1, linear_token=2, tp=10, tp_token=0.5).linear(4) == 8 + 10 + 2
+
+
+def test_a_chunk_attends_to_all_before_it_and_to_half_of_itself():
+    assert Costs(layers=1, pair=1).attend_chunk(10, 4) == (10 + 2) * 4
+    assert Costs(layers=1, read=1).attend_chunk(10, 4) == 14
+    assert Costs(layers=1, chunk=5, chunk_token=0.25).attend_chunk(10, 4) == 6
+    assert Costs(layers=1, pair=1, read=48 / 14).attend_chunk(10, 4) == pytest.approx(48 * ROOT)
+
+
+def test_decodes_cost_once_each_and_by_their_context():
+    made = Costs(layers=1, decode=100, decode_seq=10, decode_kv=0.5)
+    assert made.attend_decodes(3, 8) == 100 + 30 + 4
+    assert made.attend_decodes(0, 0) == 0
+
+
+@pytest.mark.parametrize(("mixed", "both"), [(0, 7), (-0.5, 5.5), (1, 10)])
+def test_prefill_and_decode_attention_in_one_step_overlap_or_disturb_each_other(mixed, both):
+    assert (
+        Costs(layers=1, mixed=mixed).attention(4, 3) == both
+        and Costs(layers=1, mixed=mixed).attention(4, 0) == 4
+    )
+
+
+# --- compiled shapes
+
+SHAPES = (
+    Compiled(4, 0, 0, 1.0),
+    Compiled(4, 1, 64, 2.0),
+    Compiled(16, 0, 0, 3.0),
+    Compiled(16, 4, 16, 5.0),
+    Compiled(16, 1, 256, 8.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("decodes", "prefill", "seconds"),
+    [
+        (1, [], 1),
+        (4, [], 1),
+        (5, [], 3),
+        (0, [64], 2),
+        (4, [1], 2),
+        (5, [64], 5),
+        (0, [65], 8),
+        (0, [20, 20], 5),
+        (3, [1] * 4, 5),
+    ],
+)
+def test_a_step_costs_what_the_first_compiled_shape_that_holds_it_costs(decodes, prefill, seconds):
+    """Chunks take whole tiles of 16 where a shape has several rows; a shape of one row takes one
+    chunk."""
+    predictor = Predictor(Costs(layers=1, linear_token=100, shapes=SHAPES, tile=16), MeshConfig())
+    lanes = [LaneLoad(decodes=decodes)]
+    for length in prefill:
+        predictor.add_chunk(lanes, 0, None, 0, length)
+    assert predictor.stage(lanes) == seconds
+
+
+def test_a_step_that_no_shape_holds_costs_what_its_tokens_do():
+    predictor = Predictor(Costs(layers=1, linear_token=100, shapes=SHAPES, tile=16), MeshConfig())
+    assert predictor.lane(LaneLoad(decodes=17)) == 1700
+
+
+def test_decodes_of_one_shape_may_all_cost_what_the_longest_does():
+    made = Costs(layers=1, decode_kv=1, longest=True)
+    batch = chunks((10, 1, [1]), (100, 1, [1]))
+    assert Predictor(made, MeshConfig()).seconds(batch) == 2 * 100
+    shaped = Costs(layers=1, decode_kv=1, longest=True, shapes=SHAPES)
+    assert Predictor(shaped, MeshConfig()).seconds(batch) == 1 + 4 * 100
+
+
+# --- one step
+
+
+def test_a_step_by_hand():
+    """Two layers. Linear: 2 decodes and 4 prefill tokens; attention: (10 + 2) 4 pairs at 0.5, and
+    100 + 50 tokens of context at 0.1."""
+    made = Costs(layers=2, launch=1, linear_token=1, pair=0.5, decode_kv=0.1, head=3, head_token=2)
+    batch = chunks((100, 1, [7]), (50, 1, [4]), (10, 4, [1]))
+    assert Predictor(made, MeshConfig()).seconds(batch) == pytest.approx(
+        1 + 2 * (6 + 24 + 15) + 3 + 2 * 2
+    )
+
+
+def test_only_steps_that_sample_pay_for_the_vocabulary():
+    predictor = Predictor(Costs(layers=1, head=3, head_token=2), MeshConfig())
+    assert (predictor.lane(LaneLoad(tokens=9)), predictor.lane(LaneLoad(tokens=9, samples=2))) == (
+        0,
+        7,
+    )
+
+
+def test_the_slowest_lane_decides_and_a_lane_does_its_own_work_only():
+    predictor = Predictor(Costs(layers=1, linear_token=1), MeshConfig(kvp=3))
+    lanes = [LaneLoad(decodes=2), LaneLoad(decodes=5), LaneLoad()]
+    assert predictor.stage(lanes) == 5
+    assert predictor.with_chunk(lanes, 0, None, 0, 2) == 4  # of the lane that it bears on
+    predictor.add_chunk(lanes, 0, None, 0, 2)
+    assert predictor.stage(lanes) == 5
+    predictor.add_chunk(lanes, 2, None, 0, 6)
+    assert predictor.stage(lanes) == 6
+
+
+@settings(deadline=None)
+@given(
+    held=st.lists(st.integers(0, 40), min_size=2, max_size=5).filter(any),
+    cached=st.integers(0, 10**6),
+    new=st.integers(1, 4096),
+)
+def test_the_shares_of_a_spread_chunk_add_up(held, cached, new):
+    """Each lane attends over what it holds: all pairs and all reads are done once, whoever holds
+    what."""
+    for made in (Costs(layers=1, pair=1), Costs(layers=1, read=1)):
+        predictor = Predictor(made, MeshConfig(kvp=len(held)))
+        lanes = [LaneLoad() for _ in held]
+        predictor.add_chunk(lanes, 0, held, cached, new)
+        assert sum(lane.attention for lane in lanes) == pytest.approx(
+            made.attend_chunk(cached, new)
+        )
+        assert [lane.attention == 0 for lane in lanes] == [blocks == 0 for blocks in held]
+        assert {(lane.tokens, lane.spread) for lane in lanes} == {(-(-new // len(held)), new)}
+
+
+@settings(deadline=None)
+@given(
+    cached=st.integers(0, 10**6),
+    new=st.integers(1, 4096),
+    held=st.none() | st.lists(st.integers(1, 9), min_size=3, max_size=3),
+)
+def test_asking_what_a_chunk_would_cost_and_adding_it_agree(cached, new, held):
+    predictor = Predictor(REAL, MeshConfig(kvp=3))
+    lanes = [LaneLoad(decodes=3, context=1e4, samples=3) for _ in range(3)]
+    asked = predictor.with_chunk(lanes, 1, held, cached, new)
+    predictor.add_chunk(lanes, 1, held, cached, new)
+    assert asked == pytest.approx(predictor.stage(lanes))
+
+
+def test_local_decodes_burden_their_home_and_spread_ones_every_lane_by_its_blocks():
+    predictor = Predictor(Costs(layers=1), MeshConfig(kvp=2))
+    context = np.array([100, 40, 1000])
+    home = np.array([0, 1, 1])
+    spread = np.array([False, False, True])
+    lanes = predictor.decodes(context, home, spread, np.array([[7, 0], [0, 3], [30, 10]]))
+    assert [(lane.decodes, lane.context, lane.spread, lane.samples) for lane in lanes] == [
+        (1, 100 + 750, 1, 1),
+        (2, 40 + 250, 1, 2),
+    ]
+
+
+def test_a_batch_is_its_decodes_and_its_chunks():
+    predictor = Predictor(Costs(layers=1, pair=1), MeshConfig(kvp=2))
+    lanes = predictor.lanes(chunks((8, 1, [0, 2]), (20, 4, [3, 3]), (0, 10, [0, 2]), home=1))
+    assert [(lane.decodes, lane.context, lane.tokens, lane.spread) for lane in lanes] == [
+        (0, 0, 2, 4),
+        (1, 8, 12, 4),
+    ]
+    # half of (20 + 2) 4; and 10 / 2 * 10
+    assert [lane.attention for lane in lanes] == [44, 44 + 50]
+
+
+# --- stages (Medha, Eq. 4)
+
+
+def test_layers_are_divided_over_the_stages_and_the_largest_share_counts():
+    assert [
+        Predictor(Costs(layers=10, linear_token=1), MeshConfig(spp=p)).lane(LaneLoad(tokens=1))
+        for p in (1, 2, 4, 10)
+    ] == [10, 5, 3, 1]
+
+
+def test_a_step_goes_through_all_stages_and_the_hops_between_them():
+    predictor = Predictor(Costs(layers=1, hop=5, hop_token=0.5), MeshConfig(spp=4))
+    assert predictor.latency(10.0, 6, samples=0) == 4 * 10 + 3 * (5 + 3)
+    assert Predictor(Costs(layers=1, hop=5), MeshConfig()).latency(10.0, 6, samples=0) == 10
+
+
+def test_tokens_are_sampled_in_the_last_stage_only():
+    predictor = Predictor(
+        Costs(layers=4, linear_token=1, head=5, head_token=0.5), MeshConfig(spp=4)
+    )
+    step = [LaneLoad(decodes=2, samples=2)]
+    assert predictor.stage(step) == 2 + 5 + 1  # the pace is that of the slowest stage
+    assert predictor.latency(predictor.stage(step), 2, samples=2) == 4 * 2 + 5 + 1
+
+
+def test_prefill_falls_with_the_stages_but_for_the_hand_off():
+    """The first token comes when the last chunk has left the last stage: all chunks at the pace of
+    a stage, and P - 1 stages and hops."""
+    made = Costs(layers=16, linear_token=1, pair=0.001, hop=7)
+    total = 64 * 32
+    chunk = 32
+    whole = Predictor(made, MeshConfig()).prefill(0, total, chunk)
+    for stages in (1, 2, 4, 8, 16):
+        predictor = Predictor(made, MeshConfig(spp=stages))
+        assert predictor.prefill(0, total, chunk) == pytest.approx(whole / stages)
+        pace = predictor.with_chunk([LaneLoad()], 0, None, total - chunk, chunk)
+        first_token = whole / stages + predictor.latency(pace, chunk, samples=0) - pace
+        assert first_token == pytest.approx(whole / stages + (stages - 1) * (pace + 7))
+        assert first_token < whole / stages * 1.5 or stages == 1
+
+
+# --- lanes (Medha, Eq. 5 and 6)
+
+
+@settings(deadline=None)
+@given(
+    near=st.integers(0, 10**4),
+    far=st.integers(10**6, 10**7),
+    new=st.integers(1, 512),
+    lanes=st.integers(2, 8),
+)
+def test_what_lanes_say_to_each_other_does_not_depend_on_the_context(near, far, new, lanes):
+    silent = Costs(layers=3, pair=1e-9)
+    talking = Costs(layers=3, pair=1e-9, kvp=2.0, kvp_token=0.5)
+
+    def exchange(cached: int) -> float:
+        spread = [1] * lanes
+        mesh = MeshConfig(kvp=lanes)
+        seconds = [
+            Predictor(made, mesh).with_chunk([LaneLoad() for _ in spread], 0, spread, cached, new)
+            for made in (talking, silent)
+        ]
+        return seconds[0] - seconds[1]
+
+    assert exchange(near) == pytest.approx(exchange(far)) == pytest.approx(3 * (2 + 0.5 * new))
+
+
+def test_local_work_exchanges_nothing():
+    predictor = Predictor(Costs(layers=1, kvp=9), MeshConfig(kvp=2))
+    assert predictor.seconds(chunks((1000, 1, [9, 0]), (0, 9, [9, 0]))) == 0
+    assert predictor.seconds(chunks((1000, 1, [9, 9]))) == 9
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4, 8])
+def test_a_decode_over_lanes_reads_its_context_at_once(lanes):
+    """Linear 1 s, a million tokens at 1 us; with more than one lane an exchange of 0.1 s."""
+    made = Costs(layers=1, linear_floor=1, decode_kv=1e-6, kvp=0.1)
+    seconds = Predictor(made, MeshConfig(kvp=lanes)).seconds(chunks((10**6, 1, [50] * lanes)))
+    assert seconds == pytest.approx(1 + 1 / lanes + 0.1 * (lanes > 1))
+
+
+# --- a whole prompt
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    total=st.integers(1, 300_000),
+    chunk=st.sampled_from([512, 1024, 2048, 4096, 8192]),
+    tp=st.sampled_from([1, 8]),
+    spp=st.sampled_from([1, 4]),
+)
+def test_prefill_in_closed_form_is_the_sum_of_its_steps(total, chunk, tp, spp):
+    """To a thousandth and one step's reading of the weights, which a short last chunk takes too."""
+    made = costs("a100", shapes()["llama3-8b"], tp)
+    predictor = Predictor(made, MeshConfig(spp=spp, tp=tp))
+    closed = predictor.prefill(0, total, chunk)
+    steps = alone(predictor, total, chunk)
+    assert abs(steps - closed) < 0.001 * steps + predictor.layers * made.linear(1)
+
+
+@pytest.mark.parametrize("total", [512, 8192, 2**17])
+def test_prefill_of_whole_chunks_is_exact_where_attention_has_one_limit(total):
+    predictor = Predictor(
+        Costs(
+            layers=3,
+            launch=1,
+            linear_floor=4,
+            linear_token=0.01,
+            chunk=2,
+            chunk_token=0.1,
+            pair=1e-4,
+            head=5,
+            head_token=6,
+        ),
+        MeshConfig(),
+    )
+    assert predictor.prefill(0, total, 512) == pytest.approx(alone(predictor, total, 512))
+
+
+def grown(context: int, reach: int, lanes: int) -> list[int]:
+    """Tokens per lane when lanes join one by one, each with its share, and fill up evenly once all
+    have theirs."""
+    if context >= reach * lanes:
+        return [context // lanes] * lanes
+    return [min(max(context - lane * reach, 0), reach) for lane in range(lanes)]
+
+
+@pytest.mark.parametrize("lanes", [2, 4])
+@pytest.mark.parametrize("total", [1000, 4096, 6144, 16384, 65536])
+def test_prefill_over_lanes_is_the_sum_of_its_steps(total, lanes):
+    """Local up to 4096 tokens, then dealt over all lanes, of which the fullest decides; two lanes
+    hold 2 x 4096, four 4 x 4096."""
+    made = Costs(layers=2, linear_token=1, pair=1e-3, chunk=1, launch=3, kvp=7, kvp_token=0.25)
+    reach = 4096
+    chunk = 512
+    predictor = Predictor(made, MeshConfig(kvp=lanes), reach)
+    steps = 0.0
+    for start in range(0, total, chunk):
+        held = grown(start, reach, lanes)
+        new = min(chunk, total - start)
+        steps += predictor.with_chunk(
+            [LaneLoad()] * lanes, 0, held if start >= reach else None, start, new
+        )
+    assert predictor.prefill(0, total, chunk) == pytest.approx(steps, rel=0.03)
+    assert predictor.prefill(0, total, chunk) <= Predictor(made, MeshConfig()).prefill(
+        0, total, chunk
+    ) + 128 * 2 * (7 + 0.25 * chunk)
+
+
+def test_prefill_goes_on_from_what_is_cached():
+    predictor = Predictor(Costs(layers=2, launch=1, linear_token=1, pair=0.01), MeshConfig())
+    first = predictor.prefill(0, 1024, 256)
+    second = predictor.prefill(1024, 2048, 256)
+    assert first + second == pytest.approx(predictor.prefill(0, 2048, 256)) and second > first
+    assert predictor.prefill(7, 7, 256) == predictor.prefill(9, 7, 256) == 0
+
+
+# --- learning
+
+
+@pytest.mark.parametrize("truth", [0.4, 1.0, 1.7, 3.9])
+def test_the_scale_finds_the_factor_that_predictions_are_off_by(truth):
+    predictor = Predictor(Costs(layers=1, linear_token=1), MeshConfig())
+    dice = np.random.default_rng(0)
+    for tokens in dice.integers(1, 100, 300):
+        predictor.seen(
+            predictor.lane(LaneLoad(tokens=int(tokens))),
+            truth * float(tokens) * float(dice.uniform(0.95, 1.05)),
+        )
+    assert predictor.scale == pytest.approx(truth, rel=0.02)
+    assert predictor.lane(LaneLoad(tokens=10)) == pytest.approx(10 * truth, rel=0.02)
+    assert predictor.prefill(0, 10, 10) == pytest.approx(10 * truth, rel=0.02)
+
+
+def test_the_scale_is_bounded_and_one_slow_step_moves_it_little():
+    predictor = Predictor(Costs(layers=1), MeshConfig())
+    predictor.seen(1.0, 1000.0)
+    assert predictor.scale == pytest.approx(4**0.05)
+    for _ in range(500):
+        predictor.seen(predictor.scale, 1000.0)
+    assert predictor.scale == pytest.approx(4)
+    for _ in range(500):
+        predictor.seen(predictor.scale, 1e-9)
+    assert predictor.scale == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(("predicted", "seconds"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0)])
+def test_nothing_is_learnt_from_a_step_without_time(predicted, seconds):
+    predictor = Predictor(Costs(layers=1), MeshConfig())
+    predictor.seen(predicted, seconds)
+    assert predictor.scale == 1
+
+
+def test_new_costs_are_taken_whole():
+    """With the layers of a stage, and nothing of what was learnt with the old ones."""
+    predictor = Predictor(Costs(layers=1, linear_token=1), MeshConfig(spp=2))
+    predictor.seen(1.0, 3.0)
+    predictor.use(Costs(layers=8, linear_token=1))
+    assert predictor.lane(LaneLoad(tokens=1)) == 4
