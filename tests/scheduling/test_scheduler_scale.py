@@ -81,7 +81,7 @@ def test_the_bookkeeping_of_ten_million_tokens_fits_int32():
     batch = replica.start(0.0)
     assert batch.start.tolist() == [tokens, tokens // size * size]
     assert np.count_nonzero(batch.table_updates[:, 1] == 1) == tokens // size + 1
-    for name in ("slot", "lane", "start", "length", "held", "tokens", "deltas"):
+    for name in ("slot", "lane", "start", "length", "blocks_per_lane", "tokens", "table_updates"):
         assert getattr(batch, name).dtype == np.int32, name
     replica.check()
 

@@ -1,0 +1,64 @@
+"""What a replica is: fixed from its start to its end, and plain enough to be sent elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.settings.schema import MeshConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaInfo:
+    """The facts that callers of a replica may rely on.
+
+    served_name: by which requests name the model. model: the architecture's own name. eos_ids: ids
+    that end a completion. max_model_len: most tokens of a sequence, its output included.
+    pages_per_lane: pages of KV cache on each lane, of `block_size` tokens. max_seqs: sequences that
+    run at once; max_queue: requests that may wait. class_names: of request classes, see
+    `SchedulerConfig.classes`. settings: all that was configured, group by group, without secrets.
+    """
+
+    served_name: str
+    model: str
+    vocab: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    max_model_len: int
+    mesh: MeshConfig
+    dtype: str
+    kv_dtype: str
+    platform: str
+    block_size: int
+    pages_per_lane: int
+    max_seqs: int
+    max_queue: int
+    chunk_tokens: int
+    class_names: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of KV that all lanes hold together."""
+        return self.pages_per_lane * self.block_size * self.mesh.kvp
+
+    def summary(self) -> dict[str, Any]:
+        """What operators are shown: plain values by name."""
+        return {
+            "model": self.model,
+            "mesh": str(self.mesh),
+            "dtype": self.dtype,
+            "kv_dtype": self.kv_dtype,
+            "devices": self.mesh.devices,
+            "platform": self.platform,
+            "max_model_len": self.max_model_len,
+            "pages_per_lane": self.pages_per_lane,
+            "block_size": self.block_size,
+            "capacity_tokens": self.capacity_tokens,
+            "max_seqs": self.max_seqs,
+        }

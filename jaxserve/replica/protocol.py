@@ -1,0 +1,80 @@
+"""Border A: what everything above a replica may ask of it. Requests go in, events come out.
+
+The live engine, the virtual replica of the simulator and the fake of the tests implement it, and
+one test suite (tests/replica) runs over all of them. Whoever holds a `Replica` cannot tell which of
+these it is, and reaches through it to nothing behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from jaxserve.api.request import Event, Request
+from jaxserve.replica.info import ReplicaInfo
+from jaxserve.scheduling import Load
+
+Sink = Callable[[Sequence[Event]], None]
+
+
+@runtime_checkable
+class Replica(Protocol):
+    """One model instance, one failure domain. All methods may be called from any thread."""
+
+    @property
+    def info(self) -> ReplicaInfo:
+        """What it is."""
+
+    @property
+    def alive(self) -> bool:
+        """False once it has failed for good."""
+
+    def start(self) -> None:
+        """Begins to run what was submitted."""
+
+    def now(self) -> float:
+        """Seconds on the replica's clock, by which arrivals and deadlines are told."""
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Takes a request; its events go to `sink`, once per step, from the replica's own thread.
+        `sink` must not block; one that raises hears no more, and its request is cancelled.
+
+        Errors: RequestError for an id in use, a full queue, a request that can never fit or that
+        could not be in time, a replica that is drained, closed or broken.
+        """
+
+    def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
+        """Ends a request; its sink hears Finished. False for an unknown id (it may just have
+        ended)."""
+
+    def stop(self, request_id: str, index: int) -> bool:
+        """Ends one completion of a request with the reason 'stop'. False where it has ended."""
+
+    def post(self, command: Callable[[], object]) -> None:
+        """Runs a command on the replica's thread before its next step, without waiting for it; at
+        once where that thread has ended. The command must not raise."""
+
+    def load(self) -> Load:
+        """How busy it is."""
+
+    def overdue(self) -> float | None:
+        """Seconds by which the step in progress is overdue; None where none is. Never waits."""
+
+    def view(self, since: int = 0) -> dict[str, Any]:
+        """What runs and what ran lately, steps from number `since` on, as plain data for the
+        dashboard."""
+
+    def count_rejected(self, reason: str) -> None:
+        """Counts a request that was refused before it got here, by the reason."""
+
+    def metrics(self) -> Any:
+        """The Prometheus registry of this replica."""
+
+    def flush_cache(self) -> int:
+        """Forgets cached prefixes that no request uses; returns how many pages that frees."""
+
+    def drain(self) -> None:
+        """Takes no new requests from now on; those that it has go on."""
+
+    def close(self) -> None:
+        """Stops. Requests that still run end with an error of status UNAVAILABLE."""
