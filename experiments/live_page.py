@@ -27,7 +27,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from experiments.script import command_line
-from jaxserve.api.request import Event, Finished, Request, RequestError, SamplingParams, Slo
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Event, Finished
+from jaxserve.api.request import Request, Slo
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.server.dashboard import router
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option

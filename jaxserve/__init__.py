@@ -1,9 +1,9 @@
 """jaxserve: exact serving of language models with contexts from a hundred tokens to ten million, in
 JAX.
 
-Two towers. The host tower (request, config, cache, scheduling) decides, in plain ints, and imports
-no JAX; the device tower (kernels, sharding, models, weights, engine) executes. The border is a
-`scheduling.Batch`. `server` and `llm` stand on both.
+Two towers. The host tower (api, settings, cache, scheduling) decides, in plain ints, and imports no
+JAX; the device tower (kernels, sharding, models, weights, engine) executes. `server` and `llm` stand
+on both.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ def __getattr__(name: str) -> Any:
         from jaxserve.llm import LLM
 
         return LLM
-    if name in ("Request", "SamplingParams"):
-        from jaxserve.api import request
+    if name == "Request":
+        from jaxserve.api.request import Request
 
-        return getattr(request, name)
+        return Request
+    if name == "SamplingParams":
+        from jaxserve.api.sampling import SamplingParams
+
+        return SamplingParams
     raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")

@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jaxserve.api.request import Event, Finished, Request, RequestError, SamplingParams, Slo
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Event, Finished
+from jaxserve.api.request import Request, Slo
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.clock import WallClock
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig, MeshConfig

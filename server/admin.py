@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import fastapi
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.server.frontend import DRAINING, SERVING, Frontend
 from jaxserve.server.openai.app import without_routes
 from jaxserve.server.openai.schemas import Strict

@@ -17,7 +17,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxserve.api.request import RequestError, SamplingParams
+from jaxserve.api.errors import RequestError
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server import jaxserve_pb2_grpc as rpc
 from jaxserve.server.grpc.handlers import FIELD_KEY, REASON_KEY, RICH_KEY

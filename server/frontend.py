@@ -20,14 +20,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxserve.api.request import (
-    Finished,
-    Request,
-    RequestError,
-    SamplingParams,
-    Slo,
-    internal_error,
-)
+from jaxserve.api.errors import RequestError, internal_error
+from jaxserve.api.events import Finished
+from jaxserve.api.request import Request, Slo
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.clock import WallClock
 from jaxserve.server.auth.access import Caller, Lease
 from jaxserve.server.event_loop import beside

@@ -32,7 +32,7 @@ import uvicorn
 from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxserve.api.request import RequestError, internal_error
+from jaxserve.api.errors import RequestError, internal_error
 from jaxserve.server import logs
 from jaxserve.server.event_loop import AT_ONCE
 from jaxserve.server.frontend_metrics import FrontendMetrics

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TextIO
 
-from jaxserve.api.request import Finished, Request, Summary
+from jaxserve.api.events import Finished, Summary
+from jaxserve.api.request import Request
 
 LONGEST = 4000  # characters of a message or a value
 CAUSES = 3  # exceptions told of a chain of them

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 
 MAX_MESSAGES = 10_000
 SLICE = 1 << 16  # ids that are read without a break

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from jaxserve.api.request import RequestError, SamplingParams, Slo
+from jaxserve.api.errors import RequestError
+from jaxserve.api.request import Slo
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.server.auth.access import Caller
 from jaxserve.server.frontend import BROKEN, SERVING, STUCK, Frontend, GenerateCall
 from jaxserve.server.request_log import Origin

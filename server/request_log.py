@@ -12,7 +12,9 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-from jaxserve.api.request import Finished, Request, RequestError, internal_error
+from jaxserve.api.errors import RequestError, internal_error
+from jaxserve.api.events import Finished
+from jaxserve.api.request import Request
 from jaxserve.server import logs
 from jaxserve.server.tracing import Tracer
 

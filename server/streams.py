@@ -14,7 +14,9 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-from jaxserve.api.request import Accepted, Event, Finished, Progress, Request, RequestError, Token
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Accepted, Event, Finished, Progress, Token
+from jaxserve.api.request import Request
 from jaxserve.server.auth.access import Caller
 from jaxserve.text.output import Delta, Output, OutputProcessor, merged
 

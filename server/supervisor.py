@@ -22,7 +22,7 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.server import event_loop
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.admin import application as operators

@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jaxserve
-from jaxserve.api.request import Finished, Request, RequestError, Summary
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Finished, Summary
+from jaxserve.api.request import Request
 from jaxserve.settings.schema import ConfigError
 
 log = logging.getLogger(__name__)

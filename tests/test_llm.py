@@ -5,7 +5,8 @@ import pytest
 
 import jaxserve
 from jaxserve import llm
-from jaxserve.api.request import RequestError, SamplingParams
+from jaxserve.api.errors import RequestError
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.text.structured_output import Guided
 from tests.engine.harness import engine
 from tests.server.fakes import FakeEngine, FakeTokenizer, expected

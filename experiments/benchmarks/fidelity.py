@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from experiments.script import command_line
-from jaxserve.api.request import Finished, Request
+from jaxserve.api.events import Finished
+from jaxserve.api.request import Request
 from jaxserve.cache import CacheManager
 from jaxserve.cli.display import table
 from jaxserve.cli.machine import described, machine

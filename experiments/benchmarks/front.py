@@ -45,7 +45,9 @@ import numpy as np
 import tokenizers
 
 from experiments.script import command_line, keep
-from jaxserve.api.request import Event, Finished, Request, SamplingParams, Token
+from jaxserve.api.events import Event, Finished, Token
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import table
 from jaxserve.cli.machine import described, machine
 from jaxserve.llm import open_engine

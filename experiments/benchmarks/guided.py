@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.script import command_line, keep
-from jaxserve.api.request import SamplingParams
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import table
 from jaxserve.cli.machine import described, machine
 from jaxserve.llm import LLM

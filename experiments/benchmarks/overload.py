@@ -23,7 +23,10 @@ from typing import Any
 import numpy as np
 
 from experiments.script import command_line, keep
-from jaxserve.api.request import Event, Finished, Request, RequestError, SamplingParams, Token
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Event, Finished, Token
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import table
 from jaxserve.cli.machine import described, machine
 from jaxserve.engine.engine import Engine

@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 
 from experiments.script import command_line, keep
-from jaxserve.api.request import Event, Finished, Request, SamplingParams, Slo, Token
+from jaxserve.api.events import Event, Finished, Token
+from jaxserve.api.request import Request, Slo
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import table
 from jaxserve.cli.machine import described, machine
 from jaxserve.settings.flags import Command

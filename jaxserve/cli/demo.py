@@ -11,7 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.api.request import Accepted, Finished, Progress, SamplingParams
+from jaxserve.api.events import Accepted, Finished, Progress
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import Streams, table
 from jaxserve.cli.settings import engine_config, engine_groups
 from jaxserve.settings.flags import Command
@@ -162,16 +163,16 @@ async def _ask(client: Any, talk: Talk, sampling: SamplingParams, view: Streams)
 
 
 _SHOWN = (
-    "What is this Python module for? [the source of jaxserve.api.request and jaxserve.text.output]"
+    "What is this Python module for? [the source of jaxserve.api.sampling and jaxserve.text.output]"
 )
 
 
 async def _long_question(client: Any, tokens: int) -> str:
     """A question about so many tokens of jaxserve's own source."""
-    import jaxserve.api.request
+    import jaxserve.api.sampling
     import jaxserve.text.output
 
-    source = "\n".join(map(inspect.getsource, (jaxserve.api.request, jaxserve.text.output)))
+    source = "\n".join(map(inspect.getsource, (jaxserve.api.sampling, jaxserve.text.output)))
     ids = await client.tokenize(source, special=False)
     while len(ids) < tokens:
         ids += ids

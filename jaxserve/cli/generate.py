@@ -8,7 +8,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxserve.api.request import Logprobs, RequestError, SamplingParams
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Logprobs
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.sampling import NAMES, sampling_fields, sampling_options
 from jaxserve.cli.settings import ALL, engine_groups
 from jaxserve.settings.flags import Command

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import jaxserve
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.server import logs
 from jaxserve.settings.flags import Command, UsageError, help_of, parse
 from jaxserve.settings.schema import ConfigError

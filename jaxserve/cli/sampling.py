@@ -7,7 +7,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.api.request import RequestError, SamplingParams
+from jaxserve.api.errors import RequestError
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.settings.options import Option
 
 HELP = {

@@ -27,7 +27,8 @@ from urllib.parse import urlsplit
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.api.request import RequestError, SamplingParams
+from jaxserve.api.errors import RequestError
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import table
 from jaxserve.cli.machine import described, machine
 from jaxserve.cli.own_server import OwnServer, own_server

@@ -21,7 +21,9 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
-from jaxserve.api.request import Event, Request, RequestError
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Event
+from jaxserve.api.request import Request
 from jaxserve.clock import Clock, WallClock
 from jaxserve.costs.exchange_choice import ExchangeChooser
 from jaxserve.engine import results, sampling

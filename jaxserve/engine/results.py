@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from jaxserve.api.request import Logprobs
+from jaxserve.api.events import Logprobs
 from jaxserve.engine.arrays import Arrays, ChunkSlice
 from jaxserve.engine.stages import SCORES, HiddenStates, SampledTokens, Stages
 from jaxserve.scheduling import Batch, Scheduler

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxserve.api.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
+from jaxserve.api.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from jaxserve.sharding.mesh import KVP, TP
 
 VARIANTS = ("greedy", "full", "logprobs", "guided")  # each does what those before it do

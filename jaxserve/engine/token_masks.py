@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.scheduler import Events
 

@@ -3,7 +3,7 @@ that failed."""
 
 from __future__ import annotations
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.scheduling import Batch
 
 SLOW = 10  # times its predicted seconds that a step may take in any case

@@ -21,7 +21,8 @@ from operator import attrgetter
 import numpy as np
 
 from jaxserve.api.batch import Batch
-from jaxserve.api.request import Finished, Request
+from jaxserve.api.events import Finished
+from jaxserve.api.request import Request
 from jaxserve.scheduling.sequence import Sequence
 
 # most steps, chunks of all steps together, age

@@ -21,7 +21,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from jaxserve.api.request import Finished, Summary
+from jaxserve.api.events import Finished, Summary
 from jaxserve.settings.schema import DEFAULT_CLASS
 
 PREFIX = "jaxserve:"

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from jaxserve.api.request import Event, Request
+from jaxserve.api.events import Event
+from jaxserve.api.request import Request
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.scheduling import Load
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxserve.api.request import Event, Finished, Request
+from jaxserve.api.events import Event, Finished
+from jaxserve.api.request import Request
 from jaxserve.observe.journal import Journal
 from jaxserve.observe.metrics import Metrics
 from jaxserve.scheduling import Batch, Scheduler

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxserve.api.batch import Batch
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import NOMINAL, LaneLoad, Predictor
 from jaxserve.scheduling.budget import LEAST

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxserve.api.batch import Batch
-from jaxserve.api.request import Accepted, Event, Logprobs, Progress, Request, RequestError, Token
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Accepted, Event, Logprobs, Progress, Token
+from jaxserve.api.request import Request
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import NOMINAL, Costs, Predictor
 from jaxserve.scheduling.admission import AdmissionController

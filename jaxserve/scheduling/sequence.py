@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.api.request import Finished, Logprobs, Request, RequestError, Timing, Usage
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Finished, Logprobs, Timing, Usage
+from jaxserve.api.request import Request
 from jaxserve.cache import CacheManager
 
 NO_SLOT = -1

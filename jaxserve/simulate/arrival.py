@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.api.request import Request, RequestError, SamplingParams, Slo
+from jaxserve.api.errors import RequestError
+from jaxserve.api.request import Request, Slo
+from jaxserve.api.sampling import SamplingParams
 
 BLOCK = 512  # tokens per hash id in the public Mooncake traces
 LONG = 100_000  # tokens; the shortest long prompt of medha_mixed has 100,628

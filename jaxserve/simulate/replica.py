@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.api.request import Finished, Request, RequestError
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Finished
+from jaxserve.api.request import Request
 from jaxserve.costs.predictor import Predictor
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.settings.schema import MeshConfig

@@ -22,7 +22,7 @@ from jinja2 import nodes, pass_context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.text.tool_calls import ToolFormat, format_of
 
 MAX_TURNS = 1_000_000  # of all loops of one rendering together

@@ -13,18 +13,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from jaxserve.api.request import (
-    Accepted,
-    Event,
-    Finished,
-    Logprobs,
-    Progress,
-    Request,
-    SamplingParams,
-    Timing,
-    Token,
-    Usage,
-)
+from jaxserve.api.events import Accepted, Event, Finished, Logprobs, Progress, Timing, Token, Usage
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
 
 
 class Detokenizer(Protocol):

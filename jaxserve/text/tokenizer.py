@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.checkpoint.gguf_file import read_header
 from jaxserve.checkpoint.model_paths import CheckpointError, model_file, resolve
 from jaxserve.text.chat_template import ChatTemplate

@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.server.auth.keys import MAX_KEY_CHARS, Key, Keys, Limits
 from jaxserve.settings.schema import ServerConfig
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.server.auth.access import HEADER, Authenticator, Caller
 from jaxserve.server.frontend_metrics import FrontendMetrics
 from jaxserve.server.grpc.handlers import refuse

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 import jaxserve
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.auth.access import own
 from jaxserve.server.frontend import Frontend

@@ -19,7 +19,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from jaxserve.api.request import RequestError, internal_error
+from jaxserve.api.errors import RequestError, internal_error
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.frontend_metrics import FrontendMetrics
 

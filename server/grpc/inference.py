@@ -8,7 +8,7 @@ import functools
 
 import grpc
 
-from jaxserve.api.request import Finished
+from jaxserve.api.events import Finished
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.event_loop import beside
 from jaxserve.server.frontend import Frontend

@@ -8,17 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.api.request import (
-    Accepted,
-    Finished,
-    Logprobs,
-    Progress,
-    RequestError,
-    SamplingParams,
-    Slo,
-    Timing,
-    Usage,
-)
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Accepted, Finished, Logprobs, Progress, Timing, Usage
+from jaxserve.api.request import Slo
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.frontend import GenerateCall
 from jaxserve.server.prompts import Chat, Prompt, Text

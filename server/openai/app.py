@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
 import jaxserve
-from jaxserve.api.request import RequestError, internal_error
+from jaxserve.api.errors import RequestError, internal_error
 from jaxserve.server import dashboard
 from jaxserve.server.event_loop import beside
 from jaxserve.server.frontend import Frontend

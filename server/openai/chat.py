@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxserve.api.request import Finished, RequestError
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Finished
 from jaxserve.server.frontend import Frontend, GenerateCall
 from jaxserve.server.openai.responses import Tokens, usage_of
 from jaxserve.server.openai.schemas import ROOM, ChatRequest, NamedTool

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.api.request import MAX_PROMPT_LOGPROBS, Finished, Logprobs, RequestError
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Finished, Logprobs
+from jaxserve.api.request import MAX_PROMPT_LOGPROBS
 from jaxserve.server.frontend import Frontend, GenerateCall
 from jaxserve.server.openai.responses import Tokens, usage_of
 from jaxserve.server.openai.schemas import COMPLETION_TOKENS, MAX_PROMPTS, CompletionRequest

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from starlette.responses import Response
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 
 STATUSES = {
     "INVALID_ARGUMENT": 400,

@@ -15,7 +15,7 @@ from typing import Any
 import pydantic_core
 import simdjson
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 
 LARGE = 1 << 16  # bytes: more are to be parsed beside the event loop
 MAX_FIELDS = 256  # of a body

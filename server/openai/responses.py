@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from jaxserve.api.request import Finished, Logprobs, RequestError, internal_error
+from jaxserve.api.errors import RequestError, internal_error
+from jaxserve.api.events import Finished, Logprobs
 from jaxserve.server.event_loop import beside
 from jaxserve.server.frontend import Frontend, GenerateCall
 from jaxserve.server.http_server import EventStream, when_gone

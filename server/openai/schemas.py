@@ -14,7 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 
-from jaxserve.api.request import RequestError, SamplingParams, Slo
+from jaxserve.api.errors import RequestError
+from jaxserve.api.request import Slo
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.text.structured_output import Guided
 
 MAX_PROMPTS = 128  # of one request

@@ -4,7 +4,7 @@ import re
 import pytest
 
 from jaxserve import llm
-from jaxserve.api.request import SamplingParams
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli import generate
 from jaxserve.cli import main as cli
 from jaxserve.settings.flags import help_of

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.cli import main as cli
 from jaxserve.server.auth.access import Authenticator
 from jaxserve.server.auth.keys import read

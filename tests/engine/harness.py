@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxserve.api.request import Event, Finished, Request, SamplingParams, Token
+from jaxserve.api.events import Event, Finished, Token
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine

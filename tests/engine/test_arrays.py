@@ -9,7 +9,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxserve.api.request import Request, SamplingParams
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.engine.arrays import (
     FEED,

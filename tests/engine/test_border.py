@@ -6,7 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxserve.api.request import Request, SamplingParams
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.engine.arrays import StepDemand, shapes, to_arrays
 from jaxserve.scheduling import Scheduler

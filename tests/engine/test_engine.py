@@ -11,15 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.api.request import (
-    Accepted,
-    Finished,
-    Progress,
-    Request,
-    RequestError,
-    SamplingParams,
-    Token,
-)
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Accepted, Finished, Progress, Token
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.clock import VirtualClock
 from jaxserve.engine.engine import Engine
 from tests.engine.harness import Runner, assert_empty, engine, fresh

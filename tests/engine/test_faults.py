@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.watchdog import FAULTS
 from tests.engine.harness import assert_empty, engine, fresh

@@ -11,7 +11,7 @@ import jsonschema_rs
 import numpy as np
 import pytest
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.engine.engine import Engine
 from jaxserve.text.structured_output import Guided, Guides
 from tests.engine.harness import Runner, assert_empty, engine, fresh

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import Costs
 from jaxserve.engine.engine import Engine

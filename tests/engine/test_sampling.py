@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxserve.api.request import SamplingParams
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.engine import sampling
 from jaxserve.settings.schema import MeshConfig
 from jaxserve.sharding.mesh import stage_meshes

@@ -12,7 +12,9 @@ from collections import Counter
 import jax
 import numpy as np
 
-from jaxserve.api.request import Accepted, Finished, Progress, Request, SamplingParams, Token
+from jaxserve.api.events import Accepted, Finished, Progress, Token
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.engine.engine import Engine
 from tests.engine.harness import assert_empty, engine
 

@@ -10,7 +10,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxserve.api.request import Finished, Request, SamplingParams
+from jaxserve.api.events import Finished
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.engine.engine import Engine
 from tests.engine.harness import Runner, engine
 

@@ -12,7 +12,9 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from jaxserve.api.request import RequestError, Slo, Token
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Token
+from jaxserve.api.request import Slo
 from jaxserve.clock import VirtualClock
 from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine

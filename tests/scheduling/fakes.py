@@ -11,15 +11,10 @@ from collections import defaultdict, deque
 
 import numpy as np
 
-from jaxserve.api.request import (
-    Event,
-    Finished,
-    Progress,
-    Request,
-    RequestError,
-    SamplingParams,
-    Token,
-)
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Event, Finished, Progress, Token
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.sequence import Sequence

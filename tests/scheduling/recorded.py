@@ -6,7 +6,9 @@ import json
 
 import numpy as np
 
-from jaxserve.api.request import Finished, Request, SamplingParams, Slo
+from jaxserve.api.events import Finished
+from jaxserve.api.request import Request, Slo
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.observe.journal import Journal
 from jaxserve.observe.view import Snapshot

@@ -8,7 +8,10 @@ import pstats
 import numpy as np
 import pytest
 
-from jaxserve.api.request import Accepted, Request, RequestError, SamplingParams, Slo
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Accepted
+from jaxserve.api.request import Request, Slo
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import NOMINAL, Costs
 from jaxserve.scheduling import Scheduler

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from jaxserve.api.request import Request, RequestError, SamplingParams, Slo
+from jaxserve.api.errors import RequestError
+from jaxserve.api.request import Request, Slo
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import Costs
 from jaxserve.scheduling import Scheduler

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.api.request import Request, SamplingParams, Slo
+from jaxserve.api.request import Request, Slo
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.cache.hashes import BlockHashes
 from jaxserve.costs.predictor import Costs

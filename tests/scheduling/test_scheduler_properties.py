@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.cache import PLACEMENTS
 from jaxserve.costs.predictor import Costs
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig

@@ -9,7 +9,8 @@ import random
 import numpy as np
 import pytest
 
-from jaxserve.api.request import Request, SamplingParams
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.sequence import Sequence

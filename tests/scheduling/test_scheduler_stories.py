@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxserve.api.request import Accepted, Finished, Logprobs, Progress, RequestError, Token
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Accepted, Finished, Logprobs, Progress, Token
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from tests.scheduling.fakes import EOS, Replica, chunks, expected
 

@@ -10,7 +10,8 @@ import time
 
 import numpy as np
 
-from jaxserve.api.request import Request, SamplingParams
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.scheduling import Scheduler
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig

@@ -10,18 +10,9 @@ from collections.abc import Callable, Sequence
 
 import tokenizers
 
-from jaxserve.api.request import (
-    Accepted,
-    Event,
-    Finished,
-    Logprobs,
-    Progress,
-    Request,
-    RequestError,
-    Timing,
-    Token,
-    Usage,
-)
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Accepted, Event, Finished, Logprobs, Progress, Timing, Token, Usage
+from jaxserve.api.request import Request
 from jaxserve.observe.metrics import READ, Metrics
 from jaxserve.settings.schema import EngineConfig
 from jaxserve.text.chat_template import ChatTemplate

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.server.auth.access import Authenticator, Caller, Usage, own
 from jaxserve.server.auth.keys import Limits
 from jaxserve.settings.schema import ServerConfig

@@ -14,7 +14,8 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from jaxserve.api.request import RequestError, SamplingParams
+from jaxserve.api.errors import RequestError
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import AsyncClient, Client, ServerError
 from jaxserve.server.frontend_metrics import FrontendMetrics

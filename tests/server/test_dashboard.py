@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from experiments.live_page import Served, browser, chromium
-from jaxserve.api.request import Finished, Request, SamplingParams, Slo
+from jaxserve.api.events import Finished
+from jaxserve.api.request import Request, Slo
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.observe.view import Snapshot
 from jaxserve.server.dashboard import FILES, OTHER
 from tests.scheduling.recorded import Recorded, crowd

@@ -4,7 +4,8 @@ left behind."""
 import pytest
 
 from jaxserve import LLM
-from jaxserve.api.request import RequestError, SamplingParams
+from jaxserve.api.errors import RequestError
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.llm import open_engine
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import Client

@@ -12,7 +12,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.auth.access import presented_key
 from jaxserve.server.auth.keys import parse as parse_keys

@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 
-from jaxserve.api.request import SamplingParams
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.server.client import Client, ServerError
 from jaxserve.server.supervisor import Background
 from jaxserve.settings.schema import ServerConfig

@@ -6,7 +6,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from jaxserve.api.request import Finished, SamplingParams
+from jaxserve.api.events import Finished
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.llm import open_engine
 from jaxserve.server.client import Client
 from jaxserve.server.supervisor import Background

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.server.auth.access import Authenticator
 from jaxserve.server.auth.keys import Key, Limits, parse, text_of
 from jaxserve.settings.schema import ConfigError, ServerConfig

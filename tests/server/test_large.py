@@ -16,7 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.api.request import Request, RequestError, SamplingParams
+from jaxserve.api.errors import RequestError
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.server import frontend as front
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import Client, ServerError

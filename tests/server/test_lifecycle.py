@@ -17,7 +17,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from jaxserve.api.request import Accepted, RequestError, SamplingParams
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Accepted
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.server import supervisor as launch
 from jaxserve.server.client import AsyncClient, Client, ServerError
 from jaxserve.server.supervisor import Background, check_host

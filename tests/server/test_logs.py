@@ -12,7 +12,9 @@ import time
 import numpy as np
 import pytest
 
-from jaxserve.api.request import Finished, Request, SamplingParams, Timing, Usage
+from jaxserve.api.events import Finished, Timing, Usage
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.server import logs
 
 HOSTILE = [

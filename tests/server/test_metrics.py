@@ -10,7 +10,8 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from jaxserve.api.request import RequestError, SamplingParams
+from jaxserve.api.errors import RequestError
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli import main as cli
 from jaxserve.llm import open_engine
 from jaxserve.server import jaxserve_pb2 as pb

@@ -9,7 +9,8 @@ import urllib.parse
 import httpx
 import pytest
 
-from jaxserve.api.request import SamplingParams, Slo
+from jaxserve.api.request import Slo
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.server.supervisor import Background
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig, ServerConfig

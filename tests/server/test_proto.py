@@ -4,7 +4,8 @@ import re
 import grpc
 import pytest
 
-from jaxserve.api.request import RequestError, SamplingParams
+from jaxserve.api.errors import RequestError
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server import jaxserve_pb2_grpc as rpc
 from jaxserve.server.grpc.proto import guided_message, guided_of, sampling_message, sampling_of

@@ -8,7 +8,8 @@ import time
 import grpc
 import pytest
 
-from jaxserve.api.request import RequestError, SamplingParams
+from jaxserve.api.errors import RequestError
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import Client, ServerError
 from jaxserve.server.grpc.handlers import parse

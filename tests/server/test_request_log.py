@@ -12,7 +12,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from jaxserve.api.request import Finished, Request, RequestError, SamplingParams, Timing, Usage
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Finished, Timing, Usage
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.server.logs import Json
 from jaxserve.server.request_log import Origin, RequestLog
 from jaxserve.server.tracing import Tracer

@@ -1,6 +1,8 @@
 import pytest
 
-from jaxserve.api.request import Accepted, Finished, Progress, SamplingParams, Slo
+from jaxserve.api.events import Accepted, Finished, Progress
+from jaxserve.api.request import Slo
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import ServerError
 from jaxserve.server.grpc.proto import event_message, output_of

@@ -6,7 +6,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from jaxserve.api.request import Accepted, Finished, Request, SamplingParams, Timing, Token, Usage
+from jaxserve.api.events import Accepted, Finished, Timing, Token, Usage
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.server import streams
 from jaxserve.server.auth.access import Authenticator
 from jaxserve.server.streams import Mailbox, Stream

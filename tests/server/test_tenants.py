@@ -6,7 +6,7 @@ import grpc
 import httpx
 import pytest
 
-from jaxserve.api.request import SamplingParams
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.server.client import Client, ServerError
 from jaxserve.server.supervisor import check_host
 from jaxserve.settings.schema import ConfigError, ServerConfig

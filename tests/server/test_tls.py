@@ -14,7 +14,7 @@ import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
 
-from jaxserve.api.request import SamplingParams
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli import main as cli
 from jaxserve.server.auth.tls import Tls
 from jaxserve.server.client import AsyncClient, Client

@@ -20,7 +20,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
-from jaxserve.api.request import Finished, Request, RequestError, SamplingParams, Slo, Timing, Usage
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Finished, Timing, Usage
+from jaxserve.api.request import Request, Slo
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.server import tracing
 from jaxserve.server.tracing import Tracer
 from jaxserve.settings.schema import ConfigError

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.api.request import Request, RequestError, Slo
+from jaxserve.api.errors import RequestError
+from jaxserve.api.request import Request, Slo
 from jaxserve.settings.schema import ConfigError
 from jaxserve.simulate.arrival import BLOCK, LONG, Arrival, summary, to_request
 from jaxserve.simulate.mixes import MIXES

@@ -3,17 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.api.request import (
-    Accepted,
-    Finished,
-    Logprobs,
-    Progress,
-    Request,
-    SamplingParams,
-    Timing,
-    Token,
-    Usage,
-)
+from jaxserve.api.events import Accepted, Finished, Logprobs, Progress, Timing, Token, Usage
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.text.output import Delta, NoText, OutputProcessor, StopStrings
 from tests.server.fakes import EOS, ByteDetokenizer
 

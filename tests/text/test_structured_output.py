@@ -19,7 +19,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.api.request import Request, RequestError, SamplingParams
+from jaxserve.api.errors import RequestError
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.text import Tokenizer
 from jaxserve.text.structured_output import Guided, Guides, spec
 from jaxserve.text.tool_calls import call_schema

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.text import Tokenizer, vocabulary
 from jaxserve.text import chat_template as template

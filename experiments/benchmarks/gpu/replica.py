@@ -380,7 +380,9 @@ def _chunk(replica: Replica, cached: int, new: int) -> Row:
 
 def _requests(replica: Replica) -> Row:
     """Two requests, one after the other, through all of the engine but its thread."""
-    from jaxserve.api.request import Finished, Request, SamplingParams
+    from jaxserve.api.events import Finished
+    from jaxserve.api.request import Request
+    from jaxserve.api.sampling import SamplingParams
 
     built = replica.engine
     ends = list[Any]()

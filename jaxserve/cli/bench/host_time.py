@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.api.request import Event, Request, SamplingParams
+from jaxserve.api.events import Event
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.engine.arrays import Arrays
 from jaxserve.engine.stages import DELTAS
 from jaxserve.scheduling import Batch

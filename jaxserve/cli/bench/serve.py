@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.api.request import RequestError, SamplingParams
+from jaxserve.api.errors import RequestError
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import table
 from jaxserve.cli.own_server import own_server
 from jaxserve.cli.settings import engine_groups

@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.api.request import Event, Finished, Request, SamplingParams, Token
+from jaxserve.api.events import Event, Finished, Token
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
 
 CONTEXT = 128  # tokens before those that decoding is measured on
 STEPS = 64  # tokens per sequence that decoding is measured on

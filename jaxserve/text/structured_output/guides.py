@@ -18,7 +18,7 @@ from typing import Any
 import llguidance
 import numpy as np
 
-from jaxserve.api.request import RequestError, internal_error
+from jaxserve.api.errors import RequestError, internal_error
 from jaxserve.text import Tokenizer
 from jaxserve.text.structured_output.sandbox import Trial, compiled
 from jaxserve.text.structured_output.spec import Guided

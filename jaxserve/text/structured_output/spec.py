@@ -15,7 +15,7 @@ from decimal import Decimal, InvalidOperation
 from math import lcm
 from typing import Any
 
-from jaxserve.api.request import RequestError
+from jaxserve.api.errors import RequestError
 
 KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
 MAX_CHARS = 65_536  # of a schema, regular expression or grammar, and of all choices together

@@ -1,0 +1,68 @@
+"""Why a request is refused or failed, and checks of its fields that say so."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+
+class RequestError(ValueError):
+    """A request that is refused or has failed.
+
+    field: the request's field at fault, '' where none is. status: name of a gRPC status. Of an
+    overloaded server, reason: one word, a label of its metrics; retry_after: seconds after which
+    another try may succeed, None where unknown.
+    """
+
+    def __init__(
+        self,
+        field: str,
+        message: str,
+        status: str = "INVALID_ARGUMENT",
+        retry_after: float | None = None,
+        reason: str = "",
+    ):
+        super().__init__(f"{field}: {message}" if field else message)
+        self.field = field
+        self.status = status
+        self.retry_after = retry_after
+        self.reason = reason
+
+    @property
+    def retry_seconds(self) -> float:
+        """Seconds after which to try again: `retry_after`, or 1 where it is unknown."""
+        return 1.0 if self.retry_after is None else self.retry_after
+
+
+def internal_error() -> RequestError:
+    """The error that callers get for a fault of the server, without its details."""
+    return RequestError("", "internal error; the server's log tells more", "INTERNAL")
+
+
+def check_number(name: str, value: Any, low: float, high: float) -> None:
+    """Refuses a value that is not a finite number from low to high. Errors: RequestError."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or not low <= value <= high
+    ):
+        raise RequestError(name, f"must be a number from {low} to {high}, not {value!r}")
+
+
+def check_integer(name: str, value: Any, low: int, high: int) -> None:
+    """Refuses a value that is not a whole number from low to high. Errors: RequestError."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, np.integer))
+        or not low <= value <= high
+    ):
+        raise RequestError(name, f"must be a whole number from {low} to {high}, not {value!r}")
+
+
+def check_length(name: str, value: tuple, most: int) -> None:
+    """Refuses a value of more than `most` entries. Errors: RequestError."""
+    if len(value) > most:
+        raise RequestError(name, f"has {len(value)} entries; the limit is {most}")

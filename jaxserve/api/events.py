@@ -1,0 +1,131 @@
+"""What the engine answers a request with.
+
+In this order: one `Accepted`, any number of `Progress`, one or more `Token` per completion, one
+`Finished` per completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxserve.api.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural-log probabilities of one token and of the likeliest ones, likeliest first."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt: int
+    cached: int  # prompt tokens whose KV was reused
+    completion: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds since arrival: when the first chunk started, the first token came, the completion
+    ended (also of what did not come)."""
+
+    queued: float
+    first_token: float
+    total: float
+
+    def tpot(self, completion: int) -> float:
+        """Mean seconds per token after the first of so many; 0 where there is none."""
+        return (self.total - self.first_token) / (completion - 1) if completion > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """predicted_ttft: seconds from arrival to the first token, as the queue stands; what comes
+    later may go before it."""
+
+    queue_position: int
+    predicted_ttft: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    index: int  # which of the n completions
+    prefilled: int
+    total: int
+    ttft: float = 0.0  # predicted seconds from arrival to the first token, at the pace so far
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    index: int
+    id: int
+    logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of one completion. reason: stop (end token, stop id, end of the guide), length,
+    cancelled, deadline, or error (then `error` says which)."""
+
+    index: int
+    reason: str
+    usage: Usage
+    timing: Timing
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+    error: RequestError | None = None
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first token; None where none came."""
+        return self.timing.first_token if self.usage.completion else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean seconds per token after the first; None where there is none."""
+        return self.timing.tpot(self.usage.completion) if self.usage.completion > 1 else None
+
+
+Event = Accepted | Progress | Token | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A request as a whole. Seconds since arrival: when its first chunk started, its first token
+    came (None: none came), its last completion ended. tpot: of its slowest completion; None where
+    none has two tokens. cached: tokens of its prompt; output: of all completions."""
+
+    queued: float
+    ttft: float | None
+    total: float
+    tpot: float | None
+    cached: int
+    output: int
+
+    @classmethod
+    def of(cls, ends: Sequence[Finished]) -> Summary:
+        """ends: of at least one of its completions."""
+        ttfts, tpots = [
+            [value for value in values if value is not None]
+            for values in zip(*((end.ttft, end.tpot) for end in ends))
+        ]
+        return cls(
+            min(end.timing.queued for end in ends),
+            min(ttfts, default=None),
+            max(end.timing.total for end in ends),
+            max(tpots, default=None),
+            max(end.usage.cached for end in ends),
+            sum(end.usage.completion for end in ends),
+        )
+
+    @property
+    def prefill(self) -> float:
+        """Seconds from the first chunk to the first token, or to the end where none came."""
+        return (self.total if self.ttft is None else self.ttft) - self.queued
+
+    @property
+    def decode(self) -> float:
+        """Seconds from the first token to the end."""
+        return self.total - self.queued - self.prefill

@@ -1,0 +1,149 @@
+"""How the tokens of a completion are chosen: `SamplingParams`, checked where they are made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxserve.api.errors import RequestError, check_integer, check_length, check_number
+
+MAX_N = 128
+MAX_STOP = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_IDS = 32
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 512
+MAX_SEED = 2**63
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. Defaults are those of the OpenAI protocol, except that `max_tokens` is
+    256.
+
+    Order: logit bias and penalties, then temperature, top_k, top_p, min_p. Logprobs are those of
+    the model, before all of these.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None  # None: drawn at the door
+    n: int = 1
+    max_tokens: int = 256
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; k: of the chosen token and of the k likeliest
+    prompt_logprobs: int | None = None
+
+    @classmethod
+    def make(cls, **fields: Any) -> SamplingParams:
+        """Checked parameters; None means the default. Errors: RequestError for an unknown field, a
+        wrong type or a value out of range."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in fields:
+            if name not in known:
+                raise RequestError(
+                    name, f"unknown sampling field; known are {', '.join(sorted(known))}"
+                )
+        given: dict[str, Any] = {
+            k: _TUPLES[k](v) if k in _TUPLES else v for k, v in fields.items() if v is not None
+        }
+        params = cls(**given)
+        params.check()
+        return params
+
+    def check(self) -> None:
+        for name, low, high in _FLOAT_RANGES:
+            check_number(name, getattr(self, name), low, high)
+        for name, low, high in _INT_RANGES:
+            if (value := getattr(self, name)) is not None:
+                check_integer(name, value, low, high)
+        if self.top_p == 0:
+            raise RequestError("top_p", "must be above 0")
+        if self.repetition_penalty == 0:
+            raise RequestError("repetition_penalty", "must be above 0")
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                "min_tokens", f"{self.min_tokens} is above max_tokens {self.max_tokens}"
+            )
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError("ignore_eos", f"must be true or false, not {self.ignore_eos!r}")
+        check_length("stop", self.stop, MAX_STOP)
+        for text in self.stop:
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARS:
+                raise RequestError(
+                    "stop", f"each entry must be a string of 1 to {MAX_STOP_CHARS} characters"
+                )
+        check_length("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS)
+        check_length("logit_bias", self.logit_bias, MAX_LOGIT_BIAS)
+        for token in self.stop_token_ids:
+            check_integer("stop_token_ids", token, 0, 2**31 - 1)
+        for token, bias in self.logit_bias:
+            check_integer("logit_bias", token, 0, 2**31 - 1)
+            check_number("logit_bias", bias, -100, 100)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether argmax of the model's own logits decides."""
+        plain = (
+            self.repetition_penalty == 1
+            and self.presence_penalty == 0
+            and self.frequency_penalty == 0
+            and not self.logit_bias
+        )
+        return self.temperature == 0 and plain and self.min_tokens == 0
+
+    def prompt_entries(self, tokens: int) -> int:
+        """Log-probabilities of a prompt of so many tokens, in all completions."""
+        return 0 if self.prompt_logprobs is None else tokens * self.n * (1 + self.prompt_logprobs)
+
+
+def _strings(value: Any) -> tuple:
+    return (value,) if isinstance(value, str) else _listed("stop", value)
+
+
+def _listed(name: str, value: Any) -> tuple:
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        raise RequestError(name, f"must be a list, not {value!r}")
+    return tuple(value)
+
+
+def _bias(value: Any) -> tuple:
+    pairs = value.items() if isinstance(value, Mapping) else value
+    try:
+        return tuple((int(token), bias) for token, bias in pairs)
+    except (TypeError, ValueError):
+        raise RequestError("logit_bias", "must map token ids to numbers") from None
+
+
+_TUPLES = {
+    "stop": _strings,
+    "stop_token_ids": lambda value: _listed("stop_token_ids", value),
+    "logit_bias": _bias,
+}
+_FLOAT_RANGES = (
+    ("temperature", 0, 100),
+    ("top_p", 0, 1),
+    ("min_p", 0, 1),
+    ("repetition_penalty", 0, 100),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+)
+_INT_RANGES = (
+    ("top_k", -1, 2**31 - 1),
+    ("seed", -MAX_SEED, MAX_SEED - 1),
+    ("n", 1, MAX_N),
+    ("max_tokens", 1, 2**31 - 1),
+    ("min_tokens", 0, 2**31 - 1),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+)
