@@ -1,2 +1,2 @@
-"""Model configurations (`zoo`, plain numbers, no JAX) and the one decoder that runs all of them
-(`decoder`, `layers`)."""
+"""The transformer that runs every supported model: `decoder` (modules) and `layers` (RMSNorm, RoPE,
+SwiGLU as pure functions). Which model it is, `checkpoint.zoo.ModelConfig` says."""

@@ -1,9 +1,10 @@
-"""The one decoder: Llama, Mistral, Qwen and SmolLM are rows of `zoo.MODELS` that it reads.
+"""The decoder of every supported model (Llama, Mistral, Qwen, SmolLM), configured by `ModelConfig`.
 
-A replica's stage is a `Stage`: some layers, with the embedding in the first and the `Head` beside
-the last. Every parameter is declared once, with logical axis names; modules run on local arrays
-inside shard_map, so a weight's shape, not the config, says how many heads are here. KV pages are
-never module state: pages go into a layer with the rows of the step, and come out.
+A pipeline stage is a `Stage`: some layers, with the embedding in the first stage and the LM `Head`
+beside the last. Every parameter is declared once, with logical axis names that `sharding.rules`
+maps to mesh axes. Modules run on local arrays inside shard_map, so the shape of a weight, not the
+config, says how many heads a device has. KV pages are never module state: a layer takes the pages
+of its KV cache and returns them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from flax import nnx
 from jaxserve.checkpoint.zoo import ModelConfig
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.models.layers import rms_norm, rope_cos_sin, rotate, swiglu
-from jaxserve.sharding import attention as lanes
+from jaxserve.sharding.attention import attention
 from jaxserve.sharding.mesh import TP, axis_sum
 from jaxserve.sharding.page_moves import move_pages
 from jaxserve.sharding.rows import Groups
@@ -28,7 +29,8 @@ from jaxserve.sharding.rows import Groups
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """A parameter before it has values: its whole shape and the logical axis of each dimension."""
+    """A parameter without values: its global shape and the logical axis name of each dimension
+    (None: replicated)."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -39,8 +41,11 @@ def _declare(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
 
 
 class Layer(nnx.Module):
-    """Attention and gated MLP, each behind a norm. Query heads, key and value of a kv head lie side
-    by side in one projection, so that a plain split over kv heads gives each rank its own."""
+    """A transformer layer: pre-norm attention and gated MLP.
+
+    `qkv` is one projection with the G query heads, key and value of each kv head side by side, so
+    that splitting the kv heads over tensor-parallel ranks splits all three.
+    """
 
     def __init__(self, config: ModelConfig, number: int):
         D = config.d_model
@@ -55,32 +60,33 @@ class Layer(nnx.Module):
             if config.sliding_layers is None or config.sliding_layers[number]
             else None
         )
-        self.norm1 = _declare((D,), ("embed",))
+        self.attn_norm = _declare((D,), ("embed",))
         self.qkv = _declare((D, K, G + 2, H), ("embed", "kv_heads", None, None))
         if config.qkv_bias:
             self.qkv_bias = _declare((K, G + 2, H), ("kv_heads", None, None))
         if config.qk_norm:
             self.q_norm = _declare((H,), (None,))
             self.k_norm = _declare((H,), (None,))
-        self.o = _declare((K, G, H, D), ("kv_heads", None, None, "embed"))
-        self.norm2 = _declare((D,), ("embed",))
+        self.o_proj = _declare((K, G, H, D), ("kv_heads", None, None, "embed"))
+        self.mlp_norm = _declare((D,), ("embed",))
         self.gate_up = _declare((D, 2, F), ("embed", None, "ffn"))
         self.down = _declare((F, D), ("ffn", "embed"))
 
     def __call__(
-        self, x: jax.Array, turns: tuple[jax.Array, jax.Array], groups: Groups, pages: KVPages
+        self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array], groups: Groups, pages: KVPages
     ):
-        """x [T, D], pages with a first axis of 1 -> the same."""
-        q, kv = self._project(rms_norm(x, self.norm1[...], self.eps), turns)
-        out, pages = lanes.attention(q, kv, pages, self.window, groups, self.scale)
-        x = x + axis_sum(_matmul(out.reshape(len(x), -1), self.o, 3), TP)
-        hidden = swiglu(_matmul(rms_norm(x, self.norm2[...], self.eps), self.gate_up, 1))
+        """Hidden states [T, D] and this layer's KV pages (leading axis of 1) -> both, updated."""
+        q, kv = self._project(rms_norm(x, self.attn_norm[...], self.eps), cos_sin)
+        out, pages = attention(q, kv, pages, self.window, groups, self.scale)
+        x = x + axis_sum(_matmul(out.reshape(len(x), -1), self.o_proj, 3), TP)
+        hidden = swiglu(_matmul(rms_norm(x, self.mlp_norm[...], self.eps), self.gate_up, 1))
         return x + axis_sum(_matmul(hidden, self.down, 1), TP), pages
 
     def _project(
-        self, x: jax.Array, turns: tuple[jax.Array, jax.Array]
+        self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """x [T, D] -> q [T, K, G, H], kv [T, K, 2, H], with queries and keys rotated."""
+        """Projects x [T, D] to q [T, K, G, H] and kv [T, K, 2, H], with RoPE on queries and
+        keys."""
         qkv = _matmul(x, self.qkv, 1)
         if hasattr(self, "qkv_bias"):
             qkv = qkv + self.qkv_bias[...]
@@ -88,11 +94,11 @@ class Layer(nnx.Module):
         if hasattr(self, "q_norm"):
             q = rms_norm(q, self.q_norm[...], self.eps)
             k = rms_norm(k, self.k_norm[...], self.eps)
-        return rotate(q, *turns), jnp.concatenate([rotate(k, *turns), v], 2)
+        return rotate(q, *cos_sin), jnp.concatenate([rotate(k, *cos_sin), v], 2)
 
 
 class Stage(nnx.Module):
-    """The layers of one stage, and the embedding where they are the first."""
+    """The layers of one pipeline stage; the first stage also has the token embedding."""
 
     def __init__(self, config: ModelConfig, layers: range, tp: int):
         if layers.start == 0:
@@ -100,7 +106,7 @@ class Stage(nnx.Module):
         self.layers = nnx.List([Layer(config, number) for number in layers])
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
-        """tokens [T] -> [T, D]. Each rank holds a part of the vocabulary."""
+        """Looks up tokens [T] -> [T, D]. The vocabulary is split over tensor-parallel ranks."""
         rows = self.embed[...]
         mine = tokens - jax.lax.axis_index(TP) * len(rows)
         here = (mine >= 0) & (mine < len(rows))
@@ -108,9 +114,11 @@ class Stage(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Final norm and projection to the vocabulary. A tied model reads it from the embedding's
-    tensor; the copy saves every step a transpose, and on more than one stage there are two copies
-    anyway."""
+    """LM head: final norm and projection to the vocabulary.
+
+    Tied models get a transposed copy of the embedding: it saves a transpose in every step, and with
+    several stages the embedding and the head are on different devices anyway.
+    """
 
     def __init__(self, config: ModelConfig, tp: int):
         self.eps = config.norm_eps
@@ -118,25 +126,25 @@ class Head(nnx.Module):
         self.head = _declare((config.d_model, padded_vocab(config, tp)), ("embed", "vocab"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [T, D] -> this rank's logits f32 [T, V / tp]."""
+        """Hidden states x [T, D] -> this rank's slice of the logits, f32 [T, V / tp]."""
         return _matmul(rms_norm(x, self.norm[...], self.eps), self.head, 1).astype(jnp.float32)
 
 
 def padded_vocab(config: ModelConfig, tp: int) -> int:
-    """Vocabulary rounded up so that ranks get equal parts."""
+    """Vocabulary size, rounded up to a multiple of `tp`."""
     return -(-config.vocab // tp) * tp
 
 
 def stage_modules(config: ModelConfig, layers: range, tp: int) -> tuple[Stage, Head | None]:
-    """The modules of the stage with these layers of `config` (after `with_tp`), with shapes in
-    place of values."""
+    """Abstract modules (shapes, no values) of the stage with these layers; the head is None except
+    in the last stage. `config` is after `with_tp`."""
     last = layers.stop == config.layers
     return nnx.eval_shape(lambda: (Stage(config, layers, tp), Head(config, tp) if last else None))
 
 
 def declare(config: ModelConfig, layers: range, tp: int) -> dict[str, Declared]:
-    """Parameters of one stage by path ('layers.3.qkv'; layer numbers are the model's). `config` is
-    after `with_tp`."""
+    """Declares the parameters of one stage by path, such as 'layers.3.qkv' (layers are numbered
+    over the whole model). `config` is after `with_tp`."""
     stage, head = stage_modules(config, layers, tp)
     modules = (stage,) if head is None else (stage, head)
     return {
@@ -147,7 +155,8 @@ def declare(config: ModelConfig, layers: range, tp: int) -> dict[str, Declared]:
 
 
 def parameters(module: nnx.Module, first_layer: int = 0) -> Iterator[tuple[str, nnx.Param]]:
-    """(path, parameter) in the order of the module's flattened state."""
+    """Yields (path, parameter) in the order of the module's flattened state. first_layer: number of
+    the stage's first layer."""
     for keys, param in nnx.to_flat_state(nnx.state(module)):
         yield ".".join(str(k + first_layer) if isinstance(k, int) else str(k) for k in keys), param
 
@@ -161,16 +170,16 @@ def run_layers(
     pages: list[KVPages],
     moves: jax.Array | None = None,
 ):
-    """x [T, D] at positions [T] through the stage's layers; pages: one pool per layer. Returns x
-    and the pools.
+    """Runs hidden states x [T, D] at positions [T] (-1: padding) through the stage's layers.
 
-    moves [2, lanes, m], if any: pages that change lanes first. A layer's need nothing of the layer
-    before, so they may move beside its linear parts (Tetris, section 4.1).
+    pages: KV pages, one pool per layer. moves [2, lanes, m]: pages to move between lanes before
+    attention, as in `move_pages`; they do not depend on the hidden states, so the compiler may
+    overlap them with the layers' matrix products (Tetris, section 4.1). Returns x and the pools.
     """
-    turns = rope_cos_sin(jnp.maximum(positions, 0), config)
+    cos_sin = rope_cos_sin(jnp.maximum(positions, 0), config)
     pages = list(pages) if moves is None else move_pages(pages, moves)
     for i, layer in enumerate(stage.layers):
-        x, pages[i] = _run_layer(*nnx.split(layer), x, turns, groups, pages[i])
+        x, pages[i] = _run_layer(*nnx.split(layer), x, cos_sin, groups, pages[i])
     return x, pages
 
 
@@ -179,18 +188,17 @@ def _run_layer(
     graphdef: Any,
     state: Any,
     x: jax.Array,
-    turns: tuple[jax.Array, jax.Array],
+    cos_sin: tuple[jax.Array, jax.Array],
     groups: Groups,
     pages: KVPages,
 ):
-    """One layer. A function of its own, so that layers that differ in nothing but values are traced
-    once; the compiler inlines it."""
-    return nnx.merge(graphdef, state)(x, turns, groups, pages)
+    """Runs one layer. Jitted by itself so that layers with equal shapes are traced only once; the
+    compiler inlines it."""
+    return nnx.merge(graphdef, state)(x, cos_sin, groups, pages)
 
 
 def _matmul(x: jax.Array, weight: nnx.Param, inputs: int) -> jax.Array:
-    """x [T, in] by a weight whose first `inputs` dimensions are the inputs. One plain product of
-    two matrices."""
+    """x [T, in] @ weight, whose first `inputs` dimensions are flattened to `in`; keeps the rest."""
     w = weight[...]
     rows = 1
     for size in w.shape[:inputs]:

@@ -1,5 +1,5 @@
-"""The parts of a decoder layer as pure functions on local arrays: norms, rotary positions, the
-gated MLP."""
+"""Parts of a decoder layer as pure functions on local arrays: RMSNorm, RoPE with its scalings, and
+SwiGLU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from jaxserve.checkpoint.zoo import ModelConfig, RopeScaling
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x [..., D] in any dtype; the mean square is taken in f32 (Zhang and Sennrich, 2019)."""
+    """Normalises x [..., D] by its root mean square, taken in f32, in the dtype of x (Zhang and
+    Sennrich, 2019)."""
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)).astype(
         x.dtype
@@ -21,12 +22,13 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:
-    """[T, 2, F] -> [T, F]."""
+    """Gated activation silu(gate) * up: [T, 2, F] -> [T, F] (Shazeer, 2020)."""
     return jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """Angle per position [H / 2] f32 and the factor on cos and sin, after the model's scaling."""
+    """RoPE frequencies: radians per position f32 [H / 2], and the factor on cos and sin (attention
+    scaling of YaRN), after the model's RoPE scaling."""
     half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
     base = config.rope_theta**-half
     scaling = config.rope_scaling
@@ -37,9 +39,9 @@ def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
 
 
 def rope_cos_sin(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """cos and sin f32 [T, 1, 1, H / 2] of positions [T].
+    """cos and sin of RoPE, f32 [T, 1, 1, H / 2], at positions [T] (Su et al., 2021).
 
-    The product with the identity changes nothing, but its result is stored: XLA would else compute
+    The product with the identity makes XLA materialise the result; otherwise it would compute the
     cosines again in every layer.
     """
     frequencies, factor = rope_frequencies(config)
@@ -50,7 +52,8 @@ def rope_cos_sin(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, 
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """x [T, K, heads, H], first half of H against second half (as in Hugging Face checkpoints)."""
+    """Applies RoPE to x [T, K, heads, H]; dimension i is paired with i + H / 2, as in Hugging Face
+    checkpoints."""
     a, b = jnp.split(x, 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
@@ -64,10 +67,13 @@ def _linear(
 def _llama3(
     base: np.ndarray, scaling: RopeScaling, config: ModelConfig
 ) -> tuple[np.ndarray, float]:
-    """Long waves are slowed by `factor`, short ones kept, those between are mixed (Llama 3.1)."""
-    waves = scaling.original_max_len * base / (2 * math.pi)  # turns over the original context
+    """Llama 3.1 scaling: low frequencies are divided by `factor`, high ones kept, those between
+    interpolated."""
+    # full rotations over the original context length
+    rotations = scaling.original_max_len * base / (2 * math.pi)
     keep = np.clip(
-        (waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor),
+        (rotations - scaling.low_freq_factor)
+        / (scaling.high_freq_factor - scaling.low_freq_factor),
         0,
         1,
     )
@@ -75,12 +81,12 @@ def _llama3(
 
 
 def _yarn(base: np.ndarray, scaling: RopeScaling, config: ModelConfig) -> tuple[np.ndarray, float]:
-    """YaRN (Peng et al., 2023), with the conventions of Hugging Face checkpoints."""
+    """YaRN scaling (Peng et al., 2023), with the conventions of Hugging Face checkpoints."""
 
-    def dimension(turns: float) -> float:
+    def dimension(rotations: float) -> float:
         return (
             config.head_dim
-            * math.log(scaling.original_max_len / (turns * 2 * math.pi))
+            * math.log(scaling.original_max_len / (rotations * 2 * math.pi))
             / (2 * math.log(config.rope_theta))
         )
 
@@ -94,10 +100,19 @@ def _yarn(base: np.ndarray, scaling: RopeScaling, config: ModelConfig) -> tuple[
     ramp = np.clip((np.arange(config.head_dim // 2) - low) / max(high - low, 0.001), 0, 1)
     factor = scaling.attention_factor
     if factor is None:
-        grow = lambda m: 0.1 * m * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-        both = scaling.mscale and scaling.mscale_all_dim
-        factor = grow(scaling.mscale) / grow(scaling.mscale_all_dim) if both else grow(1.0)
+        factor = _yarn_attention_factor(scaling)
     return base / scaling.factor * ramp + base * (1 - ramp), factor
+
+
+def _yarn_attention_factor(scaling: RopeScaling) -> float:
+    """Factor on cos and sin for a config that does not state one."""
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
+    return magnitude(1.0)
 
 
 _SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}

@@ -127,7 +127,7 @@ def _per_head(parts: Parts, kv: slice, columns: slice | None) -> np.ndarray:
     )
 
 
-def _o(parts: Parts, index: Index) -> np.ndarray:
+def _o_proj(parts: Parts, index: Index) -> np.ndarray:
     """[K, G, H, D]."""
     kv = index[0]
     G = parts.config.heads // parts.config.kv_heads
@@ -163,7 +163,7 @@ _ATTENTION = _LAYER + "self_attn."
 _MLP = _LAYER + "mlp."
 TABLE: dict[str, Row] = {
     "embed": Row({_EMBED: ("V", "D")}, _embed),
-    "layers.{i}.norm1": Row({_LAYER + "input_layernorm.weight": ("D",)}, _vector),
+    "layers.{i}.attn_norm": Row({_LAYER + "input_layernorm.weight": ("D",)}, _vector),
     "layers.{i}.qkv": Row(
         {
             _ATTENTION + "q_proj.weight": ("NH", "D"),
@@ -187,8 +187,8 @@ TABLE: dict[str, Row] = {
     "layers.{i}.k_norm": Row(
         {_ATTENTION + "k_norm.weight": ("H",)}, _vector, lambda config: config.qk_norm
     ),
-    "layers.{i}.o": Row({_ATTENTION + "o_proj.weight": ("D", "NH")}, _o),
-    "layers.{i}.norm2": Row({_LAYER + "post_attention_layernorm.weight": ("D",)}, _vector),
+    "layers.{i}.o_proj": Row({_ATTENTION + "o_proj.weight": ("D", "NH")}, _o_proj),
+    "layers.{i}.mlp_norm": Row({_LAYER + "post_attention_layernorm.weight": ("D",)}, _vector),
     "layers.{i}.gate_up": Row(
         {_MLP + "gate_proj.weight": ("F", "D"), _MLP + "up_proj.weight": ("F", "D")}, _gate_up
     ),

@@ -1,14 +1,15 @@
-"""Parameters saved and restored as they lie on the mesh, with orbax: no dequantising and no taking
-apart at the next start.
+"""Saves and restores sharded parameters with orbax, so that a restart neither dequantises nor
+re-lays-out a checkpoint.
 
 A folder holds `params` (orbax), config.json and the tokenizer's files. It restores onto any mesh
-whose parameters have the saved shapes: any stages and lanes, and any tp that neither repeats kv
-heads differently nor pads the vocabulary differently.
+whose parameters have the saved shapes: any spp and kvp, and any tp that neither repeats kv heads
+differently nor pads the vocabulary differently.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,11 +23,14 @@ from jaxserve.models.decoder import Declared
 from jaxserve.text import Tokenizer
 from jaxserve.weights.safetensors_folder import read_config
 
+log = logging.getLogger(__name__)
 _PARAMS = "params"
+# Parameter names in folders saved by jaxserve 0.1; read until 0.3.
+_RENAMED = {"norm1": "attn_norm", "norm2": "mlp_norm", "o": "o_proj"}
 
 
 class OrbaxFolder:
-    """A folder that `save` wrote. `load` restores it; it has no tensors under Hugging Face
+    """A folder written by `save`; `load` restores it. It has no tensors under Hugging Face
     names."""
 
     def __init__(self, folder: Path, name: str = ""):
@@ -36,11 +40,12 @@ class OrbaxFolder:
         self.tokenizer = folder if (folder / "tokenizer.json").exists() else None
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Parameter path -> shape and dtype."""
-        return _stored(self.folder)
+        """Parameter path -> (shape, name of the stored dtype)."""
+        return {_current_name(path): entry for path, entry in _stored(self.folder).items()}
 
 
 def is_orbax(folder: Path) -> bool:
+    """Whether `save` wrote this folder."""
     return (folder / _PARAMS / "_METADATA").exists()
 
 
@@ -50,8 +55,8 @@ def save(
     config: ModelConfig,
     tokenizer: Path | None = None,
 ) -> None:
-    """Writes the parameters of all stages, by path, with the config before `with_tp` and the
-    tokenizer of `tokenizer` (file or folder).
+    """Writes the parameters of all stages (by path), config.json (`config` is before `with_tp`) and
+    the files of `tokenizer`, a file or folder that `Tokenizer.load` takes.
 
     Errors: CheckpointError where the folder holds parameters already.
     """
@@ -75,16 +80,26 @@ def restore(
     shardings: Mapping[str, jax.sharding.Sharding],
     dtype: jnp.dtype | str,
 ) -> dict[str, jax.Array]:
-    """The declared parameters, of one stage or of all, each device reading its part.
+    """Reads the declared parameters (of one stage, or of all) by path; each device reads its part.
 
     Errors: one CheckpointError with every missing and misshaped name, before anything is allocated.
     """
     import orbax.checkpoint as ocp
 
     folder = Path(folder).absolute()
-    _check(folder, declared)
+    stored = _stored(folder)
+    stored_names = {_current_name(path): path for path in stored}
+    _check(folder, declared, {path: stored[name][0] for path, name in stored_names.items()})
+    if any(path != name for path, name in stored_names.items()):
+        log.warning(
+            "%s has parameter names of jaxserve 0.1, which version 0.3 will not read; "
+            "save the model again",
+            folder,
+        )
     target = {
-        path: jax.ShapeDtypeStruct(d.shape, jnp.dtype(dtype), sharding=shardings[path])
+        stored_names[path]: jax.ShapeDtypeStruct(
+            d.shape, jnp.dtype(dtype), sharding=shardings[path]
+        )
         for path, d in declared.items()
     }
     arguments = ocp.args.PyTreeRestore(
@@ -93,10 +108,18 @@ def restore(
         partial_restore=True,
     )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        return checkpointer.restore(folder / _PARAMS, args=arguments)
+        params = checkpointer.restore(folder / _PARAMS, args=arguments)
+    return {path: params[stored_names[path]] for path in declared}
+
+
+def _current_name(path: str) -> str:
+    """The path of a stored parameter under today's names."""
+    module, _, name = path.rpartition(".")
+    return f"{module}.{_RENAMED.get(name, name)}" if module else path
 
 
 def _stored(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes in a saved folder, by path as stored. Errors: CheckpointError."""
     import orbax.checkpoint as ocp
 
     try:
@@ -109,18 +132,21 @@ def _stored(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         ) from None
 
 
-def _check(folder: Path, declared: Mapping[str, Declared]) -> None:
-    stored = _stored(folder)
-    faults = [f"{path} is missing" for path in declared if path not in stored]
-    both = [(path, stored[path][0], d.shape) for path, d in declared.items() if path in stored]
-    if misshaped := [
-        f"{path} is {list(shape)}, should be {list(right)}"
-        for path, shape, right in both
-        if shape != right
-    ]:
+def _check(
+    folder: Path, declared: Mapping[str, Declared], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises CheckpointError where declared parameters are missing from `shapes` or differ."""
+    faults = [f"{path} is missing" for path in declared if path not in shapes]
+    misshaped = [
+        f"{path} is {list(shapes[path])}, should be {list(d.shape)}"
+        for path, d in declared.items()
+        if path in shapes and shapes[path] != d.shape
+    ]
+    if misshaped:
         faults += [
             *misshaped,
-            "a tp that repeats kv heads or pads the vocabulary differently changes shapes: load the original checkpoint",
+            "a tp that repeats kv heads or pads the vocabulary differently changes shapes: "
+            "load the original checkpoint",
         ]
     if faults:
         raise CheckpointError(f"{folder} does not hold these parameters: {'; '.join(faults)}")

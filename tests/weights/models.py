@@ -167,10 +167,10 @@ def assembled(config: ModelConfig, values: dict[str, np.ndarray], tp: int) -> di
                 array[..., k, G, :] = heads["k"][..., stored, :]
                 array[..., k, G + 1, :] = heads["v"][..., stored, :]
         layer = {
-            "norm1": get("input_layernorm.weight"),
+            "attn_norm": get("input_layernorm.weight"),
             "qkv": qkv,
-            "o": get("self_attn.o_proj.weight").T.reshape(K, G, H, D),
-            "norm2": get("post_attention_layernorm.weight"),
+            "o_proj": get("self_attn.o_proj.weight").T.reshape(K, G, H, D),
+            "mlp_norm": get("post_attention_layernorm.weight"),
             "down": get("mlp.down_proj.weight").T,
             "gate_up": np.stack([get("mlp.gate_proj.weight").T, get("mlp.up_proj.weight").T], 1),
         }

@@ -46,6 +46,26 @@ def test_a_saved_folder_is_a_source_like_any_other(saved):
     assert weights.check(checkpoint, config) is None
 
 
+def test_a_folder_with_the_names_of_version_0_1_is_read_with_a_warning(saved, tmp_path, caplog):
+    folder, expected = saved
+    config, declared, shardings = placed(TINY, 1, 1)
+    params = weights.restore(folder, declared, shardings, "float32")
+    old = {"attn_norm": "norm1", "mlp_norm": "norm2", "o_proj": "o"}
+    named = {
+        ".".join(old.get(part, part) for part in path.split(".")): value
+        for path, value in params.items()
+    }
+    assert "layers.1.norm1" in named and "layers.1.o" in named
+    weights.save(tmp_path, named, TINY)
+    assert not caplog.records
+    restored = weights.restore(tmp_path, declared, shardings, "float32")
+    assert restored.keys() == declared.keys()
+    for path, param in restored.items():
+        np.testing.assert_array_equal(np.asarray(param), expected[path], err_msg=path)
+    assert "names of jaxserve 0.1" in caplog.text and "save the model again" in caplog.text
+    assert weights.open_checkpoint(tmp_path).tensors().keys() == declared.keys()
+
+
 def test_a_degree_that_repeats_kv_heads_differently_is_refused_before_allocation(saved):
     config, declared, shardings = placed(TINY, 1, 4)
     with pytest.raises(
@@ -57,12 +77,15 @@ def test_a_degree_that_repeats_kv_heads_differently_is_refused_before_allocation
 
 def test_missing_parameters_are_named_together(saved):
     config, declared, shardings = placed(TINY, 1, 1)
-    more = declared | {"layers.7.o": declared["norm"], "layers.8.o": declared["norm"]}
+    more = declared | {"layers.7.o_proj": declared["norm"], "layers.8.o_proj": declared["norm"]}
     with pytest.raises(
-        weights.CheckpointError, match=r"layers\.7\.o is missing; layers\.8\.o is missing"
+        weights.CheckpointError, match=r"layers\.7\.o_proj is missing; layers\.8\.o_proj is missing"
     ):
         weights.restore(
-            saved[0], more, shardings | {"layers.7.o": None, "layers.8.o": None}, "float32"
+            saved[0],
+            more,
+            shardings | {"layers.7.o_proj": None, "layers.8.o_proj": None},
+            "float32",
         )
 
 
