@@ -165,7 +165,7 @@ class Load:
         self._engine = engine
         self._values = values
         self._dice = np.random.default_rng(0)
-        self._common = self._dice.integers(0, engine.model.vocab, 512)
+        self._common = self._dice.integers(0, engine.info.vocab, 512)
         self._numbers = itertools.count(1)
         self._documents: set[str] = set()  # that have not ended
 
@@ -176,11 +176,11 @@ class Load:
             f"{name}-{next(self._numbers)}",
             prompt,
             sampling,
-            vocab=engine.model.vocab,
-            max_len=engine.max_len,
-            arrival=engine.clock.now(),
+            vocab=engine.info.vocab,
+            max_len=engine.info.max_model_len,
+            arrival=engine.now(),
             slo=Slo(class_name=class_name),
-            classes=engine.config.scheduler.class_names,
+            classes=engine.info.class_names,
         )
 
         def hear(events: Sequence[Event]) -> None:
@@ -196,7 +196,7 @@ class Load:
         if self._engine.load().waiting >= QUEUE:
             return
         dice = self._dice
-        vocab = self._engine.model.vocab
+        vocab = self._engine.info.vocab
         prompt = dice.integers(0, vocab, int(dice.integers(40, 400)))
         if dice.random() < 0.3:
             prompt = np.concatenate([self._common, prompt])
@@ -207,7 +207,7 @@ class Load:
             return
         self.send(
             "document",
-            self._dice.integers(0, self._engine.model.vocab, self._values["long"]),
+            self._dice.integers(0, self._engine.info.vocab, self._values["long"]),
             64,
             "document",
         )

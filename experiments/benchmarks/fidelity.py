@@ -113,16 +113,16 @@ def _run(engine: Any, arrivals: Sequence[Arrival], name: str) -> list[Latency]:
     for number, arrival in enumerate(arrivals):
         time.sleep(max(0.0, began + arrival.time - time.perf_counter()))
         hearing = Hearing()
-        made = to_request(arrival, number, engine.max_len)
-        prompt = np.random.default_rng(number).integers(0, engine.model.vocab, arrival.prompt)
+        made = to_request(arrival, number, engine.info.max_model_len)
+        prompt = np.random.default_rng(number).integers(0, engine.info.vocab, arrival.prompt)
         engine.submit(
             Request.make(
                 f"{name}{number}",
                 prompt,
                 made.sampling,
-                vocab=engine.model.vocab,
-                max_len=engine.max_len,
-                arrival=engine.clock.now(),
+                vocab=engine.info.vocab,
+                max_len=engine.info.max_model_len,
+                arrival=engine.now(),
             ),
             hearing,
         )

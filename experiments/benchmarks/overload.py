@@ -123,9 +123,9 @@ class WithoutFront:
                 str(id(asked)),
                 prompt,
                 sampling(output),
-                vocab=engine.model.vocab,
-                max_len=engine.max_len,
-                arrival=engine.clock.now(),
+                vocab=engine.info.vocab,
+                max_len=engine.info.max_model_len,
+                arrival=engine.now(),
             ),
             sink,
         )
@@ -199,7 +199,7 @@ class Load:
         dice = self.dice
         prompt = dice.integers(
             0,
-            self.engine.model.vocab,
+            self.engine.info.vocab,
             int(np.clip(dice.lognormal(np.log(self.values["prompt"]), 0.6), 8, 1000)),
         )
         asked = Asked(len(prompt))

@@ -104,10 +104,10 @@ class Bench:
             lookahead=lookahead,
         )
         self.engine = build(config, progress=sys.stderr.isatty())
-        if length > self.engine.max_len:
+        if length > self.engine.info.max_model_len:
             raise ConfigError(
                 "long",
-                f"{values['long']} tokens and {OUTPUT + 64} more are above the model's {self.engine.max_len}",
+                f"{values['long']} tokens and {OUTPUT + 64} more are above the model's {self.engine.info.max_model_len}",
             )
         self.engine.start()
         self._serial = 0
@@ -115,7 +115,7 @@ class Bench:
     def send(self, tokens: int, output: int, seed: int) -> Heard:
         """A random prompt of so many tokens, the same for the same seed."""
         heard = Heard()
-        vocab = self.engine.model.vocab
+        vocab = self.engine.info.vocab
         prompt = np.random.default_rng(seed).integers(0, vocab, tokens)
         sampling = SamplingParams.make(temperature=0, max_tokens=output, ignore_eos=True)
         slo = Slo(
@@ -129,8 +129,8 @@ class Bench:
                 prompt,
                 sampling,
                 vocab=vocab,
-                max_len=self.engine.max_len,
-                arrival=self.engine.clock.now(),
+                max_len=self.engine.info.max_model_len,
+                arrival=self.engine.now(),
                 slo=slo,
             ),
             heard,

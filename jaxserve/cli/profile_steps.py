@@ -87,13 +87,13 @@ def improvement(values: dict[str, Any], engine: Any) -> Any:
     from jaxserve.simulate import tetris, workload
 
     sample = lambda qps: [
-        dataclasses.replace(one, prompt=min(one.prompt, engine.max_len - 1))
+        dataclasses.replace(one, prompt=min(one.prompt, engine.info.max_model_len - 1))
         for one in workload.parse(values["workload"], qps=qps, requests=SAMPLE)
     ]
 
     def search(profile: Any) -> dict[float, float]:
         instances = profile.instances(engine)
-        lanes = engine.config.mesh.kvp
+        lanes = engine.info.mesh.kvp
         one = min(instances.latencies)
         seconds = statistics.fmean(
             instances.latencies[one](0, arrival.prompt) for arrival in sample(1.0)

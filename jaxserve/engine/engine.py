@@ -11,6 +11,7 @@ request's sink, from this thread, once per step. The engine knows tokens, not te
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import random
 import threading
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
+from prometheus_client import CollectorRegistry
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event
@@ -35,6 +37,7 @@ from jaxserve.engine.watchdog import Watchdog, told
 from jaxserve.observe.journal import Journal
 from jaxserve.observe.metrics import Metrics
 from jaxserve.observe.view import Snapshot
+from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.registry import Sink, Subscriber, Subscribers
 from jaxserve.scheduling import Batch, Load, Scheduler
 from jaxserve.settings.schema import EngineConfig
@@ -44,6 +47,37 @@ TICK = 0.001  # seconds between looks at a step that may end early
 LOOK = 1.0
 LOOKS = 10
 log = logging.getLogger(__name__)
+
+
+def replica_info(
+    config: EngineConfig, stages: Stages, max_model_len: int, platform: str
+) -> ReplicaInfo:
+    """What a live replica with these settings and stages is."""
+    plan = stages.plan
+    model = plan.model
+    return ReplicaInfo(
+        served_name=config.source.model,
+        model=model.name,
+        vocab=model.vocab,
+        layers=model.layers,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        bos_id=model.bos_id,
+        eos_ids=model.eos_ids,
+        max_model_len=max_model_len,
+        mesh=plan.mesh,
+        dtype=str(np.dtype(plan.dtype)),
+        kv_dtype=str(np.dtype(plan.kv_dtype)),
+        platform=platform,
+        block_size=plan.block_size,
+        pages_per_lane=plan.pages,
+        max_seqs=plan.slots,
+        max_queue=config.scheduler.max_queue,
+        chunk_tokens=config.scheduler.chunk_tokens,
+        class_names=tuple(config.scheduler.class_names),
+        settings=dataclasses.asdict(config),
+    )
 
 
 class Engine:
@@ -77,11 +111,12 @@ class Engine:
         self._read_at = -1.0  # clock seconds at which the last batch was read
         self._free = 0.0  # and at which the first stage should be free again
         self._compiles = 0
+        self.info = replica_info(config, stages, scheduler.max_len, self._platform)
         self._watchdog = Watchdog(config.hang_timeout)
         self._lock = threading.RLock()
         self._posted: deque[Callable[[], object]] = deque()
         self._news = threading.Event()  # somebody wants something
-        self._closing = self._ended = False
+        self._draining = self._closing = self._ended = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.journal = Journal(config.mesh.spp, self.clock.now())
         self.metrics = Metrics(stages.plan.slots, config.scheduler.class_names, self._readings)
@@ -132,7 +167,7 @@ class Engine:
         engine that is closed or broken.
         """
         with self._lock:
-            if self._closing or not self.alive:
+            if self._draining or self._closing or not self.alive:
                 raise RequestError("", "the engine is not running", "UNAVAILABLE")
             events = self.scheduler.add(request, self.clock.now())
             seed = (
@@ -173,7 +208,7 @@ class Engine:
         for _ in range(LOOKS):
             if self._lock.acquire(timeout=LOOK):
                 break
-            if self.stuck() is not None:
+            if self.overdue() is not None:
                 raise RequestError("", "the devices do not answer", "UNAVAILABLE")
         else:
             raise RequestError("", "a step takes long to be issued", "UNAVAILABLE")
@@ -186,10 +221,12 @@ class Engine:
         with self._asked():
             return self.scheduler.load()
 
-    def stuck(self) -> float | None:
+    def overdue(self) -> float | None:
         """Seconds by which the step that the loop waits for is overdue; None where none is. Takes
         no lock: those that do wait for a step which hangs while it is issued."""
         return self._watchdog.overdue(self.clock.now())
+
+    stuck = overdue
 
     def flush_cache(self) -> int:
         """Forgets the prefixes that no request uses just now; how many pages are free by that."""
@@ -211,23 +248,19 @@ class Engine:
             "xla_recompiles": self.stages.programs.recompiles,
         }
 
-    def info(self) -> dict:
-        """What runs here: mesh, model, type, pages, programs."""
-        plan = self.stages.plan
-        return {
-            "model": self.model.name,
-            "mesh": str(plan.mesh),
-            "dtype": str(np.dtype(plan.dtype)),
-            "kv_dtype": str(np.dtype(plan.kv_dtype)),
-            "devices": plan.mesh.devices,
-            "platform": self._platform,
-            "max_model_len": self.max_len,
-            "pages_per_lane": plan.pages,
-            "block_size": plan.block_size,
-            "capacity_tokens": plan.pages * plan.block_size * plan.mesh.kvp,
-            "compiles": self.stages.programs.compiles,
-            "max_seqs": plan.slots,
-        }
+    @property
+    def metrics_registry(self) -> CollectorRegistry:
+        return self.metrics.registry
+
+    def count_rejected(self, reason: str) -> None:
+        self.metrics.rejected(reason)
+
+    def now(self) -> float:
+        return self.clock.now()
+
+    def drain(self) -> None:
+        """Takes no new requests from now on."""
+        self._draining = True
 
     def view(self, since: int = 0) -> dict:
         """What runs and what ran lately, steps from number `since` on, as plain data for a page:
@@ -249,7 +282,7 @@ class Engine:
         self._closing = True
         self._news.set()
         while self._thread.is_alive():
-            if self.stuck() is not None:
+            if self.overdue() is not None:
                 return
             self._thread.join(0.1)
         self._fail(RequestError("", "the engine was closed", "UNAVAILABLE"))

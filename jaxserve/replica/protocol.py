@@ -68,8 +68,9 @@ class Replica(Protocol):
     def count_rejected(self, reason: str) -> None:
         """Counts a request that was refused before it got here, by the reason."""
 
-    def metrics(self) -> Any:
-        """The Prometheus registry of this replica."""
+    @property
+    def metrics_registry(self) -> Any:
+        """Its metrics, a prometheus_client.CollectorRegistry."""
 
     def flush_cache(self) -> int:
         """Forgets cached prefixes that no request uses; returns how many pages that frees."""

@@ -73,7 +73,9 @@ class Control:
             info.max_seqs = scheduler.max_seqs
             info.max_queue = scheduler.max_queue
             info.classes.extend(scheduler.class_names)
-            info.details.update({str(name): str(value) for name, value in engine.info().items()})
+            info.details.update(
+                {str(name): str(value) for name, value in engine.info.summary().items()}
+            )
         return info
 
     async def GetLoad(

@@ -81,9 +81,9 @@ class Runner:
             id,
             np.asarray(prompt),
             params,
-            vocab=self.engine.model.vocab,
-            max_len=self.engine.max_len,
-            arrival=self.engine.clock.now(),
+            vocab=self.engine.info.vocab,
+            max_len=self.engine.info.max_model_len,
+            arrival=self.engine.now(),
             **(rest or {}),
         )
         self.events[id] = []

@@ -58,7 +58,7 @@ def split(request, tmp_path_factory) -> Engine:
 
 
 def guides(engine: Engine) -> Guides:
-    return Guides(tokenizer(), engine.model.vocab, engine.model.eos_ids)
+    return Guides(tokenizer(), engine.info.vocab, engine.info.eos_ids)
 
 
 def prompt(seed: int, size: int = 5) -> list[int]:
@@ -155,7 +155,7 @@ def best_allowed(engine: Engine, spec: Guided, seed: int, most: int) -> list[int
     guide rules out made unlikely."""
     matcher = guides(engine).compile(spec).matcher()
     ids = []
-    vocab = engine.model.vocab
+    vocab = engine.info.vocab
     while not matcher.done and len(ids) < most:
         row = np.zeros(-(-vocab // 32), np.int32)
         matcher.fill(row)

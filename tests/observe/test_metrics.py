@@ -125,7 +125,7 @@ class Served(Runner):
     def submit(
         self, prompt, id: str | None = None, rest: dict | None = None, slo: Slo = NO_SLO, **fields
     ) -> str:
-        classes = self.engine.config.scheduler.class_names
+        classes = self.engine.info.class_names
         return super().submit(
             prompt,
             id,

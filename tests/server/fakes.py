@@ -6,7 +6,9 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+import types
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tokenizers
 
@@ -208,8 +210,9 @@ class FakeEngine:
     def flush_cache(self) -> int:
         return 0
 
-    def info(self) -> dict:
-        return {"devices": 1}
+    @property
+    def info(self) -> Any:
+        return types.SimpleNamespace(summary=lambda: {"devices": 1})
 
     def die(self) -> None:
         """As when the device loop breaks."""

@@ -171,9 +171,9 @@ def generate(engine, id: str, prompt: int, tokens: int, **slo) -> threading.Even
         id,
         np.arange(prompt) % 90,
         sampling,
-        vocab=engine.model.vocab,
-        max_len=engine.max_len,
-        arrival=engine.clock.now(),
+        vocab=engine.info.vocab,
+        max_len=engine.info.max_model_len,
+        arrival=engine.now(),
         slo=Slo(**slo),
         bypass_prefix_cache=True,
     )

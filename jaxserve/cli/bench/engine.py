@@ -133,10 +133,10 @@ def _speeds(
         )
     engine = _build(config)
     for point in points:
-        if point.length > engine.max_len:
+        if point.length > engine.info.max_model_len:
             raise ConfigError(
                 point.kind,
-                f"{point} needs sequences of {point.length} tokens; the limit is {engine.max_len}",
+                f"{point} needs sequences of {point.length} tokens; the limit is {engine.info.max_model_len}",
             )
     with progress_bar("speed", len(points) * (rounds + 1), sys.stderr.isatty()) as bar:
         found, late = measure(Runner(engine), points, rounds, bar)
@@ -188,9 +188,9 @@ def _build(config: EngineConfig) -> Any:
 def _info(engine: Any) -> dict[str, Any]:
     device = engine.stages.last_mesh.devices.flat[0]
     return {
-        **engine.info(),
+        **engine.info.summary(),
         "device": device.device_kind,
-        "chunk_tokens": engine.config.scheduler.chunk_tokens,
+        "chunk_tokens": engine.info.chunk_tokens,
     }
 
 

@@ -161,14 +161,14 @@ def host_time(engine: Any, crowd: Crowd, done: Callable[[str], None]) -> HostTim
         engine.cancel(id)
     while engine.turn():
         pass
-    return HostTime(engine.model.name, crowd, watch.micros(), np.array(watch.bytes)[WARM:])
+    return HostTime(engine.info.model, crowd, watch.micros(), np.array(watch.bytes)[WARM:])
 
 
 def _gather(engine: Any, crowd: Crowd) -> list[str]:
     """Hands the crowd in and has the scheduler prefill it, the first alone, so that the others find
     its blocks. Returns the ids."""
     block = engine.stages.plan.block_size
-    vocab = engine.model.vocab
+    vocab = engine.info.vocab
     dice = np.random.default_rng(0)
     sampling = SamplingParams.make(temperature=0, max_tokens=crowd.tokens, ignore_eos=True)
     common = dice.integers(0, vocab, crowd.context)
@@ -176,7 +176,8 @@ def _gather(engine: Any, crowd: Crowd) -> list[str]:
     for number, id in enumerate(ids):
         prompt = np.concatenate([common, dice.integers(0, vocab, 1 + number % block)])
         engine.submit(
-            Request.make(id, prompt, sampling, vocab=vocab, max_len=engine.max_len), _nobody
+            Request.make(id, prompt, sampling, vocab=vocab, max_len=engine.info.max_model_len),
+            _nobody,
         )
         if number in (0, crowd.sequences - 1):
             _prefill(engine)
@@ -186,7 +187,7 @@ def _gather(engine: Any, crowd: Crowd) -> list[str]:
 def _prefill(engine: Any) -> None:
     scheduler = engine.scheduler
     while scheduler.load().queued_prefill_tokens:
-        now = engine.clock.now()
+        now = engine.now()
         batch = scheduler.start(now)
         scheduler.finish(batch, np.zeros(len(batch.slot), np.int32), now)
 
@@ -204,7 +205,7 @@ def _watched(engine: Any, watch: Watch) -> Iterator[None]:
         (scheduler, "expire", watch.time("schedule", scheduler.expire)),
         (scheduler, "start", watch.time("schedule", scheduler.start)),
         (engine, "_issue", watch.issue(engine._issue)),
-        (stages, "step", watch.step(stages.step, engine.config.mesh)),
+        (stages, "step", watch.step(stages.step, engine.info.mesh)),
         (scheduler, "finish", watch.time("finish", scheduler.finish)),
         (engine, "_send", watch.time("events", engine._send)),
     ]

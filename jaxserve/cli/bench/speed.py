@@ -79,9 +79,9 @@ class Runner:
                     f"{next(self._ids)}",
                     prompt,
                     sampling,
-                    vocab=engine.model.vocab,
-                    max_len=engine.max_len,
-                    arrival=engine.clock.now(),
+                    vocab=engine.info.vocab,
+                    max_len=engine.info.max_model_len,
+                    arrival=engine.now(),
                 ),
                 sink(into),
             )
@@ -91,7 +91,7 @@ class Runner:
 
     def seconds(self, sequences: int, prompt: int, tokens: int) -> float:
         """Seconds for `sequences` random prompts to end with so many tokens each."""
-        vocab = self._engine.model.vocab
+        vocab = self._engine.info.vocab
         prompts = self._dice.integers(vocab // 2, vocab, (sequences, prompt))
         began = time.perf_counter()
         self.generate(prompts, tokens)

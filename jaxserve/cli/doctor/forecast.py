@@ -88,7 +88,7 @@ def launch_lines(engine: Any) -> list[str]:
     """What to log before an engine serves: memory, capacity, predictions."""
     from jaxserve.engine.memory import sizes
 
-    info = engine.info()
+    info = engine.info.summary()
     expected = forecast(engine.scheduler)
     return [
         f"memory per device: {memory(sizes(engine.stages.plan))}; {info['devices']} devices ({info['platform']})",

@@ -59,9 +59,11 @@ class StepTimer:
 
     def __init__(self, engine: Any, repeats: int = 3):
         self.stages = engine.stages
-        self.mesh = engine.config.mesh
+        self.mesh = engine.info.mesh
         self.repeats = repeats
-        self.most = min(engine.max_len, self.stages.plan.width * self.stages.plan.block_size)
+        self.most = min(
+            engine.info.max_model_len, self.stages.plan.width * self.stages.plan.block_size
+        )
         self._tables: set[int] = set()  # slots whose rows of the page table were written
 
     def measure(self, point: MeasurePoint) -> MeasuredStep:

@@ -71,7 +71,7 @@ class EngineProfile:
     def instances(self, engine: Any) -> Instances:
         """The lanes, to plan with."""
         plan = engine.stages.plan
-        longest = min(engine.max_len, plan.width * plan.block_size * plan.mesh.kvp)
+        longest = min(engine.info.max_model_len, plan.width * plan.block_size * plan.mesh.kvp)
         return instances_of(self.costs, self.exchange(engine), longest, plan.block_size)
 
 
@@ -89,7 +89,7 @@ def profile_for(engine: Any, progress: bool) -> EngineProfile | None:
     file = Path(config.profile) if config.profile != "auto" else safe_file(identity)
     if config.profile != "auto" or file.exists():
         return read(file, identity)
-    found = profiled(engine, engine.max_len, 1, progress, QUICK)
+    found = profiled(engine, engine.info.max_model_len, 1, progress, QUICK)
     return write(file, engine, *found)
 
 
@@ -99,7 +99,7 @@ def profiled(
     """Measures an engine that was not started, with sequences of up to `longest` tokens and steps
     of up to so many `pairs` of tokens that attend and are attended to, and fits its costs."""
     plan = engine.stages.plan
-    longest = min(longest, engine.max_len, plan.width * plan.block_size)
+    longest = min(longest, engine.info.max_model_len, plan.width * plan.block_size)
     points = list(grid(plan.shapes, longest, max(1, plan.slots // plan.mesh.kvp), pairs))
     with progress_bar("measuring", len(points), progress) as done:
         found = measure(engine, points, done, repeats)
@@ -134,7 +134,7 @@ def _device(engine: Any) -> jax.Device:
 
 def identity_of(engine: Any) -> dict[str, Any]:
     """What the profile of this engine belongs to."""
-    return identity(engine.stages.plan, engine.max_len, _device(engine).device_kind)
+    return identity(engine.stages.plan, engine.info.max_model_len, _device(engine).device_kind)
 
 
 def identity(plan: StagePlan, max_len: int, device_kind: str) -> dict[str, Any]:
