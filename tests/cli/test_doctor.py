@@ -410,7 +410,9 @@ def test_the_doctor_predicts_what_the_engine_does(capsys, seen, engine):
     assert [(row["prompt"], row["seconds"]) for row in answer["predicted"]["ttft"]] == list(
         expected.ttft.items()
     )
-    assert expected.ttft == {length: engine.scheduler.ttft_alone(length) for length in (128, 2048, 4095)}
+    assert expected.ttft == {
+        length: engine.scheduler.ttft_alone(length) for length in (128, 2048, 4095)
+    }
     assert {
         (row["sequences"], row["context"]): row["seconds"] for row in answer["predicted"]["tpot"]
     } == expected.tpot
