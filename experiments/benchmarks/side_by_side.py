@@ -27,10 +27,10 @@ from experiments.benchmarks.engines import Engine, EngineError, Worker
 from experiments.benchmarks.guard import Meter, wait_until_quiet
 from experiments.benchmarks.install import InstallError, install
 from experiments.script import command_line
-from jaxserve.checkpoint.model_paths import cache_folder
 from jaxserve.cli.bench.engine import counts
 from jaxserve.cli.bench.speed import CONTEXT, STEPS, SpeedPoint
 from jaxserve.cli.machine import described, machine
+from jaxserve.folders import cache_folder
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError

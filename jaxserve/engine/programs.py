@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxserve.checkpoint.model_paths import cache_folder, private_folder
+from jaxserve.folders import cache_folder, private_folder
 
 log = logging.getLogger(__name__)
 Lower = Callable[[], Any]  # makes a lowered program: `jax.jit(f).lower(...)`

@@ -1,11 +1,11 @@
-"""Weights: from a source (fetched name, folder, GGUF file, hub id, random) to arrays on a mesh.
+"""Loads weights from a checkpoint (safetensors folder, GGUF file, saved folder, random) onto a
+mesh.
 
-`open_checkpoint` reads headers and the model's description; `check` compares names and shapes with
-the model; `load` reads each device's part. `save` and `restore` keep parameters as they lie on the
-mesh. `fetch` fills the cache folder. Nothing here executes or unpickles what a checkpoint holds.
+`open_checkpoint` reads headers and the model's config; `check` compares tensor names and shapes
+with the model; `load` gives each device its shard, assembled as `names` says. `save` and `restore`
+keep sharded parameters on disk. Nothing here executes or unpickles what a checkpoint holds.
 """
 
-from jaxserve.checkpoint.fetch import fetch
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.weights.checkpoint import Checkpoint, check, open_checkpoint
 from jaxserve.weights.load import load
@@ -15,7 +15,6 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "check",
-    "fetch",
     "load",
     "open_checkpoint",
     "restore",

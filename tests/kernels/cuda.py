@@ -26,7 +26,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.checkpoint.model_paths import cache_folder
+from jaxserve.folders import cache_folder
 from jaxserve.sharding.mesh import KVP, TP
 
 ROOT = Path(__file__).parents[2]

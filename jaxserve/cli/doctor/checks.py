@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from jaxserve.checkpoint.model_paths import cache_folder
+from jaxserve.folders import cache_folder
 from jaxserve.settings.schema import EngineConfig, ServerConfig
 
 OK = "ok"
@@ -99,7 +99,7 @@ def folders(config: EngineConfig) -> Iterator[Check]:
 
 
 def _kept(name: str, folders: tuple[Path, ...], advice: str) -> Check:
-    """The last of these folders, each in the one before, by the rules of `source.private_folder`;
+    """The last of these folders, each in the one before, by the rules of `private_folder`;
     none is made."""
     last = folders[-1]
     there = next(path for path in (last, *last.absolute().parents) if path.exists())

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.checkpoint.model_paths import cache_folder, private_folder
 from jaxserve.costs.exchange_choice import CHOOSERS, ExchangeChooser, Heads, rates_of
 from jaxserve.costs.fit import CostsFit, StepSample, fit, from_json, to_json
 from jaxserve.costs.predictor import Costs
@@ -27,6 +26,7 @@ from jaxserve.costs.profiles import Link
 from jaxserve.engine.profiling.links import measure_links
 from jaxserve.engine.profiling.measure import MeasuredStep, grid, measure
 from jaxserve.engine.stages import StagePlan
+from jaxserve.folders import cache_folder, private_folder
 from jaxserve.kernels.kv_pages import FP8, SCALE
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling.planning.cdsp import Instances
