@@ -10,24 +10,23 @@ import fastapi
 
 from jaxserve.api.errors import RequestError
 from jaxserve.server.frontend import DRAINING, SERVING, Frontend
-from jaxserve.server.openai.app import without_routes
-from jaxserve.server.openai.schemas import Strict
+from jaxserve.server.http_app import StrictModel, make_app
 
 log = logging.getLogger(__name__)
 
 
-class AbortRequest(Strict):
+class AbortRequest(StrictModel):
     request_id: str | None = None
     all: bool = False
 
 
-class LevelRequest(Strict):
+class LevelRequest(StrictModel):
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"]
     logger: str = "jaxserve"
 
 
 def application(front: Frontend) -> fastapi.FastAPI:
-    app = without_routes("jaxserve admin")
+    app = make_app("jaxserve admin")
 
     @app.post("/admin/drain")
     async def drain() -> dict[str, Any]:

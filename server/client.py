@@ -17,11 +17,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxserve.api.errors import RequestError
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server import jaxserve_pb2_grpc as rpc
-from jaxserve.server.grpc.handlers import FIELD_KEY, REASON_KEY, RICH_KEY
+from jaxserve.server.grpc.errors import ServerError
 from jaxserve.server.grpc.proto import Given, generate_message, output_of, set_prompt
 from jaxserve.text.output import Completion, CompletionCollector, Output
 
@@ -33,19 +32,6 @@ OPTIONS = [  # pings through minutes of prefill, not more often than the server 
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
-
-
-class ServerError(RequestError):
-    """What a server answered instead. `status` as in gRPC, `reason` and `retry_after` (seconds)
-    where it was overloaded."""
-
-    def __init__(self, error: grpc.RpcError):
-        metadata = dict(error.trailing_metadata() or ())
-        super().__init__(
-            "", error.details() or "", error.code().name, _retry_after(metadata.get(RICH_KEY))
-        )
-        self.field = metadata.get(FIELD_KEY, "")
-        self.reason = metadata.get(REASON_KEY, "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,15 +275,3 @@ def _abort_message(request_id: str | None) -> pb.AbortRequest:
     return (
         pb.AbortRequest(all=True) if request_id is None else pb.AbortRequest(request_id=request_id)
     )
-
-
-def _retry_after(rich: bytes | None) -> float | None:
-    if not rich:
-        return None
-    status = pb.RichStatus.FromString(rich)
-    retry = pb.RetryInfo()
-    for detail in status.details:
-        if detail.type_url.endswith("/google.rpc.RetryInfo"):
-            retry.ParseFromString(detail.value)
-            return retry.retry_delay.ToTimedelta().total_seconds()
-    return None

@@ -1,8 +1,7 @@
-"""The server's event loop. It is asyncio's, but hears few sockets in each of its turns.
+"""The server's asyncio event loop, whose selector reports only a few ready sockets at a time.
 
-asyncio hears all sockets that have something, and then does all that they ask for, before it looks
-at the time or at anything else. A crowd of callers who come at once, each of whom costs a
-millisecond or two, would hold up those who are served already.
+Stock asyncio handles every ready socket before it looks at timers or at work posted by other
+threads. A burst of new connections, each costing 1 to 2 ms, would then stall streams in progress.
 """
 
 from __future__ import annotations
@@ -12,49 +11,50 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-AT_ONCE = 4  # sockets that are heard in a turn, at most
+MAX_READY_SOCKETS = 4  # handled in one iteration of the loop
 T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` with this loop."""
-    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(FewAtOnce())) as runner:
+    """Runs a coroutine to its end, like `asyncio.run`, on a loop with `FairSelector`."""
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(FairSelector())) as runner:
         return runner.run(main)
 
 
-async def beside(large: bool, work: Callable[[], T]) -> T:
-    """What some work gives: where it is large, on another thread, so that the loop goes on."""
+async def run_in_thread_if(large: bool, work: Callable[[], T]) -> T:
+    """Runs `work()` inline if small, else in a thread; returns its result."""
     return await asyncio.to_thread(work) if large else work()
 
 
-class FewAtOnce(selectors.DefaultSelector):
-    """Tells of at most AT_ONCE sockets that are ready: those that have waited longest."""
+class FairSelector(selectors.DefaultSelector):
+    """A selector that reports at most MAX_READY_SOCKETS ready sockets, longest waiting first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._turn = 0
-        # by number of a socket: the turn from which on it has waited
-        self._since: dict[int, int] = {}
-        # the loop's, where signals come in: the first that is registered
-        self._own: int | None = None
+        self._iteration = 0
+        # by file descriptor: the iteration since which it has been ready but not reported
+        self._ready_since: dict[int, int] = {}
+        # by which signals and other threads wake the loop: asyncio registers it first
+        self._wakeup_fd: int | None = None
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         key = super().register(fileobj, events, data)
-        self._own = key.fd if self._own is None else self._own
+        if self._wakeup_fd is None:
+            self._wakeup_fd = key.fd
         return key
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(timeout)
-        if len(ready) <= AT_ONCE:
-            self._since.clear()
+        if len(ready) <= MAX_READY_SOCKETS:
+            self._ready_since.clear()
             return ready
-        self._turn += 1
-        since = {
-            key.fd: 0 if key.fd == self._own else self._since.get(key.fd, self._turn)
-            for key, _ in ready
-        }
+        self._iteration += 1
+        since = {key.fd: self._ready_since.get(key.fd, self._iteration) for key, _ in ready}
+        if self._wakeup_fd in since:
+            since[self._wakeup_fd] = 0
         ready.sort(key=lambda one: since[one[0].fd])
-        for key, _ in ready[:AT_ONCE]:
+        reported = ready[:MAX_READY_SOCKETS]
+        for key, _ in reported:
             del since[key.fd]
-        self._since = since
-        return ready[:AT_ONCE]
+        self._ready_since = since
+        return reported

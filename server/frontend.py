@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import logging
 import math
@@ -22,19 +21,19 @@ import numpy as np
 
 from jaxserve.api.errors import RequestError, internal_error
 from jaxserve.api.events import Finished
-from jaxserve.api.request import Request, Slo
-from jaxserve.api.sampling import SamplingParams
+from jaxserve.api.request import Request
 from jaxserve.clock import WallClock
 from jaxserve.server.auth.access import Caller, Lease
-from jaxserve.server.event_loop import beside
+from jaxserve.server.event_loop import run_in_thread_if
 from jaxserve.server.frontend_metrics import FrontendMetrics
+from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.prompts import Prompt, array_of, ids_of, size_of
-from jaxserve.server.request_log import Origin, RequestLog
+from jaxserve.server.request_log import RequestLog
 from jaxserve.server.streams import Mailbox, Stream
 from jaxserve.server.tracing import Tracer
 from jaxserve.settings.schema import ServerConfig
 from jaxserve.text.output import NoText, OutputProcessor
-from jaxserve.text.structured_output import Guided, Guides
+from jaxserve.text.structured_output import Guides
 
 log = logging.getLogger(__name__)
 # longer texts, or more ids to make a text of, are worked on beside the event loop
@@ -49,31 +48,6 @@ STOPPING = "stopping"
 STUCK = "stuck"
 BROKEN = "broken"
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GenerateCall:
-    """What a caller wants. Left to be checked: whether this server and its model can give it.
-
-    id: '' for one of ours. model: '' for the one that is served. timeout: seconds from now.
-    ids_only: no text is made of the tokens. keep_special: special tokens are in the text. guided:
-    how completions must look, and the name of the field that says so.
-    """
-
-    prompt: Prompt
-    sampling: SamplingParams
-    id: str = ""
-    model: str = ""
-    slo: Slo = dataclasses.field(default_factory=Slo)
-    priority: int = 0
-    cache_salt: str = ""
-    bypass_prefix_cache: bool = False
-    timeout: float | None = None
-    ids_only: bool = False
-    keep_special: bool = False
-    guided: Guided | None = None
-    guided_name: str = ""
-    origin: Origin = dataclasses.field(default_factory=Origin)
 
 
 class Frontend:
@@ -153,7 +127,7 @@ class Frontend:
         except RequestError as error:
             if (
                 (stream is None or stream.refused)
-                and not ask.origin.ours
+                and not ask.origin.internal
                 and error.status == "RESOURCE_EXHAUSTED"
             ):
                 self.engine.metrics.rejected(error.reason or error.field)
@@ -173,7 +147,7 @@ class Frontend:
                 raise RequestError(name, "this model has no tokenizer", "FAILED_PRECONDITION")
             if len(ids) > (most := max(MAX_IDS, self.engine.max_len)):
                 raise RequestError(name, f"has {len(ids)} ids; the limit is {most}")
-            return await beside(
+            return await run_in_thread_if(
                 len(ids) >= INLINE_CHARS, functools.partial(self._text, ids, skip_special, name)
             )
 
@@ -182,7 +156,7 @@ class Frontend:
         return contextlib.closing(caller.admit(self._clock.now()))
 
     async def _ids(self, prompt: Prompt) -> np.ndarray:
-        return await beside(
+        return await run_in_thread_if(
             size_of(prompt) >= INLINE_CHARS,
             functools.partial(ids_of, prompt, self.tokenizer, self.engine.max_len),
         )
@@ -253,10 +227,10 @@ class Frontend:
         guide = (
             None
             if ask.guided is None
-            else await asyncio.wrap_future(self.guides.submit(ask.guided, ask.guided_name))
+            else await asyncio.wrap_future(self.guides.submit(ask.guided, ask.guided_field))
         )
         return Request.make(
-            caller.scoped(ask.id or f"jaxserve-{secrets.token_hex(8)}"),
+            caller.scoped(ask.request_id or f"jaxserve-{secrets.token_hex(8)}"),
             prompt,
             ask.sampling,
             vocab=engine.model.vocab,
@@ -281,7 +255,7 @@ class Frontend:
     ) -> Stream:
         self.check_open()  # again: reading the prompt may have taken a while
         if request.id in self.streams:
-            raise RequestError("request_id", f"{ask.id!r} is in use", "ALREADY_EXISTS")
+            raise RequestError("request_id", f"{ask.request_id!r} is in use", "ALREADY_EXISTS")
         engine = self.engine
         text = (
             NoText

@@ -17,8 +17,6 @@ import logging
 import socket
 import urllib.parse
 from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
     Awaitable,
     Callable,
     Iterator,
@@ -29,14 +27,13 @@ from typing import Any
 
 import h11
 import uvicorn
-from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxserve.api.errors import RequestError, internal_error
 from jaxserve.server import logs
-from jaxserve.server.event_loop import AT_ONCE
+from jaxserve.server.event_loop import MAX_READY_SOCKETS
 from jaxserve.server.frontend_metrics import FrontendMetrics
-from jaxserve.server.openai.errors import HttpError, body_of, response_of
+from jaxserve.server.http_errors import HttpError, error_body, error_response
 from jaxserve.settings.schema import ConfigError, ServerConfig
 
 log = logging.getLogger(__name__)
@@ -140,7 +137,7 @@ class Connection(H11Protocol):
 
     def _refuse(self, code: int, message: str) -> None:
         """An answer without a request to answer."""
-        body = json.dumps(body_of(HttpError("", message, code))).encode()
+        body = json.dumps(error_body(HttpError("", message, code))).encode()
         head = f"HTTP/1.1 {code} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self._stop_timer()
         self.transport.write(head.encode() + body)
@@ -197,11 +194,11 @@ class HttpGuard:
         except RequestError as error:
             if sent.status is not None:
                 raise
-            await response_of(error)(scope, receive, sent)  # type: ignore[arg-type]
+            await error_response(error)(scope, receive, sent)  # type: ignore[arg-type]
         except Exception:
             log.exception("%s %s failed", scope["method"], scope["path"][:200])
             if sent.status is None:
-                await response_of(internal_error())(scope, receive, sent)  # type: ignore[arg-type]
+                await error_response(internal_error())(scope, receive, sent)  # type: ignore[arg-type]
             elif not sent.whole:
                 scope["transport"].abort()
 
@@ -316,7 +313,7 @@ class Listener:
             server_header=False,
             h11_max_incomplete_event_size=config.max_header_kib << 10,
             proxy_headers=False,
-            backlog=AT_ONCE,
+            backlog=MAX_READY_SOCKETS,
             timeout_keep_alive=config.keep_alive,  # type: ignore[arg-type]     # goes to asyncio, which takes fractions
             timeout_graceful_shutdown=int(STOP_SECONDS),
         )
@@ -334,60 +331,6 @@ class Listener:
     async def stop(self) -> None:
         self._server.should_exit = True
         await self._task
-
-
-class EventStream(Response):
-    """An answer in server-sent events, written as they come. `events` yields what is written at
-    once; it is closed in any case."""
-
-    def __init__(self, events: AsyncGenerator[bytes], headers: Mapping[str, str]):
-        super().__init__(None)
-        self._events = events
-        self._more = headers
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        headers = {
-            "content-type": "text/event-stream; charset=utf-8",
-            "cache-control": "no-cache",
-            **self._more,
-        }
-        async with contextlib.aclosing(self._events), when_gone(receive):
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": 200,
-                    "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
-                }
-            )
-            async for data in self._events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-@contextlib.asynccontextmanager
-async def when_gone(receive: Receive) -> AsyncIterator[None]:
-    """What is done inside is cancelled when the caller goes away, and then ends without an error.
-    The body has been read."""
-    task = asyncio.current_task()
-    assert task is not None
-    gone = False
-
-    async def watch() -> None:
-        nonlocal gone
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        gone = True
-        task.cancel()
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not gone:
-            raise
-        task.uncancel()
-    finally:
-        watcher.cancel()
 
 
 def _listening(host: str, port: int, name: str) -> socket.socket:

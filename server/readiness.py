@@ -8,8 +8,8 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.server.auth.access import Caller
-from jaxserve.server.frontend import BROKEN, SERVING, STUCK, Frontend, GenerateCall
-from jaxserve.server.request_log import Origin
+from jaxserve.server.frontend import BROKEN, SERVING, STUCK, Frontend
+from jaxserve.server.generate_call import GenerateCall, Origin
 
 FRESH = 5.0  # seconds for which a token is proof enough
 PATIENCE = 5.0  # seconds that ours may take
@@ -49,7 +49,7 @@ class Readiness:
             timeout=PATIENCE,
             bypass_prefix_cache=True,
             ids_only=True,
-            origin=Origin(ours=True),
+            origin=Origin(internal=True),
         )
         try:
             async with asyncio.timeout(PATIENCE), self._front.answer(ask, self._caller) as stream:

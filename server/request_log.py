@@ -9,29 +9,15 @@ wanted.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 
 from jaxserve.api.errors import RequestError, internal_error
 from jaxserve.api.events import Finished
 from jaxserve.api.request import Request
 from jaxserve.server import logs
+from jaxserve.server.errors import caller_gone
+from jaxserve.server.generate_call import Origin
 from jaxserve.server.tracing import Tracer
-
-GONE = RequestError("", "the caller went away", "CANCELLED")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Origin:
-    """How a request came. protocol: grpc or http; traceparent, tracestate: as the caller sent them;
-    operation: chat or text_completion; ours: asked by the server itself, of which nothing is
-    kept."""
-
-    protocol: str = ""
-    traceparent: str | None = None
-    tracestate: str = ""
-    operation: str = "text_completion"
-    ours: bool = False
 
 
 class RequestLog:
@@ -52,7 +38,7 @@ class RequestLog:
         """A request from here to its end. What is raised inside is what it ended with; whoever
         drops it is a caller who went away."""
         ends: list[Finished] = []
-        if origin.ours:
+        if origin.internal:
             yield ends
             return
         span = self._tracer.start(
@@ -62,7 +48,7 @@ class RequestLog:
             model=self.model,
             operation=origin.operation,
         )
-        error: RequestError | None = GONE
+        error: RequestError | None = caller_gone()
         try:
             with logs.bound(request.id, span.trace_id):
                 yield ends

@@ -17,7 +17,7 @@ import grpc
 from jaxserve.api.errors import RequestError
 from jaxserve.server.auth.access import HEADER, Authenticator, Caller
 from jaxserve.server.frontend_metrics import FrontendMetrics
-from jaxserve.server.grpc.handlers import refuse
+from jaxserve.server.grpc.errors import abort
 
 OPEN = "/grpc.health.v1.Health/"
 _caller: contextvars.ContextVar[Caller] = contextvars.ContextVar("caller")
@@ -52,4 +52,4 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 async def _refused(error: RequestError, messages: Any, context: grpc.aio.ServicerContext) -> None:
-    await refuse(context, error)
+    await abort(context, error)

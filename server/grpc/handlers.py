@@ -20,16 +20,12 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxserve.api.errors import RequestError, internal_error
-from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.frontend_metrics import FrontendMetrics
+from jaxserve.server.grpc.errors import abort
 
 log = logging.getLogger(__name__)
 CONTROL_LIMIT = 1 << 20
 WALKED = 1 << 18  # bytes of a message up to which an unknown field is found and named
-MAX_DETAILS = 1000  # characters of a status message: trailers are limited to 8 KiB
-REASON_KEY = "jaxserve-reject-reason"
-FIELD_KEY = "jaxserve-field"
-RICH_KEY = "grpc-status-details-bin"
 
 
 def handlers(
@@ -108,7 +104,7 @@ async def _guarded(
         return answered
     except RequestError as error:
         status = error.status
-        await refuse(context, error)
+        await abort(context, error)
     except (grpc.aio.AbortError, asyncio.CancelledError):
         raise
     except Exception:
@@ -116,31 +112,6 @@ async def _guarded(
             return None
         log.exception("%s failed", name)
         status = "INTERNAL"
-        await refuse(context, internal_error())
+        await abort(context, internal_error())
     finally:
         metrics.answered("grpc", status)
-
-
-async def refuse(context: grpc.aio.ServicerContext, error: RequestError) -> None:
-    """Ends the call with the error's status."""
-    code = grpc.StatusCode.__members__.get(error.status, grpc.StatusCode.INTERNAL)
-    details = str(error)[:MAX_DETAILS]
-    metadata: list[tuple[str, str | bytes]] = (
-        [(FIELD_KEY, _ascii(error.field))] if error.field else []
-    )
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        retry = pb.RetryInfo()
-        retry.retry_delay.FromNanoseconds(int(1e9 * error.retry_seconds))
-        rich = pb.RichStatus(code=code.value[0], message=details)
-        rich.details.add(
-            type_url="type.googleapis.com/google.rpc.RetryInfo", value=retry.SerializeToString()
-        )
-        metadata += [
-            (REASON_KEY, _ascii(error.reason or error.field) or "overloaded"),
-            (RICH_KEY, rich.SerializeToString()),
-        ]
-    await context.abort(code, details, tuple(metadata))
-
-
-def _ascii(text: str) -> str:
-    return "".join(c if c.isascii() and c.isprintable() else "?" for c in text)[:100]

@@ -10,11 +10,11 @@ import grpc
 
 from jaxserve.api.events import Finished
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.event_loop import beside
+from jaxserve.server.event_loop import run_in_thread_if
 from jaxserve.server.frontend import Frontend
+from jaxserve.server.generate_call import Origin
 from jaxserve.server.grpc.auth import caller
 from jaxserve.server.grpc.proto import ask_of, event_message, prompt_of
-from jaxserve.server.request_log import Origin
 from jaxserve.server.streams import Stream
 from jaxserve.text.output import Delta, Output
 
@@ -63,4 +63,4 @@ async def _message(stream: Stream, output: Output) -> pb.GenerateEvent:
         if isinstance(output, Finished)
         else None
     )
-    return await beside(len(logprobs or ()) > INLINE_LOGPROBS, make)
+    return await run_in_thread_if(len(logprobs or ()) > INLINE_LOGPROBS, make)

@@ -13,7 +13,7 @@ from jaxserve.api.events import Accepted, Finished, Logprobs, Progress, Timing, 
 from jaxserve.api.request import Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.frontend import GenerateCall
+from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.prompts import Chat, Prompt, Text
 from jaxserve.text.output import Delta, Output
 from jaxserve.text.structured_output import Guided
@@ -50,7 +50,7 @@ def ask_of(message: pb.GenerateRequest, timeout: float | None) -> GenerateCall:
         timeout,
         message.ids_only,
         guided=guided,
-        guided_name=f"guided.{guided.kind}" if guided else "",
+        guided_field=f"guided.{guided.kind}" if guided else "",
     )
 
 

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import fastapi
-from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
 import jaxserve
-from jaxserve.api.errors import RequestError, internal_error
+from jaxserve.api.errors import RequestError
 from jaxserve.server import dashboard
-from jaxserve.server.event_loop import beside
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.frontend_metrics import CONTENT_TYPE, exposition
+from jaxserve.server.http_app import JsonRoute, make_app
+from jaxserve.server.json_body import dump_in_thread_if
 from jaxserve.server.openai import chat, completions
-from jaxserve.server.openai.errors import HttpError, response_of
-from jaxserve.server.openai.json_body import LARGE, parsed
-from jaxserve.server.openai.responses import INLINE_TOKENS, answer, written
+from jaxserve.server.openai.responses import INLINE_TOKENS, answer
 from jaxserve.server.openai.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -57,36 +51,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         504: "the deadline passed",
     }.items()
 }
-# newer FastAPIs trace by themselves, and would tell what is wrong with a prompt
-SILENT: dict[str, Any] = (
-    {
-        "telemetry": dict.fromkeys(
-            ("tracing", "metrics", "logs", "operation_spans", "auto_configure"), False
-        )
-    }
-    if "telemetry" in inspect.signature(fastapi.FastAPI).parameters
-    else {}
-)
-ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": "string"},
-            },
-        }
-    },
-}
 
 
 def application(front: Frontend, probe: Readiness) -> fastapi.FastAPI:
-    app = without_routes("jaxserve")
+    app = make_app("jaxserve")
     app.include_router(_protocol(front), responses=ERRORS)
     app.include_router(_upkeep(front, probe))
     app.include_router(dashboard.router(front, _mine))
@@ -94,43 +62,8 @@ def application(front: Frontend, probe: Readiness) -> fastapi.FastAPI:
     return app
 
 
-def without_routes(title: str) -> fastapi.FastAPI:
-    """Whatever a route raises becomes an answer as the protocol writes it. Bodies and errors are
-    told to nobody else."""
-    app = fastapi.FastAPI(
-        title=title,
-        version=jaxserve.__version__,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-        **SILENT,
-    )
-    app.router.route_class = _Route
-    for fault, respond in FAULTS.items():
-        app.add_exception_handler(fault, functools.partial(_responded, respond))
-    plain = app.openapi
-
-    def schema() -> dict[str, Any]:
-        found = plain()
-        found["components"]["schemas"]["Error"] = ERROR_SCHEMA
-        for path in found["paths"].values():
-            for operation in path.values():
-                operation["responses"].pop("422", None)
-        return found
-
-    app.openapi = functools.cache(schema)  # type: ignore[method-assign]
-    return app
-
-
-async def _responded(
-    respond: Callable[[Any], Response], request: fastapi.Request, error: Exception
-) -> Response:
-    """On the event loop: what is no coroutine would wait for a thread."""
-    return respond(error)
-
-
 def _protocol(front: Frontend) -> fastapi.APIRouter:
-    router = fastapi.APIRouter(route_class=_Route)
+    router = fastapi.APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/completions")
     async def complete(body: CompletionRequest, request: fastapi.Request) -> Response:
@@ -184,7 +117,7 @@ def _protocol(front: Frontend) -> fastapi.APIRouter:
             }
 
         return Response(
-            await written(len(ids) > INLINE_TOKENS, make), media_type="application/json"
+            await dump_in_thread_if(len(ids) > INLINE_TOKENS, make), media_type="application/json"
         )
 
     @router.post("/detokenize")
@@ -197,7 +130,7 @@ def _protocol(front: Frontend) -> fastapi.APIRouter:
             body.tokens, request.state.caller, body.skip_special_tokens, "tokens"
         )
         return Response(
-            await written(len(body.tokens) > INLINE_TOKENS, lambda: {"prompt": text}),
+            await dump_in_thread_if(len(body.tokens) > INLINE_TOKENS, lambda: {"prompt": text}),
             media_type="application/json",
         )
 
@@ -243,67 +176,10 @@ def _upkeep(front: Frontend, probe: Readiness) -> fastapi.APIRouter:
     return router
 
 
-class _Request(fastapi.Request):
-    async def read(self) -> None:
-        """Reads and parses the body; a large one beside the event loop. Errors: RequestError."""
-        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json" and not kind.endswith("+json"):
-            raise HttpError("content-type", "must be application/json", 415)
-        try:
-            body = await self.body()
-        except ClientDisconnect:
-            raise RequestError("", "the caller went away", "CANCELLED") from None
-        # where `json` looks first
-        self._json = await beside(len(body) > LARGE, functools.partial(parsed, body))
-
-
-class _Route(APIRoute):
-    def get_route_handler(self) -> Callable:
-        handle = super().get_route_handler()
-
-        async def handled(request: fastapi.Request) -> Response:
-            request = _Request(request.scope, request.receive)
-            if self.body_field is not None:
-                await request.read()
-            return await handle(request)
-
-        return handled
-
-
 def _mine(request: fastapi.Request) -> Callable[[str], bool] | None:
     """Which requests' ids the caller may see on the live page; None: all."""
     caller = request.state.caller
     return caller.knows if caller.name else None
-
-
-def _named(error: RequestValidationError) -> RequestError:
-    """The first thing that is wrong, by the name of its field."""
-    first = error.errors()[0]
-    names = [str(part) for part in first["loc"] if part != "body"]
-    return RequestError(
-        ".".join(names)[:200],
-        f"{first['msg'][:300]}" if names else "the body must be a JSON object",
-    )
-
-
-def _refused(error: HTTPException) -> Response:
-    code = error.status_code
-    text = {404: "there is no such route", 405: "the route has another method"}.get(
-        code, str(error.detail)
-    )
-    response = response_of(
-        HttpError("", text, code) if code != 404 else RequestError("", text, "NOT_FOUND")
-    )
-    response.headers.update(error.headers or {})
-    return response
-
-
-FAULTS: dict[type[Exception], Callable[[Any], Response]] = {
-    RequestError: response_of,
-    RequestValidationError: lambda error: response_of(_named(error)),
-    HTTPException: _refused,
-    Exception: lambda error: response_of(internal_error()),
-}
 
 
 def _id(body: Sampled, request: fastapi.Request) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished
-from jaxserve.server.frontend import Frontend, GenerateCall
+from jaxserve.server.frontend import Frontend
+from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.openai.responses import Tokens, usage_of
 from jaxserve.server.openai.schemas import ROOM, ChatRequest, NamedTool
 from jaxserve.server.prompts import Chat
@@ -50,7 +51,7 @@ def ask_of(body: ChatRequest, id: str, headers: Mapping[str, str]) -> GenerateCa
         body.timeout(),
         keep_special=bool(tools) and guided is None,
         guided=guided,
-        guided_name=name,
+        guided_field=name,
     )
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished, Logprobs
 from jaxserve.api.request import MAX_PROMPT_LOGPROBS
-from jaxserve.server.frontend import Frontend, GenerateCall
+from jaxserve.server.frontend import Frontend
+from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.openai.responses import Tokens, usage_of
 from jaxserve.server.openai.schemas import COMPLETION_TOKENS, MAX_PROMPTS, CompletionRequest
 from jaxserve.server.prompts import Prompt, Text
@@ -49,9 +50,12 @@ def asks_of(body: CompletionRequest, id: str, headers: Mapping[str, str]) -> lis
         body.bypass_prefix_cache or False,
         body.timeout(),
         guided=guided,
-        guided_name=name,
+        guided_field=name,
     )
-    return [dataclasses.replace(ask, prompt=prompt, id=each) for prompt, each in zip(prompts, ids)]
+    return [
+        dataclasses.replace(ask, prompt=prompt, request_id=each)
+        for prompt, each in zip(prompts, ids)
+    ]
 
 
 def _prompts(given: Any) -> list[Prompt]:

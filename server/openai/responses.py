@@ -7,9 +7,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from fastapi import Request as HttpRequest
@@ -17,11 +16,13 @@ from starlette.responses import Response
 
 from jaxserve.api.errors import RequestError, internal_error
 from jaxserve.api.events import Finished, Logprobs
-from jaxserve.server.event_loop import beside
-from jaxserve.server.frontend import Frontend, GenerateCall
-from jaxserve.server.http_server import EventStream, when_gone
-from jaxserve.server.openai.errors import body_of, header_value
-from jaxserve.server.request_log import Origin
+from jaxserve.server.errors import caller_gone
+from jaxserve.server.event_loop import run_in_thread_if
+from jaxserve.server.event_stream import EventStream, cancelled_on_disconnect
+from jaxserve.server.frontend import Frontend
+from jaxserve.server.generate_call import GenerateCall, Origin
+from jaxserve.server.http_errors import error_body, header_value
+from jaxserve.server.json_body import dump, dump_in_thread_if
 from jaxserve.server.streams import Stream
 from jaxserve.text.output import Completion, CompletionCollector, Delta, Output
 
@@ -29,7 +30,6 @@ log = logging.getLogger(__name__)
 INLINE_TOKENS = 512  # a longer answer is written beside the event loop
 INLINE_PROMPT = 4096  # ids of prompts, of which more are made a text there
 LOGPROBS = 8  # tokens that are written in the time of one's log-probabilities
-PIECE = 256  # entries of a list that are written without a break
 WRITE = 1 << 16  # bytes of events that are written without a break
 COMMENT = b": waiting\n\n"  # keeps proxies from closing a silent stream
 # for clients, vllm's among them, that strip what they read: a comment ends here
@@ -74,18 +74,18 @@ async def answer(
         large = (
             writer.echoes and sum(len(stream.request.prompt) for stream in streams) > INLINE_PROMPT
         )
-        await beside(large, functools.partial(writer.open, streams))
+        await run_in_thread_if(large, functools.partial(writer.open, streams))
         if usage is None:
             found: list[list[Completion]] = []
-            async with when_gone(request.receive):
+            async with cancelled_on_disconnect(request.receive):
                 found = await _gathered(streams)
             if not found:
-                raise RequestError("", "the caller went away", "CANCELLED")
+                raise caller_gone()
             large = (
                 sum(_size(completion) for group in found for completion in group) > INLINE_TOKENS
             )
             return Response(
-                await written(large, functools.partial(writer.whole, found)),
+                await dump_in_thread_if(large, functools.partial(writer.whole, found)),
                 200,
                 headers,
                 "application/json",
@@ -126,10 +126,10 @@ async def _events(
             yield _line({**writer.head, "choices": [], "usage": usage_of(ends)})
         yield DONE
     except RequestError as error:
-        yield _line(body_of(error))
+        yield _line(error_body(error))
     except Exception:
         log.exception("an answer failed")
-        yield _line(body_of(internal_error()))
+        yield _line(error_body(internal_error()))
 
 
 async def _gathered(streams: Sequence[Stream]) -> list[list[Completion]]:
@@ -213,41 +213,6 @@ def _size(completion: Completion) -> int:
     return len(completion.ids) + LOGPROBS * logprobs + len(completion.prompt_ids) // LOGPROBS
 
 
-async def written(large: bool, make: Callable[[], Any]) -> bytes:
-    """JSON of what is made; where it is large, beside the event loop and piece by piece."""
-    return await beside(large, lambda: b"".join(pieces(make())) if large else _json(make()))
-
-
-def pieces(value: Any) -> Iterator[bytes]:
-    """JSON of a value. Between the pieces other threads get the interpreter, which the library
-    keeps while it writes."""
-    if isinstance(value, dict) and _is_deep(value.values()):
-        for number, (name, part) in enumerate(value.items()):
-            yield (b"," if number else b"{") + _json(name) + b":"
-            yield from pieces(part)
-        yield b"}"
-    elif isinstance(value, list) and _is_deep(value):
-        for number, part in enumerate(value):
-            yield b"," if number else b"["
-            yield from pieces(part)
-        yield b"]"
-    elif isinstance(value, list) and value:
-        for at in range(0, len(value), PIECE):
-            yield (b"," if at else b"[") + _json(value[at : at + PIECE])[1:-1]
-        yield b"]"
-    else:
-        yield _json(value)
-
-
-def _is_deep(values: Iterable[Any]) -> bool:
-    return any(isinstance(value, (dict, list)) for value in values)
-
-
-def _json(value: Any) -> bytes:
-    """Half characters, which a model's JSON may have, become question marks."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
-
-
 def _batches(chunks: Iterable[dict[str, Any]], otherwise: Sequence[bytes]) -> Iterator[bytes]:
     """Events in pieces of some size; what else to send where there are none."""
     lines = list[bytes]()
@@ -264,4 +229,4 @@ def _batches(chunks: Iterable[dict[str, Any]], otherwise: Sequence[bytes]) -> It
 
 
 def _line(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + _json(chunk) + b"\n\n"
+    return b"data: " + dump(chunk) + b"\n\n"

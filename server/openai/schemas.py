@@ -12,11 +12,12 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
+from pydantic import FailFast, Field, WithJsonSchema
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Slo
 from jaxserve.api.sampling import SamplingParams
+from jaxserve.server.http_app import StrictModel
 from jaxserve.text.structured_output import Guided
 
 MAX_PROMPTS = 128  # of one request
@@ -45,27 +46,23 @@ class First(FailFast):
 Messages = Annotated[list[dict[str, Any]], First()]
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
-
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
 
 
-class JsonSchema(Strict):
+class JsonSchema(StrictModel):
     name: str = Field(max_length=64)
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(Strict):
+class StructuredOutputs(StrictModel):
     """What the output must be, one of these."""
 
     json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
@@ -75,7 +72,7 @@ class StructuredOutputs(Strict):
     grammar: str | None = Field(None, description="in the form that llguidance reads, Lark's")
 
 
-class Sampled(Strict):
+class Sampled(StrictModel):
     """What completions and chats have in common."""
 
     model: str = Field("", description="'' or absent: the one that is served")
@@ -215,23 +212,23 @@ class CompletionRequest(Sampled):
     suffix: Literal[""] | None = Field(None, description="not supported")
 
 
-class Function(Strict):
+class Function(StrictModel):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Strict):
+class Tool(StrictModel):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(Strict):
+class NamedFunction(StrictModel):
     name: str
 
 
-class NamedTool(Strict):
+class NamedTool(StrictModel):
     type: Literal["function"]
     function: NamedFunction
 
@@ -249,7 +246,7 @@ class ChatRequest(Sampled):
     )
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(StrictModel):
     model: str = ""
     prompt: str | None = None
     messages: Messages | None = None
@@ -257,7 +254,7 @@ class TokenizeRequest(Strict):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(StrictModel):
     model: str = ""
     tokens: Ids = Field(...)
     skip_special_tokens: bool = False

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from jaxserve.server import event_loop
-from jaxserve.server.event_loop import AT_ONCE, FewAtOnce
+from jaxserve.server.event_loop import MAX_READY_SOCKETS, FairSelector
 
 CROWD = 50
 
@@ -25,13 +25,13 @@ def pairs():
 
 
 def test_a_crowd_is_heard_by_and_by_and_nobody_is_left_out(pairs):
-    with contextlib.closing(FewAtOnce()) as selector:
+    with contextlib.closing(FairSelector()) as selector:
         assert selector.select(0) == []
         for here, _ in pairs:
             selector.register(here, selectors.EVENT_READ)
-        turns = -(-CROWD // (AT_ONCE - 1))  # the first one is heard in all of them
+        turns = -(-CROWD // (MAX_READY_SOCKETS - 1))  # the first one is heard in all of them
         talkative = [[key.fd for key, _ in selector.select(0)] for _ in range(turns)]
-        assert {len(heard) for heard in talkative} == {AT_ONCE}  # while all go on talking
+        assert {len(heard) for heard in talkative} == {MAX_READY_SOCKETS}  # while all go on talking
         assert set().union(*talkative) == {here.fileno() for here, _ in pairs}
         assert all(pairs[0][0].fileno() in heard for heard in talkative)
         turns = 0
@@ -40,7 +40,7 @@ def test_a_crowd_is_heard_by_and_by_and_nobody_is_left_out(pairs):
             for key, events in heard:
                 assert events == selectors.EVENT_READ
                 key.fileobj.recv(1)
-        assert turns == -(-CROWD // AT_ONCE)
+        assert turns == -(-CROWD // MAX_READY_SOCKETS)
 
 
 def test_the_loop_does_other_work_while_a_crowd_is_heard(pairs):
@@ -61,4 +61,4 @@ def test_the_loop_does_other_work_while_a_crowd_is_heard(pairs):
             loop.remove_reader(here)
         return [after - before for before, after in zip(turns, turns[1:])]
 
-    assert max(event_loop.run(main())) == AT_ONCE
+    assert max(event_loop.run(main())) == MAX_READY_SOCKETS

@@ -22,8 +22,8 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.server import frontend as front
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import Client, ServerError
-from jaxserve.server.openai.json_body import LARGE, parsed
-from jaxserve.server.openai.responses import INLINE_TOKENS, pieces
+from jaxserve.server.json_body import PARSE_IN_THREAD_BYTES, dump_pieces, parse
+from jaxserve.server.openai.responses import INLINE_TOKENS
 from jaxserve.server.openai.schemas import ChatRequest, CompletionRequest, TokenizeRequest
 from jaxserve.server.prompts import Chat, array_of, size_of
 from jaxserve.text import Tokenizer
@@ -102,7 +102,7 @@ values = st.recursive(
 @settings(deadline=None)
 @given(values)
 def test_json_in_pieces_is_the_same_json(value):
-    assert json.loads(b"".join(pieces(value))) == value
+    assert json.loads(b"".join(dump_pieces(value))) == value
 
 
 def test_of_thousands_of_faults_the_first_is_looked_for():
@@ -145,8 +145,8 @@ bodies = st.dictionaries(
 @given(bodies, st.booleans())
 def test_bodies_are_read_as_json_says(body, ascii):
     written = json.dumps(body, ensure_ascii=ascii).encode()
-    for blanks in (0, LARGE):
-        read = parsed(written + b" " * blanks)
+    for blanks in (0, PARSE_IN_THREAD_BYTES):
+        read = parse(written + b" " * blanks)
         # 1, 1.0 and True are equal, and not the same
         assert read == body and json.dumps(read) == json.dumps(body)
 
@@ -178,15 +178,15 @@ def test_bodies_are_read_as_json_says(body, ascii):
     ],
 )
 def test_bodies_beyond_a_limit_are_refused(body, said):
-    for blanks in (0, LARGE):
+    for blanks in (0, PARSE_IN_THREAD_BYTES):
         with pytest.raises(RequestError, match=said):
-            parsed(body + b" " * blanks)
+            parse(body + b" " * blanks)
 
 
 def test_ids_of_any_number_are_read():
     ids = list(range(200_000))
-    assert parsed(json.dumps({"prompt": ids}).encode()) == {"prompt": ids}
-    assert parsed(json.dumps({"tokens": [ids, ids]}).encode()) == {"tokens": [ids, ids]}
+    assert parse(json.dumps({"prompt": ids}).encode()) == {"prompt": ids}
+    assert parse(json.dumps({"tokens": [ids, ids]}).encode()) == {"tokens": [ids, ids]}
 
 
 def test_lists_by_the_million_are_counted_before_they_are_made():
@@ -194,7 +194,7 @@ def test_lists_by_the_million_are_counted_before_they_are_made():
 
     def read():
         with contextlib.suppress(RequestError):
-            parsed(body)
+            parse(body)
 
     assert watched(read)[1] < 0.5 * watched(lambda: pydantic_core.from_json(body))[0]
 
@@ -288,7 +288,7 @@ def test_half_a_character_is_refused_by_name(serve):
         f"{serve(tokenizer=Telling).server.url}/v1/chat/completions", json={"messages": [call]}
     )
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
-    assert b"".join(pieces({"arguments": "\ud83d"})) == b'{"arguments":"?"}'
+    assert b"".join(dump_pieces({"arguments": "\ud83d"})) == b'{"arguments":"?"}'
 
 
 def test_guides_that_take_long_hold_up_none_without_and_no_crowd_waits_for_them(serve, monkeypatch):

@@ -16,8 +16,9 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished, Timing, Usage
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
+from jaxserve.server.generate_call import Origin
 from jaxserve.server.logs import Json
-from jaxserve.server.request_log import Origin, RequestLog
+from jaxserve.server.request_log import RequestLog
 from jaxserve.server.tracing import Tracer
 from tests.server.fakes import TRACE
 
@@ -134,7 +135,7 @@ async def _leave(follow):
 
 def test_of_what_the_server_asks_itself_nothing_is_kept(kept):
     trail, lines, spans = kept
-    with trail.follow(request(), Origin(ours=True)) as ends:
+    with trail.follow(request(), Origin(internal=True)) as ends:
         ends.append(END)
     assert not lines and not spans()
 

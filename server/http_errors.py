@@ -1,5 +1,4 @@
-"""What callers hear when something goes wrong: a status, and a body as the OpenAI protocol writes
-it."""
+"""Errors as HTTP answers: a status code, and a body in the OpenAI protocol's form."""
 
 from __future__ import annotations
 
@@ -11,8 +10,9 @@ from urllib.parse import quote
 from starlette.responses import Response
 
 from jaxserve.api.errors import RequestError
+from jaxserve.server.errors import REJECT_REASON_HEADER, message_of, reject_reason
 
-STATUSES = {
+STATUS_CODES = {
     "INVALID_ARGUMENT": 400,
     "OUT_OF_RANGE": 400,
     "FAILED_PRECONDITION": 400,
@@ -28,7 +28,7 @@ STATUSES = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-TYPES = {
+ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -36,28 +36,31 @@ TYPES = {
     409: "conflict_error",
     429: "rate_limit_error",
 }
-UNREAD = (401, 403, 408, 413, 415)  # what is left of the body is not read, and the connection ends
-MAX_MESSAGE = 1000  # characters
+# the rest of the body is not read, so the connection cannot be used again
+CLOSING_CODES = (401, 403, 408, 413, 415)
+MAX_HEADER_VALUE_CHARS = 256
 
 
 class HttpError(RequestError):
-    """An error of the connection, not of what was asked: `code` is the HTTP status."""
+    """An error of the HTTP exchange itself, not of what was asked. `code` is the HTTP status."""
 
     def __init__(self, field: str, message: str, code: int):
         super().__init__(field, message, "INVALID_ARGUMENT")
         self.code = code
 
 
-def status_of(error: RequestError) -> int:
-    return error.code if isinstance(error, HttpError) else STATUSES.get(error.status, 500)
+def status_code(error: RequestError) -> int:
+    """The HTTP status code of an error."""
+    return error.code if isinstance(error, HttpError) else STATUS_CODES.get(error.status, 500)
 
 
-def body_of(error: RequestError) -> dict[str, Any]:
-    code = status_of(error)
-    kind = TYPES.get(code, "invalid_request_error" if code < 500 else "server_error")
+def error_body(error: RequestError) -> dict[str, Any]:
+    """The JSON body of an error, in the OpenAI protocol's form."""
+    code = status_code(error)
+    kind = ERROR_TYPES.get(code, "invalid_request_error" if code < 500 else "server_error")
     return {
         "error": {
-            "message": str(error)[:MAX_MESSAGE],
+            "message": message_of(error),
             "type": kind,
             "param": error.field or None,
             "code": error.status.lower(),
@@ -66,21 +69,20 @@ def body_of(error: RequestError) -> dict[str, Any]:
 
 
 def header_value(text: str) -> str:
-    """What a caller may have written, as it may stand in a header."""
-    return quote(text[:256], safe=" !#$&'()*+,/:;=?@[]~")
+    """Escapes text that a caller may have written, for use as the value of a header."""
+    return quote(text[:MAX_HEADER_VALUE_CHARS], safe=" !#$&'()*+,/:;=?@[]~")
 
 
-def response_of(error: RequestError) -> Response:
-    code = status_of(error)
+def error_response(error: RequestError) -> Response:
+    """The whole HTTP answer for an error, with the headers that its status asks for."""
+    code = status_code(error)
     headers = {"content-type": "application/json"}
     if code in (429, 503):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_seconds)))
     if code == 429:
-        headers["jaxserve-reject-reason"] = header_value(
-            error.reason or error.field or "overloaded"
-        )
+        headers[REJECT_REASON_HEADER] = header_value(reject_reason(error))
     if code == 401:
         headers["www-authenticate"] = 'Basic realm="jaxserve", charset="UTF-8"'
-    if code in UNREAD:
+    if code in CLOSING_CODES:
         headers["connection"] = "close"
-    return Response(json.dumps(body_of(error)), code, headers)
+    return Response(json.dumps(error_body(error)), code, headers)

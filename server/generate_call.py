@@ -1,0 +1,53 @@
+"""What a caller asks to be generated, before it is checked against the model that is served."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxserve.api.request import Slo
+from jaxserve.api.sampling import SamplingParams
+from jaxserve.server.prompts import Prompt
+from jaxserve.text.structured_output import Guided
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """How a request reached the server.
+
+    protocol: grpc or http. traceparent, tracestate: W3C trace context, as the caller sent it.
+    operation: chat or text_completion, for traces. internal: made by the server's own readiness
+    check; such a request is neither logged, traced nor counted as rejected.
+    """
+
+    protocol: str = ""
+    traceparent: str | None = None
+    tracestate: str = ""
+    operation: str = "text_completion"
+    internal: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """One request to generate, the same for gRPC and HTTP. Its values are plausible; whether this
+    server and its model can serve them is for `Frontend.generate` to check.
+
+    request_id: '' has the server choose one. model: '' means the one that is served. timeout:
+    seconds from now. ids_only: return token ids without text. keep_special: leave special tokens in
+    the text. guided: what the output must match; guided_field: the request field that asked for it,
+    for errors.
+    """
+
+    prompt: Prompt
+    sampling: SamplingParams
+    request_id: str = ""
+    model: str = ""
+    slo: Slo = dataclasses.field(default_factory=Slo)
+    priority: int = 0
+    cache_salt: str = ""
+    bypass_prefix_cache: bool = False
+    timeout: float | None = None
+    ids_only: bool = False
+    keep_special: bool = False
+    guided: Guided | None = None
+    guided_field: str = ""
+    origin: Origin = dataclasses.field(default_factory=Origin)
