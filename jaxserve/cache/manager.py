@@ -7,8 +7,8 @@ does not depend on how long a context is (medha.md M13).
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -18,13 +18,22 @@ from jaxserve.cache.placement import PLACEMENTS, Placement, PlacementView
 from jaxserve.settings.schema import CacheConfig, ConfigError
 
 
+class PageWatcher(Protocol):
+    """Told which pages the sequence in a slot holds, as these change."""
+
+    def taken(self, slot: int, pages: Sequence[int]) -> None:
+        """The slot holds these pages too."""
+
+    def released(self, slot: int, pages: Sequence[int]) -> None:
+        """The slot holds these pages no more."""
+
+
 class CacheManager:
     """PageAllocator of `lanes` lanes for sequences in `slots` slots. `config.pages` is per lane and must be
     given.
 
     Arrays by slot, for all to read: `home` (lane), `spread` (has blocks elsewhere than at home),
-    `held` [slots, lanes] (blocks per lane), `room` (tokens that the slot's pages hold) and `small`
-    (one of those whose pages `small_pages` counts, each once).
+    `blocks_per_lane` [slots, lanes] and `room` (tokens that the slot's pages hold).
     """
 
     def __init__(
@@ -47,9 +56,7 @@ class CacheManager:
         self.blocks_per_lane = np.zeros((slots, lanes), np.int32)
         self.room = np.zeros(slots, np.int32)
         self.tables: list[list[int]] = [[] for _ in range(slots)]  # page of every block, in order
-        self.small = np.zeros(slots, bool)
-        self.small_pages = 0
-        self._small_refs = np.zeros_like(self.pages.refs)
+        self._watchers: list[PageWatcher] = []
         self._identity = (fingerprint, dtype, config.block_size)
         placement = config.placement if placement is None else placement
         self._place = PLACEMENTS[placement] if isinstance(placement, str) else placement
@@ -112,10 +119,6 @@ class CacheManager:
         """How many of these nobody holds: taking them makes that many fewer available."""
         return int(np.count_nonzero(self.pages.refs[pages] == 0)) if len(pages) else 0
 
-    def in_small(self, pages: np.ndarray) -> int:
-        """How many of these are part of `small_pages`."""
-        return int(np.count_nonzero(self._small_refs[pages])) if len(pages) else 0
-
     def choose_home(
         self, pages: np.ndarray, lanes: list[int], need: int, pending: list[float]
     ) -> int:
@@ -141,25 +144,25 @@ class CacheManager:
             ),
         )
 
-    def admit(
-        self, slot: int, pages: np.ndarray, home: int, small: bool = False, blocks: int = 0
-    ) -> None:
+    def watch(self, watcher: PageWatcher) -> None:
+        """Tells `watcher` from now on which pages slots take and give back."""
+        self._watchers.append(watcher)
+
+    def admit(self, slot: int, pages: np.ndarray, home: int, blocks: int = 0) -> None:
         """Gives an empty slot the matched `pages` and its home lane; blocks: of the whole
         prompt."""
         assert not self.tables[slot], f"slot {slot} is taken"
         self.home[slot] = self._lane[slot] = home
         self.tables[slot] = pages.tolist()
         self.room[slot] = len(pages) * self.block_size
-        self.small[slot] = small
         self._blocks[slot], self._group[slot] = (
             blocks,
             tuple(range(self.pages.lanes)) if blocks > self._limit else (),
         )
         if len(pages):
             self.pages.ref(pages)
-            if small:
-                self.small_pages += len(pages) - self.in_small(pages)
-                self._small_refs[pages] += 1
+            for watcher in self._watchers:
+                watcher.taken(slot, self.tables[slot])
             self.blocks_per_lane[slot] = matched = self._by_lane(pages)
             self.spread[slot] = matched.sum() > matched[home]
             self._told.append(self._rows(slot, pages))
@@ -183,7 +186,6 @@ class CacheManager:
         per_lane = self.pages.per_lane
         held = self.blocks_per_lane[slot].tolist()
         lane = self._lane[slot]
-        small = bool(self.small[slot])
         fixed = int(self.home[slot]), self._blocks[slot], self._group[slot], self._stripe
         for _ in range(blocks):
             block = len(table)
@@ -197,9 +199,8 @@ class CacheManager:
             self._deltas += (lane, slot, held[lane], page - lane * per_lane, block)
             held[lane] += 1
             table.append(page)
-            if small:
-                self._small_refs[page] = 1
-        self.small_pages += blocks if small else 0
+        for watcher in self._watchers:
+            watcher.taken(slot, table[len(table) - blocks :])
         self._lane[slot] = lane
         self.blocks_per_lane[slot] = held
         self.room[slot] = len(table) * self.block_size
@@ -227,7 +228,7 @@ class CacheManager:
             lane = table[block] // per_lane
             if left[lane] > 0:
                 left[lane] -= 1
-                table[block] = self._move(table[block], takers.pop(), bool(self.small[slot]))
+                table[block] = self._move(slot, table[block], takers.pop())
         self._group[slot], ids = group, np.asarray(table, np.intp)
         self.blocks_per_lane[slot] = self._by_lane(ids)
         self.spread[slot] = self.blocks_per_lane[slot, self.home[slot]] < len(table)
@@ -237,12 +238,12 @@ class CacheManager:
             self._told = [*others, self._rows(slot, ids)]
         return True
 
-    def _move(self, page: int, lane: int, small: bool) -> int:
+    def _move(self, slot: int, page: int, lane: int) -> int:
         new = self.pages.move(page, lane)
         per_lane = self.pages.per_lane
-        if small:
-            self._small_refs[page] = 0
-            self._small_refs[new] = 1
+        for watcher in self._watchers:
+            watcher.released(slot, [page])
+            watcher.taken(slot, [new])
         self._moves.append((page // per_lane, page % per_lane, lane, new % per_lane))
         return new
 
@@ -280,10 +281,8 @@ class CacheManager:
     def release(self, slot: int) -> None:
         """Empties the slot."""
         self.pages.unref(self.tables[slot])
-        if self.small[slot]:
-            ids = np.asarray(self.tables[slot], np.intp)
-            self._small_refs[ids] -= 1
-            self.small_pages -= len(ids) - self.in_small(ids)
+        for watcher in self._watchers:
+            watcher.released(slot, self.tables[slot])
         self.tables[slot] = []
         self.blocks_per_lane[slot] = 0
         self.room[slot] = 0
@@ -318,15 +317,6 @@ class CacheManager:
     def check(self) -> None:
         """Errors: AssertionError with what differs."""
         self.pages.check(page for table in self.tables for page in table)
-        counted = Counter(
-            page for slot in np.flatnonzero(self.small).tolist() for page in self.tables[slot]
-        )
-        assert self.small_pages == len(counted), (
-            f"{self.small_pages} pages of small ones, counted {len(counted)}"
-        )
-        assert {
-            page: int(self._small_refs[page]) for page in np.flatnonzero(self._small_refs).tolist()
-        } == counted, "of small ones"
         for slot, table in enumerate(self.tables):
             on = np.bincount(
                 np.asarray(table, np.intp) // self.pages.per_lane, minlength=self.pages.lanes

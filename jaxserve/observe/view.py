@@ -126,7 +126,7 @@ class Snapshot:
 
 def _running(scheduler: Scheduler, now: float) -> list[list[Any]]:
     """Rows of sequences with a slot, those that are prefilled first."""
-    roster = scheduler.packer.roster
+    roster = scheduler.slots
     rows = [
         _row(
             sequence,
@@ -147,7 +147,7 @@ def _running(scheduler: Scheduler, now: float) -> list[list[Any]]:
 
 def _waiting(scheduler: Scheduler, now: float) -> list[list[Any]]:
     """Rows of those that wait, least relative slack first."""
-    queue = scheduler.packer.roster.queue
+    queue = scheduler.slots.queue
     slack = relative_slack(now, *queue.fields[:TOKENS])
     return [
         _row(queue[place], "waiting", now, 0, None)

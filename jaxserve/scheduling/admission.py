@@ -70,11 +70,11 @@ class AdmissionController:
     """See the module. Refuses nothing while nobody knows what steps cost."""
 
     def __init__(
-        self, config: SchedulerConfig, cache: CacheManager, roster: SlotTable, predictor: Predictor
+        self, config: SchedulerConfig, cache: CacheManager, slots: SlotTable, predictor: Predictor
     ):
         self.config = config
         self.cache = cache
-        self.roster = roster
+        self.slots = slots
         self.predictor = predictor
         self.margin = np.full(SIZES, MARGIN[0])  # by size of the prompt, see SIZES
         # seconds of prefill alone that a step does in a second that it has for prefill
@@ -97,26 +97,26 @@ class AdmissionController:
         be met if it were alone; where it could not, it is served as well as can be when nobody
         waits. Errors: RequestError where it is refused, with `retry_after`.
         """
-        roster = self.roster
+        slots = self.slots
         self._settle(now)
         if sequence.request.deadline is not None and sequence.request.deadline <= now:
             raise RequestError("deadline", "has passed", "DEADLINE_EXCEEDED")
-        work = roster.work(0, sequence.prefill_len)
+        work = slots.work(0, sequence.prefill_len)
         # what was learnt in a crowd says little of better times
-        if not roster.queue and not roster.prefilling:
+        if not slots.queue and not slots.prefilling:
             self.margin = np.maximum(CALM * self.margin, MARGIN[0])
-        if self.predictor.costs is NOMINAL or not roster.by_number:
+        if self.predictor.costs is NOMINAL or not slots.by_number:
             return now + begun + work
         view, tighter = self._view_for(sequence)
         if tighter:
             self._check_decodes(sequence, view)
         own = sequence.request.arrival, sequence.ttft_deadline, work, sequence.prefill_len
-        fields = np.concatenate([roster.policy_fields(), np.array(own)[:, None]], axis=1)
+        fields = np.concatenate([slots.policy_fields(), np.array(own)[:, None]], axis=1)
         # the youngest goes after those that rank as it does
         order = np.argsort(self._rank(fields, view, now), kind="stable")
         place = int(np.argmax(order))
         fields = fields[:, order]
-        waits = order >= len(roster.prefilling)
+        waits = order >= len(slots.prefilling)
         # its last chunk's step is shared with decodes: they are waited for
         lag = begun + (view.step / 2 if view.decodes else 0.0)
         first = self._firsts(fields, waits, view) + lag
@@ -124,14 +124,14 @@ class AdmissionController:
         if place + 1 < len(first):
             others = np.arange(len(first)) != place
             before = self._firsts(fields[:, others], waits[others], view)[place:] + lag
-        alone = not feasible and not len(roster.queue) and not roster.prefilling
+        alone = not feasible and not len(slots.queue) and not slots.prefilling
         self._check_time(sequence, now, place, before, first, fields, alone, view.room / SHORTER)
         return now + float(first[place])
 
     def _check_decodes(self, sequence: Sequence, view: LoadForecast) -> None:
         """Errors: RequestError where too many run beside it for its objective per token, which is
         the tightest."""
-        count = view.decodes + len(self.roster.prefilling) + sequence.request.sampling.n
+        count = view.decodes + len(self.slots.prefilling) + sequence.request.sampling.n
         if count > max(view.most, 1):
             after = (
                 float(view.ends[min(count - view.most, len(view.ends)) - 1])
@@ -225,10 +225,10 @@ class AdmissionController:
         self, tokens: np.ndarray, waits: np.ndarray, view: LoadForecast
     ) -> np.ndarray | float:
         """When there are pages for each, where there are not enough for all."""
-        roster = self.roster
+        slots = self.slots
         cache = self.cache
         spare = cache.available - sum(
-            cache.blocks(s.prefill_len) - len(cache.tables[s.slot]) for s in roster.prefilling
+            cache.blocks(s.prefill_len) - len(cache.tables[s.slot]) for s in slots.prefilling
         )
         if cache.blocks(int(tokens.sum())) + len(tokens) <= spare:
             return 0.0
@@ -251,7 +251,7 @@ class AdmissionController:
 
     def _running(self) -> LoadForecast:
         if self._seen is None:
-            coming = self.roster.policy_fields()[TOKENS]
+            coming = self.slots.policy_fields()[TOKENS]
             self._seen = self._view(math.inf, float(coming.mean()) if coming.size else 0.0)
         return self._seen
 
@@ -269,19 +269,19 @@ class AdmissionController:
 
     def _view(self, tpot: float, context: float) -> LoadForecast:
         """With a tightest objective of `tpot` at most; `context`: tokens, of decodes to come."""
-        roster = self.roster
+        slots = self.slots
         stages = self.predictor.mesh.spp
         lasting = self._lasting
-        running = roster.phase == DECODE
-        tpot = roster.tightest(tpot)
+        running = slots.phase == DECODE
+        tpot = slots.tightest(tpot)
         decodes = int(np.count_nonzero(running))
-        curve = self._curve(roster.issued[running], context)
+        curve = self._curve(slots.issued[running], context)
         step, share = self._step(curve, tpot / stages)
         pace = np.maximum(share * self.yielded, 1e-3)
         period = min(float(step[decodes]), HURRY * self._mixed) * stages
-        ends = np.minimum(roster.max_positions - roster.issued, lasting) * period
+        ends = np.minimum(slots.max_positions - slots.issued, lasting) * period
         busy = np.where(running, ends, 0.0)
-        for other in roster.prefilling:
+        for other in slots.prefilling:
             busy[other.slot] = (
                 other.prefill_seconds_left / pace[decodes]
                 + min(other.max_positions - other.prefill_len, lasting) * period
@@ -299,7 +299,7 @@ class AdmissionController:
         config = self.config
         if config.chunking == "static":
             chunk = self.predictor.prefill(0, config.chunk_tokens, config.chunk_tokens)
-            chunk = min(chunk, self.roster.backlog or chunk)
+            chunk = min(chunk, self.slots.backlog or chunk)
             return curve + chunk, chunk / (curve + chunk)
         target = (
             min(target, config.step_time / self.predictor.mesh.spp)
@@ -334,7 +334,7 @@ class AdmissionController:
     def issued(self, batch: Batch, before: float) -> None:
         """A batch was packed; `before`: the backlog until then. It tells what a step gets done
         where there is more than it can do."""
-        after = self.roster.backlog
+        after = self.slots.backlog
         self._seen = None
         if (
             not batch.tokens.size
@@ -381,7 +381,7 @@ class AdmissionController:
         while self._due and self._due[0][0] < now:
             _, number = heappop(self._due)
             late = self._promised.pop(number, None) is not None
-            if late and (sequence := self.roster.by_number.get(number)) is not None:
+            if late and (sequence := self.slots.by_number.get(number)) is not None:
                 self._learn(sequence, math.inf)
 
     def _learn(self, sequence: Sequence, late: float) -> None:

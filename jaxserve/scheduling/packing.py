@@ -80,20 +80,20 @@ class BatchPacker:
         config: SchedulerConfig,
         mesh: MeshConfig,
         cache: CacheManager,
-        roster: SlotTable,
+        slots: SlotTable,
         predictor: Predictor,
     ):
         self.config = config
         self.mesh = mesh
         self.cache = cache
-        self.roster = roster
+        self.slots = slots
         self.predictor = predictor
-        self.admission = PageAdmission(cache, roster)
+        self.admission = PageAdmission(cache, slots)
         # which lanes compute which part of a prompt, where that is planned
         self.planner: Planner | None = None
 
     def pack(self, number: int, now: float) -> tuple[Batch, list[PrefillChunk]] | None:
-        """Batch `number` and its prefill chunks, issued as far as the roster goes; None where
+        """Batch `number` and its prefill chunks, issued as far as the slots go; None where
         nothing can run."""
         decodes = self._decodes(number)
         room = self._room(decodes)
@@ -112,15 +112,15 @@ class BatchPacker:
         take its objective's P-th part."""
         cache = self.cache
         lanes = self.predictor.decodes(
-            self.roster.issued[decodes],
+            self.slots.issued[decodes],
             cache.home[decodes],
             cache.spread[decodes],
             cache.blocks_per_lane[decodes],
         )
-        running = (self.roster.phase == DECODE) & (self.roster.issued < self.roster.max_positions)
+        running = (self.slots.phase == DECODE) & (self.slots.issued < self.slots.max_positions)
         long = self.config.step_time
         stages = self.mesh.spp
-        target = float(self.roster.tpot[running].min()) if running.any() else long
+        target = float(self.slots.tpot[running].min()) if running.any() else long
         return StepBudget(
             self.predictor,
             lanes,
@@ -133,22 +133,22 @@ class BatchPacker:
     def _batch(
         self, number: int, decodes: np.ndarray, chunks: list[PrefillChunk], seconds: float
     ) -> Batch:
-        roster = self.roster
+        slots = self.slots
         cache = self.cache
-        slots = decodes
+        slot = decodes
         fed = decodes.size
         if chunks:
-            slots = np.concatenate([decodes, np.array([chunk.slot for chunk in chunks], np.intp)])
-        start = roster.issued[slots]
-        length = np.ones(slots.size, np.int32)
-        feed = np.ones(slots.size, bool)
+            slot = np.concatenate([decodes, np.array([chunk.slot for chunk in chunks], np.intp)])
+        start = slots.issued[slot]
+        length = np.ones(slot.size, np.int32)
+        feed = np.ones(slot.size, bool)
         tokens = owner = np.empty(0, np.int32)
         if chunks:
             start[fed:] = [chunk.start for chunk in chunks]
             length[fed:] = [chunk.stop - chunk.start for chunk in chunks]
             feed[fed:] = False
             tokens = np.concatenate(
-                [roster.by_slot[chunk.slot].history(chunk.start, chunk.stop) for chunk in chunks]
+                [slots.by_slot[chunk.slot].history(chunk.start, chunk.stop) for chunk in chunks]
             )
             far = [
                 chunk
@@ -163,20 +163,20 @@ class BatchPacker:
                         for chunk in far
                     ]
                 )
-        roster.issued[decodes] += 1
-        roster.in_flight[slots] += 1
-        roster.last_batch[slots] = number
+        slots.issued[decodes] += 1
+        slots.in_flight[slot] += 1
+        slots.last_batch[slot] = number
         return Batch(
             number=number,
-            seq=roster.number[slots],
-            slot=slots.astype(np.int32),
-            lane=cache.home[slots],
+            seq=slots.number[slot],
+            slot=slot.astype(np.int32),
+            lane=cache.home[slot],
             start=start,
             length=length,
             is_decode=feed,
-            sample=roster.phase[slots] == DECODE,
-            spread=cache.spread[slots],
-            blocks_per_lane=cache.blocks_per_lane[slots],
+            sample=slots.phase[slot] == DECODE,
+            spread=cache.spread[slot],
+            blocks_per_lane=cache.blocks_per_lane[slot],
             block_lane=owner,
             tokens=tokens,
             moves=cache.take_moves(),
@@ -188,45 +188,43 @@ class BatchPacker:
     def _decodes(self, number: int, hurry: bool = False) -> np.ndarray:
         """Slots whose next token is decoded, each with a page for it. In a `hurry` also those whose
         last token is on its way."""
-        roster = self.roster
+        slots = self.slots
         stages = self.mesh.spp
-        ready = np.flatnonzero((roster.phase == DECODE) & (roster.issued < roster.max_positions))
+        ready = np.flatnonzero((slots.phase == DECODE) & (slots.issued < slots.max_positions))
         share = -(-ready.size // stages)
         if stages > 1 and not hurry:
             ready = ready[
-                (roster.last_batch[ready] <= number - stages) | (roster.in_flight[ready] == 0)
+                (slots.last_batch[ready] <= number - stages) | (slots.in_flight[ready] == 0)
             ]
         elif hurry:
-            ready = ready[roster.in_flight[ready] < 2]
-        short = ready[roster.issued[ready] == self.cache.room[ready]]
+            ready = ready[slots.in_flight[ready] < 2]
+        short = ready[slots.issued[ready] == self.cache.room[ready]]
         if short.size and short.size <= self.cache.available:
             for slot in short.tolist():
                 self.cache.extend(slot, 1)
         elif short.size:
-            for slot in short[np.argsort(roster.number[short])].tolist():
-                if roster.phase[slot] == DECODE:  # else it has left for an older one
+            for slot in short[np.argsort(slots.number[short])].tolist():
+                if slots.phase[slot] == DECODE:  # else it has left for an older one
                     self._claim(slot)
             ready = ready[
-                (roster.phase[ready] == DECODE) & (roster.issued[ready] < self.cache.room[ready])
+                (slots.phase[ready] == DECODE) & (slots.issued[ready] < self.cache.room[ready])
             ]
         return (
             ready
             if stages == 1
-            else np.sort(ready[np.argsort(roster.last_batch[ready], kind="stable")[:share]])
+            else np.sort(ready[np.argsort(slots.last_batch[ready], kind="stable")[:share]])
         )
 
     def _claim(self, slot: int) -> None:
         """A page for a decode, if need be from a sequence that leaves for it; none while pages are
         on their way back."""
-        roster = self.roster
-        while not self.cache.available and not roster.draining:
-            younger = np.flatnonzero(
-                (roster.phase == DECODE) & (roster.number > roster.number[slot])
-            )
-            if roster.prefilling:
-                roster.withdraw(roster.prefilling[-1], LEAVING)
+        slots = self.slots
+        while not self.cache.available and not slots.draining:
+            younger = np.flatnonzero((slots.phase == DECODE) & (slots.number > slots.number[slot]))
+            if slots.prefilling:
+                slots.withdraw(slots.prefilling[-1], LEAVING)
             elif younger.size:
-                roster.withdraw(roster.by_slot[younger[np.argmax(roster.number[younger])]], LEAVING)
+                slots.withdraw(slots.by_slot[younger[np.argmax(slots.number[younger])]], LEAVING)
             else:
                 return
         if self.cache.available:
@@ -236,47 +234,47 @@ class BatchPacker:
 
     def _prefills(self, now: float, room: StepBudget) -> list[PrefillChunk]:
         """Chunks of prefilling and of newly admitted sequences, in the order of the policy."""
-        roster = self.roster
-        if not (roster.prefilling or (roster.queue and roster.free)):
+        slots = self.slots
+        if not (slots.prefilling or (slots.queue and slots.free)):
             return []
-        turn = PrefillPacker(self, room, now, int(np.count_nonzero(roster.phase == DECODE)))
+        turn = PrefillPacker(self, room, now, int(np.count_nonzero(slots.phase == DECODE)))
         if not turn.reserve:
             self._clear_way()
-        return turn.pack(PrefillOrder(self.config.policy, now, roster, self.admission))
+        return turn.pack(PrefillOrder(self.config.policy, now, slots, self.admission))
 
     def _clear_way(self) -> None:
         """Without decodes the oldest prefilling sequence must go on: the youngest leave until there
         is a page for it."""
-        roster = self.roster
-        line = self.roster.prefilling
-        while len(line) > 1 and not self.fitting(line[0], 1, 0) and not roster.draining:
-            roster.withdraw(line[-1], LEAVING)
+        slots = self.slots
+        line = self.slots.prefilling
+        while len(line) > 1 and not self.fitting(line[0], 1, 0) and not slots.draining:
+            slots.withdraw(line[-1], LEAVING)
 
     def fitting(self, sequence: Sequence, most: int, reserve: int) -> int:
         """Length of the sequence's next chunk, 0 where there are no pages."""
         spare = max(self.cache.available - reserve, 0)
-        start = int(self.roster.issued[sequence.slot])
+        start = int(self.slots.issued[sequence.slot])
         room = int(self.cache.room[sequence.slot])
         return min(sequence.prefill_len - start, most, room + spare * self.cache.block_size - start)
 
     def issue(self, sequence: Sequence, length: int) -> PrefillChunk:
         """Gives the sequence's next tokens pages and counts them as issued."""
         slot = sequence.slot
-        roster = self.roster
+        slots = self.slots
         cache = self.cache
-        start = int(roster.issued[slot])
-        chunk = PrefillChunk(slot, start, start + length, slot in roster.unannounced)
-        roster.unannounced.discard(slot)
+        start = int(slots.issued[slot])
+        chunk = PrefillChunk(slot, start, start + length, slot in slots.unannounced)
+        slots.unannounced.discard(slot)
         if sequence.plan and (lanes := sequence.plan_at(start).lanes) != cache.group(slot):
             cache.regroup(slot, lanes)  # where there is no room it goes on as it was
         cache.extend(slot, cache.blocks(chunk.stop) - len(cache.tables[slot]))
-        roster.issued[slot] = chunk.stop
+        slots.issued[slot] = chunk.stop
         if chunk.stop < sequence.prefill_len:
-            sequence.prefill_seconds_left = roster.work(chunk.stop, sequence.prefill_len)
+            sequence.prefill_seconds_left = slots.work(chunk.stop, sequence.prefill_len)
         else:
             sequence.prefill_seconds_left = 0.0
-            roster.phase[slot] = DECODE
-            roster.prefilling.remove(sequence)
+            slots.phase[slot] = DECODE
+            slots.prefilling.remove(sequence)
         return chunk
 
 
@@ -293,13 +291,13 @@ class PrefillPacker:
         self.reserve = reserve
         self.config = packer.config
         self.cache = packer.cache
-        self.roster = packer.roster
+        self.slots = packer.slots
         self.pending = [0.0] * packer.mesh.kvp
-        for sequence in self.roster.prefilling:
+        for sequence in self.slots.prefilling:
             self._expect(
                 sequence,
                 int(self.cache.home[sequence.slot]),
-                int(self.roster.issued[sequence.slot]),
+                int(self.slots.issued[sequence.slot]),
             )
         self.chunks: list[PrefillChunk] = []
         self.admission = packer.admission
@@ -375,7 +373,7 @@ class PrefillPacker:
             home = int(cache.home[slot])
             held = cache.blocks_per_lane[slot].tolist() if cache.spread[slot] else None
             return (
-                ChunkCandidate(home, held, int(self.roster.issued[slot]), None)
+                ChunkCandidate(home, held, int(self.slots.issued[slot]), None)
                 if room.tokens_left[home]
                 else None
             )
@@ -441,7 +439,7 @@ class PrefillPacker:
             return
         self.admission.admit(sequence, place.pages, place.home)
         if place.start:
-            sequence.prefill_seconds_left = self.roster.work(place.start, sequence.prefill_len)
+            sequence.prefill_seconds_left = self.slots.work(place.start, sequence.prefill_len)
         self._expect(sequence, place.home, place.start)
         if sequence.started_at is None:
             sequence.started_at = self.now

@@ -1,16 +1,19 @@
-"""Whether there are pages for a prompt that waits.
+"""Admits waiting prompts as far as there are pages, with a reserve for small prompts.
 
-A prompt is admitted when there are pages for all of it, beside what was promised to those admitted
-before and one for every decode: so no prefill has to evict another. Those that take many leave a
-part of them to small prompts. A large prompt whose turn has come and that does not fit claims the
-pages that come free: from then on, until it has come in, small ones hold no more than that part,
-whoever's turn it is. So a document that does not fit yet holds up no chat, and no stream of chats
-keeps a document out. Among the large, and among the small, nobody passes one that waits.
+A prompt is admitted when there are pages for all of it, beside those promised to prompts admitted
+before and one page per decode: so no prefill has to preempt another. Large prompts leave a part of
+all pages to small ones. A large prompt that is first in the order and does not fit claims the pages
+that come free: until it is admitted, small prompts together hold no more than their part, even
+those that rank before it. So a document that does not fit yet holds up no chat, and no stream of
+chats keeps a document out. No large prompt passes another that waits for pages, and no small one
+another small one.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as Sequenced
 
 import numpy as np
 
@@ -18,110 +21,173 @@ from jaxserve.cache import CacheManager
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slots import SlotTable
 
-LARGE = 1 / 64  # of all pages: prompts that take more, cached or not, are large
-KEPT = 1 / 8  # of all pages, which large prompts leave to small ones
-# whether any more large prompts, and any small ones, can come in in this step
+SMALL_PROMPT = 1 / 64  # share of all pages: the most that a small prompt takes, cached or not
+SMALL_PROMPT_RESERVE = 1 / 8  # share of all pages that large prompts leave to small ones
+# (large prompts, small prompts): whether more of them can be admitted in this step
 ALL = (True, True)
-NOBODY = (False, False)
+NONE = (False, False)
+
+
+class SmallPromptPages:
+    """Counts the pages held by sequences that were admitted as small prompts, each page once.
+
+    It watches the cache, so that what these sequences generate counts too. `is_small` [slots] says
+    which slots have such a sequence.
+    """
+
+    def __init__(self, cache: CacheManager):
+        self.is_small = [False] * len(cache.tables)
+        self.count = 0
+        self._holders = [0] * cache.total  # small sequences that hold a page
+        cache.watch(self)
+
+    def among(self, pages: np.ndarray) -> int:
+        """How many of these pages are counted already."""
+        return sum(self._holders[page] > 0 for page in pages.tolist())
+
+    def taken(self, slot: int, pages: Sequenced[int]) -> None:
+        if self.is_small[slot]:
+            for page in pages:
+                self.count += self._holders[page] == 0
+                self._holders[page] += 1
+
+    def released(self, slot: int, pages: Sequenced[int]) -> None:
+        if self.is_small[slot]:
+            for page in pages:
+                self._holders[page] -= 1
+                self.count -= self._holders[page] == 0
+
+    def check(self, tables: list[list[int]]) -> None:
+        """Compares with the slots' page tables. Errors: AssertionError with what differs."""
+        counted = Counter(
+            page for table, small in zip(tables, self.is_small) if small for page in table
+        )
+        held = {page: holders for page, holders in enumerate(self._holders) if holders}
+        assert held == counted, f"pages of small prompts {held}, counted {dict(counted)}"
+        assert self.count == len(counted), (
+            f"{self.count} pages of small prompts, counted {len(counted)}"
+        )
 
 
 class PageAdmission:
-    """Asked for one prompt after the other, in the order of the policy. `small_tokens` is how long
-    a small prompt is at most."""
+    """Admits waiting sequences one by one, in the order of the policy.
 
-    def __init__(self, cache: CacheManager, roster: SlotTable):
+    Each step begins with `begin`; then `match` answers for one sequence whether it fits, and
+    `admit` gives it its slot and pages. `small_tokens` is the length of the longest small prompt.
+    `most`, where given, is the number of sequences that may have a slot, by the tightest objective
+    per output token in seconds.
+    """
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        slots: SlotTable,
+        most: Callable[[float], int] | None = None,
+    ):
         self.cache = cache
-        self.roster = roster
-        self._few = int(LARGE * cache.total)
-        self.small_tokens = self._few * cache.block_size
-        # sequences that may have a slot beside one with such an objective per token
-        self.most: Callable[[float], int] | None = None
+        self.slots = slots
+        self.most = most
+        self._small_pages = int(SMALL_PROMPT * cache.total)  # the most that a small prompt takes
+        self.small_tokens = self._small_pages * cache.block_size
+        self._held_by_small = SmallPromptPages(cache)
         self._open = ALL
-        self._claim: Sequence | None = None  # a large one that waits for pages
+        self._claimant: Sequence | None = None  # the large prompt that claims pages
 
     def begin(self, reserve: int) -> None:
-        """A step in which decodes need `reserve` pages."""
-        roster = self.roster
+        """Begins a step in which decodes need `reserve` pages."""
         cache = self.cache
-        promised = [
-            (cache.blocks(s.prefill_len) - len(cache.tables[s.slot]), bool(cache.small[s.slot]))
-            for s in roster.prefilling
-        ]
+        promised = 0
+        promised_to_small = 0
+        for sequence in self.slots.prefilling:
+            pages = cache.blocks(sequence.prefill_len) - len(cache.tables[sequence.slot])
+            promised += pages
+            if self._held_by_small.is_small[sequence.slot]:
+                promised_to_small += pages
         self._reserve = reserve
-        self._spare = cache.available - reserve - sum(pages for pages, _ in promised)
-        self._small = cache.small_pages + sum(pages for pages, small in promised if small)
-        self._tpot = roster.tightest()
-        self._open = ALL if self._slots else NOBODY
-        if self._claim is not None and (
-            self._claim.slot != NO_SLOT or self._claim.number not in roster.by_number
-        ):
-            self._claim = None
+        self._spare = cache.available - reserve - promised
+        self._of_small = self._held_by_small.count + promised_to_small  # pages held or promised
+        self._tpot = self.slots.tightest()
+        self._open = ALL if self._has_slot else NONE
+        if self._claimant is not None and not self._waits(self._claimant):
+            self._claimant = None
+
+    def _waits(self, sequence: Sequence) -> bool:
+        return sequence.slot == NO_SLOT and sequence.number in self.slots.by_number
 
     @property
-    def _slots(self) -> bool:
-        """Whether there is a slot for one more."""
-        free = len(self.roster.free)
-        slots = len(self.roster.phase)
-        return free > 0 and (self.most is None or slots - free < self.most(self._tpot))
+    def _has_slot(self) -> bool:
+        """Whether one more sequence may have a slot."""
+        free = len(self.slots.free)
+        if not free:
+            return False
+        return self.most is None or len(self.slots.phase) - free < self.most(self._tpot)
 
     @property
     def open(self) -> bool:
-        """Whether anybody can still be admitted in this step."""
+        """Whether any prompt can still be admitted in this step."""
         return any(self._open)
 
     def is_small(self, sequence: Sequence) -> bool:
         return sequence.prefill_len <= self.small_tokens
 
     def may(self, sequence: Sequence) -> bool:
-        """Whether it is worth asking for a waiting sequence."""
+        """Whether prompts of the waiting sequence's size can still be admitted in this step."""
         return self._open[self.is_small(sequence)]
 
     def match(self, sequence: Sequence) -> np.ndarray | None:
-        """Pages that hold a waiting sequence's first blocks; None where it has to wait on."""
+        """Pages that hold a waiting sequence's first blocks already; None where it must wait on,
+        and with it others of its size."""
         cache = self.cache
         small = self.is_small(sequence)
-        need = self.cache.blocks(sequence.prefill_len)
+        need = cache.blocks(sequence.prefill_len)
         pages = cache.match(
             sequence.block_hashes,
             (sequence.prefill_len - 1) // cache.block_size if sequence.reads_cache else 0,
         )
-        # for small ones
-        left = max(0, self._kept(sequence if not small else self._claim) - self._small)
+        reserve = self._reserve_for_small(self._claimant if small else sequence)
+        left_to_small = max(0, reserve - self._of_small)
         takes = need - len(pages) + cache.evictable(pages)
-        spare = self._spare - (left if takes > self._few else 0)
-        if small and self._claim is not None and need - cache.in_small(pages) > left:
-            self._open = self._open[0], False
+        spare = self._spare
+        if takes > self._small_pages:
+            spare -= left_to_small
+        claimed = small and self._claimant is not None
+        if claimed and need - self._held_by_small.among(pages) > left_to_small:
+            self._open = (self._open[0], False)
         elif takes <= spare:
             return pages
         elif small:
-            self._open = NOBODY
+            self._open = NONE
         else:
-            self._claim = sequence
+            self._claimant = sequence
             self._open = (False, self._open[1])
         return None
 
     def admit(self, sequence: Sequence, pages: np.ndarray, home: int) -> None:
-        """Gives a waiting sequence its slot, its home lane and the matched pages."""
+        """Gives a waiting sequence a slot, the home lane and the matched pages."""
         cache = self.cache
         small = self.is_small(sequence)
-        blocks = self.cache.blocks(sequence.prefill_len)
+        blocks = cache.blocks(sequence.prefill_len)
         self._spare -= blocks - len(pages) + cache.evictable(pages)
-        self._small += blocks - cache.in_small(pages) if small else 0
-        slot = self.roster.admit(sequence, len(pages) * cache.block_size)
-        cache.admit(slot, pages, home, small, blocks)
+        if small:
+            self._of_small += blocks - self._held_by_small.among(pages)
+        slot = self.slots.admit(sequence, len(pages) * cache.block_size)
+        self._held_by_small.is_small[slot] = small
+        cache.admit(slot, pages, home, blocks)
         self._tpot = min(self._tpot, sequence.tpot)
-        self._open = self._open if self._slots else NOBODY
-        self._claim = None if self._claim is sequence else self._claim
+        if not self._has_slot:
+            self._open = NONE
+        if self._claimant is sequence:
+            self._claimant = None
 
-    def _kept(self, large: Sequence | None) -> int:
-        """Pages that small prompts may hold while a large one waits; fewer than KEPT where it could
-        not run beside them."""
+    def _reserve_for_small(self, large: Sequence | None) -> int:
+        """Pages that small prompts may hold while this large one waits: all without one, and fewer
+        than SMALL_PROMPT_RESERVE where it could not run beside so many."""
+        total = self.cache.total
         if large is None:
-            return self.cache.total
-        return max(
-            0,
-            min(
-                int(KEPT * self.cache.total),
-                self.cache.total - self.cache.blocks(large.prefill_len) - self._reserve,
-            ),
-        )
+            return total
+        beside = total - self.cache.blocks(large.prefill_len) - self._reserve
+        return max(0, min(int(SMALL_PROMPT_RESERVE * total), beside))
+
+    def check(self) -> None:
+        """Errors: AssertionError where the pages of small prompts are not counted right."""
+        self._held_by_small.check(self.cache.tables)

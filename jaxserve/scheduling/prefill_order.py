@@ -18,11 +18,11 @@ from jaxserve.scheduling.waiting_queue import TOKENS, WORK, ranked
 class PrefillOrder:
     """The order of one step. Each candidate comes once; who cannot come in is left out."""
 
-    def __init__(self, policy: str, now: float, roster: SlotTable, admission: PageAdmission):
+    def __init__(self, policy: str, now: float, slots: SlotTable, admission: PageAdmission):
         self.admission = admission
-        self._running = tuple(roster.prefilling)
-        self._waiting = roster.queue.copy()
-        fields = roster.policy_fields()
+        self._running = tuple(slots.prefilling)
+        self._waiting = slots.queue.copy()
+        fields = slots.policy_fields()
         self._work = fields[WORK]
         self._tokens = fields[TOKENS]
         self._key = POLICIES[policy](now, *fields[:TOKENS])

@@ -1,6 +1,6 @@
 """The four verbs: add, start, finish, cancel. Time is an argument.
 
-`packing` decides what a batch contains, `roster` knows who waits and who runs; here requests become
+`packing` decides what a batch contains, `slots` knows who waits and who runs; here requests become
 sequences, batches are issued and read, and sequences end.
 """
 
@@ -74,10 +74,10 @@ class Scheduler:
         self.max_len = max_len
         self.predictor = Predictor(costs, mesh, cache.reach)
         self._eos = frozenset(eos_ids)
-        self._roster = SlotTable(config.max_seqs, cache, self._work)
-        self.packer = BatchPacker(config, mesh, cache, self._roster, self.predictor)
+        self.slots = SlotTable(config.max_seqs, cache, self._work)
+        self.packer = BatchPacker(config, mesh, cache, self.slots, self.predictor)
         self.gate = (
-            AdmissionController(config, cache, self._roster, self.predictor)
+            AdmissionController(config, cache, self.slots, self.predictor)
             if config.admission == "predict"
             else None
         )
@@ -87,7 +87,7 @@ class Scheduler:
         self._flight: deque[Batch] = deque()
         self._born = 0
         self._batches = 0
-        self.sequences = self._roster.by_number
+        self.sequences = self.slots.by_number
         self.slots_with_tokens = np.empty(0, np.int32)
 
     def use(self, costs: Costs) -> None:
@@ -98,7 +98,7 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Sequences with a slot."""
-        return self.config.max_seqs - len(self._roster.free)
+        return self.config.max_seqs - len(self.slots.free)
 
     @property
     def waiting(self) -> int:
@@ -107,17 +107,17 @@ class Scheduler:
     @property
     def preemptions(self) -> int:
         """Times that a sequence lost its slot and had to wait again."""
-        return self._roster.preemptions
+        return self.slots.preemptions
 
     def load(self) -> Load:
         free, cached, _ = self.cache.counts()
         tokens = sum(
-            sequence.prefill_len - int(self._roster.issued[sequence.slot])
-            for sequence in self._roster.prefilling
+            sequence.prefill_len - int(self.slots.issued[sequence.slot])
+            for sequence in self.slots.prefilling
         )
-        tokens += int(self._roster.queue.fields[TOKENS].sum())
+        tokens += int(self.slots.queue.fields[TOKENS].sum())
         return Load(
-            self.running, self.waiting, tokens, self._roster.backlog, free, self.cache.total, cached
+            self.running, self.waiting, tokens, self.slots.backlog, free, self.cache.total, cached
         )
 
     def add(self, request: Request, now: float | None = None) -> list[Event]:
@@ -126,9 +126,9 @@ class Scheduler:
         time."""
         if request.id in self._entries:
             raise RequestError("request_id", f"{request.id!r} is in use", "ALREADY_EXISTS")
-        ahead = len(self._roster.queue)
+        ahead = len(self.slots.queue)
         if ahead >= self.config.max_queue:
-            after = float(self._roster.queue.fields[WORK].mean()) / self.predictor.mesh.kvp
+            after = float(self.slots.queue.fields[WORK].mean()) / self.predictor.mesh.kvp
             raise RequestError(
                 "",
                 f"{ahead} requests are waiting, which is the limit",
@@ -154,7 +154,7 @@ class Scheduler:
         )
         if request.deadline is not None:
             insort(self._deadlines, (request.deadline, group[0].number, request.id))
-        self._roster.wait(group[0])
+        self.slots.wait(group[0])
         if self.packer.planner is not None:
             self.packer.planner.arrived(request.arrival)
         return [
@@ -203,10 +203,10 @@ class Scheduler:
         """Seconds from arrival to the first token of one that has just joined the queue: half of
         the step that was issued last, then what the policy ranks before it now, shared by the
         lanes, then its own prefill. Decodes that share its steps do not count."""
-        roster = self._roster
+        slots = self.slots
         config = self.config
         begun = self._flight[-1].seconds / 2 if self._flight else 0.0
-        fields = roster.policy_fields()
+        fields = slots.policy_fields()
         key = POLICIES[config.policy](sequence.request.arrival, *fields[:TOKENS])
         work = fields[WORK]
         own = float(work[-1])  # the youngest: those of equal rank go before it
@@ -270,7 +270,7 @@ class Scheduler:
     def start(self, now: float) -> Batch | None:
         """The next batch, to be run after all batches before it; None where nothing can be issued
         now."""
-        backlog = 0.0 if self.gate is None else self._roster.backlog
+        backlog = 0.0 if self.gate is None else self.slots.backlog
         packed = self.packer.pack(self._batches, now)
         if packed is None:
             return None
@@ -281,7 +281,7 @@ class Scheduler:
         self._flight.append(batch)
         size = self.cache.block_size
         for chunk in chunks:  # only now: what a batch computes serves later batches
-            sequence = self._roster.by_slot[chunk.slot]
+            sequence = self.slots.by_slot[chunk.slot]
             self.cache.publish(
                 chunk.slot, chunk.start // size, chunk.stop // size, sequence.block_hashes
             )
@@ -309,14 +309,14 @@ class Scheduler:
         if not self._flight or self._flight[0] is not batch:
             raise ValueError(f"batch {batch.number} is not the oldest one in flight")
         self._flight.popleft()
-        roster = self._roster
-        roster.in_flight[batch.slot] -= 1
-        live = roster.phase[batch.slot] != ENDED
+        slots = self.slots
+        slots.in_flight[batch.slot] -= 1
+        live = slots.phase[batch.slot] != ENDED
         self._publish_decoded(batch, live)
         if prompt_logprobs:
             self._note_prompt_logprobs(batch, live, prompt_logprobs)
         events = self._progress(batch, live, now) + self._read(batch, live, tokens, logprobs, now)
-        roster.finish(batch.slot)
+        slots.finish(batch.slot)
         return events
 
     def _publish_decoded(self, batch: Batch, live: np.ndarray) -> None:
@@ -327,20 +327,20 @@ class Scheduler:
         ).tolist():
             slot = int(batch.slot[row])
             blocks = int(stop[row]) // self.cache.block_size
-            self.cache.publish(slot, blocks - 1, blocks, self._roster.by_slot[slot].block_hashes)
+            self.cache.publish(slot, blocks - 1, blocks, self.slots.by_slot[slot].block_hashes)
 
     def _note_prompt_logprobs(
         self, batch: Batch, live: np.ndarray, entries: dict[int, list[Logprobs]]
     ) -> None:
         for row in np.flatnonzero(live & np.isin(batch.seq, list(entries))).tolist():
-            self._roster.by_slot[batch.slot[row]].note_prompt_logprobs(
+            self.slots.by_slot[batch.slot[row]].note_prompt_logprobs(
                 int(batch.start[row]), entries[int(batch.seq[row])]
             )
 
     def _progress(self, batch: Batch, live: np.ndarray, now: float) -> Events:
         events: Events = []
         for row in np.flatnonzero(live & ~batch.sample).tolist():
-            sequence = self._roster.by_slot[batch.slot[row]]
+            sequence = self.slots.by_slot[batch.slot[row]]
             if not sequence.output:
                 done = int(batch.start[row] + batch.length[row])
                 events.append(
@@ -378,7 +378,7 @@ class Scheduler:
         for row, slot, token in zip(
             rows.tolist(), self.slots_with_tokens.tolist(), np.asarray(tokens)[rows].tolist()
         ):
-            sequence = self._roster.by_slot[slot]
+            sequence = self.slots.by_slot[slot]
             if token < 0:
                 self.cache.retract(slot)
                 self.slots_with_tokens = self.slots_with_tokens[self.slots_with_tokens != slot]
@@ -443,10 +443,10 @@ class Scheduler:
         entry = self._entries[sequence.id]
         del entry.alive[sequence.index]
         if sequence.slot != NO_SLOT:
-            self._roster.withdraw(sequence, ENDED)
+            self.slots.withdraw(sequence, ENDED)
         else:
-            self._roster.forget(
-                sequence, entry.later if sequence in entry.later else self._roster.queue
+            self.slots.forget(
+                sequence, entry.later if sequence in entry.later else self.slots.queue
             )
         if not entry.alive:
             del self._entries[sequence.id]
@@ -463,43 +463,44 @@ class Scheduler:
             sequence.block_hashes.copy_from(
                 leader.block_hashes, len(leader.request.prompt) // self.cache.block_size
             )
-            self._roster.wait(sequence)
+            self.slots.wait(sequence)
         entry.later = []
 
     def reset(self, batch: Batch, now: float, error: RequestError) -> Events:
         """All that was computed is lost, by this batch: its sequences end with the error, all
         others that have a slot wait again, with the tokens they have put out. No batch is in flight
         any more, and no prefix is known."""
-        roster = self._roster
+        slots = self.slots
         events = []
         self._flight.clear()
-        roster.in_flight[:] = 0
+        slots.in_flight[:] = 0
         ended = set(batch.seq.tolist())
-        for slot, sequence in sorted(roster.by_slot.items()):
-            if roster.phase[slot] >= LEAVING:
-                roster.vacate(slot)
+        for slot, sequence in sorted(slots.by_slot.items()):
+            if slots.phase[slot] >= LEAVING:
+                slots.vacate(slot)
             elif sequence.number in ended:
                 events.append((sequence.id, self._end(sequence, "error", now, error)))
             else:
-                roster.withdraw(sequence, LEAVING)
+                slots.withdraw(sequence, LEAVING)
         self.cache.flush()
         self.cache.take_table_updates(), self.cache.take_moves()
         return events
 
     def check(self) -> None:
-        """The invariants of scheduler, roster and cache. Errors: AssertionError with what
+        """The invariants of scheduler, slots and cache. Errors: AssertionError with what
         differs."""
         self.cache.check()
-        self._roster.check(self._flight)
+        self.packer.admission.check()
+        self.slots.check(self._flight)
         alive = {
             sequence.number for entry in self._entries.values() for sequence in entry.alive.values()
         }
-        ended = set(self._roster.number[self._roster.phase == ENDED].tolist())
+        ended = set(self.slots.number[self.slots.phase == ENDED].tolist())
         assert alive | ended == set(self.sequences) and not alive & ended, (
             f"alive {alive}, ended {ended}, all {set(self.sequences)}"
         )
         later = sum(len(entry.later) for entry in self._entries.values())
-        queued = len(self._roster.queue)
+        queued = len(self.slots.queue)
         assert later + queued == self.waiting, (
             f"{self.waiting} wait: {later} later, {queued} in the queue"
         )

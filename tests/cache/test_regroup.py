@@ -4,6 +4,7 @@ takes, and nothing is lost on the way."""
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import numpy as np
 from hypothesis import given, settings
@@ -13,6 +14,23 @@ from jaxserve.cache import CacheManager
 from jaxserve.settings.schema import CacheConfig
 
 LANES = 5
+
+
+class Watcher:
+    """Keeps what each slot holds by what the cache tells of it."""
+
+    def __init__(self, cache: CacheManager, slots: int):
+        self.held = [Counter() for _ in range(slots)]
+        cache.watch(self)
+
+    def taken(self, slot, pages):
+        self.held[slot].update(pages)
+
+    def released(self, slot, pages):
+        self.held[slot].subtract(pages)
+
+    def agrees(self, cache: CacheManager) -> bool:
+        return [+held for held in self.held] == [Counter(table) for table in cache.tables]
 
 
 def fewest(held: list[int], group: tuple[int, ...]) -> int:
@@ -30,6 +48,7 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
     cache = CacheManager(
         CacheConfig(block_size=4, pages=int(rng.integers(8, 25))), LANES, 4, placement="random"
     )
+    watcher = Watcher(cache, 4)
     tokens = lambda a, b: np.arange(a, b, dtype=np.int32)
     chain = cache.block_hashes("", tokens)
     content = {}
@@ -37,7 +56,7 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
     nothing = np.empty(0, np.intp)
     for slot in range(3):
         pages = cache.match(chain, 6) if slot == 1 else nothing  # shares blocks with the first
-        cache.admit(slot, pages, int(rng.integers(LANES)), small=bool(rng.integers(2)))
+        cache.admit(slot, pages, int(rng.integers(LANES)))
         count = int(rng.integers(1, 14))
         room = cache.available - 4
         if count > room:
@@ -64,6 +83,7 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
         moves = cache.take_moves()
         deltas = cache.take_table_updates()
         cache.check()
+        assert watcher.agrees(cache)
         for lane, row, index, page, block in deltas.tolist():
             told[row, lane, index] = page, block
         if not done:
@@ -101,6 +121,7 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
         if cache.tables[slot]:
             cache.release(slot)
     cache.check()
+    assert watcher.agrees(cache)
     free, cached, used = cache.counts()
     assert used == 0 and free + cached == cache.total
 

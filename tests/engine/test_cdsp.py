@@ -84,9 +84,7 @@ def test_tokens_do_not_depend_on_the_plan(lanes, right, seed):
     while real.turn():
         real.scheduler.check()
         for sequence in real.scheduler.sequences.values():  # plans change between chunks
-            done = (
-                int(real.scheduler.packer.roster.issued[sequence.slot]) if sequence.slot >= 0 else 0
-            )
+            done = int(real.scheduler.slots.issued[sequence.slot]) if sequence.slot >= 0 else 0
             if sequence.plan and done < sequence.prefill_len and plans.rng.random() < 0.3:
                 sequence.plan = plans(
                     [], done, sequence.prefill_len, sequence.plan_at(max(0, done - 1)).lanes

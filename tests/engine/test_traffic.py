@@ -100,7 +100,7 @@ def test_ten_thousand_cancelled_requests_leave_nothing_behind():
         traffic.cancelled
     )
     assert traffic.cancelled.total() > 0.95 * traffic.born
-    assert not real.scheduler.sequences and len(real.scheduler._roster.free) == 8
+    assert not real.scheduler.sequences and len(real.scheduler.slots.free) == 8
     assert after[0] - before[0] < 2000, f"objects: {before[0]}, then {after[0]}"
     assert after[1] <= before[1] and after[2] <= before[2], (
         f"device arrays and threads: {before[1:]}, then {after[1:]}"

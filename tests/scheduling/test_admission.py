@@ -143,7 +143,7 @@ def test_pages_that_are_taken_are_waited_for():
     core = made(pages=40)
     add(core, "a", 300, output=200)
     now = 0.0
-    while core.waiting or core._roster.prefilling:
+    while core.waiting or core.slots.prefilling:
         now = step(core, now)
     assert refused(core, "b", 500, now, slo=Slo(ttft=10.0)).reason == "ttft"
     add(core, "c", 100, now, slo=Slo(ttft=10.0))

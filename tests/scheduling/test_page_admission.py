@@ -311,13 +311,13 @@ def test_chats_over_a_prefix_pass_a_large_one_until_the_pages_they_hold_are_an_e
 def leaving(scheduler: Scheduler) -> list[int]:
     """Phases of those that have to leave, as they do."""
     seen = []
-    withdraw = scheduler._roster.withdraw
+    withdraw = scheduler.slots.withdraw
 
     def watched(sequence: Sequence, phase: int) -> None:
-        seen.extend([int(scheduler._roster.phase[sequence.slot])] if phase == LEAVING else [])
+        seen.extend([int(scheduler.slots.phase[sequence.slot])] if phase == LEAVING else [])
         withdraw(sequence, phase)
 
-    scheduler._roster.withdraw = watched
+    scheduler.slots.withdraw = watched
     return seen
 
 
@@ -377,10 +377,10 @@ def test_whatever_comes_the_small_pass_within_their_eighth_and_nobody_else_passe
         scheduler.check()
         if batch is not None:
             flight.append(batch)
-            waiting = list(scheduler._roster.queue)
+            waiting = list(scheduler.slots.queue)
             small = sum(
                 pages(sequence)
-                for sequence in scheduler._roster.by_slot.values()
+                for sequence in scheduler.slots.by_slot.values()
                 if pages(sequence) <= SMALL
             )
             for sequence in (scheduler.sequences[number] for number in entered(batch)):

@@ -125,7 +125,7 @@ def test_ten_thousand_requests_cancelled_at_any_moment_leave_nothing():
         core.finish(batch, tokens, 0.0)
     replica.check_empty()
     core.check()
-    assert not core._entries and not core._deadlines and len(core._roster.free) == 8
+    assert not core._entries and not core._deadlines and len(core.slots.free) == 8
 
 
 def test_an_ended_sequence_needs_no_garbage_collector():
