@@ -9,7 +9,7 @@ from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import FIT, TABLE4
 from experiments.context_parallel.system import RANKS, RINGS, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
-from jaxserve.costs.exchange_choice import Boundary, ExchangeChooser, fit
+from jaxserve.costs.exchange_choice import Boundary, ExchangeChooser, fit, fitted
 
 ROOFLINE = "roofline of the rings"
 ALL_THREE = "roofline"
@@ -24,8 +24,8 @@ def rules() -> dict[str, ExchangeChooser]:
         ALL_THREE: system.exchange(RANKS),
         "alg1": system.exchange(RANKS, "alg1"),
         "alg5": system.exchange(RANKS, "alg5"),
-        "the paper's fit": system.exchange(RANKS, "fitted", Boundary(*FIT)),
-        "fit to table 4": system.exchange(RANKS, "fitted", refit),
+        "the paper's fit": system.exchange(RANKS, fitted(Boundary(*FIT))),
+        "fit to table 4": system.exchange(RANKS, fitted(refit)),
     }
 
 

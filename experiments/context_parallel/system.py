@@ -37,7 +37,7 @@ from experiments.context_parallel.paper import (
 )
 from jaxserve.costs.exchange_choice import (
     TRAFFIC,
-    Boundary,
+    Chooser,
     ExchangeChooser,
     ExchangeWork,
     Rates,
@@ -65,11 +65,9 @@ class System:
     token: float = 0.0
     issue: float = 0.0
 
-    def exchange(
-        self, hosts: int, chooser: str = "roofline", boundary: Boundary | None = None
-    ) -> ExchangeChooser:
+    def exchange(self, hosts: int, chooser: str | Chooser = "roofline") -> ExchangeChooser:
         """What chooses for prefill."""
-        return ExchangeChooser(hosts, HEADS, self.prefill, chooser, boundary=boundary)
+        return ExchangeChooser(hosts, HEADS, self.prefill, chooser)
 
     def linear(self, tokens: int) -> float:
         return max(self.floor, self.token * tokens)

@@ -57,7 +57,7 @@ def run(values: dict[str, Any]) -> int:
         engine,
         found,
         points,
-        improvement(values, engine) if engine.stages.plan.moves else None,
+        improvement(values, engine) if config.scheduler.planner in ("single", "cdsp") else None,
     )
     rows = [
         [

@@ -16,7 +16,13 @@ from jaxserve.cli.files import check_writable, figure_class
 from jaxserve.costs.profiles import ModelShape, devices
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option, make, options_of
-from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
+from jaxserve.settings.schema import (
+    CacheConfig,
+    ConfigError,
+    MeshConfig,
+    SchedulerConfig,
+    check_lanes,
+)
 from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.arrival import summary as workload_summary
 from jaxserve.simulate.baselines import BASELINES, compare
@@ -110,6 +116,7 @@ def run(values: dict[str, Any]) -> int:
     check(names, values)
     until = values["duration"] or float("inf")
     replica = system.replica(scheduler, cache, values["lookahead"])
+    check_lanes(system.mesh, cache, scheduler)
     outcomes = {"jaxserve": execute(replica, arrivals, until=until)}
     for name in names:
         outcomes[name] = compare(

@@ -15,8 +15,9 @@ and Medha, section 3.4):
 
 A step's chunks are summed up in `ExchangeWork`. `TRAFFIC` gives the bytes per strategy, `ExchangeChooser` the
 seconds, and `CHOOSERS` are the rules by which it picks: the least seconds, the paper's Algorithms 1
-and 5, a line fitted to measurements (appendix D), or always the same one. Everything is per layer
-and for one rank of tp: each rank's heads have a ring of their own (figure 5).
+and 5, or always the same one; `fitted` makes another of a line fitted to measurements (appendix D).
+Everything is per layer and for one rank of tp: each rank's heads have a ring of their own (figure
+5).
 """
 
 from __future__ import annotations
@@ -309,30 +310,27 @@ class Decision:
     seconds: Mapping[str, float]
 
 
+# picks a strategy by a chooser's rates, a step's work and the predicted seconds by strategy
+Chooser = Callable[["ExchangeChooser", ExchangeWork, Mapping[str, float]], str]
+
+
 @dataclasses.dataclass(frozen=True)
 class ExchangeChooser:
-    """Chooses for the steps of one mesh. piece: tokens of KV that a lane sends on at once, see
-    `pass_kv`. boundary: what `fitted` needs. Errors: ConfigError that names the field."""
+    """Chooses for the steps of one mesh. chooser: a name of `CHOOSERS`, or a rule of one's own.
+    piece: tokens of KV that a lane sends on at once, see `pass_kv`. Errors: ConfigError that names
+    the field."""
 
     lanes: int
     heads: Heads
     rates: Rates
-    chooser: str = "roofline"
+    chooser: str | Chooser = "roofline"
     piece: int = 0
-    boundary: Boundary | None = None
 
     def __post_init__(self) -> None:
         _need(self.lanes >= 1, "lanes", self.lanes, "1 or more")
         _need(self.piece >= 0, "piece", self.piece, "0 or more")
-        _need(
-            self.chooser in CHOOSERS, "chooser", repr(self.chooser), f"one of {', '.join(CHOOSERS)}"
-        )
-        _need(
-            self.chooser != "fitted" or self.boundary is not None,
-            "boundary",
-            self.boundary,
-            "given, which the chooser 'fitted' needs",
-        )
+        known = callable(self.chooser) or self.chooser in CHOOSERS
+        _need(known, "chooser", repr(self.chooser), f"one of {', '.join(CHOOSERS)}")
 
     def choose(
         self, chunks: Sequence[tuple[int, int]], shards: Sequence[int] | None = None
@@ -340,7 +338,8 @@ class ExchangeChooser:
         """For a step's spread chunks of (cached, new) tokens. Errors: see `work_of`."""
         work = work_of(chunks, self.lanes, shards)
         seconds = self.seconds(work)
-        return Decision(CHOOSERS[self.chooser](self, work, seconds), seconds)
+        choose = CHOOSERS[self.chooser] if isinstance(self.chooser, str) else self.chooser
+        return Decision(choose(self, work, seconds), seconds)
 
     def seconds(self, work: ExchangeWork) -> dict[str, float]:
         """Of attention and what lanes send for it, per layer, by strategy."""
@@ -437,23 +436,20 @@ def alg5(exchange: ExchangeChooser, work: ExchangeWork, seconds: Mapping[str, fl
     )
 
 
-def fitted(exchange: ExchangeChooser, work: ExchangeWork, seconds: Mapping[str, float]) -> str:
-    """The side of the fitted line (appendix D)."""
-    return (
-        "pass_kv"
-        if exchange.boundary is not None and exchange.boundary(work.cached, work.tokens) > 0
-        else "pass_q"
+def fitted(boundary: Boundary) -> Chooser:
+    """A rule: the ring that a fitted line says is faster (appendix D)."""
+    return lambda exchange, work, seconds: (
+        "pass_kv" if boundary(work.cached, work.tokens) > 0 else "pass_q"
     )
 
 
-def _always(strategy: str) -> Callable[[ExchangeChooser, ExchangeWork, Mapping[str, float]], str]:
+def _always(strategy: str) -> Chooser:
     return lambda exchange, work, seconds: strategy
 
 
-CHOOSERS: dict[str, Callable[[ExchangeChooser, ExchangeWork, Mapping[str, float]], str]] = {
+CHOOSERS: dict[str, Chooser] = {
     "roofline": roofline,
     "alg1": alg1,
     "alg5": alg5,
-    "fitted": fitted,
     **{strategy: _always(strategy) for strategy in TRAFFIC},
 }

@@ -100,8 +100,9 @@ class CacheConfig(Checked):
     )
     placement: str = option(
         "grow",
-        "where a prompt goes that is longer than lane_tokens: lane after lane (grow), or evenly over all lanes "
-        "(striped, zigzag), which a ring needs",
+        "lanes that the blocks of a long prompt go to: the next lane once one holds lane_tokens "
+        "(grow); evenly over all lanes if it is longer than lane_tokens, or over those that a planner "
+        "chooses (striped, zigzag); block after block to another lane (round_robin, random)",
         choices=("grow", "striped", "zigzag", "round_robin", "random"),
     )
     prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
@@ -169,9 +170,10 @@ class SchedulerConfig(Objectives):
     )
     planner: str = option(
         "none",
-        "how many lanes compute a prompt: chunk by chunk, so that it ends soonest (cdsp), as many all "
-        "along (single), or what lane_tokens says (none)",
-        choices=("none", "single", "cdsp"),
+        "how many lanes compute a prompt: chosen for each of its chunks so that it ends soonest "
+        "(cdsp), chosen once for all of it (single), always N (fixed-N), or by lane_tokens (none); "
+        "needs a placement of striped or zigzag and an exchange other than gather",
+        choices=("none", "single", "cdsp", "fixed-2", "fixed-4", "fixed-8", "fixed-16"),
     )
     improvement: float | None = option(
         None,
@@ -304,23 +306,59 @@ class EngineConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_lanes(self.mesh, self.cache, self.scheduler)
         scheduler = self.scheduler
-        if self.mesh.kvp == 1:
-            return
-        for name, idle in (
-            ("exchange", scheduler.exchange in ("gather", "pass_q", "pass_kv")),
-            ("planner", scheduler.planner == "none"),
+        for name, needs_costs in (
+            ("exchange", scheduler.exchange not in ("gather", "pass_q", "pass_kv")),
+            ("planner", scheduler.planner != "none"),
         ):
-            if self.profile == "none" and not idle:
+            if self.profile == "none" and needs_costs:
                 raise ConfigError(
                     name,
-                    f"{getattr(scheduler, name)} goes by what steps cost; with profile=none nobody knows",
+                    f"{getattr(scheduler, name)} needs to know what steps cost, which --profile=none "
+                    "rules out",
                 )
-        if scheduler.planner != "none" and self.cache.placement not in ("striped", "zigzag"):
+
+
+def check_lanes(mesh: MeshConfig, cache: CacheConfig, scheduler: SchedulerConfig) -> None:
+    """Refuses settings about lanes that would have no effect on this mesh or beside the others;
+    what is the default anyway is never refused. Errors: ConfigError."""
+    planner = scheduler.planner
+    for name, value, default in (
+        ("placement", cache.placement, CacheConfig.placement),
+        ("exchange", scheduler.exchange, SchedulerConfig.exchange),
+        ("planner", planner, SchedulerConfig.planner),
+    ):
+        if mesh.kvp == 1 and value != default:
+            raise ConfigError(
+                name, f"{value} has no effect on one lane; give --mesh a kvp of 2 or more"
+            )
+    if scheduler.improvement is not None and planner not in ("single", "cdsp"):
+        raise ConfigError("improvement", f"has no effect with --planner={planner}")
+    dealt = cache.placement in ("striped", "zigzag")
+    if planner == "none":
+        if dealt and cache.lane_tokens is None:
             raise ConfigError(
                 "placement",
-                f"{self.cache.placement} leaves no lane to a planner; it needs striped or zigzag",
+                f"{cache.placement} deals out prompts of more than --lane_tokens, which is not given",
             )
+        return
+    if not dealt:
+        raise ConfigError(
+            "placement",
+            f"{cache.placement} cannot follow --planner={planner}; that needs striped or zigzag",
+        )
+    if scheduler.exchange == "gather":
+        raise ConfigError(
+            "exchange",
+            f"with gather all lanes compute every step, whatever --planner={planner} says; that "
+            "needs auto, pass_q, pass_kv, alg1 or alg5",
+        )
+    size = int(planner.removeprefix("fixed-")) if planner.startswith("fixed-") else 1
+    if mesh.kvp % size:
+        raise ConfigError(
+            "planner", f"{planner} needs a kvp that {size} divides; --mesh has kvp={mesh.kvp}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jaxserve.costs.exchange_choice import (
     Heads,
     Rates,
     fit,
+    fitted,
     rates_of,
     work_of,
 )
@@ -274,7 +275,7 @@ def test_a_line_is_fitted_to_measurements():
     found = fit(points)
     wrong = sum((found(p, t) > 0) != (kv < q) for p, t, kv, q in points)
     assert wrong <= 4 and found.new / found.miss == pytest.approx(true.new / true.miss, rel=0.15)
-    chooser = exchange(chooser="fitted", boundary=found)
+    chooser = exchange(chooser=fitted(found))
     assert (
         chooser.choose([(0, 20_000)]).strategy == "pass_kv"
         and chooser.choose([(200_000, 10)]).strategy == "pass_q"
@@ -308,7 +309,7 @@ def test_points_of_one_length_still_give_a_line():
         ("hop", lambda: dataclasses.replace(RATES, hop=Link(0, 0))),
         ("launch", lambda: dataclasses.replace(RATES, launch=-1)),
         ("chooser", lambda: exchange(chooser="alg2")),
-        ("boundary", lambda: exchange(chooser="fitted")),
+        ("chooser", lambda: exchange(chooser="fitted")),
         ("lanes", lambda: exchange(0)),
         ("piece", lambda: exchange(piece=-1)),
         ("points", lambda: fit([(0, 10, 1.0, 2.0)])),
@@ -323,4 +324,4 @@ def test_what_is_wrong_is_named(field, make):
 
 def test_choosers_and_strategies_have_their_names():
     assert list(TRAFFIC) == ["gather", "pass_kv", "pass_q"]
-    assert list(CHOOSERS) == ["roofline", "alg1", "alg5", "fitted", *TRAFFIC]
+    assert list(CHOOSERS) == ["roofline", "alg1", "alg5", *TRAFFIC]

@@ -12,6 +12,8 @@ import pytest
 
 from jaxserve.engine.arrays import MOVES, NOWHERE, launches
 from jaxserve.engine.build import build
+from jaxserve.scheduling.planning.lanes import LanePlanner
+from jaxserve.scheduling.sequence import PlanPart
 from jaxserve.settings.schema import (
     CacheConfig,
     EngineConfig,
@@ -39,7 +41,6 @@ def lanes():
         pages=60,
         max_len=1024,
         exchange="pass_kv",
-        placement="striped",
     )
 
 
@@ -164,6 +165,8 @@ def test_the_planner_gives_long_prompts_more_lanes(tmp_path, monkeypatch):
             0,
             2,
         )
+    always = LanePlanner("fixed-2", plan.instances, {0.0: 0.0})
+    assert always([9.0, 9.0, 0.0, 1.0], 32, 1000) == (PlanPart(1000, (2, 3)),)
     said = generate(real, [PROMPTS[3]], max_tokens=4)
     assert said == generate(engine(max_len=1024), [PROMPTS[3]], max_tokens=4)
 

@@ -133,7 +133,6 @@ def test_tokens_equal_the_reference_by_random_plans_on_eight_lanes(
         pages=100,
         max_len=2048,
         exchange=exchange,
-        placement=placement,
     )
     cases = [case for case in golden["cases"] if len(case["prompt_ids"]) <= 2000]
     moved: list[int] = []

@@ -51,15 +51,47 @@ def test_settings_land_where_they_belong_and_the_rest_is_default():
         ({"dtype": "int8"}, "dtype: 'int8' is not one of float32"),
         (
             {"mesh": "kvp=2", "exchange": "auto", "profile": "none"},
-            "exchange: auto goes by what steps cost",
+            "exchange: auto needs to know what steps cost, which --profile=none rules out",
         ),
         (
-            {"mesh": "kvp=2", "planner": "cdsp", "placement": "zigzag", "profile": "none"},
-            "planner: cdsp goes by what steps cost",
+            {
+                "mesh": "kvp=2",
+                "planner": "cdsp",
+                "placement": "zigzag",
+                "exchange": "pass_q",
+                "profile": "none",
+            },
+            "planner: cdsp needs to know what steps cost",
         ),
-        ({"mesh": "kvp=2", "planner": "cdsp"}, "placement: grow leaves no lane to a planner"),
+        (
+            {"mesh": "kvp=2", "planner": "cdsp"},
+            "placement: grow cannot follow --planner=cdsp; that needs striped or zigzag",
+        ),
+        (
+            {"mesh": "kvp=2", "planner": "single", "placement": "zigzag"},
+            "exchange: with gather all lanes compute every step, whatever --planner=single says",
+        ),
+        (
+            {"mesh": "kvp=6", "planner": "fixed-4", "placement": "zigzag", "exchange": "auto"},
+            "planner: fixed-4 needs a kvp that 4 divides; --mesh has kvp=6",
+        ),
+        ({"mesh": "kvp=2", "improvement": 0.2}, "improvement: has no effect with --planner=none"),
+        ({"mesh": "kvp=2", "placement": "zigzag"}, "placement: zigzag .* --lane_tokens, which is"),
+        ({"placement": "random"}, "placement: random has no effect on one lane; give --mesh a kvp"),
+        ({"mesh": "tp=3", "exchange": "pass_q"}, "exchange: pass_q has no effect on one lane"),
+        ({"mesh": "tp=3", "planner": "cdsp"}, "planner: cdsp has no effect on one lane"),
     ],
 )
 def test_wrong_settings_are_named(settings, message):
     with pytest.raises(ConfigError, match=message):
         make(EngineConfig, settings)
+
+
+@pytest.mark.parametrize("mesh", ["", "spp=2,tp=3", "kvp=2", "spp=2,kvp=3,tp=2"])
+def test_defaults_and_every_plan_of_lanes_work_on_every_mesh(mesh):
+    assert make(EngineConfig, {"mesh": mesh}).mesh == MeshConfig.parse(mesh)
+    assert make(EngineConfig, {"mesh": mesh, "exchange": "gather", "planner": "none"})
+    if "kvp" in mesh:
+        dealt = {"mesh": mesh, "placement": "striped", "exchange": "auto"}
+        assert make(EngineConfig, {**dealt, "lane_tokens": 64})
+        assert make(EngineConfig, {**dealt, "planner": "cdsp", "improvement": 0.2})
