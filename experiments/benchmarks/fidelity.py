@@ -39,6 +39,7 @@ from jaxserve.settings.schema import (
 )
 from jaxserve.simulate.arrival import Arrival, to_request
 from jaxserve.simulate.replica import VirtualReplica
+from jaxserve.simulate.run import drive
 from jaxserve.simulate.workload import parse as workload
 
 OPTIONS = {
@@ -140,13 +141,14 @@ def virtual(
     cache = CacheManager(config.cache, config.mesh.kvp, config.scheduler.max_seqs)
     scheduler = Scheduler(config.scheduler, cache, config.mesh, LONGEST, costs=costs)
     scheduler.predictor.scale = scale
-    replica = VirtualReplica(scheduler, config.mesh, config.lookahead)
-    replica.run(
+    replica = VirtualReplica(scheduler, config.cache, config.mesh, config.lookahead)
+    requests = (
         (to_request(arrival, number, LONGEST), "") for number, arrival in enumerate(arrivals)
     )
+    records = drive(replica, requests).records
     return [
         Latency(r.ttft, r.tpot, r.end - r.arrival)
-        for r in sorted(replica.records, key=lambda record: int(record.id))
+        for r in sorted(records, key=lambda record: int(record.id))
     ]
 
 

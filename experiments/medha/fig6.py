@@ -57,8 +57,8 @@ def _prefill(prompt: int, scheduling: dict[str, Any]) -> tuple[float, float]:
     arrivals = [Arrival(0.0, 1000, steps) for _ in range(DECODES)] + [
         Arrival(BEGIN, prompt, 1, "long")
     ]
-    replica = SYSTEM.replica(replace(scheduler, **scheduling), cache, keep_steps=True)
-    outcome = execute(replica, arrivals)
+    replica = SYSTEM.replica(replace(scheduler, **scheduling), cache)
+    outcome = execute(replica, arrivals, keep_steps=True)
     shared = [
         step.end - step.start
         for step in outcome.steps

@@ -20,7 +20,7 @@ from jaxserve.cli.simulate import configs, scheduling_options, shape_of
 from jaxserve.settings.schema import MeshConfig
 from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.baselines import compare
-from jaxserve.simulate.replica import RequestRecord
+from jaxserve.simulate.recorder import RequestRecord
 from jaxserve.simulate.run import System, execute
 from jaxserve.simulate.workload import parse
 

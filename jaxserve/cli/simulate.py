@@ -27,8 +27,8 @@ from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.arrival import summary as workload_summary
 from jaxserve.simulate.baselines import BASELINES, compare
 from jaxserve.simulate.mixes import MIXES
-from jaxserve.simulate.replica import RequestRecord
-from jaxserve.simulate.run import Outcome, System, execute
+from jaxserve.simulate.recorder import Outcome, RequestRecord
+from jaxserve.simulate.run import System, execute
 from jaxserve.simulate.run import summary as figures_of
 from jaxserve.simulate.workload import parse
 

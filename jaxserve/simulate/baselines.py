@@ -16,7 +16,8 @@ from jaxserve.costs.profiles import devices
 from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.loongserve import LoongPool, LoongServe
-from jaxserve.simulate.run import Outcome, System, ended, execute
+from jaxserve.simulate.recorder import Outcome
+from jaxserve.simulate.run import System, execute
 
 # Settings that make our scheduler another one. Medha's LRS ranks by relative slack as Medha does,
 # but lets no prompts share a step (5.4);
@@ -67,7 +68,8 @@ def compare(
         scheduler.max_seqs,
     )
     server.run(arrivals, until)
-    return ended(server, until)
+    server.give_up(until)
+    return server.recorder.outcome()
 
 
 def pool(system: System, tp: int, reserved: float) -> LoongPool:

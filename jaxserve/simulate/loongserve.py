@@ -23,7 +23,7 @@ import numpy as np
 from jaxserve.costs.predictor import Costs, bend
 from jaxserve.costs.profiles import Link
 from jaxserve.simulate.arrival import Arrival, class_of
-from jaxserve.simulate.replica import RequestRecord
+from jaxserve.simulate.recorder import Recorder, RequestRecord
 
 CONSIDERED = 16  # waiting prompts that the dynamic program looks at
 
@@ -95,9 +95,7 @@ class LoongServe:
     pool: LoongPool
     objective: Callable[[int], float]
     max_seqs: int = 256
-    records: list[RequestRecord] = field(default_factory=list)
-    gaps: list[np.ndarray] = field(default_factory=list)
-    busy: float = 0.0  # seconds of instances, divided by their count
+    recorder: Recorder = field(default_factory=Recorder)  # `busy` is the mean of the instances
 
     def __post_init__(self) -> None:
         self._queue: deque[tuple[int, Arrival]] = deque()
@@ -134,7 +132,7 @@ class LoongServe:
         if arrival.prompt + arrival.output > self.pool.capacity * (
             self.pool.count - self.pool.reserved
         ):
-            self.records.append(
+            self.recorder.records.append(
                 self._record(number, arrival, 0, arrival.time, arrival.time, "refused")
             )
         else:
@@ -169,7 +167,7 @@ class LoongServe:
             seconds = self.pool.prefill([arrival.prompt for _, arrival in chosen], degree)
             self._serial += 1
             self._in_use[reserved] += degree
-            self.busy += seconds * degree / self.pool.count
+            self.recorder.busy += seconds * degree / self.pool.count
             heapq.heappush(
                 self._prefills,
                 (now + seconds, self._serial, degree if not reserved else -degree, chosen),
@@ -221,12 +219,12 @@ class LoongServe:
             )
             # those borrowed are busy with a prefill
             own = min(degree, self.pool.count - sum(self._in_use.values()))
-            self.busy += seconds * max(own, 0) / self.pool.count
+            self.recorder.busy += seconds * max(own, 0) / self.pool.count
             self._step = now + seconds
 
     def _decoded(self, now: float) -> None:
         self._step = None
-        self.gaps.append(np.array([now - running.last for running in self._running]))
+        self.recorder.gaps.append(np.array([now - running.last for running in self._running]))
         for running in self._running:
             running.done = running.done + 1
             running.last = now
@@ -235,7 +233,7 @@ class LoongServe:
         self._running = [r for r in self._running if r.done < r.arrival.output]
 
     def _end(self, running: Running) -> None:
-        self.records.append(
+        self.recorder.records.append(
             self._record(
                 running.number, running.arrival, running.done, running.first, running.last, "length"
             )
@@ -244,11 +242,11 @@ class LoongServe:
     def give_up(self, now: float) -> None:
         """Notes those that have not ended by then: 'unfinished', with what they had put out."""
         waiting = [*self._queue, *(entry for *_, chosen in self._prefills for entry in chosen)]
-        self.records += [
+        self.recorder.records += [
             self._record(number, arrival, 0, now, now, "unfinished") for number, arrival in waiting
         ]
         for running in (*self._running, *self._joining):
-            self.records.append(
+            self.recorder.records.append(
                 self._record(
                     running.number,
                     running.arrival,

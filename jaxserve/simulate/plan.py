@@ -13,15 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from jaxserve.api.request import Slo
 from jaxserve.costs.predictor import Predictor
 from jaxserve.costs.profiles import ModelShape, devices
 from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival, class_of, to_request
-from jaxserve.simulate.replica import RequestRecord
-from jaxserve.simulate.run import Outcome, System, summary
+from jaxserve.simulate.recorder import Outcome, RequestRecord
+from jaxserve.simulate.run import System, drive, summary
 
 NODE = 8  # devices of one node: ranks do not go beyond
 CHUNKS = (("adaptive", 8192), ("static", 2048), ("static", 512))
@@ -210,17 +208,15 @@ class Trial:
             question.scheduler, chunking=plan.chunking, chunk_tokens=plan.chunk_tokens
         )
         replica = question.system(plan.mesh).replica(config, question.cache, question.lookahead)
-        most = replica.scheduler.max_len
-        replica.run(
+        most = replica.info.max_model_len
+        coming = (
             (
                 to_request(arrival, number, most, Slo(ttft=self.objective(arrival.prompt))),
                 arrival.kind or class_of(arrival.prompt),
             )
             for number, arrival in enumerate(arrivals)
         )
-        return Outcome(
-            replica.records, np.concatenate(replica.gaps) if replica.gaps else np.empty(0), [], 0.0
-        )
+        return drive(replica, coming).outcome()
 
 
 def met(records: Sequence[RequestRecord], tpot: float) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request, Slo
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import Costs
@@ -17,7 +18,8 @@ from jaxserve.costs.profiles import ModelShape, costs, devices
 from jaxserve.scheduling import Scheduler
 from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival, class_of, to_request
-from jaxserve.simulate.replica import RequestRecord, StepRecord, VirtualReplica
+from jaxserve.simulate.recorder import Outcome, Recorder, RequestRecord, span_of
+from jaxserve.simulate.replica import VirtualReplica
 
 MEMORY = 0.9  # share of a device's memory for weights and KV
 PERCENTILES = (50, 90, 99)
@@ -56,7 +58,6 @@ class System:
         scheduler: SchedulerConfig,
         cache: CacheConfig,
         lookahead: int = 1,
-        keep_steps: bool = False,
     ) -> VirtualReplica:
         """A virtual replica of this system; without `cache.pages`, as many as fit in memory."""
         pages = cache.pages or self.kv_tokens() // cache.block_size
@@ -71,29 +72,42 @@ class System:
                     name, f"{getattr(scheduler, name)}: replicas are simulated with {idle} only"
                 )
         stripe = scheduler.stripe(cache.block_size)
-        manager = CacheManager(
-            dataclasses.replace(cache, pages=pages),
-            self.mesh.kvp,
-            scheduler.max_seqs,
-            stripe=stripe,
-        )
+        cache = dataclasses.replace(cache, pages=pages)
+        manager = CacheManager(cache, self.mesh.kvp, scheduler.max_seqs, stripe=stripe)
         return VirtualReplica(
             Scheduler(scheduler, manager, self.mesh, 2**31 - 1, costs=self.costs),
+            cache,
             self.mesh,
             lookahead,
-            keep_steps,
+            shape=self.shape,
+            platform=self.device,
         )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a run: a record per request; the gaps between tokens in seconds; the steps,
-    where they were kept; and the share of the time in which the devices worked."""
-
-    records: list[RequestRecord]
-    gaps: np.ndarray
-    steps: list[StepRecord]
-    busy: float
+def drive(
+    replica: VirtualReplica,
+    requests: Iterable[tuple[Request, str]],
+    until: float = float("inf"),
+    keep_steps: bool = False,
+) -> Recorder:
+    """Submits (request, kind) pairs in the order of their arrival and runs the replica to the end,
+    or to clock second `until`. What is due when a request arrives happens after it was
+    submitted."""
+    recorder = Recorder(keep_steps)
+    replica.listeners.append(recorder)
+    replica.start()
+    for request, kind in requests:
+        if request.arrival > until:
+            break
+        replica.advance(request.arrival, through=False)
+        due = request.arrival + replica.scheduler.ttft_objective(request)
+        sink = recorder.sink(request, kind, due)
+        try:
+            replica.submit(request, sink)
+        except RequestError:
+            recorder.refused(request, kind)
+    replica.advance(until)
+    return recorder
 
 
 def execute(
@@ -101,25 +115,15 @@ def execute(
     arrivals: Sequence[Arrival],
     slo: Slo = Slo(),  # noqa: B008
     until: float = float("inf"),
+    keep_steps: bool = False,
 ) -> Outcome:
     """Runs all arrivals; those that have not ended by clock second `until` have the reason
     'unfinished'."""
-    replica.run(requests(arrivals, replica.scheduler.max_len, slo), until)
-    return ended(replica, until, replica.steps)
-
-
-def ended(executor: Any, until: float, steps: Sequence[StepRecord] = ()) -> Outcome:
-    """What came of a virtual replica, or of a baseline that keeps records, gaps and busy seconds as
-    it does, by clock second `until`."""
-    executor.give_up(until)
-    span = span_of(executor.records)
-    gaps = np.concatenate(executor.gaps) if executor.gaps else np.empty(0)
-    return Outcome(executor.records, gaps, list(steps), executor.busy / span if span else 0.0)
-
-
-def span_of(records: Sequence[RequestRecord]) -> float:
-    """Clock second at which the last request ended."""
-    return max((record.end for record in records), default=0.0)
+    coming = requests(arrivals, replica.info.max_model_len, slo)
+    recorder = drive(replica, coming, until, keep_steps)
+    for request_id in list(recorder.pending):
+        replica.cancel(request_id, "unfinished")
+    return recorder.outcome()
 
 
 def requests(arrivals: Iterable[Arrival], max_len: int, slo: Slo) -> Iterable[tuple[Request, str]]:

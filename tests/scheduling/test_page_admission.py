@@ -24,6 +24,7 @@ from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import LEAVING
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival, to_request
+from jaxserve.simulate.run import drive
 from tests.scheduling.fakes import Replica, chunks
 from tests.simulate.test_replica import Watched, made
 
@@ -414,12 +415,13 @@ def among(need: int, policy: str, mesh: MeshConfig = ONE) -> float:
     )
     large = 2.005, 16 * need, 1
     wishes = sorted([large, *((n * mesh.spp / 20, 10, 7) for n in range(600 // mesh.spp))])
-    replica.run(
+    requests = (
         (to_request(Arrival(*wish), number, 10_000, Slo(ttft=3.0 if wish == large else 2.0)), "")
         for number, wish in enumerate(wishes)
     )
-    assert [record.reason for record in replica.records] == ["length"] * len(wishes)
-    (found,) = (record for record in replica.records if record.prompt == 16 * need)
+    records = drive(replica, requests).records
+    assert [record.reason for record in records] == ["length"] * len(wishes)
+    (found,) = (record for record in records if record.prompt == 16 * need)
     return found.ttft
 
 

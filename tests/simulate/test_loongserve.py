@@ -17,7 +17,7 @@ from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, Sched
 from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.baselines import BASELINES, compare, pool
 from jaxserve.simulate.loongserve import LoongPool, LoongServe, plan
-from jaxserve.simulate.replica import RequestRecord
+from jaxserve.simulate.recorder import RequestRecord
 from jaxserve.simulate.run import System, execute
 from jaxserve.simulate.workload import parse
 
@@ -57,7 +57,7 @@ def play(pool: LoongPool, *arrivals: tuple[float, int, int], **more) -> list[Req
     """Records by number, of (time, prompt, output)."""
     server = LoongServe(pool, lambda prompt: 1.0, **more)
     server.run([Arrival(*arrival) for arrival in arrivals])
-    return sorted(server.records, key=lambda record: int(record.id))
+    return sorted(server.recorder.records, key=lambda record: int(record.id))
 
 
 def times(records: Sequence[RequestRecord]) -> list[tuple[float, float]]:
@@ -217,7 +217,7 @@ def test_what_does_not_fit_into_all_memory_is_refused():
 def test_no_more_than_max_seqs_decode_at_once():
     server = Watched(simple(4), lambda prompt: 1.0, max_seqs=1)
     server.run([Arrival(0.0, 10, 5) for _ in range(4)])
-    assert len(server.records) == 4
+    assert len(server.recorder.records) == 4
 
 
 # --- whatever arrives
@@ -252,7 +252,7 @@ def test_every_arrival_ends_once(arrivals, count, capacity, reserved, until):
     arrivals = sorted(arrivals)
     server = run(arrivals, pool, float("inf") if until is None else until)
     server.give_up(1000.0)
-    records = sorted(server.records, key=lambda record: int(record.id))
+    records = sorted(server.recorder.records, key=lambda record: int(record.id))
     assert [int(record.id) for record in records] == [
         n for n, (at, *_) in enumerate(arrivals) if until is None or at <= until
     ]
@@ -280,7 +280,9 @@ def test_nothing_is_left_behind():
             )
         ]
         server = run(arrivals, simple(count, 1000))
-        assert len(server.records) == 60 and {record.reason for record in server.records} <= {
+        assert len(server.recorder.records) == 60 and {
+            record.reason for record in server.recorder.records
+        } <= {
             "length",
             "refused",
         }
@@ -334,5 +336,5 @@ def test_instances_that_decodes_borrow_from_a_prefill_are_busy_once():
     ms soon take the KV of both."""
     server = LoongServe(simple(2, capacity=4000), lambda prompt: 1.0)
     server.run([Arrival(0.0, 3990, 1001), Arrival(20.0, 1000, 1)])
-    assert max(record.end for record in server.records) == pytest.approx(30, rel=0.01)
-    assert server.busy == pytest.approx(30, rel=0.01)
+    assert max(record.end for record in server.recorder.records) == pytest.approx(30, rel=0.01)
+    assert server.recorder.busy == pytest.approx(30, rel=0.01)

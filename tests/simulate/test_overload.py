@@ -9,7 +9,8 @@ import pytest
 from jaxserve.costs.profiles import shapes
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival
-from jaxserve.simulate.replica import RequestRecord, VirtualReplica
+from jaxserve.simulate.recorder import RequestRecord
+from jaxserve.simulate.replica import VirtualReplica
 from jaxserve.simulate.run import System, execute
 from jaxserve.simulate.workload import parse
 

@@ -28,7 +28,7 @@ from jaxserve.simulate.plan import (
     search,
     simulations,
 )
-from jaxserve.simulate.replica import RequestRecord
+from jaxserve.simulate.recorder import RequestRecord
 from jaxserve.simulate.run import Outcome, System
 from jaxserve.simulate.workload import parse
 

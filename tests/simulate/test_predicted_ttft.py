@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from jaxserve.api.events import Accepted, Event, Finished
 from jaxserve.api.request import Slo
 from jaxserve.costs.predictor import NOMINAL, Costs
 from jaxserve.costs.profiles import shapes
@@ -27,18 +28,20 @@ def made(mesh: MeshConfig = MeshConfig(), **settings) -> VirtualReplica:  # noqa
     )
 
 
-def hear(replica: VirtualReplica) -> list[float]:
-    """Predictions, as the replica accepts requests."""
-    heard = []
-    add = replica.scheduler.add
-
-    def listening(request):
-        events = add(request)
-        heard.extend(event.predicted_ttft for event in events)
-        return events
-
-    replica.scheduler.add = listening
-    return heard
+def heard_and_true(
+    replica: VirtualReplica, *arrivals: tuple[float, int, int]
+) -> tuple[list[float], list[float]]:
+    """Seconds to the first token, as predicted when a request is accepted, and as they came."""
+    replica.start()
+    events: list[list[Event]] = [[] for _ in arrivals]
+    for number, (at, prompt, output) in enumerate(arrivals):
+        replica.advance(at, through=False)
+        request = to_request(Arrival(at, prompt, output), number, MAX_LEN)
+        replica.submit(request, events[number].extend)
+    replica.advance(math.inf)
+    heard = [event.predicted_ttft for (event, *_) in events if isinstance(event, Accepted)]
+    ends = [event for (*_, event) in events if isinstance(event, Finished)]
+    return heard, [end.timing.first_token for end in ends]
 
 
 def predicted(replica: VirtualReplica, *prompts: int, ttft: float | None = None) -> list[float]:
@@ -64,23 +67,17 @@ def work(replica: VirtualReplica, prompt: int) -> float:
 def test_a_request_alone_has_its_first_token_when_it_was_told(mesh, chunking):
     for prompt in (600, 5000, 50_000):
         replica = made(MeshConfig.parse(mesh), chunking=chunking)
-        heard = hear(replica)
-        replica.run([(to_request(Arrival(1.0, prompt, 2), 0, MAX_LEN), "")])
-        assert heard == [pytest.approx(replica.records[0].ttft, rel=0.02)]
+        heard, true = heard_and_true(replica, (1.0, prompt, 2))
+        assert heard == pytest.approx(true, rel=0.02)
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(spp=4, tp=8)])
 def test_requests_that_come_at_once_have_their_first_tokens_when_they_were_told(mesh):
     """All but for the steps that had begun when they came: one for each stage."""
     replica = made(mesh)
-    heard = hear(replica)
-    replica.run(
-        [
-            (to_request(Arrival(1.0, prompt, 1), number, MAX_LEN), "")
-            for number, prompt in enumerate([3000, 500, 8000, 2000] * 3)
-        ]
+    heard, true = heard_and_true(
+        replica, *((1.0, prompt, 1) for prompt in [3000, 500, 8000, 2000] * 3)
     )
-    true = [record.ttft for record in sorted(replica.records, key=lambda record: int(record.id))]
     assert heard == pytest.approx(true, rel=0.02, abs=mesh.spp * work(replica, 512)) and true[
         -1
     ] > 20 * mesh.spp * work(replica, 512)

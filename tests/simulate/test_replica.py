@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 
 from jaxserve.api.request import Request, Slo
 from jaxserve.cache import CacheManager
-from jaxserve.costs.predictor import Costs
+from jaxserve.costs.predictor import Costs, Predictor
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.budget import CHUNKING
 from jaxserve.scheduling.policies import POLICIES
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival, to_request
-from jaxserve.simulate.replica import RequestRecord, VirtualReplica
-from jaxserve.simulate.run import execute
+from jaxserve.simulate.recorder import Recorder, RequestRecord
+from jaxserve.simulate.replica import VirtualReplica
+from jaxserve.simulate.run import drive, execute, requests
 
 TOKEN = Costs(layers=1, linear_token=0.01)
 STEP = Costs(layers=1, launch=1.0)  # a step takes a second in every stage, whatever it does
@@ -60,23 +61,28 @@ def made(
     **settings_,
 ) -> VirtualReplica:
     config = SchedulerConfig(**{"chunking": "static", "chunk_tokens": 64, **settings_})
-    cache = CacheManager(
-        CacheConfig(16, pages, prefix_caching=prefix_caching), mesh.kvp, config.max_seqs
-    )
+    cache = CacheConfig(16, pages, prefix_caching=prefix_caching)
+    manager = CacheManager(cache, mesh.kvp, config.max_seqs)
     return VirtualReplica(
-        scheduler(config, cache, mesh, MAX_LEN, costs=costs), mesh, lookahead, keep_steps=True
+        scheduler(config, manager, mesh, MAX_LEN, costs=costs), cache, mesh, lookahead
     )
+
+
+def record(replica: VirtualReplica, *arrivals: tuple[float, int, int] | Arrival) -> Recorder:
+    """What comes of arrivals, (time, prompt, output); records by number."""
+    coming = [
+        arrival if isinstance(arrival, Arrival) else Arrival(*arrival) for arrival in arrivals
+    ]
+    found = drive(replica, requests(coming, MAX_LEN, Slo()), keep_steps=True)
+    found.records.sort(key=lambda record: int(record.id))
+    return found
 
 
 def play(
     replica: VirtualReplica, *arrivals: tuple[float, int, int] | Arrival
 ) -> list[RequestRecord]:
     """Records by number, of (time, prompt, output)."""
-    found = execute(
-        replica,
-        [arrival if isinstance(arrival, Arrival) else Arrival(*arrival) for arrival in arrivals],
-    ).records
-    return sorted(found, key=lambda record: int(record.id))
+    return record(replica, *arrivals).records
 
 
 def times(records: Iterable[RequestRecord]) -> list[tuple[float, float]]:
@@ -89,19 +95,19 @@ def times(records: Iterable[RequestRecord]) -> list[tuple[float, float]]:
 
 def test_a_request_alone():
     """100 tokens in chunks of 64 and 36, then two decodes."""
-    replica = made()
-    (record,) = play(replica, (2.0, 100, 3))
-    assert times([record]) == [(3.0, 3.02)]
+    found = record(made(), (2.0, 100, 3))
+    (only,) = found.records
+    assert times([only]) == [(3.0, 3.02)]
     assert (
-        record.kind,
-        record.prompt,
-        record.output,
-        record.cached,
-        record.arrival,
-        record.reason,
+        only.kind,
+        only.prompt,
+        only.output,
+        only.cached,
+        only.arrival,
+        only.reason,
     ) == ("short", 100, 3, 0, 2.0, "length")
-    assert (round(record.ttft, 6), round(record.tpot, 6)) == (1.0, 0.01)
-    assert [(step.decodes, step.chunks) for step in replica.steps] == [
+    assert (round(only.ttft, 6), round(only.tpot, 6)) == (1.0, 0.01)
+    assert [(step.decodes, step.chunks) for step in found.steps] == [
         (0, ((0, 0, 64),)),
         (0, ((0, 64, 36),)),
         (1, ()),
@@ -142,19 +148,15 @@ def test_three_requests_first_come_first_served():
 
 
 def test_a_replica_that_rests_begins_when_the_next_request_comes():
-    replica = made()
-    assert times(play(replica, (0.0, 10, 1), (5.0, 10, 1))) == [(0.1, 0.1), (5.1, 5.1)]
-    assert replica.busy == pytest.approx(0.2) and [step.start for step in replica.steps] == [
-        0.0,
-        5.0,
-    ]
+    found = record(made(), (0.0, 10, 1), (5.0, 10, 1))
+    assert times(found.records) == [(0.1, 0.1), (5.1, 5.1)]
+    assert found.busy == pytest.approx(0.2) and [step.start for step in found.steps] == [0.0, 5.0]
 
 
 def test_gaps_are_the_seconds_between_the_tokens_of_a_sequence():
-    replica = made()
-    play(replica, (0.0, 100, 3), (0.7, 10, 3))
+    found = record(made(), (0.0, 100, 3), (0.7, 10, 3))
     # the first's two, the second's two
-    assert np.concatenate(replica.gaps).tolist() == pytest.approx([0.11, 0.02, 0.02, 0.01])
+    assert np.concatenate(found.gaps).tolist() == pytest.approx([0.11, 0.02, 0.02, 0.01])
 
 
 def test_a_prefix_that_was_computed_is_not_computed_again():
@@ -181,17 +183,17 @@ def test_each_request_is_due_when_its_objective_says():
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
 def test_chunks_follow_each_other_through_the_stages(stages, lookahead):
     """64 chunks on P stages take 64 + P - 1 steps (Medha 3.3)."""
-    replica = made(STEP, MeshConfig(spp=stages), lookahead, chunk_tokens=8)
-    assert times(play(replica, (0.0, 512, 1))) == [(64 + stages - 1, 64 + stages - 1)]
-    assert replica.busy == 64
+    found = record(made(STEP, MeshConfig(spp=stages), lookahead, chunk_tokens=8), (0.0, 512, 1))
+    assert times(found.records) == [(64 + stages - 1, 64 + stages - 1)]
+    assert found.busy == 64
 
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_decodes_run_beside_a_prefill_and_do_not_lengthen_it(stages):
     replica = made(STEP, MeshConfig(spp=stages), chunk_tokens=8)
-    short, long = play(replica, (0.0, 8 * stages, 40), (0.5, 512, 1))
-    assert long.first == stages + 64 + stages - 1
-    assert sum(step.decodes for step in replica.steps if step.chunks) == 64 // stages
+    found = record(replica, (0.0, 8 * stages, 40), (0.5, 512, 1))
+    assert found.records[1].first == stages + 64 + stages - 1
+    assert sum(step.decodes for step in found.steps if step.chunks) == 64 // stages
 
 
 def test_hops_are_paid_between_stages_and_overlap_with_the_next_chunk():
@@ -204,17 +206,17 @@ def test_hops_are_paid_between_stages_and_overlap_with_the_next_chunk():
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_decode_alone_takes_all_stages_for_every_token(lookahead):
     """The next token needs the last one: stages do not make a lone decode faster."""
-    replica = made(STEP, MeshConfig(spp=4), lookahead)
-    assert times(play(replica, (0.0, 1, 5))) == [(4.0, 20.0)]
-    assert np.concatenate(replica.gaps).tolist() == [4.0] * 4
+    found = record(made(STEP, MeshConfig(spp=4), lookahead), (0.0, 1, 5))
+    assert times(found.records) == [(4.0, 20.0)]
+    assert np.concatenate(found.gaps).tolist() == [4.0] * 4
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_with_a_sequence_per_stage_every_step_puts_out_a_token(stages):
     """Each has a token every P steps."""
     replica = made(STEP, MeshConfig(spp=stages), max_seqs=stages)
-    play(replica, *((0.0, 64, 20) for _ in range(stages)))
-    settled = np.concatenate(replica.gaps[4 * stages : 12 * stages])
+    found = record(replica, *((0.0, 64, 20) for _ in range(stages)))
+    settled = np.concatenate(found.gaps[4 * stages : 12 * stages])
     assert settled.tolist() == [stages] * 8 * stages
 
 
@@ -230,15 +232,15 @@ def test_a_prompt_does_not_wait_for_steps_that_a_lone_decode_was_issued_ahead(st
 # --- late decisions
 
 
-def compared(arrivals: list, costs: Costs, mesh: MeshConfig, **settings) -> list[VirtualReplica]:
+def compared(arrivals: list, costs: Costs, mesh: MeshConfig, **settings) -> list[Recorder]:
     """The same arrivals without a step ahead, and with one that is decided late."""
-    replicas = [
-        made(costs, mesh, lookahead, max_seqs=32, step_time=0.65, **settings)
+    return [
+        record(
+            made(costs, mesh, lookahead, max_seqs=32, step_time=0.65, **settings),
+            *arrivals,
+        )
         for lookahead in (0, 1)
     ]
-    for replica in replicas:
-        play(replica, *arrivals)
-    return replicas
 
 
 LATE = given(
@@ -341,14 +343,13 @@ def test_who_comes_before_a_step_is_decided_late_hears_as_soon_as_without_a_step
         chunking=chunking,
     )
     first, then = (
-        next(record.ttft for record in replica.records if record.arrival == arrival)
-        for replica in (at_once, late)
+        next(record.ttft for record in found.records if record.arrival == arrival)
+        for found in (at_once, late)
     )
     assert then <= first + max(step.end - step.start for step in at_once.steps + late.steps) + 1e-9
-    free = [
-        (step.start + step.pace, late.scheduler.predictor.early(step.pace)) for step in late.steps
-    ]
-    decided = any(-1e-9 <= end - arrival <= early + 1e-9 for end, early in free)
+    early = Predictor(costs, mesh).early
+    free = [(step.start + step.pace, early(step.pace)) for step in late.steps]
+    decided = any(-1e-9 <= end - arrival <= ahead + 1e-9 for end, ahead in free)
     assert decided or policy == "slack" or then == pytest.approx(first)
 
 
@@ -381,14 +382,8 @@ def test_what_has_not_ended_by_a_moment_is_given_up():
     """At 1.015 the first has put out two tokens, the second is not begun; the third would come
     later."""
     replica = made(max_seqs=1)
-    arrivals = [
-        (to_request(Arrival(at, 100, 9), number, MAX_LEN), "kind")
-        for number, at in enumerate((0.0, 0.5, 2.0))
-    ]
-    replica.run(arrivals, until=1.015)
-    assert not replica.records
-    replica.give_up(1.015)
-    first, second = replica.records
+    arrivals = [Arrival(at, 100, 9, "kind") for at in (0.0, 0.5, 2.0)]
+    first, second = execute(replica, arrivals, until=1.015).records
     assert (first.reason, first.output, times([first])) == ("unfinished", 2, [(1.0, 1.015)])
     assert (second.reason, second.output, second.kind) == ("unfinished", 0, "kind")
     # only what a step in flight still holds
@@ -405,7 +400,8 @@ def test_the_same_arrivals_give_the_same_run():
     one, other = (
         made(lookahead=1, policy="slack", chunking="adaptive", max_seqs=8) for _ in range(2)
     )
-    assert play(one, *arrivals) == play(other, *arrivals) and one.steps == other.steps
+    first, second = record(one, *arrivals), record(other, *arrivals)
+    assert first.records == second.records and first.steps == second.steps
 
 
 # --- whatever arrives
@@ -454,14 +450,15 @@ def test_invariants_hold_and_nothing_starves(
         step_time=0.05,
     )
     arrivals = mixed(np.random.default_rng(seed), 25, gap, 1000)
-    records = play(replica, *arrivals)
+    found = record(replica, *arrivals)
+    records = found.records
     assert [(record.id, record.output, record.reason) for record in records] == [
         (str(number), arrival.output, "length") for number, arrival in enumerate(arrivals)
     ]
     assert all(record.arrival < record.first <= record.end for record in records)
     assert not replica.scheduler.sequences
-    starts = [step.start for step in replica.steps]
-    assert starts == sorted(starts) and all(step.end > step.start for step in replica.steps)
+    starts = [step.start for step in found.steps]
+    assert starts == sorted(starts) and all(step.end > step.start for step in found.steps)
 
 
 @pytest.mark.parametrize("chunking", sorted(CHUNKING))
@@ -486,11 +483,11 @@ def test_every_decode_is_part_of_every_step(chunking):
         ttft=1.0,
         tpot=0.4,
     )
-    play(replica, *mixed(np.random.default_rng(5), 80, 0.5))
-    ends = np.array([step.end for step in replica.steps])
-    for before, after, gaps in zip(ends, ends[1:], replica.gaps[1:]):
+    found = record(replica, *mixed(np.random.default_rng(5), 80, 0.5))
+    ends = np.array([step.end for step in found.steps])
+    for before, after, gaps in zip(ends, ends[1:], found.gaps[1:]):
         assert gaps == pytest.approx(after - before)
-    assert sum(map(len, replica.gaps)) > 400
+    assert sum(map(len, found.gaps)) > 400
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -532,9 +529,9 @@ def asked(*wishes: tuple[float, int, int, float]) -> list[tuple[Request, str]]:
 
 def missed(replica: VirtualReplica, requests: list[tuple[Request, str]]) -> set[int]:
     """Numbers of those whose first token came after it was due."""
-    replica.run(requests)
-    assert len(replica.records) == len(requests)
-    return {int(record.id) for record in replica.records if record.first > record.due + 1e-9}
+    records = drive(replica, requests).records
+    assert len(records) == len(requests)
+    return {int(record.id) for record in records if record.first > record.due + 1e-9}
 
 
 # 20, 15 and 9 s of work
@@ -609,27 +606,28 @@ def test_adaptive_chunks_keep_every_gap_within_the_objective(tpot, stages):
         tpot=tpot,
         max_seqs=8,
     )
-    short, long = play(replica, (0.0, 10, 400), (0.5, 16_000, 2))
+    found = record(replica, (0.0, 10, 400), (0.5, 16_000, 2))
+    short, long = found.records
     assert long.first < short.end, "both at once"
-    gaps = np.concatenate(replica.gaps)
+    gaps = np.concatenate(found.gaps)
     late = gaps[gaps > tpot * (1.02 if stages > 1 else 1 + 1e-9)]
     assert len(late) <= stages - 1 and gaps.max() <= 1.5 * tpot and (gaps > 0.9 * tpot).any()
-    lengths = [length for step in replica.steps for seq, _, length in step.chunks if seq == 1]
+    lengths = [length for step in found.steps for seq, _, length in step.chunks if seq == 1]
     assert lengths[0] > 1.5 * lengths[-2]
 
 
 def test_a_fixed_chunk_blocks_decodes_for_as_long_as_it_takes():
     """The longest is the fourth chunk's: 4096 tokens after 3 * 4096 others, in two layers."""
     replica = made(QUADRATIC, pages=4000, chunking="static", chunk_tokens=4096, tpot=0.03)
-    play(replica, (0.0, 10, 400), (0.5, 4 * 4096, 2))
+    found = record(replica, (0.0, 10, 400), (0.5, 4 * 4096, 2))
     fourth = 0.002 + 2 * (2e-5 * 4097 + 2e-9 * (3.5 * 4096) * 4096 + 1e-3)
-    assert np.concatenate(replica.gaps).max() == pytest.approx(fourth) and fourth > 10 * 0.03
+    assert np.concatenate(found.gaps).max() == pytest.approx(fourth) and fourth > 10 * 0.03
 
 
 def test_where_not_even_a_tile_fits_the_prompt_still_goes_on():
     """A step takes twice the objective with nothing in it: chunks are one tile."""
     replica = made(Costs(layers=1, launch=0.2), chunking="adaptive", tpot=0.1)
-    short, long = play(replica, (0.0, 10, 30), (0.1, 640, 1))
-    assert long.reason == "length" and {
-        length for step in replica.steps for seq, _, length in step.chunks if seq == 1
+    found = record(replica, (0.0, 10, 30), (0.1, 640, 1))
+    assert found.records[1].reason == "length" and {
+        length for step in found.steps for seq, _, length in step.chunks if seq == 1
     } == {64}

@@ -11,7 +11,7 @@ from jaxserve.api.request import Slo
 from jaxserve.costs.profiles import ModelShape, devices, shapes
 from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival
-from jaxserve.simulate.replica import RequestRecord
+from jaxserve.simulate.recorder import RequestRecord
 from jaxserve.simulate.run import MEMORY, Outcome, System, execute, summary
 from jaxserve.simulate.workload import parse
 
@@ -89,14 +89,15 @@ def test_a_replica_keeps_the_settings_of_its_cache_and_steps_where_asked():
         SchedulerConfig(),
         CacheConfig(block_size=64, lane_tokens=640, prefix_caching=False),
         2,
-        True,
     )
     outcome = execute(
-        replica, [Arrival(0.0, 640, 1, blocks=(1, 2)), Arrival(60.0, 640, 1, blocks=(1, 2))]
+        replica,
+        [Arrival(0.0, 640, 1, blocks=(1, 2)), Arrival(60.0, 640, 1, blocks=(1, 2))],
+        keep_steps=True,
     )
     assert (
         [r.cached for r in outcome.records] == [0, 0]
-        and replica.lookahead == 2
+        and replica.info.settings["lookahead"] == 2
         and len(outcome.steps) == 4
     )
     assert not execute(

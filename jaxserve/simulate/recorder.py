@@ -1,0 +1,167 @@
+"""What became of simulated requests: a record of each, the gaps between tokens, the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxserve.api.batch import Batch
+from jaxserve.api.events import Event, Finished
+from jaxserve.api.request import Request
+from jaxserve.replica.protocol import Sink
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """What became of one completion of a request, in clock seconds and tokens.
+
+    reason: why it ended; 'refused' where it never began, 'unfinished' where the run was cut off.
+    due: when its first token was to come; first: when it came. cached: tokens of the prompt whose
+    KV was reused. A request without a first token has `output` 0 and `first` at its end.
+    """
+
+    id: str
+    kind: str
+    prompt: int
+    output: int
+    cached: int
+    arrival: float
+    due: float
+    first: float
+    end: float
+    reason: str
+
+    @property
+    def ttft(self) -> float:
+        return self.first - self.arrival
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds per output token after the first; 0 where there is none."""
+        return (self.end - self.first) / (self.output - 1) if self.output > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One batch on its way through the stages.
+
+    start, end: clock seconds at which it entered the first stage and left the last. pace: seconds
+    in one stage. decodes: tokens of decoding sequences. chunks: (sequence number, first token,
+    tokens) of each prefill chunk.
+    """
+
+    start: float
+    end: float
+    pace: float
+    decodes: int
+    chunks: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run.
+
+    records: one per request. gaps: seconds between consecutive tokens, of all sequences. steps:
+    empty unless they were kept. busy: share of the time in which the devices worked.
+    """
+
+    records: list[RequestRecord]
+    gaps: np.ndarray
+    steps: list[StepRecord]
+    busy: float
+
+
+@dataclass
+class Recorder:
+    """Collects what becomes of requests, from their events and from a replica's steps.
+
+    gaps: per step, seconds since the token before of each sequence that decodes. busy: seconds of
+    work of one stage. keep_steps: whether `steps` are kept; a long run has millions.
+    """
+
+    keep_steps: bool = False
+    records: list[RequestRecord] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    gaps: list[np.ndarray] = field(default_factory=list)
+    busy: float = 0.0
+    # completions that have not ended, by the request's id
+    pending: dict[str, int] = field(default_factory=dict)
+    # per slot: clock seconds of its last token
+    _last_token: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+    def sink(self, request: Request, kind: str, due: float) -> Sink:
+        """A sink that records how the request ends. due: clock seconds for its first token."""
+        self.pending[request.id] = request.sampling.n
+
+        def hear(events: Sequence[Event]) -> None:
+            for event in events:
+                if isinstance(event, Finished):
+                    self._ended(request.id)
+                    self.records.append(_record(request, kind, due, event))
+
+        return hear
+
+    def refused(self, request: Request, kind: str) -> None:
+        """Records a request that the replica did not take."""
+        del self.pending[request.id]
+        at = request.arrival
+        prompt = len(request.prompt)
+        self.records.append(
+            RequestRecord(request.id, kind, prompt, 0, 0, at, at, at, at, "refused")
+        )
+
+    def _ended(self, request_id: str) -> None:
+        self.pending[request_id] -= 1
+        if not self.pending[request_id]:
+            del self.pending[request_id]
+
+    def step_issued(self, batch: Batch, start: float, end: float) -> None:
+        """A batch enters the first stage at `start` and leaves the last at `end`."""
+        self.busy += batch.seconds
+        if self.keep_steps:
+            self.steps.append(_step(batch, start, end))
+
+    def step_read(self, batch: Batch, now: float) -> None:
+        """The tokens of a batch were read."""
+        newest = int(batch.slot.max(initial=-1))
+        if newest >= len(self._last_token):
+            self._last_token = np.pad(self._last_token, (0, newest + 1 - len(self._last_token)))
+        self.gaps.append(now - self._last_token[batch.slot[batch.is_decode]])
+        self._last_token[batch.slot[batch.sample]] = now
+
+    def outcome(self) -> Outcome:
+        span = span_of(self.records)
+        gaps = np.concatenate(self.gaps) if self.gaps else np.empty(0)
+        return Outcome(self.records, gaps, self.steps, self.busy / span if span else 0.0)
+
+
+def span_of(records: Sequence[RequestRecord]) -> float:
+    """Clock second at which the last request ended."""
+    return max((record.end for record in records), default=0.0)
+
+
+def _record(request: Request, kind: str, due: float, event: Finished) -> RequestRecord:
+    at = request.arrival
+    usage = event.usage
+    return RequestRecord(
+        request.id,
+        kind,
+        usage.prompt,
+        usage.completion,
+        usage.cached,
+        at,
+        due,
+        at + event.timing.first_token,
+        at + event.timing.total,
+        event.reason,
+    )
+
+
+def _step(batch: Batch, start: float, end: float) -> StepRecord:
+    rows = np.flatnonzero(~batch.is_decode)
+    chunks = tuple(
+        zip(batch.seq[rows].tolist(), batch.start[rows].tolist(), batch.length[rows].tolist())
+    )
+    return StepRecord(start, end, batch.seconds, len(batch.slot) - len(rows), chunks)
