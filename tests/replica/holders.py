@@ -1,0 +1,132 @@
+"""The replicas that the suite runs over, each with its way of waiting: a live one on a thread goes
+on by itself, a virtual one when its clock is moved."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxserve.api.events import Accepted, Event, Finished, Token
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
+from jaxserve.cache import CacheManager
+from jaxserve.costs.predictor import Costs
+from jaxserve.costs.profiles import ModelShape
+from jaxserve.replica.protocol import Replica
+from jaxserve.scheduling import Scheduler
+from jaxserve.settings.schema import (
+    CacheConfig,
+    EngineConfig,
+    MeshConfig,
+    ModelSource,
+    SchedulerConfig,
+)
+from jaxserve.simulate.replica import VirtualReplica
+from tests.waiting import eventually
+
+SECONDS = 120.0  # most that a test waits for a live replica, which may have to compile
+MAX_LEN = 512
+LONG = 400  # tokens of an output that is still running when a test looks
+CACHE = CacheConfig(block_size=16, pages=60)
+SCHEDULER = SchedulerConfig(max_seqs=4, max_queue=6, chunk_tokens=32)
+
+
+class Heard:
+    """A sink that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        self.events += events
+
+    def of(self, index: int) -> list[Event]:
+        """Those of one completion."""
+        return [event for event in self.events if getattr(event, "index", None) == index]
+
+    @property
+    def accepted(self) -> list[Accepted]:
+        return [event for event in self.events if isinstance(event, Accepted)]
+
+    @property
+    def tokens(self) -> list[Token]:
+        return [event for event in self.events if isinstance(event, Token)]
+
+    @property
+    def ends(self) -> list[Finished]:
+        return [event for event in self.events if isinstance(event, Finished)]
+
+    @property
+    def end(self) -> Finished:
+        """Of a request with one completion, which has ended."""
+        (found,) = self.ends
+        return found
+
+
+class Holder:
+    """Holds a replica that runs by itself and waits for it."""
+
+    def __init__(self, replica: Replica):
+        self.replica = replica
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        eventually(condition, SECONDS)
+
+    def wait_ended(self, *heard: Heard, completions: int = 1) -> None:
+        self.wait(lambda: all(len(one.ends) == completions for one in heard))
+
+    def request(
+        self, id: str = "r", prompt: int = 20, tokens: int = 5, n: int = 1, **rest
+    ) -> Request:
+        """A request of so many tokens that no end token ends."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, n=n)
+        ids = np.arange(3, 3 + prompt, dtype=np.int32) % self.replica.info.vocab
+        return Request(id, ids, sampling, arrival=self.replica.now(), **rest)
+
+    def submit(self, id: str = "r", prompt: int = 20, tokens: int = 5, n: int = 1, **rest) -> Heard:
+        heard = Heard()
+        self.replica.submit(self.request(id, prompt, tokens, n, **rest), heard)
+        return heard
+
+
+class VirtualHolder(Holder):
+    """Moves the clock from event to event while it waits."""
+
+    replica: VirtualReplica
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            at = self.replica.next_event()
+            assert at < math.inf, "it did not happen, and nothing is left to happen"
+            self.replica.advance(at)
+
+
+@functools.cache
+def _engine():
+    """A live engine of the smallest model, whose programs the ones made from it share."""
+    from jaxserve.engine.build import build
+
+    source = ModelSource(model="random:tiny", max_model_len=MAX_LEN)
+    config = EngineConfig(source, MeshConfig(), CACHE, SCHEDULER)
+    return build(config, progress=False, warm_up=False)
+
+
+def live() -> Holder:
+    from tests.engine.harness import fresh
+
+    return Holder(fresh(_engine(), "grow"))
+
+
+def virtual() -> Holder:
+    mesh = MeshConfig()
+    cache = CacheManager(CACHE, mesh.kvp, SCHEDULER.max_seqs)
+    costs = Costs(layers=1, launch=0.01, linear_token=1e-5)
+    shape = ModelShape(layers=2, d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=96, vocab=512)
+    scheduler = Scheduler(SCHEDULER, cache, mesh, MAX_LEN, costs=costs)
+    return VirtualHolder(VirtualReplica(scheduler, CACHE, mesh, shape=shape))
+
+
+HOLDERS = {"live": live, "virtual": virtual}
