@@ -197,9 +197,10 @@ class Engine:
         with self._asked():
             if request_id not in self._subscribers.by_id:
                 return False
-            self._send(self.scheduler.cancel(request_id, self.clock.now(), reason, index))
+            events = self.scheduler.cancel(request_id, self.clock.now(), reason, index)
+            self._send(events)
             self._news.set()
-            return True
+            return bool(events)
 
     @contextlib.contextmanager
     def _asked(self) -> Iterator[None]:

@@ -117,7 +117,7 @@ def test_each_of_n_completions_has_its_tokens_and_one_end(held):
 
 
 def test_more_than_run_at_once_wait_and_all_end(held):
-    count = held.replica.info.max_seqs + 3
+    count = held.replica.info.max_seqs + 2
     heard = [held.submit(str(number), prompt=10 + number, tokens=8) for number in range(count)]
     held.wait_ended(*heard)
     assert [one.end.reason for one in heard] == ["length"] * count
