@@ -38,7 +38,7 @@ HOST_ROOMS, DEVICE_ROOMS = (
 )
 
 AXES = {"spp", "kvp", "tp"}
-AXIS_HOMES = {"sharding.mesh", "settings.schema"}
+AXIS_HOMES = {"sharding.mesh", "settings.schema.mesh"}
 NO_CLOCK = ("cache", "scheduling", "costs", "simulate")
 
 

@@ -54,7 +54,7 @@ OPTIONS = {
         Option("qps", float, 0.5, "requests per second", 0.001),
         Option("requests", int, 100, "how many", 1),
         Option("seed", int, 0, "of arrivals and lengths", 0),
-        Option("policy", str, "slack", "order of prefill", choices=("fcfs", "edf", "lrs", "slack")),
+        Option("policy", str, "slack", "order of prefill", choices=("fcfs", "edf", "llf", "slack")),
         Option(
             "chunking", str, "adaptive", "prefill tokens of a step", choices=("static", "adaptive")
         ),

@@ -53,7 +53,7 @@ DEFAULTS: Mapping[str, Any] = {
 SYSTEM = [
     Option("model", str, "llama3-8b", "model: a name in the table of models"),
     Option("gpu", str, "a100", "kind of GPU", choices=tuple(devices())),
-    Option("mesh", MeshConfig, MeshConfig(tp=8), "degrees of the mesh axes: stages, lanes, ranks"),
+    Option("mesh", MeshConfig, MeshConfig(tp=8), MeshConfig.HELP),
     Option(
         "lookahead",
         int,
@@ -172,11 +172,11 @@ def configs(values: Mapping[str, Any]) -> tuple[SchedulerConfig, CacheConfig]:
     if tokens and not (kind == "static" and tokens.isdecimal()):
         raise ConfigError("chunking", f"{values['chunking']!r} is neither adaptive nor static:N")
     chosen = {**values, "chunking": kind, **({"chunk_tokens": int(tokens)} if tokens else {})}
-    made = [
-        make(config, {name: chosen[name] for name in options_of(config) if name in chosen})
-        for config in (SchedulerConfig, CacheConfig)
-    ]
-    return made[0], made[1]
+
+    def of(config: type) -> dict[str, Any]:
+        return {name: chosen[name] for name in options_of(config) if name in chosen}
+
+    return make(SchedulerConfig, of(SchedulerConfig)), make(CacheConfig, of(CacheConfig))
 
 
 def report_of(

@@ -27,14 +27,14 @@ def edf(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) -> n
     return due
 
 
-def lrs(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) -> np.ndarray:
-    """Least remaining slack, in seconds: what is left of the time to the deadline once the work is
-    done."""
+def llf(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) -> np.ndarray:
+    """Least laxity first: by slack in seconds, what is left of the time to the deadline once the
+    work is done."""
     return due - now - work
 
 
 def slack(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) -> np.ndarray:
-    """Least relative slack: the same as a share of all the time the request was given, so that a
+    """Least relative slack, the papers' LRS: slack as a share of all the time the request was given, so that a
     long request, which is given much, and a short one, which is given little, press alike (Medha
     4.2, Eq. 7).
 
@@ -56,4 +56,4 @@ def relative_slack(now: float, arrival: Any, due: Any, work: Any) -> Any:
     return (due - now - work) / np.maximum(due - arrival, 1e-9)
 
 
-POLICIES: dict[str, Policy] = {"fcfs": fcfs, "edf": edf, "lrs": lrs, "slack": slack}
+POLICIES: dict[str, Policy] = {"fcfs": fcfs, "edf": edf, "llf": llf, "slack": slack}

@@ -1,15 +1,15 @@
 """Flags of a command, made from `Option`s: parsed by absl, with help that fits a screen and errors
 that name the flag.
 
-What no flag gives, a variable of the environment may, then a file (`config_file`), in commands that
+What no flag gives, a variable of the environment may, then a file (`sources`), in commands that
 have --config.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
+import re
 import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +17,13 @@ from typing import Any
 
 from absl import flags
 
-from jaxserve.settings import sources as config_file
-from jaxserve.settings.options import Option
-from jaxserve.settings.schema import MeshConfig
+from jaxserve.settings import renamed, sources
+from jaxserve.settings.fields import Option
+from jaxserve.settings.options import near
 
 COLUMN = 30  # where the help text of a flag begins
-_WORDS = {int: "N", float: "X", str: "TEXT", tuple: "TEXT", MeshConfig: "AXIS=N,..."}
+PLACEHOLDERS: dict[type, str] = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
+FLAG = re.compile(r"--?(no)?(\w+)(=.*)?", re.DOTALL)
 
 
 class UsageError(ValueError):
@@ -31,11 +32,11 @@ class UsageError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """What a file in `commands` is: groups of flags under their titles, and a function of the
-    flags' values.
+    """A command of the command line.
 
-    argument: the name of the one argument that is no flag, '' for none; its value is under that
-    name in lower case.
+    groups: its flags by title of their section in the help page. run: gets the flags' values,
+    returns an exit code. about: further paragraphs of the help page. argument: the name of its one
+    argument that is not a flag, '' for none; its value is under that name in lower case.
     """
 
     groups: Mapping[str, Sequence[Option]]
@@ -49,8 +50,8 @@ class Command:
 
 
 class Values(dict[str, Any]):
-    """The values of all settings of a command, by name. `origins`: where those are from that are
-    not the defaults."""
+    """The values of all settings of a command, by name. origins: where values come from that are
+    not defaults, by name, such as '--port' or 'JAXSERVE_PORT'."""
 
     def __init__(self, values: Mapping[str, Any], origins: Mapping[str, str]):
         super().__init__(values)
@@ -58,8 +59,8 @@ class Values(dict[str, Any]):
 
 
 def parse(command: Command, arguments: Sequence[str]) -> Values:
-    """What flags say, else variables of the environment, else the file that --config names, else
-    the defaults.
+    """Reads flags, then variables of the environment, then the file that --config names; the first
+    that gives a setting wins.
 
     Errors: UsageError for the flags, ConfigError for the other places.
     """
@@ -67,8 +68,8 @@ def parse(command: Command, arguments: Sequence[str]) -> Values:
     if "config" not in command.options:
         return flagged
     flagged["config"] = flagged["config"] or os.environ.get("JAXSERVE_CONFIG") or None
-    layers = config_file.from_file(flagged["config"], command.options) if flagged["config"] else {}
-    layers |= config_file.from_environment(command.options, os.environ)
+    layers = sources.from_file(flagged["config"], command.options) if flagged["config"] else {}
+    layers |= sources.from_environment(command.options, os.environ)
     below = {name: layer for name, layer in layers.items() if name not in flagged.origins}
     return Values(
         {**flagged, **{name: value for name, (value, _) in below.items()}},
@@ -83,12 +84,10 @@ def _parsed(command: Command, arguments: Sequence[str]) -> Values:
     for option in command.options.values():
         _define(option, values)
     try:
-        rest = values(["", *arguments])[1:]
+        rest = values(["", *map(_current, arguments)])[1:]
     except flags.UnrecognizedFlagError as error:
-        near = difflib.get_close_matches(error.flagname, command.options, 1)
-        raise UsageError(
-            f"unknown flag --{error.flagname}" + (f"; did you mean --{near[0]}?" if near else "")
-        ) from None
+        hint = near(error.flagname, command.options).replace("mean ", "mean --")
+        raise UsageError(f"unknown flag --{error.flagname}{hint}") from None
     except flags.Error as error:
         raise UsageError(str(error).removeprefix("flag ").rstrip(".")) from None
     if command.argument and len(rest) != 1:
@@ -118,69 +117,81 @@ def help_of(name: str, summary: str, command: Command, width: int | None = None)
     return "\n\n".join(parts)
 
 
+def _current(argument: str) -> str:
+    """An argument with today's name of its flag."""
+    match = FLAG.fullmatch(argument)
+    if match is None:
+        return argument
+    no, name, value = match[1] or "", match[2], match[3] or ""
+    if no and f"no{name}" in renamed.FLAGS:
+        no, name = "", f"no{name}"
+    today = renamed.current_name(name)
+    return argument if today == name else f"--{no}{today}{value}"
+
+
 def _define(option: Option, values: flags.FlagValues) -> None:
     name = option.name
     default = option.default
-    if option.choices:
-        flags.DEFINE_enum(name, default, option.choices, option.help, flag_values=values)
-    elif option.kind is bool:
+    if option.kind is bool:
         flags.DEFINE_boolean(name, default, option.help, flag_values=values)
-    elif option.kind in (int, float):
-        kind = _Count if option.kind is int else flags.FloatParser
-        parser = kind(option.low, option.high)
+    elif option.kind is tuple:
+        flags.DEFINE_multi_string(name, list(default), option.help, flag_values=values)
+    elif dataclasses.is_dataclass(option.kind):  # checked where the config is made
+        text = None if default is None else str(default)
+        flags.DEFINE_string(name, text, option.help, flag_values=values)
+    else:
         flags.DEFINE(
-            parser,
+            _Parser(option),
             name,
             default,
             option.help,
             flag_values=values,
             serializer=flags.ArgumentSerializer(),
         )
-    elif option.kind is tuple:
-        flags.DEFINE_multi_string(name, list(default), option.help, flag_values=values)
-    else:
-        flags.DEFINE_string(
-            name, None if default is None else str(default), option.help, flag_values=values
-        )
 
 
-class _Count(flags.IntegerParser):
-    """Takes 128K too."""
+class _Parser(flags.ArgumentParser):
+    """Parses and checks a flag by its option."""
 
-    def convert(self, argument: Any) -> int:
-        united = isinstance(argument, str) and argument[-1:] in config_file.UNITS
-        return config_file.count(argument) if united else super().convert(argument)
+    def __init__(self, option: Option):
+        self._option = option
+
+    def parse(self, argument: Any) -> Any:
+        if isinstance(argument, str):
+            return self._option.parse(argument)
+        return self._option.check(argument)
 
 
 def _line(option: Option, width: int) -> str:
     if option.kind is bool:
         left = f"  --[no]{option.name}"
     else:
-        left = f"  --{option.name}={'|'.join(map(str, option.choices)) or _WORDS[option.kind]}"
+        left = f"  --{option.name}={'|'.join(option.choices) or _placeholder(option.kind)}"
     text = textwrap.wrap(f"{option.help} {_extra(option)}".strip(), width - COLUMN)
     if len(left) > COLUMN - 2:
         text.insert(0, "")
-    return "\n".join(
-        [f"{left:{COLUMN}}{text[0]}".rstrip(), *(" " * COLUMN + line for line in text[1:])]
-    )
+    first, *rest = text
+    return "\n".join([f"{left:{COLUMN}}{first}".rstrip(), *(" " * COLUMN + line for line in rest)])
+
+
+def _placeholder(kind: Any) -> str:
+    return PLACEHOLDERS.get(kind) or kind.PLACEHOLDER
 
 
 def _extra(option: Option) -> str:
     """'(default 16, 1 to 4096)'"""
     parts = []
-    if option.default not in (None, "", ()):
-        default = (
-            {True: "yes", False: "no"}[option.default] if option.kind is bool else option.default
-        )
-        parts.append(f"default {default:g}" if isinstance(default, float) else f"default {default}")
-    low = option.low
-    high = option.high
-    if low is not None or high is not None:
-        parts.append(
-            f"{low:g} to {high:g}"
-            if None not in (low, high)
-            else f"at least {low:g}"
-            if high is None
-            else f"at most {high:g}"
-        )
+    default = option.default
+    if isinstance(default, bool):
+        parts.append(f"default {'yes' if default else 'no'}")
+    elif isinstance(default, float):
+        parts.append(f"default {default:g}")
+    elif default not in (None, "", ()):
+        parts.append(f"default {default}")
+    if option.low is not None and option.high is not None:
+        parts.append(f"{option.low:g} to {option.high:g}")
+    elif option.low is not None:
+        parts.append(f"at least {option.low:g}")
+    elif option.high is not None:
+        parts.append(f"at most {option.high:g}")
     return f"({', '.join(parts)})" if parts else ""

@@ -1,95 +1,66 @@
-"""The nested settings of `config` under flat names, for keyword arguments and for flags."""
+"""The settings of config classes under flat names, for keyword arguments and for flags."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import types
-import typing
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
 
-from jaxserve.settings.schema import ConfigError, MeshConfig
+from jaxserve.settings import renamed
+from jaxserve.settings.fields import ConfigError, Option, kinds_of, own_options, parsed
+from jaxserve.settings.schema import MeshConfig
 
+__all__ = ["Option", "make", "near", "options_of"]
 
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """One setting. kind: int, float, bool, str or MeshConfig; limits are inclusive; None as default
-    stands for 'not given'."""
-
-    name: str
-    kind: type
-    default: Any
-    help: str
-    low: Any = None
-    high: Any = None
-    choices: tuple = ()
+Config = TypeVar("Config")
 
 
 def options_of(config: type) -> dict[str, Option]:
     """Every setting of a config class and of those inside it, by name. A mesh is one setting."""
+    own = {option.name: option for option in own_options(config)}
     found: dict[str, Option] = {}
-    hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
-        kind = _plain(hints[field.name])
-        if kind is MeshConfig:
-            found[field.name] = Option(
-                field.name, kind, field.default, "degrees of the mesh axes: stages, lanes, ranks"
-            )
-        elif dataclasses.is_dataclass(kind):
-            found |= options_of(kind)
+        kind = kinds_of(config)[field.name]
+        if field.name in own:
+            found[field.name] = own[field.name]
+        elif kind is MeshConfig:
+            found[field.name] = Option(field.name, kind, field.default, MeshConfig.HELP)
         else:
-            found[field.name] = Option(field.name, kind, field.default, **field.metadata)
+            found |= options_of(kind)
     return found
 
 
-def make(config: type, values: Mapping[str, Any]) -> Any:
-    """The config with these settings; those left out keep their defaults. Errors: ConfigError for
-    an unknown name or a wrong value."""
+def make(config: type[Config], values: Mapping[str, Any]) -> Config:
+    """The config with these settings; those left out keep their defaults.
+
+    Errors: ConfigError for an unknown name or a value that cannot be used.
+    """
     options = options_of(config)
+    given: dict[str, Any] = {}
     for name, value in values.items():
-        if name not in options:
-            near = difflib.get_close_matches(name, options, 1)
-            raise ConfigError(
-                name,
-                f"unknown setting; {f'did you mean {near[0]}' if near else 'known are ' + ', '.join(options)}?",
-            )
-        _check_kind(options[name], value)
-    return _made(config, values)
+        today = renamed.current_name(name)
+        if today not in options:
+            raise ConfigError(name, f"unknown setting{near(name, options)}")
+        try:
+            given[today] = options[today].check(value)
+        except ValueError as error:
+            raise ConfigError(today, str(error)) from None
+    return _made(config, given)
 
 
-def _made(config: type, values: Mapping[str, Any]) -> Any:
-    hints = typing.get_type_hints(config)
+def _made(config: type[Config], values: Mapping[str, Any]) -> Config:
     given = {}
-    for field in dataclasses.fields(config):
-        kind = _plain(hints[field.name])
-        if kind is MeshConfig:
-            given[field.name] = _mesh(field.name, values.get(field.name, field.default))
-        elif dataclasses.is_dataclass(kind):
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        kind = kinds_of(config)[field.name]  # type: ignore[arg-type]
+        if field.name in values:
+            given[field.name] = parsed(kind, values[field.name])
+        elif dataclasses.is_dataclass(kind) and kind is not MeshConfig:
             given[field.name] = _made(kind, values)
-        elif field.name in values:
-            given[field.name] = values[field.name]
     return config(**given)
 
 
-def _mesh(name: str, value: str | MeshConfig) -> MeshConfig:
-    if isinstance(value, MeshConfig):
-        return value
-    try:
-        return MeshConfig.parse(value)
-    except ConfigError as error:  # of an axis: name the setting too
-        raise error if error.field == name else ConfigError(name, str(error)) from None
-
-
-def _check_kind(option: Option, value: Any) -> None:
-    allowed = {float: (int, float), MeshConfig: (str, MeshConfig)}.get(option.kind, (option.kind,))
-    right = isinstance(value, allowed) and (option.kind is bool or not isinstance(value, bool))
-    if not right and not (value is None and option.default is None):
-        raise ConfigError(option.name, f"must be of type {option.kind.__name__}, not {value!r}")
-
-
-def _plain(hint: Any) -> type:
-    """`int` of `int | None`."""
-    if isinstance(hint, types.UnionType):
-        (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
-    return hint
+def near(name: str, known: Collection[str]) -> str:
+    """'; did you mean NAME?' where a known name is much like this one, else ''."""
+    found = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {found[0]}?" if found else ""

@@ -1,58 +1,44 @@
 """Settings from a YAML file and from the environment, which lie between the defaults and the flags.
 
 A file is one mapping from names of flags to plain values (lists where a flag may be given several
-times); it is read with the safe loader only. Nothing in it is ignored: a name that is no setting, a
-value of another type, a name that is there twice are refused, with the line. One file serves all
-commands: what another one's engine or server is told is known, and left to it. The variable of a
-flag is JAXSERVE_NAME, in capitals.
+times); it is read with the safe loader only. Nothing in it is ignored: an unknown name, a value of
+another type and a name that is given more than once are refused, with the line. One file serves all
+commands: each takes what it knows of the engine's and the server's settings. The variable of a flag
+is JAXSERVE_NAME, in capitals.
 """
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import logging
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
 
-from jaxserve.settings.options import Option, options_of
+from jaxserve.settings import renamed
+from jaxserve.settings.fields import COUNT, Option, count
+from jaxserve.settings.options import near, options_of
 from jaxserve.settings.schema import ConfigError, EngineConfig, MeshConfig, ServerConfig
 
 log = logging.getLogger(__name__)
 PREFIX = "JAXSERVE_"
-LARGEST = 64 * 1024  # bytes of a file
-OWN = ("config", "print_config")  # flags about the settings, which are none
-OTHERS = {"JAXSERVE_CACHE", "JAXSERVE_DATA", "JAXSERVE_CONFIG"}  # variables that are no settings
+MAX_FILE_BYTES = 64 * 1024
+OWN = ("config", "print_config")  # flags that are about settings, and none themselves
+# variables that are no settings
+OTHER_VARIABLES = {"JAXSERVE_CACHE", "JAXSERVE_DATA", "JAXSERVE_CONFIG"}
 # what Kubernetes sets beside a service called jaxserve
-LINKS = re.compile(r"JAXSERVE_(\w+_)?(SERVICE_HOST|(SERVICE_)?PORT)(_\w+)?")
-UNITS = {"K": 2**10, "M": 2**20}
-COUNT = re.compile(r"([0-9]+)([KM])")
-REAL = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")  # YAML takes 1e-3 for a text
-WORDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-    tuple: "a list of texts",
-    MeshConfig: "a text such as spp=2,kvp=2,tp=3",
-}
+SERVICE_LINKS = re.compile(r"JAXSERVE_(\w+_)?(SERVICE_HOST|(SERVICE_)?PORT)(_\w+)?")
+SCIENTIFIC = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")  # YAML reads 1e-3 as a text
 
 Layer = dict[str, tuple[Any, str]]  # by setting: value, and where it is from
 
 
-def count(text: str) -> int:
-    """'128K' -> 131072: K stands for 1024 and M for its square. Errors: ValueError."""
-    match = COUNT.fullmatch(text.strip())
-    return int(match[1]) * UNITS[match[2]] if match else int(text)
-
-
 def from_file(name: str, options: Mapping[str, Option]) -> Layer:
-    """What a file says about these options. Errors: ConfigError of `config` that names the file,
-    the line and the setting."""
+    """Reads these options from a file. Errors: ConfigError of `config` that names file, line and
+    setting."""
     text = _text(name)
     try:
         lines = dict(_entries(text))
@@ -60,86 +46,79 @@ def from_file(name: str, options: Mapping[str, Option]) -> Layer:
     except yaml.MarkedYAMLError as error:
         place = "" if error.problem_mark is None else f" line {error.problem_mark.line + 1}"
         raise ConfigError("config", f"{name}{place}: not YAML: {error.problem}") from None
+    except _Refused as error:
+        raise ConfigError("config", f"{name}{error}") from None
     except (ValueError, yaml.YAMLError) as error:
-        reason = (
-            error.args[0]
-            if isinstance(error, _Refused)
-            else f"not YAML: {' '.join(str(error).split())}"
-        )
-        raise ConfigError(
-            "config", f"{name}{reason if reason.startswith(' line') else f': {reason}'}"
-        ) from None
+        reason = " ".join(str(error).split())
+        raise ConfigError("config", f"{name}: not YAML: {reason}") from None
     found: Layer = {}
     for key, line in lines.items():
-        if key in options:
+        today = renamed.current_name(key)
+        if today in options:
             where = f"{name} line {line}"
             try:
-                found[key] = _checked(options[key], _plain(options[key], values[key])), where
+                found[today] = options[today].check(_plain(options[today], values[key])), where
             except ValueError as error:
                 raise ConfigError("config", f"{where}: {key}: {error}") from None
     return found
 
 
 def from_environment(options: Mapping[str, Option], environment: Mapping[str, str]) -> Layer:
-    """What variables say about these options; one that is no setting at all is warned of. Errors:
-    ConfigError of the variable."""
+    """Reads these options from variables JAXSERVE_NAME; warns of variables that are no setting at
+    all. Errors: ConfigError of the variable."""
     found: Layer = {}
-    names = {PREFIX + name.upper(): name for name in options if name not in OWN}
-    known = names.keys() | {PREFIX + name.upper() for name in _ours()} | OTHERS
+    known = {*options, *_engine_and_server()} - set(OWN)
     for variable, text in environment.items():
-        if not variable.startswith(PREFIX) or (
-            LINKS.fullmatch(variable) and (variable not in known or "://" in text)
-        ):
+        if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES:
             continue
-        if variable in names:
-            option = options[names[variable]]
+        name = variable.removeprefix(PREFIX).lower()
+        if SERVICE_LINKS.fullmatch(variable) and (name not in known or "://" in text):
+            continue
+        today = renamed.current_name(name)
+        if today not in known or variable != PREFIX + name.upper():
+            hint = near(name, _engine_and_server())
+            log.warning("%a is not a setting%s", variable[:100], hint)
+        elif today in options:
             try:
-                found[option.name] = _checked(option, _parsed(option, text)), variable
+                found[today] = options[today].parse(text), variable
             except ValueError as error:
                 raise ConfigError(variable, str(error)) from None
-        elif variable not in known:
-            log.warning(
-                "%a is no setting%s",
-                variable[:100],
-                _near(variable.removeprefix(PREFIX).lower(), _ours()),
-            )
     return found
 
 
 def printed(
     options: Mapping[str, Option], values: Mapping[str, Any], origins: Mapping[str, str]
 ) -> str:
-    """A file with these values, each that is no default with a comment that says where it is from.
-    `from_file` reads it."""
+    """A settings file with these values; those that are not the defaults have a comment that says
+    where they are from. `from_file` reads it."""
     lines = []
     for name in options:
-        if name not in OWN:
-            value = str(values[name]) if isinstance(values[name], MeshConfig) else values[name]
-            value = list(value) if isinstance(value, tuple) else value
-            shown = yaml.safe_dump(
-                {name: value},
-                default_flow_style=None if isinstance(value, list) else False,
-                width=math.inf,
-            )
-            lines.append(
-                shown.rstrip("\n")
-                + (f"  # {ascii(origins[name])[1:-1]}" if name in origins else "")
-            )
+        if name in OWN:
+            continue
+        value = values[name]
+        if isinstance(value, MeshConfig):
+            value = str(value)
+        if isinstance(value, tuple):
+            value = list(value)
+        flow = None if isinstance(value, list) else False
+        shown = yaml.safe_dump({name: value}, default_flow_style=flow, width=math.inf)
+        origin = f"  # {ascii(origins[name])[1:-1]}" if name in origins else ""
+        lines.append(shown.rstrip("\n") + origin)
     return "\n".join(lines)
 
 
 class _Refused(ValueError):
-    """What a file may not hold, told from ' line N' on."""
+    """A mistake in a file; the message begins with ' line N: '."""
 
 
 def _text(name: str) -> str:
     try:
         with open(name, "rb") as file:
-            data = file.read(LARGEST + 1)
+            data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError("config", f"{name}: {error.strerror}") from None
-    if len(data) > LARGEST:
-        raise ConfigError("config", f"{name}: is larger than the limit, {LARGEST} bytes")
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError("config", f"{name}: is larger than the limit, {MAX_FILE_BYTES} bytes")
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -147,8 +126,8 @@ def _text(name: str) -> str:
 
 
 def _entries(text: str) -> Iterator[tuple[str, int]]:
-    """The names in a file and their lines. Read as events, so that nothing nested, shared or tagged
-    is ever built."""
+    """Yields the names in a file with their lines. Reads events, so that nothing nested, shared or
+    tagged is ever built."""
     events = (
         event
         for event in yaml.parse(text, Loader=yaml.SafeLoader)
@@ -165,7 +144,7 @@ def _entries(text: str) -> Iterator[tuple[str, int]]:
         if not isinstance(key, yaml.ScalarEvent):
             raise _Refused(_at(key) + "a name must be a plain text")
         if key.value in seen:
-            raise _Refused(_at(key) + f"{key.value} is there twice")
+            raise _Refused(_at(key) + f"{key.value} is given more than once")
         seen.add(key.value)
         _skip_value(key.value, next(events), events)
         yield key.value, key.start_mark.line + 1
@@ -176,7 +155,7 @@ def _entries(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _skip_value(name: str, event: Any, events: Iterator[Any]) -> None:
-    """A plain value, or a list of them."""
+    """Reads past a plain value or a list of them. Errors: _Refused for anything else."""
     listed = isinstance(event, yaml.SequenceStartEvent)
     for part in itertools.chain([event], events if listed else ()):
         if isinstance(part, yaml.SequenceEndEvent):
@@ -192,70 +171,26 @@ def _at(event: Any) -> str:
 
 
 def _known(lines: Mapping[str, int], options: Mapping[str, Option]) -> bool:
-    known = (options.keys() | _ours().keys()) - set(OWN)
+    """Whether a file has settings at all. Errors: _Refused for a name that is none."""
+    known = (options.keys() | _engine_and_server().keys()) - set(OWN)
     for name, line in lines.items():
-        if name not in known:
-            raise _Refused(f" line {line}: unknown setting {name!a:.100}{_near(name, known)}")
+        if name not in known and name not in renamed.FLAGS:
+            raise _Refused(f" line {line}: unknown setting {name!a:.100}{near(name, known)}")
     return bool(lines)
 
 
-def _ours() -> dict[str, Option]:
+def _engine_and_server() -> dict[str, Option]:
     return {**options_of(EngineConfig), **options_of(ServerConfig)}
-
-
-def _near(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _plain(option: Option, value: Any) -> Any:
     """A value of YAML as one of the option's kind, where it can stand for one."""
     if option.kind is int and isinstance(value, str) and COUNT.fullmatch(value):
         return count(value)
-    if option.kind is float and isinstance(value, str) and REAL.fullmatch(value):
+    if option.kind is float and isinstance(value, str) and SCIENTIFIC.fullmatch(value):
+        return float(value)
+    if option.kind is float and type(value) is int:
         return float(value)
     if option.kind is tuple and isinstance(value, list):
         return tuple(value)
-    return float(value) if option.kind is float and type(value) is int else value
-
-
-def _parsed(option: Option, text: str) -> Any:
-    """The value that a text stands for; the text itself where it stands for none."""
-    if option.kind is bool:
-        return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(
-            text.lower(), text
-        )
-    try:
-        return (
-            count(text)
-            if option.kind is int
-            else float(text)
-            if option.kind is float
-            else (text,)
-            if option.kind is tuple
-            else text
-        )
-    except ValueError:
-        return text
-
-
-def _checked(option: Option, value: Any) -> Any:
-    """The value, if a flag could have it. Errors: ValueError that says what is wrong with it."""
-    if value is None and option.default is None:
-        return None
-    kind: type = str if option.kind is MeshConfig else option.kind
-    parts = value if isinstance(value, tuple) else ()
-    right = type(value) is kind and all(isinstance(part, str) for part in parts)
-    if not right:
-        raise ValueError(f"must be {WORDS[option.kind]}, not {value!a:.100}")
-    if option.choices and value not in option.choices:
-        raise ValueError(f"{value!a:.100} is not one of {', '.join(map(str, option.choices))}")
-    if kind is float and not math.isfinite(value):
-        raise ValueError("must be a finite number")
-    if option.low is not None and value < option.low:
-        raise ValueError(f"{value} is below the limit {option.low}")
-    if option.high is not None and value > option.high:
-        raise ValueError(f"{value} is above the limit {option.high}")
-    if option.kind is MeshConfig:
-        MeshConfig.parse(value)
     return value

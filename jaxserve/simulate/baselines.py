@@ -19,9 +19,8 @@ from jaxserve.simulate.loongserve import LoongPool, LoongServe
 from jaxserve.simulate.recorder import Outcome
 from jaxserve.simulate.run import System, execute
 
-# Settings that make our scheduler another one. Medha's LRS ranks by relative slack as Medha does,
-# but lets no prompts share a step (5.4);
-# `--policy=lrs` ranks by slack in seconds.
+# Settings that make our scheduler another one. lrs: Medha's, by least relative slack, where no
+# prompts share a step (5.4).
 SCHEDULERS: Mapping[str, Mapping[str, Any]] = {
     "sarathi-512": dict(policy="fcfs", chunking="static", chunk_tokens=512),
     "sarathi-2048": dict(policy="fcfs", chunking="static", chunk_tokens=2048),

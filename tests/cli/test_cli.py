@@ -72,12 +72,12 @@ def test_flags_are_the_settings():
         (["serve", "--prt=1"], "jaxserve serve: unknown flag --prt; did you mean --port?"),
         (
             ["serve", "--port=65536"],
-            "jaxserve serve: --port=65536: 65536 is not an integer in the range [0, 65535]",
+            "jaxserve serve: --port=65536: 65536 is above the limit 65535",
         ),
-        (["serve", "--port=x"], "jaxserve serve: --port=x: invalid literal"),
+        (["serve", "--port=x"], "jaxserve serve: --port=x: must be a whole number, not 'x'"),
         (
             ["serve", "--dtype=int8"],
-            "jaxserve serve: --dtype=int8: value should be one of <float32|bfloat16|float16>",
+            "jaxserve serve: --dtype=int8: 'int8' is not one of float32, bfloat16, float16",
         ),
         (
             ["serve", "--host=0.0.0.0"],

@@ -123,7 +123,7 @@ def test_without_matplotlib_the_flag_is_named_before_anything_is_simulated(
     ("flags", "said"),
     [
         (["--model=llama9"], "--model: 'llama9' is not one of "),
-        (["--gpu=b200"], "--gpu=b200: value should be one of <a100|h100|h200>"),
+        (["--gpu=b200"], "--gpu=b200: 'b200' is not one of a100, h100, h200"),
         (["--gpus=0"], "--gpus: '0' is not a number of GPUs from 1 to 1024, or several as N,N"),
         (["--gpus=eight"], "--gpus: 'eight' is not a number"),
         (["--gpus="], "--gpus: '' is not a number"),
@@ -136,7 +136,7 @@ def test_without_matplotlib_the_flag_is_named_before_anything_is_simulated(
             "--workload: 'poison:mix=medha-5' is neither a generator",
         ),
         (["--qps=-1"], "--workload: qps must be above 0"),
-        (["--attainment=2"], "--attainment=2: 2.0 is not"),
+        (["--attainment=2"], "--attainment=2: 2.0 is above the limit 1"),
         (["--json=/no/such/plans.json"], "--json: /no/such/plans.json: No such file"),
         (["--plot=plans.doc"], "--plot: 'plans.doc' ends neither in .png nor in .svg"),
         (["--chunking=static"], "unknown flag --chunking"),

@@ -85,7 +85,7 @@ def fill(core: Scheduler, prompt: int, now: float = 0.0, **rest) -> RequestError
 # --- the first token
 
 
-@pytest.mark.parametrize("policy", ["slack", "edf", "lrs", "fcfs"])
+@pytest.mark.parametrize("policy", ["slack", "edf", "llf", "fcfs"])
 @pytest.mark.parametrize("chunking", ["static", "adaptive"])
 def test_as_much_is_accepted_as_can_be_in_time_and_no_more(policy, chunking):
     core = made(policy=policy, chunking=chunking)

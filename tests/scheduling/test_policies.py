@@ -32,7 +32,7 @@ def order(policy: str, now: float = 10.0) -> list[str]:
     [
         ("fcfs", ["early", "pressed", "large", "tight"]),
         ("edf", ["tight", "large", "pressed", "early"]),
-        ("lrs", ["large", "tight", "pressed", "early"]),
+        ("llf", ["large", "tight", "pressed", "early"]),
         ("slack", ["pressed", "large", "tight", "early"]),
     ],
 )
@@ -41,7 +41,7 @@ def test_each_policy_puts_another_first(policy, expected):
 
 
 def test_slack_in_seconds_and_as_a_share_by_hand():
-    assert POLICIES["lrs"](10, ARRIVAL, DUE, WORK).tolist() == [72, 1.5, 1, 2]
+    assert POLICIES["llf"](10, ARRIVAL, DUE, WORK).tolist() == [72, 1.5, 1, 2]
     assert relative_slack(10, ARRIVAL, DUE, WORK).tolist() == pytest.approx(
         [72 / 90, 1.5 / 3, 1 / 10, 2 / 30]
     )

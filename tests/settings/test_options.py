@@ -42,11 +42,11 @@ def test_settings_land_where_they_belong_and_the_rest_is_default():
     "settings, message",
     [
         ({"chunk_token": 1}, "chunk_token: unknown setting; did you mean chunk_tokens"),
-        ({"chunk_tokens": "1"}, "chunk_tokens: must be of type int"),
-        ({"chunk_tokens": True}, "chunk_tokens: must be of type int"),
+        ({"chunk_tokens": "1"}, "chunk_tokens: must be a whole number"),
+        ({"chunk_tokens": True}, "chunk_tokens: must be a whole number"),
         ({"chunk_tokens": 0}, "chunk_tokens: 0 is below the limit 1"),
-        ({"chunk_tokens": None}, "chunk_tokens: must be of type int"),
-        ({"prefix_caching": 1}, "prefix_caching: must be of type bool"),
+        ({"chunk_tokens": None}, "chunk_tokens: must be a whole number"),
+        ({"prefix_caching": 1}, "prefix_caching: must be true or false"),
         ({"mesh": "x=2"}, "mesh: 'x=2' is not AXIS=DEGREE"),
         ({"dtype": "int8"}, "dtype: 'int8' is not one of float32"),
         (

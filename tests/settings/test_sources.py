@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from jaxserve.cli import main as cli
+from jaxserve.settings.fields import count
 from jaxserve.settings.flags import parse
-from jaxserve.settings.sources import LARGEST, count, from_file
+from jaxserve.settings.sources import MAX_FILE_BYTES, from_file
 
 SERVE = cli.load("serve")
 
@@ -40,9 +41,9 @@ def run(capsys, *arguments):
 
 
 def test_flags_go_before_the_environment_and_that_before_the_file(write, monkeypatch):
-    file = write("ttft: 1.5\ntpot: 0.2\npolicy: lrs\nmax_seqs: 8\n")
+    file = write("ttft: 1.5\ntpot: 0.2\npolicy: edf\nmax_seqs: 8\n")
     monkeypatch.setenv("JAXSERVE_TPOT", "0.3")
-    monkeypatch.setenv("JAXSERVE_POLICY", "edf")
+    monkeypatch.setenv("JAXSERVE_POLICY", "llf")
     values = parse(SERVE, [f"--config={file}", "--policy=fcfs"])
     assert [values[name] for name in ("ttft", "tpot", "policy", "max_seqs", "chunking")] == [
         1.5,
@@ -119,7 +120,7 @@ def test_a_file_may_be_empty(write, text):
         ("prt: 1", "line 1: unknown setting 'prt'; did you mean port?"),
         ("\n\nzzzzzz: 1", "line 3: unknown setting 'zzzzzz'"),
         ("config: other.yaml", "line 1: unknown setting 'config'"),
-        ("port: 1\nttft: 1\nport: 2", "line 3: port is there twice"),
+        ("port: 1\nttft: 1\nport: 2", "line 3: port is given more than once"),
         ("port: x", "line 1: port: must be a whole number, not 'x'"),
         ("port: 1.5", "line 1: port: must be a whole number, not 1.5"),
         ("port: true", "line 1: port: must be a whole number, not True"),
@@ -128,12 +129,12 @@ def test_a_file_may_be_empty(write, text):
         ("port: 65536", "line 1: port: 65536 is above the limit 65535"),
         ("port: [1]", "line 1: port: must be a whole number, not [1]"),
         ("ttft: soon", "line 1: ttft: must be a number, not 'soon'"),
-        ("ttft: .nan", "line 1: ttft: must be a finite number"),
+        ("ttft: .nan", "line 1: ttft: must be a number, not nan"),
         ("ttft: 2026-01-01", "line 1: ttft: must be a number, not datetime.date"),
         ("reflection: 1", "line 1: reflection: must be true or false, not 1"),
         ("model: 3", "line 1: model: must be a text, not 3"),
         ("dtype: int8", "line 1: dtype: 'int8' is not one of float32, bfloat16, float16"),
-        ("mesh: ep=2", "line 1: mesh: mesh: 'ep=2' is not AXIS=DEGREE"),
+        ("mesh: ep=2", "line 1: mesh: 'ep=2' is not AXIS=DEGREE"),
         ("mesh: {tp: 2}", "line 1: mesh: has values inside; settings are flat"),
         ("server:\n  port: 1", "line 2: server: has values inside"),
         ("port: [[1]]", "line 1: port: has values inside"),
@@ -150,7 +151,7 @@ def test_a_file_may_be_empty(write, text):
         ("model: 'x", "not YAML: found unexpected end of stream"),
         ("model: \x01", "not YAML: "),
         (b"model: \xff", "is not a text in UTF-8"),
-        ("#" * LARGEST + "\n", "is larger than the limit, 65536 bytes"),
+        ("#" * MAX_FILE_BYTES + "\n", "is larger than the limit, 65536 bytes"),
         ("model: " + "[" * 60_000, "line 1: model: has values inside"),
     ],
 )
@@ -208,7 +209,7 @@ def test_variables_that_are_no_settings_are_warned_of(monkeypatch, caplog):
     # what Kubernetes sets for a service of our name is not for us
     assert parse(SERVE, [])["port"] == 8470
     (record,) = caplog.records
-    assert record.getMessage() == "'JAXSERVE_TFTT' is no setting; did you mean ttft?"
+    assert record.getMessage() == "'JAXSERVE_TFTT' is not a setting; did you mean ttft?"
 
 
 def test_what_is_printed_reads_back_as_the_same(capsys, write, monkeypatch):

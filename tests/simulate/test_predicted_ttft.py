@@ -142,7 +142,7 @@ def test_lanes_share_what_is_ahead_but_not_a_prompts_own_work():
 
 
 @pytest.mark.parametrize("costs", [NOMINAL, Costs(layers=1)])
-@pytest.mark.parametrize("policy", ["fcfs", "edf", "lrs", "slack"])
+@pytest.mark.parametrize("policy", ["fcfs", "edf", "llf", "slack"])
 @pytest.mark.parametrize("chunking", ["static", "adaptive"])
 def test_where_no_costs_are_known_it_is_still_a_number(costs, policy, chunking):
     replica = made(MeshConfig(spp=2, kvp=2), policy=policy, chunking=chunking)

@@ -561,7 +561,7 @@ def test_an_absurd_objective_does_not_go_before_everybody():
     ) == {0}
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "edf", "lrs"])
+@pytest.mark.parametrize("policy", ["fcfs", "edf", "llf"])
 def test_other_policies_let_the_hopeless_block_the_rest(policy):
     assert (
         len(missed(made(policy=policy, max_seqs=64), asked(*HOPELESS, *SHORT))) > len(HOPELESS) + 3

@@ -1,0 +1,24 @@
+"""Every setting of jaxserve: frozen dataclasses, one file for each group, whose fields declare
+type, limits and help. The command line's flags are made from them."""
+
+from jaxserve.settings.fields import ConfigError
+from jaxserve.settings.schema.cache import CacheConfig
+from jaxserve.settings.schema.engine import EngineConfig, check_lanes
+from jaxserve.settings.schema.mesh import MeshConfig
+from jaxserve.settings.schema.model import ModelSource
+from jaxserve.settings.schema.objectives import DEFAULT_CLASS, Objectives
+from jaxserve.settings.schema.scheduler import SchedulerConfig
+from jaxserve.settings.schema.server import ServerConfig
+
+__all__ = [
+    "DEFAULT_CLASS",
+    "CacheConfig",
+    "ConfigError",
+    "EngineConfig",
+    "MeshConfig",
+    "ModelSource",
+    "Objectives",
+    "SchedulerConfig",
+    "ServerConfig",
+    "check_lanes",
+]

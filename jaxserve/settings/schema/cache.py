@@ -1,0 +1,38 @@
+"""Settings of the KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxserve.settings.fields import Settings, option
+
+
+@dataclass(frozen=True)
+class CacheConfig(Settings):
+    """The KV cache of one replica. Pages are counted per lane."""
+
+    block_size: int = option(16, "tokens per KV block (and per page)", low=1, high=1024)
+    pages: int | None = option(None, "KV pages per lane; default: from kv_memory_gib", low=2)
+    kv_memory_gib: float = option(
+        1.0, "memory for KV pages per device (GiB), where pages is not given", low=0.001
+    )
+    lane_tokens: int | None = option(
+        None,
+        "tokens of a request that a lane holds before the next lane joins; default: as many as fit",
+        low=1,
+    )
+    placement: str = option(
+        "grow",
+        "lanes that the blocks of a long prompt go to: the next lane once one holds lane_tokens "
+        "(grow); evenly over all lanes if it is longer than lane_tokens, or over those that a "
+        "planner chooses (striped, zigzag); block after block to another lane (round_robin, "
+        "random)",
+        choices=("grow", "striped", "zigzag", "round_robin", "random"),
+    )
+    prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
+    kv_cache_dtype: str = option(
+        "auto",
+        "type of KV: that of the weights (auto), or e4m3 with a scale for each vector (fp8), half "
+        "the bytes of bfloat16 and 4 significant bits",
+        choices=("auto", "fp8"),
+    )

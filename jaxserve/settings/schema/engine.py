@@ -1,0 +1,94 @@
+"""Settings of a replica: all that one engine needs to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jaxserve.settings.fields import ConfigError, Settings, option
+from jaxserve.settings.schema.cache import CacheConfig
+from jaxserve.settings.schema.mesh import MeshConfig
+from jaxserve.settings.schema.model import ModelSource
+from jaxserve.settings.schema.scheduler import SchedulerConfig
+
+
+@dataclass(frozen=True)
+class EngineConfig(Settings):
+    """A replica: its model, mesh, cache and scheduler, and how its engine runs."""
+
+    source: ModelSource = field(default=ModelSource())
+    mesh: MeshConfig = field(default=MeshConfig())
+    cache: CacheConfig = field(default=CacheConfig())
+    scheduler: SchedulerConfig = field(default=SchedulerConfig())
+    profile: str = option(
+        "auto",
+        "what steps cost: a file that `jaxserve profile` wrote; auto: measured at the first start "
+        "and kept; none: no predictions",
+    )
+    lookahead: int = option(
+        1, "steps that are issued before the tokens of the last one are read", low=0, high=8
+    )
+    hang_timeout: float = option(
+        60.0,
+        "seconds after which a step counts as hung, if it has also taken ten times as long as "
+        "predicted",
+        low=0.01,
+    )
+    compile_cache: str | None = option(
+        None, "folder of compiled programs; default: under the user's cache folder; '' for none"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_lanes(self.mesh, self.cache, self.scheduler)
+        scheduler = self.scheduler
+        for name, value, needs_costs in (
+            ("exchange", scheduler.exchange, scheduler.exchange in ("auto", "alg1", "alg5")),
+            ("planner", scheduler.planner, scheduler.planner != "none"),
+        ):
+            if self.profile == "none" and needs_costs:
+                raise ConfigError(
+                    name,
+                    f"{value} needs to know what steps cost, which --profile=none rules out",
+                )
+
+
+def check_lanes(mesh: MeshConfig, cache: CacheConfig, scheduler: SchedulerConfig) -> None:
+    """Refuses settings about lanes that would have no effect on this mesh or beside the others;
+    what is the default anyway is never refused. Errors: ConfigError."""
+    planner = scheduler.planner
+    for name, value, default in (
+        ("placement", cache.placement, CacheConfig.placement),
+        ("exchange", scheduler.exchange, SchedulerConfig.exchange),
+        ("planner", planner, SchedulerConfig.planner),
+    ):
+        if mesh.kvp == 1 and value != default:
+            raise ConfigError(
+                name, f"{value} has no effect on one lane; give --mesh a kvp of 2 or more"
+            )
+    if scheduler.improvement is not None and planner not in ("single", "cdsp"):
+        raise ConfigError("improvement", f"has no effect with --planner={planner}")
+    dealt = cache.placement in ("striped", "zigzag")
+    if planner == "none":
+        if dealt and cache.lane_tokens is None:
+            raise ConfigError(
+                "placement",
+                f"{cache.placement} deals out prompts of more than --lane_tokens, which is not "
+                "given",
+            )
+        return
+    if not dealt:
+        raise ConfigError(
+            "placement",
+            f"{cache.placement} cannot follow --planner={planner}; that needs striped or zigzag",
+        )
+    if scheduler.exchange == "gather":
+        raise ConfigError(
+            "exchange",
+            f"with gather all lanes compute every step, whatever --planner={planner} says; that "
+            "needs auto, pass_q, pass_kv, alg1 or alg5",
+        )
+    size = int(planner.removeprefix("fixed-")) if planner.startswith("fixed-") else 1
+    if mesh.kvp % size:
+        raise ConfigError(
+            "planner", f"{planner} needs a kvp that {size} divides; --mesh has kvp={mesh.kvp}"
+        )

@@ -1,0 +1,115 @@
+"""Settings of the scheduler."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxserve.settings.fields import option
+from jaxserve.settings.schema.objectives import Objectives, objectives_by_class
+
+
+@dataclass(frozen=True)
+class SchedulerConfig(Objectives):
+    """How requests are scheduled. Its own objectives are those of requests that name no class."""
+
+    policy: str = option(
+        "fcfs",
+        "order of prefill: first come, first served (fcfs), earliest deadline first (edf), least "
+        "slack in seconds (llf), or least slack as a share of the time to the deadline (slack)",
+        choices=("fcfs", "edf", "llf", "slack"),
+    )
+    chunking: str = option(
+        "static",
+        "prefill tokens of a step: chunk_tokens (static), or fewer so that decodes meet their "
+        "objective (adaptive)",
+        choices=("static", "adaptive"),
+    )
+    max_seqs: int = option(16, "largest number of sequences that run at once", low=1, high=4096)
+    chunk_tokens: int = option(
+        512, "largest number of prefill tokens in a step, per lane", low=1, high=65536
+    )
+    min_chunk: int = option(
+        64,
+        "smallest prefill chunk in tokens; chunks that share a step are computed in rows of so "
+        "many",
+        low=1,
+    )
+    sharing: float = option(
+        0.95,
+        "largest share of a step that shorter prompts may take from a long one (0 to 1; adaptive "
+        "chunks)",
+        low=0,
+        high=1,
+    )
+    classes: str = option(
+        "",
+        "objectives of requests that name a class, as "
+        "chat:ttft=0.5,tpot=0.05;batch:ttft=600,stretch=20,tpot=1; what a class leaves out is as "
+        "for requests without one",
+    )
+    exchange: str = option(
+        "gather",
+        "how attention reaches KV on other lanes: queries go to all lanes (gather) or round a ring "
+        "(pass_q), KV goes round a ring (pass_kv), whichever is predicted to be fastest in each "
+        "step (auto), or as the context parallel paper's Algorithms 1 and 5 choose (alg1, alg5)",
+        choices=("gather", "pass_q", "pass_kv", "auto", "alg1", "alg5"),
+    )
+    planner: str = option(
+        "none",
+        "how many lanes compute a prompt: chosen for each of its chunks so that it ends soonest "
+        "(cdsp), chosen once for all of it (single), always N (fixed-N), or by lane_tokens (none); "
+        "needs a placement of striped or zigzag and an exchange other than gather",
+        choices=("none", "single", "cdsp", "fixed-2", "fixed-4", "fixed-8", "fixed-16"),
+    )
+    improvement: float | None = option(
+        None,
+        "share of a prompt's time that more lanes must save to be used (planner single or cdsp); "
+        "default: by the load, as `jaxserve profile` measured, else 0.1",
+        low=0,
+        high=0.99,
+    )
+    admission: str = option(
+        "queue",
+        "what happens to a request that cannot have its first token in time, or would make others "
+        "late: it waits (queue), or is refused at once (predict; needs a profile)",
+        choices=("queue", "predict"),
+    )
+    step_time: float = option(
+        0.25,
+        "upper bound on step time (s) when no decode sets one, and for steps of a long prompt "
+        "(adaptive chunks)",
+        low=0.0001,
+    )
+    max_queue: int = option(
+        4096, "largest number of waiting requests; further ones are refused", low=1
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.objectives  # refuses a mistake in `classes` when the object is made
+
+    @functools.cached_property
+    def objectives(self) -> Mapping[str | None, Objectives]:
+        """Objectives by class of requests; None: of those that name none."""
+        return objectives_by_class(self.classes, self)
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return tuple(filter(None, self.objectives))
+
+    @property
+    def tile(self) -> int:
+        """Tokens of a row: prefill chunks that share a step are computed in whole rows."""
+        return min(self.min_chunk, self.chunk_tokens)
+
+    @property
+    def tiles(self) -> int:
+        """Rows of a step on one lane."""
+        return -(-self.chunk_tokens // self.tile)
+
+    def stripe(self, block_size: int) -> int:
+        """Consecutive blocks on one lane of a prompt that is dealt out over lanes: those of a
+        row."""
+        return max(1, self.tile // block_size)

@@ -1,0 +1,85 @@
+"""Settings of the server: addresses, security, limits, logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxserve.settings.fields import Settings, option
+
+
+@dataclass(frozen=True)
+class ServerConfig(Settings):
+    """Where a server listens, whom it serves, and how much it takes."""
+
+    host: str = option(
+        "127.0.0.1",
+        "address to listen on; addresses beyond loopback need api_keys, tls_client_ca or insecure",
+    )
+    port: int = option(8470, "gRPC port; 0 takes a free one", low=0, high=65535)
+    http_port: int | None = option(
+        8000,
+        "HTTP port: OpenAI protocol, /metrics, live page; 0 takes a free one",
+        low=0,
+        high=65535,
+    )
+    admin_port: int | None = option(
+        None,
+        "HTTP port for operators: drain, abort, cache, log levels; 0 takes a free one; default: "
+        "none",
+        low=0,
+        high=65535,
+    )
+    insecure: bool = option(
+        False,
+        "serve everybody who can connect, on any address and by any name, without keys and without "
+        "client certificates",
+    )
+    api_keys: str | None = option(
+        None,
+        "file of API keys, as `jaxserve keys` writes it, read again when it changes; default: none",
+    )
+    share_prefixes: bool = option(
+        False,
+        "let tenants reuse the KV of each other's equal prefixes, which they can tell by latencies",
+    )
+    tls_cert: str | None = option(
+        None,
+        "PEM file of the server's certificate and the intermediate ones; default: no TLS",
+    )
+    tls_key: str | None = option(None, "PEM file of the certificate's private key")
+    tls_client_ca: str | None = option(
+        None,
+        "PEM file of the authorities for clients' certificates; clients without one are refused",
+    )
+    reflection: bool = option(True, "serve gRPC reflection")
+    max_message_mib: int = option(256, "largest gRPC message, in MiB", low=1, high=2047)
+    max_body_mib: int = option(
+        8, "largest body over HTTP, in MiB; longer prompts come over gRPC", low=1, high=2047
+    )
+    max_header_kib: int = option(32, "largest header over HTTP, in KiB", low=1, high=1024)
+    max_connections: int = option(4096, "largest number of HTTP connections at once", low=1)
+    header_timeout: float = option(10.0, "seconds an HTTP client has to send its header", low=0.1)
+    body_timeout: float = option(60.0, "seconds an HTTP client has to send its body", low=0.1)
+    keep_alive: float = option(30.0, "seconds an idle HTTP connection is kept open", low=1)
+    drain_timeout: float = option(
+        30.0, "seconds that running requests have to finish after SIGTERM", low=0
+    )
+    stall_timeout: float = option(
+        30.0, "seconds a client may leave its stream unread before its request is aborted", low=1
+    )
+    progress_interval: float = option(
+        5.0, "largest gap (s) between events of a stream", low=0.1, high=10
+    )
+    log_format: str = option(
+        "text", "format of log lines: text, or json (an object on each)", choices=("text", "json")
+    )
+    log_level: str = option(
+        "info",
+        "lowest level of jaxserve's own log lines",
+        choices=("debug", "info", "warning", "error"),
+    )
+    traces_endpoint: str | None = option(
+        None,
+        "OTLP endpoint that gets a span of each request, such as http://localhost:4317; default: "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, if that is set",
+    )
