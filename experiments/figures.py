@@ -314,7 +314,8 @@ def figures_of(paper: str, numbers: Sequence[str], wanted: str | None = None) ->
 
 COLUMNS = ("figure", "how", "what", "paper", "where", "ours", "ours / paper", "verdict", "remark")
 VERDICTS = """\
-*close*: within a factor of 1.25 of the paper's number. > and < are limits: the paper gives a direction or a bound, not a number.
+*close*: within a factor of 1.25 of the paper's number. > and < are limits: the paper gives a \
+direction or a bound, not a number.
 """
 
 

@@ -228,8 +228,10 @@ class Load:
 
 
 CHOOSE = """
-  const rows = [...document.querySelectorAll("#rows tr")].filter((row) => /document/.test(row.textContent));
-  const early = rows.findLast((row) => /prefilling/.test(row.textContent)), queued = Number(document.getElementById("waiting").textContent);
+  const all = [...document.querySelectorAll("#rows tr")];
+  const rows = all.filter((row) => /document/.test(row.textContent));
+  const early = rows.findLast((row) => /prefilling/.test(row.textContent));
+  const queued = Number(document.getElementById("waiting").textContent);
   if (!early || queued < arguments[0]) return false;
   early.querySelector("button").click();
   return true;

@@ -118,7 +118,8 @@ class Comparison:
     def doubts(self) -> list[str]:
         lost = [m for m in self.measurements if not m.quiet]
         out = [
-            f"{m.engine}, {m.point}, round {m.round}: not counted, others used {m.foreign:.1f}% of the machine (attempt {m.attempts})"
+            f"{m.engine}, {m.point}, round {m.round}: not counted, others used {m.foreign:.1f}% "
+            f"of the machine (attempt {m.attempts})"
             for m in lost
         ]
         busiest = max((m.cores for m in self.measurements), default=0)
@@ -131,7 +132,8 @@ class Comparison:
             cores = statistics.median(m.cores for m in self.of(engine, point))
             if cores < LAZY * busiest:
                 out.append(
-                    f"{engine} kept {cores:.2f} cores busy at {point}, another {busiest:.2f}: are its threads bound as it needs?"
+                    f"{engine} kept {cores:.2f} cores busy at {point}, another {busiest:.2f}: "
+                    "are its threads bound as it needs?"
                 )
         return out
 

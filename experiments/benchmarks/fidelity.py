@@ -218,11 +218,15 @@ def run(values: dict[str, Any]) -> int:
     }
     print(described(machine()))
     print(
-        f"{values['model']}: {len(arrivals)} requests at {values['qps']}/s, {values['policy']}, {values['chunking']} chunks"
+        f"{values['model']}: {len(arrivals)} requests at {values['qps']}/s, {values['policy']}, "
+        f"{values['chunking']} chunks"
     )
     for name, result in results.items():
         print(
-            f"\nsimulated {name} (scale {scale if name != 'as profiled' else 1.0:.2f})\n\n{shown(result)}"
+            "\n"
+            f"simulated {name} (scale {scale if name != 'as profiled' else 1.0:.2f})\n"
+            "\n"
+            f"{shown(result)}"
         )
     if values["json"]:
         report = {"machine": machine(), "settings": values, "scale": scale, "results": results}

@@ -261,7 +261,8 @@ async def over_http(
     ).encode()
     reader, writer = idle.pop(0) if idle else await asyncio.open_connection(*address)
     writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nx-request-id: %s\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+        b"application/json\r\nx-request-id: %s\r\n"
         b"content-length: %d\r\n\r\n" % (id.encode(), len(body)) + body
     )
     while (line := await reader.readline()) != LAST_CHUNK:
@@ -495,7 +496,10 @@ def report(rounds: Sequence[dict[str, Any]], held: Mapping[str, float]) -> str:
         "added ms",
         "to its engine's",
     ]
-    said = f"the event loop was held up at most {1000 * held['worst']:.1f} ms; without waits for a core {1000 * held['own']:.1f} ms"
+    said = (
+        f"the event loop was held up at most {1000 * held['worst']:.1f} ms; without waits for a "
+        f"core {1000 * held['own']:.1f} ms"
+    )
     return "\n".join([described(machine()), "", table(headers, rows), "", said])
 
 

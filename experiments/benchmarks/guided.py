@@ -146,7 +146,8 @@ def run(values: dict[str, Any]) -> int:
         results = [measured(llm, values, *point) for point in points]
     print(described(machine()))
     print(
-        f"{values['model']}: {values['tokens']} output tokens a request, {values['rounds']} rounds\n"
+        f"{values['model']}: {values['tokens']} output tokens a request, {values['rounds']} "
+        "rounds\n"
     )
     print(shown(results))
     keep(values, results=results)

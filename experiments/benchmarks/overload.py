@@ -379,14 +379,17 @@ def run(values: dict[str, Any]) -> int:
     result = measured(values)
     print(described(machine()))
     print(
-        f"{values['way']}: {values['model']}, prompts of {values['prompt']} tokens and answers of {values['output']} (medians), "
-        f"{values['max_seqs']} slots; objectives {values['ttft']:g} s to the first token, {values['tpot']:g} s per token; capacity "
+        f"{values['way']}: {values['model']}, prompts of {values['prompt']} tokens and answers "
+        f"of {values['output']} (medians), {values['max_seqs']} slots; objectives "
+        f"{values['ttft']:g} s to the first token, {values['tpot']:g} s per token; capacity "
         f"{result['capacity']:.2f} requests/s\n"
     )
     print(shown(result))
     print(
-        f"\nprompt tokens computed for refused requests: {result['tokens_for_refused']}; requests that waited when the overload ended: "
-        f"{result['waiting_at_the_end']}; predictor's scale {result['scale']:.2f}"
+        "\n"
+        f"prompt tokens computed for refused requests: {result['tokens_for_refused']}; requests "
+        f"that waited when the overload ended: {result['waiting_at_the_end']}; predictor's scale "
+        f"{result['scale']:.2f}"
     )
     keep(values, **result)
     return 0

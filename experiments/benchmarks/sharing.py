@@ -107,7 +107,8 @@ class Bench:
         if length > self.engine.info.max_model_len:
             raise ConfigError(
                 "long",
-                f"{values['long']} tokens and {OUTPUT + 64} more are above the model's {self.engine.info.max_model_len}",
+                f"{values['long']} tokens and {OUTPUT + 64} more are above the model's "
+                f"{self.engine.info.max_model_len}",
             )
         self.engine.start()
         self._serial = 0
@@ -268,9 +269,10 @@ def run(values: dict[str, Any]) -> int:
     ]
     print(described(machine()))
     print(
-        f"{values['model']}: a prompt of {values['long']} tokens, {values['decodes']} decodes with an objective of "
-        f"{values['tpot'] * 1e3:.0f} ms per token, a prompt of {values['short']} tokens every {values['every']} s with "
-        f"one of {values['ttft'] * 1e3:.0f} ms to its first token\n"
+        f"{values['model']}: a prompt of {values['long']} tokens, {values['decodes']} decodes "
+        f"with an objective of {values['tpot'] * 1e3:.0f} ms per token, a prompt of "
+        f"{values['short']} tokens every {values['every']} s with one of "
+        f"{values['ttft'] * 1e3:.0f} ms to its first token\n"
     )
     print(shown(results))
     keep(values, results=results)

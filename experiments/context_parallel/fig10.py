@@ -109,8 +109,8 @@ def _slope(name: str) -> float:
 
 BASE = "the base of the logarithms and the measurements are not given: not transferable"
 BENT = (
-    "no straight line: with few new tokens the threshold rises with them, for latencies decide, and then it stays; the paper does not "
-    "say which T it measured"
+    "no straight line: with few new tokens the threshold rises with them, for latencies decide, "
+    "and then it stays; the paper does not say which T it measured"
 )
 FIGURE = Figure(
     "fig10",
@@ -159,7 +159,8 @@ FIGURE = Figure(
             "table 4",
             "%",
             "higher",
-            remark="all of the table has one length, so T and its share cannot be told apart: away from it the line means nothing",
+            remark="all of the table has one length, so T and its share cannot be told apart: "
+            "away from it the line means nothing",
         ),
         Claim(
             "how log(share) at the threshold goes with log(T)",

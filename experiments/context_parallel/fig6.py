@@ -54,7 +54,8 @@ FIGURE = Figure(
             lambda rows: cell(rows, "ttft_s", **_at(8)),
             "4.2.1",
             "s",
-            remark="the time to issue a step is fitted to two hosts and taken to grow with every further one",
+            remark="the time to issue a step is fitted to two hosts and taken to grow with "
+            "every further one",
         ),
         *(
             Claim(
@@ -70,8 +71,8 @@ FIGURE = Figure(
             4,
             lambda rows: _faster(rows, "GTI", 4),
             "4.2.1: 'the same scalability'",
-            remark="every hop is shorter than the attention beside it (Eq. 2); what is missing is the part of a hop that is not "
-            "hidden in table 8, which is of decode",
+            remark="every hop is shorter than the attention beside it (Eq. 2); what is missing "
+            "is the part of a hop that is not hidden in table 8, which is of decode",
         ),
     ),
     panels=(

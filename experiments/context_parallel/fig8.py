@@ -36,7 +36,10 @@ def _rate(rows: Rows) -> float:
     return cell(rows, "tflops_per_gpu", hosts=16, tokens=1_000_000)
 
 
-ISSUE = "the time to issue a step is fitted to two hosts and taken to grow with every further one: of 15 it is 2 s"
+ISSUE = (
+    "the time to issue a step is fitted to two hosts and taken to grow with every further one: "
+    "of 15 it is 2 s"
+)
 FIGURE = Figure(
     "fig8",
     "Full prefill on 8 and 16 hosts",

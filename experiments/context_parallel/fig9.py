@@ -88,7 +88,8 @@ RULES = (ROOFLINE, "alg1", "alg5", "the paper's fit", "fit to table 4")
 REMARKS = {
     "alg1": "differs at 5 %, where the paper's times differ by 0.3 %",
     "alg5": "differs at 3.25 and 5 %, where the paper's times differ by 1.4 and 0.3 %",
-    "the paper's fit": "h is below 0 on all of table 4 with natural logarithms, above 0 with those of base 10; the base is not given",
+    "the paper's fit": "h is below 0 on all of table 4 with natural logarithms, above 0 with "
+    "those of base 10; the base is not given",
 }
 FIGURE = Figure(
     "fig9",

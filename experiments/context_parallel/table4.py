@@ -79,8 +79,8 @@ def crossover(rows: Rows, hidden: str) -> float:
 
 
 TIE = (
-    "with all hidden pass-KV wins at 3.25 and 5 %, where the paper has pass-Q ahead by 1.4 and 0.3 %, less than the 5 % by which its "
-    "own figures for 128K on 4 hosts differ"
+    "with all hidden pass-KV wins at 3.25 and 5 %, where the paper has pass-Q ahead by 1.4 and "
+    "0.3 %, less than the 5 % by which its own figures for 128K on 4 hosts differ"
 )
 
 FIGURE = Figure(
@@ -97,8 +97,8 @@ FIGURE = Figure(
             "%",
             "lower",
             limit=True,
-            remark="up to 4160 new tokens 13 to 25 % too fast: a prefill after a cache seems to cost what a full one, to which linear "
-            "parts and issue are fitted, does not",
+            remark="up to 4160 new tokens 13 to 25 % too fast: a prefill after a cache seems to "
+            "cost what a full one, to which linear parts and issue are fitted, does not",
         ),
         Claim(
             "mean error, pass-Q, 14 rows",
@@ -108,7 +108,8 @@ FIGURE = Figure(
             "%",
             "lower",
             limit=True,
-            remark="as above, and 8 % too slow from 40000 on: hops of many queries are better hidden than those of decode",
+            remark="as above, and 8 % too slow from 40000 on: hops of many queries are better "
+            "hidden than those of decode",
         ),
         Claim(
             "mean error, both",

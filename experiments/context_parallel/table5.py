@@ -105,7 +105,8 @@ FIGURE = Figure(
             _hidden_from,
             "4.2.4: 'around 5 %'",
             "tokens",
-            remark="the paper gives no number; with 627 us of a hop and 414 us of attention at 3200 tokens they are equal at 4850",
+            remark="the paper gives no number; with 627 us of a hop and 414 us of attention at "
+            "3200 tokens they are equal at 4850",
         ),
     ),
     panels=(

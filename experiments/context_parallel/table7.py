@@ -94,8 +94,8 @@ def _name(row: Latency) -> str:
 
 
 LOST = (
-    "a layer saves at most 33 of its 39 us of attention, and both exchanges take 108 us: one sequence of 128K is too little work for "
-    "this network"
+    "a layer saves at most 33 of its 39 us of attention, and both exchanges take 108 us: one "
+    "sequence of 128K is too little work for this network"
 )
 FIGURE = Figure(
     "table7",

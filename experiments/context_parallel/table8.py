@@ -82,7 +82,10 @@ def _claim(row: Decode, part: str, paper: float, remark: str, better: str = "equ
     )
 
 
-ODD = "four sequences of 32K take 60.1 us on one host, one of 128K 38.9: as many bytes are read, which is what the model counts"
+ODD = (
+    "four sequences of 32K take 60.1 us on one host, one of 128K 38.9: as many bytes are read, "
+    "which is what the model counts"
+)
 FIGURE = Figure(
     "table8",
     "A layer of decode by hosts",

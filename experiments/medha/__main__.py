@@ -33,9 +33,12 @@ NUMBERS = (
 HEAD = """\
 # Medha's figures, again
 
-Made by `python -m experiments.medha`. Nothing here was measured on a GPU. *simulated*: the real scheduler on a virtual clock, where a step
-takes what coefficients say that were fitted to public measurements; *computed*: read off these coefficients alone. Baselines are
-simulated over the same arrivals, with the same coefficients. Runs under load last an hour, those of figures 17 and 18 ten minutes.
+Made by `python -m experiments.medha`. Nothing here was measured on a GPU. *simulated*: the real \
+scheduler on a virtual clock, where a step
+takes what coefficients say that were fitted to public measurements; *computed*: read off these \
+coefficients alone. Baselines are
+simulated over the same arrivals, with the same coefficients. Runs under load last an hour, \
+those of figures 17 and 18 ten minutes.
 """
 
 

@@ -35,8 +35,8 @@ FIGURE = Figure(
             lambda rows: ratio(rows, "ttft_s", _row("loongserve", 5), _row("medha", 5)),
             "5.2",
             better="higher",
-            remark="the abstract prints 30 %, the body 30X: the body is meant; grows with the length of the run, for LoongServe's "
-            "queue does",
+            remark="the abstract prints 30 %, the body 30X: the body is meant; grows with the "
+            "length of the run, for LoongServe's queue does",
         ),
         Claim(
             "median TTFT, LoongServe, 5 % long / none, 0.75 q/s",

@@ -41,7 +41,8 @@ FIGURE = Figure(
             lambda rows: ratio(rows, "tpot_s", _row("llama3-8b", 16), _row("llama3-8b", 1)),
             "3.3: 'minimal impact'",
             better="lower",
-            remark="every stage adds 0.2 ms of launch, set, not measured, and a stage's sampling is counted in each of them",
+            remark="every stage adds 0.2 ms of launch, set, not measured, and a stage's "
+            "sampling is counted in each of them",
         ),
         Claim(
             "TPOT, 16 stages / 2, 8B",

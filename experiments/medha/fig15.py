@@ -82,16 +82,19 @@ FIGURE = Figure(
             _capacity_ratio,
             "5.2",
             better="higher",
-            remark="the paper's measure: it calls 1.25 q/s acceptable for Medha and 0.25 for the others, and gives no limit; 2 s is our "
-            "default objective. Interpolated between loads; Medha is within it at the highest, 3.5 q/s. It is a median, of which "
-            "19 in 20 are short: long prompts alone keep up to about 1.25 q/s, and beyond that the policy serves the short ones",
+            remark="the paper's measure: it calls 1.25 q/s acceptable for Medha and 0.25 for "
+            "the others, and gives no limit; 2 s is our default objective. Interpolated between "
+            "loads; Medha is within it at the highest, 3.5 q/s. It is a median, of which 19 in "
+            "20 are short: long prompts alone keep up to about 1.25 q/s, and beyond that the "
+            "policy serves the short ones",
         ),
         Claim(
             "median TTFT, LoongServe / Medha, 0.25 q/s, none long",
             1,
             lambda rows: ratio(rows, "ttft_s", row("loongserve", 0.25, 0), row("medha", 0.25, 0)),
             "5.2: 'comparable'",
-            remark="a short prompt passes our two stages one after the other; LoongServe gives it all free instances and an ideal ring",
+            remark="a short prompt passes our two stages one after the other; LoongServe gives "
+            "it all free instances and an ideal ring",
         ),
         Claim(
             "P90 TTFT of LoongServe, none long, 1.75 / 0.25 q/s",
@@ -102,7 +105,8 @@ FIGURE = Figure(
             "5.2: 'increases dramatically', say 2x",
             better="higher",
             limit=True,
-            remark="our LoongServe moves KV and scales at no cost, so short prompts alone never fill it",
+            remark="our LoongServe moves KV and scales at no cost, so short prompts alone never "
+            "fill it",
         ),
         Claim(
             "median TTFT, Sarathi (512) / Medha, 1.75 q/s, none long",
@@ -111,7 +115,8 @@ FIGURE = Figure(
             "5.2: 'considerably better'",
             better="higher",
             limit=True,
-            remark="our Sarathi has sequence pipelining, which the paper's has not: it is our scheduler with other settings",
+            remark="our Sarathi has sequence pipelining, which the paper's has not: it is our "
+            "scheduler with other settings",
         ),
     ),
     panels=(

@@ -29,8 +29,9 @@ FIGURE = Figure(
             lambda rows: ratio(rows, "tpot_s", row("loongserve", 1.75, 0), row("medha", 1.75, 0)),
             "5.2",
             better="higher",
-            remark="the paper prints '5 higher'; an idle TP2 pool takes 3.6 times as long per token as TP8; pools cost no more than "
-            "that in the model, and Medha's decodes share steps with chunks",
+            remark="the paper prints '5 higher'; an idle TP2 pool takes 3.6 times as long per "
+            "token as TP8; pools cost no more than that in the model, and Medha's decodes share "
+            "steps with chunks",
         ),
         Claim(
             "median TPOT, LoongServe / Medha, 0.75 q/s, 5 % long",
@@ -39,7 +40,8 @@ FIGURE = Figure(
             "5.2: 'comparable or better'",
             better="higher",
             limit=True,
-            remark="Medha's steps are packed up to the objective of 100 ms; LoongServe's pool only decodes, and fewer at once",
+            remark="Medha's steps are packed up to the objective of 100 ms; LoongServe's pool "
+            "only decodes, and fewer at once",
         ),
         Claim(
             "longest gaps (P99) of Sarathi 2048, 0.75 q/s, 5 % long",
@@ -47,7 +49,8 @@ FIGURE = Figure(
             lambda rows: cell(rows, "gap_s", **row("sarathi-2048", 0.75, percent=99)),
             "5.2: 'as high as 1 second'",
             "s",
-            remark="a chunk of 2048 after 1M tokens takes about 0.7 s with the attention speed that was measured",
+            remark="a chunk of 2048 after 1M tokens takes about 0.7 s with the attention speed "
+            "that was measured",
         ),
         Claim(
             "longest gaps (P99), Sarathi 2048 / Medha, 0.75 q/s, 5 % long",

@@ -44,8 +44,8 @@ FIGURE = Figure(
         for qps, note in (
             (
                 0.25,
-                "a lane has half the stages and all the layers of the other: a short prompt, which stays on one lane, "
-                "has half the devices",
+                "a lane has half the stages and all the layers of the other: a short prompt, "
+                "which stays on one lane, has half the devices",
             ),
             (0.75, ""),
             (1.75, ""),

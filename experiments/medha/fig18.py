@@ -43,8 +43,8 @@ FIGURE = Figure(
                 ),
                 "5.3",
                 better="higher",
-                remark="adaptive chunks fill the steps of both up to the objective of 100 ms per token: what KVP gains "
-                "becomes larger chunks",
+                remark="adaptive chunks fill the steps of both up to the objective of 100 ms "
+                "per token: what KVP gains becomes larger chunks",
             )
             for percent in (50, 90)
         ),
@@ -54,7 +54,8 @@ FIGURE = Figure(
             lambda rows: ratio(rows, "least_s", row(FLAT, 1.75), row(DEEP, 1.75)),
             "5.3",
             better="higher",
-            remark="what the paper's explanation, small chunks of 2M prompts that delay decodes, comes to",
+            remark="what the paper's explanation, small chunks of 2M prompts that delay "
+            "decodes, comes to",
         ),
     ),
     panels=tuple(

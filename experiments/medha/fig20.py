@@ -40,7 +40,8 @@ FIGURE = Figure(
             "5.5: up to 92 %",
             "%",
             better="higher",
-            remark="attention alone was measured at 93 % of the peak; weights are read at 80 %, and sums and launches read nothing",
+            remark="attention alone was measured at 93 % of the peak; weights are read at 80 %, "
+            "and sums and launches read nothing",
         ),
     ),
     panels=(

@@ -17,8 +17,8 @@ SYSTEMS = {
     1.75: ("fcfs", "edf", "lrs", "medha"),
 }
 WAITS = (
-    "without sharing, a short prompt waits until its slack is below that of the long one in progress; the paper does not give its "
-    "objectives, on which this depends"
+    "without sharing, a short prompt waits until its slack is below that of the long one in "
+    "progress; the paper does not give its objectives, on which this depends"
 )
 
 

@@ -42,7 +42,8 @@ FIGURE = Figure(
             0.8,
             lambda rows: ratio(rows, "completed", _row("loongserve-reserved"), _row("medha")),
             "5.4: up to 20 % lower",
-            remark="six instances are too few for the long prompts of 0.75 q/s, and what is left waiting grows over the hour",
+            remark="six instances are too few for the long prompts of 0.75 q/s, and what is "
+            "left waiting grows over the hour",
         ),
         Claim(
             "completed long requests, LoongServe reserved / LoongServe, 0.75 q/s",
@@ -66,7 +67,8 @@ FIGURE = Figure(
             "5.4: Medha 'lower'",
             better="higher",
             limit=True,
-            remark="Medha's decodes share steps that are packed up to the objective of 100 ms; LoongServe's have a pool to themselves",
+            remark="Medha's decodes share steps that are packed up to the objective of 100 ms; "
+            "LoongServe's have a pool to themselves",
         ),
     ),
     panels=(

@@ -91,7 +91,8 @@ FIGURE = Figure(
                 / cell(rows, "prefill_s", chunking="static", chunk=4096)
             ),
             "3.2: 'by 1.75%'",
-            remark="1.75 % cannot be: 31250 steps that each read 2 GB of weights per GPU take 18 s more; 1.75x is likelier meant",
+            remark="1.75 % cannot be: 31250 steps that each read 2 GB of weights per GPU take "
+            "18 s more; 1.75x is likelier meant",
         ),
         Claim(
             "prefill, chunks of 32 / 4096, if 1.75x is meant",
@@ -102,7 +103,8 @@ FIGURE = Figure(
             ),
             "3.2, our reading",
             better="lower",
-            remark="a layer of 32 tokens with TP8 takes 39 us for products that need 16 us to read their weights, and 8 us for two sums",
+            remark="a layer of 32 tokens with TP8 takes 39 us for products that need 16 us to "
+            "read their weights, and 8 us for two sums",
         ),
         *(
             Claim(

@@ -50,7 +50,8 @@ FIGURE = Figure(
             "s",
             better="lower",
             limit=True,
-            remark="15 s are 14.5 % of the GPUs' peak; our steps have no overhead of scheduling or workers",
+            remark="15 s are 14.5 % of the GPUs' peak; our steps have no overhead of scheduling "
+            "or workers",
         ),
         Claim(
             "TTFT, CP / SPP, 128 GPUs",
@@ -61,8 +62,9 @@ FIGURE = Figure(
             ),
             "caption: 'up to 1.64X lower'",
             better="higher",
-            remark="the text says '64% lower', which would be 2.8x; our ring is ideal: an even split, hops hidden behind attention, one "
-            "pass without chunks; the 4 % that SPP loses are the filling of its stages",
+            remark="the text says '64% lower', which would be 2.8x; our ring is ideal: an even "
+            "split, hops hidden behind attention, one pass without chunks; the 4 % that SPP "
+            "loses are the filling of its stages",
         ),
     ),
     panels=(Panel("1M tokens", "gpus", "ttft_s", "parallelism", log="xy"),),

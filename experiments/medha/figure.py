@@ -24,7 +24,8 @@ OPTIONS = [
         "data",
         str,
         None,
-        "folder with medha_mixed; default: JAXSERVE_DATA, else ../shared/data, else generated lengths",
+        "folder with medha_mixed; default: JAXSERVE_DATA, else ../shared/data, else generated "
+        "lengths",
     ),
     Option("requests", int, None, "most requests of a simulation; default: as the figure needs", 1),
     Option("seed", int, 0, "of arrivals and lengths", 0),
@@ -49,7 +50,8 @@ class Settings:
         if not file.is_file():
             raise ConfigError(
                 "data",
-                f"{self.data} has no {LENGTHS[percent]}; give the folder that has it, or --data= to generate",
+                f"{self.data} has no {LENGTHS[percent]}; give the folder that has it, or --data= "
+                "to generate",
             )
         return str(file)
 

@@ -50,7 +50,8 @@ SAMPLE = 1e-4  # seconds of a step's sampling
 TINY = 1e-18  # seconds that are left out of the table
 NONE = 1e15  # bytes/s that stand for a part that takes no time
 NODE = {
-    "a100": "vidur/a100__old_p2p_inter_node (bytes/s), a100_dgx__send_recv (seconds): two DGX A100, 200 Gbit/s each",
+    "a100": "vidur/a100__old_p2p_inter_node (bytes/s), a100_dgx__send_recv (seconds): two DGX "
+    "A100, 200 Gbit/s each",
     "h100": "vidur/h100_dgx__send_recv: two DGX H100, 400 Gbit/s each",
     "h200": "vidur/h100_dgx__send_recv, for H200 was not measured",
 }
@@ -185,7 +186,8 @@ def checks(data: Path, device: dict[str, Device], rows: list[tuple]) -> list[str
                 kept = kept & (new >= low) & (new <= high)
                 if kept.any():
                     lines.append(
-                        f"  {source}, {name}, {low} to {high} tokens, prefix {after}: {np.median(ratio[kept]):.2f} ({kept.sum()})"
+                        f"  {source}, {name}, {low} to {high} tokens, prefix {after}: "
+                        f"{np.median(ratio[kept]):.2f} ({kept.sum()})"
                     )
     for name in ("a100", "h100"):
         for degree, link in device[name].ranks.items():
@@ -233,7 +235,8 @@ def run(values: dict[str, Any]) -> int:
 def written(device: dict[str, Device], rows: list[tuple]) -> str:
     """The table as JSON, numbers of five digits."""
     table = {
-        "about": "Seconds, bytes and FLOP of one rank; fields as in profiles.Device and predictor.Costs; by experiments.profiles.fit.",
+        "about": "Seconds, bytes and FLOP of one rank; fields as in profiles.Device and "
+        "predictor.Costs; by experiments.profiles.fit.",
         "models": {model: dataclasses.asdict(shape) for model, shape in LLAMA.items()},
         "devices": [dataclasses.asdict(device[name]) for name in device],
         "profiles": [
@@ -297,7 +300,8 @@ def _sources(device: str, what: str) -> tuple[str, ...]:
         f"{folder}/{context}: prefill attention",
         f"{folder}/{generation}: decode attention",
         f"{folder}/{gemm}: product with the vocabulary",
-        f"{folder}/comm: sums over ranks, the faster of NCCL {aiconfigurator.NCCL[device]} and SGLang's kernel",
+        f"{folder}/comm: sums over ranks, the faster of NCCL {aiconfigurator.NCCL[device]} and "
+        "SGLang's kernel",
         NODE[device],
         "launch and sample are set, not fitted",
     )
@@ -312,7 +316,8 @@ def _show(device: dict[str, Device], rows: list[tuple]) -> None:
         "comm": "comm",
     }
     print(
-        "mean relative error in percent: fitted / held out; long: kernels of 0.5 ms or more; other: the other engine's kernel;",
+        "mean relative error in percent: fitted / held out; long: kernels of 0.5 ms or more; "
+        "other: the other engine's kernel;",
         "device: linear parts computed from the device's row",
         sep="\n",
     )

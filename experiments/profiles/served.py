@@ -70,7 +70,8 @@ def summary(points: list[dict]) -> list[str]:
         )
         error = np.abs(predicted / measured - 1).mean()
         lines.append(
-            f"  {' '.join(map(str, key)):42s} {len(mine):3d} points, median {np.median(predicted / measured):.2f}, "
-            f"mean relative error {100 * error:4.1f} %, median without prompts {np.median(alone / measured):.2f}"
+            f"  {' '.join(map(str, key)):42s} {len(mine):3d} points, median "
+            f"{np.median(predicted / measured):.2f}, mean relative error {100 * error:4.1f} %, "
+            f"median without prompts {np.median(alone / measured):.2f}"
         )
     return lines

@@ -32,7 +32,10 @@ def over(choose: Callable, model: str) -> Callable[[Rows], float]:
     )
 
 
-REMARK = "critical load: where the mean TTFT is 5 times the light-load latency; the paper gives no number"
+REMARK = (
+    "critical load: where the mean TTFT is 5 times the light-load latency; the paper gives no "
+    "number"
+)
 
 FIGURE = Figure(
     "fig10",

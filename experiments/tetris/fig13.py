@@ -55,9 +55,10 @@ PAPER = {
     (LARGE, "p99"): (2.43, 3.23),
 }
 REMARK = (
-    "chunks win back the time in which instances wait for the rest of their group. With plans in one chunk, which avoid busy groups "
-    "already, that is at most 3 % of all instances' time (`idle_whole` in the CSV), with chunks 1.3 %: little to win, and only near "
-    "saturation does it multiply. Both sides have improvement rates profiled for them"
+    "chunks win back the time in which instances wait for the rest of their group. With plans "
+    "in one chunk, which avoid busy groups already, that is at most 3 % of all instances' time "
+    "(`idle_whole` in the CSV), with chunks 1.3 %: little to win, and only near saturation does "
+    "it multiply. Both sides have improvement rates profiled for them"
 )
 FIRST = (SMALL, "p50", "least")
 
@@ -69,7 +70,8 @@ FIGURE = Figure(
     claims=(
         *(
             Claim(
-                f"{column.upper()} TTFT, {model[7:].upper()}, one chunk / several, {word} of three traces",
+                f"{column.upper()} TTFT, {model[7:].upper()}, one chunk / several, {word} of "
+                "three traces",
                 value,
                 over(choose, model, column),
                 "7.3",

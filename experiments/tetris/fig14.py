@@ -76,8 +76,9 @@ FIGURE = Figure(
             "%",
             "lower",
             limit=True,
-            remark="only what is not hidden is counted: the first layer's transfer. What transfers take from kernels that run beside "
-            "them is not modelled. If nothing were hidden it would be up to 1.4 %",
+            remark="only what is not hidden is counted: the first layer's transfer. What "
+            "transfers take from kernels that run beside them is not modelled. If nothing were "
+            "hidden it would be up to 1.4 %",
         ),
         Claim(
             "history twice the chunk, 8B, across nodes: send / linear parts of a layer",

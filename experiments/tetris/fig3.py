@@ -126,7 +126,8 @@ FIGURE = Figure(
             "s",
             "lower",
             limit=True,
-            remark="the gap of 0.31 s is filled with 16k tokens, by which Table 1's SP16 row falls little: its constant part rules",
+            remark="the gap of 0.31 s is filled with 16k tokens, by which Table 1's SP16 row "
+            "falls little: its constant part rules",
         ),
     ),
     panels=(

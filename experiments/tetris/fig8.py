@@ -54,8 +54,8 @@ def idle(model: str, other: str) -> Callable[[Rows], float]:
 
 LEFT_OUT = "not among the paper's baselines"
 SMALLER = (
-    "the smaller a fixed group, the more load it bears, for it wastes less, and the slower it is when idle; a choice per prompt "
-    "has both"
+    "the smaller a fixed group, the more load it bears, for it wastes less, and the slower it "
+    "is when idle; a choice per prompt has both"
 )
 BOUND = "bound, by the latencies alone"
 
@@ -71,8 +71,9 @@ FIGURE = Figure(
             over(min, SMALL),
             "7.2",
             better="higher",
-            remark="max load: where the mean TTFT is 25 times that of requests alone on their best group; interpolated between loads. "
-            "Best baseline: of Fixed SP8, SP16 and LoongServe Disaggregated, on as many prefill instances. Lengths as the paper "
+            remark="max load: where the mean TTFT is 25 times that of requests alone on their "
+            "best group; interpolated between loads. Best baseline: of Fixed SP8, SP16 and "
+            "LoongServe Disaggregated, on as many prefill instances. Lengths as the paper "
             "bounds them (truncated lognormal)",
         ),
         Claim(
@@ -88,7 +89,8 @@ FIGURE = Figure(
             over(min, LARGE),
             "7.2",
             better="higher",
-            remark="70B's latencies are composed (`model`): A100 costs at TP4 and a ring whose hops cost what Table 1 implies",
+            remark="70B's latencies are composed (`model`): A100 costs at TP4 and a ring whose "
+            "hops cost what Table 1 implies",
         ),
         Claim(
             "max load, 70B, Tetris / best baseline, greatest",
@@ -102,8 +104,9 @@ FIGURE = Figure(
             1.20,
             most(min, SMALL),
             BOUND,
-            remark="instances' time that the requests take on SP8, over that on the size that takes least of it: Table 1 leaves no more "
-            "on the long trace. Short runs let a system bear a little more than that",
+            remark="instances' time that the requests take on SP8, over that on the size that "
+            "takes least of it: Table 1 leaves no more on the long trace. Short runs let a "
+            "system bear a little more than that",
         ),
         Claim(
             "most that any schedule bears over Fixed SP8, 8B, greatest",
@@ -129,7 +132,8 @@ FIGURE = Figure(
             lambda rows: gain(rows, SMALL, "recorded", BASELINES),
             "7.2",
             better="higher",
-            remark="Mooncake's synthetic trace, its prompts of 4k to 95k tokens, timestamps stretched",
+            remark="Mooncake's synthetic trace, its prompts of 4k to 95k tokens, timestamps "
+            "stretched",
         ),
         Claim(
             "max load, 8B, LoongServe Disaggregated / Fixed SP8",
@@ -161,9 +165,9 @@ FIGURE = Figure(
             over(min, SMALL, ("loongserve",)),
             "7.2",
             better="higher",
-            remark="LoongServe has twice the prefill instances, less one for each request that decodes. That depends on the outputs, "
-            "which the paper does not print: ours are Mooncake's conversations', 340 tokens. In its favour it knows how long they "
-            "decode",
+            remark="LoongServe has twice the prefill instances, less one for each request that "
+            "decodes. That depends on the outputs, which the paper does not print: ours are "
+            "Mooncake's conversations', 340 tokens. In its favour it knows how long they decode",
         ),
         Claim(
             "max load, 70B, Tetris / LoongServe on all instances, least",

@@ -77,8 +77,8 @@ PAPER = {
     (LARGE, 99): (2.27, 4.35),
 }
 REMARKS = {
-    LOW: "the paper gives no number for low latency, and the result turns on it: here the best baseline's mean TTFT is 5 times the "
-    "light-load latency",
+    LOW: "the paper gives no number for low latency, and the result turns on it: here the best "
+    "baseline's mean TTFT is 5 times the light-load latency",
     10: "where the best baseline's mean TTFT is 10 times the light-load latency",
 }
 
@@ -89,7 +89,8 @@ def claims(limit: float) -> Iterator[Claim]:
         for word, choose, value in zip(("least", "greatest"), (min, max), values):
             remark = REMARKS[limit] if (model, percent, word) == (SMALL, 50, "least") else ""
             yield Claim(
-                f"P{percent} TTFT at {limit:g}x, {model[7:].upper()}, best baseline / Tetris, {word} of three traces",
+                f"P{percent} TTFT at {limit:g}x, {model[7:].upper()}, best baseline / Tetris, "
+                f"{word} of three traces",
                 value,
                 over(choose, model, limit, percent),
                 "7.3",
@@ -98,7 +99,10 @@ def claims(limit: float) -> Iterator[Claim]:
             )
 
 
-REMARK = "under load a size that wastes little is as good as one chosen for each prompt; idle, SP4 is the slower by far"
+REMARK = (
+    "under load a size that wastes little is as good as one chosen for each prompt; idle, SP4 "
+    "is the slower by far"
+)
 FIXED_4 = tuple(
     Claim(
         f"P50 TTFT at 5x, {model[7:].upper()}, Fixed SP4 / Tetris, least of three traces",

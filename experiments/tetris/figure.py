@@ -29,7 +29,8 @@ OPTIONS = [
         "data",
         str,
         None,
-        "folder with mooncake; default: JAXSERVE_DATA, else ../shared/data, else generated lengths only",
+        "folder with mooncake; default: JAXSERVE_DATA, else ../shared/data, else generated "
+        "lengths only",
     ),
     Option("requests", int, 2000, "of a simulation", 1),
     Option("seed", int, 0, "of arrivals and lengths", 0),
@@ -72,7 +73,8 @@ class Settings:
         if not (self.data / RECORDED).is_file():
             raise ConfigError(
                 "data",
-                f"{self.data} has no {RECORDED}; give the folder that has it, or --data= to generate",
+                f"{self.data} has no {RECORDED}; give the folder that has it, or --data= to "
+                "generate",
             )
         return self.data / RECORDED
 

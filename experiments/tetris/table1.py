@@ -41,7 +41,8 @@ FIGURE = Figure(
             "%",
             "lower",
             limit=True,
-            remark="k is 1024 tokens; the table has no chunks after a history, whose pairs are taken to cost twice those of a chunk",
+            remark="k is 1024 tokens; the table has no chunks after a history, whose pairs are "
+            "taken to cost twice those of a chunk",
         ),
         Claim(
             "256k tokens, SP2 less SP16",
@@ -70,7 +71,8 @@ FIGURE = Figure(
             "%",
             "lower",
             limit=True,
-            remark="70B, of which the paper prints nothing, is composed in the same way; a hop's constant part is read off this table",
+            remark="70B, of which the paper prints nothing, is composed in the same way; a "
+            "hop's constant part is read off this table",
         ),
     ),
     panels=tuple(

@@ -71,7 +71,8 @@ FIGURE = Figure(
                 "table 2",
                 "us",
                 "lower",
-                remark="Python beside C++; lengths of 4k to 190k tokens and queues of 0 to 5 s, drawn evenly"
+                remark="Python beside C++; lengths of 4k to 190k tokens and queues of 0 to 5 s, "
+                "drawn evenly"
                 if size == 8
                 else "",
             )
@@ -93,7 +94,8 @@ FIGURE = Figure(
             "table 2",
             "us",
             "lower",
-            remark="the text says 86.8 us at SP 128, the table at SP 16; ours has whatever else the machine did",
+            remark="the text says 86.8 us at SP 128, the table at SP 16; ours has whatever else "
+            "the machine did",
         ),
     ),
     panels=(

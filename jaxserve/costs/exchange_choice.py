@@ -13,11 +13,11 @@ and Medha, section 3.4):
 - `pass_q`: KV stays and queries go round in N - 1 hops; the partials, which are as long as the
   queries, come home in one all-to-all, which nothing hides.
 
-A step's chunks are summed up in `ExchangeWork`. `TRAFFIC` gives the bytes per strategy, `ExchangeChooser` the
-seconds, and `CHOOSERS` are the rules by which it picks: the least seconds, the paper's Algorithms 1
-and 5, or always the same one; `fitted` makes another of a line fitted to measurements (appendix D).
-Everything is per layer and for one rank of tp: each rank's heads have a ring of their own (figure
-5).
+A step's chunks are summed up in `ExchangeWork`. `TRAFFIC` gives the bytes per strategy,
+`ExchangeChooser` the seconds, and `CHOOSERS` are the rules by which it picks: the least seconds,
+the paper's Algorithms 1 and 5, or always the same one; `fitted` makes another of a line fitted to
+measurements (appendix D). Everything is per layer and for one rank of tp: each rank's heads have a
+ring of their own (figure 5).
 """
 
 from __future__ import annotations

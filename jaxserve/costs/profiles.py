@@ -174,7 +174,8 @@ class Device:
         if tp > max(self.ranks):
             raise ConfigError(
                 "mesh",
-                f"tp={tp}: sums over more than {max(self.ranks)} ranks were not measured on {self.device}",
+                f"tp={tp}: sums over more than {max(self.ranks)} ranks were not measured on "
+                f"{self.device}",
             )
         return self.ranks[min(degree for degree in self.ranks if degree >= tp)]
 

@@ -176,7 +176,8 @@ def _parts(options: dict[str, str]) -> tuple[MixPart, ...]:
     given = [name for name in ("prompt", "output") if name in options]
     if mix != FIXED and mix not in MIXES:
         fault(
-            f"unknown mix {mix!r}; known are {', '.join((*MIXES, FIXED))}{near(mix, (*MIXES, FIXED))}"
+            f"unknown mix {mix!r}; known are "
+            f"{', '.join((*MIXES, FIXED))}{near(mix, (*MIXES, FIXED))}"
         )
     if mix != FIXED and given:
         fault(f"mix={mix} sets the lengths; {given[0]} goes with mix={FIXED} only")
@@ -204,12 +205,14 @@ def _lengths(name: str, text: str) -> Lengths:
     form, *words = text.split(":") if ":" in text or text.isalpha() else ("constant", text)
     if form not in LENGTHS:
         fault(
-            f"{name}: unknown distribution {form!r}; known are a number, {', '.join(LENGTHS)}{near(form, LENGTHS)}"
+            f"{name}: unknown distribution {form!r}; known are a number, "
+            f"{', '.join(LENGTHS)}{near(form, LENGTHS)}"
         )
     make, least, most = LENGTHS[form]
     if not least <= len(words) <= most or len(words) == 3:
         fault(
-            f"{name}: {form} takes {least if least == most else f'{least} or {most}'} numbers, not {len(words)}"
+            f"{name}: {form} takes {least if least == most else f'{least} or {most}'} numbers, "
+            f"not {len(words)}"
         )
     sigma = 1 if form == "lognormal" else None
     values = [

@@ -47,7 +47,8 @@ class System:
             need = self.shape.weight_bytes() / ranks / 2**30
             raise ConfigError(
                 "mesh",
-                f"{need:.0f} GiB of weights per device leave no room for KV on {self.device} with {self.mesh}",
+                f"{need:.0f} GiB of weights per device leave no room for KV on {self.device} "
+                f"with {self.mesh}",
             )
         heads = self.shape.rank_heads(self.mesh.tp)[1]
         layers = -(-self.shape.layers // self.mesh.spp)
@@ -64,7 +65,8 @@ class System:
         if cache.kv_cache_dtype != "auto":
             raise ConfigError(
                 "kv_cache_dtype",
-                f"{cache.kv_cache_dtype}: steps were measured with KV of bfloat16; only auto is known",
+                f"{cache.kv_cache_dtype}: steps were measured with KV of bfloat16; only auto is "
+                "known",
             )
         for name, idle in (("exchange", "gather"), ("planner", "none")):
             if getattr(scheduler, name) != idle:

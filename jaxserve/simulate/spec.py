@@ -41,7 +41,6 @@ def to_number(name: str, text: str, low: float, high: float = math.inf) -> float
     except ValueError:
         value = math.nan
     if not (low <= value <= high and math.isfinite(value)):
-        fault(
-            f"{name} must be a number {f'from {low:g} to {high:g}' if high < math.inf else f'of at least {low:g}'}, not {text!r}"
-        )
+        limits = f"from {low:g} to {high:g}" if high < math.inf else f"of at least {low:g}"
+        fault(f"{name} must be a number {limits}, not {text!r}")
     return value

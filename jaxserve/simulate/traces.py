@@ -79,7 +79,8 @@ def _line(
         fault(f"{where}: is not JSON: {error}")
     if not isinstance(row, dict):
         fault(
-            f"{where}: must be an object with timestamp, input_length, output_length, hash_ids; not {text:.80}"
+            f"{where}: must be an object with timestamp, input_length, output_length, hash_ids; "
+            f"not {text:.80}"
         )
     for field in ("timestamp", "input_length", "output_length"):
         if field not in row:
@@ -98,8 +99,9 @@ def _line(
     expected = -(-prompt // size)
     if len(ids) != expected and not loose:
         fault(
-            f"{where}: hash_ids must have {expected} ids for {prompt} tokens in blocks of {size}, not {len(ids)}; give the trace's own "
-            "block size with :block=N, which also allows too many ids or too few"
+            f"{where}: hash_ids must have {expected} ids for {prompt} tokens in blocks of "
+            f"{size}, not {len(ids)}; give the trace's own block size with :block=N, which also "
+            "allows too many ids or too few"
         )
     blocks = np.array([dense.setdefault(value, len(dense)) for value in ids[:expected]], np.int32)
     return Arrival(time * second, prompt, output, blocks=blocks, block=size)
@@ -115,7 +117,8 @@ def table(path: Path) -> list[Arrival]:
             if field not in header:
                 said = "; ".join(", ".join(fields) for fields in TABLES)
                 fault(
-                    f"{path}:1: column {field} is missing{near(field, header)} (known sets of columns: {said})"
+                    f"{path}:1: column {field} is missing{near(field, header)} (known sets of "
+                    f"columns: {said})"
                 )
         found = [
             arrival

@@ -61,8 +61,8 @@ def parse(
         )
     if not (file := re.fullmatch(r"(.+?\.(?:jsonl|csv)(?:\.gz)?)(?::(.*))?", spec, re.DOTALL)):
         fault(
-            f"{spec!r} is neither a generator ({', '.join(TIMES)}) nor a file named .jsonl, .csv or one of these and .gz"
-            + near(name, TIMES)
+            f"{spec!r} is neither a generator ({', '.join(TIMES)}) nor a file named .jsonl, .csv "
+            "or one of these and .gz" + near(name, TIMES)
         )
     path = Path(file[1])
     if path.name.removesuffix(".gz").endswith(".jsonl"):
@@ -125,7 +125,8 @@ def _recorded(arrivals: list[Arrival], qps: float | None, requests: int | None) 
     if qps is not None and len(taken) > 1:
         if times[-1] == 0:
             fault(
-                f"its first {len(taken)} arrivals come at one moment, which no qps can stretch; take more requests"
+                f"its first {len(taken)} arrivals come at one moment, which no qps can stretch; "
+                "take more requests"
             )
         times *= (len(taken) - 1) / qps / times[-1]
     return _timed(taken, times)

@@ -64,7 +64,8 @@ def test_where_the_weights_do_not_fit_the_error_says_how_much_they_are():
     system = System(LARGE, "a100", MeshConfig(kvp=8))
     with pytest.raises(
         ConfigError,
-        match=r"mesh: 13\d GiB of weights per device leave no room for KV on a100 with spp=1,kvp=8,tp=1",
+        match=r"mesh: 13\d GiB of weights per device leave no room for KV on a100 with "
+        r"spp=1,kvp=8,tp=1",
     ):
         system.kv_tokens()
     with pytest.raises(ConfigError, match="GiB of weights"):

@@ -103,7 +103,9 @@ def test_timestamps_in_seconds_and_blocks_of_another_size(tmp_path):
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
 def test_an_azure_trace_is_read(tmp_path, name):
     text = (
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 23:59:59.7500000,374,44\n2023-11-17 00:00:01.2500000,396,109\n"
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 23:59:59.7500000,374,44\n"
+        "2023-11-17 00:00:01.2500000,396,109\n"
         "2023-11-17 00:00:02+00:00,5,6\n"
     )
     found = parse(written(tmp_path / name, text))
