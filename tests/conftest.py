@@ -1,5 +1,5 @@
-"""What tests of several rooms share: enough CPU devices for meshes, the real model in two forms,
-and what it must say."""
+"""What tests of several rooms share: how the suite is compiled and spread over processes, and the
+real model in its forms with what it must say."""
 
 import json
 import os
@@ -7,13 +7,40 @@ from pathlib import Path
 
 import pytest
 
-# read when jax is first imported, which no host-side test does
+HERE = Path(__file__).parent
+# XLA's optimising passes take most of the suite's time, and a program of a test runs for
+# milliseconds. `XLA_FLAGS=` (empty) gives programs as they are served; `.ci/matrix` does.
+QUICK_COMPILES = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+# Files that take longest: they start first, so that no process is left with one at the end.
+LONGEST = ("engine/test_golden.py", "cli", "engine", "models", "simulate", "server")
+
+# Both are read when JAX is first imported, which no host-side test does.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "12")
+os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILES))
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two processes for the whole suite; none for a part of it, which is over sooner without."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    return min(2, os.cpu_count() or 1) if whole else 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        path = item.path.relative_to(HERE).as_posix()
+        starts = (at for at, prefix in enumerate(LONGEST) if path.startswith(prefix))
+        return next(starts, len(LONGEST))
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")
 def golden() -> dict:
-    return json.loads((Path(__file__).parent / "golden" / "smollm2_135m_f32.json").read_text())
+    return json.loads((HERE / "golden" / "smollm2_135m_f32.json").read_text())
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +66,40 @@ def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory)
         {name: checkpoint.read(name) for name in checkpoint.tensors()}, folder / "model.safetensors"
     )
     (folder / "config.json").write_text(json.dumps(to_hf(checkpoint.config)))
+    Tokenizer.load(smollm2_gguf).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def golden_first_layers(golden: dict) -> dict:
+    """As `golden`, of the model's first layers: see `smollm2_first_layers`."""
+    found = json.loads((HERE / "golden" / "smollm2_135m_first5_f32.json").read_text())
+    prompts = [case["prompt_ids"] for case in golden["cases"] if len(case["prompt_ids"]) <= 2000]
+    assert [len(prompt) for prompt in prompts] == [c["prompt_tokens"] for c in found["cases"]]
+    cases = [{"prompt_ids": prompt, **case} for prompt, case in zip(prompts, found["cases"])]
+    return {**found, "cases": cases}
+
+
+@pytest.fixture(scope="session")
+def smollm2_first_layers(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real model's first five layers, one for each of the most stages of a mesh here, with its
+    embedding, norm, head and tokenizer, as a Hugging Face folder."""
+    from dataclasses import replace
+
+    from safetensors.numpy import save_file
+
+    from jaxserve import weights
+    from jaxserve.checkpoint.model_config import to_hf
+    from jaxserve.text import Tokenizer
+    from jaxserve.weights.names import tensors_of
+
+    checkpoint = weights.open_checkpoint(smollm2_gguf)
+    config = replace(checkpoint.config, layers=5)
+    folder = tmp_path_factory.mktemp("first-layers")
+    save_file(
+        {name: checkpoint.read(name) for name in tensors_of(config)}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text(json.dumps(to_hf(config)))
     Tokenizer.load(smollm2_gguf).save(folder)
     return folder
 

@@ -1,9 +1,14 @@
 """What a soak calls left behind, and a short one from end to end."""
 
+from pathlib import Path
+
 import pytest
 
 from jaxserve.cli import main as cli
 from jaxserve.cli.soak import SoakSample, faults_of, report, slope
+from tests.models.reference import random_weights
+from tests.text.vocabulary import tokenizer
+from tests.weights.models import TINY, write_folder
 
 
 def samples(rss=lambda minute: 500.0, **last):
@@ -53,18 +58,30 @@ def test_a_slope_is_that_of_the_line():
     assert slope([0, 1, 2, 3], [5, 7, 9, 11]) == pytest.approx(2) and slope([0, 1], [5, 7]) == 0
 
 
-def test_a_short_soak_of_the_real_model_leaves_nothing(smollm2_gguf, tmp_path, capfd):
+def soaked(model: Path, minutes: float, report: Path, capfd) -> str:
     arguments = [
         "soak",
-        f"--model={smollm2_gguf}",
-        "--minutes=0.4",
+        f"--model={model}",
+        f"--minutes={minutes}",
         "--max_model_len=512",
         "--profile=none",
         "--callers=4",
         "--prompt_tokens=60",
         "--output_tokens=12",
-        f"--json={tmp_path / 'soak.json'}",
+        f"--json={report}",
     ]
     assert cli.main(arguments) == 0
-    out = capfd.readouterr().out
+    return capfd.readouterr().out
+
+
+def test_a_short_soak_leaves_nothing(tmp_path, capfd):
+    model = write_folder(tmp_path / "model", TINY, random_weights(TINY, 0))
+    tokenizer().save(model)
+    out = soaked(model, 0.15, tmp_path / "soak.json", capfd)
+    assert "left behind: nothing" in out and "http 200" in out
+
+
+@pytest.mark.matrix
+def test_a_short_soak_of_the_real_model_leaves_nothing(smollm2_gguf, tmp_path, capfd):
+    out = soaked(smollm2_gguf, 1.0, tmp_path / "soak.json", capfd)
     assert "left behind: nothing" in out and "http 200" in out and "schema 5" not in out

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +14,11 @@ from jaxserve.api.events import Event, Finished, Token
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
+from jaxserve.engine.arrays import StepShape
 from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine
-from jaxserve.scheduling import Scheduler
+from jaxserve.engine.stages import HiddenStates
+from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.sequence import PlanPart
 from jaxserve.settings.schema import (
     CacheConfig,
@@ -56,6 +59,44 @@ def fresh(old: Engine, placement: str, pages: int | None = None) -> Engine:
     cache = CacheManager(config, plan.mesh.kvp, plan.slots, placement=placement)
     scheduler = Scheduler(old.config.scheduler, cache, plan.mesh, old.max_len, plan.model.eos_ids)
     return Engine(old.config, old.stages, scheduler, plan.model.eos_ids)
+
+
+def watch_batches(real: Engine, see: Callable[[Batch], object]) -> None:
+    """Shows each batch from now on, before it is issued."""
+    issue = real._issue
+
+    def shown(batch: Batch) -> None:
+        see(batch)
+        issue(batch)
+
+    real._issue = shown  # type: ignore[method-assign]
+
+
+def shapes_of(real: Engine) -> list[StepShape]:
+    """The shapes of the steps from now on."""
+    shapes: list[StepShape] = []
+    choose = real._shape_for
+
+    def chosen(*work: Any) -> Any:
+        shape = choose(*work)
+        shapes.append(shape)
+        return shape
+
+    real._shape_for = chosen  # type: ignore[method-assign]
+    return shapes
+
+
+def hidden_states_of(real: Engine) -> list[HiddenStates]:
+    """What the last stage returns, for each step from now on."""
+    hidden: list[HiddenStates] = []
+    step = real.stages.step
+
+    def kept(*work: Any) -> HiddenStates:
+        hidden.append(step(*work))
+        return hidden[-1]
+
+    real.stages.step = kept  # type: ignore[method-assign]
+    return hidden
 
 
 @dataclasses.dataclass

@@ -1,5 +1,10 @@
 """The real model says what the reference says, token for token, on every mesh, chunking, placement,
-batch mix and weight source."""
+batch mix and weight source.
+
+The whole model, 30 layers, is compiled for long: by default it runs on two meshes, and its first
+five layers run on more, against a reference of their own. `-m matrix` runs the whole model
+everywhere, and its first layers on all meshes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,16 @@ import numpy as np
 import pytest
 
 from jaxserve.costs.predictor import Costs
-from tests.engine.harness import Plans, Runner, assert_empty, engine, fresh
+from tests.engine.harness import (
+    Plans,
+    Runner,
+    assert_empty,
+    engine,
+    fresh,
+    hidden_states_of,
+    shapes_of,
+    watch_batches,
+)
 
 MESHES = [
     mesh for mesh in itertools.product((1, 2, 3, 5), (1, 2, 4), (1, 3)) if np.prod(mesh) <= 12
@@ -21,17 +35,13 @@ LONGEST = {"1": 40, "7": 400, "64": 2000, "512": 8000, "mixed": 2000, "slack": 2
 SLACK = dict(policy="slack", chunking="adaptive", tpot=2.2e-2, step_time=3e-2)
 # with these a step takes 128 to 448 prompt tokens
 SIMPLE = Costs(layers=30, linear_token=2e-6, pair=1e-9, decode_kv=1e-8)
-FEW = {  # the others run with -m matrix
-    (1, 1, 1): [
-        ("1", "grow"),
-        ("64", "grow"),
-        ("512", "grow"),
-        ("mixed", "grow"),
-        ("slack", "grow"),
-    ],
-    (2, 2, 3): [("7", "random"), ("mixed", "grow"), ("slack", "random")],
-    (5, 2, 1): [("64", "random")],
-}
+FEW = [(1, 1, 1), (1, 4, 1), (1, 2, 3), (3, 1, 3), (3, 4, 1), (5, 2, 1)]
+SMALL = dict(chunk=32, seqs=2, pages=64, max_len=512)  # few programs
+
+
+def name_of(mesh: tuple[int, int, int]) -> str:
+    spp, kvp, tp = mesh
+    return f"spp={spp},kvp={kvp},tp={tp}"
 
 
 def submit(runner: Runner, case: dict, **fields) -> str:
@@ -40,63 +50,91 @@ def submit(runner: Runner, case: dict, **fields) -> str:
     )
 
 
-def assert_golden(mesh, golden, source, modes, longest: int = 8000) -> None:
+def short(cases: list[dict], longest: int = 400) -> list[dict]:
+    return [case for case in cases if len(case["prompt_ids"]) <= longest]
+
+
+def assert_golden(real, cases, modes, longest: int = 8000) -> None:
     """The reference's tokens in each mode, a (name of CHUNKS, placement of blocks over lanes)."""
-    spp, kvp, tp = mesh
-    real = engine(
-        source, f"spp={spp},kvp={kvp},tp={tp}", chunk=512, seqs=8, pages=640, max_len=8192
-    )
     for chunks, placement in modes:
         real = fresh(real, placement)
         if chunks == "slack":
             real.scheduler.packer.config = dataclasses.replace(real.config.scheduler, **SLACK)
             real.scheduler.use(SIMPLE)
-        cases = [
-            case
-            for case in golden["cases"]
-            if len(case["prompt_ids"]) <= min(longest, LONGEST[chunks])
-        ]
+        some = short(cases, min(longest, LONGEST[chunks]))
         runner = Runner(real)
-        ids = [submit(runner, case) for case in cases]
+        ids = [submit(runner, case) for case in some]
         runner.run(CHUNKS[chunks])
-        for id, case in zip(ids, cases):
+        for id, case in zip(ids, some):
             assert runner.ids(id) == case["output_ids"], (
                 f"chunks of {chunks}, {placement}, prompt of {len(case['prompt_ids'])}"
             )
         assert_empty(real)
 
 
-@pytest.mark.parametrize("mesh", FEW, ids=str)
-def test_tokens_equal_the_reference(mesh, golden, smollm2_gguf):
-    assert_golden(mesh, golden, smollm2_gguf, FEW[mesh], longest=2000)
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param(m, id=str(m), marks=[] if m in FEW else pytest.mark.matrix) for m in MESHES],
+)
+def test_the_first_layers_say_what_the_reference_says_on_every_mesh(
+    mesh, golden_first_layers, smollm2_first_layers
+):
+    """Tokens and their log-probabilities, by chunks of mixed sizes, on random lanes."""
+    real = engine(smollm2_first_layers, name_of(mesh), **SMALL)
+    real = fresh(real, "random" if mesh[1] > 1 else "grow")
+    runner = Runner(real)
+    cases = short(golden_first_layers["cases"])
+    ids = [submit(runner, case, logprobs=0) for case in cases]
+    runner.run((7, 32))
+    for id, case in zip(ids, cases):
+        got = runner.completion(id)
+        assert got.ids == case["output_ids"]
+        np.testing.assert_allclose(
+            [token.chosen for token in got.logprobs], case["output_logprobs"], atol=1e-3
+        )
+    assert_empty(real)
+
+
+@pytest.mark.parametrize(
+    "mesh, modes",
+    [
+        ((1, 1, 1), [("1", "grow"), ("512", "grow"), ("mixed", "grow"), ("slack", "grow")]),
+        ((2, 2, 3), [("7", "random"), ("mixed", "grow"), ("slack", "random")]),
+    ],
+    ids=["alone", "all-axes"],
+)
+def test_the_first_layers_say_what_the_reference_says_in_chunks_of_all_sizes(
+    mesh, modes, golden_first_layers, smollm2_first_layers
+):
+    real = engine(smollm2_first_layers, name_of(mesh), chunk=512, seqs=8, pages=160, max_len=2048)
+    assert_golden(real, golden_first_layers["cases"], modes)
+
+
+def test_tokens_equal_the_reference_on_a_mesh_of_all_axes(golden, smollm2_gguf):
+    real = engine(smollm2_gguf, name_of((2, 2, 3)), chunk=64, seqs=2, pages=64, max_len=512)
+    assert_golden(real, golden["cases"], [("64", "random")], longest=400)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_tokens_equal_the_reference_on_every_mesh(mesh, golden, smollm2_gguf):
     modes = [(chunks, "random" if mesh[1] > 1 else "grow") for chunks in CHUNKS]
-    assert_golden(
-        mesh,
-        golden,
-        smollm2_gguf,
-        modes + ([("64", "grow"), ("mixed", "grow")] if mesh[1] > 1 else []),
-    )
+    modes += [("64", "grow"), ("mixed", "grow")] if mesh[1] > 1 else []
+    real = engine(smollm2_gguf, name_of(mesh), chunk=512, seqs=8, pages=640, max_len=8192)
+    assert_golden(real, golden["cases"], modes)
 
 
-@pytest.mark.parametrize(
-    "mesh, exchange, placement, chunks",
-    [
-        ("kvp=4", "pass_q", "zigzag", "mixed"),
-        ("kvp=4", "pass_kv", "striped", "512"),
-        ("spp=2,kvp=2,tp=3", "pass_kv", "zigzag", "512"),
-    ],
-)
-def test_tokens_equal_the_reference_around_a_ring(
-    mesh, exchange, placement, chunks, golden, smollm2_gguf
-):
+RINGS = [
+    ("kvp=4", "pass_q", "zigzag", "mixed"),
+    ("kvp=4", "pass_kv", "striped", "512"),
+    ("spp=2,kvp=2,tp=3", "pass_kv", "zigzag", "512"),
+]
+
+
+def assert_golden_around_a_ring(source, cases, mesh, exchange, placement, chunks) -> None:
     """Prompts of more than 64 tokens lie on all lanes, and steps that may go round a ring do."""
     real = engine(
-        smollm2_gguf,
+        source,
         mesh,
         chunk=512,
         seqs=8,
@@ -106,16 +144,30 @@ def test_tokens_equal_the_reference_around_a_ring(
         placement=placement,
         lane_tokens=64,
     )
-    shapes = []
-    chosen = real._shape_for
-    real._shape_for = lambda *work: shapes.append(chosen(*work)) or shapes[-1]
-    cases = [case for case in golden["cases"] if len(case["prompt_ids"]) <= 400]
+    shapes = shapes_of(real)
+    cases = short(cases)
     runner = Runner(real)
     ids = [submit(runner, case) for case in cases]
     runner.run(CHUNKS[chunks])
     assert [runner.ids(id) for id in ids] == [case["output_ids"] for case in cases]
     assert exchange in {shape.exchange for shape in shapes}
     assert_empty(real)
+
+
+@pytest.mark.parametrize("mesh, exchange, placement, chunks", RINGS)
+def test_the_first_layers_say_what_the_reference_says_around_a_ring(
+    mesh, exchange, placement, chunks, golden_first_layers, smollm2_first_layers
+):
+    cases = golden_first_layers["cases"]
+    assert_golden_around_a_ring(smollm2_first_layers, cases, mesh, exchange, placement, chunks)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mesh, exchange, placement, chunks", RINGS)
+def test_tokens_equal_the_reference_around_a_ring(
+    mesh, exchange, placement, chunks, golden, smollm2_gguf
+):
+    assert_golden_around_a_ring(smollm2_gguf, golden["cases"], mesh, exchange, placement, chunks)
 
 
 @pytest.mark.matrix
@@ -133,14 +185,14 @@ def test_tokens_equal_the_reference_by_random_plans_on_eight_lanes(
         pages=100,
         max_len=2048,
         exchange=exchange,
+        placement=placement,
     )
-    cases = [case for case in golden["cases"] if len(case["prompt_ids"]) <= 2000]
+    cases = short(golden["cases"], 2000)
     moved: list[int] = []
     for seed in range(2):
         real = fresh(real, placement)
         real.scheduler.packer.planner = Plans(seed, longest=500)
-        issue = real._issue
-        real._issue = lambda batch, issue=issue: moved.append(len(batch.moves)) or issue(batch)
+        watch_batches(real, lambda batch: moved.append(len(batch.moves)))
         runner = Runner(real)
         ids = [submit(runner, case) for case in cases]
         runner.run()
@@ -199,12 +251,17 @@ def test_log_probabilities_equal_the_reference(golden, plain):
         assert {k: pytest.approx(v + shift, abs=1e-3) for k, v in reference.items()} == first
 
 
-@pytest.mark.parametrize("mesh", ["", "spp=2,tp=3", "kvp=2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "",
+        pytest.param("spp=2,tp=3", marks=pytest.mark.matrix),
+        pytest.param("kvp=2", marks=pytest.mark.matrix),
+    ],
+)
 def test_prompt_logits_equal_the_reference(mesh, golden, smollm2_gguf):
-    real = engine(smollm2_gguf, mesh, chunk=64, seqs=2, pages=64)
-    hidden = []
-    step = real.stages.step
-    real.stages.step = lambda *args: hidden.append(step(*args)) or hidden[-1]
+    real = engine(smollm2_gguf, mesh, chunk=64, seqs=2, pages=64, max_len=512)
+    hidden = hidden_states_of(real)
     for case in golden["cases"][:5]:
         hidden.clear()
         runner = Runner(real)
@@ -226,6 +283,7 @@ def test_prompt_logits_equal_the_reference(mesh, golden, smollm2_gguf):
         assert wrong.min() < 1e-3  # the lane and row of the prompt's last token
 
 
+@pytest.mark.matrix
 def test_a_safetensors_folder_says_the_same_as_the_gguf(golden, smollm2_folder):
     real = engine(smollm2_folder, "tp=3", chunk=64, seqs=8, pages=64)
     runner = Runner(real)
@@ -249,19 +307,18 @@ def log_probabilities(real, cases) -> list[np.ndarray]:
     ]
 
 
-def test_kv_of_eight_bits_costs_little_likelihood(golden, smollm2_gguf, plain):
-    """The mean log-probability of 600 tokens; single ones differ by what 4 significant bits of keys
-    and values make of them."""
-    cases = [case for case in golden["cases"] if len(case["prompt_ids"]) < 400]
+def assert_eight_bits_cost_little(source, cases, plain, tokens: int) -> None:
+    """The mean log-probability of so many tokens; single ones differ by what 4 significant bits of
+    keys and values make of them."""
     right = log_probabilities(plain, cases)
     for mesh, placement in (("", "grow"), ("spp=2,kvp=2,tp=3", "random")):
         real = engine(
-            smollm2_gguf,
+            source,
             mesh,
             chunk=64,
             seqs=8,
             pages=640,
-            max_len=8192,
+            max_len=2048,
             placement=placement,
             kv_cache_dtype="fp8",
         )
@@ -272,5 +329,18 @@ def test_kv_of_eight_bits_costs_little_likelihood(golden, smollm2_gguf, plain):
         differences = np.concatenate(
             [one - other for one, other in zip(log_probabilities(real, cases), right)]
         )
-        assert len(differences) > 600
+        assert len(differences) > tokens
         assert abs(differences.mean()) < 0.03 and 0.01 < np.abs(differences).mean() < 0.2
+
+
+@pytest.mark.matrix
+def test_kv_of_eight_bits_costs_little_likelihood(golden, smollm2_gguf, plain):
+    assert_eight_bits_cost_little(smollm2_gguf, short(golden["cases"]), plain, 600)
+
+
+def test_kv_of_eight_bits_costs_little_likelihood_in_the_first_layers(
+    golden_first_layers, smollm2_first_layers
+):
+    plain = engine(smollm2_first_layers, chunk=64, seqs=8, pages=640, max_len=2048)
+    cases = short(golden_first_layers["cases"])
+    assert_eight_bits_cost_little(smollm2_first_layers, cases, plain, 500)

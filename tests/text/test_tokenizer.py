@@ -20,8 +20,8 @@ SPACE = "\u2581"
 
 
 @pytest.fixture(scope="module", params=["gguf", "folder"])
-def smollm2(request, smollm2_gguf, smollm2_folder):
-    return Tokenizer.load(smollm2_gguf if request.param == "gguf" else smollm2_folder)
+def smollm2(request, smollm2_gguf, smollm2_first_layers):
+    return Tokenizer.load(smollm2_gguf if request.param == "gguf" else smollm2_first_layers)
 
 
 @pytest.fixture(scope="module")

@@ -165,6 +165,20 @@ def test_copies_and_derived_tensors_of_old_checkpoints_are_not_unexpected(tmp_pa
     same(loaded(write_folder(tmp_path, config, values | extra))[1], assembled(config, values, 1))
 
 
+def test_the_real_first_layer_is_the_same_from_gguf_and_from_safetensors(
+    smollm2_gguf, smollm2_first_layers
+):
+    gguf = weights.open_checkpoint(smollm2_gguf).config
+    folder = weights.open_checkpoint(smollm2_first_layers)
+    assert replace(gguf, name="", layers=5) == replace(folder.config, name="")
+    weights.check(folder, folder.config.with_tp(3))
+    (_, a), (_, b) = (
+        loaded(source, 1, 3, layers=range(1)) for source in (smollm2_gguf, smollm2_first_layers)
+    )
+    same(a, {path: np.asarray(value) for path, value in b.items()})
+
+
+@pytest.mark.matrix
 def test_the_real_model_is_the_same_from_gguf_and_from_safetensors(smollm2_gguf, smollm2_folder):
     gguf = weights.open_checkpoint(smollm2_gguf)
     folder = weights.open_checkpoint(smollm2_folder)
