@@ -74,10 +74,14 @@ def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory)
 def golden_first_layers(golden: dict) -> dict:
     """As `golden`, of the model's first layers: see `smollm2_first_layers`."""
     found = json.loads((HERE / "golden" / "smollm2_135m_first5_f32.json").read_text())
-    prompts = [case["prompt_ids"] for case in golden["cases"] if len(case["prompt_ids"]) <= 2000]
-    assert [len(prompt) for prompt in prompts] == [c["prompt_tokens"] for c in found["cases"]]
-    cases = [{"prompt_ids": prompt, **case} for prompt, case in zip(prompts, found["cases"])]
-    return {**found, "cases": cases}
+    asked = [case for case in golden["cases"] if len(case["prompt_ids"]) <= 2000]
+    assert [len(case["prompt_ids"]) for case in asked] == [
+        case["prompt_tokens"] for case in found["cases"]
+    ]
+    prompts = [
+        {key: case[key] for key in ("prompt", "prompt_ids") if key in case} for case in asked
+    ]
+    return {**found, "cases": [prompt | case for prompt, case in zip(prompts, found["cases"])]}
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from jaxserve import llm
 from jaxserve.api.errors import RequestError
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.text.structured_output import Guided
-from tests.engine.harness import engine
+from tests.engine.harness import shared
 from tests.server.fakes import FakeEngine, FakeTokenizer, expected
 from tests.text.vocabulary import tokenizer
 
@@ -136,7 +136,7 @@ def test_without_a_tokenizer_only_ids_are_prompts(offline):
 
 
 def test_guided_completions_obey_each_its_own_guide(offline):
-    with offline(engine(seqs=2), tokenizer) as llm:
+    with offline(shared(), tokenizer) as llm:
         said = llm.generate(
             ["a", "b", "c"],
             SamplingParams(max_tokens=9),

@@ -58,7 +58,7 @@ def test_a_slope_is_that_of_the_line():
     assert slope([0, 1, 2, 3], [5, 7, 9, 11]) == pytest.approx(2) and slope([0, 1], [5, 7]) == 0
 
 
-def soaked(model: Path, minutes: float, report: Path, capfd) -> str:
+def soaked(model: Path, minutes: float, report: Path, capfd, *flags: str) -> str:
     arguments = [
         "soak",
         f"--model={model}",
@@ -69,6 +69,7 @@ def soaked(model: Path, minutes: float, report: Path, capfd) -> str:
         "--prompt_tokens=60",
         "--output_tokens=12",
         f"--json={report}",
+        *flags,
     ]
     assert cli.main(arguments) == 0
     return capfd.readouterr().out
@@ -77,7 +78,8 @@ def soaked(model: Path, minutes: float, report: Path, capfd) -> str:
 def test_a_short_soak_leaves_nothing(tmp_path, capfd):
     model = write_folder(tmp_path / "model", TINY, random_weights(TINY, 0))
     tokenizer().save(model)
-    out = soaked(model, 0.15, tmp_path / "soak.json", capfd)
+    few = "--max_seqs=4", "--chunk_tokens=32", "--pages=400"  # few programs, which are tiny
+    out = soaked(model, 0.15, tmp_path / "soak.json", capfd, *few)
     assert "left behind: nothing" in out and "http 200" in out
 
 

@@ -4,6 +4,7 @@ after every turn."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,6 +60,22 @@ def fresh(old: Engine, placement: str, pages: int | None = None) -> Engine:
     cache = CacheManager(config, plan.mesh.kvp, plan.slots, placement=placement)
     scheduler = Scheduler(old.config.scheduler, cache, plan.mesh, old.max_len, plan.model.eos_ids)
     return Engine(old.config, old.stages, scheduler, plan.model.eos_ids)
+
+
+@functools.cache
+def _tiny(mesh: str) -> Engine:
+    return engine(mesh=mesh, chunk=32, seqs=4, pages=400, max_len=512)
+
+
+def shared(mesh: str = "", placement: str = "grow", pages: int | None = None) -> Engine:
+    """A new engine of the smallest model, with an empty cache of so many pages per lane, on devices
+    and compiled programs that all tests of this process share. It overwrites the pages of the one
+    taken before on this mesh: use that no more."""
+    base = _tiny(mesh)
+    own = [name for name in vars(base.stages) if callable(getattr(type(base.stages), name, None))]
+    assert not own, f"a test before this one left its own {own} behind"
+    base.stages.reset()
+    return fresh(base, placement, pages)
 
 
 def watch_batches(real: Engine, see: Callable[[Batch], object]) -> None:

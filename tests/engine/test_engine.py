@@ -17,18 +17,13 @@ from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.clock import VirtualClock
 from jaxserve.engine.engine import Engine
-from tests.engine.harness import Runner, assert_empty, engine, fresh
+from tests.engine.harness import Runner, assert_empty, fresh, shared
 from tests.waiting import eventually
 
 
-@pytest.fixture(scope="module")
-def built() -> Engine:
-    return engine("random:tiny", chunk=32, seqs=4, pages=60, max_len=512)
-
-
 @pytest.fixture
-def real(built) -> Engine:
-    return fresh(built, "grow")
+def real() -> Engine:
+    return shared(pages=60)
 
 
 @pytest.fixture

@@ -14,22 +14,16 @@ import pytest
 from jaxserve.api.errors import RequestError
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.watchdog import FAULTS
-from tests.engine.harness import assert_empty, engine, fresh
+from tests.engine.harness import assert_empty, shared
 from tests.engine.test_engine import ask
 from tests.waiting import eventually
 
 TOO_MUCH = 2**50  # bytes that no allocator has
 
 
-@pytest.fixture(scope="module")
-def built() -> Engine:
-    return engine("random:tiny", chunk=32, seqs=4, pages=60, max_len=512)
-
-
 @pytest.fixture
-def running(built):
-    built.stages.reset()
-    real = fresh(built, "grow")
+def running():
+    real = shared(pages=60)
     real.start()
     yield real
     real.close()
@@ -112,7 +106,7 @@ def test_where_a_launch_finds_no_memory_its_requests_fail_and_the_engine_goes_on
 def test_a_step_that_fails_on_the_way_ends_its_requests_and_others_begin_anew(monkeypatch):
     """Two stages, so that a batch has two of four decodes. The tokens of those that begin anew are
     those they get alone."""
-    real = engine("random:tiny", "spp=2", chunk=32, seqs=4, pages=60, max_len=512)
+    real = shared("spp=2", pages=60)
     real.start()
     try:
         kinds = [{}, dict(temperature=1.0, seed=5), dict(frequency_penalty=0.5), {}]
@@ -149,9 +143,8 @@ def test_an_engine_whose_every_step_fails_gives_up(running, monkeypatch):
     eventually(lambda: not running.alive, 60)
 
 
-def watched(built: Engine, hang_timeout: float) -> Engine:
-    built.stages.reset()
-    real = fresh(built, "grow")
+def watched(hang_timeout: float) -> Engine:
+    real = shared(pages=60)
     return Engine(
         dataclasses.replace(real.config, hang_timeout=hang_timeout),
         real.stages,
@@ -162,10 +155,10 @@ def watched(built: Engine, hang_timeout: float) -> Engine:
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_others_wait_for_a_step_that_is_issued_slowly_but_not_for_one_that_hangs(
-    built, monkeypatch, hangs
+    monkeypatch, hangs
 ):
     monkeypatch.setattr("jaxserve.engine.engine.LOOK", 0.1)
-    real = watched(built, 0.2 if hangs else 60)
+    real = watched(0.2 if hangs else 60)
     begun = threading.Event()
     gate = threading.Event()
     real.start()
@@ -190,8 +183,8 @@ def test_others_wait_for_a_step_that_is_issued_slowly_but_not_for_one_that_hangs
         real.close()
 
 
-def test_a_hung_step_can_be_told_by_others(built, monkeypatch):
-    real = watched(built, 0.2)
+def test_a_hung_step_can_be_told_by_others(monkeypatch):
+    real = watched(0.2)
     gate = threading.Event()
     real.start()
     try:

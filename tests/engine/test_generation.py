@@ -40,14 +40,14 @@ def prompt(seed: int, length: int) -> list[int]:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> dict[str, Engine]:
     model = write_folder(tmp_path_factory.mktemp("model"), TINY, random_weights(TINY, 0))
-    return {mesh: engine(model, mesh, chunk=32, seqs=4, pages=80, max_len=512) for mesh in MESHES}
+    return {mesh: engine(model, mesh, chunk=32, seqs=4, pages=400, max_len=512) for mesh in MESHES}
 
 
 @pytest.fixture
 def engines(built) -> dict[str, Engine]:
     """With empty caches: engines on the same devices write to the same pages, so only the newest
     one may be used."""
-    return {mesh: fresh(old, "grow") for mesh, old in built.items()}
+    return {mesh: fresh(old, "grow", 80) for mesh, old in built.items()}
 
 
 @pytest.fixture

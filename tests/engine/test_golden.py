@@ -35,7 +35,7 @@ LONGEST = {"1": 40, "7": 400, "64": 2000, "512": 8000, "mixed": 2000, "slack": 2
 SLACK = dict(policy="slack", chunking="adaptive", tpot=2.2e-2, step_time=3e-2)
 # with these a step takes 128 to 448 prompt tokens
 SIMPLE = Costs(layers=30, linear_token=2e-6, pair=1e-9, decode_kv=1e-8)
-FEW = [(1, 1, 1), (1, 4, 1), (1, 2, 3), (3, 1, 3), (3, 4, 1), (5, 2, 1)]
+FEW = [(1, 2, 3), (3, 4, 1), (5, 2, 1)]
 SMALL = dict(chunk=32, seqs=2, pages=64, max_len=512)  # few programs
 
 

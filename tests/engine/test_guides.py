@@ -14,7 +14,7 @@ import pytest
 from jaxserve.api.errors import RequestError
 from jaxserve.engine.engine import Engine
 from jaxserve.text.structured_output import Guided, Guides
-from tests.engine.harness import Runner, assert_empty, engine, fresh
+from tests.engine.harness import Runner, assert_empty, engine, fresh, shared
 from tests.text.vocabulary import EOS, tokenizer
 from tests.weights import models
 
@@ -44,13 +44,13 @@ THREE = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def alone() -> Engine:
-    return engine(seqs=4)
+    return shared()
 
 
 @pytest.fixture(scope="module", params=["tp=3", "spp=2,tp=2"])
 def split(request, tmp_path_factory) -> Engine:
     if request.param != "tp=3":
-        return engine(mesh=request.param, seqs=4)
+        return shared(request.param)
     values = {name: 0.1 * value for name, value in models.tensors(THREE).items()}
     return engine(
         models.write_folder(tmp_path_factory.mktemp("three"), THREE, values), request.param, seqs=4

@@ -15,7 +15,7 @@ from jaxserve.costs.predictor import Costs
 from jaxserve.engine.engine import Engine
 from jaxserve.scheduling import Scheduler
 from jaxserve.settings.schema import SchedulerConfig
-from tests.engine.harness import assert_empty, engine
+from tests.engine.harness import assert_empty, shared
 from tests.engine.test_engine import ask
 from tests.waiting import eventually
 
@@ -25,7 +25,7 @@ SHORT = 16
 
 @pytest.fixture(scope="module")
 def built() -> Engine:
-    real = engine("random:tiny", chunk=32, seqs=4, pages=400, max_len=512)
+    real = shared()
     real.stages.warm_up(lambda name: None, ("greedy",))
     return real
 

@@ -15,7 +15,7 @@ from jaxserve.server.client import Client, ServerError
 from jaxserve.server.supervisor import Background
 from jaxserve.settings.schema import ServerConfig
 from jaxserve.text.structured_output import Guided
-from tests.engine.harness import engine
+from tests.engine.harness import shared
 from tests.server.fakes import FakeEngine, FakeModel
 from tests.text.vocabulary import EOS, tokenizer
 
@@ -70,7 +70,7 @@ def test_min_tokens_and_models_without_text_exclude_guides(fake, serve):
 
 
 def test_answers_of_the_real_engine_obey():
-    with Background(ServerConfig(port=0), lambda: (engine(seqs=2), tokenizer())) as server:
+    with Background(ServerConfig(port=0), lambda: (shared(), tokenizer())) as server:
         server.wait_ready()
         with Client(server.target) as client:
             sampling = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=40)
