@@ -5,7 +5,10 @@ import json
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+from tests.examples import examples
 
 HERE = Path(__file__).parent
 # XLA's optimising passes take most of the suite's time, and a program of a test runs for
@@ -21,6 +24,9 @@ LONGEST = ("engine/test_golden.py", "cli", "engine", "models", "simulate", "serv
 # Both are read when JAX is first imported, which no host-side test does.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "12")
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILES))
+
+hypothesis.settings.register_profile("suite", hypothesis.settings(max_examples=examples(100)))
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

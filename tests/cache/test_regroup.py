@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jaxserve.cache import CacheManager
 from jaxserve.settings.schema import CacheConfig
+from tests.examples import examples
 
 LANES = 5
 
@@ -41,7 +42,7 @@ def fewest(held: list[int], group: tuple[int, ...]) -> int:
     return min(sum(max(0, whole + (lane in way) - held[lane]) for lane in group) for way in ways)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.integers(0, 2**32 - 1))
 def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
     rng = np.random.default_rng(seed)

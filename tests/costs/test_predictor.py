@@ -12,6 +12,7 @@ from jaxserve.costs.predictor import Compiled, Costs, LaneLoad, Predictor, bend
 from jaxserve.costs.profiles import costs, shapes
 from jaxserve.scheduling import Batch
 from jaxserve.settings.schema import MeshConfig
+from tests.examples import examples
 
 ROOT = 2**0.25  # the bend where both limits are equal
 REAL = costs("a100", shapes()["llama3-8b"], 8)
@@ -318,7 +319,7 @@ def test_a_decode_over_lanes_reads_its_context_at_once(lanes):
 # --- a whole prompt
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     total=st.integers(1, 300_000),
     chunk=st.sampled_from([512, 1024, 2048, 4096, 8192]),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.merge import merge
 from jaxserve.kernels.reference import attend
+from tests.examples import examples
 
 TOLERANCE = dict(rtol=1e-5, atol=1e-5)
 PIECES = 4
@@ -44,7 +45,7 @@ seeds = st.integers(0, 2**32 - 1)
 magnitudes = st.sampled_from([0.0, 1.0, 30.0, 1e4])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seeds, magnitudes)
 def test_merging_in_any_grouping_and_order_is_the_same(seed, magnitude):
     outs, lses = partials(seed, magnitude)
@@ -60,7 +61,7 @@ def test_merging_in_any_grouping_and_order_is_the_same(seed, magnitude):
     assert_same(left, whole)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(seeds, magnitudes)
 def test_a_piece_that_saw_nothing_changes_nothing(seed, magnitude):
     outs, lses = partials(seed, magnitude)
@@ -77,7 +78,7 @@ def test_where_no_piece_saw_anything_the_result_is_zero_with_lse_of_minus_infini
     assert np.isfinite(out).all() and not np.isnan(lse).any()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seeds, st.lists(st.integers(0, PIECES - 1), min_size=BLOCKS, max_size=BLOCKS))
 def test_the_merge_over_any_partition_of_the_blocks_is_attention_over_all(seed, owner):
     rng = np.random.default_rng(seed)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jaxserve.costs.predictor import Costs, LaneLoad, Predictor
 from jaxserve.scheduling.budget import CHUNKING, StepBudget, adaptive
 from jaxserve.settings.schema import MeshConfig
+from tests.examples import examples
 
 TOKEN = Costs(layers=1, linear_token=0.001)
 
@@ -107,7 +108,7 @@ def test_a_spread_chunk_takes_time_on_all_lanes_and_tokens_of_its_home():
     assert made.pace == pytest.approx([0.02, 0.12]) and made.tokens_left == [216, 256]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     most=st.integers(1, 3000),
     tile=st.sampled_from([1, 16, 64]),

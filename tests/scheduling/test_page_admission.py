@@ -25,6 +25,7 @@ from jaxserve.scheduling.slots import LEAVING
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival, to_request
 from jaxserve.simulate.run import drive
+from tests.examples import examples
 from tests.scheduling.fakes import Replica, chunks
 from tests.simulate.test_replica import Watched, made
 
@@ -342,7 +343,7 @@ STREAM = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     stream=STREAM,
     spp=st.integers(1, 2),
@@ -537,7 +538,7 @@ def compare(schedulers: list[Scheduler], play: list[tuple]) -> None:
 FACTS = given(play=PLAY, spp=st.integers(1, 2), kvp=st.integers(1, 2), fields=SETTINGS)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @FACTS
 @example(play=[("ask", 193, 12, 2), ("ask", 253, 1, 2)], spp=1, kvp=1, fields={"policy": "fcfs"})
 def test_what_is_remembered_of_who_did_not_fit_changes_nothing(play, spp, kvp, fields):

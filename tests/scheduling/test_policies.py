@@ -13,6 +13,7 @@ from jaxserve.scheduling.policies import PATIENCE, POLICIES, relative_slack, sla
 from jaxserve.scheduling.waiting_queue import WaitingQueue, ranked
 from jaxserve.settings.options import options_of
 from jaxserve.settings.schema import SchedulerConfig
+from tests.examples import examples
 
 # At second 10. `early` came first; `tight` is due first; `large` has least seconds left, `pressed`
 # the least share of what it was given.
@@ -138,7 +139,7 @@ def sequence(number: int) -> SimpleNamespace:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(0, 150), max_size=300))
 def test_the_line_keeps_the_order_of_age_with_what_a_policy_looks_at(numbers):
     """A number that is not there joins, one that is leaves."""

@@ -11,6 +11,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.cache import PLACEMENTS
 from jaxserve.costs.predictor import Costs
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
+from tests.examples import examples
 from tests.scheduling.fakes import VOCAB, Replica
 
 CONFIG = st.builds(
@@ -127,7 +128,7 @@ class Traffic(RuleBasedStateMachine):
 
 TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(
-    max_examples=400,
+    max_examples=examples(400),
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

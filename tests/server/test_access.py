@@ -13,6 +13,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.server.auth.access import Authenticator, Caller, Usage, own
 from jaxserve.server.auth.keys import Limits
 from jaxserve.settings.schema import ServerConfig
+from tests.examples import examples
 from tests.server.keyed import TWO, basic, bearer, sha
 
 NEW = 1_000_000.0  # seconds of the clock when a test begins
@@ -169,7 +170,7 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(MOVES, st.integers(1, 20), st.integers(1, 5), st.integers(1, 100))
 def test_limits_hold_and_counts_return_to_zero_whatever_happens(
     moves, per_minute, concurrency, tokens

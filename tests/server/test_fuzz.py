@@ -20,11 +20,12 @@ from jaxserve.server.grpc.handlers import parse
 from jaxserve.server.supervisor import Background
 from jaxserve.settings.schema import ServerConfig
 from jaxserve.text.tool_calls import FORMATS, CallReader
+from tests.examples import examples
 from tests.server.fakes import FakeEngine, FakeTokenizer, expected
 from tests.waiting import eventually
 
-FEW = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-MANY = settings(max_examples=2000, deadline=1000)
+FEW = settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=examples(2000), deadline=1000)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +156,7 @@ def test_any_authorization_is_a_key_or_none(text):
     assert presented_key(text) is None or isinstance(presented_key(text), str)
 
 
-@settings(max_examples=300, deadline=1000)
+@settings(max_examples=examples(300), deadline=1000)
 @given(st.text(max_size=200))
 def test_any_text_is_a_key_file_or_refused(text):
     from jaxserve.settings.schema import ConfigError

@@ -11,6 +11,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.server.auth.access import Authenticator
 from jaxserve.server.auth.keys import Key, Limits, parse, text_of
 from jaxserve.settings.schema import ConfigError, ServerConfig
+from tests.examples import examples
 from tests.server.keyed import TWO, bearer, sha
 
 
@@ -106,13 +107,13 @@ keys = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(keys, max_size=6, unique_by=(lambda key: key.name, lambda key: key.sha256)))
 def test_what_is_written_is_read_back(written):
     assert parse(text_of(written), "f") == written
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.text(max_size=80)
     | st.lists(

@@ -23,6 +23,7 @@ from jaxserve.sharding import exchange
 from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.mesh import KVP, TP
 from jaxserve.sharding.rows import Groups, gather_rows, spread_rows
+from tests.examples import examples
 
 # tokens of a page, head dim, sequences, pages of a lane, tokens of a prefill row
 C = 4
@@ -179,7 +180,7 @@ def small_pieces(monkeypatch):
 @pytest.mark.parametrize("lanes", HEADS)
 @pytest.mark.parametrize("strategy", EXCHANGES)
 def test_every_strategy_is_dense_attention(strategy, lanes):
-    @settings(max_examples=40, deadline=None, database=None)
+    @settings(max_examples=examples(40), deadline=None, database=None)
     @given(cases(lanes))
     def check(case: Case) -> None:
         assert_dense(case, strategy)

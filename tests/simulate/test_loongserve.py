@@ -20,6 +20,7 @@ from jaxserve.simulate.loongserve import LoongPool, LoongServe, plan
 from jaxserve.simulate.recorder import RequestRecord
 from jaxserve.simulate.run import System, execute
 from jaxserve.simulate.workload import parse
+from tests.examples import examples
 
 FREE = Link(0.0, 1e30)  # nothing to send
 REAL = LoongPool(4, costs("a100", shapes()["llama3-8b"], 2), 500_000, 2048.0, Link(1e-5, 1e11))
@@ -106,7 +107,7 @@ def latency(
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     prompts=st.lists(
         st.sampled_from([10, 200, 3000, 40_000, 300_000]) | st.integers(1, 10**6),
@@ -237,7 +238,7 @@ def run(
     return server
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     ARRIVALS,
     st.integers(1, 4),
@@ -294,7 +295,7 @@ def test_a_request_of_one_token_leaves_room_for_the_next():
     ] * 2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(ARRIVALS, st.integers(2, 4))
 def test_prefills_never_have_more_instances_than_there_are(arrivals, count):
     server = run(arrivals, simple(count, 5000))

@@ -25,6 +25,7 @@ from jaxserve.simulate.arrival import Arrival, to_request
 from jaxserve.simulate.recorder import Recorder, RequestRecord
 from jaxserve.simulate.replica import VirtualReplica
 from jaxserve.simulate.run import drive, execute, requests
+from tests.examples import examples
 
 TOKEN = Costs(layers=1, linear_token=0.01)
 STEP = Costs(layers=1, launch=1.0)  # a step takes a second in every stage, whatever it does
@@ -251,7 +252,7 @@ LATE = given(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @LATE
 def test_a_step_decided_late_makes_no_stage_wait(seed, gap, policy, chunking):
     """Where steps take what their tokens take, and nothing else, work is never longer for being
@@ -263,7 +264,7 @@ def test_a_step_decided_late_makes_no_stage_wait(seed, gap, policy, chunking):
     ) and late.busy == pytest.approx(at_once.busy)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 2**16),
     gap=st.sampled_from([0.05, 0.3, 1.0, 3.0]),
@@ -310,7 +311,7 @@ BESIDE = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     beside=BESIDE,
     long=st.integers(100, 2000),
@@ -419,7 +420,7 @@ def mixed(dice: np.random.Generator, count: int, gap: float, most: int = 2000) -
 MESHES = st.builds(MeshConfig, spp=st.integers(1, 4), kvp=st.integers(1, 3))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     policy=st.sampled_from(sorted(POLICIES)),
     chunking=st.sampled_from(sorted(CHUNKING)),

@@ -18,6 +18,7 @@ from jaxserve.settings.schema import ConfigError
 from jaxserve.simulate.arrival import BLOCK, LONG, Arrival, summary, to_request
 from jaxserve.simulate.mixes import MIXES
 from jaxserve.simulate.workload import parse
+from tests.examples import examples
 
 DATA = Path(os.environ.get("JAXSERVE_DATA") or Path(__file__).parents[2] / ".." / "shared" / "data")
 MAX_LEN = 2**21
@@ -335,7 +336,7 @@ def test_the_seed_decides_and_lengths_do_not_depend_on_the_rate(spec):
     ].time < first[-1].time
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     mix=st.sampled_from(sorted(MIXES)),
     shape=st.sampled_from(["poisson", "burst"]),
@@ -641,7 +642,7 @@ def test_no_text_is_answered_with_another_error(tmp_path, name, head):
         ).map(json.dumps),
         st.lists(values.map(str), max_size=4).map(",".join),
     )
-    settings(max_examples=60, deadline=None)(
+    settings(max_examples=examples(60), deadline=None)(
         given(lines)(lambda line: _refused(tmp_path / name, head + line))
     )()
 

@@ -7,6 +7,7 @@ from jaxserve.api.events import Accepted, Finished, Logprobs, Progress, Timing, 
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.text.output import Delta, NoText, OutputProcessor, StopStrings
+from tests.examples import examples
 from tests.server.fakes import EOS, ByteDetokenizer
 
 TIMING = Timing(0.0, 0.1, 0.2)
@@ -66,7 +67,7 @@ def test_stop_strings_cut_the_same_however_the_text_is_split(text, stops, random
     assert found == any(s in text for s in stops)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.text("aé🙂 b", max_size=20),
     st.lists(st.text("aé🙂 b", min_size=1, max_size=3), max_size=3),

@@ -25,6 +25,7 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.text import Tokenizer
 from jaxserve.text.structured_output import Guided, Guides, spec
 from jaxserve.text.tool_calls import call_schema
+from tests.examples import examples
 from tests.text.vocabulary import EOS, tokenizer
 
 VOCAB = 512
@@ -154,7 +155,7 @@ schemas = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     schema=schemas.filter(lambda schema: "$defs" not in json.dumps(schema)[2:]),
     seed=st.integers(0, 2**32),
@@ -170,7 +171,7 @@ def test_what_a_schema_lets_through_is_valid(guides, schema, seed, free):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32), free=st.integers(0, 30))
 def test_any_object_is_an_object(guides, seed, free):
     assert isinstance(
@@ -191,7 +192,7 @@ regexes = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(regex=regexes, seed=st.integers(0, 2**32), free=st.integers(0, 30))
 def test_what_a_regular_expression_lets_through_matches_it(guides, regex, seed, free):
     text = said(guides.compile(Guided("regex", regex)).matcher(), seed, free)
@@ -200,7 +201,7 @@ def test_what_a_regular_expression_lets_through_matches_it(guides, regex, seed, 
     assert re.fullmatch(regex, text) or re.fullmatch(regex, newer), (regex, text)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     choices=st.lists(
         st.text(min_size=1, max_size=6).filter(lambda text: text.isprintable() or "\n" in text),

@@ -15,6 +15,7 @@ from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.text import Tokenizer, vocabulary
 from jaxserve.text import chat_template as template
 from jaxserve.text.chat_template import ChatTemplate
+from tests.examples import examples
 
 SPACE = "\u2581"
 
@@ -55,7 +56,7 @@ def test_special_tokens_are_text_where_asked(smollm2):
     assert smollm2.decode([10**6, -1, *smollm2.encode("a")]) == "a"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(ids=st.lists(st.integers(0, 49151), max_size=40), cut=st.integers(1, 5))
 def test_streams_say_what_the_library_says_without_half_characters(from_gguf, ids, cut):
     expected = from_gguf._library.decode(ids, skip_special_tokens=True)
@@ -65,7 +66,7 @@ def test_streams_say_what_the_library_says_without_half_characters(from_gguf, id
     assert "".join(parts) + stream.flush() == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(text=st.text("ab 1\n\té你好🚀<|im_end>", max_size=30))  # the vocabulary lacks some bytes
 def test_text_survives_encoding_and_streaming(from_gguf, text):
     stream = from_gguf.stream(skip_special=False)

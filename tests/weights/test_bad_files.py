@@ -15,6 +15,7 @@ from jaxserve import weights
 from jaxserve.checkpoint.gguf_file import read_header
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.weights.safetensors_folder import safetensors_header
+from tests.examples import examples
 from tests.weights.models import TINY, tensors, write_folder, write_gguf
 
 GOOD = {
@@ -76,7 +77,7 @@ def test_safetensors_headers_that_lie_are_refused_before_allocation(content, mes
     assert peak < 2**20
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_mutated_safetensors_headers_never_do_worse_than_an_error(tmp_path_factory, data):
     content = bytearray(safetensors_bytes(GOOD))
@@ -266,7 +267,7 @@ def two_tensors(change) -> bytes:
     return table + bytes(-len(table) % 32 + 512 * 68 + 64 * 68)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_mutated_gguf_headers_never_do_worse_than_an_error(small_gguf, tmp_path_factory, data):
     content = bytearray(small_gguf)

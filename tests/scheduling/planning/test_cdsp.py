@@ -23,6 +23,7 @@ from jaxserve.scheduling.planning.cdsp import (
     single,
 )
 from jaxserve.settings.schema import ConfigError
+from tests.examples import examples
 
 K = 1024
 LENGTHS = (4, 8, 16, 32, 64, 128, 256)
@@ -311,7 +312,7 @@ def replayed(plan: CdspPlan, instances: Instances, queues: Sequence[float]) -> f
     return done
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(case=cases(), policy=st.sampled_from(["cdsp", "single"]))
 def test_a_plan_is_whole_and_takes_as_long_as_it_says(case, policy):
     instances, queues, tokens, rate = case
@@ -332,7 +333,7 @@ def test_a_plan_is_whole_and_takes_as_long_as_it_says(case, policy):
     assert plan.ttft == pytest.approx(replayed(plan, instances, queues), rel=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(case=cases())
 def test_chunks_are_never_worse_than_one(case):
     assert cdsp(*case).ttft <= single(*case).ttft
