@@ -127,7 +127,7 @@ def browser(folder: Path, size: tuple[int, int] = SIZE, dark: bool = False) -> I
         driver.quit()
 
 
-class Served:
+class PageServer:
     """The page of an engine (or of what has a `view` as one) on a port of loopback, while it is
     entered. mine: see router."""
 
@@ -140,7 +140,7 @@ class Served:
         )
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 
-    def __enter__(self) -> Served:
+    def __enter__(self) -> PageServer:
         self._thread.start()
         ends = time.monotonic() + 20
         while not self._server.started:
@@ -158,7 +158,7 @@ class Served:
         self._thread.join(20)
 
 
-class Load:
+class PageLoad:
     """Chats, some of which share a beginning, and long prompts, at random times."""
 
     def __init__(self, engine: Any, values: dict[str, Any]):
@@ -278,9 +278,9 @@ def run(values: dict[str, Any]) -> int:
     engine = build(config, progress=sys.stderr.isatty())
     engine.start()
     try:
-        with Served(engine, values["port"]) as served:
+        with PageServer(engine, values["port"]) as served:
             print(f"the page is at {served.url}", flush=True)
-            load = Load(engine, values)
+            load = PageLoad(engine, values)
             if values["screenshot"]:
                 thread = threading.Thread(target=load.run, args=(values["seconds"],), daemon=True)
                 thread.start()

@@ -67,7 +67,7 @@ LONGEST = 4096
 
 
 @dataclasses.dataclass
-class Latency:
+class RequestLatency:
     """Seconds of one request."""
 
     ttft: float = 0.0
@@ -79,20 +79,22 @@ class Hearing:
     """A sink that keeps a request's timing."""
 
     def __init__(self) -> None:
-        self.latency = Latency()
+        self.latency = RequestLatency()
         self.done = threading.Event()
 
     def __call__(self, events: Sequence[Any]) -> None:
         for event in events:
             if isinstance(event, Finished):
                 timing = event.timing
-                self.latency = Latency(
+                self.latency = RequestLatency(
                     timing.first_token, timing.tpot(event.usage.completion), timing.total
                 )
                 self.done.set()
 
 
-def live(config: EngineConfig, arrivals: Sequence[Arrival]) -> tuple[list[Latency], Costs, float]:
+def live(
+    config: EngineConfig, arrivals: Sequence[Arrival]
+) -> tuple[list[RequestLatency], Costs, float]:
     """What a live engine makes of the arrivals, the costs it predicted with, and the scale it
     learnt."""
     from jaxserve.engine.build import build
@@ -108,7 +110,7 @@ def live(config: EngineConfig, arrivals: Sequence[Arrival]) -> tuple[list[Latenc
         engine.close()
 
 
-def _run(engine: Any, arrivals: Sequence[Arrival], name: str) -> list[Latency]:
+def _run(engine: Any, arrivals: Sequence[Arrival], name: str) -> list[RequestLatency]:
     began = time.perf_counter()
     heard = []
     for number, arrival in enumerate(arrivals):
@@ -136,7 +138,7 @@ def _run(engine: Any, arrivals: Sequence[Arrival], name: str) -> list[Latency]:
 
 def virtual(
     config: EngineConfig, arrivals: Sequence[Arrival], costs: Costs, scale: float
-) -> list[Latency]:
+) -> list[RequestLatency]:
     """What a virtual replica with these costs makes of the same arrivals."""
     cache = CacheManager(config.cache, config.mesh.kvp, config.scheduler.max_seqs)
     scheduler = Scheduler(config.scheduler, cache, config.mesh, LONGEST, costs=costs)
@@ -147,12 +149,14 @@ def virtual(
     )
     records = drive(replica, requests).records
     return [
-        Latency(r.ttft, r.tpot, r.end - r.arrival)
+        RequestLatency(r.ttft, r.tpot, r.end - r.arrival)
         for r in sorted(records, key=lambda record: int(record.id))
     ]
 
 
-def compared(seen: Sequence[Latency], simulated: Sequence[Latency]) -> dict[str, dict[str, float]]:
+def compared(
+    seen: Sequence[RequestLatency], simulated: Sequence[RequestLatency]
+) -> dict[str, dict[str, float]]:
     """Mean, p50 and p90 of both, and how far the mean is off."""
     out = {}
     for name in ("ttft", "tpot", "total"):

@@ -98,7 +98,7 @@ class Figures:
     cores: float = 0.0
 
 
-class Tally:
+class TokenTally:
     """Tokens within so many seconds, and the seconds to the first one of each request that was sent
     in them, by its id."""
 
@@ -166,7 +166,7 @@ class InProcess:
         self._number = 0
 
     def measure(self, callers: int, seconds: float, seed: int) -> Figures:
-        tally = Tally(seconds)
+        tally = TokenTally(seconds)
         done = queue.SimpleQueue[None]()
         noted = dict[str, float]()
         dice = np.random.default_rng(seed)
@@ -186,7 +186,7 @@ class InProcess:
         self,
         prompt: np.ndarray,
         output: int,
-        tally: Tally,
+        tally: TokenTally,
         done: queue.SimpleQueue[None],
         noted: dict[str, float],
     ) -> None:
@@ -223,7 +223,9 @@ def drawn(prompt: int, output: int, dice: np.random.Generator) -> tuple[np.ndarr
     )
 
 
-async def over_grpc(client: Any, id: str, prompt: np.ndarray, output: int, tally: Tally) -> None:
+async def over_grpc(
+    client: Any, id: str, prompt: np.ndarray, output: int, tally: TokenTally
+) -> None:
     from jaxserve.text.output import Delta
 
     sent = time.perf_counter()
@@ -245,7 +247,7 @@ async def over_http(
     id: str,
     prompt: np.ndarray,
     output: int,
-    tally: Tally,
+    tally: TokenTally,
 ) -> None:
     """Counts characters: every token of this tokenizer is one, but for those that are none. idle:
     connections that are open."""
@@ -283,7 +285,7 @@ async def worker(target: str, port: int, prompt: int, output: int, pause: float)
     number = itertools.count()
 
     async def one(
-        call: Callable[..., Awaitable[None]], tally: Tally, dice: np.random.Generator
+        call: Callable[..., Awaitable[None]], tally: TokenTally, dice: np.random.Generator
     ) -> None:
         while time.perf_counter() < tally.until:
             await call(f"w{next(number)}", *drawn(prompt, output, dice), tally)
@@ -296,7 +298,7 @@ async def worker(target: str, port: int, prompt: int, output: int, pause: float)
         }
         while line := await loop.run_in_executor(None, sys.stdin.readline):
             way, callers, seconds, seed, busy = line.split()
-            tally = Tally(float(seconds))
+            tally = TokenTally(float(seconds))
             cpu = time.process_time()
             began = time.perf_counter()
             if way == "beside":
@@ -326,7 +328,7 @@ def be_busy(until: float, cores: float) -> None:
         time.sleep(max(0.0, 1 - cores) * SLICE)
 
 
-class Bench:
+class FrontBench:
     """All ways to one engine. Made once its server is ready."""
 
     def __init__(self, server: Background, outside: subprocess.Popen, inside: InProcess):
@@ -439,7 +441,7 @@ def run(values: dict[str, Any]) -> int:
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as outside:
-            bench = Bench(server, outside, inside)
+            bench = FrontBench(server, outside, inside)
             for count in callers:  # the first time for everything, and how busy the ways are
                 bench.measure("engine", count, 1.0)
                 for way in FRONTS:

@@ -18,7 +18,7 @@ CHILDREN_SYSTEM = 14
 
 
 @dataclass(frozen=True)
-class Usage:
+class CpuUsage:
     """CPU seconds of a span of time: of the machine as a whole (the hypervisor's theft included),
     and of the processes measured."""
 
@@ -47,9 +47,9 @@ class Meter:
         self._pids = list(pids)
         self._began, self._machine, self._own = time.monotonic(), machine_seconds(), self._seconds()
 
-    def read(self) -> Usage:
+    def read(self) -> CpuUsage:
         wall = time.monotonic() - self._began
-        return Usage(
+        return CpuUsage(
             wall,
             machine_seconds() - self._machine,
             self._seconds() - self._own,

@@ -186,7 +186,7 @@ def sampling(output: int) -> SamplingParams:
     return SamplingParams.make(temperature=0, max_tokens=output, ignore_eos=True)
 
 
-class Load:
+class LoadGenerator:
     """Requests at random for a server."""
 
     def __init__(self, values: dict[str, Any], server: Background):
@@ -291,7 +291,7 @@ def measured(values: dict[str, Any]) -> dict[str, Any]:
         ServerConfig(port=0, http_port=0), lambda: open_engine(config, progress=sys.stderr.isatty())
     ) as server:
         server.wait_ready()
-        return phases(Load(values, server), Computed(server.server.front.engine))
+        return phases(LoadGenerator(values, server), Computed(server.server.front.engine))
 
 
 class Computed:
@@ -308,7 +308,7 @@ class Computed:
         return batch
 
 
-def phases(load: Load, computed: Computed) -> dict[str, Any]:
+def phases(load: LoadGenerator, computed: Computed) -> dict[str, Any]:
     values = load.values
     engine = load.engine
     load.capacity(5.0)  # what runs first runs slower: it does not count

@@ -58,7 +58,7 @@ OUTPUT = 8  # tokens of a short request and of the long one
 WAIT = 600.0  # most seconds for anything
 
 
-class Heard:
+class TimedSink:
     """A request's tokens and when they came, in seconds of the process."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Heard:
             elif isinstance(event, Finished):
                 self.done.set()
 
-    def wait(self) -> Heard:
+    def wait(self) -> TimedSink:
         if not self.done.wait(WAIT):
             raise TimeoutError("a request did not end")
         return self
@@ -86,7 +86,7 @@ class Heard:
         return self.times[0] - self.sent
 
 
-class Bench:
+class SharingBench:
     """An engine that runs, and the requests of this benchmark."""
 
     def __init__(self, values: dict[str, Any], scheduler: SchedulerConfig, lookahead: int):
@@ -113,9 +113,9 @@ class Bench:
         self.engine.start()
         self._serial = 0
 
-    def send(self, tokens: int, output: int, seed: int) -> Heard:
+    def send(self, tokens: int, output: int, seed: int) -> TimedSink:
         """A random prompt of so many tokens, the same for the same seed."""
-        heard = Heard()
+        heard = TimedSink()
         vocab = self.engine.info.vocab
         prompt = np.random.default_rng(seed).integers(0, vocab, tokens)
         sampling = SamplingParams.make(temperature=0, max_tokens=output, ignore_eos=True)
@@ -138,7 +138,7 @@ class Bench:
         )
         return heard
 
-    def idle(self, shorts: int) -> tuple[list[Heard], list[Heard]]:
+    def idle(self, shorts: int) -> tuple[list[TimedSink], list[TimedSink]]:
         """Short requests one at a time, then the decodes alone."""
         alone = [self.send(self.values["short"], OUTPUT, seed).wait() for seed in range(shorts)]
         decodes = [
@@ -147,7 +147,7 @@ class Bench:
         ]
         return alone, [heard.wait() for heard in decodes]
 
-    def shared(self) -> tuple[Heard, list[Heard], list[Heard]]:
+    def shared(self) -> tuple[TimedSink, list[TimedSink], list[TimedSink]]:
         """The long prompt beside decodes, and short requests until its first token: (long, shorts,
         decodes)."""
         decodes = [
@@ -174,7 +174,7 @@ def measured(
     values: dict[str, Any], name: str, scheduler: SchedulerConfig, lookahead: int
 ) -> dict[str, Any]:
     """Figures of one engine."""
-    bench = Bench(values, scheduler, lookahead)
+    bench = SharingBench(values, scheduler, lookahead)
     try:
         bench.idle(3)
         alone, decodes_alone = bench.idle(12)

@@ -13,7 +13,7 @@ from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import FIT, TABLE4
 from experiments.context_parallel.system import RANKS, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, matching
-from jaxserve.costs.exchange_choice import Boundary, fit
+from jaxserve.costs.exchange_choice import Boundary, fit_boundary
 
 NEW = np.geomspace(256, 65536, 17).astype(int).tolist()
 SHARES = np.geomspace(0.005, 1, 33).tolist()
@@ -29,8 +29,10 @@ def lines() -> dict[str, Boundary]:
     ]
     return {
         "paper": Boundary(*FIT),
-        "fit to table 4": fit([(row.cached, row.new, row.pass_kv, row.pass_q) for row in TABLE4]),
-        "fit to the model": fit(times),
+        "fit to table 4": fit_boundary(
+            [(row.cached, row.new, row.pass_kv, row.pass_q) for row in TABLE4]
+        ),
+        "fit to the model": fit_boundary(times),
     }
 
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from experiments.context_parallel.figure import main
-from experiments.context_parallel.system import System, calibrated
+from experiments.context_parallel.system import PaperHost, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
 from jaxserve.costs.profiles import Link
 
@@ -16,7 +16,7 @@ HOSTS = (1, 2, 4, 8)
 TCP = 3e9  # bytes per second and GPU, section 4.2.1
 
 
-def systems() -> dict[str, System]:
+def systems() -> dict[str, PaperHost]:
     fast = calibrated()
     slow = dataclasses.replace(fast.prefill, hop=Link(fast.prefill.hop.seconds, TCP))
     return {"GTT": fast, "GTI": dataclasses.replace(fast, prefill=slow)}

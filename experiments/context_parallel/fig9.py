@@ -9,7 +9,7 @@ from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import FIT, TABLE4
 from experiments.context_parallel.system import RANKS, RINGS, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
-from jaxserve.costs.exchange_choice import Boundary, ExchangeChooser, fit, fitted
+from jaxserve.costs.exchange_choice import Boundary, ExchangeChooser, fit_boundary, fitted
 
 ROOFLINE = "roofline of the rings"
 ALL_THREE = "roofline"
@@ -19,7 +19,7 @@ def rules() -> dict[str, ExchangeChooser]:
     """Our rule, the paper's with our constants, and the fitted line twice: the paper's, and one of
     table 4."""
     system = calibrated()
-    refit = fit([(row.cached, row.new, row.pass_kv, row.pass_q) for row in TABLE4])
+    refit = fit_boundary([(row.cached, row.new, row.pass_kv, row.pass_q) for row in TABLE4])
     return {
         ALL_THREE: system.exchange(RANKS),
         "alg1": system.exchange(RANKS, "alg1"),

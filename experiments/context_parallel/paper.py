@@ -71,7 +71,7 @@ TABLE5 = (
 )
 
 
-class Latency(NamedTuple):
+class LatencyRow(NamedTuple):
     """A row of tables 6 and 7: ms to the first token and per token after it, one sequence. kind:
     'cp' or 'tp', over so many hosts."""
 
@@ -83,19 +83,19 @@ class Latency(NamedTuple):
 
 
 TABLE6 = (
-    Latency("cp", 1, 8000, 1740, 44.51),
-    Latency("cp", 1, 32000, 7658, 44.64),
-    Latency("cp", 1, 128000, 42010, 46.26),
-    Latency("cp", 2, 8000, 999, 65.61),
-    Latency("cp", 2, 32000, 4015, 65.66),
-    Latency("cp", 2, 128000, 21042, 66.63),
+    LatencyRow("cp", 1, 8000, 1740, 44.51),
+    LatencyRow("cp", 1, 32000, 7658, 44.64),
+    LatencyRow("cp", 1, 128000, 42010, 46.26),
+    LatencyRow("cp", 2, 8000, 999, 65.61),
+    LatencyRow("cp", 2, 32000, 4015, 65.66),
+    LatencyRow("cp", 2, 128000, 21042, 66.63),
 )
 TABLE7 = (
-    Latency("cp", 1, 128000, 42010, 46.26),
-    Latency("cp", 2, 128000, 21042, 60.23),
-    Latency("tp", 2, 128000, 29917, 39.52),
-    Latency("cp", 4, 128000, 10950, 71.31),
-    Latency("tp", 4, 128000, 19841, 47.3),
+    LatencyRow("cp", 1, 128000, 42010, 46.26),
+    LatencyRow("cp", 2, 128000, 21042, 60.23),
+    LatencyRow("tp", 2, 128000, 29917, 39.52),
+    LatencyRow("cp", 4, 128000, 10950, 71.31),
+    LatencyRow("tp", 4, 128000, 19841, 47.3),
 )
 
 

@@ -2,9 +2,9 @@
 then predictions.
 
 A layer takes its linear parts, by the tokens of one host or as long as weights are read, and the
-exchange between hosts (`scheduling.exchange`). Prefill runs without CUDA graphs (section 4.3): for
-every further host it also takes the time in which a step of the ring is issued, which nothing
-hides, and its all-to-all starts later than that of decode.
+exchange between hosts (`jaxserve.costs.exchange_choice`). Prefill runs without CUDA graphs (section
+4.3): for every further host it also takes the time in which a step of the ring is issued, which
+nothing hides, and its all-to-all starts later than that of decode.
 
 What is fitted, by relative error: attention to the single calls of tables 5 and 8, a hop and the
 all-to-all to SendRecv and All2All there, how much of a hop is hidden to the sums of table 8; linear
@@ -32,16 +32,16 @@ from experiments.context_parallel.paper import (
     TABLE6,
     TABLE8,
     Decode,
-    Latency,
+    LatencyRow,
     Step,
 )
 from jaxserve.costs.exchange_choice import (
     TRAFFIC,
     Chooser,
+    ExchangeBytes,
     ExchangeChooser,
+    ExchangeRates,
     ExchangeWork,
-    Rates,
-    Traffic,
     work_of,
 )
 from jaxserve.costs.profiles import Link
@@ -54,13 +54,13 @@ LENIENT = 0.05  # relative error from which one point of attention counts less
 
 
 @dataclass(frozen=True)
-class System:
+class PaperHost:
     """Rates of one GPU in prefill and decode, and seconds per layer of what is not attention:
     `floor`, or `token` per token of a host where that is more; `issue` per further host, in
     prefill."""
 
-    prefill: Rates
-    decode: Rates
+    prefill: ExchangeRates
+    decode: ExchangeRates
     floor: float = 0.0
     token: float = 0.0
     issue: float = 0.0
@@ -99,7 +99,7 @@ class System:
             for name, seconds in self.decode_attention(context, hosts, batch).items()
         }
 
-    def with_links(self, link: Link) -> System:
+    def with_links(self, link: Link) -> PaperHost:
         """Decode with other links between hosts, one kind for all that is sent."""
         return dataclasses.replace(
             self, decode=dataclasses.replace(self.decode, hop=link, gather=link, exchange=link)
@@ -126,7 +126,7 @@ class System:
 
 
 @functools.cache
-def calibrated(hidden: float | None = None) -> System:
+def calibrated(hidden: float | None = None) -> PaperHost:
     """What tables 5, 6 and 8 tell. hidden: share of a hop of prefill that is; None: as of
     decode."""
     flops, read, launch = _attention()
@@ -139,13 +139,13 @@ def calibrated(hidden: float | None = None) -> System:
         [(0, _sent(row).exchanged, row.exchange) for row in TABLE5 if row.exchange]
         + [(1, traffic.exchanged, row.exchange) for row, traffic in _decodes()]
     )
-    decode = Rates(flops, read, launch, hop, hop, Link(soon, 1 / per_byte), _hidden())
+    decode = ExchangeRates(flops, read, launch, hop, hop, Link(soon, 1 / per_byte), _hidden())
     prefill = dataclasses.replace(
         decode,
         exchange=Link(late, 1 / per_byte),
         hidden=decode.hidden if hidden is None else hidden,
     )
-    return _whole(System(prefill, decode))
+    return _whole(PaperHost(prefill, decode))
 
 
 def _attention() -> tuple[float, float, float]:
@@ -185,11 +185,11 @@ def _links(points: Sequence[tuple[int, float, float]]) -> list[float]:
     return np.exp(least_squares(errors, np.log([1e-4] * kinds + [1 / 30e9])).x).tolist()
 
 
-def _sent(row: Step) -> Traffic:
+def _sent(row: Step) -> ExchangeBytes:
     return TRAFFIC[row.strategy](work_of([(row.cached, row.new)], RANKS), HEADS)
 
 
-def _decodes() -> list[tuple[Decode, Traffic]]:
+def _decodes() -> list[tuple[Decode, ExchangeBytes]]:
     """Table 8's columns with more than one host, and what they send."""
     works: list[tuple[Decode, ExchangeWork]] = [
         (row, work_of([(row.tokens - 1, 1)] * row.batch, row.hosts))
@@ -210,7 +210,7 @@ def _hidden() -> float:
     return float(np.clip(shorter @ saved / (shorter @ shorter), 0, 1))
 
 
-def _whole(system: System) -> System:
+def _whole(system: PaperHost) -> PaperHost:
     """With what a step takes besides, from table 6."""
     one, two = ([row for row in TABLE6 if row.hosts == hosts] for hosts in (1, 2))
     to_first = lambda row, trial: (
@@ -223,8 +223,11 @@ def _whole(system: System) -> System:
 
 
 def _fitted(
-    system: System, name: str, rows: Sequence[Latency], share: Callable[[Latency, System], float]
-) -> System:
+    system: PaperHost,
+    name: str,
+    rows: Sequence[LatencyRow],
+    share: Callable[[LatencyRow, PaperHost], float],
+) -> PaperHost:
     """The one constant for which the model's share of what was measured is nearest to 1."""
     trial = lambda logs: dataclasses.replace(system, **{name: float(np.exp(logs[0]))})
     return trial(

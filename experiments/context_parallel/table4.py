@@ -12,14 +12,14 @@ import numpy as np
 
 from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import TABLE4
-from experiments.context_parallel.system import MILLI, RANKS, RINGS, System, calibrated
+from experiments.context_parallel.system import MILLI, RANKS, RINGS, PaperHost, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, matching, ratio
 
 FITTED = "as in decode"
 ALL = "all"
 
 
-def systems() -> dict[str, System]:
+def systems() -> dict[str, PaperHost]:
     """By how much of a hop is hidden."""
     return {FITTED: calibrated(), ALL: calibrated(hidden=1.0)}
 

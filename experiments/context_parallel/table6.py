@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.context_parallel.figure import main
-from experiments.context_parallel.paper import TABLE6, Latency
+from experiments.context_parallel.paper import TABLE6, LatencyRow
 from experiments.context_parallel.system import MILLI, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, cell
 
@@ -28,7 +28,7 @@ def sweep(settings: None) -> Iterator[Row]:
 
 
 def _claim(
-    what: str, row: Latency, paper: float, column: str, remark: str = "", better: str = "equal"
+    what: str, row: LatencyRow, paper: float, column: str, remark: str = "", better: str = "equal"
 ) -> Claim:
     return Claim(
         f"{what}, {row.tokens // 1000}K, CP{row.hosts}",

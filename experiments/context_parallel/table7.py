@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.context_parallel.figure import main
-from experiments.context_parallel.paper import GPUS, TABLE7, Latency
-from experiments.context_parallel.system import MILLI, System, calibrated
+from experiments.context_parallel.paper import GPUS, TABLE7, LatencyRow
+from experiments.context_parallel.system import MILLI, PaperHost, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
 from jaxserve.costs.profiles import devices
 
@@ -23,7 +23,7 @@ NODES = "NCCL between H100 nodes"
 NVLINK = "NVLink"
 
 
-def systems() -> dict[str, System]:
+def systems() -> dict[str, PaperHost]:
     """Decode by what links hosts."""
     device = devices()["h100"]
     links = {NODES: device.node, NVLINK: device.ranks[max(device.ranks)]}
@@ -52,7 +52,7 @@ def sweep(settings: None) -> Iterator[Row]:
                     }
 
 
-def _ours(rows: Rows, row: Latency, column: str) -> float:
+def _ours(rows: Rows, row: LatencyRow, column: str) -> float:
     return cell(
         rows,
         column,
@@ -88,7 +88,7 @@ def falls(what: str, low: int, remark: str = "", **load) -> Claim:
     )
 
 
-def _name(row: Latency) -> str:
+def _name(row: LatencyRow) -> str:
     """As the paper has it."""
     return f"CP{row.hosts}" if row.kind == "cp" else f"TP{GPUS * row.hosts}"
 

@@ -6,17 +6,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, ratio
-from experiments.medha.figure import Settings, main
-from experiments.medha.systems import LOADS, Case, rows_of
+from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.systems import LOADS, LoadCase, rows_of
 
 SYSTEMS = {0: ("loongserve",), 5: ("medha", "loongserve")}  # by percent of long requests
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: MedhaSettings) -> Iterator[Row]:
     for percent, names in SYSTEMS.items():
         for qps in LOADS:
             for name in names:
-                yield from rows_of(name, Case(qps, percent), settings)
+                yield from rows_of(name, LoadCase(qps, percent), settings)
 
 
 def _row(system: str, long_percent: int) -> Row:

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, ratio
 from experiments.medha.closed import Node
-from experiments.medha.figure import Settings, main
+from experiments.medha.figure import MedhaSettings, main
 from jaxserve.settings.schema import MeshConfig
 
 DEPTHS = (1, 2, 4, 8, 16)
 CONTEXT = 2_000_000
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: MedhaSettings) -> Iterator[Row]:
     for model in ("llama3-8b", "llama3-70b"):
         for depth in DEPTHS:
             node = Node(model, MeshConfig(spp=depth, tp=8))

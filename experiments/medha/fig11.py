@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
 from experiments.medha.closed import Node
-from experiments.medha.figure import Settings, main
+from experiments.medha.figure import MedhaSettings, main
 from jaxserve.settings.schema import MeshConfig
 
 MILLION = 1_000_000
@@ -14,7 +14,7 @@ DEPTHS = {"llama3-8b": 4, "llama3-70b": 8}  # stages; TP8 (Medha 3.5)
 LANES = (1, 2, 4)
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: MedhaSettings) -> Iterator[Row]:
     for model, depth in DEPTHS.items():
         for context in (4 * MILLION, 10 * MILLION):
             for lanes in LANES:

@@ -9,7 +9,7 @@ import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, cell, ratio
 from experiments.medha.closed import Node
-from experiments.medha.figure import Settings, main
+from experiments.medha.figure import MedhaSettings, main
 from jaxserve.settings.schema import MeshConfig
 
 PROMPT = 4_000_000
@@ -18,7 +18,7 @@ LANES = (1, 2, 4)
 BESIDE = (1000,) * 8  # contexts of the decodes in its steps, in tokens
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: MedhaSettings) -> Iterator[Row]:
     for lanes in LANES:
         for chunk in CHUNKS:
             node = Node("llama3-8b", MeshConfig(spp=4, kvp=lanes, tp=4))

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, capacity, cell, ratio
-from experiments.medha.figure import Settings, main
-from experiments.medha.systems import LOADS, Case, rows_of
+from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.systems import LOADS, LoadCase, rows_of
 
 SYSTEMS = {
     "medha": (*LOADS, 2.5, 3.5),
@@ -21,13 +21,13 @@ SHORT = {"medha": (0.25, 1.75), "loongserve": (0.25, 1.75), "sarathi-512": (1.75
 ACCEPTABLE = 2.0  # seconds: the median TTFT up to which a load counts as served
 
 
-def cases() -> Iterator[tuple[str, Case]]:
+def cases() -> Iterator[tuple[str, LoadCase]]:
     for percent, systems in ((0, SHORT), (5, SYSTEMS)):
         for name, loads in systems.items():
-            yield from ((name, Case(qps, percent)) for qps in loads)
+            yield from ((name, LoadCase(qps, percent)) for qps in loads)
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: MedhaSettings) -> Iterator[Row]:
     for name, case in cases():
         yield from rows_of(name, case, settings)
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from experiments.figures import Claim, Figure, Panel, Row, cell, ratio
 from experiments.medha import fig15
 from experiments.medha.fig15 import row
-from experiments.medha.figure import Settings, main
+from experiments.medha.figure import MedhaSettings, main
 from experiments.medha.systems import LOADS, rows_of
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: MedhaSettings) -> Iterator[Row]:
     for name, case in fig15.cases():
         yield from rows_of(name, case, settings)
 

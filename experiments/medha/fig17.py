@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, ratio
-from experiments.medha.figure import Settings, main
-from experiments.medha.systems import LARGE_2D, LARGE_3D, Case, rows_of
+from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.systems import LARGE_2D, LARGE_3D, LoadCase, rows_of
 
 SYSTEMS = {"2D: SPP8 TP8": LARGE_2D, "3D: SPP4 KVP2 TP8": LARGE_3D}
 FLAT, DEEP = SYSTEMS
@@ -16,11 +16,11 @@ SECONDS = 600.0  # of a run
 STRETCH = 2.0  # on the lengths of the long prompts, which end at 1M (Medha 5.3)
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: MedhaSettings) -> Iterator[Row]:
     for qps in LOADS:
         for label, system in SYSTEMS.items():
             yield from rows_of(
-                "medha", Case(qps, stretch=STRETCH, seconds=SECONDS), settings, system, label
+                "medha", LoadCase(qps, stretch=STRETCH, seconds=SECONDS), settings, system, label
             )
 
 

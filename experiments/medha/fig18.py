@@ -8,7 +8,7 @@ from experiments.figures import Claim, Figure, Panel, Row, ratio
 from experiments.medha import fig17
 from experiments.medha.closed import Node
 from experiments.medha.fig17 import DEEP, FLAT, LOADS, SYSTEMS, row
-from experiments.medha.figure import Settings, main
+from experiments.medha.figure import MedhaSettings, main
 
 # the longest prompt, and the least chunk of it
 PROMPT = 2_000_000
@@ -16,7 +16,7 @@ CHUNK = 64
 BESIDE = (1000,) * 16  # contexts of decodes in its steps, in tokens
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: MedhaSettings) -> Iterator[Row]:
     """least_s: seconds per token of decodes beside the last chunk of the longest prompt, from the
     predictor alone."""
     least = {label: _least(Node("llama3-70b", system.mesh)) for label, system in SYSTEMS.items()}

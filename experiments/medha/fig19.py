@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.medha.closed import Node
-from experiments.medha.figure import Settings, main
+from experiments.medha.figure import MedhaSettings, main
 from jaxserve.settings.schema import MeshConfig
 
 DEPTHS = (1, 2, 4, 8, 16)
@@ -15,7 +15,7 @@ PROMPTS = (128_000, 256_000, 512_000, 1_000_000, 2_000_000, 4_000_000)
 CHUNK = 4096
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: MedhaSettings) -> Iterator[Row]:
     for depth in DEPTHS:
         node = Node("llama3-70b", MeshConfig(spp=depth, tp=8))
         for prompt in PROMPTS:

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row
 from experiments.medha.closed import Node
-from experiments.medha.figure import Settings, main
+from experiments.medha.figure import MedhaSettings, main
 from jaxserve.settings.schema import MeshConfig
 
 LANES = (1, 2, 4, 8, 16)
 CONTEXTS = (128_000, 256_000, 512_000, 1_000_000, 2_000_000, 4_000_000, 10_000_000)
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: MedhaSettings) -> Iterator[Row]:
     for model in ("llama3-8b", "llama3-70b"):
         for lanes in LANES:
             node = Node(model, MeshConfig(kvp=lanes, tp=8))

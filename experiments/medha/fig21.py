@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, matching
-from experiments.medha.figure import Settings, main
-from experiments.medha.systems import Case, Run, run
+from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.systems import CaseRun, LoadCase, run
 
 QPS = 0.75
 EVERY = 15.0  # seconds
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: MedhaSettings) -> Iterator[Row]:
     for name in ("medha", "loongserve"):
-        result = run(name, Case(QPS), settings)
+        result = run(name, LoadCase(QPS), settings)
         for time, active in zip(*active_requests(result)):
             yield {
                 "lengths": settings.lengths,
@@ -27,7 +27,7 @@ def sweep(settings: Settings) -> Iterator[Row]:
             }
 
 
-def active_requests(result: Run) -> tuple[np.ndarray, np.ndarray]:
+def active_requests(result: CaseRun) -> tuple[np.ndarray, np.ndarray]:
     """Moments, and how many requests had arrived by then and not ended."""
     times = np.arange(EVERY, max(result.end, 2 * EVERY), EVERY)
     began = np.sort([record.arrival for record in result.records])

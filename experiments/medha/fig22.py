@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, ratio
-from experiments.medha.figure import Settings, main
-from experiments.medha.systems import PERCENTS, Case, distribution, run
+from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.systems import PERCENTS, LoadCase, distribution, run
 
 SYSTEMS = {
     0.25: ("fcfs", "edf", "lrs", "medha"),
@@ -22,12 +22,12 @@ WAITS = (
 )
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: MedhaSettings) -> Iterator[Row]:
     """normalized: TTFT as a share of the request's objective, which is max(2 s, three times its
     prefill alone)."""
     for qps, names in SYSTEMS.items():
         for name in names:
-            result = run(name, Case(qps), settings)
+            result = run(name, LoadCase(qps), settings)
             given = np.array([record.due - record.arrival for record in result.records])
             for percent, ttft, share in zip(
                 PERCENTS, distribution(result.ttft()), distribution(result.ttft() / given)

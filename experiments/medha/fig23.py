@@ -6,18 +6,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, ratio
-from experiments.medha.figure import Settings, main
-from experiments.medha.systems import Case, rows_of, run
+from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.systems import LoadCase, rows_of, run
 
 SYSTEMS = ("medha", "loongserve", "loongserve-reserved")
 LOADS = (0.25, 0.75, 1.25)
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: MedhaSettings) -> Iterator[Row]:
     """completed: share of the long requests that arrived within the hour."""
     for qps in LOADS:
         for name in SYSTEMS:
-            case = Case(qps)
+            case = LoadCase(qps)
             records = [
                 record for record in run(name, case, settings).records if record.kind == "long"
             ]

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.medha.closed import Node
-from experiments.medha.figure import Settings, main
+from experiments.medha.figure import MedhaSettings, main
 from jaxserve.settings.schema import MeshConfig
 
 CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)
 CONTEXTS = (128_000, 256_000, 512_000, 1_000_000)
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: MedhaSettings) -> Iterator[Row]:
     """overhead: attention of all chunks of a prompt, against chunks of 2048, less 1."""
     costs = Node("llama3-70b", MeshConfig(tp=8)).predictor.costs
     for context in CONTEXTS:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
-from experiments.medha.figure import Settings, main
+from experiments.medha.figure import MedhaSettings, main
 from jaxserve.cli.simulate import configs, scheduling_options, shape_of
 from jaxserve.settings.schema import MeshConfig
 from jaxserve.simulate.arrival import Arrival
@@ -23,7 +23,7 @@ DECODES = 8  # requests that decode all the time, after 1000 tokens
 CHUNKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: MedhaSettings) -> Iterator[Row]:
     """An adaptive prefill for each static one, with its P95 of decode latency as the objective.
     chunk: the largest, in tokens."""
     prompt = min(PROMPT, 1000 * (settings.requests or PROMPT))

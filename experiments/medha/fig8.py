@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.medha.closed import Node
-from experiments.medha.figure import Settings, main
+from experiments.medha.figure import MedhaSettings, main
 from jaxserve.costs.profiles import ITEM, devices
 from jaxserve.settings.schema import MeshConfig
 from jaxserve.simulate.loongserve import LoongPool
@@ -18,7 +18,7 @@ TP = 8
 NODES = (1, 2, 4, 8, 16)
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: MedhaSettings) -> Iterator[Row]:
     for nodes in NODES:
         spp = Node("llama3-8b", MeshConfig(spp=nodes, tp=TP)).first_token(PROMPT, CHUNK)
         for name, seconds in (("spp", spp), ("cp", ring(nodes))):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, matching, ratio
 from experiments.medha.closed import Node
-from experiments.medha.figure import Settings, main
+from experiments.medha.figure import MedhaSettings, main
 from jaxserve.settings.schema import MeshConfig
 
 DEPTHS = (1, 2, 4, 8, 16)
@@ -15,7 +15,7 @@ MILLION = 1_000_000
 CHUNK = 4096
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: MedhaSettings) -> Iterator[Row]:
     for model in ("llama3-8b", "llama3-70b"):
         for prompt in (MILLION, 2 * MILLION, 4 * MILLION, 10 * MILLION):
             for depth in DEPTHS:

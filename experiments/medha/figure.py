@@ -33,7 +33,7 @@ OPTIONS = [
 
 
 @dataclass(frozen=True)
-class Settings:
+class MedhaSettings:
     """What a sweep is given. data: None for generated lengths; requests: None for as many as the
     figure needs."""
 
@@ -60,7 +60,7 @@ class Settings:
         return "generated: medha mixes" if self.data is None else "medha_mixed"
 
 
-def settings_of(values: dict[str, Any]) -> Settings:
+def settings_of(values: dict[str, Any]) -> MedhaSettings:
     """Errors: ConfigError for a data folder that was named and is not there."""
     named = os.environ.get("JAXSERVE_DATA") if values["data"] is None else values["data"]
     data = (
@@ -68,7 +68,7 @@ def settings_of(values: dict[str, Any]) -> Settings:
         if named is not None
         else (SIBLING if SIBLING.is_dir() else None)
     )
-    settings = Settings(data, values["requests"], values["seed"])
+    settings = MedhaSettings(data, values["requests"], values["seed"])
     for percent in LENGTHS:
         settings.workload(percent)
     return settings

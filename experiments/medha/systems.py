@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from experiments.figures import Row
-from experiments.medha.figure import Settings
+from experiments.medha.figure import MedhaSettings
 from jaxserve.cli.simulate import configs, scheduling_options, shape_of
 from jaxserve.settings.schema import MeshConfig
 from jaxserve.simulate.arrival import Arrival
@@ -34,7 +34,7 @@ LARGE_3D = System(shape_of("llama3-70b"), "h100", MeshConfig(tp=8, spp=4, kvp=2)
 
 
 @dataclass(frozen=True)
-class Case:
+class LoadCase:
     """A mix at a load. percent: of long prompts; stretch: factor on long prompts' lengths; seconds:
     after which it is cut off."""
 
@@ -43,7 +43,7 @@ class Case:
     stretch: float = 1.0
     seconds: float = HOUR
 
-    def arrivals(self, settings: Settings) -> list[Arrival]:
+    def arrivals(self, settings: MedhaSettings) -> list[Arrival]:
         most = math.ceil(self.qps * self.seconds)
         count = min(most, settings.requests or most)
         found = parse(
@@ -56,7 +56,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Run:
+class CaseRun:
     """What came of a case: a record per request that arrived, percentiles of the gaps between
     tokens, when it ended."""
 
@@ -90,13 +90,13 @@ class Run:
         return [record for record in self.records if kind in ("", record.kind)]
 
 
-def run(name: str, case: Case, settings: Settings, system: System = SMALL) -> Run:
+def run(name: str, case: LoadCase, settings: MedhaSettings, system: System = SMALL) -> CaseRun:
     """`name`: medha, or a row of jaxserve's BASELINES."""
     return _run(name, case, settings, system)
 
 
 @functools.cache
-def _run(name: str, case: Case, settings: Settings, system: System) -> Run:
+def _run(name: str, case: LoadCase, settings: MedhaSettings, system: System) -> CaseRun:
     scheduler, cache = configs({option.name: option.default for option in scheduling_options()})
     arrivals = case.arrivals(settings)
     if name == "medha":
@@ -109,7 +109,7 @@ def _run(name: str, case: Case, settings: Settings, system: System) -> Run:
         if len(outcome.gaps)
         else np.full(len(PERCENTS), np.nan)
     )
-    return Run(outcome.records, gaps, end)
+    return CaseRun(outcome.records, gaps, end)
 
 
 def distribution(values: np.ndarray) -> np.ndarray:
@@ -119,8 +119,8 @@ def distribution(values: np.ndarray) -> np.ndarray:
 
 def rows_of(
     name: str,
-    case: Case,
-    settings: Settings,
+    case: LoadCase,
+    settings: MedhaSettings,
     system: System = SMALL,
     label: str = "",
     kind: str = "",

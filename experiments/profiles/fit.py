@@ -205,7 +205,7 @@ def run(values: dict[str, Any]) -> int:
     if not folder:
         raise ConfigError("data", "give the folder of the measurements, or set JAXSERVE_DATA")
     data = Path(folder).expanduser()
-    mix, *mix_errors = llmservingsim.fit(llmservingsim.batches(data))
+    mix, *mix_errors = llmservingsim.fit_mixed(llmservingsim.batches(data))
     device = {name: fit_device(data, name, mix) for name in SHEETS}
     rows = [
         (name, model, tp, *fit_profile(data, device[name], model, tp))

@@ -35,7 +35,7 @@ def batches(data: Path) -> np.ndarray:
     return both[["chunk", "decode", "time_us"]].to_numpy() * 1e-6
 
 
-def fit(measured: np.ndarray) -> tuple[float, float, float]:
+def fit_mixed(measured: np.ndarray) -> tuple[float, float, float]:
     """The coefficient `mixed` with the least mean relative error, that error, and the error without
     it."""
     alone = measured[:, 0] + measured[:, 1]

@@ -10,7 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from experiments.profiles import aiconfigurator, vidur
-from experiments.profiles.fitting import Fit, Form, bent, fit_bent, fit_total, held_out, mape, total
+from experiments.profiles.least_squares import (
+    Fit,
+    Form,
+    fit_smooth_max,
+    fit_total,
+    held_out,
+    mape,
+    smooth_max_form,
+    total,
+)
 from jaxserve.costs.profiles import ITEM, ModelShape
 
 LLAMA = {
@@ -99,7 +108,7 @@ def linear(data: Path, device: str, model: str, tp: int) -> Part:
     tokens, seconds = layer(data, device, model, tp)
     one = np.ones_like(tokens)
     none = np.zeros_like(tokens)
-    return Part(np.stack([one, none, one, tokens], 1), seconds, fit_bent, bent)
+    return Part(np.stack([one, none, one, tokens], 1), seconds, fit_smooth_max, smooth_max_form)
 
 
 def device_linear(data: Path, device: str) -> Part:
@@ -129,7 +138,7 @@ def device_linear(data: Path, device: str) -> Part:
                 )
             )
             times.append(seconds)
-    return Part(np.concatenate(inputs), np.concatenate(times), fit_bent, bent)
+    return Part(np.concatenate(inputs), np.concatenate(times), fit_smooth_max, smooth_max_form)
 
 
 def prefill(data: Path, device: str, model: str, tp: int, engine: str | None = None) -> Part:

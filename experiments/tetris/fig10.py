@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
-from experiments.tetris.figure import TRACES, Settings, main
+from experiments.tetris.figure import TRACES, TetrisSettings, main
 from experiments.tetris.systems import BASELINES, MODELS, SYSTEMS, critical, possible, row_of
 
 SMALL, LARGE = MODELS
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: TetrisSettings) -> Iterator[Row]:
     for model in MODELS:
         for place, trace in enumerate(settings.traces):
             for name in possible(SYSTEMS, model):

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, matching
-from experiments.tetris.figure import TRACES, Settings, main
+from experiments.tetris.figure import TRACES, TetrisSettings, main
 from experiments.tetris.systems import MODELS, PATIENCE, loads, row_of
 
 FIXED = (0.1, 0.3, 0.5, 0.7)  # as in the paper's figures
 NEAR = 1.15  # over the best fixed rate: near-optimal
 
 
-def sweep(settings: Settings, model: str = MODELS[0]) -> Iterator[Row]:
+def sweep(settings: TetrisSettings, model: str = MODELS[0]) -> Iterator[Row]:
     for trace in TRACES:
         for load in loads(model, trace)[1::2]:
             follows = row_of("tetris", model, trace, load, settings)

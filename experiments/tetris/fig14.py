@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
-from experiments.tetris.figure import Settings, main
+from experiments.tetris.figure import TetrisSettings, main
 from experiments.tetris.model import TP, K, composed
 from experiments.tetris.systems import MODELS
 from jaxserve.cli.simulate import shape_of
@@ -20,7 +20,7 @@ GROUPS = {
 }
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: TetrisSettings) -> Iterator[Row]:
     for model, chunk in CHUNK.items():
         for where, (before, after) in GROUPS[model].items():
             for share in SHARES:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, cell
-from experiments.tetris.figure import Settings, main
+from experiments.tetris.figure import TetrisSettings, main
 from experiments.tetris.model import LENGTHS, NODE, TABLE, K
 from jaxserve.scheduling.planning.cdsp import POLICIES, CdspPlan, Instances, Latency, occupied
 
@@ -38,7 +38,7 @@ def plans(rule: str, queues: np.ndarray, *prompts: int) -> Iterator[CdspPlan]:
         yield plan
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: TetrisSettings) -> Iterator[Row]:
     """Sixteen instances. 'queue': all have a second to go, then 32k and 16k tokens come; 'gap': 16k
     run on eight as 128k come."""
     running = POLICIES["single"](INSTANCES, np.zeros(16), 16 * K, RATE)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, matching
-from experiments.tetris.figure import TRACES, Settings, main
+from experiments.tetris.figure import TRACES, TetrisSettings, main
 from experiments.tetris.systems import BASELINES, MODELS, SYSTEMS, bound, capacity, possible, swept
 
 SMALL, LARGE = MODELS
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: TetrisSettings) -> Iterator[Row]:
     for model in MODELS:
         for trace in settings.traces:
             most = bound(model, trace, settings)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
-from experiments.tetris.figure import TRACES, Settings, main
+from experiments.tetris.figure import TRACES, TetrisSettings, main
 from experiments.tetris.systems import (
     BASELINES,
     LOW,
@@ -25,14 +25,14 @@ SMALL, LARGE = MODELS
 LIMITS = (LOW, 10, PATIENCE)  # times the light-load latency: what low latency may mean
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: TetrisSettings) -> Iterator[Row]:
     for model in MODELS:
         for trace in settings.traces:
             for limit in LIMITS:
                 yield from distributions(model, trace, limit, settings)
 
 
-def distributions(model: str, trace: str, limit: float, settings: Settings) -> Iterator[Row]:
+def distributions(model: str, trace: str, limit: float, settings: TetrisSettings) -> Iterator[Row]:
     """All systems at the highest load that the best of the baselines bears within the limit."""
     highest = {
         name: critical(name, model, trace, settings, limit) for name in possible(BASELINES, model)

@@ -38,7 +38,7 @@ OPTIONS = [
 
 
 @dataclass(frozen=True)
-class Settings:
+class TetrisSettings:
     """What a sweep is given. data: None for generated lengths only; requests: of a simulation."""
 
     data: Path | None = None
@@ -84,7 +84,7 @@ def _recorded(file: Path) -> list[Arrival]:
     return [arrival for arrival in parse(str(file)) if LOW <= arrival.prompt <= HIGH]
 
 
-def settings_of(values: dict[str, Any]) -> Settings:
+def settings_of(values: dict[str, Any]) -> TetrisSettings:
     """Errors: ConfigError for a data folder that was named and does not have the trace."""
     named = os.environ.get("JAXSERVE_DATA") if values["data"] is None else values["data"]
     data = (
@@ -92,7 +92,7 @@ def settings_of(values: dict[str, Any]) -> Settings:
         if named is not None
         else (SIBLING if SIBLING.is_dir() else None)
     )
-    settings = Settings(data, values["requests"], values["seed"])
+    settings = TetrisSettings(data, values["requests"], values["seed"])
     if data is not None:
         settings.file()
     return settings

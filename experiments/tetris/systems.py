@@ -23,14 +23,14 @@ import numpy as np
 
 from experiments import figures
 from experiments.figures import Row, Rows, matching
-from experiments.tetris.figure import Settings
+from experiments.tetris.figure import TetrisSettings
 from experiments.tetris.model import NODE, TP, instances
 from jaxserve.cli.simulate import shape_of
 from jaxserve.costs.profiles import costs
 from jaxserve.scheduling.planning.cdsp import POLICIES, Policy
 from jaxserve.scheduling.planning.improvement import ImprovementRate
 from jaxserve.simulate.arrival import Arrival
-from jaxserve.simulate.tetris import RATES, Prefill, Served, constant, profile
+from jaxserve.simulate.tetris import RATES, PrefillInstances, PrefillOutcome, best_rates, constant
 
 MODELS = ("llama3-8b", "llama3-70b")
 NODES = {"llama3-8b": 4, "llama3-70b": 8}
@@ -75,16 +75,21 @@ def loads(model: str, trace: str) -> list[float]:
 
 
 def run(
-    name: str, model: str, trace: str, load: float, settings: Settings, rate: float | None = None
-) -> Served:
+    name: str,
+    model: str,
+    trace: str,
+    load: float,
+    settings: TetrisSettings,
+    rate: float | None = None,
+) -> PrefillOutcome:
     """rate: the improvement rate; None for one that follows the load, of systems that have one."""
     return _run(name, model, trace, load, settings, rate)
 
 
 @functools.cache
 def _run(
-    name: str, model: str, trace: str, load: float, settings: Settings, rate: float | None
-) -> Served:
+    name: str, model: str, trace: str, load: float, settings: TetrisSettings, rate: float | None
+) -> PrefillOutcome:
     return server(name, model, trace, load, settings, rate).run(settings.arrivals(trace, load))
 
 
@@ -96,12 +101,17 @@ POLICY: dict[str, Policy] = (
 
 
 def server(
-    name: str, model: str, trace: str, load: float, settings: Settings, rate: float | None = None
-) -> Prefill:
+    name: str,
+    model: str,
+    trace: str,
+    load: float,
+    settings: TetrisSettings,
+    rate: float | None = None,
+) -> PrefillInstances:
     """A run begins as if the load had been the same before."""
     count = prefill_instances(model)
     if name == "loongserve":
-        return Prefill(
+        return PrefillInstances(
             instances(model),
             2 * count,
             POLICY[name],
@@ -109,22 +119,22 @@ def server(
             functools.partial(decode_seconds, model),
         )
     if name not in ("tetris", "single-chunk"):
-        return Prefill(instances(model), count, POLICY[name], constant(0.0))
+        return PrefillInstances(instances(model), count, POLICY[name], constant(0.0))
     follows = (
         constant(rate)
         if rate is not None
         else ImprovementRate(rates(name, model, trace, settings), load).arrived
     )
-    return Prefill(instances(model), count, POLICY[name], follows)
+    return PrefillInstances(instances(model), count, POLICY[name], follows)
 
 
 @functools.cache
-def rates(name: str, model: str, trace: str, settings: Settings) -> dict[float, float]:
+def rates(name: str, model: str, trace: str, settings: TetrisSettings) -> dict[float, float]:
     """The improvement rate that was best at each load, for another sample than the one that is
     served."""
     sample = replace(settings, seed=settings.seed + 1, requests=min(PROFILED, settings.requests))
     grid = np.arange(STEP[model], MOST[model, trace] + STEP[model] / 2, STEP[model]).tolist()
-    return profile(
+    return best_rates(
         instances(model),
         prefill_instances(model),
         POLICY[name],
@@ -149,7 +159,7 @@ def decode_seconds(model: str, arrival: Arrival) -> float:
 # --- what is read off runs
 
 
-def light(model: str, trace: str, settings: Settings) -> float:
+def light(model: str, trace: str, settings: TetrisSettings) -> float:
     """Mean seconds of a trace's requests, each alone on the group size that is best for it."""
     found = [
         min(
@@ -162,7 +172,7 @@ def light(model: str, trace: str, settings: Settings) -> float:
     return float(np.mean(found))
 
 
-def bound(model: str, trace: str, settings: Settings, size: int = 8) -> float:
+def bound(model: str, trace: str, settings: TetrisSettings, size: int = 8) -> float:
     """Over groups of one size, the most that any plans can bear: the instances' time that requests
     take on groups of this size, over that on those where each takes least of it. Whole prompts: cut
     ones take more."""
@@ -175,7 +185,12 @@ def bound(model: str, trace: str, settings: Settings, size: int = 8) -> float:
 
 
 def row_of(
-    name: str, model: str, trace: str, load: float, settings: Settings, rate: float | None = None
+    name: str,
+    model: str,
+    trace: str,
+    load: float,
+    settings: TetrisSettings,
+    rate: float | None = None,
 ) -> Row:
     served = run(name, model, trace, load, settings, rate)
     p50, p99 = np.percentile(served.ttft, (50, 99)).tolist()
@@ -195,7 +210,7 @@ def row_of(
     }
 
 
-def swept(name: str, model: str, trace: str, settings: Settings) -> Iterator[Row]:
+def swept(name: str, model: str, trace: str, settings: TetrisSettings) -> Iterator[Row]:
     """A system at all loads."""
     yield from (row_of(name, model, trace, load, settings) for load in loads(model, trace))
 
@@ -208,7 +223,9 @@ def capacity(rows: Rows, system: str, model: str, trace: str, limit: float = PAT
     return figures.capacity(points, limit) if points else math.nan
 
 
-def critical(name: str, model: str, trace: str, settings: Settings, limit: float = LOW) -> float:
+def critical(
+    name: str, model: str, trace: str, settings: TetrisSettings, limit: float = LOW
+) -> float:
     """The highest load at which a system keeps its mean TTFT within `limit` times the light-load
     latency (7.3)."""
     return capacity(list(swept(name, model, trace, settings)), name, model, trace, limit)

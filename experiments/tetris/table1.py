@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
-from experiments.tetris.figure import Settings, main
+from experiments.tetris.figure import TetrisSettings, main
 from experiments.tetris.model import K, composed, latencies, table_points
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: TetrisSettings) -> Iterator[Row]:
     for size, history, tokens, seconds in table_points():
         yield {
             "sp": size,

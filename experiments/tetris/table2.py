@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, cell
-from experiments.tetris.figure import Settings, main
+from experiments.tetris.figure import TetrisSettings, main
 from experiments.tetris.model import BLOCK, NODE, K, latencies
 from jaxserve.scheduling.planning.cdsp import Instances, Latency, cdsp
 
@@ -31,7 +31,7 @@ def largest(size: int) -> Instances:
     return Instances(found, NODE, BLOCK)
 
 
-def sweep(settings: Settings) -> Iterator[Row]:
+def sweep(settings: TetrisSettings) -> Iterator[Row]:
     for size, (mean, most) in PAPER.items():
         rng = np.random.default_rng(settings.seed)
         instances = largest(size)

@@ -17,14 +17,14 @@ from jaxserve.progress import progress_bar
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError, MeshConfig
-from jaxserve.simulate.arrival import summary as workload_summary
+from jaxserve.simulate.arrival import workload_summary
 from jaxserve.simulate.mixes import MIXES
 from jaxserve.simulate.plan import (
     CHUNKS,
     GIB,
     PlanAnswer,
-    Question,
-    Trial,
+    PlanQuestion,
+    PlanRunner,
     meshes,
     plans,
     search,
@@ -111,7 +111,7 @@ def run(values: dict[str, Any]) -> int:
     fit, out = _meshes(values["gpus"], question)
     _check_files(values)
     found = plans(fit)
-    trial = Trial(question, found)
+    trial = PlanRunner(question, found)
     with progress_bar("plans", simulations(len(found), values["best"]), sys.stderr.isatty()) as bar:
         answers = search(trial, found, values["best"], bar)
     report = report_of(values, trial, answers, out)
@@ -123,7 +123,7 @@ def run(values: dict[str, Any]) -> int:
     return 0
 
 
-def question_of(values: Mapping[str, Any]) -> Question:
+def question_of(values: Mapping[str, Any]) -> PlanQuestion:
     """Errors: ConfigError."""
     scheduler, cache = configs(
         {
@@ -137,7 +137,7 @@ def question_of(values: Mapping[str, Any]) -> Question:
     arrivals = lambda qps, requests: parse(
         values["workload"], qps=qps, requests=requests, seed=values["seed"]
     )
-    return Question(
+    return PlanQuestion(
         shape_of(values["model"]),
         values["gpu"],
         scheduler,
@@ -160,7 +160,9 @@ def counts_of(text: str) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
-def _meshes(gpus: str, question: Question) -> tuple[list[MeshConfig], list[tuple[MeshConfig, str]]]:
+def _meshes(
+    gpus: str, question: PlanQuestion
+) -> tuple[list[MeshConfig], list[tuple[MeshConfig, str]]]:
     fit: list[MeshConfig] = []
     out: list[tuple[MeshConfig, str]] = []
     for count in counts_of(gpus):
@@ -185,7 +187,7 @@ def _check_files(values: Mapping[str, Any]) -> None:
 
 def report_of(
     values: Mapping[str, Any],
-    trial: Trial,
+    trial: PlanRunner,
     answers: Sequence[PlanAnswer],
     out: Sequence[tuple[MeshConfig, str]],
 ) -> dict[str, Any]:

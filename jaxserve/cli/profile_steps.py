@@ -99,7 +99,7 @@ def improvement(values: dict[str, Any], engine: Any) -> Any:
             instances.latencies[one](0, arrival.prompt) for arrival in sample(1.0)
         )
         loads = [lanes / seconds * step / STEPS for step in range(1, STEPS + 1)]
-        return tetris.profile(
+        return tetris.best_rates(
             instances, lanes, POLICIES[engine.config.scheduler.planner], sample, loads
         )
 

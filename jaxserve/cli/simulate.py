@@ -23,13 +23,11 @@ from jaxserve.settings.schema import (
     SchedulerConfig,
     check_lanes,
 )
-from jaxserve.simulate.arrival import Arrival
-from jaxserve.simulate.arrival import summary as workload_summary
+from jaxserve.simulate.arrival import Arrival, workload_summary
 from jaxserve.simulate.baselines import BASELINES, compare
 from jaxserve.simulate.mixes import MIXES
 from jaxserve.simulate.recorder import Outcome, RequestRecord
-from jaxserve.simulate.run import System, execute
-from jaxserve.simulate.run import summary as figures_of
+from jaxserve.simulate.run import System, execute, outcome_summary
 from jaxserve.simulate.workload import parse
 
 ABOUT = f"""\
@@ -196,7 +194,7 @@ def report_of(
         "scheduler": dataclasses.asdict(scheduler),
         "workload": workload_summary(arrivals),
         "results": {
-            name: figures_of(outcome, scheduler.tpot) for name, outcome in outcomes.items()
+            name: outcome_summary(outcome, scheduler.tpot) for name, outcome in outcomes.items()
         },
     }
 

@@ -1,5 +1,5 @@
-"""How queries and the KV on other lanes meet: what each strategy sends, how long it takes, and
-which one a step should use.
+"""Chooses how lanes exchange queries and KV in a step: what each strategy sends, how long it takes,
+and which one is fastest.
 
 A sequence that is spread over N lanes has a share of its KV on each, and each lane computes a share
 of its new tokens. Three strategies give the same attention (context parallel paper, section 3.5,
@@ -33,7 +33,7 @@ from jaxserve.costs.predictor import Costs
 from jaxserve.costs.profiles import ITEM, PARTIAL, Link
 from jaxserve.settings.schema import ConfigError
 
-RIDGE = 1e-4  # of the fitted line: keeps it finite where a line parts the points without error
+RIDGE = 1e-4  # of the logistic regression: keeps it finite where a line parts all points
 
 
 def _need(fits: bool, field: str, value: Any, rule: str) -> None:
@@ -88,7 +88,7 @@ class Heads:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExchangeWork:
-    """What a step's spread chunks are, over all lanes, and on the lane that has most."""
+    """Sums over a step's spread chunks: over all lanes, and on the lane that has most."""
 
     lanes: int
     tokens: int  # new ones, T
@@ -145,10 +145,10 @@ def work_of(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Traffic:
-    """What one lane sends (and receives) per layer. `rounds` times `lanes - 1` hops of `hop` bytes
-    each; then bytes of an all-gather and of an all-to-all, each in `lanes - 1` messages; 0 where
-    there is none."""
+class ExchangeBytes:
+    """Bytes that one lane sends (and receives) per layer. `rounds` times `lanes - 1` hops of `hop`
+    bytes each; then bytes of an all-gather and of an all-to-all, each in `lanes - 1` messages; 0
+    where there is none."""
 
     lanes: int
     rounds: int = 0
@@ -169,30 +169,30 @@ class Traffic:
         return self.hops * self.hop + self.gathered + self.exchanged
 
 
-def gather(work: ExchangeWork, heads: Heads, piece: int = 0) -> Traffic:
+def gather(work: ExchangeWork, heads: Heads, piece: int = 0) -> ExchangeBytes:
     """(N-1) T/N (N_H + 2 N_KV) H e for queries, keys and values; (N-1) T/N N_H (H + 1) partial for
     the partials."""
     far = (work.lanes - 1) * work.share
-    return Traffic(
+    return ExchangeBytes(
         work.lanes,
         gathered=far * (heads.query_bytes + heads.new_kv_bytes),
         exchanged=far * heads.partial_bytes,
     )
 
 
-def pass_kv(work: ExchangeWork, heads: Heads, piece: int = 0) -> Traffic:
+def pass_kv(work: ExchangeWork, heads: Heads, piece: int = 0) -> ExchangeBytes:
     """(N-1) 2 (T+P)/N N_KV H e, with the fullest lane's shard for (T+P)/N: messages of a ring are
     of equal size (section 3.5.2). KV goes as it is stored, in pieces of `piece` tokens, the last
     one padded; 0: a shard at once, as in the paper."""
     piece = piece or max(work.shard, 1)
-    return Traffic(work.lanes, rounds=-(-work.shard // piece), hop=piece * heads.kv_bytes)
+    return ExchangeBytes(work.lanes, rounds=-(-work.shard // piece), hop=piece * heads.kv_bytes)
 
 
-def pass_q(work: ExchangeWork, heads: Heads, piece: int = 0) -> Traffic:
+def pass_q(work: ExchangeWork, heads: Heads, piece: int = 0) -> ExchangeBytes:
     """(N-1) T/N N_H H e around the ring. Then a lane has partials of all N shares of T/N tokens
     over its KV and sends N-1 of them home: (N-1) T/N N_H (H + 1) partial (appendix C, which counts
     one log-sum-exp per token, not per head)."""
-    return Traffic(
+    return ExchangeBytes(
         work.lanes,
         rounds=1,
         hop=work.share * heads.query_bytes,
@@ -200,7 +200,7 @@ def pass_q(work: ExchangeWork, heads: Heads, piece: int = 0) -> Traffic:
     )
 
 
-TRAFFIC: dict[str, Callable[..., Traffic]] = {
+TRAFFIC: dict[str, Callable[..., ExchangeBytes]] = {
     "gather": gather,
     "pass_kv": pass_kv,
     "pass_q": pass_q,
@@ -211,7 +211,7 @@ TRAFFIC: dict[str, Callable[..., Traffic]] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rates:
+class ExchangeRates:
     """How fast one rank attends and sends: measured, not off a data sheet (section 3.4). hidden:
     share of the shorter of a hop and the attention beside it that runs while the longer one does.
     Errors: ConfigError for a rate that is not positive, or a share beyond 1."""
@@ -238,17 +238,17 @@ class Rates:
         _need(0 <= self.hidden <= 1, "hidden", self.hidden, "a share from 0 to 1")
 
     def beside(self, hop: float, attention: float) -> float:
-        """Seconds of two things at once."""
+        """Seconds of a hop and the attention that runs beside it."""
         return max(hop, attention) + (1 - self.hidden) * min(hop, attention)
 
 
-def rates_of(costs: Costs, heads: Heads) -> Rates:
+def rates_of(costs: Costs, heads: Heads) -> ExchangeRates:
     """Rates that say what a profile's costs of attention and of the exchange between lanes say.
     What costs nothing is infinitely fast."""
     per = lambda amount, seconds: amount / seconds if seconds > 0 else math.inf
     token = heads.query_bytes + heads.new_kv_bytes + heads.partial_bytes
     link = Link(costs.kvp / 2, per(token, costs.kvp_token))
-    return Rates(
+    return ExchangeRates(
         per(4 * heads.heads * heads.head_dim, costs.pair),
         per(heads.kv_bytes, max(costs.read, costs.decode_kv)),
         costs.chunk,
@@ -271,11 +271,11 @@ class Boundary:
         return self.new * math.log(new) + self.miss * math.log(new / (new + cached)) + self.constant
 
 
-def fit(points: Sequence[tuple[int, int, float, float]]) -> Boundary:
-    """The line that best tells where pass-KV is faster, by logistic regression. points: (cached,
-    new, seconds of pass-KV, seconds of pass-Q). Where all points have one total length it cannot be
-    told apart from one in T alone; the smallest coefficients are then taken. Errors: ConfigError
-    where the same ring is faster at all points."""
+def fit_boundary(points: Sequence[tuple[int, int, float, float]]) -> Boundary:
+    """Fits the line that best tells where pass-KV is faster, by logistic regression. points:
+    (cached, new, seconds of pass-KV, seconds of pass-Q). Where all points have one total length it
+    cannot be told apart from one in T alone; the smallest coefficients are then taken. Errors:
+    ConfigError where the same ring is faster at all points."""
     table = np.array(points, float).reshape(-1, 4)
     faster = (table[:, 2] < table[:, 3]).astype(float)
     _need(
@@ -293,8 +293,8 @@ def fit(points: Sequence[tuple[int, int, float, float]]) -> Boundary:
     for _ in range(100):  # Newton's method
         share = 1 / (1 + np.exp(-np.clip(design @ found, -30, 30)))
         slope = design.T @ (share - faster) / len(x) + ridge @ found
-        bend = (design.T * (share * (1 - share))) @ design / len(x) + ridge + 1e-12 * np.eye(3)
-        step = np.linalg.solve(bend, slope)
+        hessian = (design.T * (share * (1 - share))) @ design / len(x) + ridge + 1e-12 * np.eye(3)
+        step = np.linalg.solve(hessian, slope)
         found -= step / max(1.0, float(np.abs(step).max()))
         if np.abs(step).max() < 1e-9:
             break
@@ -322,7 +322,7 @@ class ExchangeChooser:
 
     lanes: int
     heads: Heads
-    rates: Rates
+    rates: ExchangeRates
     chooser: str | Chooser = "roofline"
     piece: int = 0
 
@@ -363,12 +363,12 @@ class ExchangeChooser:
         computed = 4 * heads.heads * heads.head_dim * pairs / rates.flops_per_s
         return rates.launch + max(computed, heads.kv_bytes * read / rates.read_bytes_per_s)
 
-    def _gather(self, traffic: Traffic, attention: float) -> float:
+    def _gather(self, traffic: ExchangeBytes, attention: float) -> float:
         return (
             self.rates.gather(traffic.gathered) + attention + self.rates.exchange(traffic.exchanged)
         )
 
-    def _ring(self, traffic: Traffic, pairs: float, read: float) -> float:
+    def _ring(self, traffic: ExchangeBytes, pairs: float, read: float) -> float:
         """Each hop beside the attention of what came before it; the last attention; the all-to-all,
         where there is one."""
         attention = self.attention(pairs / traffic.rounds, read / traffic.rounds)
@@ -406,7 +406,7 @@ class ExchangeChooser:
 
 
 def roofline(exchange: ExchangeChooser, work: ExchangeWork, seconds: Mapping[str, float]) -> str:
-    """The least predicted time; `gather` where all take as long."""
+    """Picks the least predicted time; `gather` where all take as long."""
     return min(seconds, key=seconds.__getitem__)
 
 

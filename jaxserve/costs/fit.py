@@ -1,4 +1,4 @@
-"""Coefficients from measured steps of an engine, and how well they fit."""
+"""Fits the coefficients of `Costs` to measured steps of an engine, and says how well they fit."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares, nnls
 
-from jaxserve.costs.predictor import Compiled, Costs, LaneLoad, Predictor
+from jaxserve.costs.predictor import Costs, LaneLoad, Predictor, ShapeCost
 from jaxserve.settings.schema import ConfigError, MeshConfig
 
-FOLDS = 3  # into which the points with context are dealt, to see how well others tell them
+FOLDS = 3  # of cross-validation, over the points with context
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,18 @@ class StepSample:
 
 @dataclass(frozen=True)
 class CostsFit:
-    """What was found. `fitted` is the mean relative error of all points; `held_out` that of points
-    with context which a fit to the others has not seen (three folds)."""
+    """Fitted costs and their errors. `fitted` is the mean relative error of all points; `held_out`
+    that of points with context which a fit to the others has not seen (three folds)."""
 
     costs: Costs
     fitted: float
     held_out: float
 
 
-def fit(samples: Sequence[StepSample], layers: int, mesh: MeshConfig, longest: bool) -> CostsFit:
-    """Costs of an engine whose steps run in compiled shapes. longest: see `Costs`. Errors:
+def fit_costs(
+    samples: Sequence[StepSample], layers: int, mesh: MeshConfig, longest: bool
+) -> CostsFit:
+    """Fits the costs of an engine whose steps run in compiled shapes. longest: see `Costs`. Errors:
     ConfigError where points are missing."""
     base = [sample for sample in samples if not sample.cached and sample.context <= 1]
     rest = [sample for sample in samples if sample not in base]
@@ -132,7 +134,7 @@ def _linear(costs: Costs, base: Sequence[StepSample], stage: int) -> Costs:
                 sample.shape[0], sample.shape[0]
             )
             seconds = (sample.seconds - (head if sample.samples else 0.0)) / stage - attention
-            shapes.append(Compiled(*sample.shape, max(seconds, 0.0)))
+            shapes.append(ShapeCost(*sample.shape, max(seconds, 0.0)))
     tokens = np.array([shape.decodes + shape.rows * shape.width for shape in shapes])
     weight = 1 / np.maximum([shape.seconds for shape in shapes], 1e-12)
     level, slope = nnls(np.stack([weight, tokens * weight], 1), np.ones(len(shapes)))[0].tolist()
@@ -151,7 +153,7 @@ def _linear(costs: Costs, base: Sequence[StepSample], stage: int) -> Costs:
 
 
 def predicted(costs: Costs, mesh: MeshConfig, sample: StepSample) -> float:
-    """Seconds that the costs give for a sample."""
+    """Predicts the seconds of a sample."""
     predictor = Predictor(costs, mesh)
     lanes = [
         LaneLoad(
@@ -170,7 +172,7 @@ def to_json(costs: Costs) -> dict[str, Any]:
 def from_json(found: dict[str, Any]) -> Costs:
     """Errors: ConfigError for a field that costs do not have, or a value that is not a number."""
     try:
-        shapes = tuple(Compiled(**shape) for shape in found.get("shapes", ()))
+        shapes = tuple(ShapeCost(**shape) for shape in found.get("shapes", ()))
         costs = Costs(**{**found, "shapes": shapes})
         Predictor(costs, MeshConfig()).prefill(0, 1000, 100)
         return costs

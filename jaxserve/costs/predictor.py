@@ -1,5 +1,5 @@
-"""How long a step takes: one model of time for the scheduler, placement, planning and the simulator
-(medha.md M11).
+"""Predicts how long steps take: one model of time for the scheduler, placement, planning and the
+simulator.
 
 A step runs through the stages one after the other; within a stage the slowest lane decides. A
 lane's time in one layer is that of its linear parts, which depends on how many tokens it computes,
@@ -19,14 +19,14 @@ import numpy as np
 from jaxserve.api.batch import Batch
 from jaxserve.settings.schema import MeshConfig
 
-HOST = 0.003  # seconds in which the host decides and issues a step
-ERRS = 0.1  # share by which a step may end before its predicted time
+HOST_SECONDS = 0.003  # in which the host decides and issues a step
+EARLY_SHARE = 0.1  # of a step's predicted time, by which it may end early
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
-    """A shape of a step: so many decodes, and rows of so many prefill tokens; `seconds` per layer
-    for all but attention."""
+class ShapeCost:
+    """A compiled shape of a step and its time: so many decodes, and rows of so many prefill tokens;
+    `seconds` per layer for all but attention."""
 
     decodes: int
     rows: int
@@ -69,19 +69,19 @@ class Costs:
     hop: float = 0.0  # from stage to stage: once, and per token
     hop_token: float = 0.0
     # what was measured of an engine, cheapest first; a step costs as its shape does
-    shapes: tuple[Compiled, ...] = ()
+    shapes: tuple[ShapeCost, ...] = ()
     tile: int = 1  # tokens of a prefill row of these shapes, where there are several rows
     longest: bool = False  # decodes cost as if all of the shape's had the longest context of them
 
     def linear(self, tokens: int) -> float:
         """One layer's linear parts and the sums over ranks."""
         return (
-            bend(self.linear_floor, self.linear_base + self.linear_token * tokens)
+            smooth_max(self.linear_floor, self.linear_base + self.linear_token * tokens)
             + self.tp
             + self.tp_token * tokens
         )
 
-    def compiled(self, lane: LaneLoad) -> Compiled | None:
+    def compiled(self, lane: LaneLoad) -> ShapeCost | None:
         """The cheapest shape that holds what a lane does; None where there are none, or none
         does."""
         for shape in self.shapes:
@@ -101,7 +101,7 @@ class Costs:
         return (
             self.chunk
             + self.chunk_token * new
-            + bend(self.pair * (cached + own / 2) * new, self.read * (cached + own))
+            + smooth_max(self.pair * (cached + own / 2) * new, self.read * (cached + own))
         )
 
     def attend_decodes(self, count: int, context: float) -> float:
@@ -124,9 +124,9 @@ def _fullest(reach: float, lanes: int, first: float, last: float) -> float:
     return (reach * (even - first) + (last - even) * (even + last) / 2 / lanes) / (last - first)
 
 
-def bend(a: float, b: float) -> float:
-    """The greater of two, with a smooth change from one to the other: (a^4 + b^4)^(1/4), 19 % above
-    where they are equal."""
+def smooth_max(a: float, b: float) -> float:
+    """The greater of two, with a smooth change from one to the other: their 4-norm, (a^4 +
+    b^4)^(1/4), 19 % above where they are equal."""
     low, high = (a, b) if a < b else (b, a)
     if high <= 0:
         return 0.0
@@ -175,7 +175,7 @@ class Predictor:
         """How long before its predicted end a step's successor is decided, so that it is issued in
         time: later, and the devices may wait; earlier, and requests that come in between do. At
         once with NOMINAL costs, for they are not seconds."""
-        return math.inf if self.costs is NOMINAL else HOST + ERRS * seconds
+        return math.inf if self.costs is NOMINAL else HOST_SECONDS + EARLY_SHARE * seconds
 
     # --- one step
 
@@ -329,7 +329,7 @@ class Predictor:
         context = _fullest(self.reach, lanes, cached, total) if spread else (cached + total) / 2
         own = size / lanes
         layer = steps * (costs.linear(math.ceil(own)) + costs.chunk) + costs.chunk_token * new
-        layer += bend(costs.pair * context * new, costs.read * steps * (context + own / 2))
+        layer += smooth_max(costs.pair * context * new, costs.read * steps * (context + own / 2))
         if spread:
             layer += steps * costs.kvp + costs.kvp_token * new
         return (steps * costs.launch + self.layers * layer) * self.scale

@@ -1,4 +1,4 @@
-"""What steps cost on A100, H100 and H200: coefficients fitted from public measurements
+"""Costs of steps on A100, H100 and H200: coefficients fitted from public measurements
 (`experiments.profiles.fit` writes profiles.json).
 
 `costs(device, shape, tp)` gives the row of a measured model, or computes one from what was fitted
@@ -23,8 +23,8 @@ PARTIAL = 4  # bytes of an element of a lane's part of attention, and of its log
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """What of a decoder decides its costs. Where there are fewer kv heads than ranks, each rank
-    holds one."""
+    """The dimensions of a decoder that decide its costs. Where there are fewer kv heads than ranks,
+    each rank holds one."""
 
     layers: int
     d_model: int
@@ -145,8 +145,8 @@ class Device:
         )
 
     def messages(self, shape: ModelShape, tp: int) -> Costs:
-        """Only what ranks, lanes and stages say to each other; lanes and stages are in different
-        nodes.
+        """Costs of communication alone, between ranks, lanes and stages; lanes and stages are in
+        different nodes.
 
         Ranks: two sums of an activation per layer. Lanes: queries, keys and values go out, partial
         results come back. Stages: every rank sends the activation to its peer.

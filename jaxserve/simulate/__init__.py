@@ -1,9 +1,10 @@
-"""A replica without devices: the real scheduler and cache under a virtual clock, steps that take as
-long as the predictor says.
+"""Simulation without devices: the scheduler and the cache that serve, on a virtual clock, with
+steps that take as long as the predictor says.
 
-`workload` makes arrivals, `replica` executes them, `run` puts a system together and sums up what
-came of it. Everything is a function of its arguments and a seed.
+`workload` reads or generates arrivals, `replica` is the virtual replica, `run` puts a system
+together, drives arrivals through it and sums up what came of them, `recorder` keeps records of
+requests and steps, `plan` searches for the best mesh. Results depend on arguments and seeds alone.
 
-What jaxserve is compared with has rooms of its own: `loongserve`, and `tetris` for prefill
-instances that `cluster.cdsp` plans for.
+Baselines: `baselines` (the same scheduler with other settings, and which others there are),
+`loongserve`, and `tetris` for prefill instances that `scheduling.planning.cdsp` plans for.
 """

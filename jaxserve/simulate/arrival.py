@@ -1,4 +1,5 @@
-"""A request to come, in the simulator, and what is told about many of them."""
+"""Arrivals of simulated requests: their times and lengths, the requests made of them, and a summary
+of many."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ from jaxserve.api.sampling import SamplingParams
 
 BLOCK = 512  # tokens per hash id in the public Mooncake traces
 LONG = 100_000  # tokens; the shortest long prompt of medha_mixed has 100,628
-MOST_TOKENS = 2**31 - 1
+MOST_TOKENS = 2**31 - 1  # of a prompt or an output: the largest int32
 
-# by most prompt tokens, where arrivals name no kind
+# kinds of requests and their most prompt tokens, where arrivals name no kind
 CLASSES = (("short", 8192), ("medium", LONG - 1), ("long", MOST_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request to come: `time` in seconds, lengths in tokens. Equal `blocks` (hash ids of `block`
+    """An arrival: `time` in seconds, lengths in tokens. Equal `blocks` (hash ids of `block`
     tokens each) are equal tokens; tokens beyond the last of them, all of them where there are none,
     are the request's own."""
 
@@ -35,8 +36,8 @@ class Arrival:
 
 
 def to_request(arrival: Arrival, number: int, max_len: int, slo: Slo = Slo()) -> Request:  # noqa: B008 (frozen)
-    """A greedy request of exactly `output` tokens, as far as `max_len` tokens a sequence leave
-    room.
+    """Makes a greedy request of exactly `output` tokens, as far as `max_len` tokens a sequence
+    leave room.
 
     Its prompt is made here: a token is the hash id of its block; a request's own tokens are all -1
     - number, which no other has, and where it has no other tokens they are a view of that one.
@@ -62,10 +63,10 @@ def class_of(prompt: int) -> str:
     return next(name for name, most in CLASSES if prompt <= most)
 
 
-def summary(arrivals: Sequence[Arrival]) -> dict[str, Any]:
-    """For printing. `span` from first to last in seconds; `rate` the inverse of the mean gap, 0
-    where there is none; `long` the share of prompts of at least `long_limit` tokens; `prompt` and
-    `output` in tokens."""
+def workload_summary(arrivals: Sequence[Arrival]) -> dict[str, Any]:
+    """Figures of a workload. `span` from first to last in seconds; `rate` the inverse of the mean
+    gap, 0 where there is none; `long` the share of prompts of at least `long_limit` tokens;
+    `prompt` and `output` in tokens."""
     if not arrivals:
         return dict(count=0, span=0.0, rate=0.0, prompt={}, output={}, long=0.0, long_limit=LONG)
     prompts, outputs = (

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.costs.predictor import Costs, bend
+from jaxserve.costs.predictor import Costs, smooth_max
 from jaxserve.costs.profiles import Link
 from jaxserve.simulate.arrival import Arrival, class_of
 from jaxserve.simulate.recorder import Recorder, RequestRecord
 
-CONSIDERED = 16  # waiting prompts that the dynamic program looks at
+MAX_CONSIDERED = 16  # waiting prompts that the dynamic program looks at, which takes their cube
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class LoongPool:
         attention = (
             len(prompts) * costs.chunk
             + costs.chunk_token * tokens / degree
-            + bend(pairs, costs.read * tokens)
+            + smooth_max(pairs, costs.read * tokens)
         )
         ring = (degree - 1) * self.link(self.kv_bytes * tokens / degree) if degree > 1 else 0.0
         layer = costs.linear(-(-tokens // degree)) + max(attention, ring)
@@ -73,8 +73,8 @@ class LoongPool:
 
 
 @dataclass(slots=True)
-class Running:
-    """A request that decodes."""
+class DecodingRequest:
+    """A request that decodes: when its first and its last token came, and how many there are."""
 
     number: int
     arrival: Arrival
@@ -89,8 +89,8 @@ class Running:
 
 @dataclass
 class LoongServe:
-    """Executes arrivals. `objective` gives the seconds to the first token that a prompt of so many
-    tokens is promised, for the records."""
+    """A server of LoongServe, which runs arrivals. `objective` gives the seconds to the first token
+    that a prompt of so many tokens is promised, for the records."""
 
     pool: LoongPool
     objective: Callable[[int], float]
@@ -101,14 +101,14 @@ class LoongServe:
         self._queue: deque[tuple[int, Arrival]] = deque()
         # end, tie, degree, requests
         self._prefills: list[tuple[float, int, int, list[tuple[int, Arrival]]]] = []
-        self._running: list[Running] = []
+        self._running: list[DecodingRequest] = []
         self._step: float | None = None  # when the decode step in progress ends
-        self._joining: list[Running] = []
+        self._joining: list[DecodingRequest] = []
         self._serial = 0
         self._in_use = {True: 0, False: 0}  # instances that prefill: reserved ones and others
 
     def run(self, arrivals: Sequence[Arrival], until: float = float("inf")) -> None:
-        """To the end, or to clock second `until`."""
+        """Runs arrivals to the end, or to clock second `until`."""
         coming = deque(enumerate(arrivals))
         while True:
             times = [
@@ -159,8 +159,10 @@ class LoongServe:
         )
         if free <= 0 or not wanted or seats <= 0:
             return
-        batch = self._fitting(wanted[: min(CONSIDERED, seats)])
-        for group, degree in plan([arrival.prompt for _, arrival in batch], free, self.pool):
+        batch = self._fitting(wanted[: min(MAX_CONSIDERED, seats)])
+        for group, degree in group_prompts(
+            [arrival.prompt for _, arrival in batch], free, self.pool
+        ):
             chosen = [batch[index] for index in group]
             for entry in chosen:
                 self._queue.remove(entry)
@@ -195,7 +197,7 @@ class LoongServe:
         _, _, degree, chosen = heapq.heappop(self._prefills)
         self._in_use[degree < 0] -= abs(degree)
         for number, arrival in chosen:
-            running = Running(number, arrival, now, now)
+            running = DecodingRequest(number, arrival, now, now)
             self._joining.append(running) if arrival.output > 1 else self._end(running)
 
     # --- decode
@@ -232,7 +234,7 @@ class LoongServe:
             self._end(running)
         self._running = [r for r in self._running if r.done < r.arrival.output]
 
-    def _end(self, running: Running) -> None:
+    def _end(self, running: DecodingRequest) -> None:
         self.recorder.records.append(
             self._record(
                 running.number, running.arrival, running.done, running.first, running.last, "length"
@@ -267,10 +269,12 @@ class LoongServe:
         )
 
 
-def plan(prompts: Sequence[int], instances: int, pool: LoongPool) -> list[tuple[list[int], int]]:
-    """Prompts in groups, each with a number of instances, so that the sum of all prompts' latencies
-    is least: LoongServe's dynamic program over prompts in the order of their length. Returns
-    (indices of the prompts, instances)."""
+def group_prompts(
+    prompts: Sequence[int], instances: int, pool: LoongPool
+) -> list[tuple[list[int], int]]:
+    """Groups prompts, each group with a number of instances, so that the sum of all prompts'
+    latencies is least: LoongServe's dynamic program over prompts in the order of their length.
+    Returns (indices of the prompts, instances)."""
     order = sorted(range(len(prompts)), key=lambda index: -prompts[index])
     degrees = range(1, instances + 1)
     # [prompts][instances at most]: sum, groups

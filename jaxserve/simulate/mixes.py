@@ -1,5 +1,5 @@
-"""Lengths of prompts and outputs: distributions, and mixes calibrated to public traces, with the
-prefixes that their prompts share."""
+"""Draws lengths of prompts and outputs from distributions, or from mixes calibrated to public
+traces, with the prefixes that their prompts share."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from statistics import NormalDist
 import numpy as np
 
 from jaxserve.simulate.arrival import BLOCK, MOST_TOKENS, Arrival
-from jaxserve.simulate.spec import fault, near, to_number
+from jaxserve.simulate.spec import did_you_mean, fault, to_number
 
 Lengths = Callable[[np.random.Generator, int], np.ndarray]
 
 
 # --- distributions
 
-CURVE = (0, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1)
+# at which empirical distributions are given
+QUANTILES = (0, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1)
 
 
 def curve(*quantiles: int) -> Lengths:
-    """Lengths with these quantiles at CURVE, geometric between them."""
+    """Draws lengths whose quantiles at QUANTILES are these, geometric between them."""
     logs = np.log(quantiles)
-    return lambda rng, count: np.exp(np.interp(rng.random(count), CURVE, logs))
+    return lambda rng, count: np.exp(np.interp(rng.random(count), QUANTILES, logs))
 
 
 def constant(value: float) -> Lengths:
@@ -40,7 +41,7 @@ def exponential(mean: float) -> Lengths:
 
 
 def lognormal(median: float, sigma: float, low: float = 1, high: float = MOST_TOKENS) -> Lengths:
-    """A lognormal distribution cut off at low and high, drawn through its inverse. Errors:
+    """Draws from a lognormal distribution cut off at low and high, through its inverse. Errors:
     ValueError where nothing lies between them."""
     normal = NormalDist(math.log(median), sigma)
     first = normal.cdf(math.log(low))
@@ -63,7 +64,7 @@ def lognormal(median: float, sigma: float, low: float = 1, high: float = MOST_TO
 @dataclass(frozen=True)
 class MixPart:
     """One class of requests in a mix. All its prompts begin with the same `system` blocks; a share
-    of `follows` continues another of its prompts, LAG before it."""
+    of `follows` continues another of its prompts, FOLLOW_UP_LAG before it."""
 
     prompt: Lengths
     output: Lengths
@@ -73,7 +74,7 @@ class MixPart:
     follows: float = 0.0
 
 
-# Quantiles at CURVE, measured in the files that data/README 1.1 names.
+# Quantiles at QUANTILES, measured in the files that data/README 1.1 names.
 SHORT = (
     curve(2, 29, 73, 574, 1712, 3730, 5683, 6559, 7435, 8032),
     curve(2, 43, 85, 229, 415, 629, 836, 923, 997, 1024),
@@ -86,9 +87,11 @@ CHAT = (
     curve(891, 901, 964, 2306, 6909, 15367, 27367, 39550, 85400, 126195),
     curve(1, 10, 24, 156, 350, 472, 597, 698, 1119, 2000),
 )
-# from one turn to the next, Mooncake conversation
-LAG = curve(5, 99, 141, 229, 422, 901, 1660, 2129, 5104, 10514)
-NEAR = 32  # prompts on either side of the lag: the longest that fits is continued
+# requests from one turn of a conversation to its next, Mooncake conversation
+FOLLOW_UP_LAG = curve(5, 99, 141, 229, 422, 901, 1660, 2129, 5104, 10514)
+FOLLOW_UP_WINDOW = (
+    32  # prompts on either side of the lag, of which the longest possible is continued
+)
 
 
 def _medha(percent: float) -> tuple[MixPart, ...]:
@@ -99,8 +102,8 @@ def _medha(percent: float) -> tuple[MixPart, ...]:
 
 
 def _tetris(mu: float, low: float, high: float) -> tuple[MixPart, ...]:
-    """Only min, max and mean are published: sigma 0.8, data/README 1.3; outputs are not: those of
-    CHAT."""
+    """A trace of Tetris. Only min, max and mean are published: sigma 0.8, data/README 1.3; outputs
+    are not: those of CHAT."""
     return (MixPart(prompt=lognormal(math.exp(mu), 0.8, low, high), output=CHAT[1]),)
 
 
@@ -148,7 +151,8 @@ FIXED = "fixed"
 
 
 def drawn(options: dict[str, str], count: int, seed: int) -> list[Arrival]:
-    """Arrivals, all at 0, of the mix or the lengths that the options name. Errors: ConfigError."""
+    """Draws arrivals, all at 0, of the mix or the lengths that the options name. Errors:
+    ConfigError."""
     parts = _parts(options)
     rng = np.random.default_rng((seed, 0))
     which = rng.choice(len(parts), count, p=[part.share for part in parts])
@@ -177,22 +181,18 @@ def _parts(options: dict[str, str]) -> tuple[MixPart, ...]:
     if mix != FIXED and mix not in MIXES:
         fault(
             f"unknown mix {mix!r}; known are "
-            f"{', '.join((*MIXES, FIXED))}{near(mix, (*MIXES, FIXED))}"
+            f"{', '.join((*MIXES, FIXED))}{did_you_mean(mix, (*MIXES, FIXED))}"
         )
     if mix != FIXED and given:
         fault(f"mix={mix} sets the lengths; {given[0]} goes with mix={FIXED} only")
     if mix == FIXED and len(given) < 2:
         fault("lengths are needed: mix=NAME, or prompt=LENGTHS and output=LENGTHS")
-    return (
-        MIXES[mix]
-        if mix != FIXED
-        else (
-            MixPart(_lengths("prompt", options["prompt"]), _lengths("output", options["output"])),
-        )
-    )
+    if mix != FIXED:
+        return MIXES[mix]
+    return (MixPart(_lengths("prompt", options["prompt"]), _lengths("output", options["output"])),)
 
 
-# with the least and the most numbers it takes
+# distributions, with the least and the most numbers that each takes
 LENGTHS: dict[str, tuple[Callable[..., Lengths], int, int]] = {
     "constant": (constant, 1, 1),
     "uniform": (uniform, 2, 2),
@@ -206,7 +206,7 @@ def _lengths(name: str, text: str) -> Lengths:
     if form not in LENGTHS:
         fault(
             f"{name}: unknown distribution {form!r}; known are a number, "
-            f"{', '.join(LENGTHS)}{near(form, LENGTHS)}"
+            f"{', '.join(LENGTHS)}{did_you_mean(form, LENGTHS)}"
         )
     make, least, most = LENGTHS[form]
     if not least <= len(words) <= most or len(words) == 3:
@@ -238,7 +238,7 @@ def _blocks(
     continues, then new ones."""
     ends = np.cumsum([part.system for part in parts]).tolist()
     system = [np.arange(end - part.system, end, dtype=np.int32) for part, end in zip(parts, ends)]
-    lags = LAG(rng, len(prompts))
+    lags = FOLLOW_UP_LAG(rng, len(prompts))
     follows = rng.random(len(prompts))
     earlier: list[list[int]] = [[] for _ in parts]
     continued: set[int] = set()
@@ -249,12 +249,14 @@ def _blocks(
         head = system[index]
         if follows[number] < part.follows:
             place = len(earlier[index]) - round(lags[number])
-            around = earlier[index][max(place - NEAR, 0) : max(place + NEAR, 0)]
-            fitting = [
+            around = earlier[index][
+                max(place - FOLLOW_UP_WINDOW, 0) : max(place + FOLLOW_UP_WINDOW, 0)
+            ]
+            possible = [
                 other for other in around if prompts[other] <= prompt and other not in continued
             ]
-            if fitting:
-                parent = max(fitting, key=prompts.__getitem__)
+            if possible:
+                parent = max(possible, key=prompts.__getitem__)
                 continued.add(parent)
                 head = blocks[parent][: max(prompts[parent] // BLOCK, part.system)]
         head = head[: -(-prompt // BLOCK)]

@@ -1,4 +1,5 @@
-"""Which mesh, and which chunks, serve a workload best on so many devices: found by simulating each.
+"""Searches for the mesh and the chunks that serve a workload best on so many devices, by simulating
+each.
 
 All plans are tried on a part of the workload, the best of them on all of it, and of these it is
 found how many requests per second they bear. All are measured by the same objectives: those of the
@@ -19,22 +20,24 @@ from jaxserve.costs.profiles import ModelShape, devices
 from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival, class_of, to_request
 from jaxserve.simulate.recorder import Outcome, RequestRecord
-from jaxserve.simulate.run import System, drive, summary
+from jaxserve.simulate.run import System, drive, outcome_summary
 
-NODE = 8  # devices of one node: ranks do not go beyond
+NODE_DEVICES = 8  # ranks of tp stay within a node
 CHUNKS = (("adaptive", 8192), ("static", 2048), ("static", 512))
-COARSE = 5  # the first pass has one in so many of the requests,
-LEAST = 40  # but so many at least
-RUNS = 6  # simulations to find one capacity,
-MOST = 4  # none with more than so many times the requests
+COARSE_SHARE = 5  # the first pass has one in so many of the requests
+MIN_COARSE_REQUESTS = 40  # fewer say nothing of percentiles
+CAPACITY_RUNS = 6  # simulations in the search for one capacity
+MAX_REQUESTS_FACTOR = 4  # of a run at a higher rate, times the workload's own requests
 GIB = 2**30
 
-# of requests per second and a number of requests, None: their own
+# (requests per second, number of requests) -> arrivals; None: as the workload has them
 Arrivals = Callable[[float | None, int | None], list[Arrival]]
 
 
 @dataclass(frozen=True)
 class MeshPlan:
+    """A mesh and how prompts are cut into chunks on it."""
+
     mesh: MeshConfig
     chunking: str
     chunk_tokens: int
@@ -44,10 +47,11 @@ class MeshPlan:
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is to be served, on what, and how well. `scheduler` holds the objectives and what is not
-    planned; `qps` and `requests` are None where the workload's own are meant. `attainment` is the
-    share of each kind of requests that is to meet both objectives at capacity."""
+class PlanQuestion:
+    """What a plan is searched for: what is to be served, on what, and how well. `scheduler` holds
+    the objectives and what is not planned; `qps` and `requests` are None where the workload's own
+    are meant. `attainment` is the share of each kind of requests that is to meet both objectives at
+    capacity."""
 
     shape: ModelShape
     device: str
@@ -65,10 +69,10 @@ class Question:
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """What came of a plan. Seconds and tokens; `met` is the share of requests that met both
-    objectives; `capacity` the most requests per second with which `attainment` of each kind do,
-    None where it was not looked for; `alone` the seconds to the first token of the longest prompt
-    on idle devices, None where it does not fit. `weights` are bytes per device."""
+    """What came of simulating a plan. Seconds and tokens; `met` is the share of requests that met
+    both objectives; `capacity` the most requests per second with which `attainment` of each kind
+    do, None where it was not looked for; `alone` the seconds to the first token of the longest
+    prompt on idle devices, None where it does not fit. `weights` are bytes per device."""
 
     plan: MeshPlan
     requests: int
@@ -81,25 +85,27 @@ class PlanAnswer:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Best first: by the share that met the objectives, then by TTFT p90."""
+        """Sort key, best first: by the share that met the objectives, then by TTFT p90."""
         return -self.met, self.figures["ttft"].get("p90", math.inf)
 
 
 # --- what is possible
 
 
-def meshes(count: int, question: Question) -> tuple[list[MeshConfig], list[tuple[MeshConfig, str]]]:
-    """The meshes of `count` devices on which the model can run, and those on which it cannot, with
-    the reason."""
-    fit = []
-    out = []
+def meshes(
+    count: int, question: PlanQuestion
+) -> tuple[list[MeshConfig], list[tuple[MeshConfig, str]]]:
+    """Lists the meshes of `count` devices on which the model can run, and those on which it cannot,
+    with the reason."""
+    possible = []
+    impossible = []
     for mesh in _degrees(count):
         reason = _obstacle(mesh, question)
         if reason:
-            out.append((mesh, reason))
+            impossible.append((mesh, reason))
         else:
-            fit.append(mesh)
-    return fit, out
+            possible.append(mesh)
+    return possible, impossible
 
 
 def _degrees(count: int) -> Iterator[MeshConfig]:
@@ -112,12 +118,12 @@ def _divisors(number: int) -> list[int]:
     return [degree for degree in range(1, number + 1) if number % degree == 0]
 
 
-def _obstacle(mesh: MeshConfig, question: Question) -> str:
+def _obstacle(mesh: MeshConfig, question: PlanQuestion) -> str:
     """Why the model cannot run on this mesh; '' where it can."""
     shape = question.shape
     measured = (1, *devices()[question.device].ranks)
-    if mesh.tp > NODE:
-        return f"more ranks than the {NODE} devices of a node"
+    if mesh.tp > NODE_DEVICES:
+        return f"more ranks than the {NODE_DEVICES} devices of a node"
     if mesh.tp not in measured:
         return f"sums over {mesh.tp} ranks were not measured on {question.device}"
     if mesh.tp > shape.heads:
@@ -128,11 +134,9 @@ def _obstacle(mesh: MeshConfig, question: Question) -> str:
         tokens = question.system(mesh).kv_tokens()
     except ConfigError as error:
         return str(error).removeprefix("mesh: ")
-    return (
-        ""
-        if tokens >= 2 * question.cache.block_size
-        else f"KV of {tokens} tokens fits, which is less than two blocks"
-    )
+    if tokens < 2 * question.cache.block_size:
+        return f"KV of {tokens} tokens fits, which is less than two blocks"
+    return ""
 
 
 def plans(
@@ -144,10 +148,10 @@ def plans(
 # --- one plan
 
 
-class Trial:
-    """Runs plans on a question's workload, all by the same objectives."""
+class PlanRunner:
+    """Simulates plans on one workload, all by the same objectives."""
 
-    def __init__(self, question: Question, plans: Sequence[MeshPlan]):
+    def __init__(self, question: PlanQuestion, plans: Sequence[MeshPlan]):
         self.question = question
         self.arrivals = question.arrivals(question.qps, question.requests)
         self.longest = max(arrival.prompt for arrival in self.arrivals)
@@ -164,14 +168,15 @@ class Trial:
         return self.question.qps or (len(self.arrivals) / span if span > 0 else 1.0)
 
     def objective(self, prompt: int) -> float:
-        """Seconds that every plan has to the first token after so many."""
+        """Seconds to the first token that every plan is measured by, for a prompt of so many
+        tokens."""
         scheduler = self.question.scheduler
         return max(
             scheduler.ttft, scheduler.ttft_stretch * self._soonest.prefill(0, prompt, self._chunk)
         )
 
     def answer(self, plan: MeshPlan, requests: int | None = None) -> PlanAnswer:
-        """What comes of the plan at the question's rate, with so many of the requests."""
+        """Simulates a plan at the question's rate, with so many of the requests."""
         system = self.question.system(plan.mesh)
         tpot = self.question.scheduler.tpot
         outcome = self._run(plan, self.arrivals[:requests])
@@ -181,7 +186,7 @@ class Trial:
             plan,
             len(outcome.records),
             met(outcome.records, tpot),
-            summary(outcome, tpot)["all"],
+            outcome_summary(outcome, tpot)["all"],
             plan.mesh.kvp * (system.kv_tokens() // block) * block,
             system.shape.weight_bytes() / (plan.mesh.spp * plan.mesh.tp),
             None if alone.reason == "refused" else alone.ttft,
@@ -193,7 +198,11 @@ class Trial:
         for a few long ones could all be late in a large share of all."""
         count = len(self.arrivals)
         arrivals = self.question.arrivals(
-            qps, min(max(round(count * qps / self.rate), LEAST), MOST * count)
+            qps,
+            min(
+                max(round(count * qps / self.rate), MIN_COARSE_REQUESTS),
+                MAX_REQUESTS_FACTOR * count,
+            ),
         )
         records = self._run(plan, arrivals).records
         kinds = {record.kind for record in records}
@@ -232,7 +241,7 @@ def met(records: Sequence[RequestRecord], tpot: float) -> float:
 
 
 def search(
-    trial: Trial,
+    trial: PlanRunner,
     plans: Sequence[MeshPlan],
     best: int,
     step: Callable[[str], None] = lambda name: None,
@@ -242,7 +251,7 @@ def search(
 
     step: called after each of `simulations` with what was simulated.
     """
-    few = max(LEAST, len(trial.arrivals) // COARSE)
+    few = max(MIN_COARSE_REQUESTS, len(trial.arrivals) // COARSE_SHARE)
     coarse = []
     for plan in plans:
         coarse.append(trial.answer(plan, few))
@@ -259,11 +268,13 @@ def search(
 
 
 def simulations(plans: int, best: int) -> int:
-    """How many there are in a search."""
-    return plans + min(best, plans) * (1 + RUNS)
+    """The number of simulations in a search."""
+    return plans + min(best, plans) * (1 + CAPACITY_RUNS)
 
 
-def _with_capacity(trial: Trial, answer: PlanAnswer, step: Callable[[str], None]) -> PlanAnswer:
+def _with_capacity(
+    trial: PlanRunner, answer: PlanAnswer, step: Callable[[str], None]
+) -> PlanAnswer:
     def share(qps: float) -> float:
         found = trial.met_at(answer.plan, qps)
         step(f"{answer.plan} at {qps:.3g}/s")
@@ -275,7 +286,7 @@ def _with_capacity(trial: Trial, answer: PlanAnswer, step: Callable[[str], None]
 
 
 def capacity(
-    met: Callable[[float], float], rate: float, attainment: float, runs: int = RUNS
+    met: Callable[[float], float], rate: float, attainment: float, runs: int = CAPACITY_RUNS
 ) -> float:
     """The largest rate with which `met` is at least `attainment`, as far as `runs` questions tell;
     0 where it is at none of them.

@@ -1,5 +1,5 @@
-"""A simulated system, put together from a model's shape, a kind of device and a mesh, and what came
-of a run in figures."""
+"""Puts a simulated system together from a model's shape, a kind of device and a mesh, drives
+requests through it, and sums up what came of them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from jaxserve.simulate.arrival import Arrival, class_of, to_request
 from jaxserve.simulate.recorder import Outcome, Recorder, RequestRecord, span_of
 from jaxserve.simulate.replica import VirtualReplica
 
-MEMORY = 0.9  # share of a device's memory for weights and KV
+MEMORY_SHARE = 0.9  # of a device's memory, for weights and KV
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True)
 class System:
-    """What is simulated: a model's shape on `mesh` of `device`s. A replica has no limit on a
+    """A simulated system: a model's shape on `mesh` of `device`s. A replica has no limit on a
     sequence but its pages."""
 
     shape: ModelShape
@@ -42,7 +42,9 @@ class System:
     def kv_tokens(self) -> int:
         """Tokens whose KV fits on one lane. Errors: ConfigError where not even the weights fit."""
         ranks = self.mesh.spp * self.mesh.tp
-        free = MEMORY * devices()[self.device].memory_bytes - self.shape.weight_bytes() / ranks
+        free = (
+            MEMORY_SHARE * devices()[self.device].memory_bytes - self.shape.weight_bytes() / ranks
+        )
         if free <= 0:
             need = self.shape.weight_bytes() / ranks / 2**30
             raise ConfigError(
@@ -129,14 +131,14 @@ def execute(
 
 
 def requests(arrivals: Iterable[Arrival], max_len: int, slo: Slo) -> Iterable[tuple[Request, str]]:
-    """Requests as they come, each made when it is needed, with their kind."""
+    """Makes the requests of arrivals with their kinds, each when it is needed."""
     for number, arrival in enumerate(arrivals):
         yield to_request(arrival, number, max_len, slo), arrival.kind or class_of(arrival.prompt)
 
 
-def summary(outcome: Outcome, tpot: float) -> dict[str, Any]:
-    """Percentiles in seconds, overall and by kind; `ttft_met` and `tpot_met` are shares of all
-    requests that met their objectives."""
+def outcome_summary(outcome: Outcome, tpot: float) -> dict[str, Any]:
+    """Figures of a run: percentiles in seconds, overall and by kind; `ttft_met` and `tpot_met` are
+    shares of all requests that met their objectives."""
     records = outcome.records
     kinds = sorted({record.kind for record in records})
     span = span_of(records)

@@ -1,4 +1,4 @@
-"""Options of a workload as text, `a=1,b=2`, and the faults in them."""
+"""Parses the options of a workload, `a=1,b=2`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from jaxserve.settings.schema import ConfigError
 
 
 def fault(message: str) -> NoReturn:
+    """Raises ConfigError for the workload."""
     raise ConfigError("workload", message)
 
 
-def near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), 1)
-    return f"; did you mean {near[0]}?" if near else ""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The most similar known name, as the end of an error text; '' where none is similar."""
+    similar = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {similar[0]}?" if similar else ""
 
 
 def to_options(text: str | None, known: Sequence[str]) -> dict[str, str]:
-    """'a=1,b=2' as a dict."""
+    """Parses 'a=1,b=2' into a dict. Errors: ConfigError for an option that is not known."""
     options: dict[str, str] = {}
     for part in filter(None, (text or "").split(",")):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if key not in known:
             fault(
-                f"unknown option {key!r}; known are {', '.join(known) or 'none'}{near(key, known)}"
+                f"unknown option {key!r}; known are "
+                f"{', '.join(known) or 'none'}{did_you_mean(key, known)}"
             )
         if not equals or not value or key in options:
             fault(f"{part!r} is not {key}=VALUE, given once")
@@ -35,7 +38,7 @@ def to_options(text: str | None, known: Sequence[str]) -> dict[str, str]:
 
 
 def to_number(name: str, text: str, low: float, high: float = math.inf) -> float:
-    """The finite number that an option gives, from low to high."""
+    """Parses a finite number from low to high. Errors: ConfigError."""
     try:
         value = float(text)
     except ValueError:

@@ -1,5 +1,5 @@
-"""Prefill instances under arrivals, planned by a policy of `cluster.cdsp` as each request comes
-(Tetris and what it is compared with).
+"""Simulates prefill instances that a policy of `scheduling.planning.cdsp` plans for as each request
+comes (Tetris and what it is compared with).
 
 A request is planned once, when it arrives, against the queue times that the plans before it left;
 chunks take what the latency model says, so that a plan is also what happens. Moving KV to instances
@@ -17,7 +17,7 @@ from jaxserve.scheduling.planning.cdsp import Instances, Policy
 from jaxserve.simulate.arrival import Arrival
 
 # improvement rates that are tried (Tetris, 7.1)
-RATES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75)
+IMPROVEMENT_RATES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75)
 
 Rate = Callable[[float], float]  # improvement rate for a request that comes at this second
 # seconds for which a request keeps one of its instances after its first token
@@ -29,7 +29,7 @@ def constant(rate: float) -> Rate:
 
 
 @dataclass(frozen=True)
-class Served:
+class PrefillOutcome:
     """What came of arrivals. ttft: [requests] seconds. Of the instances' time from the first
     arrival to the last end, busy: the share in which they computed; idle: the share in which they
     were kept for a group whose others were not free. tokens_per_s: of prompts, over the same
@@ -42,9 +42,9 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Prefill:
-    """`count` instances and the policy that plans for them. held: None where requests decode
-    elsewhere."""
+class PrefillInstances:
+    """Prefill instances, `count` of them, and the policy that plans for them. held: None where
+    requests decode elsewhere."""
 
     instances: Instances
     count: int
@@ -52,7 +52,7 @@ class Prefill:
     rate: Rate
     held: Held | None = None
 
-    def run(self, arrivals: Sequence[Arrival]) -> Served:
+    def run(self, arrivals: Sequence[Arrival]) -> PrefillOutcome:
         """Serves arrivals in the order of their time. Errors: ConfigError, of the policy."""
         free = np.zeros(self.count)
         computed = 0.0
@@ -74,27 +74,27 @@ class Prefill:
         ends = np.array([arrival.time for arrival in arrivals]) + ttft
         span = float(ends.max() - arrivals[0].time)
         time = span * self.count
-        return Served(
+        return PrefillOutcome(
             ttft, computed / time, idle / time, sum(arrival.prompt for arrival in arrivals) / span
         )
 
 
-def profile(
+def best_rates(
     instances: Instances,
     count: int,
     policy: Policy,
     arrivals: Callable[[float], Sequence[Arrival]],
     loads: Iterable[float],
-    rates: Sequence[float] = RATES,
+    rates: Sequence[float] = IMPROVEMENT_RATES,
 ) -> dict[float, float]:
-    """The improvement rate with the least mean TTFT at each load (Tetris, 5.1). arrivals: a sample
-    of requests at so many per second."""
+    """Finds the improvement rate with the least mean TTFT at each load (Tetris, 5.1). arrivals: a
+    sample of requests at so many per second."""
 
     def best(sample: Sequence[Arrival]) -> float:
         return min(
             rates,
             key=lambda rate: (
-                Prefill(instances, count, policy, constant(rate)).run(sample).ttft.mean()
+                PrefillInstances(instances, count, policy, constant(rate)).run(sample).ttft.mean()
             ),
         )
 

@@ -1,5 +1,5 @@
-"""Recorded traces and files of lengths. Whatever is malformed raises ConfigError("workload", ...)
-with file, line and field."""
+"""Reads recorded traces and files of lengths. Whatever is malformed raises ConfigError("workload",
+...) with file, line and field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.simulate.arrival import BLOCK, LONG, MOST_TOKENS, Arrival
-from jaxserve.simulate.spec import fault, near, to_number
+from jaxserve.simulate.spec import did_you_mean, fault, to_number
 
 WORD_TOKENS = 1.35  # tokens per English word (data/README 1.1)
 
@@ -32,14 +32,14 @@ def _text(path: Path) -> str:
             text = file.read()
     except FileNotFoundError:
         there = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        fault(f"there is no file {path}{near(path.name, there)}")
+        fault(f"there is no file {path}{did_you_mean(path.name, there)}")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         fault(f"{path} cannot be read: {error}")
     return text if text.strip() else fault(f"{path} is empty")
 
 
 def _length(where: str, field: str, value: Any) -> int:
-    """A length in tokens, from JSON or CSV."""
+    """Checks a length in tokens, from JSON or CSV."""
     if (
         isinstance(value, str)
         and value.strip().isascii()
@@ -52,7 +52,7 @@ def _length(where: str, field: str, value: Any) -> int:
 
 
 def mooncake(path: Path, options: dict[str, str]) -> list[Arrival]:
-    """A trace in Mooncake's form."""
+    """Reads a trace in Mooncake's form."""
     unit = options.get("unit", "ms")
     block = _length("options", "block", options.get("block", BLOCK))
     if unit not in ("ms", "s"):
@@ -71,8 +71,8 @@ def mooncake(path: Path, options: dict[str, str]) -> list[Arrival]:
 def _line(
     where: str, text: str, second: float, dense: dict[int, int], size: int, loose: bool
 ) -> Arrival:
-    """One line of a trace. `dense` renumbers hash ids from 0 on. Where `loose`, ids may be too many
-    or too few."""
+    """Parses a line of a trace. `dense` renumbers hash ids from 0 on. Where `loose`, ids may be too
+    many or too few."""
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -84,7 +84,7 @@ def _line(
         )
     for field in ("timestamp", "input_length", "output_length"):
         if field not in row:
-            fault(f"{where}: {field} is missing{near(field, row)}")
+            fault(f"{where}: {field} is missing{did_you_mean(field, row)}")
     time = row["timestamp"]
     ids = row.get("hash_ids")
     if isinstance(time, bool) or not isinstance(time, (int, float)) or not 0 <= time < 1e15:
@@ -108,7 +108,7 @@ def _line(
 
 
 def table(path: Path) -> list[Arrival]:
-    """A CSV file of any known kind; without times, `time` is NaN."""
+    """Reads a CSV file of any known kind; without times, `time` is NaN."""
     reader = csv.DictReader(io.StringIO(_text(path), newline=""))
     try:
         header = tuple(reader.fieldnames or ())
@@ -117,7 +117,8 @@ def table(path: Path) -> list[Arrival]:
             if field not in header:
                 said = "; ".join(", ".join(fields) for fields in TABLES)
                 fault(
-                    f"{path}:1: column {field} is missing{near(field, header)} (known sets of "
+                    f"{path}:1: column {field} is missing{did_you_mean(field, header)} "
+                    "(known sets of "
                     f"columns: {said})"
                 )
         found = [

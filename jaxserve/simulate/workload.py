@@ -1,22 +1,22 @@
-"""What arrives at a simulated server, and when: recorded traces, lengths files and mixes calibrated
-to them.
+"""Reads or generates the arrivals of a simulated workload: recorded traces, files of lengths, and
+mixes of lengths calibrated to them.
 
-`parse` reads one of
+`parse` takes one of
+
     FILE.jsonl[.gz]   Mooncake: timestamp, input_length, output_length, hash_ids. Options after a
-    colon: `unit=ms|s` of the timestamps
-                      (default ms, as in Mooncake's and veeksha's traces) and `block=N` tokens per
-                      hash id (default 512).
-    FILE.csv[.gz]     by its header: Azure (TIMESTAMP, ContextTokens, GeneratedTokens); lengths
-    (num_prefill_tokens,
-                      num_decode_tokens); L-Eval (words, n_questions, ...). The last two have no
-                      times: rows are drawn without replacement, and again once all are used, and
-                      arrive as a Poisson process of rate qps.
-    poisson:OPTIONS   exponential gaps of mean 1 / qps. burst:OPTIONS     a Poisson process whose
-    rate is a square wave of mean qps: `period` (60 s), of which the last `duty` (0.25) is at
-                      `factor` (4) times the rate of the rest.
-where OPTIONS name the lengths in tokens: `mix=NAME`, a row of MIXES, or
-`prompt=LENGTHS,output=LENGTHS` (with or without `mix=fixed`). LENGTHS is N, uniform:LOW:HIGH,
-exponential:MEAN or lognormal:MEDIAN:SIGMA[:LOW:HIGH], the last cut off at LOW and HIGH.
+                      colon: `unit=ms|s` of the timestamps (default ms, as in Mooncake's and
+                      veeksha's traces) and `block=N` tokens per hash id (default 512).
+    FILE.csv[.gz]     By its header: Azure (TIMESTAMP, ContextTokens, GeneratedTokens); lengths
+                      (num_prefill_tokens, num_decode_tokens); L-Eval (words, n_questions, ...).
+                      The last two have no times: rows are drawn without replacement, and again
+                      once all are used, and arrive as a Poisson process of rate qps.
+    poisson:OPTIONS   Exponential gaps of mean 1 / qps.
+    burst:OPTIONS     A Poisson process whose rate is a square wave of mean qps: `period` (60 s), of
+                      which the last `duty` (0.25) is at `factor` (4) times the rate of the rest.
+
+OPTIONS name the lengths in tokens: `mix=NAME`, a row of MIXES, or `prompt=LENGTHS,output=LENGTHS`
+(with or without `mix=fixed`). LENGTHS is N, uniform:LOW:HIGH, exponential:MEAN or
+lognormal:MEDIAN:SIGMA[:LOW:HIGH], the last cut off at LOW and HIGH.
 
 The first arrival of a file with times is at 0. The first `requests` arrivals are taken (default:
 all of a file, 1000 of a generator); then, where qps is given, recorded times are stretched so that
@@ -37,9 +37,9 @@ import numpy as np
 
 from jaxserve.simulate import mixes, traces
 from jaxserve.simulate.arrival import Arrival
-from jaxserve.simulate.spec import fault, near, to_number, to_options
+from jaxserve.simulate.spec import did_you_mean, fault, to_number, to_options
 
-REQUESTS = 1000  # of a generator, where not said
+GENERATED_REQUESTS = 1000  # where the caller names no number
 
 
 def parse(
@@ -55,14 +55,14 @@ def parse(
     name, _, text = spec.partition(":")
     if name in TIMES:
         given = to_options(text, ("mix", "prompt", "output", *TIMES[name][1]))
-        count = requests or REQUESTS
+        count = requests or GENERATED_REQUESTS
         return _timed(
             mixes.drawn(given, count, seed), TIMES[name][0](_rate(qps, name), count, seed, given)
         )
     if not (file := re.fullmatch(r"(.+?\.(?:jsonl|csv)(?:\.gz)?)(?::(.*))?", spec, re.DOTALL)):
         fault(
             f"{spec!r} is neither a generator ({', '.join(TIMES)}) nor a file named .jsonl, .csv "
-            "or one of these and .gz" + near(name, TIMES)
+            "or one of these and .gz" + did_you_mean(name, TIMES)
         )
     path = Path(file[1])
     if path.name.removesuffix(".gz").endswith(".jsonl"):
@@ -83,11 +83,9 @@ def parse(
 
 
 def _rate(qps: float | None, name: str) -> float:
-    return (
-        qps
-        if qps is not None
-        else fault(f"{name} has no times of its own: give qps, the requests per second")
-    )
+    if qps is None:
+        fault(f"{name} has no times of its own: give qps, the requests per second")
+    return qps
 
 
 def _poisson(qps: float, count: int, seed: int, options: dict[str, str]) -> np.ndarray:
@@ -95,8 +93,8 @@ def _poisson(qps: float, count: int, seed: int, options: dict[str, str]) -> np.n
 
 
 def _burst(qps: float, count: int, seed: int, options: dict[str, str]) -> np.ndarray:
-    """A process of unit rate, bent by the inverse of the expected number of arrivals up to a
-    time."""
+    """Arrival times of a Poisson process whose rate is a square wave: a process of unit rate,
+    mapped by the inverse of the expected number of arrivals up to a time."""
     period = to_number("period", options.get("period", "60"), 1e-6)
     factor = to_number("factor", options.get("factor", "4"), 1)
     duty = to_number("duty", options.get("duty", "0.25"), 0, 1)
@@ -119,7 +117,8 @@ def _timed(arrivals: list[Arrival], times: np.ndarray) -> list[Arrival]:
 
 
 def _recorded(arrivals: list[Arrival], qps: float | None, requests: int | None) -> list[Arrival]:
-    """In order, from time 0, cut to `requests`, and stretched to the mean rate qps."""
+    """Arrivals of a trace in order of time, from 0, cut to `requests` and stretched to the mean
+    rate qps."""
     taken = sorted(arrivals, key=lambda arrival: arrival.time)[:requests]
     times = np.array([arrival.time for arrival in taken]) - taken[0].time
     if qps is not None and len(taken) > 1:
@@ -133,7 +132,7 @@ def _recorded(arrivals: list[Arrival], qps: float | None, requests: int | None) 
 
 
 def _drawn(arrivals: list[Arrival], count: int, seed: int) -> list[Arrival]:
-    """`count` of them in random order, each as often as any other, give or take one."""
+    """Draws `count` arrivals in random order, each as often as any other, give or take one."""
     rng = np.random.default_rng((seed, 0))
     orders = [rng.permutation(len(arrivals)) for _ in range(-(-count // len(arrivals)))]
     return [arrivals[index] for index in np.concatenate(orders)[:count]]

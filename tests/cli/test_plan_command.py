@@ -28,7 +28,7 @@ def run(capsys: pytest.CaptureFixture, *flags: str) -> tuple[int, str, str]:
 
 @pytest.fixture
 def no_search(monkeypatch):
-    monkeypatch.setattr(plan.Trial, "answer", lambda *_: pytest.fail("a plan was simulated"))
+    monkeypatch.setattr(plan.PlanRunner, "answer", lambda *_: pytest.fail("a plan was simulated"))
 
 
 def test_a_row_per_plan_the_best_first_with_its_capacity(capsys, tmp_path):

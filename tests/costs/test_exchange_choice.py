@@ -14,9 +14,9 @@ from jaxserve.costs.exchange_choice import (
     TRAFFIC,
     Boundary,
     ExchangeChooser,
+    ExchangeRates,
     Heads,
-    Rates,
-    fit,
+    fit_boundary,
     fitted,
     rates_of,
     work_of,
@@ -27,7 +27,7 @@ from jaxserve.settings.schema import ConfigError
 
 # of one of 8 ranks of the paper's model
 HEADS = Heads(heads=16, kv_heads=1, head_dim=128, item=2, partial=2)
-RATES = Rates(500e12, 2e12, 5e-6, Link(30e-6, 25e9), Link(30e-6, 25e9), Link(70e-6, 40e9))
+RATES = ExchangeRates(500e12, 2e12, 5e-6, Link(30e-6, 25e9), Link(30e-6, 25e9), Link(70e-6, 40e9))
 CHUNKS = st.lists(
     st.tuples(st.integers(0, 200_000), st.one_of(st.just(1), st.integers(1, 50_000))),
     min_size=1,
@@ -272,7 +272,7 @@ def test_a_line_is_fitted_to_measurements():
     points = [
         (p, t, 1.0, 2.0 if true(p, t) > 0 else 0.5) for p, t in zip(cached.tolist(), new.tolist())
     ]
-    found = fit(points)
+    found = fit_boundary(points)
     wrong = sum((found(p, t) > 0) != (kv < q) for p, t, kv, q in points)
     assert wrong <= 4 and found.new / found.miss == pytest.approx(true.new / true.miss, rel=0.15)
     chooser = exchange(chooser=fitted(found))
@@ -287,7 +287,7 @@ def test_points_of_one_length_still_give_a_line():
         (128_000 - new, new, 1.0, 2.0 if new > 8000 else 0.5)
         for new in (1280, 3200, 6400, 12_800, 64_000, 128_000)
     ]
-    found = fit(points)
+    found = fit_boundary(points)
     assert [found(cached, new) > 0 for cached, new, *_ in points] == [False] * 3 + [True] * 3
 
 
@@ -312,8 +312,8 @@ def test_points_of_one_length_still_give_a_line():
         ("chooser", lambda: exchange(chooser="fitted")),
         ("lanes", lambda: exchange(0)),
         ("piece", lambda: exchange(piece=-1)),
-        ("points", lambda: fit([(0, 10, 1.0, 2.0)])),
-        ("points", lambda: fit([])),
+        ("points", lambda: fit_boundary([(0, 10, 1.0, 2.0)])),
+        ("points", lambda: fit_boundary([])),
     ],
 )
 def test_what_is_wrong_is_named(field, make):

@@ -8,16 +8,16 @@ import json
 import numpy as np
 import pytest
 
-from jaxserve.costs.fit import StepSample, fit, from_json, predicted, to_json
-from jaxserve.costs.predictor import Compiled, Costs
+from jaxserve.costs.fit import StepSample, fit_costs, from_json, predicted, to_json
+from jaxserve.costs.predictor import Costs, ShapeCost
 from jaxserve.settings.schema import ConfigError, MeshConfig
 
 SHAPES = [
-    Compiled(1, 0, 0, 1e-3),
-    Compiled(4, 0, 0, 1.2e-3),
-    Compiled(0, 1, 64, 2e-3),
-    Compiled(4, 1, 64, 2.4e-3),
-    Compiled(4, 4, 64, 6e-3),
+    ShapeCost(1, 0, 0, 1e-3),
+    ShapeCost(4, 0, 0, 1.2e-3),
+    ShapeCost(0, 1, 64, 2e-3),
+    ShapeCost(4, 1, 64, 2.4e-3),
+    ShapeCost(4, 4, 64, 6e-3),
 ]
 TRUE = Costs(
     layers=8, pair=2e-9, read=1e-7, decode_kv=3e-8, head=4e-3, shapes=tuple(SHAPES), tile=64
@@ -61,7 +61,7 @@ def samples(costs: Costs, noise: float = 0.0) -> list[StepSample]:
 @pytest.mark.parametrize("longest", [False, True])
 def test_known_costs_are_found_again(longest):
     true = dataclasses.replace(TRUE, longest=longest)
-    found = fit(samples(true), 8, MeshConfig(), longest)
+    found = fit_costs(samples(true), 8, MeshConfig(), longest)
     assert found.fitted < 0.02 and found.held_out < 0.02
     assert found.costs.head == pytest.approx(true.head, rel=0.02)
     assert found.costs.decode_kv == pytest.approx(true.decode_kv, rel=0.05)
@@ -71,13 +71,13 @@ def test_known_costs_are_found_again(longest):
 
 
 def test_noise_of_three_percent_costs_no_more_than_ten():
-    found = fit(samples(TRUE, 0.03), 8, MeshConfig(), False)
+    found = fit_costs(samples(TRUE, 0.03), 8, MeshConfig(), False)
     assert found.fitted < 0.06 and found.held_out < 0.10
 
 
 def test_stages_share_the_layers():
     mesh = MeshConfig(spp=2)
-    found = fit(
+    found = fit_costs(
         [dataclasses.replace(s, seconds=predicted(TRUE, mesh, s)) for s in samples(TRUE)],
         8,
         mesh,
@@ -88,7 +88,7 @@ def test_stages_share_the_layers():
 
 def test_a_fit_needs_steps_with_and_without_sampling():
     with pytest.raises(ConfigError, match="with and without sampled tokens"):
-        fit([s for s in samples(TRUE) if s.samples], 8, MeshConfig(), False)
+        fit_costs([s for s in samples(TRUE) if s.samples], 8, MeshConfig(), False)
 
 
 def test_costs_pass_through_json_and_strangers_do_not():

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.costs.predictor import Compiled, Costs, LaneLoad, Predictor, bend
+from jaxserve.costs.predictor import Costs, LaneLoad, Predictor, ShapeCost, smooth_max
 from jaxserve.costs.profiles import costs, shapes
 from jaxserve.scheduling import Batch
 from jaxserve.settings.schema import MeshConfig
 from tests.examples import examples
 
-ROOT = 2**0.25  # the bend where both limits are equal
+ROOT = 2**0.25  # of the maximum where both limits are equal
 REAL = costs("a100", shapes()["llama3-8b"], 8)
 
 
@@ -58,12 +58,12 @@ def alone(predictor: Predictor, total: int, chunk: int) -> float:
 # --- one layer
 
 
-def test_a_bend_is_the_greater_of_two_and_a_little_more_where_they_meet():
-    assert (bend(0, 3), bend(3, 0), bend(0, 0)) == (3, 3, 0)
-    assert bend(2, 2) == pytest.approx(2 * ROOT) and bend(3, 5) == bend(5, 3) == pytest.approx(
-        (3**4 + 5**4) ** 0.25
-    )
-    assert bend(1, 1000) == pytest.approx(1000, rel=1e-9)
+def test_a_smooth_maximum_is_the_greater_of_two_and_a_little_more_where_they_meet():
+    assert (smooth_max(0, 3), smooth_max(3, 0), smooth_max(0, 0)) == (3, 3, 0)
+    assert smooth_max(2, 2) == pytest.approx(2 * ROOT) and smooth_max(3, 5) == smooth_max(
+        5, 3
+    ) == pytest.approx((3**4 + 5**4) ** 0.25)
+    assert smooth_max(1, 1000) == pytest.approx(1000, rel=1e-9)
 
 
 def test_linear_parts_go_from_reading_weights_to_using_them():
@@ -101,11 +101,11 @@ def test_prefill_and_decode_attention_in_one_step_overlap_or_disturb_each_other(
 # --- compiled shapes
 
 SHAPES = (
-    Compiled(4, 0, 0, 1.0),
-    Compiled(4, 1, 64, 2.0),
-    Compiled(16, 0, 0, 3.0),
-    Compiled(16, 4, 16, 5.0),
-    Compiled(16, 1, 256, 8.0),
+    ShapeCost(4, 0, 0, 1.0),
+    ShapeCost(4, 1, 64, 2.0),
+    ShapeCost(16, 0, 0, 3.0),
+    ShapeCost(16, 4, 16, 5.0),
+    ShapeCost(16, 1, 256, 8.0),
 )
 
 

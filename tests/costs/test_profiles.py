@@ -255,18 +255,18 @@ def test_the_fit_says_what_is_missing(tmp_path):
     assert done.returncode == 2 and f"{tmp_path}" in done.stderr and "is missing" in done.stderr
 
 
-def test_a_bend_that_is_known_is_found():
+def test_a_smooth_maximum_that_is_known_is_found():
     needs_libraries()
-    from experiments.profiles.fitting import bent, fit_bent, held_out
+    from experiments.profiles.least_squares import fit_smooth_max, held_out, smooth_max_form
 
     tokens = np.arange(1.0, 4096.0, 16)
     one = np.ones_like(tokens)
     none = np.zeros_like(tokens)
     x = np.stack([one, none, one, tokens], 1)
     truth = np.array([3e-4, 0, 1.5e-4, 2e-6])
-    seconds = bent(truth, x)
-    assert fit_bent(x, seconds)[[0, 2, 3]] == pytest.approx(truth[[0, 2, 3]], rel=1e-3)
-    assert held_out(fit_bent, bent, x, seconds) < 1e-3
+    seconds = smooth_max_form(truth, x)
+    assert fit_smooth_max(x, seconds)[[0, 2, 3]] == pytest.approx(truth[[0, 2, 3]], rel=1e-3)
+    assert held_out(fit_smooth_max, smooth_max_form, x, seconds) < 1e-3
 
 
 @pytest.mark.skipif(

@@ -11,11 +11,13 @@ from experiments import figures
 from experiments.figures import Claim, Figure, Panel, cell, ratio
 from experiments.medha import __main__ as every
 from experiments.medha import figure, systems
-from experiments.medha.figure import Settings
+from experiments.medha.figure import MedhaSettings
 from tests.experiments.figure_checks import check_all, made_small
 
 FIGURES = {made.name: made for made in figures.figures_of("medha", every.NUMBERS)}
-SMALL = Settings(requests=5)  # generated lengths: the third prompt of seed 0 may be long, or none
+SMALL = MedhaSettings(
+    requests=5
+)  # generated lengths: the third prompt of seed 0 may be long, or none
 CLAIM = Claim(
     "gain",
     4.0,
@@ -167,7 +169,9 @@ def test_capacity_is_where_the_line_between_two_loads_reaches_the_limit():
 
 
 def test_a_run_is_cut_off_and_those_that_wait_count_as_long_as_they_waited():
-    result = systems.run("fcfs", systems.Case(4.0, seconds=5.0, stretch=3.0), Settings(requests=60))
+    result = systems.run(
+        "fcfs", systems.LoadCase(4.0, seconds=5.0, stretch=3.0), MedhaSettings(requests=60)
+    )
     waiting = [record for record in result.records if not record.output]
     assert all(record.reason == "unfinished" and record.arrival <= 5 for record in waiting)
     assert (

@@ -12,7 +12,7 @@ import pytest
 from experiments.benchmarks import engines, model_files, side_by_side
 from experiments.benchmarks.comparison import Comparison, Measurement, agreement
 from experiments.benchmarks.engines import Engine, EngineError, Worker
-from experiments.benchmarks.guard import Meter, Usage, wait_until_quiet
+from experiments.benchmarks.guard import CpuUsage, Meter, wait_until_quiet
 from jaxserve.cli.bench.speed import SpeedPoint
 from jaxserve.weights import open_checkpoint
 
@@ -111,9 +111,9 @@ def test_agreement_counts_tokens_before_the_first_other_one():
 
 
 def test_usage_is_split_into_own_and_foreign():
-    usage = Usage(wall=2.0, machine=3.0, own=2.5, cpus=2)
+    usage = CpuUsage(wall=2.0, machine=3.0, own=2.5, cpus=2)
     assert (usage.cores, usage.foreign) == (1.25, 12.5)
-    assert Usage(2.0, 2.4, 2.5, 2).foreign == 0 and Usage(0.01, 0.03, 0.0, 2).foreign == 100
+    assert CpuUsage(2.0, 2.4, 2.5, 2).foreign == 0 and CpuUsage(0.01, 0.03, 0.0, 2).foreign == 100
 
 
 def test_the_meter_counts_a_process_and_its_children():

@@ -12,11 +12,11 @@ import pytest
 from experiments import figures
 from experiments.tetris import __main__ as every
 from experiments.tetris import figure, model, systems, table2
-from experiments.tetris.figure import Settings
+from experiments.tetris.figure import TetrisSettings
 from tests.experiments.figure_checks import check_all, made_small
 
 FIGURES = {made.name: made for made in figures.figures_of("tetris", every.NUMBERS)}
-SMALL = Settings(requests=12)  # generated lengths only
+SMALL = TetrisSettings(requests=12)  # generated lengths only
 MODELS = systems.MODELS
 
 
@@ -111,7 +111,7 @@ def recorded(folder: Path, *lengths: int) -> Path:
 
 
 def test_recorded_requests_keep_to_the_short_traces_limits_and_are_stretched(tmp_path):
-    settings = Settings(recorded(tmp_path, 5000, 100, 50_000, 200_000, 90_000), 10)
+    settings = TetrisSettings(recorded(tmp_path, 5000, 100, 50_000, 200_000, 90_000), 10)
     assert settings.traces == (*figure.TRACES, "recorded") and "mooncake" in settings.lengths
     assert [(a.time, a.prompt) for a in settings.arrivals("recorded", 2.0)] == [
         (0.0, 5000),

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments.live_page import Served, browser, chromium
+from experiments.live_page import PageServer, browser, chromium
 from jaxserve.api.events import Finished
 from jaxserve.api.request import Request, Slo
 from jaxserve.api.sampling import SamplingParams
@@ -63,7 +63,7 @@ class Viewed:
 
 
 @pytest.fixture(scope="module")
-def plain() -> Iterator[Served]:
+def plain() -> Iterator[PageServer]:
     replica = Recorded()
     for id in ("ours-1", "theirs-1"):
         replica.submit(id, 40, tokens=3)
@@ -77,7 +77,7 @@ def plain() -> Iterator[Served]:
     def ours():
         return lambda id: id.startswith("ours")
 
-    with Served(Viewed(replica), mine=ours) as served:
+    with PageServer(Viewed(replica), mine=ours) as served:
         yield served
 
 
@@ -129,7 +129,7 @@ def test_who_may_see_only_some_requests_sees_no_other_ids(plain):
 
 
 def test_before_there_is_an_engine_the_state_is_told():
-    with Served(None) as served:
+    with PageServer(None) as served:
         served.front.state = "starting"
         assert json.loads(get(f"{served.url}page/data")[1]) == {"state": "starting"}
 
@@ -158,8 +158,8 @@ def engine():
 
 
 @pytest.fixture(scope="module")
-def served(engine) -> Iterator[Served]:
-    with Served(engine) as served:
+def served(engine) -> Iterator[PageServer]:
+    with PageServer(engine) as served:
         yield served
 
 
@@ -339,7 +339,7 @@ def test_an_id_with_markup_is_text(driver, engine, served):
 
 
 def test_a_crowd_is_shown_in_part_and_quickly(driver):
-    with Served(Viewed(crowd())) as served:
+    with PageServer(Viewed(crowd())) as served:
         page = Screen(driver, served.url)
         page.until(lambda: page.text("#waiting") == "4,096", "the crowd is counted")
         assert page.text("#running") == "256"
@@ -372,7 +372,7 @@ def test_only_what_is_new_is_asked_for_and_nothing_while_paused(driver):
     replica.submit("r", 20, tokens=500)
     replica.run(300)
     engine = Viewed(replica)
-    with Served(engine) as served:
+    with PageServer(engine) as served:
         page = Screen(driver, served.url)
         page.until(lambda: len(engine.asked) > 4, "it asks again")
         assert engine.asked[:5] == [0, 128, 256, 300, 300]
@@ -392,7 +392,7 @@ def test_a_server_that_starts_anew_is_shown_from_its_start(driver):
     after = Recorded()
     before.submit("before", 20, tokens=40)
     before.run()
-    with Served(Viewed(before)) as served:
+    with PageServer(Viewed(before)) as served:
         page = Screen(driver, served.url)
         page.choose("before")
         served.front.engine = None
@@ -418,7 +418,7 @@ def test_a_server_that_is_gone_or_broken_is_said_to_be(driver):
     replica.submit("r", 20)
     replica.run()
     engine = Viewed(replica)
-    with Served(engine) as served:
+    with PageServer(engine) as served:
         page = Screen(driver, served.url)
         page.until(lambda: page.text("#state") == "live", "it is live")
         served.front.engine = SimpleNamespace(
@@ -444,7 +444,7 @@ def test_it_can_be_read_in_the_dark(driver):
     replica.submit("r", 20)
     replica.run()
     colours = []
-    with Served(Viewed(replica)) as served:
+    with PageServer(Viewed(replica)) as served:
         for scheme in ("light", "dark"):
             driver.execute_cdp_cmd(
                 "Emulation.setEmulatedMedia",
@@ -463,7 +463,7 @@ def test_it_can_be_read_in_the_dark(driver):
 
 def test_nothing_is_asked_while_the_tab_is_hidden(driver):
     engine = Viewed(Recorded())
-    with Served(engine) as served:
+    with PageServer(engine) as served:
         page = Screen(driver, served.url)
         page.until(lambda: len(engine.asked) > 1, "it asks again")
         own = driver.current_window_handle

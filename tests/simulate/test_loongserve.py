@@ -16,7 +16,7 @@ from jaxserve.costs.profiles import Link, costs, shapes
 from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.baselines import BASELINES, compare, pool
-from jaxserve.simulate.loongserve import LoongPool, LoongServe, plan
+from jaxserve.simulate.loongserve import LoongPool, LoongServe, group_prompts
 from jaxserve.simulate.recorder import RequestRecord
 from jaxserve.simulate.run import System, execute
 from jaxserve.simulate.workload import parse
@@ -120,7 +120,7 @@ def latency(
 def test_the_plan_is_the_best_of_all_partitions(prompts, instances, pool):
     """Of all into groups of neighbours by length, as LoongServe's program is defined; of others few
     are better, and those by little."""
-    found = plan(prompts, instances, pool)
+    found = group_prompts(prompts, instances, pool)
     groups = [group for group, _ in found]
     degrees = [degree for _, degree in found]
     assert sorted(index for group in groups for index in group) == list(range(len(prompts)))
@@ -139,9 +139,9 @@ def test_the_plan_is_the_best_of_all_partitions(prompts, instances, pool):
 
 
 def test_a_prompt_alone_gets_all_instances_and_two_equal_ones_half_of_them():
-    assert plan([4000], 4, simple(4)) == [([0], 4)]
+    assert group_prompts([4000], 4, simple(4)) == [([0], 4)]
     quadratic = simple(4, costs=Costs(layers=1, pair=1e-6, chunk=0.5))
-    assert sorted(plan([4000, 4000], 4, quadratic)) == [([0], 2), ([1], 2)]
+    assert sorted(group_prompts([4000, 4000], 4, quadratic)) == [([0], 2), ([1], 2)]
 
 
 def test_prefill_by_hand():

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from jaxserve.costs.profiles import shapes
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from jaxserve.simulate.plan import (
+    CAPACITY_RUNS,
     CHUNKS,
-    LEAST,
-    RUNS,
+    MIN_COARSE_REQUESTS,
     MeshPlan,
     PlanAnswer,
-    Question,
-    Trial,
+    PlanQuestion,
+    PlanRunner,
     capacity,
     meshes,
     met,
@@ -47,8 +47,8 @@ def question(
     requests: int = 40,
     spec: str = SPEC,
     **scheduler,
-) -> Question:
-    return Question(
+) -> PlanQuestion:
+    return PlanQuestion(
         shape,
         device,
         dataclasses.replace(SCHEDULER, **scheduler),
@@ -177,7 +177,7 @@ def test_a_request_meets_both_objectives_or_it_does_not_count():
     assert met(records, 0.1) == 1 / 5 and met(records, 0.112) == 2 / 5 and met([], 0.1) == 0
 
 
-class Formula(Trial):
+class Formula(PlanRunner):
     """Each plan meets a share of the objectives and has a TTFT p90 that are told by mesh, and bears
     a rate; notes what is asked."""
 
@@ -220,7 +220,7 @@ def test_the_best_on_a_part_are_tried_on_all_and_only_these_get_a_capacity():
         11.0, rel=0.2
     )
     assert [answer.capacity for answer in found[2:]] == [None, None]
-    assert len(steps) == simulations(len(FOUR), 2) == 4 + 2 * (1 + RUNS)
+    assert len(steps) == simulations(len(FOUR), 2) == 4 + 2 * (1 + CAPACITY_RUNS)
 
 
 def test_of_plans_that_meet_as_much_the_sooner_first_token_wins_and_none_at_all_comes_last():
@@ -232,7 +232,7 @@ def test_of_plans_that_meet_as_much_the_sooner_first_token_wins_and_none_at_all_
 def test_a_part_has_so_many_requests_at_least():
     trial = Formula(lambda plan, all_: (1.0, 1.0), {}, requests=50)
     search(trial, FOUR[:1], 0)
-    assert trial.asked == [(1, LEAST)]
+    assert trial.asked == [(1, MIN_COARSE_REQUESTS)]
 
 
 # --- simulated
@@ -242,21 +242,21 @@ def test_all_plans_are_measured_by_the_objectives_of_the_one_that_prefills_soone
     slow = MeshPlan(MeshConfig(), "adaptive", 8192)
     fast = MeshPlan(MeshConfig(tp=8), "adaptive", 8192)
     both, alone = (
-        Trial(question(ttft=0.001, ttft_stretch=2.0), some) for some in ([slow, fast], [slow])
+        PlanRunner(question(ttft=0.001, ttft_stretch=2.0), some) for some in ([slow, fast], [slow])
     )
     assert (
         both.objective(4000)
-        == Trial(both.question, [fast]).objective(4000)
+        == PlanRunner(both.question, [fast]).objective(4000)
         < alone.objective(4000) / 2
     )
     assert (
         both.objective(10) < both.objective(4000)
-        and Trial(question(ttft=30.0), [slow]).objective(4000) == 30.0
+        and PlanRunner(question(ttft=30.0), [slow]).objective(4000) == 30.0
     )
 
 
 def test_an_answer_is_what_a_simulation_gives():
-    trial = Trial(question(), FOUR)
+    trial = PlanRunner(question(), FOUR)
     slow, fast = (trial.answer(plan) for plan in (FOUR[0], FOUR[3]))
     assert slow.requests == fast.requests == 40 and trial.answer(FOUR[0], 7).requests == 7
     assert fast.alone < slow.alone and fast.figures["ttft"]["p50"] < slow.figures["ttft"]["p50"]
@@ -269,7 +269,7 @@ def test_an_answer_is_what_a_simulation_gives():
 
 
 def test_a_prompt_that_does_not_fit_has_no_time_alone_and_meets_nothing():
-    trial = Trial(
+    trial = PlanRunner(
         question(spec="poisson:prompt=900000,output=1", requests=2),
         [MeshPlan(MeshConfig(), "adaptive", 8192)],
     )
@@ -279,7 +279,7 @@ def test_a_prompt_that_does_not_fit_has_no_time_alone_and_meets_nothing():
 
 def test_more_per_second_meets_less():
     plan = MeshPlan(MeshConfig(tp=8), "adaptive", 8192)
-    trial = Trial(question(), [plan])
+    trial = PlanRunner(question(), [plan])
     assert trial.met_at(plan, 0.5) == 1 and trial.met_at(plan, 60.0) < 0.5
 
 
@@ -289,22 +289,22 @@ def test_at_a_rate_the_kind_that_fares_worst_counts(monkeypatch):
     short = record(1.0, 1.5)
     long = dataclasses.replace(record(1.0, 1.5), kind="long")
     records = [short] * 18 + [long, dataclasses.replace(late, kind="long")]
-    trial = Trial(question(), FOUR[:1])
+    trial = PlanRunner(question(), FOUR[:1])
     plan = FOUR[0]
-    monkeypatch.setattr(Trial, "_run", lambda *_: Outcome(records, np.empty(0), [], 0.0))
+    monkeypatch.setattr(PlanRunner, "_run", lambda *_: Outcome(records, np.empty(0), [], 0.0))
     assert trial.met_at(plan, 1.0) == 0.5 and trial.answer(plan).met == 0.95
 
 
 def test_at_a_higher_rate_there_are_more_requests_so_that_they_come_for_as_long(monkeypatch):
     asked = []
-    trial = Trial(question(qps=2.0, requests=100), FOUR[:1])
+    trial = PlanRunner(question(qps=2.0, requests=100), FOUR[:1])
     none = Outcome([record(1.0, 2.0)], np.empty(0), [], 0.0)
     monkeypatch.setattr(
-        Trial, "_run", lambda self, plan, arrivals: asked.append(len(arrivals)) or none
+        PlanRunner, "_run", lambda self, plan, arrivals: asked.append(len(arrivals)) or none
     )
     for qps in (0.1, 1.0, 2.0, 3.0, 100.0):
         trial.met_at(FOUR[0], qps)
-    assert asked == [LEAST, 50, 100, 150, 400]
+    assert asked == [MIN_COARSE_REQUESTS, 50, 100, 150, 400]
 
 
 def test_a_search_finds_the_same_again_and_a_better_plan_than_the_worst():
@@ -312,7 +312,7 @@ def test_a_search_finds_the_same_again_and_a_better_plan_than_the_worst():
         MeshPlan(MeshConfig(kvp=4), *CHUNKS[0])
     ]
     asked = question(qps=6.0, tpot=0.03)
-    found, again = (search(Trial(asked, some), some, 1) for _ in range(2))
+    found, again = (search(PlanRunner(asked, some), some, 1) for _ in range(2))
     assert found == again and {answer.plan for answer in found} == set(some)
     assert found[0].met >= found[-1].met and found[0].capacity > 0
 
@@ -325,5 +325,5 @@ def test_the_rate_is_the_workloads_own_where_none_is_given(tmp_path):
             for n in range(9)
         )
     )
-    trial = Trial(question(spec=str(path), qps=None, requests=9), FOUR[:1])
+    trial = PlanRunner(question(spec=str(path), qps=None, requests=9), FOUR[:1])
     assert trial.rate == pytest.approx(9 / 4) and trial.met_at(FOUR[0], 4.0) == 1

@@ -12,7 +12,7 @@ from jaxserve.costs.profiles import ModelShape, devices, shapes
 from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.recorder import RequestRecord
-from jaxserve.simulate.run import MEMORY, Outcome, System, execute, summary
+from jaxserve.simulate.run import MEMORY_SHARE, Outcome, System, execute, outcome_summary
 from jaxserve.simulate.workload import parse
 
 # 16 layers of 8 * (2 * 4 + 2 * 2) * 2 + 3 * 8 * 16 = 576 weights, and twice 8 * 100 for the
@@ -55,7 +55,7 @@ def test_tokens_that_fit_on_a_lane_by_hand(mesh, weights, token):
 
 def test_a_large_model_by_hand():
     """70.6 GB x 2 of weights on 4 devices, and 80 layers x 2 heads x 128 x 4 bytes a token."""
-    free = MEMORY * devices()["h100"].memory_bytes - LARGE.weight_bytes() / 4
+    free = MEMORY_SHARE * devices()["h100"].memory_bytes - LARGE.weight_bytes() / 4
     assert System(LARGE, "h100", MeshConfig(tp=4)).kv_tokens() == int(free / (80 * 2 * 128 * 4))
     assert 2 * 70e9 < LARGE.weight_bytes() < 2 * 71e9
 
@@ -188,7 +188,7 @@ RECORDS = [
 
 
 def test_figures_by_hand():
-    said = summary(Outcome(RECORDS, np.array([0.1, 0.3]), [], 0.25), tpot=0.2)
+    said = outcome_summary(Outcome(RECORDS, np.array([0.1, 0.3]), [], 0.25), tpot=0.2)
     everything = said["all"]
     assert (everything["requests"], everything["finished"]) == (6, 3)
     assert everything["ttft"] == dict(
@@ -214,7 +214,7 @@ def test_figures_by_hand():
 
 
 def test_figures_by_kind():
-    said = summary(Outcome(RECORDS, np.empty(0), [], 0.0), tpot=0.2)
+    said = outcome_summary(Outcome(RECORDS, np.empty(0), [], 0.0), tpot=0.2)
     assert {kind: (said[kind]["requests"], said[kind]["finished"]) for kind in ("a", "b")} == {
         "a": (5, 2),
         "b": (1, 1),
@@ -224,7 +224,7 @@ def test_figures_by_kind():
 
 
 def test_figures_of_nothing():
-    said = summary(Outcome([], np.empty(0), [], 0.0), tpot=0.2)
+    said = outcome_summary(Outcome([], np.empty(0), [], 0.0), tpot=0.2)
     assert (
         said["all"] == dict(requests=0, finished=0, ttft={}, tpot={}, ttft_met=0, tpot_met=0)
         and said["tokens_per_s"] == 0

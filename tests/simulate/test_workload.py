@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request, Slo
 from jaxserve.settings.schema import ConfigError
-from jaxserve.simulate.arrival import BLOCK, LONG, Arrival, summary, to_request
+from jaxserve.simulate.arrival import BLOCK, LONG, Arrival, to_request, workload_summary
 from jaxserve.simulate.mixes import MIXES
 from jaxserve.simulate.workload import parse
 from tests.examples import examples
@@ -151,7 +151,7 @@ def test_a_recorded_trace_is_cut_then_stretched_to_qps(tmp_path):
     assert [a.time for a in parse(path, requests=4)] == [0, 0, 1, 3]
     assert [a.time for a in parse(path, requests=4, qps=0.5)] == pytest.approx([0, 0, 2, 6])
     assert len(parse(path, requests=99)) == 5
-    assert summary(parse(path, qps=7.5))["rate"] == pytest.approx(7.5)
+    assert workload_summary(parse(path, qps=7.5))["rate"] == pytest.approx(7.5)
 
 
 REAL = [  # file, options, count, mean prompt and output, span: data/README 1.1
@@ -173,7 +173,7 @@ REAL = [  # file, options, count, mean prompt and output, span: data/README 1.1
     "name, options, count, prompt, output, span", REAL, ids=lambda value: str(value).split("/")[-1]
 )
 def test_real_files_have_the_stated_counts_and_means(name, options, count, prompt, output, span):
-    found = summary(parse(real(name) + options, qps=None if span else 1.0))
+    found = workload_summary(parse(real(name) + options, qps=None if span else 1.0))
     assert found["count"] == count
     assert prompt is None or found["prompt"]["mean"] == pytest.approx(prompt, abs=0.6)
     assert output is None or found["output"]["mean"] == pytest.approx(output, abs=0.6)
@@ -183,7 +183,7 @@ def test_real_files_have_the_stated_counts_and_means(name, options, count, promp
 def test_the_real_medha_file_has_its_long_requests():
     found = parse(real("medha_mixed/merged_df_5_percent_long_context_mixed.csv.gz"), qps=1.0)
     long = [a for a in found if a.kind == "long"]
-    assert len(long) == 1000 and summary(found)["long"] == pytest.approx(0.0488, abs=1e-4)
+    assert len(long) == 1000 and workload_summary(found)["long"] == pytest.approx(0.0488, abs=1e-4)
     assert np.percentile([a.prompt for a in long], (50, 90)) == pytest.approx(
         [400e3, 840e3], rel=0.01
     )
@@ -216,7 +216,7 @@ MEANS = [  # mix, mean prompt and output of its requests that are not long: data
 
 @pytest.mark.parametrize("mix, prompt, output", MEANS)
 def test_a_mix_has_the_published_means(mix, prompt, output):
-    usual = summary(
+    usual = workload_summary(
         [a for a in parse(f"poisson:mix={mix}", qps=1.0, requests=60_000) if a.kind != "long"]
     )
     assert usual["prompt"]["mean"] == pytest.approx(prompt, rel=0.05)
@@ -614,7 +614,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 def test_arrivals_of_one_moment_have_no_rate_to_stretch(tmp_path):
     path = written(tmp_path / "t.jsonl", LINE * 3)
-    assert summary(parse(path))["rate"] == 0
+    assert workload_summary(parse(path))["rate"] == 0
     with pytest.raises(ConfigError, match="first 3 arrivals come at one moment"):
         parse(path, qps=1.0)
 
@@ -651,7 +651,7 @@ def test_no_text_is_answered_with_another_error(tmp_path, name, head):
 
 
 def test_a_summary_of_a_few_arrivals():
-    said = summary(
+    said = workload_summary(
         [Arrival(2.0, 100, 1), Arrival(3.0, LONG, 3), Arrival(6.0, 200, 5), Arrival(6.0, 300, 7)]
     )
     assert (said["count"], said["span"], said["rate"], said["long"], said["long_limit"]) == (
@@ -669,4 +669,4 @@ def test_a_summary_of_a_few_arrivals():
 
 
 def test_a_summary_of_nothing():
-    assert summary([])["count"] == 0
+    assert workload_summary([])["count"] == 0

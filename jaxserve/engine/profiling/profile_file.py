@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxserve.costs.exchange_choice import CHOOSERS, ExchangeChooser, Heads, rates_of
-from jaxserve.costs.fit import CostsFit, StepSample, fit, from_json, to_json
+from jaxserve.costs.fit import CostsFit, StepSample, fit_costs, from_json, to_json
 from jaxserve.costs.predictor import Costs
 from jaxserve.costs.profiles import Link
 from jaxserve.engine.profiling.links import measure_links
@@ -103,7 +103,7 @@ def profiled(
     points = list(grid(plan.shapes, longest, max(1, plan.slots // plan.mesh.kvp), pairs))
     with progress_bar("measuring", len(points), progress) as done:
         found = measure(engine, points, done, repeats)
-    return fit(
+    return fit_costs(
         [_sample(one) for one in found],
         plan.model.layers,
         plan.mesh,

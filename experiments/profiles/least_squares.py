@@ -1,8 +1,9 @@
-"""Fits of the forms in `jaxserve.costs.predictor.Costs` by robust least squares of relative
+"""Fits the forms of `jaxserve.costs.predictor.Costs` by robust least squares of relative
 errors.
 
-A part is a matrix of inputs, one row per measured point, and its seconds. All forms but the bend of
-the linear parts are sums, so their coefficients are found without a start; none is below 0.
+A part is a matrix of inputs, one row per measured point, and its seconds. All forms but the smooth
+maximum of the linear parts are sums, so their coefficients are found without a start; none is below
+0.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from collections.abc import Callable
 import numpy as np
 from scipy.optimize import least_squares, nnls
 
-from jaxserve.costs.predictor import SHARPNESS
-
-FOLDS = 5
-OUTLIER = 0.05  # relative error from which an error counts less than its square
+FOLDS = 5  # of cross-validation
+POWER = 4  # of the norm that `jaxserve.costs.predictor.smooth_max` takes of two times
+OUTLIER = 0.05  # relative error from which a point counts less than by its square
 # inputs [points, coefficients], seconds [points] -> coefficients
 Fit = Callable[[np.ndarray, np.ndarray], np.ndarray]
 Form = Callable[[np.ndarray, np.ndarray], np.ndarray]  # coefficients, inputs -> seconds
 
 
 def total(c: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """The sum of all columns, each times its coefficient."""
     return x @ c
 
 
@@ -40,17 +41,15 @@ def fit_total(x: np.ndarray, seconds: np.ndarray, slack: float = 0.0) -> np.ndar
     return c
 
 
-def bent(c: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """bend(floor, use): the first half of the columns add up to the one, the second half to the
-    other."""
+def smooth_max_form(c: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """smooth_max(floor, use): the first half of the columns add up to the one, the second half to
+    the other."""
     half = x.shape[1] // 2
-    return ((x[:, :half] @ c[:half]) ** SHARPNESS + (x[:, half:] @ c[half:]) ** SHARPNESS) ** (
-        1 / SHARPNESS
-    )
+    return ((x[:, :half] @ c[:half]) ** POWER + (x[:, half:] @ c[half:]) ** POWER) ** (1 / POWER)
 
 
-def fit_bent(x: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Coefficients of `bent`, from those of the sum of both halves."""
+def fit_smooth_max(x: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Coefficients of `smooth_max_form`, from those of the sum of both halves."""
     weight = _even(seconds)
     scale = 1 / np.maximum(
         np.linalg.norm(x / seconds[:, None], axis=0) / np.sqrt(len(seconds)), 1e-300
@@ -58,7 +57,7 @@ def fit_bent(x: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     start = np.maximum(fit_total(x, seconds) / scale, 1e-3)
     return (
         least_squares(
-            lambda c: weight * (bent(c * scale, x) / seconds - 1),
+            lambda c: weight * (smooth_max_form(c * scale, x) / seconds - 1),
             start,
             bounds=(0, np.inf),
             loss="soft_l1",
