@@ -236,6 +236,8 @@ class VirtualReplica:
         return bool(events)
 
     def _send(self, events: list[tuple[str, Event]]) -> None:
+        if not events:
+            return
         for request_id in self._subscribers.send(events):
             self._end(request_id, "cancelled", None)
 
