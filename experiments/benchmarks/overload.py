@@ -17,7 +17,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -179,7 +179,11 @@ class OverHttp:
                     asked.heard(chunk["usage"]["completion_tokens"] if chunk.get("usage") else 0)
 
 
-WAYS = {"engine": WithoutFront, "grpc": OverGrpc, "http": OverHttp}
+WAYS: dict[str, Callable[[Background], Any]] = {
+    "engine": WithoutFront,
+    "grpc": OverGrpc,
+    "http": OverHttp,
+}
 
 
 def sampling(output: int) -> SamplingParams:

@@ -255,8 +255,8 @@ def shown(results: Sequence[dict[str, Any]]) -> str:
 
 
 def run(values: dict[str, Any]) -> int:
-    common = dict(max_seqs=8, chunk_tokens=512)
-    ours = dict(
+    common: dict[str, Any] = dict(max_seqs=8, chunk_tokens=512)
+    ours: dict[str, Any] = dict(
         policy="slack",
         chunking="adaptive",
         min_chunk=values["min_chunk"],

@@ -152,7 +152,7 @@ def _attention() -> tuple[float, float, float]:
     """FLOP/s, bytes read per second, seconds of a call. The loss is lenient: with four sequences of
     32K one host takes 60.1 us, with one of 128K 38.9, and reads as much."""
     works = [work_of([(row.cached, row.new)], RANKS) for row in TABLE5]
-    points = [
+    points: list[tuple[float, float, float]] = [
         (work.pairs / RANKS**2, work.shard, row.attention) for work, row in zip(works, TABLE5)
     ]
     points += [

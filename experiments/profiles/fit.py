@@ -135,7 +135,7 @@ def fit_profile(data: Path, device: Device, model: str, tp: int) -> tuple[Costs,
         head=SAMPLE + head[0],
         head_token=head[1],
     )
-    errors = {}
+    errors: dict[str, float] = {}
     for part, measured in found.items():
         errors |= {part: measured.error(c[part]), f"{part} held out": measured.held_out()}
         if "attention" in part:

@@ -30,7 +30,13 @@ from jaxserve.costs.profiles import costs
 from jaxserve.scheduling.planning.cdsp import POLICIES, Policy
 from jaxserve.scheduling.planning.improvement import ImprovementRate
 from jaxserve.simulate.arrival import Arrival
-from jaxserve.simulate.tetris import RATES, PrefillInstances, PrefillOutcome, best_rates, constant
+from jaxserve.simulate.tetris import (
+    IMPROVEMENT_RATES,
+    PrefillInstances,
+    PrefillOutcome,
+    best_rates,
+    constant,
+)
 
 MODELS = ("llama3-8b", "llama3-70b")
 NODES = {"llama3-8b": 4, "llama3-70b": 8}
@@ -94,7 +100,7 @@ def _run(
 
 
 POLICY: dict[str, Policy] = (
-    POLICIES
+    dict(POLICIES)
     | {"tetris": POLICIES["cdsp"], "single-chunk": POLICIES["single"]}
     | dict.fromkeys(("loongserve", "loongserve-disagg"), POLICIES["single"])
 )
@@ -140,7 +146,7 @@ def rates(name: str, model: str, trace: str, settings: TetrisSettings) -> dict[f
         POLICY[name],
         lambda load: sample.arrivals(trace, load),
         grid,
-        RATES,
+        IMPROVEMENT_RATES,
     )
 
 

@@ -186,9 +186,11 @@ def test_the_model_is_written_as_jaxserve_reads_it(tmp_path):
 
 
 def test_llama_cpp_is_asked_through_its_own_programs(tmp_path):
-    table = """|    PP |     TG |    B |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |      T s |    S t/s |
+    table = """\
+|    PP |     TG |    B |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |      T s |    S t/s |
 |-------|--------|------|--------|----------|----------|----------|----------|----------|----------|
-|   128 |     64 |    8 |   1536 |    1.024 |  1000.00 |    1.600 |   320.00 |    2.624 |   585.37 |"""
+|   128 |     64 |    8 |   1536 |    1.024 |  1000.00 |    1.600 |   320.00 |    2.624 |   585.37 |
+"""
     for name, output in (
         ("llama-bench", '[{"n_prompt": 512, "n_gen": 0, "avg_ts": 1150.5}]'),
         ("llama-batched-bench", table),

@@ -24,7 +24,7 @@ MODELS = systems.MODELS
 def few_loads(monkeypatch):
     """Loads and improvement rates enough for a miniature."""
     monkeypatch.setattr(systems, "LOADS", 4)
-    monkeypatch.setattr(systems, "RATES", (0.1, 0.5))
+    monkeypatch.setattr(systems, "IMPROVEMENT_RATES", (0.1, 0.5))
     monkeypatch.setattr(systems, "STEP", dict.fromkeys(MODELS, 1.0))
 
 

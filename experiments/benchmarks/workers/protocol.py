@@ -63,7 +63,7 @@ def answer(
 
 def _repeat(rate: Callable[[], float], seconds: float) -> list[float]:
     began = time.perf_counter()
-    rates = []
+    rates: list[float] = []
     while not rates or time.perf_counter() - began < seconds:
         rates.append(rate())
     return rates
