@@ -1,11 +1,13 @@
-"""Attention over pages, and the merge of its pieces. JAX only; knows nothing of models, meshes or
-requests.
+"""Attention over a paged KV cache, and the merge of partial attention. JAX only: nothing here knows
+of models, meshes or requests.
 
-Every op has its meaning in `reference` (one screen, plain jnp) and its implementations beside it
-with the same signature; `ops` alone chooses one by platform, dtype and shape. Pieces return `(out,
-lse)`; `merge` puts pieces together, in any order.
+`reference` defines what attention means (plain jnp, slow). `xla` is a portable implementation and
+`mosaic` one for NVIDIA Hopper, with the same signature; `ops.attend` chooses by platform, dtype and
+shape. Attention over a part of the keys returns `(out, lse)`, and `merge` combines parts in any
+order. `kv_pages` is the storage format, with optional 8-bit quantisation; `page_copy` copies whole
+pages between pools.
 
-Shapes, here and everywhere: R rows (each: consecutive tokens of one sequence), T query tokens of a
+Shapes, here and everywhere: R rows (each: consecutive tokens of one sequence), T query tokens per
 row, K kv heads, G query heads per kv head (N = K * G), H head dim, P pages, C tokens per page, W
-table slots per sequence.
+page-table entries per sequence.
 """

@@ -1,5 +1,5 @@
-"""What a pool of KV holds: keys and values, and, where these are stored in 8 bits, what they are to
-be multiplied by."""
+"""Storage of the KV cache: pages of keys and values, optionally in 8-bit floating point with a
+scale per vector."""
 
 from __future__ import annotations
 
@@ -9,47 +9,49 @@ import jax
 import jax.numpy as jnp
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
-LARGEST = 448.0  # of its numbers
-SCALE = jnp.dtype(jnp.bfloat16)
+FP8_MAX = 448.0
+SCALE_DTYPE = jnp.dtype(jnp.bfloat16)
 
 
 class KVPages(NamedTuple):
-    """A layer's pages. Each vector of H numbers of 8 bits has a scale, a power of two, so that what
-    it says is exact in bfloat16."""
+    """KV pages of one layer.
 
-    kv: Any  # [..., P, K, 2, C, H]
-    scales: Any = None  # [..., P, K, 2, C], or None: kv is not of 8 bits
+    kv [..., P, K, 2, C, H]: keys (0) and values (1). scales [..., P, K, 2, C]: factor of each
+    vector of H numbers, a power of two, so that dequantised numbers are exact in bfloat16; None
+    unless kv is FP8. Fields are arrays, or anything with the same structure (shapes, Pallas refs).
+    """
+
+    kv: Any
+    scales: Any = None
 
     def take(self, index: Any) -> KVPages:
-        """Those at an index into the leading dimensions that both arrays have."""
+        """Indexes the leading dimensions that kv and scales share."""
         return KVPages(self.kv[index], None if self.scales is None else self.scales[index])
 
-    def wide(self, dtype: Any) -> jax.Array:
-        """What kv says: of `dtype` where it is of 8 bits, else of its own type."""
-        return (
-            self.kv
-            if self.scales is None
-            else self.kv.astype(dtype) * self.scales.astype(dtype)[..., None]
-        )
+    def dequantize(self, dtype: Any) -> jax.Array:
+        """kv times its scales in `dtype`; kv itself if it is not quantised."""
+        if self.scales is None:
+            return self.kv
+        return self.kv.astype(dtype) * self.scales.astype(dtype)[..., None]
 
 
 def pool_shapes(shape: tuple[int, ...], dtype: Any) -> KVPages:
-    """Of a pool with kv of this shape and type."""
-    scales = jax.ShapeDtypeStruct(shape[:-1], SCALE) if jnp.dtype(dtype) == FP8 else None
+    """Shapes and dtypes of a pool whose kv has this shape and dtype; FP8 pools have scales."""
+    scales = jax.ShapeDtypeStruct(shape[:-1], SCALE_DTYPE) if jnp.dtype(dtype) == FP8 else None
     return KVPages(jax.ShapeDtypeStruct(shape, dtype), scales)
 
 
-def narrow(kv: jax.Array) -> KVPages:
-    """kv [..., H] in 8 bits: relative errors of at most 1/16, but for numbers under about 2^-14 of
-    their vector's greatest.
+def quantize(kv: jax.Array) -> KVPages:
+    """Quantises kv [..., H] to FP8 with a scale per vector.
 
-    The scale is the least power of two that leaves room for all of the vector; a vector of zeros
-    has 1.
+    The scale is the smallest power of two with which the whole vector fits FP8 (1 for zeros). The
+    relative error is at most 1/16, except for numbers below about 2^-14 of their vector's largest.
+    Vectors with NaN or infinity stay so.
     """
     wide = kv.astype(jnp.float32)
-    most = jnp.abs(wide).max(-1)
-    _, exponent = jnp.frexp(most / LARGEST)
+    largest = jnp.abs(wide).max(-1)
+    _, exponent = jnp.frexp(largest / FP8_MAX)
     scales = jnp.where(
-        jnp.isfinite(most), jnp.ldexp(jnp.float32(1), jnp.clip(exponent, -120, 120)), most
+        jnp.isfinite(largest), jnp.ldexp(jnp.float32(1), jnp.clip(exponent, -120, 120)), largest
     )
-    return KVPages((wide / scales[..., None]).astype(FP8), scales.astype(SCALE))
+    return KVPages((wide / scales[..., None]).astype(FP8), scales.astype(SCALE_DTYPE))

@@ -1,5 +1,5 @@
-"""The one place that chooses an implementation, by platform, type and shape. The choice is logged
-once per shape, with what others lack."""
+"""Attention over pages: chooses an implementation by platform, dtype and shape, and logs the choice
+once per shape with the reasons against the others."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from jaxserve.kernels.merge import merge
 
 log = logging.getLogger(__name__)
 HOPPER = "9.0"  # compute capability of H100, H200 and GH200
+MOSAIC_JAX = (0, 11, 2)  # first version of jax with what the Mosaic GPU kernels use
 
 
 def attend(
@@ -24,8 +25,8 @@ def attend(
     q_pos: jax.Array,
     pages: KVPages,
     table: jax.Array,
-    rows: jax.Array,
-    count: jax.Array,
+    slot: jax.Array,
+    entries: jax.Array,
     *,
     scale: float,
     window: int | None = None,
@@ -33,48 +34,57 @@ def attend(
     before: tuple[jax.Array, jax.Array] | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over pages; arguments and results as `reference.attend`, but for `out`, which is of
-    type `dtype`; merged with `before`, an (out, lse) over other keys, where there is one: a hop of
-    a ring.
+    """Attention over pages. Arguments and results are those of `reference.attend`, and:
 
-    implementation: a name in `ATTEND`; None chooses. Errors: NotImplementedError, with the reason,
-    where the named one lacks the shape.
+    dtype: of `out`. before: (out, lse) of the same queries over other keys, to merge with, as in a
+    hop of ring attention. implementation: a name in `ATTEND`; None chooses one. Errors:
+    NotImplementedError, with the reason, if the named implementation does not support the shape.
     """
     name = implementation or choose(
         jax.default_backend(), q.shape[1], jax.ShapeDtypeStruct(pages.kv.shape, pages.kv.dtype)
     )
     return ATTEND[name](
-        q, q_pos, pages, table, rows, count, scale=scale, window=window, dtype=dtype, before=before
+        q,
+        q_pos,
+        pages,
+        table,
+        slot,
+        entries,
+        scale=scale,
+        window=window,
+        dtype=dtype,
+        before=before,
     )
 
 
 @functools.lru_cache
 def choose(platform: str, tokens: int, kv: jax.ShapeDtypeStruct) -> str:
-    """The kernel of the platform where there is one for these pages, else XLA's form."""
-    lacks = {"mosaic": _mosaic_lacks(kv)}
-    name = next((name for name, reason in lacks.items() if reason is None), "xla")
+    """Name of the fastest implementation that supports these pages, for rows of `tokens`
+    queries."""
+    unsupported = {"mosaic": _mosaic_unsupported(kv)}
+    name = next((name for name, reason in unsupported.items() if reason is None), "xla")
     reasons = "".join(
-        f"; not {other}: {reason}" for other, reason in lacks.items() if reason is not None
+        f"; not {other}: {reason}" for other, reason in unsupported.items() if reason is not None
     )
     log.info("attention over pages on %s, rows of %d tokens: %s%s", platform, tokens, name, reasons)
     return name
 
 
-def hopper_lacks() -> str | None:
-    """Why kernels for Hopper cannot run here; None where they can."""
+def hopper_unsupported() -> str | None:
+    """Why kernels for Hopper cannot run in this process; None if they can."""
     if (
         jax.default_backend() not in ("gpu", "cuda")
         or getattr(jax.devices()[0], "compute_capability", "") != HOPPER
     ):
         return "it needs a Hopper GPU"
-    if jax.__version_info__ < (0, 11, 2):
-        return f"it needs jax 0.11.2, and this is {jax.__version__}"
+    if jax.__version_info__ < MOSAIC_JAX:
+        return f"it needs jax {'.'.join(map(str, MOSAIC_JAX))}, and this is {jax.__version__}"
     return None
 
 
-def _mosaic_lacks(kv: jax.ShapeDtypeStruct) -> str | None:
-    """Why the kernel for Hopper cannot be had for these pages; None where it can."""
-    if reason := hopper_lacks():
+def _mosaic_unsupported(kv: jax.ShapeDtypeStruct) -> str | None:
+    """Why the Hopper kernel cannot be used for these pages; None if it can."""
+    if reason := hopper_unsupported():
         return reason
     from jaxserve.kernels import mosaic
 
@@ -86,34 +96,36 @@ def _mosaic_lacks(kv: jax.ShapeDtypeStruct) -> str | None:
 
 
 def _mosaic(
-    q: jax.Array, q_pos: jax.Array, pages: KVPages, *arguments: jax.Array, **settings: Any
+    q: jax.Array, q_pos: jax.Array, pages: KVPages, *arguments: jax.Array, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
-    from jaxserve.kernels import mosaic  # not to be had with older versions of jax
+    from jaxserve.kernels import mosaic  # cannot be imported with versions of jax before MOSAIC_JAX
 
     device = jax.devices()[0]
     tiles = mosaic.tiles_for(
         device.device_kind, device.core_count, q.shape[1] * q.shape[3], q.shape[4], pages.kv.dtype
     )
-    return mosaic.attend(q, q_pos, pages, *arguments, tiles=tiles, **settings)
+    return mosaic.attend(q, q_pos, pages, *arguments, tiles=tiles, **options)
 
 
-def _in_f32(attend: Callable) -> Callable:
-    def cast(
+def _with_merge_and_cast(attend: Callable) -> Callable:
+    """Adds `dtype` and `before` to an implementation that has neither."""
+
+    def wrapped(
         *arguments: jax.Array,
         dtype: Any,
         before: tuple[jax.Array, jax.Array] | None,
-        **settings: Any,
+        **options: Any,
     ) -> tuple[jax.Array, jax.Array]:
-        out, lse = attend(*arguments, **settings)
+        out, lse = attend(*arguments, **options)
         if before is not None:
             out, lse = merge(*(jnp.stack(both) for both in zip(before, (out, lse))))
         return out.astype(dtype), lse
 
-    return cast
+    return wrapped
 
 
-ATTEND: dict[str, Callable] = {
-    "reference": _in_f32(reference.attend),
-    "xla": _in_f32(xla.attend),
+ATTEND: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
+    "reference": _with_merge_and_cast(reference.attend),
+    "xla": _with_merge_and_cast(xla.attend),
     "mosaic": _mosaic,
 }

@@ -1,5 +1,6 @@
-"""Whole pages from one pool to another: for transfers, tiers and rebalancing. The platform chooses
-as in `ops`."""
+"""Copies whole KV pages out of a pool and into one, for transfers, cache tiers and rebalancing. Not
+called by the engine yet. The platform decides, as in `ops`, whether XLA or a Hopper kernel
+copies."""
 
 from __future__ import annotations
 
@@ -11,28 +12,28 @@ from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import KVPages
 
 
-def gather(pages: KVPages, ids: jax.Array) -> KVPages:
-    """ids [n] int32, all in range -> n pages side by side, as a transfer wants them."""
-    return jax.tree.map(functools.partial(_gather, ids=ids), pages)
+def read_pages(pages: KVPages, ids: jax.Array) -> KVPages:
+    """Copies pages `ids` [n] int32 (all in range) into n contiguous pages."""
+    return jax.tree.map(functools.partial(_read, ids=ids), pages)
 
 
-def scatter(pages: KVPages, ids: jax.Array, these: KVPages) -> KVPages:
-    """These n pages go to those of `ids` [n] int32, all different, in place where `pages` is
-    donated; those out of range nowhere."""
-    return jax.tree.map(functools.partial(_scatter, ids=ids), pages, these)
+def write_pages(pages: KVPages, ids: jax.Array, values: KVPages) -> KVPages:
+    """Writes n pages `values` to pages `ids` [n] int32, in place if `pages` is donated. ids must
+    differ; those out of range are skipped."""
+    return jax.tree.map(functools.partial(_write, ids=ids), pages, values)
 
 
-def _gather(pool: jax.Array, ids: jax.Array) -> jax.Array:
-    if ops.hopper_lacks() is None:
-        from jaxserve.kernels.mosaic import page_copy as copy
+def _read(pool: jax.Array, ids: jax.Array) -> jax.Array:
+    if ops.hopper_unsupported() is None:
+        from jaxserve.kernels.mosaic import page_copy
 
-        return copy.gather(pool, ids)
+        return page_copy.read_pages(pool, ids)
     return pool[ids]
 
 
-def _scatter(pool: jax.Array, these: jax.Array, ids: jax.Array) -> jax.Array:
-    if ops.hopper_lacks() is None:
-        from jaxserve.kernels.mosaic import page_copy as copy
+def _write(pool: jax.Array, values: jax.Array, ids: jax.Array) -> jax.Array:
+    if ops.hopper_unsupported() is None:
+        from jaxserve.kernels.mosaic import page_copy
 
-        return copy.scatter(pool, ids, these)
-    return pool.at[ids].set(these, mode="drop", unique_indices=True)
+        return page_copy.write_pages(pool, ids, values)
+    return pool.at[ids].set(values, mode="drop", unique_indices=True)

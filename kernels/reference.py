@@ -1,5 +1,5 @@
-"""The meaning of every kernel, in plain jnp and f32: what the implementations are tested against.
-Slow, and dense in memory."""
+"""Reference attention over pages in plain jnp and f32, which the other implementations are tested
+against. Slow, and its memory grows with queries times keys."""
 
 from __future__ import annotations
 
@@ -14,38 +14,45 @@ def attend(
     q_pos: jax.Array,
     pages: KVPages,
     table: jax.Array,
-    rows: jax.Array,
-    count: jax.Array,
+    slot: jax.Array,
+    entries: jax.Array,
     *,
     scale: float,
     window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of rows of queries over the pages of their sequences, causal by position.
+    """Causal attention of rows of queries over the KV pages of their sequences.
 
-    q      [R, T, K, G, H]   queries, rotated
-    q_pos  [R, T] int32      their positions; a negative position sees nothing
-    pages  P of C tokens     keys and values of K heads
-    table  [2, slots, W] int32   per sequence, in ascending block order: page, block (position // C)
-    rows   [R] int32         which sequence of the table each row belongs to
-    count  [R] int32         how many of its W entries hold
+    q        [R, T, K, G, H]     queries, with RoPE applied
+    q_pos    [R, T] int32        their positions; negative: padding, which sees nothing
+    pages    P pages of C tokens
+    table    [2, slots, W] int32 page table: page and block (position // C) of each entry, by
+                                 sequence, in ascending order of blocks
+    slot     [R] int32           row of the page table of each row of queries
+    entries  [R] int32           valid entries in that row of the page table
+    scale                        factor on q k
+    window                       sliding window in tokens; None: no limit
 
-    A query sees the keys at positions p with p <= q_pos, and q_pos - p < window where there is one.
-    What unused pages and entries hold does not matter, NaN included. Returns out f32 [R, T, K, G,
-    H] and natural-log lse f32 [R, T, K, G]; 0 and -inf where nothing is seen.
+    A query sees the keys at positions p with p <= q_pos, and q_pos - p < window if there is one.
+    Unused pages and entries may hold anything, NaN included. Returns out f32 [R, T, K, G, H] and
+    lse (natural log) f32 [R, T, K, G]; 0 and -inf for queries that see nothing.
     """
     # [R, W]
-    page = table[0, rows]
-    block = table[1, rows]
+    page = table[0, slot]
+    block = table[1, slot]
     size = pages.kv.shape[3]
     k_pos = block[:, :, None] * size + jnp.arange(size)  # [R, W, C]
-    live = jnp.broadcast_to((jnp.arange(page.shape[1]) < count[:, None])[:, :, None], k_pos.shape)
+    valid = jnp.broadcast_to(
+        (jnp.arange(page.shape[1]) < entries[:, None])[:, :, None], k_pos.shape
+    )
     distance = q_pos[:, :, None, None] - k_pos[:, None]  # [R, T, W, C]
-    seen = live[:, None] & (distance >= 0) & (q_pos >= 0)[:, :, None, None]
+    seen = valid[:, None] & (distance >= 0) & (q_pos >= 0)[:, :, None, None]
     if window is not None:
         seen &= distance < window
     used = seen.any(1)[:, :, None, :, None]  # [R, W, 1, C, 1]
     # [R, W, K, 2, C, H]
-    kv = jnp.where(used[:, :, :, None], pages.take(page).wide(jnp.float32).astype(jnp.float32), 0)
+    kv = jnp.where(
+        used[:, :, :, None], pages.take(page).dequantize(jnp.float32).astype(jnp.float32), 0
+    )
     k = kv[:, :, :, 0]
     v = kv[:, :, :, 1]
     scores = jnp.einsum("rtkgh,rwkch->rtkgwc", q.astype(jnp.float32) * scale, k)

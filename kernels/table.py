@@ -1,4 +1,4 @@
-"""Looking things up in page tables: their blocks ascend."""
+"""Search in page tables, whose blocks ascend."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-NARROW = 2**18  # comparisons
+MAX_COMPARISONS = 2**18  # above it a binary search is cheaper than comparing with every entry
 
 
-def below(blocks: jax.Array, slot: jax.Array, held: jax.Array, wanted: jax.Array) -> jax.Array:
-    """How many of the first `held` blocks of table row `slot` are below `wanted`.
+def entries_below(
+    blocks: jax.Array, slot: jax.Array, entries: jax.Array, wanted: jax.Array
+) -> jax.Array:
+    """Counts, among the first `entries` blocks of table row `slot`, those below `wanted`.
 
-    blocks [slots, W], slot [R], held and wanted [R, n] (or held [R, 1]) -> [R, n]. Narrow tables
-    are compared entry by entry, in one launch; in wide ones a binary search costs less.
+    blocks [slots, W], slot [R], entries and wanted [R, n] (or entries [R, 1]) -> int32 [R, n].
     """
     width = blocks.shape[1]
-    if wanted.size * width <= NARROW:
-        mine = jnp.arange(width) < jnp.broadcast_to(held, wanted.shape)[..., None]
-        return (mine & (blocks[slot][:, None] < wanted[..., None])).sum(-1, dtype=jnp.int32)
+    if wanted.size * width <= MAX_COMPARISONS:
+        valid = jnp.arange(width) < jnp.broadcast_to(entries, wanted.shape)[..., None]
+        return (valid & (blocks[slot][:, None] < wanted[..., None])).sum(-1, dtype=jnp.int32)
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
@@ -26,6 +27,6 @@ def below(blocks: jax.Array, slot: jax.Array, held: jax.Array, wanted: jax.Array
         right = (low < high) & (blocks[slot[:, None], middle] < wanted)
         return jnp.where(right, middle + 1, low), jnp.where(right, high, middle)
 
-    start = jnp.zeros_like(wanted), jnp.broadcast_to(held, wanted.shape)
-    # unrolled it would take XLA minutes to compile
+    start = jnp.zeros_like(wanted), jnp.broadcast_to(entries, wanted.shape)
+    # a loop, since XLA takes minutes to compile this unrolled
     return lax.fori_loop(0, width.bit_length(), halve, start)[0]

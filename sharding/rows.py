@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.kernels.kv_pages import KVPages, narrow
-from jaxserve.kernels.table import below
+from jaxserve.kernels.kv_pages import KVPages, quantize
+from jaxserve.kernels.table import entries_below
 from jaxserve.sharding.mesh import KVP
 
 
@@ -107,7 +107,7 @@ def spread_rows(
     pos = _positions(start, length, width)
     held = everywhere[:, lane]
     block = jnp.maximum(pos, 0) // size
-    index = below(table[1], slot, held[:, None], block)
+    index = entries_below(table[1], slot, held[:, None], block)
     here = (index < held[:, None]) & (table[1][slot[:, None], index] == block) & (pos >= 0)
     return Rows(
         slot, pos, held, jnp.where(here, table[0][slot[:, None], index], pages), everywhere, settled
@@ -136,7 +136,7 @@ def write(pages: KVPages, kv: jax.Array, groups: tuple[Rows, ...]) -> KVPages:
         page = jnp.append(page, count)
         offset = jnp.append(offset, 0)
         kv = jnp.concatenate([kv, kv])
-    stored = KVPages(kv) if pages.scales is None else narrow(kv)
+    stored = KVPages(kv) if pages.scales is None else quantize(kv)
     return jax.tree.map(
         lambda pool, x: pool.at[0, page, :, :, offset].set(x, mode="drop"), pages, stored
     )

@@ -135,12 +135,12 @@ def test_the_block_shape_that_is_kept_is_the_best_over_all_cases_of_its_rows(tmp
 
 def test_every_block_shape_that_is_kept_is_one_that_the_kernel_has():
     from jaxserve.kernels import mosaic
-    from jaxserve.kernels.mosaic.tiles import SHARED, tuned
+    from jaxserve.kernels.mosaic.tiles import SHARED_BYTES, tuned
 
     for kind, rows in tuned().items():
         for row in rows:
             chosen = mosaic.tiles_for(kind, 132, row["rows"], row["head_dim"], row["dtype"])
-            assert chosen.shared_bytes(row["head_dim"]) <= SHARED
+            assert chosen.shared_bytes(row["head_dim"]) <= SHARED_BYTES
             mosaic.check(jax.ShapeDtypeStruct((8, 2, 2, 64, row["head_dim"]), row["dtype"]), chosen)
 
 

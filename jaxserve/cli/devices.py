@@ -65,7 +65,7 @@ def main(count: int) -> None:
     """Prints them."""
     import jax
 
-    from jaxserve.kernels.ops import hopper_lacks
+    from jaxserve.kernels.ops import hopper_unsupported
     from jaxserve.sharding.mesh import ensure_devices
 
     ensure_devices(count)
@@ -81,7 +81,7 @@ def main(count: int) -> None:
                     found[0].device_kind,
                     len(found),
                     stats.get("bytes_limit"),
-                    hopper_lacks(),
+                    hopper_unsupported(),
                 )
             )
         )

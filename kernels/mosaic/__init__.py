@@ -1,16 +1,21 @@
-"""Attention over pages on NVIDIA Hopper, written in Mosaic GPU (jax >= 0.11.2).
+"""Attention over pages for NVIDIA Hopper, written in Mosaic GPU (jax >= 0.11.2).
 
 One kernel serves prefill and decode. A *query tile* is 64 rows of one head for each computing
-warpgroup of a block; the warpgroups of a block share a kv head, and so the keys and values that
-another warpgroup fetches for them, page by page, and take turns at the tensor cores. Rows are the
-tokens of a head where there are many of them, else tokens by query heads of one kv head (`tiles`).
+warpgroup of a thread block; the warpgroups of a block share a kv head and hence the keys and
+values, which another warpgroup loads page by page (`loader`), and they alternate between tensor
+cores and softmax (`attention`, as in FlashAttention-3). Rows are the tokens of a head where there
+are many of them, else tokens times query heads of one kv head (`tiles`).
 
-Work is dealt by key tiles, not by query tiles (`line`): the key tiles of all query tiles stand in
-one line, and each of as many blocks as the device runs at once takes an equal stretch of it
-(stream-K). So 32 new tokens against a million cached ones, and a batch of decodes of which one has
-ten million, fill the machine alike. A query tile whose keys lie in one stretch is written at once
-(`attention`); the others are written as pieces, at most two per block, which a second kernel merges
-in place (`join`).
+Work is split by key tiles, not by query tiles (`work_split`): the key tiles of all query tiles form
+one sequence of units, and each of as many thread blocks as the device runs at once takes an equal
+range of it (stream-K; Osama et al., 2023). So 32 new tokens against a million cached ones, and a
+batch of decodes of which one has ten million, both fill the machine. A query tile whose keys fall
+in one range is written at once; the others are written as partial results, at most two per block,
+which a second kernel merges in place (`combine`).
+
+`page_copy` and `ring_send` (pages to the next device of a ring, within the attention kernel) are
+not called by the engine yet. `launch` checks shapes and starts the kernels; `config` is what they
+are compiled for.
 """
 
 from jaxserve.kernels.mosaic.launch import attend, attend_and_send, check

@@ -1,5 +1,5 @@
-"""The kernel: each warpgroup of a block has its part. Here is what those that compute do: online
-softmax over what the others supply."""
+"""The attention kernel: starts the warpgroups of a thread block in their roles, and what the
+computing ones do: online softmax over the key tiles that `loader` supplies."""
 
 from __future__ import annotations
 
@@ -14,130 +14,131 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.kernels.merge import LOWEST
-from jaxserve.kernels.mosaic.config import ROW, TILE, Setting
+from jaxserve.kernels.mosaic.config import ACC_LAYOUT, ROW_LAYOUT, KernelConfig
 from jaxserve.kernels.mosaic.keys import Keys
-from jaxserve.kernels.mosaic.loader import Buffers, fetch, widen
-from jaxserve.kernels.mosaic.ring_send import send_on
+from jaxserve.kernels.mosaic.loader import SharedBuffers, dequantize_tiles, load_tiles
+from jaxserve.kernels.mosaic.ring_send import send_pages
 from jaxserve.kernels.mosaic.tiles import ROWS
-from jaxserve.kernels.mosaic.work_split import SEEN, Stretch, WorkPart, WorkSplit
+from jaxserve.kernels.mosaic.work_split import UNMASKED, TileSlice, WorkRange, WorkSplit
 
 LOG2E = math.log2(math.e)
 
 
 def attention(
-    q_g,
-    pos_g,
-    table_g,
-    tile_g,
-    block_g,
-    total_g,
+    q_g: Any,
+    pos_g: Any,
+    table_g: Any,
+    tiles_g: Any,
+    blocks_g: Any,
+    total_g: Any,
     *rest: Any,
-    setting: Setting,
+    config: KernelConfig,
     pools: int,
     continues: bool,
     **shared: Any,
 ) -> None:
-    """One block. rest: arrays of the pool of pages, `before`, results, and where pages that are
-    sent here arrive."""
-    received_g, results = (rest[-1], rest[-5:-1]) if setting.senders else (None, rest[-4:])
-    pools_g, before, (out_g, lse_g, piece_g, piece_lse_g) = (
-        rest[:pools],
-        rest[pools : pools + 2 * continues],
-        results,
-    )
+    """Kernel body of one thread block.
+
+    Arguments ending in _g are refs to device memory: packed queries and their positions, the page
+    table, and the arrays of `WorkSplit`. rest: `pools` arrays of the KV pages; out and lse of
+    `before` if `continues`; results (out, lse, partial out, partial lse); and, with senders, where
+    pages from the previous device arrive. shared: the fields of `SharedBuffers`.
+    """
+    received_g = None
+    if config.senders:
+        *rest, received_g = rest  # type: ignore[assignment]
+    pools_g = rest[:pools]
+    before = rest[pools : pools + 2 * continues]
+    out_g, lse_g, partial_g, partial_lse_g = rest[-4:]
     wg: Any = lax.axis_index("wg")
     block: Any = lax.axis_index("block")
-    computing = setting.tiles.warpgroups
-    blocks = setting.tiles.blocks
-    line = WorkSplit(tile_g, block_g, total_g)
-    buffers = Buffers(**shared)
-    stretch = Stretch(setting, line, jnp.minimum(block, blocks - 1))
+    computing = config.tiles.warpgroups
+    blocks = config.tiles.blocks
+    split = WorkSplit(tiles_g, blocks_g, total_g)
+    buffers = SharedBuffers(**shared)
+    work = WorkRange(config, split, jnp.minimum(block, blocks - 1))
     attends = block < blocks
 
     @pl.when(attends & (wg < computing))
-    def _() -> None:
-        if setting.registers:
-            plgpu.set_max_registers(setting.registers[0], action="increase")
+    def compute() -> None:
+        if config.registers:
+            plgpu.set_max_registers(config.registers[0], action="increase")
 
-        def one(index: Any, _: Any) -> tuple:
-            part = stretch.part(index)
-            keys, (row, row0, head) = (
-                Keys(setting, table_g, line, part.row_tile),
-                stretch.where(part, wg),
-            )
+        def query_tile(index: Any, _: Any) -> tuple:
+            part = work.tile(index)
+            keys = Keys(config, table_g, split, part.row_tile)
+            row, row0, head = work.where(part, wg)
             rows = (
-                (row, pl.ds(row0, setting.stored), head),
-                (row, head, pl.ds(row0, setting.stored)),
+                (row, pl.ds(row0, config.stored_rows), head),
+                (row, head, pl.ds(row0, config.stored_rows)),
             )
-            plgpu.copy_gmem_to_smem(
-                q_g.at[rows[0]], buffers.q.at[wg, pl.ds(0, setting.stored)], buffers.q_here.at[wg]
-            )
-            pos = setting.load(pos_g.at[row, pl.ds(row0, ROWS)], ROW)
-            begin = _begin(
-                setting,
+            q = buffers.q.at[wg, pl.ds(0, config.stored_rows)]
+            plgpu.copy_gmem_to_smem(q_g.at[rows[0]], q, buffers.q_ready.at[wg])
+            pos = config.load(pos_g.at[row, pl.ds(row0, ROWS)], ROW_LAYOUT)
+            begin = _initial(
+                config,
                 [ref.at[place] for ref, place in zip(before, rows)],
                 part,
                 buffers.v.shape[2],
             )
-            plgpu.barrier_wait(buffers.q_here.at[wg])
-            acc, lse = _softmax(
-                setting, stretch, part, keys, buffers, pos, wg, tile_g[part.row_tile, SEEN], begin
-            )
-            done = (part.begin == 0) & (part.end == part.number)
+            plgpu.barrier_wait(buffers.q_ready.at[wg])
+            unmasked = tiles_g[part.row_tile, UNMASKED]
+            acc, lse = _softmax(config, work, part, keys, buffers, pos, wg, unmasked, begin)
+            complete = (part.begin == 0) & (part.end == part.key_tiles)
 
-            @pl.when(done)
-            def whole() -> None:
-                # the queries have been used
-                setting.store(acc, out_g.at[rows[0]], buffers.q.at[wg])
-                setting.store(lse, lse_g.at[rows[1]], buffers.lse)
+            @pl.when(complete)
+            def store_result() -> None:
+                # the queries' buffer is free now
+                config.store(acc, out_g.at[rows[0]], buffers.q.at[wg])
+                config.store(lse, lse_g.at[rows[1]], buffers.lse)
 
-            @pl.when(~done)
-            def part_of_it() -> None:
-                # 0 goes on with what others began
-                piece = stretch.block, jnp.where(part.begin > 0, 0, 1), wg
-                piece_g.at[piece][...] = acc
-                piece_lse_g.at[piece][...] = lse
+            @pl.when(~complete)
+            def store_partial() -> None:
+                # 0: a tile that an earlier block began; 1: one that a later block ends
+                place = work.block, jnp.where(part.begin > 0, 0, 1), wg
+                partial_g.at[place][...] = acc
+                partial_lse_g.at[place][...] = lse
 
             return ()
 
-        pl.when(wg == 1)(buffers.take_turn)  # one step behind
-        lax.fori_loop(0, stretch.number, one, ())
-        pl.when(wg == computing - 2)(buffers.take_turn)
+        pl.when(wg == 1)(buffers.alternate)  # starts one step behind the other
+        lax.fori_loop(0, work.query_tiles, query_tile, ())
+        pl.when(wg == computing - 2)(buffers.alternate)
 
     @pl.when(attends & (wg == computing))
-    def _() -> None:
-        if setting.registers:
-            plgpu.set_max_registers(setting.registers[1], action="decrease")
-        fetch(setting, stretch, line, table_g, pools_g, buffers)
+    def load() -> None:
+        if config.registers:
+            plgpu.set_max_registers(config.registers[1], action="decrease")
+        load_tiles(config, work, split, table_g, pools_g, buffers)
 
-    if setting.tiles.narrow:
+    if config.tiles.narrow:
 
         @pl.when(attends & (wg == computing + 1))
-        def _() -> None:
-            if setting.registers:
-                plgpu.set_max_registers(setting.registers[2], action="decrease")
-            widen(setting, stretch, buffers)
+        def dequantize() -> None:
+            if config.registers:
+                plgpu.set_max_registers(config.registers[2], action="decrease")
+            dequantize_tiles(config, work, buffers)
 
-    if setting.senders:
+    if config.senders:
 
         @pl.when((block >= blocks) & (wg == computing))
         def send() -> None:
-            send_on(setting, block - blocks, pools_g[0], received_g, **buffers.sent)
+            send_pages(config, block - blocks, pools_g[0], received_g, **buffers.sent)
 
 
-def _begin(
-    setting: Setting, before: list[Any], part: WorkPart, head_dim: int
+def _initial(
+    config: KernelConfig, before: list[Any], part: TileSlice, head_dim: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weighted values [ROWS, H], greatest score and sum of weights [ROWS] of no keys, or of those
-    before the query tile's first part."""
+    """Initial accumulator [ROWS, H], maximum score (times log2 e) [ROWS] and sum of weights [ROWS]:
+    those of no keys, or of `before` (out, lse) in the block that begins the query tile."""
     if not before:
         return (
-            setting.cast(jnp.zeros((ROWS, head_dim), jnp.float32), TILE),
-            setting.cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW),
-            setting.cast(jnp.zeros((ROWS,), jnp.float32), ROW),
+            config.cast(jnp.zeros((ROWS, head_dim), jnp.float32), ACC_LAYOUT),
+            config.cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW_LAYOUT),
+            config.cast(jnp.zeros((ROWS,), jnp.float32), ROW_LAYOUT),
         )
-    acc = setting.load(before[0], TILE)
-    lse = setting.load(before[1], ROW)
+    acc = config.load(before[0], ACC_LAYOUT)
+    lse = config.load(before[1], ROW_LAYOUT)
     some = (lse > LOWEST) & (part.begin == 0)
     total = jnp.where(some, 1.0, jnp.zeros_like(lse))
     return (
@@ -148,57 +149,58 @@ def _begin(
 
 
 def _softmax(
-    setting: Setting,
-    stretch: Stretch,
-    part: WorkPart,
+    config: KernelConfig,
+    work: WorkRange,
+    part: TileSlice,
     keys: Keys,
-    buffers: Buffers,
+    buffers: SharedBuffers,
     pos: jax.Array,
     wg: Any,
-    seen: Any,
+    unmasked: Any,
     start: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """Online softmax of a warpgroup's rows over its part's key tiles: out [ROWS, H] and natural-log
-    lse [ROWS], f32."""
-    width = setting.tiles.keys
+    """Online softmax of a warpgroup's rows over the key tiles of its part of a query tile; of
+    those, the first `unmasked` need no mask. Returns out [ROWS, H] and lse (natural log) [ROWS],
+    f32."""
+    width = config.tiles.keys
 
     def step(tile: Any, carry: Any, masked: bool) -> Any:
         acc, top, total = carry
-        stage = lax.rem(part.place + tile - stretch.low, setting.tiles.stages)
-        plgpu.barrier_wait(buffers.k_here.at[stage])
+        stage = lax.rem(part.offset + tile - work.low, config.tiles.stages)
+        plgpu.barrier_wait(buffers.k_ready.at[stage])
 
         def score(ref: Any) -> jax.Array:
             plgpu.wgmma(ref, buffers.q.at[wg], buffers.k.at[stage].transpose((1, 0)))
-            buffers.take_turn()
+            buffers.alternate()
             return ref[...]
 
         s = pl.run_scoped(score, plgpu.ACC((ROWS, width), jnp.float32))
-        plgpu.barrier_arrive(buffers.k_free.at[stage])
+        plgpu.barrier_arrive(buffers.k_consumed.at[stage])
         if masked:
             origins = keys.origins(tile)
-            visible = keys.sees(
+            visible = keys.visible(
                 lax.broadcast_in_dim(pos, s.shape, [0]),
-                keys.positions(setting.iota(s.shape, 1), origins),
+                keys.positions(config.iota(s.shape, 1), origins),
             )
             s = jnp.where(visible, s, -jnp.inf)
-        new = jnp.maximum(top, s.max(axis=1) * setting.scale)
+        new = jnp.maximum(top, s.max(axis=1) * config.scale)
         shrink = jnp.exp2(top - new)
-        p = jnp.exp2(s * setting.scale - lax.broadcast_in_dim(new, s.shape, [0]))
+        p = jnp.exp2(s * config.scale - lax.broadcast_in_dim(new, s.shape, [0]))
         total = total * shrink + p.sum(axis=1)
         acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
         p = p.astype(buffers.q.dtype)
-        if not setting.interpret:  # the softmax ends before the turn does
+        if not config.interpret:  # finish the softmax before letting go of the tensor cores
             acc, new, total, p = lax.optimization_barrier((acc, new, total, p))
-        plgpu.barrier_arrive(buffers.turn)
-        plgpu.barrier_wait(buffers.v_here.at[stage])
-        plgpu.barrier_wait(buffers.turn)
+        plgpu.barrier_arrive(buffers.tensor_cores)
+        plgpu.barrier_wait(buffers.v_ready.at[stage])
+        plgpu.barrier_wait(buffers.tensor_cores)
         if masked:
-            _forget(setting, keys, buffers.v.at[stage], origins, wg)
-        acc = _accumulate(setting, acc, p, buffers, stage, wg)
-        plgpu.barrier_arrive(buffers.v_free.at[stage])
+            _zero_invalid(config, keys, buffers.v.at[stage], origins, wg)
+        acc = _accumulate(config, acc, p, buffers, stage, wg)
+        plgpu.barrier_arrive(buffers.v_consumed.at[stage])
         return acc, new, total
 
-    whole = jnp.clip(seen, part.begin, part.end)
+    whole = jnp.clip(unmasked, part.begin, part.end)
     carry = lax.fori_loop(part.begin, whole, functools.partial(step, masked=False), start)
     acc, top, total = lax.fori_loop(whole, part.end, functools.partial(step, masked=True), carry)
     some = (pos >= 0) & (total > 0)
@@ -208,10 +210,10 @@ def _softmax(
 
 
 def _accumulate(
-    setting: Setting, acc: jax.Array, p: jax.Array, buffers: Buffers, stage: Any, wg: Any
+    config: KernelConfig, acc: jax.Array, p: jax.Array, buffers: SharedBuffers, stage: Any, wg: Any
 ) -> jax.Array:
-    """acc + p v."""
-    if not setting.interpret:
+    """acc + p @ v on the tensor cores."""
+    if not config.interpret:
         return pl.run_state(lambda ref: plgpu.wgmma(ref, p, buffers.v.at[stage]))(
             plgpu.ACC.init(acc)
         )
@@ -225,17 +227,19 @@ def _accumulate(
     return acc + pl.run_scoped(product, plgpu.ACC((ROWS, buffers.v.shape[2]), jnp.float32))
 
 
-def _forget(setting: Setting, keys: Keys, values: Any, origins: list[Any], wg: Any) -> None:
-    """What pages hold behind the last position may be NaN, and 0 x NaN is NaN: such values [keys,
-    H] become 0. The first warpgroup does it, whose turn comes first."""
+def _zero_invalid(
+    config: KernelConfig, keys: Keys, values: Any, origins: list[Any], wg: Any
+) -> None:
+    """Zeroes values [keys, H] after the last position, which may be NaN in memory (0 x NaN is NaN).
+    The first warpgroup does it, since it multiplies first."""
 
-    @pl.when((wg == 0) & (origins[-1] + setting.tiles.keys - 1 > keys.last))
-    def _() -> None:
-        for row in range(0, setting.tiles.keys, ROWS):
-            some = values.at[pl.ds(row, ROWS)]
-            x = setting.load(some, TILE)
-            some[...] = jnp.where(
-                keys.positions(setting.iota(x.shape, 0) + row, origins) <= keys.last,
+    @pl.when((wg == 0) & (origins[-1] + config.tiles.keys - 1 > keys.last))
+    def zero() -> None:
+        for row in range(0, config.tiles.keys, ROWS):
+            part = values.at[pl.ds(row, ROWS)]
+            x = config.load(part, ACC_LAYOUT)
+            part[...] = jnp.where(
+                keys.positions(config.iota(x.shape, 0) + row, origins) <= keys.last,
                 x,
                 jnp.zeros_like(x),
             )

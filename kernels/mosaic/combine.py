@@ -1,4 +1,4 @@
-"""The merge of query tiles whose keys lie in several stretches of the line."""
+"""The kernel that merges query tiles whose key tiles were split over several thread blocks."""
 
 from __future__ import annotations
 
@@ -10,70 +10,73 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxserve.kernels.merge import LOWEST
-from jaxserve.kernels.mosaic.config import ROW, TILE, Setting
-from jaxserve.kernels.mosaic.tiles import column
-from jaxserve.kernels.mosaic.work_split import Stretch, WorkSplit
+from jaxserve.kernels.mosaic.config import ACC_LAYOUT, ROW_LAYOUT, KernelConfig
+from jaxserve.kernels.mosaic.tiles import swizzle_columns
+from jaxserve.kernels.mosaic.work_split import WorkRange, WorkSplit
 
 
-def join(
-    piece_g,
-    piece_lse_g,
-    tile_g,
-    block_g,
-    total_g,
-    out_g,
-    lse_g,
+def combine(
+    partial_g: Any,
+    partial_lse_g: Any,
+    tiles_g: Any,
+    blocks_g: Any,
+    total_g: Any,
+    out_g: Any,
+    lse_g: Any,
     *,
-    setting: Setting,
+    config: KernelConfig,
     out: Any = None,
     lse: Any = None,
 ) -> None:
-    """The query tile with which a block's stretch ends, where others go on with it: its pieces are
-    merged and put in their place."""
-    line = WorkSplit(tile_g, block_g, total_g)
+    """Kernel body: merges the partial results of the query tile that this block began and later
+    blocks went on with, and writes out and lse in place.
+
+    The grid is (block, warpgroup, swizzled column group). partial_g, partial_lse_g: partial results
+    of `attention`; tiles_g, blocks_g, total_g: the arrays of `WorkSplit`. out, lse: staging buffers
+    in shared memory, where `KernelConfig.store` needs them.
+    """
+    split = WorkSplit(tiles_g, blocks_g, total_g)
     wg = lax.axis_index("of")
-    across = lax.axis_index("column")
-    width = column(piece_g.shape[4])
-    columns = pl.ds(across * width, width)
-    stretch = Stretch(setting, line, lax.axis_index("block"))
+    group = lax.axis_index("column")
+    width = swizzle_columns(partial_g.shape[4])
+    columns = pl.ds(group * width, width)
+    work = WorkRange(config, split, lax.axis_index("block"))
 
-    @pl.when(stretch.number > 0)
-    def _() -> None:
-        part = stretch.part(stretch.number - 1)
+    @pl.when(work.query_tiles > 0)
+    def last_query_tile() -> None:
+        part = work.tile(work.query_tiles - 1)
 
-        @pl.when((part.begin == 0) & (part.end < part.number))
-        def _() -> None:
-            share = block_g[0, 1] - block_g[0, 0]
-            last = lax.div(part.place + part.number - 1, share)
+        @pl.when((part.begin == 0) & (part.end < part.key_tiles))
+        def merge_parts() -> None:
+            units_per_block = blocks_g[0, 1] - blocks_g[0, 0]
+            last = lax.div(part.offset + part.key_tiles - 1, units_per_block)
 
-            def piece(block: Any, which: int) -> tuple[jax.Array, jax.Array]:
+            def load(block: Any, which: int) -> tuple[jax.Array, jax.Array]:
                 at = block, which, wg
-                return setting.load(piece_g.at[(*at, slice(None), columns)], TILE), setting.load(
-                    piece_lse_g.at[at], ROW
-                )
+                values = config.load(partial_g.at[(*at, slice(None), columns)], ACC_LAYOUT)
+                return values, config.load(partial_lse_g.at[at], ROW_LAYOUT)
 
-            def more(block: Any, carry: Any) -> Any:
+            def merge(block: Any, carry: Any) -> Any:
                 acc, top, total = carry
-                more, score = piece(block, 0)
+                values, score = load(block, 0)
                 new = jnp.maximum(top, score)
                 shrink = jnp.exp(top - new)
                 weight = jnp.exp(score - new)
-                acc = acc * lax.broadcast_in_dim(
-                    shrink, acc.shape, [0]
-                ) + more * lax.broadcast_in_dim(weight, acc.shape, [0])
+                scaled = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
+                acc = scaled + values * lax.broadcast_in_dim(weight, acc.shape, [0])
                 return acc, new, total * shrink + weight
 
-            acc, score = piece(stretch.block, 1)
+            acc, score = load(work.block, 1)
             top = jnp.maximum(score, LOWEST)
             acc, top, total = lax.fori_loop(
-                stretch.block + 1, last + 1, more, (acc, top, jnp.exp(score - top))
+                work.block + 1, last + 1, merge, (acc, top, jnp.exp(score - top))
             )
             safe = jnp.where(total > 0, total, 1.0)
-            row, row0, head = stretch.where(part, wg)
+            row, row0, head = work.where(part, wg)
             acc = acc * lax.broadcast_in_dim(1.0 / safe, acc.shape, [0])
-            setting.store(acc, out_g.at[row, pl.ds(row0, setting.stored), head, columns], out)
+            config.store(acc, out_g.at[row, pl.ds(row0, config.stored_rows), head, columns], out)
 
-            @pl.when(across == 0)
-            def _() -> None:
+            @pl.when(group == 0)
+            def store_lse() -> None:
                 merged = jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
-                setting.store(merged, lse_g.at[row, head, pl.ds(row0, setting.stored)], lse)
+                config.store(merged, lse_g.at[row, head, pl.ds(row0, config.stored_rows)], lse)

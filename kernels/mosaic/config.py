@@ -1,5 +1,5 @@
-"""What a kernel is compiled for, and what differs in the interpreter, which has neither layouts nor
-products of registers."""
+"""Compile-time configuration of the attention kernels, with loads and stores that also work in the
+Pallas interpreter, which has no register layouts."""
 
 from __future__ import annotations
 
@@ -15,90 +15,101 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.kernels.mosaic.tiles import ROWS, Packing, Tiles
 
-# of registers: [rows, columns], [rows]
-TILE = plgpu.Layout.WGMMA
-ROW = plgpu.Layout.WGMMA.reduce(1)
-# the same, of numbers that were of 8 bits
-EIGHT = plgpu.Layout.WGMMA_UPCAST_2X
-EIGHT_ROW = plgpu.Layout.WGMMA_UPCAST_2X.reduce(1)
+# register layouts of [rows, columns] and of [rows]
+ACC_LAYOUT = plgpu.Layout.WGMMA
+ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+# the same for numbers converted from 8 bits
+FP8_LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X
+FP8_ROW_LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    """What a kernel is compiled for."""
+class KernelConfig:
+    """What a kernel is compiled for.
 
-    scale: float  # of scores, times log2 e
+    scale: of scores, times log2 e. window: sliding window in tokens. rows: R. page_size: C.
+    senders: thread blocks that send pages to the next device while the others attend (`ring_send`).
+    ring_axis: the mesh axis of the ring; None: send to this device.
+    """
+
+    scale: float
     window: int | None
     packing: Packing
     tiles: Tiles
-    rows: int  # R
-    size: int  # C
+    rows: int
+    page_size: int
     interpret: bool
-    senders: int = 0  # blocks that send the pages on, beside those that attend: see `hop`
-    ring: str | None = None  # the mesh axis to whose next lane; None: to this one
+    senders: int = 0
+    ring_axis: str | None = None
 
     @property
-    def per(self) -> int:
-        """Pages of a key tile, and copies."""
-        return max(1, self.tiles.keys // self.size)
+    def copies_per_tile(self) -> int:
+        """Copies that load a key tile: one per page, or one from a larger page."""
+        return max(1, self.tiles.keys // self.page_size)
 
     @property
-    def parts(self) -> int:
-        """Key tiles of a page."""
-        return max(1, self.size // self.tiles.keys)
+    def tiles_per_page(self) -> int:
+        """Key tiles in a page; 1 where a key tile is a page or several."""
+        return max(1, self.page_size // self.tiles.keys)
 
     @property
-    def height(self) -> int:
-        """Rows of a query tile."""
+    def tile_rows(self) -> int:
+        """Rows of a query tile, all warpgroups of one head together."""
         return ROWS * self.tiles.warpgroups // self.packing.side
 
     @property
-    def across(self) -> int:
-        """Query tiles of the M rows of one of R."""
-        return max(1, self.packing.rows // self.height)
+    def tiles_per_row(self) -> int:
+        """Query tiles that cover the M packed rows of one of the R rows of queries."""
+        return max(1, self.packing.rows // self.tile_rows)
 
     @property
-    def thin(self) -> bool:
+    def partial_tile(self) -> bool:
+        """Whether there are fewer rows than one warpgroup computes."""
         return self.packing.rows < ROWS
 
     @property
-    def stored(self) -> int:
-        """Rows of a warpgroup that there are."""
+    def stored_rows(self) -> int:
+        """Rows of a warpgroup that exist in memory."""
         return min(ROWS, self.packing.rows)
 
     @property
     def registers(self) -> tuple[int, int, int] | None:
-        """Of a thread that computes, fetches, widens; they share 65,536. None: as many as all can
-        have, which is enough."""
+        """Registers per thread of warpgroups that compute, load and dequantise; a block has 65,536.
+        None: the compiler's equal shares are enough."""
         two = self.tiles.warpgroups > 1
-        narrow = bool(self.tiles.narrow)
+        fp8 = bool(self.tiles.narrow)
         shares = {
             (True, False): (240, 24, 0),
             (True, True): (216, 24, 56),
             (False, True): (240, 24, 160),
         }
-        return None if self.interpret else shares.get((two, narrow))
+        return None if self.interpret else shares.get((two, fp8))
 
     def cast(self, x: jax.Array, layout: Any) -> jax.Array:
+        """x in a register layout."""
         return x if self.interpret else plgpu.layout_cast(x, layout)
 
-    def iota(self, shape: tuple[int, ...], axis: int) -> jax.Array:
+    def iota(self, shape: tuple[int, int], axis: int) -> jax.Array:
+        """int32 indices along `axis`, in the layout of accumulators."""
         if self.interpret:
             return lax.broadcasted_iota(jnp.int32, shape, axis)
-        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE)
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=ACC_LAYOUT)
 
     def load(self, ref: Any, layout: Any) -> jax.Array:
-        return ref[...] if self.interpret else plgpu.load(ref, layout=layout, optimized=False)  # type: ignore[call-arg]
+        """Loads a ref into registers with a layout."""
+        if self.interpret:
+            return ref[...]
+        return plgpu.load(ref, layout=layout, optimized=False)  # type: ignore[call-arg]
 
     def store(self, x: jax.Array, to: Any, staging: Any) -> None:
-        """Registers [ROWS, ...] to device memory, as many rows as there are: by way of shared
-        memory, unless whole sectors are written."""
-        if not self.thin and to.dtype.itemsize == 4:
+        """Stores registers [ROWS, ...] to device memory, only the rows that exist; through shared
+        memory (`staging`) unless f32 rows fill whole memory sectors."""
+        if not self.partial_tile and to.dtype.itemsize == 4:
             to[...] = x
             return
         staging[...] = x.astype(to.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, self.stored)], to)
+        plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, self.stored_rows)], to)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -110,8 +121,13 @@ def kernel(
     threads: int,
     interpret: Any,
 ) -> Any:
-    """A Mosaic kernel; unlike plgpu.kernel it takes refs among its arguments, which it may write in
-    place."""
+    """Builds a Mosaic GPU kernel. Unlike plgpu.kernel, it accepts mutable refs as arguments and may
+    write to them.
+
+    out_type: ShapeDtypeStructs of the results. scratch: shared memory and barriers, passed to
+    `body` by name. grid: sizes of the grid axes by name. threads: warpgroups per block (axis "wg").
+    interpret: False, or parameters of the interpreter.
+    """
     mesh = plgpu.Mesh(
         grid=tuple(grid.values()), grid_names=tuple(grid), num_threads=threads, thread_name="wg"
     )

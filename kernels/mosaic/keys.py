@@ -1,4 +1,4 @@
-"""Which keys a query tile sees: what the page table says of each key tile."""
+"""Finds the pages and positions of a query tile's keys in the page table, and masks keys."""
 
 from __future__ import annotations
 
@@ -8,58 +8,73 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.kernels.mosaic.config import Setting
-from jaxserve.kernels.mosaic.work_split import BEGIN, ENTRIES, LAST, SLOT, WorkSplit
+from jaxserve.kernels.mosaic.config import KernelConfig
+from jaxserve.kernels.mosaic.work_split import (
+    ENTRIES,
+    FIRST_KEY_TILE,
+    LAST_POSITION,
+    SLOT,
+    WorkSplit,
+)
 
-NEVER = 2**31 - 512  # a position after all others
+NEVER = 2**31 - 512  # a position after all queries, for keys that do not exist
 
 
 class Keys:
-    """Where the keys of a query tile are."""
+    """Pages and positions of the keys of one query tile. split: how the
+    kernel's work is split; row_tile: the tile's number within one head."""
 
-    def __init__(self, setting: Setting, table: Any, line: WorkSplit, row_tile: Any):
-        self.setting = setting
+    def __init__(self, config: KernelConfig, table: Any, split: WorkSplit, row_tile: Any):
+        self.config = config
         self.table = table
         self.slot, self.first, self.entries, self.last = (
-            line.tile[row_tile, i] for i in (SLOT, BEGIN, ENTRIES, LAST)
+            split.tiles[row_tile, i] for i in (SLOT, FIRST_KEY_TILE, ENTRIES, LAST_POSITION)
         )
 
     def entry(self, tile: Any, copy: int) -> tuple[Any, Any]:
-        """Index of the table entry that a copy of a key tile reads, and the token of its page at
-        which it begins."""
+        """Index of the page-table entry that copy number `copy` of a key tile reads, and the first
+        token of that page that it reads."""
         tile = self.first + tile
-        setting = self.setting
-        if setting.parts > 1:
-            return lax.div(tile, setting.parts), lax.rem(tile, setting.parts) * setting.tiles.keys
-        return tile * setting.per + copy, 0
+        config = self.config
+        if config.tiles_per_page > 1:
+            return lax.div(tile, config.tiles_per_page), lax.rem(
+                tile, config.tiles_per_page
+            ) * config.tiles.keys
+        return tile * config.copies_per_tile + copy, 0
 
-    def held(self, which: int, entry: Any) -> Any:
-        """Page (0) or block (1) of an entry; of the last one where it is beyond the table."""
+    def lookup(self, which: int, entry: Any) -> Any:
+        """Page (0) or block (1) of a page-table entry; indices past the table give the last one."""
         return self.table[which, self.slot, jnp.minimum(entry, self.table.shape[2] - 1)]
 
     def pages(self, tile: Any, count: int) -> tuple[Any, ...]:
-        """Per copy of a key tile: its page, out of `count`; entries that do not hold have one
-        too."""
-        held = [self.held(0, self.entry(tile, copy)[0]) for copy in range(self.setting.per)]
-        return tuple(jnp.clip(page, 0, count - 1) for page in held)
+        """Pages that the copies of a key tile read, clipped to 0..count - 1: invalid entries give
+        some page too."""
+        found = [
+            self.lookup(0, self.entry(tile, copy)[0]) for copy in range(self.config.copies_per_tile)
+        ]
+        return tuple(jnp.clip(page, 0, count - 1) for page in found)
 
     def origins(self, tile: Any) -> list[Any]:
-        """Per copy of a key tile: the position that column 0 would have; beyond all others where
-        the entry does not hold."""
+        """Per copy of a key tile: the position that column 0 of the tile would have if the tile
+        were all of that copy; NEVER for invalid entries."""
         out = []
-        for copy in range(self.setting.per):
+        for copy in range(self.config.copies_per_tile):
             entry, inside = self.entry(tile, copy)
-            origin = self.held(1, entry) * self.setting.size + inside - copy * self.setting.size
+            size = self.config.page_size
+            origin = self.lookup(1, entry) * size + inside - copy * size
             out.append(jnp.where(entry < self.entries, origin, NEVER))
         return out
 
     def positions(self, columns: jax.Array, origins: list[Any]) -> jax.Array:
-        """Of the keys in these columns."""
+        """Positions of the keys in these columns of a key tile."""
         out = columns + origins[0]
         for copy, origin in enumerate(origins[1:], 1):
-            out = jnp.where(columns >= copy * self.setting.size, columns + origin, out)
+            out = jnp.where(columns >= copy * self.config.page_size, columns + origin, out)
         return out
 
-    def sees(self, query: jax.Array, key: jax.Array) -> jax.Array:
-        window = self.setting.window
-        return (key <= query) if window is None else (key <= query) & (query - key < window)
+    def visible(self, query: jax.Array, key: jax.Array) -> jax.Array:
+        """Whether queries at these positions see keys at those: causal, within the window."""
+        window = self.config.window
+        if window is None:
+            return key <= query
+        return (key <= query) & (query - key < window)

@@ -1,5 +1,6 @@
-"""How keys and values come: one warpgroup fetches them, page by page; where pages are of 8 bits
-another widens them to 16, which is what the tensor cores multiply with queries of 16."""
+"""Producer warpgroups of the attention kernel: one loads keys and values page by page into shared
+memory; with 8-bit pages, another dequantises them to the queries' 16-bit type for the tensor
+cores."""
 
 from __future__ import annotations
 
@@ -10,137 +11,147 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxserve.kernels.mosaic.config import EIGHT, EIGHT_ROW, Setting
+from jaxserve.kernels.mosaic.config import FP8_LAYOUT, FP8_ROW_LAYOUT, KernelConfig
 from jaxserve.kernels.mosaic.keys import Keys
 from jaxserve.kernels.mosaic.tiles import ROWS
-from jaxserve.kernels.mosaic.work_split import Stretch, WorkSplit
+from jaxserve.kernels.mosaic.work_split import WorkRange, WorkSplit
 
 
-class Buffers(NamedTuple):
-    """What the warpgroups of a block share: shared memory, and barriers that say what is here and
-    what is free."""
+class SharedBuffers(NamedTuple):
+    """Shared memory and barriers of a thread block.
+
+    `*_ready` barriers say that a buffer is filled, `*_consumed` ones that it may be overwritten.
+    `tensor_cores` is where computing warpgroups alternate: one multiplies while the other is at its
+    softmax. The order of the names is the order in shared memory.
+    """
 
     q: Any  # [warpgroups, ROWS, H]
     k: Any  # [stages, keys, H]
-    v: Any
-    q_here: Any
-    k_here: Any
-    v_here: Any
-    k_free: Any
-    v_free: Any
-    turn: Any  # two warpgroups multiply by turns: one does while the other is at its softmax
-    narrow: Any = None  # [narrow, keys, H] of 8 bits, keys and values in turn
+    v: Any  # [stages, keys, H]
+    q_ready: Any
+    k_ready: Any
+    v_ready: Any
+    k_consumed: Any
+    v_consumed: Any
+    tensor_cores: Any
+    narrow: Any = None  # [narrow, keys, H] of 8 bits, keys and values alternating
     scales: Any = None  # [narrow, keys]
-    narrow_here: Any = None
-    narrow_free: Any = None
-    p: Any = None  # [warpgroups, ROWS, keys] in the interpreter; else in registers
-    lse: Any = None  # [ROWS], where rows are thin
-    sent: Any = None  # of a block that sends pages on: see `hop`
+    narrow_ready: Any = None
+    narrow_consumed: Any = None
+    p: Any = None  # [warpgroups, ROWS, keys], in the interpreter only; else in registers
+    lse: Any = None  # [ROWS], for partial tiles
+    sent: Any = None  # of a block that sends pages: see `ring_send`
 
     @property
-    def wide(self) -> tuple[Any, ...]:
-        """Of keys and of values: buffers, and their barriers."""
-        return ((self.k,), self.k_here, self.k_free), ((self.v,), self.v_here, self.v_free)
+    def keys_and_values(self) -> tuple[Any, ...]:
+        """For keys and for values: (buffers, ready, consumed)."""
+        return (
+            ((self.k,), self.k_ready, self.k_consumed),
+            ((self.v,), self.v_ready, self.v_consumed),
+        )
 
-    def take_turn(self) -> None:
-        plgpu.barrier_arrive(self.turn)
-        plgpu.barrier_wait(self.turn)
+    def alternate(self) -> None:
+        """Lets the other computing warpgroup use the tensor cores, and waits for it."""
+        plgpu.barrier_arrive(self.tensor_cores)
+        plgpu.barrier_wait(self.tensor_cores)
 
 
-def fetch(
-    setting: Setting,
-    stretch: Stretch,
-    line: WorkSplit,
+def load_tiles(
+    config: KernelConfig,
+    work: WorkRange,
+    split: WorkSplit,
     table_g: Any,
     pools: tuple[Any, ...],
-    buffers: Buffers,
+    buffers: SharedBuffers,
 ) -> None:
-    """Keys and values of all of the stretch, as buffers become free. pools: pages, and where they
-    are of 8 bits their scales."""
-    tiles = setting.tiles
-    per = setting.per
-    size = setting.size
+    """Loads the key tiles of a block's work, as buffers become free. pools: KV pages, and their
+    scales if they are of 8 bits."""
+    tiles = config.tiles
+    size = config.page_size
     total = pools[0].shape[0]
-    narrow = bool(tiles.narrow)
-    deep = tiles.narrow or tiles.stages
-    kinds = (
-        (((buffers.narrow, buffers.scales), buffers.narrow_here, buffers.narrow_free),) * 2
-        if narrow
-        else buffers.wide
-    )
+    quantized = bool(tiles.narrow)
+    stages = tiles.narrow or tiles.stages
+    kinds = buffers.keys_and_values
+    if quantized:
+        kinds = (
+            ((buffers.narrow, buffers.scales), buffers.narrow_ready, buffers.narrow_consumed),
+        ) * 2
 
-    def one(index: Any, _: Any) -> tuple:
-        part = stretch.part(index)
-        keys = Keys(setting, table_g, line, part.row_tile)
-        head = lax.div(part.heads * setting.packing.side, setting.packing.group)
+    def query_tile(index: Any, _: Any) -> tuple:
+        part = work.tile(index)
+        keys = Keys(config, table_g, split, part.row_tile)
+        head = lax.div(part.heads * config.packing.side, config.packing.group)
 
         def key_tile(tile: Any, ids: tuple[Any, ...]) -> tuple[Any, ...]:
-            # read while this tile waits for its buffers
-            later = keys.pages(jnp.minimum(tile + 1, part.end - 1), total)
-            at = part.place + tile - stretch.low
+            # look up the next tile's pages while this one waits for its buffers
+            next_ids = keys.pages(jnp.minimum(tile + 1, part.end - 1), total)
+            at = part.offset + tile - work.low
             inside = keys.entry(tile, 0)[1]
-            for which, (targets, here, free) in enumerate(kinds):
-                place = 2 * at + which if narrow else at
-                slot = lax.rem(place, deep)
-                pl.when(place >= deep)(lambda: plgpu.barrier_wait(free.at[slot]))  # noqa: B023 (runs at once)
+            for which, (targets, ready, consumed) in enumerate(kinds):
+                place = 2 * at + which if quantized else at
+                stage = lax.rem(place, stages)
+                pl.when(place >= stages)(
+                    lambda: plgpu.barrier_wait(consumed.at[stage])  # noqa: B023 (runs at once)
+                )
                 for copy, id in enumerate(ids):
                     for pool, target in zip(pools, targets):
-                        page = pool.at[id, head, which]
-                        source = page.at[pl.ds(inside, tiles.keys)] if setting.parts > 1 else page
-                        room = (
-                            target.at[slot, pl.ds(copy * size, size)]
-                            if per > 1
-                            else target.at[slot]
-                        )
-                        plgpu.copy_gmem_to_smem(source, room, here.at[slot])
-            return later
+                        source = pool.at[id, head, which]
+                        if config.tiles_per_page > 1:
+                            source = source.at[pl.ds(inside, tiles.keys)]
+                        buffer = target.at[stage]
+                        if config.copies_per_tile > 1:
+                            buffer = target.at[stage, pl.ds(copy * size, size)]
+                        plgpu.copy_gmem_to_smem(source, buffer, ready.at[stage])
+            return next_ids
 
         lax.fori_loop(part.begin, part.end, key_tile, keys.pages(part.begin, total))
         return ()
 
-    units = stretch.high - stretch.low
-    lax.fori_loop(0, stretch.number, one, ())
-    _drain(
-        2 * units if narrow else units,
-        deep,
-        (buffers.narrow_free,) if narrow else (buffers.k_free, buffers.v_free),
-    )
+    units = work.high - work.low
+    lax.fori_loop(0, work.query_tiles, query_tile, ())
+    if quantized:
+        _drain(2 * units, stages, (buffers.narrow_consumed,))
+    else:
+        _drain(units, stages, (buffers.k_consumed, buffers.v_consumed))
 
 
-def widen(setting: Setting, stretch: Stretch, buffers: Buffers) -> None:
-    """Keys and values of all of the stretch, as they come in 8 bits: exactly what they say, in the
-    queries' type."""
-    tiles = setting.tiles
-    units = stretch.high - stretch.low
+def dequantize_tiles(config: KernelConfig, work: WorkRange, buffers: SharedBuffers) -> None:
+    """Dequantises the key tiles of a block's work as they are loaded, exactly, to the queries'
+    type."""
+    tiles = config.tiles
+    units = work.high - work.low
 
     def key_tile(at: Any, _: Any) -> tuple:
         stage = lax.rem(at, tiles.stages)
-        for which, ((wide,), here, free) in enumerate(buffers.wide):
-            slot = lax.rem(2 * at + which, tiles.narrow)
-            plgpu.barrier_wait(buffers.narrow_here.at[slot])
-            pl.when(at >= tiles.stages)(lambda: plgpu.barrier_wait(free.at[stage]))  # noqa: B023 (runs at once)
+        for which, ((target,), ready, consumed) in enumerate(buffers.keys_and_values):
+            narrow_stage = lax.rem(2 * at + which, tiles.narrow)
+            plgpu.barrier_wait(buffers.narrow_ready.at[narrow_stage])
+            pl.when(at >= tiles.stages)(
+                lambda: plgpu.barrier_wait(consumed.at[stage])  # noqa: B023 (runs at once)
+            )
             for row in range(0, tiles.keys, ROWS):
                 rows = pl.ds(row, ROWS)
-                x = setting.load(buffers.narrow.at[slot, rows], EIGHT).astype(jnp.float32)
-                scale = setting.load(buffers.scales.at[slot, rows], EIGHT_ROW).astype(jnp.float32)
-                wide.at[stage, rows][...] = (x * lax.broadcast_in_dim(scale, x.shape, [0])).astype(
-                    wide.dtype
+                x = config.load(buffers.narrow.at[narrow_stage, rows], FP8_LAYOUT).astype(
+                    jnp.float32
                 )
+                scale = config.load(buffers.scales.at[narrow_stage, rows], FP8_ROW_LAYOUT)
+                scale = lax.broadcast_in_dim(scale.astype(jnp.float32), x.shape, [0])
+                target.at[stage, rows][...] = (x * scale).astype(target.dtype)
             plgpu.commit_smem()
-            plgpu.barrier_arrive(here.at[stage])
-            plgpu.barrier_arrive(buffers.narrow_free.at[slot])
+            plgpu.barrier_arrive(ready.at[stage])
+            plgpu.barrier_arrive(buffers.narrow_consumed.at[narrow_stage])
         return ()
 
     lax.fori_loop(0, units, key_tile, ())
-    _drain(units, tiles.stages, (buffers.k_free, buffers.v_free))
+    _drain(units, tiles.stages, (buffers.k_consumed, buffers.v_consumed))
 
 
-def _drain(places: Any, deep: int, barriers: tuple[Any, ...]) -> None:
-    """No barrier is left with arrivals that nobody saw."""
+def _drain(loads: Any, stages: int, barriers: tuple[Any, ...]) -> None:
+    """Waits for the last arrivals on these barriers, which must not end with any unseen."""
 
-    def one(at: Any, _: Any) -> tuple:
+    def wait(at: Any, _: Any) -> tuple:
         for barrier in barriers:
-            plgpu.barrier_wait(barrier.at[lax.rem(at, deep)])
+            plgpu.barrier_wait(barrier.at[lax.rem(at, stages)])
         return ()
 
-    lax.fori_loop(jnp.maximum(places - deep, 0), places, one, ())
+    lax.fori_loop(jnp.maximum(loads - stages, 0), loads, wait, ())

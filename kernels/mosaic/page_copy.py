@@ -1,5 +1,5 @@
-"""Whole pages, copied by the blocks' copy engines through shared memory, several copies in
-flight."""
+"""Copies whole pages between pools with the copy engine (TMA) of many thread blocks, through shared
+memory, several copies in flight. Not called by the engine yet; `ring_send` uses `relay`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.kernels.mosaic.config import kernel
 
-BYTES = 32 * 1024  # of one copy, at most
-DEEP = 4  # copies of a block in flight
-ROWS = 256  # of one copy, at most
+MAX_COPY_BYTES = 32 * 1024
+MAX_COPY_ROWS = 256  # limit of the copy engine
+IN_FLIGHT = 4  # copies per thread block
 
 
-def gather(
+def read_pages(
     pages: jax.Array, ids: jax.Array, *, blocks: int = 132, interpret: Any = False
 ) -> jax.Array:
-    """As `copy.gather`."""
-    source = flat(pages)
+    """One array of `kernels.page_copy.read_pages`. blocks: thread blocks that copy."""
+    source = _flat(pages)
     out = jax.ShapeDtypeStruct((len(ids), *source.shape[1:]), pages.dtype)
     copied = _kernel(source, out, len(ids), blocks, interpret)(
         source, ids, jnp.arange(len(ids), dtype=jnp.int32)
@@ -32,42 +32,47 @@ def gather(
     return copied.reshape(len(ids), *pages.shape[1:])
 
 
-def scatter(
-    pages: jax.Array, ids: jax.Array, these: jax.Array, *, blocks: int = 132, interpret: Any = False
+def write_pages(
+    pages: jax.Array,
+    ids: jax.Array,
+    values: jax.Array,
+    *,
+    blocks: int = 132,
+    interpret: Any = False,
 ) -> jax.Array:
-    """As `copy.scatter`."""
-    target = jax.new_ref(flat(pages))
-    _kernel(flat(these), (), len(ids), blocks, interpret)(
-        flat(these), jnp.arange(len(ids), dtype=jnp.int32), ids, target
+    """One array of `kernels.page_copy.write_pages`. blocks: thread blocks that copy."""
+    target = jax.new_ref(_flat(pages))
+    _kernel(_flat(values), (), len(ids), blocks, interpret)(
+        _flat(values), jnp.arange(len(ids), dtype=jnp.int32), ids, target
     )
     return jax.freeze(target).reshape(pages.shape)
 
 
-def flat(pages: jax.Array) -> jax.Array:
-    """[P, rows, H]."""
+def _flat(pages: jax.Array) -> jax.Array:
+    """[P, ..., H] -> [P, rows, H]."""
     return pages.reshape(len(pages), -1, pages.shape[-1])
 
 
 def _kernel(source: jax.Array, out: Any, count: int, blocks: int, interpret: Any) -> Any:
-    height = height_of(source, BYTES)
+    height = rows_per_copy(source, MAX_COPY_BYTES)
     body = functools.partial(
         _copy, total=count * (source.shape[1] // height), height=height, blocks=blocks
     )
     return kernel(body, out, buffers(source, height), {"block": blocks}, 1, interpret)
 
 
-def height_of(source: Any, most: int) -> int:
-    """Rows of [..., rows, H] that one copy of at most so many bytes moves."""
+def rows_per_copy(source: Any, max_bytes: int) -> int:
+    """Rows of [..., rows, H] that one copy moves: the most that divide them, within `max_bytes`."""
     *_, rows, width = source.shape
-    tallest = max(1, min(ROWS, most // (width * source.dtype.itemsize), rows))
+    tallest = max(1, min(MAX_COPY_ROWS, max_bytes // (width * source.dtype.itemsize), rows))
     return next(height for height in range(tallest, 0, -1) if rows % height == 0)
 
 
 def buffers(source: jax.Array, height: int) -> dict[str, Any]:
-    """What `relay` needs."""
+    """Shared memory and barriers that `relay` needs, by name."""
     return dict(
-        buffer=plgpu.SMEM((DEEP, height, source.shape[-1]), source.dtype),
-        here=plgpu.Barrier(num_barriers=DEEP),
+        buffer=plgpu.SMEM((IN_FLIGHT, height, source.shape[-1]), source.dtype),
+        ready=plgpu.Barrier(num_barriers=IN_FLIGHT),
     )
 
 
@@ -78,12 +83,13 @@ def _copy(
     target_g: Any,
     *,
     buffer: Any,
-    here: Any,
+    ready: Any,
     total: int,
     height: int,
     blocks: int,
 ) -> None:
-    """Part i of all is copied by block i % blocks."""
+    """Kernel body: copies pages from_g of source_g to pages to_g of target_g, `height` rows at a
+    time; copy i of `total` is done by block i % blocks."""
     parts = source_g.shape[1] // height
     block = lax.axis_index("block")
 
@@ -100,7 +106,7 @@ def _copy(
         to = to_g[page]
         return (to >= 0) & (to < target_g.shape[0]), target_g.at[to, rows]
 
-    relay(lax.div(total - block + (blocks - 1), blocks), source, target, buffer, here)
+    relay(lax.div(total - block + (blocks - 1), blocks), source, target, buffer, ready)
 
 
 def relay(
@@ -108,36 +114,38 @@ def relay(
     source: Callable[[Any], Any],
     target: Callable[[Any], tuple[Any, Any]],
     buffer: Any,
-    here: Any,
+    ready: Any,
 ) -> None:
-    """Copies source(0..count), several in flight, each to a target, which comes with whether it is
-    one. Returns when all have arrived."""
+    """Copies source(i) to target(i) for i in 0..count - 1, several in flight; returns when all have
+    arrived. target returns (whether to copy, where to)."""
 
-    def fetch(index: Any) -> None:
+    def load(index: Any) -> None:
         @pl.when(index < count)
         def start() -> None:
             plgpu.copy_gmem_to_smem(
-                source(index), buffer.at[lax.rem(index, DEEP)], here.at[lax.rem(index, DEEP)]
+                source(index),
+                buffer.at[lax.rem(index, IN_FLIGHT)],
+                ready.at[lax.rem(index, IN_FLIGHT)],
             )
 
-    def pass_on(index: Any, _: Any) -> tuple:
-        slot = lax.rem(index, DEEP)
-        plgpu.barrier_wait(here.at[slot])
-        somewhere, to = target(index)
+    def store(index: Any, _: Any) -> tuple:
+        slot = lax.rem(index, IN_FLIGHT)
+        plgpu.barrier_wait(ready.at[slot])
+        wanted, to = target(index)
 
-        @pl.when(somewhere)
+        @pl.when(wanted)
         def send() -> None:
             plgpu.copy_smem_to_gmem(buffer.at[slot], to)
-            plgpu.wait_smem_to_gmem(1)  # the one before has left its slot
+            plgpu.wait_smem_to_gmem(1)  # the previous store has read its slot
 
-        @pl.when(~somewhere)
+        @pl.when(~wanted)
         def drop() -> None:
             plgpu.wait_smem_to_gmem(0)
 
-        fetch(index + (DEEP - 1))
+        load(index + (IN_FLIGHT - 1))
         return ()
 
-    for index in range(DEEP - 1):
-        fetch(jnp.int32(index))
-    lax.fori_loop(0, count, pass_on, ())
+    for index in range(IN_FLIGHT - 1):
+        load(jnp.int32(index))
+    lax.fori_loop(0, count, store, ())
     plgpu.wait_smem_to_gmem(0)

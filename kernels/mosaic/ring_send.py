@@ -1,9 +1,9 @@
-"""A hop of a ring within NVLink: while most blocks attend over the keys that are here, a few send
-these on to the next lane.
+"""Sends KV pages to the next device of a ring over NVLink, by a few thread blocks of the attention
+kernel while the others attend over the same pages. Not called by the engine yet.
 
-The blocks that send need no host, no stream and no other launch: they store into the memory of the
-next device by its own copy engine. The compiler starts such kernels on all devices of the axis
-together and sets their semaphores to zero before.
+The sending blocks need neither the host nor another launch: they store into the memory of the next
+device by their own copy engine. The compiler starts such kernels on all devices of the axis
+together and zeroes their semaphores before.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxserve.kernels.mosaic import page_copy as copy
-from jaxserve.kernels.mosaic.config import Setting
+from jaxserve.kernels.mosaic import page_copy
+from jaxserve.kernels.mosaic.config import KernelConfig
 
-BYTES = 8 * 1024  # of one copy, at most: shared memory is little beside that of attention
+MAX_COPY_BYTES = 8 * 1024  # little, since attention uses most of the shared memory
 
 
 def buffers(pages: jax.Array) -> dict[str, Any]:
-    """What a block that sends pages [P, K, 2, C, H] needs."""
-    return copy.buffers(pages, copy.height_of(pages, BYTES))
+    """Shared memory and barriers of a block that sends pages [P, K, 2, C, H]."""
+    return page_copy.buffers(pages, page_copy.rows_per_copy(pages, MAX_COPY_BYTES))
 
 
-def send_on(
-    setting: Setting, index: Any, pages_g: Any, received_g: Any, buffer: Any, here: Any
+def send_pages(
+    config: KernelConfig, index: Any, pages_g: Any, received_g: Any, buffer: Any, ready: Any
 ) -> None:
-    """What sending block `index` does: its share of the pages goes to the next lane's `received_g`;
-    it ends when this lane's has come."""
+    """Sends the share of sending block `index` to `received_g` of the next device, and returns when
+    all of this device's have arrived."""
     pages, heads, _, size, _ = pages_g.shape
-    blocks = setting.senders
-    axis = setting.ring
-    height = copy.height_of(pages_g, BYTES)
+    blocks = config.senders
+    axis = config.ring_axis
+    height = page_copy.rows_per_copy(pages_g, MAX_COPY_BYTES)
     parts = size // height
     heads2 = 2 * heads
-    onward: Any = (
-        None if axis is None else {axis: lax.rem(lax.axis_index(axis) + 1, lax.axis_size(axis))}
-    )
+    next_device: Any = None
+    if axis is not None:
+        next_device = {axis: lax.rem(lax.axis_index(axis) + 1, lax.axis_size(axis))}
 
     def place(at: Any) -> tuple[Any, ...]:
         at = index + at * blocks
@@ -55,18 +55,18 @@ def send_on(
 
     def target(at: Any) -> tuple[Any, Any]:
         to = received_g.at[place(at)]
-        return at >= 0, to if axis is None else plgpu.remote_ref(to, onward)
+        return at >= 0, to if axis is None else plgpu.remote_ref(to, next_device)
 
     total = pages * heads2 * parts
-    copy.relay(
+    page_copy.relay(
         lax.div(total - index + (blocks - 1), blocks),
         lambda at: pages_g.at[place(at)],
         target,
         buffer,
-        here,
+        ready,
     )
     if axis is not None:
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=False)  # what was sent is there
-        pl.semaphore_signal(arrived, device_id=onward)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=False)  # all that was sent has arrived
+        pl.semaphore_signal(arrived, device_id=next_device)
         pl.semaphore_wait(arrived, value=blocks, decrement=False)

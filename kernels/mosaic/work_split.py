@@ -1,4 +1,7 @@
-"""The line of key tiles, and the stretch of it that each block takes."""
+"""Splits the key tiles of all query tiles evenly over thread blocks (stream-K; Osama et al., 2023).
+
+Units of work are key tiles, numbered through all query tiles; each block takes a range of units.
+"""
 
 from __future__ import annotations
 
@@ -8,114 +11,128 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.kernels.mosaic.config import Setting
+from jaxserve.kernels.mosaic.config import KernelConfig
 from jaxserve.kernels.mosaic.tiles import ROWS
-from jaxserve.kernels.table import below
+from jaxserve.kernels.table import entries_below
 
-# of a query tile: row of the table, first key tile, key tiles, entries
-SLOT, BEGIN, NUMBER, ENTRIES, SEEN, LAST, START = range(7)
-# that hold, key tiles that all its rows see whole, last position, place in the line
+# Columns of WorkSplit.tiles: row of the page table, first key tile, number of key tiles, valid
+# entries, key tiles that no row masks, last position, units before this tile.
+SLOT, FIRST_KEY_TILE, KEY_TILES, ENTRIES, UNMASKED, LAST_POSITION, OFFSET = range(7)
 
 
 class WorkSplit(NamedTuple):
-    """The line of key tiles. Query tiles are numbered row tile by row tile for the first kv head
-    (or `side` heads), then for the next."""
+    """Arrays that the kernels read to find their work. Query tiles are numbered row tile by row
+    tile for the first kv head (or `side` heads), then for the next; a *row tile* is a query tile
+    within one head.
 
-    tile: jax.Array  # [n, 7] by row tile: see the names above
-    block: jax.Array  # [blocks, 4]: first unit, unit after the last, first query tile, query tiles
-    total: jax.Array  # [1] key tiles of one kv head
+    tiles: [n, 7] int32 by row tile, with the columns above. blocks: [blocks, 4] int32: first unit,
+    unit after the last, first query tile, number of query tiles. total: [1] int32: units of one kv
+    head.
+    """
+
+    tiles: jax.Array
+    blocks: jax.Array
+    total: jax.Array
 
 
-def line_of(
-    pos: jax.Array, table: jax.Array, rows: jax.Array, count: jax.Array, setting: Setting
+def split_work(
+    pos: jax.Array, table: jax.Array, slot: jax.Array, entries: jax.Array, config: KernelConfig
 ) -> WorkSplit:
-    """pos [R, M], -1 where there is no token; table, rows and count as of `reference.attend`."""
-    size = setting.size
-    window = setting.window
-    per = setting.per
-    parts = setting.parts
-    packing = setting.packing
-    blocks = setting.tiles.blocks
-    pos = pos.reshape(setting.rows, setting.across, setting.height)
+    """Splits attention of packed rows at positions pos [R, M] (-1: padding); table, slot and
+    entries are those of `reference.attend`."""
+    size = config.page_size
+    window = config.window
+    packing = config.packing
+    blocks = config.tiles.blocks
+    pos = pos.reshape(config.rows, config.tiles_per_row, config.tile_rows)
     last = pos.max(2)
     first = jnp.where(pos < 0, jnp.iinfo(jnp.int32).max, pos).min(2)
-    # of the table that any of these rows sees
-    entries = jnp.where(last < 0, 0, jnp.minimum(count[:, None], last // size + 1))
-    end = -(-entries // per) * parts
+    # page-table entries that any row of a tile sees
+    seen = jnp.where(last < 0, 0, jnp.minimum(entries[:, None], last // size + 1))
+    end = -(-seen // config.copies_per_tile) * config.tiles_per_page
     begin = jnp.zeros_like(end)
-    seen = jnp.zeros_like(end)
-    # key tiles wholly before a position
-    before = lambda pos: below(table[1], rows, entries, jnp.maximum(pos, 0) // size) // per * parts
+    unmasked = jnp.zeros_like(end)
+
+    def key_tiles_before(pos: jax.Array) -> jax.Array:
+        below = entries_below(table[1], slot, seen, jnp.maximum(pos, 0) // size)
+        return below // config.copies_per_tile * config.tiles_per_page
+
     if window is None:
-        seen = before(jnp.minimum(first, last) + 1)
+        unmasked = key_tiles_before(jnp.minimum(first, last) + 1)
     else:
-        begin = jnp.minimum(before(jnp.minimum(first, last) - window + 1), jnp.maximum(end - 1, 0))
-    number = jnp.maximum(end - begin, 1)  # one without keys is written too
-    start = jnp.cumsum(number.reshape(-1)) - number.reshape(-1)
-    slot = jnp.broadcast_to(rows[:, None], end.shape)
-    tile = jnp.stack(
-        [x.reshape(-1) for x in (slot, begin, number, entries, seen, last)] + [start], 1
-    ).astype(jnp.int32)
+        in_window = key_tiles_before(jnp.minimum(first, last) - window + 1)
+        begin = jnp.minimum(in_window, jnp.maximum(end - 1, 0))
+    number = jnp.maximum(end - begin, 1)  # a query tile without keys is written too
+    offset = jnp.cumsum(number.reshape(-1)) - number.reshape(-1)
+    slots = jnp.broadcast_to(slot[:, None], end.shape)
+    columns = [x.reshape(-1) for x in (slots, begin, number, seen, unmasked, last)]
+    tiles = jnp.stack([*columns, offset], 1).astype(jnp.int32)
     total = number.sum(dtype=jnp.int32)
     units = total * (packing.heads // packing.side)
     share = -(-units // blocks)
     low = jnp.minimum(jnp.arange(blocks, dtype=jnp.int32) * share, units)
     high = jnp.minimum(low + share, units)
-    of = lambda unit: (
-        unit // total * len(tile)
-        + jnp.searchsorted(start, unit % total, side="right", method="compare_all")
-        - 1
-    )
-    first_tile = of(low)
-    tiles_of = jnp.where(high > low, of(high - 1) - first_tile + 1, 0)
-    return WorkSplit(
-        tile, jnp.stack([low, high, first_tile, tiles_of], 1).astype(jnp.int32), total[None]
-    )
+
+    def query_tile(unit: jax.Array) -> jax.Array:
+        first = unit // total * len(tiles)
+        within = jnp.searchsorted(offset, unit % total, side="right", method="compare_all")
+        return first + within - 1
+
+    first_tile = query_tile(low)
+    tiles_of_block = jnp.where(high > low, query_tile(high - 1) - first_tile + 1, 0)
+    ranges = jnp.stack([low, high, first_tile, tiles_of_block], 1).astype(jnp.int32)
+    return WorkSplit(tiles, ranges, total[None])
 
 
-class WorkPart(NamedTuple):
-    """A query tile's part in a stretch: which row tile, of which heads; its place in the line and
-    its key tiles; those from `begin` to before `end` belong to the stretch."""
+class TileSlice(NamedTuple):
+    """The part of a query tile that a block computes.
+
+    row_tile: its number within one head. heads: which kv head (or `side` heads). offset: its first
+    unit. key_tiles: all its key tiles, of which the block has those from `begin` to before `end`.
+    """
 
     row_tile: Any
     heads: Any
-    place: Any
-    number: Any
+    offset: Any
+    key_tiles: Any
     begin: Any
     end: Any
 
 
-class Stretch:
-    """The stretch of the line that block `block` takes, as the kernels see it. Units are key tiles
-    of one query tile."""
+class WorkRange:
+    """The units that thread block `block` computes: `low` to before `high`, in `query_tiles` query
+    tiles."""
 
-    def __init__(self, setting: Setting, line: WorkSplit, block: Any):
-        self.setting = setting
-        self.line = line
+    def __init__(self, config: KernelConfig, split: WorkSplit, block: Any):
+        self.config = config
+        self.split = split
         self.block = block
-        self.low, self.high, self.first, self.number = (line.block[block, i] for i in range(4))
-
-    def part(self, index: Any) -> WorkPart:
-        """Of query tile `index` of this block."""
-        setting = self.setting
-        at = self.first + index
-        tiles = setting.rows * setting.across
-        row_tile = lax.rem(at, tiles)
-        heads = lax.div(at, tiles)
-        place = heads * self.line.total[0] + self.line.tile[row_tile, START]
-        number = self.line.tile[row_tile, NUMBER]
-        return WorkPart(
-            row_tile,
-            heads,
-            place,
-            number,
-            jnp.maximum(self.low - place, 0),
-            jnp.minimum(self.high - place, number),
+        self.low, self.high, self.first, self.query_tiles = (
+            split.blocks[block, i] for i in range(4)
         )
 
-    def where(self, part: WorkPart, wg: Any) -> tuple[Any, Any, Any]:
-        """Row of R, first of the M rows, and head, of a warpgroup."""
-        across = self.setting.across
-        side = self.setting.packing.side
-        row0 = lax.rem(part.row_tile, across) * self.setting.height + lax.div(wg, side) * ROWS
-        return lax.div(part.row_tile, across), row0, part.heads * side + lax.rem(wg, side)
+    def tile(self, index: Any) -> TileSlice:
+        """This block's part of its query tile number `index`."""
+        config = self.config
+        at = self.first + index
+        tiles = config.rows * config.tiles_per_row
+        row_tile = lax.rem(at, tiles)
+        heads = lax.div(at, tiles)
+        offset = heads * self.split.total[0] + self.split.tiles[row_tile, OFFSET]
+        key_tiles = self.split.tiles[row_tile, KEY_TILES]
+        return TileSlice(
+            row_tile,
+            heads,
+            offset,
+            key_tiles,
+            jnp.maximum(self.low - offset, 0),
+            jnp.minimum(self.high - offset, key_tiles),
+        )
+
+    def where(self, part: TileSlice, wg: Any) -> tuple[Any, Any, Any]:
+        """Where warpgroup `wg` finds its rows of queries: row of R, first of the M packed rows, and
+        head."""
+        tiles = self.config.tiles_per_row
+        side = self.config.packing.side
+        row0 = lax.rem(part.row_tile, tiles) * self.config.tile_rows + lax.div(wg, side) * ROWS
+        return lax.div(part.row_tile, tiles), row0, part.heads * side + lax.rem(wg, side)

@@ -101,13 +101,13 @@ def test_positions_of_ten_million_tokens_fit(name, shape):
 @pytest.mark.parametrize("name", PORTABLE)
 def test_blocks_that_lie_millions_apart_meet_in_one_row(name):
     case = make_case(Shape(5), 2)
-    row = case.count.argmax()
-    case.table[1, case.rows[row], : case.count[row]] += np.linspace(
-        0, 620_000, case.count[row]
+    row = case.entries.argmax()
+    case.table[1, case.slot[row], : case.entries[row]] += np.linspace(
+        0, 620_000, case.entries[row]
     ).astype(np.int32)
     case.q_pos[row] = 10_000_000 + np.arange(5)
     case.pages[:] = np.random.default_rng(0).standard_normal(case.pages.shape)
-    assert case.count[row] > 5
+    assert case.entries[row] > 5
     assert_means_truth(name, case, None)
     assert_means_truth(name, case, 4_000_000)
 
@@ -119,8 +119,8 @@ def test_where_nothing_is_seen_the_result_is_zero_with_lse_of_minus_infinity(nam
             case = make_case(Shape(T), 1)
             # no query; no key
             case.q_pos[0] = -1
-            case.count[1] = 0
-            case.table[1, case.rows[2], : case.count[2]] += 1000  # only later keys
+            case.entries[1] = 0
+            case.table[1, case.slot[2], : case.entries[2]] += 1000  # only later keys
             out, lse = map(np.asarray, compiled(name, window)(*case.arguments()))
             assert (out == 0).all() and np.isneginf(lse).all()
 
@@ -144,7 +144,7 @@ def test_several_rows_may_be_of_one_sequence(name):
     q = case.q.reshape(2, 32, *case.q.shape[2:])
     q_pos = case.q_pos.reshape(2, 32)
     halves = dataclasses.replace(
-        case, q=q, q_pos=q_pos, rows=case.rows.repeat(2), count=case.count.repeat(2)
+        case, q=q, q_pos=q_pos, slot=case.slot.repeat(2), entries=case.entries.repeat(2)
     )
     whole = compiled(name, None)(*case.arguments())
     split = compiled(name, None)(*halves.arguments())
@@ -167,8 +167,8 @@ def test_half_precision_pages_differ_by_rounding_only(name):
 @pytest.mark.parametrize("name", PORTABLE)
 def test_pages_of_eight_bits_mean_what_they_say(name, shape):
     case = make_case(shape, 3)
-    out, lse = map(np.asarray, compiled(name, shape.window)(*case.arguments(narrowed=True)))
-    right_out, right_lse = truth(case.rounded(narrowed=True), 0.3, shape.window)
+    out, lse = map(np.asarray, compiled(name, shape.window)(*case.arguments(quantized=True)))
+    right_out, right_lse = truth(case.rounded(quantized=True), 0.3, shape.window)
     np.testing.assert_allclose(lse, right_lse, **TOLERANCE)
     np.testing.assert_allclose(out, right_out, **TOLERANCE)
 

@@ -114,12 +114,12 @@ def attend(
     q_pos: jax.Array,
     pages: KVPages,
     table: jax.Array,
-    rows: jax.Array,
-    count: jax.Array,
+    slot: jax.Array,
+    entries: jax.Array,
     *before: jax.Array,
     **settings: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    return mosaic.attend(q, q_pos, pages, table, rows, count, before=before or None, **settings)
+    return mosaic.attend(q, q_pos, pages, table, slot, entries, before=before or None, **settings)
 
 
 SHAPES = {
@@ -330,7 +330,7 @@ def step(
     width: int,
     spread_width: int,
 ) -> tuple[jax.Array, KVPages]:
-    """A layer's attention on one lane; local: slot, start and length of its rows; spread: these and
+    """A layer's attention on one lane; local: slot, start and length of its rows; spread: values and
     how many entries are held."""
     P = pages.kv.shape[1]
     size = pages.kv.shape[4]
@@ -349,9 +349,9 @@ def step(
 def test_pages_are_copied_in_place():
     pool = array((4096, 8, 2, 64, 128), "bfloat16")
     ids = array((512,))
-    these = array((512, 8, 2, 64, 128), "bfloat16")
-    out = cuda.compile(page_copy.gather, pool, ids)
-    back = cuda.compile(page_copy.scatter, pool, ids, these, donate=(0,))
+    values = array((512, 8, 2, 64, 128), "bfloat16")
+    out = cuda.compile(page_copy.read_pages, pool, ids)
+    back = cuda.compile(page_copy.write_pages, pool, ids, values, donate=(0,))
     assert back.aliased == math.prod(pool.shape) * 2 and out.temp < 2**16 and back.temp < 2**16
     assert out.made(math.prod(pool.shape)) <= {"bitcast"} and [
         kernel.spilled for kernel in (*out.kernels, *back.kernels)
@@ -442,10 +442,10 @@ def hop_of(
     q_pos: jax.Array,
     pages: KVPages,
     table: jax.Array,
-    rows: jax.Array,
-    count: jax.Array,
+    slot: jax.Array,
+    entries: jax.Array,
     *before: jax.Array,
 ) -> Any:
     return mosaic.attend_and_send(
-        q, q_pos, pages, table, rows, count, before=before, scale=0.1, ring=KVP
+        q, q_pos, pages, table, slot, entries, before=before, scale=0.1, ring=KVP
     )

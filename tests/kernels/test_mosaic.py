@@ -44,11 +44,11 @@ def assert_means_dense(
     dtype: str = "bfloat16",
     out_dtype: str = "float32",
 ) -> None:
-    narrowed = tiles.narrow > 0
+    quantized = tiles.narrow > 0
     out, lse = map(
-        np.asarray, compiled(tiles, window, races, out_dtype)(*case.arguments(dtype, narrowed))
+        np.asarray, compiled(tiles, window, races, out_dtype)(*case.arguments(dtype, quantized))
     )
-    right_out, right_lse = truth(case.rounded(dtype, narrowed), 0.3, window)
+    right_out, right_lse = truth(case.rounded(dtype, quantized), 0.3, window)
     assert out.dtype == out_dtype and lse.dtype == np.float32
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(right_lse))
     np.testing.assert_allclose(lse, right_lse, rtol=2e-5, atol=2e-5)
@@ -121,9 +121,9 @@ def test_positions_of_ten_million_tokens_fit(shape):
 
 def test_blocks_that_lie_millions_apart_meet_in_one_row():
     case = make_case(Shape(5, H=64), 2)
-    row = case.count.argmax()
-    case.table[1, case.rows[row], : case.count[row]] += np.linspace(
-        0, 620_000, case.count[row]
+    row = case.entries.argmax()
+    case.table[1, case.slot[row], : case.entries[row]] += np.linspace(
+        0, 620_000, case.entries[row]
     ).astype(np.int32)
     case.q_pos[row] = 10_000_000 + np.arange(5)
     case.pages[:] = np.random.default_rng(0).standard_normal(case.pages.shape)
@@ -136,8 +136,8 @@ def test_where_nothing_is_seen_the_result_is_zero_with_lse_of_minus_infinity():
         case = make_case(Shape(3, H=64), 1)
         # no query; no key
         case.q_pos[0] = -1
-        case.count[1] = 0
-        case.table[1, case.rows[2], : case.count[2]] += 1000  # only later keys
+        case.entries[1] = 0
+        case.table[1, case.slot[2], : case.entries[2]] += 1000  # only later keys
         assert_means_dense(case, SMALL, window)
 
 
@@ -202,11 +202,11 @@ def test_a_hop_of_a_ring_goes_on_from_the_keys_before(shape, tiles):
     what all of them give."""
     case = make_case(shape, 2)
     hops = [copy.deepcopy(case) for _ in range(2)]
-    for row, slot in enumerate(case.rows):
-        held = np.arange(case.count[row])
+    for row, slot in enumerate(case.slot):
+        held = np.arange(case.entries[row])
         for hop, mine in zip(hops, (held % 3 == 0, held % 3 != 0)):
-            hop.count[row] = mine.sum()
-            hop.table[:, slot, : mine.sum()] = case.table[:, slot, : case.count[row]][:, mine]
+            hop.entries[row] = mine.sum()
+            hop.table[:, slot, : mine.sum()] = case.table[:, slot, : case.entries[row]][:, mine]
     attend = functools.partial(
         mosaic.attend, scale=0.3, tiles=tiles, interpret=plgpu.InterpretGPUParams()
     )

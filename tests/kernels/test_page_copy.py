@@ -8,37 +8,37 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.kernels import page_copy as copy
-from jaxserve.kernels.kv_pages import KVPages, narrow
+from jaxserve.kernels import page_copy
+from jaxserve.kernels.kv_pages import KVPages, quantize
 
 NEWER = jax.__version_info__ >= (0, 11, 2)
 
 
 def implementations():
-    yield pytest.param(copy.gather, copy.scatter, id="xla")
+    yield pytest.param(page_copy.read_pages, page_copy.write_pages, id="xla")
     if NEWER:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         from jaxserve.kernels.mosaic import page_copy as hopper
 
-        def gather(pages, ids, **settings):
-            return jax.tree.map(lambda pool: hopper.gather(pool, ids, **settings), pages)
+        def read(pages, ids, **settings):
+            return jax.tree.map(lambda pool: hopper.read_pages(pool, ids, **settings), pages)
 
-        def scatter(pages, ids, these, **settings):
+        def write(pages, ids, values, **settings):
             return jax.tree.map(
-                lambda pool, some: hopper.scatter(pool, ids, some, **settings), pages, these
+                lambda pool, some: hopper.write_pages(pool, ids, some, **settings), pages, values
             )
 
         for blocks in (1, 3, 40):
             settings = dict(blocks=blocks, interpret=plgpu.InterpretGPUParams(detect_races=True))
             yield pytest.param(
-                functools.partial(gather, **settings),
-                functools.partial(scatter, **settings),
+                functools.partial(read, **settings),
+                functools.partial(write, **settings),
                 id=f"mosaic-{blocks}",
             )
 
 
-@pytest.mark.parametrize("gather, scatter", implementations())
+@pytest.mark.parametrize("read, write", implementations())
 @pytest.mark.parametrize(
     "shape, dtype",
     [
@@ -48,20 +48,20 @@ def implementations():
         ((9, 2, 2, 16, 64), "fp8"),
     ],
 )
-def test_pages_go_out_and_come_back_elsewhere(gather, scatter, shape, dtype):
+def test_pages_go_out_and_come_back_elsewhere(read, write, shape, dtype):
     rng = np.random.default_rng(len(shape))
     made = lambda kv: (
-        jax.tree.map(np.asarray, narrow(kv)) if dtype == "fp8" else KVPages(kv.astype(dtype))
+        jax.tree.map(np.asarray, quantize(kv)) if dtype == "fp8" else KVPages(kv.astype(dtype))
     )
     pool, other = (made(rng.standard_normal(shape).astype(np.float32)) for _ in range(2))
     ids, places = (rng.permutation(shape[0])[:4].astype(np.int32) for _ in range(2))
-    taken = jax.tree.map(np.asarray, jax.jit(gather)(pool, ids))
+    taken = jax.tree.map(np.asarray, jax.jit(read)(pool, ids))
     jax.tree.map(np.testing.assert_array_equal, taken, pool.take(ids))
     places[1], right = shape[0] + 7, jax.tree.map(np.copy, other)  # nowhere
     there = places < shape[0]
     jax.tree.map(lambda pool, some: pool.__setitem__(places[there], some[there]), right, taken)
     jax.tree.map(
         np.testing.assert_array_equal,
-        jax.tree.map(np.asarray, jax.jit(scatter)(other, places, taken)),
+        jax.tree.map(np.asarray, jax.jit(write)(other, places, taken)),
         right,
     )

@@ -21,7 +21,7 @@ from experiments.benchmarks.gpu.checks import hopper, product
 from experiments.benchmarks.gpu.timing import Launches, Timed, faster, in_turns, launches
 from experiments.benchmarks.gpu.torch_peer import BACKENDS, TorchPeer
 from experiments.benchmarks.gpu.worker import Case, Row, Run
-from jaxserve.kernels.kv_pages import FP8, KVPages, narrow
+from jaxserve.kernels.kv_pages import FP8, KVPages, quantize
 
 LAYERS = 4  # of a program
 PAGE = 64  # tokens of a page, unless said otherwise
@@ -206,9 +206,9 @@ def _pages_of(size: int, length: int, heads: Heads, run: Run) -> Launches:
 class Filled:
     """Pages of several layers, for sequences of many lengths: flat arrays of random numbers, which
     repeat, and tables that point all over them. Longer sequences than there is room for have pages
-    in common, at places that are far apart. narrowed: of 8 bits."""
+    in common, at places that are far apart. quantized: of 8 bits."""
 
-    def __init__(self, heads: Heads, tokens: int, run: Run, narrowed: bool):
+    def __init__(self, heads: Heads, tokens: int, run: Run, quantized: bool):
         self.heads = heads
         self.run = run
         self.pages = tokens // PAGE
@@ -216,7 +216,7 @@ class Filled:
 
         @jax.jit
         def fill(x: jax.Array) -> KVPages:
-            one = narrow(x.reshape(-1, heads.H)) if narrowed else KVPages(x)
+            one = quantize(x.reshape(-1, heads.H)) if quantized else KVPages(x)
             return jax.tree.map(lambda x: jnp.tile(x.reshape(-1), tokens // tape), one)
 
         self.flats = [fill(made((tape * heads.token,), layer)) for layer in range(layers(run))]
@@ -267,17 +267,17 @@ class Filled:
 class Lazily:
     """A pool that is made when it is first used."""
 
-    def __init__(self, run: Run, tokens: int, narrowed: bool = False):
+    def __init__(self, run: Run, tokens: int, quantized: bool = False):
         self._run = run
         self._tokens = 512 if run.rehearse else tokens
-        self.narrowed = narrowed
+        self.quantized = quantized
 
     def named(self, case: str) -> str:
-        return f"{case}, fp8" if self.narrowed else case
+        return f"{case}, fp8" if self.quantized else case
 
     @functools.cached_property
     def pool(self) -> Filled:
-        return Filled(Heads.of(self._run), self._tokens, self._run, self.narrowed)
+        return Filled(Heads.of(self._run), self._tokens, self._run, self.quantized)
 
 
 def kilo(tokens: int) -> str:
@@ -289,7 +289,7 @@ def kilo(tokens: int) -> str:
 
 def chunks(run: Run) -> Iterator[Case]:
     news = (8, 64) if run.rehearse else (32, 128, 512, 2048)
-    for lazily in (Lazily(run, 2**21), Lazily(run, 2**21, narrowed=True)):
+    for lazily in (Lazily(run, 2**21), Lazily(run, 2**21, quantized=True)):
         for cached in (128,) if run.rehearse else (2**17, 2**20):
             yield (
                 lazily.named(f"after {kilo(cached)}"),
@@ -300,7 +300,7 @@ def chunks(run: Run) -> Iterator[Case]:
 def _chunks(lazily: Lazily, cached: int, news: tuple[int, ...], run: Run) -> list[Row]:
     pool = lazily.pool
     entries = {f"{new} new": pool.launches([cached + new], new)[OURS] for new in news}
-    if cached <= 2**17 and not lazily.narrowed:  # the nearest thing that others have
+    if cached <= 2**17 and not lazily.quantized:  # the nearest thing that others have
         entries |= {
             f"{new} new, cudnn by jax, no mask": cudnn(pool.heads, 1, new, cached, False)
             for new in (news[0], news[-1])
@@ -329,12 +329,12 @@ def _chunks(lazily: Lazily, cached: int, news: tuple[int, ...], run: Run) -> lis
 
 def decode(run: Run) -> Iterator[Case]:
     wide = Lazily(run, 2**21)
-    eight = Lazily(run, 2**21, narrowed=True)
+    eight = Lazily(run, 2**21, quantized=True)
     peers = Peers(run)
     K = 2**10
     if run.rehearse:
         plan = {"1 x 256": [256], "4 x 20 to 130": [20, 47, 90, 130]}
-        narrowed = ["4 x 20 to 130"]
+        quantized = ["4 x 20 to 130"]
     else:
         each = {
             1: (K, 8 * K, 64 * K, 256 * K, K * K),
@@ -350,10 +350,10 @@ def decode(run: Run) -> Iterator[Case]:
         ragged = np.random.default_rng(run.seed)
         plan["64 x 1K to 256K"] = (K * 256 ** ragged.random(64)).astype(int).tolist()
         plan["256 x 1K to 8K, one 1M"] = [K * K, *ragged.integers(K, 8 * K, 255).tolist()]
-        narrowed = ["1 x 1M", "8 x 64K", "64 x 8K", "64 x 1K to 256K"]
+        quantized = ["1 x 1M", "8 x 64K", "64 x 8K", "64 x 1K to 256K"]
     for name, contexts in plan.items():
         yield name, functools.partial(_decode, name, contexts, wide, peers, run)
-    for name in narrowed:
+    for name in quantized:
         yield (
             eight.named(name),
             functools.partial(_decode, eight.named(name), plan[name], eight, peers, run),
@@ -393,10 +393,10 @@ def _decode(name: str, contexts: list[int], lazily: Lazily, peers: Peers, run: R
 
 def tiles(run: Run) -> Iterator[Case]:
     wide = Lazily(run, 2**21)
-    eight = Lazily(run, 2**21, narrowed=True)
+    eight = Lazily(run, 2**21, quantized=True)
     if run.rehearse:
         plan: dict[str, tuple[int, list[int]]] = {"chunk 8 after 128": (8, [136])}
-        narrowed = list(plan)
+        quantized = list(plan)
     else:
         K = 2**10
         plan = {
@@ -407,10 +407,10 @@ def tiles(run: Run) -> Iterator[Case]:
             "chunk 512 after 128K": (512, [128 * K + 512]),
             "decode 1 x 8K": (1, [8 * K]),
         }
-        narrowed = ["chunk 512 after 128K", "decode 64 x 8K"]
+        quantized = ["chunk 512 after 128K", "decode 64 x 8K"]
     for name, (T, contexts) in plan.items():
         yield name, functools.partial(_tiles, T, contexts, wide, run)
-    for name in narrowed:
+    for name in quantized:
         yield eight.named(name), functools.partial(_tiles, *plan[name], eight, run)
 
 
@@ -418,7 +418,7 @@ def shapes_to_try(rows: int, head_dim: int, dtype: Any, rehearse: bool) -> dict[
     """Block shapes by name, for so many query rows of a kv head and pages of a type; the first is
     the default."""
     from jaxserve.kernels import mosaic
-    from jaxserve.kernels.mosaic.tiles import SHARED
+    from jaxserve.kernels.mosaic.tiles import SHARED_BYTES
 
     cores = getattr(jax.devices()[0], "core_count", None) or 132
     base = mosaic.default_tiles(rows, head_dim, dtype, 2 if rehearse else cores)
@@ -432,7 +432,7 @@ def shapes_to_try(rows: int, head_dim: int, dtype: Any, rehearse: bool) -> dict[
         one = dataclasses.replace(
             base, keys=keys, warpgroups=warpgroups, stages=stages, narrow=held
         )
-        room = SHARED // one.shared_bytes(head_dim)  # blocks that fit a core
+        room = SHARED_BYTES // one.shared_bytes(head_dim)  # blocks that fit a core
         name = f"keys {keys} warpgroups {warpgroups} stages {stages}" + (
             f" narrow {held}" if held else ""
         )

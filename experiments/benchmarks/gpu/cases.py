@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.kernels.kv_pages import KVPages, narrow
+from jaxserve.kernels.kv_pages import KVPages, quantize
 
 SLOTS = 6  # rows of the page table
 HUGE = 2**31 - 1
@@ -25,21 +25,23 @@ class Case:
     q_pos: np.ndarray
     pages: np.ndarray
     table: np.ndarray
-    rows: np.ndarray
-    count: np.ndarray
+    slot: np.ndarray
+    entries: np.ndarray
 
-    def arguments(self, dtype: Any = np.float32, narrowed: bool = False) -> tuple[Any, ...]:
-        """Of an implementation: floats of this type; pages of 8 bits where `narrowed`."""
+    def arguments(self, dtype: Any = np.float32, quantized: bool = False) -> tuple[Any, ...]:
+        """Of an implementation: floats of this type; pages of 8 bits where `quantized`."""
         pool = (
-            jax.tree.map(np.asarray, narrow(self.pages))
-            if narrowed
+            jax.tree.map(np.asarray, quantize(self.pages))
+            if quantized
             else KVPages(self.pages.astype(dtype))
         )
-        return self.q.astype(dtype), self.q_pos, pool, self.table, self.rows, self.count
+        return self.q.astype(dtype), self.q_pos, pool, self.table, self.slot, self.entries
 
-    def rounded(self, dtype: Any = np.float32, narrowed: bool = False) -> Case:
+    def rounded(self, dtype: Any = np.float32, quantized: bool = False) -> Case:
         """The same with numbers as those arguments have them, in f32."""
-        pages = narrow(self.pages).wide(np.float32) if narrowed else self.pages.astype(dtype)
+        pages = (
+            quantize(self.pages).dequantize(np.float32) if quantized else self.pages.astype(dtype)
+        )
         return dataclasses.replace(
             self, q=self.q.astype(dtype).astype(np.float32), pages=np.asarray(pages, np.float32)
         )
@@ -64,21 +66,21 @@ def draw(
     free = iter(rng.permutation(total).tolist())
     pages = np.full((total, shape.K, 2, C, shape.H), np.nan, np.float32)
     table = rng.choice(np.array([0, 1, total + 5, HUGE, -1, -HUGE], np.int32), (2, SLOTS, W))
-    rows = rng.permutation(SLOTS)[: shape.R].astype(np.int32)
-    count = np.zeros(shape.R, np.int32)
+    slot = rng.permutation(SLOTS)[: shape.R].astype(np.int32)
+    entries = np.zeros(shape.R, np.int32)
     q_pos = np.full((shape.R, T), -1, np.int32)
     for row in range(shape.R):
         length, end = span(row)
         q_pos[row, :length] = first * C + np.arange(end - length, end)
         blocks = [block for block in range(-(-end // C)) if keeps(row)]
-        count[row] = len(blocks)
-        for entry, block in enumerate(blocks):
+        entries[row] = len(blocks)
+        for at, block in enumerate(blocks):
             page = next(free)
-            held = min(C, end - block * C)
-            table[:, rows[row], entry] = page, first + block
-            pages[page, :, :, :held] = rng.standard_normal((shape.K, 2, held, shape.H))
+            tokens = min(C, end - block * C)
+            table[:, slot[row], at] = page, first + block
+            pages[page, :, :, :tokens] = rng.standard_normal((shape.K, 2, tokens, shape.H))
     q = rng.standard_normal((shape.R, T, shape.K, shape.G, shape.H)).astype(np.float32)
-    return Case(q, q_pos, pages, table, rows, count)
+    return Case(q, q_pos, pages, table, slot, entries)
 
 
 def truth(case: Case, scale: float, window: int | None) -> tuple[np.ndarray, np.ndarray]:
@@ -87,8 +89,8 @@ def truth(case: Case, scale: float, window: int | None) -> tuple[np.ndarray, np.
     size = case.pages.shape[3]
     out = np.zeros(case.q.shape)
     lse = np.full(case.q.shape[:-1], -np.inf)
-    for row, slot in enumerate(case.rows):
-        pages, blocks = case.table[:, slot, : case.count[row]].astype(np.int64)
+    for row, slot in enumerate(case.slot):
+        pages, blocks = case.table[:, slot, : case.entries[row]].astype(np.int64)
         k_pos = (blocks[:, None] * size + np.arange(size)).ravel()
         pos = case.q_pos[row]
         live = np.flatnonzero(k_pos <= pos.max())

@@ -230,17 +230,24 @@ def _hops(
     q_pos: jax.Array,
     pages: KVPages,
     table: jax.Array,
-    rows: jax.Array,
-    count: jax.Array,
+    slot: jax.Array,
+    entries: jax.Array,
     **settings: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Over the first half of each row's entries, then on from there over the second."""
-    half = count // 2
-    before = attend(q, q_pos, pages, table, rows, half, **settings)
+    half = entries // 2
+    before = attend(q, q_pos, pages, table, slot, half, **settings)
     at = jnp.minimum(half[:, None] + jnp.arange(table.shape[2]), table.shape[2] - 1)
-    rest = jnp.take_along_axis(table[:, rows], jnp.broadcast_to(at, (2, *at.shape)), 2)
+    rest = jnp.take_along_axis(table[:, slot], jnp.broadcast_to(at, (2, *at.shape)), 2)
     return attend(
-        q, q_pos, pages, rest, jnp.arange(len(rows)), count - half, before=before, **settings
+        q,
+        q_pos,
+        pages,
+        rest,
+        jnp.arange(len(slot)),
+        entries - half,
+        before=before,
+        **settings,
     )
 
 

@@ -27,7 +27,7 @@ from jaxserve.engine.profiling.links import measure_links
 from jaxserve.engine.profiling.measure import MeasuredStep, grid, measure
 from jaxserve.engine.stages import StagePlan
 from jaxserve.folders import cache_folder, private_folder
-from jaxserve.kernels.kv_pages import FP8, SCALE
+from jaxserve.kernels.kv_pages import FP8, SCALE_DTYPE
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling.planning.cdsp import Instances
 from jaxserve.scheduling.planning.lanes import instances_of
@@ -55,7 +55,9 @@ class EngineProfile:
         model = plan.model
         tp = plan.mesh.tp
         item = np.dtype(plan.dtype).itemsize
-        stored = model.head_dim + SCALE.itemsize if plan.kv_dtype == FP8 else model.head_dim * item
+        stored = (
+            model.head_dim + SCALE_DTYPE.itemsize if plan.kv_dtype == FP8 else model.head_dim * item
+        )
         heads = Heads(model.heads // tp, model.kv_heads // tp, model.head_dim, item, stored=stored)
         links: dict[str, Any] = self.links
         chooser = engine.config.scheduler.exchange
