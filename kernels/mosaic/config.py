@@ -89,7 +89,7 @@ class KernelConfig:
         """x in a register layout."""
         return x if self.interpret else plgpu.layout_cast(x, layout)
 
-    def iota(self, shape: tuple[int, int], axis: int) -> jax.Array:
+    def iota(self, shape: tuple[int, ...], axis: int) -> jax.Array:
         """int32 indices along `axis`, in the layout of accumulators."""
         if self.interpret:
             return lax.broadcasted_iota(jnp.int32, shape, axis)
