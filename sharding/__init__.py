@@ -1,6 +1,11 @@
-"""How one replica lies over devices: the mesh and its axes, the table from logical to mesh axes,
-and where lanes meet.
+"""How a model replica is laid out over devices, and the collectives between them.
 
-A replica is stages x lanes x ranks, `Mesh(devices, ("spp", "kvp", "tp"))`; each stage runs on its
-own sub-mesh of lanes and ranks.
+A replica is a mesh of stages x lanes x ranks, with axes ("spp", "kvp", "tp"). Pipeline *stages*
+hold different layers, *lanes* different blocks of the KV cache (KV parallelism, also called context
+parallelism), *ranks* different heads (tensor parallelism). Each stage runs on a sub-mesh of lanes
+and ranks.
+
+`mesh` makes the meshes, `rules` maps logical axes of arrays to mesh axes, `rows` says which tokens
+a lane computes and where their KV goes, `attention` runs a layer's attention, `exchange` is how it
+reaches KV on other lanes, and `page_moves` moves pages between lanes.
 """

@@ -1,11 +1,11 @@
-"""Where lanes meet: the KV of a step's tokens is written to pages, and its queries attend over
-them.
+"""Attention of one layer over the KV pages of all lanes: writes the step's keys and values to their
+pages, then attends.
 
-Local rows attend over the pages of their lane. How spread rows and the blocks on other lanes meet
-is chosen per program (`exchange`), for those that are settled; queries of others, decodes among
-them, are gathered with their keys and values, which may belong anywhere. The bytes that cross lanes
-depend on the tokens of the step only, but for blocks that are passed on where that is cheaper
-(Medha 3.4).
+Rows of local sequences attend over the pages of their lane alone. Settled rows of spread sequences
+reach KV on other lanes by the exchange strategy that the program was compiled for (`exchange`);
+other spread rows, decodes among them, always by `gather`, since their keys and values may belong on
+any lane. The bytes that cross lanes depend only on the number of tokens in the step, except with
+`pass_kv`, which moves KV (Medha, section 3.4).
 """
 
 from __future__ import annotations
@@ -22,50 +22,51 @@ from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.sharding.exchange import EXCHANGES, split
 from jaxserve.sharding.mesh import KVP
-from jaxserve.sharding.rows import Groups, Rows, write
+from jaxserve.sharding.rows import Groups, Rows, write_kv
 
 
 def attention(
     q: jax.Array, kv: jax.Array, pages: KVPages, window: int | None, groups: Groups, scale: float
 ) -> tuple[jax.Array, KVPages]:
-    """q [T, K, G, H], kv [T, K, 2, H] of this lane's tokens, local ones first; pages with a first
-    axis of 1 -> out like q, pages."""
+    """Attention of one layer on one lane and rank; runs inside shard_map.
+
+    q [T, K, G, H], kv [T, K, 2, H]: of this lane's tokens, local rows first, then spread ones.
+    pages: the layer's KV pages, with a leading axis of 1. window: sliding window in tokens, or
+    None. scale: factor on q k. Returns out, shaped like q, and the pages with the new keys and
+    values.
+    """
     attend = functools.partial(_attend, scale=scale, window=window)
-    parts = _parts(groups)
-    outs = []
+    parts = _spread_parts(groups)
+    spread_outs = []
     tokens = groups.local_tokens()
-    pages = write(pages, kv[:tokens], groups.local)
-    for exchange, some, mine in parts:  # all is written before anything is read, else XLA's
-        if exchange != "gather":  # CPU compiler keeps a copy of the pool for readers
-            pages = write(
-                pages, kv[mine], tuple(rows.of(lax.axis_index(KVP)) for rows in some.spread)
-            )
-    for exchange, some, mine in parts:
-        out, pages = EXCHANGES[exchange](q[mine], kv[mine], pages, some, attend)
-        outs.append(out.astype(q.dtype))
+    pages = write_kv(pages, kv[:tokens], groups.local)
+    # Everything is written before anything is read: XLA's CPU compiler would otherwise copy the
+    # pool for the readers. `gather` writes the keys and values that it gathers itself.
+    for exchange, part, mine in parts:
+        if exchange != "gather":
+            own = tuple(rows.computed_by(lax.axis_index(KVP)) for rows in part.spread)
+            pages = write_kv(pages, kv[mine], own)
+    for exchange, part, mine in parts:
+        out, pages = EXCHANGES[exchange](q[mine], kv[mine], pages, part, attend)
+        spread_outs.append(out.astype(q.dtype))
     local = zip(groups.local, split(q[None, :tokens], groups.local, 1))
     outs = [
         attend(x, rows, pages.take(0), groups.table, dtype=q.dtype)[0] for rows, x in local
-    ] + outs
+    ] + spread_outs
     return jnp.concatenate(outs) if len(outs) > 1 else outs[0], pages
 
 
-def _parts(groups: Groups) -> list[tuple[str, Groups, slice]]:
-    """Spread rows by how they meet blocks on other lanes, and which of the lane's tokens theirs
-    are: first those that are not settled."""
+def _spread_parts(groups: Groups) -> list[tuple[str, Groups, slice]]:
+    """Spread rows by exchange strategy, rows that are not settled first: the strategy, its rows,
+    and which of the lane's tokens they are."""
     out = []
     at = groups.local_tokens()
     for settled in (False, True):
-        rows = tuple(some for some in groups.spread if some.settled == settled)
-        if rows:
-            stop = at + sum(some.pos.size for some in rows) // lax.axis_size(KVP)
-            out.append(
-                (
-                    groups.exchange if settled else "gather",
-                    dataclasses.replace(groups, spread=rows),
-                    slice(at, stop),
-                )
-            )
+        spread = tuple(rows for rows in groups.spread if rows.settled == settled)
+        if spread:
+            stop = at + sum(rows.pos.size for rows in spread) // lax.axis_size(KVP)
+            exchange = groups.exchange if settled else "gather"
+            out.append((exchange, dataclasses.replace(groups, spread=spread), slice(at, stop)))
             at = stop
     return out
 
@@ -81,8 +82,8 @@ def _attend(
     window: int | None,
     dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
-    """q [R * T, K, G, H] -> out [R * T, K, G, H] of type `dtype`, lse [R * T, K, G] f32; merged
-    with those before, if any."""
+    """`ops.attend` on flat tokens: q [R * T, K, G, H] -> out [R * T, K, G, H] of type `dtype`, lse
+    [R * T, K, G] f32, merged with `before` (out, lse), if any."""
     shaped = lambda x: x.reshape(*rows.shape, *x.shape[1:])
     out, lse = ops.attend(
         shaped(q),
@@ -90,7 +91,7 @@ def _attend(
         pages,
         table,
         rows.slot,
-        rows.held,
+        rows.entries,
         scale=scale,
         window=window,
         dtype=dtype,

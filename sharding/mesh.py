@@ -1,4 +1,5 @@
-"""The mesh of a replica and its sub-meshes. Axis names have their only home here."""
+"""The device mesh of a replica and the sub-mesh of each pipeline stage. Mesh axis names are defined
+here only."""
 
 from __future__ import annotations
 
@@ -14,26 +15,26 @@ SPP, KVP, TP = AXES = ("spp", "kvp", "tp")
 
 
 def ensure_devices(count: int) -> None:
-    """Make the CPU platform show at least `count` devices. Works only before JAX is first used;
-    later it changes nothing."""
+    """Gives the CPU platform at least `count` devices. Has no effect once JAX has been used."""
     if count > max(1, jax.config.jax_num_cpu_devices):  # type: ignore[attr-defined]
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
 
 
 def axis_sum(x: jax.Array, axis: str) -> jax.Array:
-    """Sum over a mesh axis, inside shard_map; nothing at degree one."""
+    """Sums x over a mesh axis, inside shard_map; adds no collective if the axis has one device."""
     return jax.lax.psum(x, axis) if jax.lax.axis_size(axis) > 1 else x
 
 
 def stage_meshes(config: MeshConfig) -> list[Mesh]:
-    """One mesh of lanes and ranks per stage, over the first devices. Errors: ConfigError where
-    there are too few."""
+    """Makes one mesh of lanes and ranks per stage, over the first devices. Errors: ConfigError if
+    there are too few devices."""
     devices = jax.devices()
     if len(devices) < config.devices:
         raise ConfigError(
             "mesh",
-            f"{config} needs {config.devices} devices, {len(devices)} are here ({devices[0].platform})",
+            f"{config} needs {config.devices} devices; "
+            f"there are {len(devices)} ({devices[0].platform})",
         )
     grid = np.array(devices[: config.devices]).reshape(config.spp, config.kvp, config.tp)
     return [Mesh(stage, (KVP, TP), axis_types=(AxisType.Auto, AxisType.Auto)) for stage in grid]

@@ -1,8 +1,4 @@
-"""Pages that move from lane to lane: the history of a prompt that goes on over other lanes (Tetris,
-section 4.1).
-
-Everything here runs inside shard_map, on one lane and one rank: each rank moves its own heads.
-"""
+"""Moves KV pages between lanes, for prompts that continue on other lanes (Tetris, section 4.1)."""
 
 from __future__ import annotations
 
@@ -14,15 +10,18 @@ from jaxserve.sharding.mesh import KVP
 
 
 def move_pages(pools: list[KVPages], pages: jax.Array) -> list[KVPages]:
-    """Each layer's pages, in place. pages [2, lanes, m]: what this lane sends to each lane, and
-    where it puts what each lane sends; out of range: nothing. All are read before any is
-    written."""
-    send = pages[0].reshape(-1)
-    put = pages[1].reshape(-1)
+    """Moves pages of every layer between lanes, in place; inside shard_map, each rank moves its own
+    heads.
 
-    def one(pool: jax.Array) -> jax.Array:
+    pages [2, lanes, m] int32: pages that this lane sends to each lane, and where it puts those that
+    each lane sends; numbers out of range are skipped. All pages are read before any is written.
+    """
+    sent = pages[0].reshape(-1)
+    targets = pages[1].reshape(-1)
+
+    def move(pool: jax.Array) -> jax.Array:
         count = pool.shape[1]
-        there = lax.all_to_all(pool[0, send.clip(0, count - 1)], KVP, 0, 0, tiled=True)
-        return pool.at[0, put].set(there, mode="drop")
+        received = lax.all_to_all(pool[0, sent.clip(0, count - 1)], KVP, 0, 0, tiled=True)
+        return pool.at[0, targets].set(received, mode="drop")
 
-    return jax.tree.map(one, pools)
+    return jax.tree.map(move, pools)

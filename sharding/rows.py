@@ -1,9 +1,9 @@
-"""The tokens of a step as one lane sees them: rows of equal length, where their KV goes, and what
-they may look at.
+"""The tokens of a step on one lane, in rows of equal length: positions, the pages their KV is
+written to, and the page-table entries they attend over.
 
-A *local* sequence has all its blocks on its home lane and needs no other. Of a *spread* one each
-lane holds some; its rows are known to all lanes. Everything here runs inside shard_map, on one lane
-and one rank.
+A *local* sequence has all its blocks on one lane and is computed there without other lanes. The
+blocks of a *spread* sequence are distributed over lanes, and all lanes know its rows. Everything
+here runs inside shard_map, on one lane and one rank.
 """
 
 from __future__ import annotations
@@ -22,27 +22,35 @@ from jaxserve.sharding.mesh import KVP
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["slot", "pos", "held", "page", "everywhere"],
+    data_fields=["slot", "pos", "entries", "page", "entries_per_lane"],
     meta_fields=["settled"],
 )
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A group of R rows of T tokens each. A position of -1 marks a token that is not there."""
+    """R rows of T tokens each.
 
-    slot: jax.Array  # [R] row of the page table
-    pos: jax.Array  # [R, T]
-    held: jax.Array  # [R] entries of this lane's table row that hold
-    page: jax.Array  # [R, T] page of this lane that a token's KV goes to; out of range: not here
-    everywhere: jax.Array | None = None  # [R, lanes] `held` of every lane, for spread rows
-    settled: bool = False  # all tokens' pages are on the lane that computes them
+    slot [R]: row of the page table. pos [R, T]: positions; -1: padding. entries [R]: valid entries
+    in this lane's page-table row. page [R, T]: page of this lane that a token's KV is written to;
+    out of range: none. entries_per_lane [R, lanes]: `entries` of every lane, for spread rows.
+    settled: the page of every token is on the lane that computes the token.
+    """
+
+    slot: jax.Array
+    pos: jax.Array
+    entries: jax.Array
+    page: jax.Array
+    entries_per_lane: jax.Array | None = None
+    settled: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(R, T)."""
         return self.pos.shape  # type: ignore[return-value]
 
-    def of(self, lane: jax.Array) -> Rows:
-        """The rows that this lane computes, out of those of all."""
-        lanes = self.everywhere.shape[1]  # type: ignore[union-attr]
+    def computed_by(self, lane: jax.Array) -> Rows:
+        """The spread rows that `lane` computes; rows of all lanes are in order of lanes."""
+        assert self.entries_per_lane is not None
+        lanes = self.entries_per_lane.shape[1]
         return jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(
                 x.reshape(lanes, -1, *x.shape[1:]), lane, keepdims=False
@@ -50,8 +58,9 @@ class Rows:
             self,
         )
 
-    def holding(self, held: jax.Array) -> Rows:
-        return dataclasses.replace(self, held=held)
+    def with_entries(self, entries: jax.Array) -> Rows:
+        """The same rows over a table with other numbers of entries [R]."""
+        return dataclasses.replace(self, entries=entries)
 
 
 @functools.partial(
@@ -61,15 +70,20 @@ class Rows:
 )
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """The rows of a step as one lane sees them: its own local ones, and the spread ones of all
-    lanes, lane by lane."""
+    """All rows of a step that one lane needs.
+
+    local: rows of sequences on this lane. spread: rows of spread sequences of all lanes, in order
+    of lanes, [lanes * R, T] each. table [2, slots, W]: this lane's page table. exchange: strategy
+    for settled spread rows, a name in `sharding.exchange.EXCHANGES`.
+    """
 
     local: tuple[Rows, ...]
-    spread: tuple[Rows, ...]  # [lanes * R, T] each
-    table: jax.Array  # [2, slots, W]
-    exchange: str = "gather"  # how spread rows and blocks on other lanes meet: see `exchange`
+    spread: tuple[Rows, ...]
+    table: jax.Array
+    exchange: str = "gather"
 
     def local_tokens(self) -> int:
+        """Number of tokens in local rows, padding included."""
         return sum(rows.pos.size for rows in self.local)
 
 
@@ -82,8 +96,11 @@ def local_rows(
     pages: int,
     size: int,
 ) -> Rows:
-    """Rows of sequences whose entry i of the table is block i. start, length [R]; pages: how many
-    there are; size: tokens of a page."""
+    """Rows of `width` tokens of local sequences, whose page-table entry i is block i.
+
+    slot, start, length [R]: row of the page table, first position, and number of tokens. pages:
+    number of pages in the pool. size: tokens per page.
+    """
     pos = _positions(start, length, width)
     block = jnp.maximum(pos, 0) // size
     page = jnp.where(pos < 0, pages, table[0][slot[:, None], block])
@@ -94,7 +111,7 @@ def spread_rows(
     slot: jax.Array,
     start: jax.Array,
     length: jax.Array,
-    everywhere: jax.Array,
+    entries_per_lane: jax.Array,
     lane: jax.Array,
     width: int,
     table: jax.Array,
@@ -102,29 +119,31 @@ def spread_rows(
     size: int,
     settled: bool = False,
 ) -> Rows:
-    """Rows of sequences of which lanes hold some blocks, ascending: as many as `everywhere` [R,
-    lanes] says; `lane` is this one."""
+    """Rows of `width` tokens of spread sequences, of whose blocks lane `lane` (this one) has some.
+
+    entries_per_lane [R, lanes]: blocks that each lane has. The other arguments are those of
+    `local_rows`.
+    """
     pos = _positions(start, length, width)
-    held = everywhere[:, lane]
+    entries = entries_per_lane[:, lane]
     block = jnp.maximum(pos, 0) // size
-    index = entries_below(table[1], slot, held[:, None], block)
-    here = (index < held[:, None]) & (table[1][slot[:, None], index] == block) & (pos >= 0)
-    return Rows(
-        slot, pos, held, jnp.where(here, table[0][slot[:, None], index], pages), everywhere, settled
-    )
+    index = entries_below(table[1], slot, entries[:, None], block)
+    here = (index < entries[:, None]) & (table[1][slot[:, None], index] == block) & (pos >= 0)
+    page = jnp.where(here, table[0][slot[:, None], index], pages)
+    return Rows(slot, pos, entries, page, entries_per_lane, settled)
 
 
-def gather_rows(x: jax.Array) -> jax.Array:
-    """[R, ...] of each lane -> [lanes * R, ...], on every lane."""
+def all_gather_rows(x: jax.Array) -> jax.Array:
+    """Gathers [R, ...] of each lane to [lanes * R, ...] on every lane."""
     return lax.all_gather(x, KVP, tiled=True)
 
 
-def write(pages: KVPages, kv: jax.Array, groups: tuple[Rows, ...]) -> KVPages:
-    """kv [T, K, 2, H] to its pages, in place.
+def write_kv(pages: KVPages, kv: jax.Array, groups: tuple[Rows, ...]) -> KVPages:
+    """Writes kv [T, K, 2, H] of the tokens of these rows to their pages, in place; quantises it if
+    the pages are FP8.
 
-    A scatter of one token would become a dynamic-update-slice, which XLA's CPU compiler fuses with
-    its readers at the price of copies of the pool; so a lone token is joined by one that goes
-    nowhere.
+    A lone token is padded with one that is written nowhere: a scatter of one token would become a
+    dynamic-update-slice, which XLA's CPU compiler fuses with its readers, copying the pool.
     """
     if not groups:
         return pages

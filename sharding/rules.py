@@ -1,5 +1,4 @@
-"""Where every kind of array lies: one table from logical to mesh axes. Axes not named here are not
-split."""
+"""The table from logical axes of arrays to mesh axes; None: replicated."""
 
 from __future__ import annotations
 
@@ -11,10 +10,11 @@ RULES: dict[str, str | None] = {"vocab": TP, "kv_heads": TP, "ffn": TP, "embed":
 
 
 def spec(*axes: str | None) -> PartitionSpec:
-    """Logical axis names, one per dimension (None: not split) -> mesh axes. Errors: KeyError for a
-    name that has no rule."""
+    """PartitionSpec of an array with these logical axes, one per dimension (None: not split).
+    Errors: KeyError for a name without a rule."""
     return PartitionSpec(*(None if axis is None else RULES[axis] for axis in axes))
 
 
 def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
+    """Sharding over `mesh` of an array with these logical axes."""
     return NamedSharding(mesh, spec(*axes))

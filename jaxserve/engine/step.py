@@ -22,7 +22,7 @@ from jaxserve.engine.arrays import StepShape, layout
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.models.decoder import Head, Stage, run_layers
 from jaxserve.sharding.mesh import KVP
-from jaxserve.sharding.rows import Groups, gather_rows, local_rows, spread_rows
+from jaxserve.sharding.rows import Groups, all_gather_rows, local_rows, spread_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _groups(
         mine = jnp.concatenate(
             [view["rows"][row : row + rows], view["held"][row - first : row - first + rows]], 1
         )
-        mine = gather_rows(mine)  # every lane needs all spread rows
+        mine = all_gather_rows(mine)  # every lane needs all spread rows
         settled = shape.exchange != "gather" and width > 1
         slot, start, length = mine[:, :3].T
         spread.append(

@@ -22,7 +22,7 @@ from jaxserve.sharding import attention as meeting
 from jaxserve.sharding import exchange
 from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.mesh import KVP, TP
-from jaxserve.sharding.rows import Groups, gather_rows, spread_rows
+from jaxserve.sharding.rows import Groups, all_gather_rows, spread_rows
 from tests.examples import examples
 
 # tokens of a page, head dim, sequences, pages of a lane, tokens of a prefill row
@@ -91,7 +91,7 @@ def program(strategy: str, count: int, everywhere, rows, pages, q, kv):
     groups = []
     at = 0
     for number, width in ((DECODES, 1), (ROWS, WIDTH)):
-        mine = gather_rows(rows[0, at : at + number])
+        mine = all_gather_rows(rows[0, at : at + number])
         settled = strategy != "gather" and width > 1
         groups.append(
             spread_rows(*mine[:, :3].T, mine[:, 3:], lane, width, table, PAGES, C, settled)
@@ -174,7 +174,9 @@ def assert_dense(case: Case, strategy: str) -> None:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(exchange, "PIECE", 3 * C)  # several of them, the last one not full
+    monkeypatch.setattr(
+        exchange, "KV_CHUNK_TOKENS", 3 * C
+    )  # several of them, the last one not full
 
 
 @pytest.mark.parametrize("lanes", HEADS)

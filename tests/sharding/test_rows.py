@@ -42,7 +42,7 @@ def test_a_local_token_goes_to_the_page_of_its_block(width):
             np.r_[table[0, slot[r], positions // size], np.full(width - length[r], PAGES)],
         )
         # what attention may look at: nothing for an empty row
-        assert rows.held[r] == -(-int(start[r] + length[r]) // size)
+        assert rows.entries[r] == -(-int(start[r] + length[r]) // size)
 
 
 @pytest.mark.parametrize("size", [1, 16, 256])

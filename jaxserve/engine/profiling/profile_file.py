@@ -32,7 +32,7 @@ from jaxserve.progress import progress_bar
 from jaxserve.scheduling.planning.cdsp import Instances
 from jaxserve.scheduling.planning.lanes import instances_of
 from jaxserve.settings.schema import ConfigError
-from jaxserve.sharding.exchange import EXCHANGES, PIECE
+from jaxserve.sharding.exchange import EXCHANGES, KV_CHUNK_TOKENS
 
 log = logging.getLogger(__name__)
 FORMAT = 4  # of the file
@@ -67,7 +67,7 @@ class EngineProfile:
             heads,
             dataclasses.replace(rates_of(self.costs, heads), **links),
             chooser,
-            piece=PIECE,
+            piece=KV_CHUNK_TOKENS,
         )
 
     def instances(self, engine: Any) -> Instances:
