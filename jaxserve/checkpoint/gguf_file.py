@@ -1,6 +1,7 @@
-"""The front of a GGUF file: its metadata and the table of its tensors. The `gguf` library knows the
-block formats; this reader bounds every count, length and offset by the size of the file before it
-is used, which the library's own reader does not.
+"""Reads the header of a GGUF file: metadata and table of tensors.
+
+Every count, length and offset is checked against the size of the file before it is used, which the
+reader of the `gguf` library does not do; of that library only the block formats are used.
 
 Layout, little endian: magic, version, tensor count, field count; fields (key, type, value); tensor
 infos (name, dimensions, type, offset); padding; data. Tensors lie one after another, each padded to
@@ -19,8 +20,9 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from jaxserve.checkpoint.model_paths import CheckpointError
+from jaxserve.checkpoint.model_paths import CheckpointError, reason
 
+# field types: codes of `struct`, by number
 _SCALARS = {
     0: "B",
     1: "b",
@@ -41,8 +43,8 @@ _MAX_DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """`shape` is row-major (the file lists dimensions innermost first). `start`, `stop`: bytes from
-    the beginning of the file."""
+    """Shape (row-major; the file lists dimensions innermost first), GGML type, and place of a
+    tensor: bytes `start` to `stop` of the file."""
 
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
@@ -52,18 +54,20 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
+    """Metadata by key, and tensors by name."""
+
     fields: dict[str, Any]
     tensors: dict[str, GgufTensor]
 
 
 def read_header(path: Path | str) -> GgufHeader:
-    """Metadata and tensor table. Errors: CheckpointError where the file is truncated, lies about
-    itself, or is of an unknown kind."""
+    """Reads metadata and tensor table. Errors: CheckpointError if the file is truncated,
+    inconsistent, or not a GGUF file of a known version."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(_Cursor(data))
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error.args[0].removeprefix('model: ')}") from None
+        raise CheckpointError(f"{path}: {reason(error)}") from None
     except (struct.error, ValueError, TypeError, OverflowError) as error:
         raise CheckpointError(f"{path}: not a readable GGUF file ({error})") from None
     except OSError as error:
@@ -80,18 +84,20 @@ class _Cursor:
     def take(self, count: int) -> bytes:
         if count > len(self.data) - self.at:
             raise CheckpointError(
-                f"truncated: {count} bytes are announced at byte {self.at}, the file ends at {len(self.data)}"
+                f"truncated: {count} bytes are announced at byte {self.at}, "
+                f"the file ends at {len(self.data)}"
             )
         self.at += count
         return self.data[self.at - count : self.at]
 
     def scalar(self, code: str) -> Any:
+        """One number; code: of `struct`."""
         value = struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
-        # 1e-05, not 9.999999747378752e-06
+        # shortest decimal of an f32: 1e-05, not 9.999999747378752e-06
         return float(str(np.float32(value))) if code == "f" else value
 
     def count(self, what: str, smallest: int) -> int:
-        """A count of things that take at least `smallest` bytes each."""
+        """A count of items that take at least `smallest` bytes each; what: their name in errors."""
         value = self.scalar("Q")
         if value * smallest > len(self.data) - self.at:
             raise CheckpointError(
@@ -103,6 +109,7 @@ class _Cursor:
         return self.take(self.scalar("Q")).decode()
 
     def value(self, kind: int) -> Any:
+        """A field's value; kind: its GGUF type."""
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
@@ -112,7 +119,7 @@ class _Cursor:
         raise CheckpointError(f"unknown field type {kind} at byte {self.at}")
 
     def array(self, kind: int) -> Any:
-        """Numbers as an array, strings as a list."""
+        """An array field: numbers as a numpy array, strings as a list."""
         if kind == _STRING:
             return [self.string() for _ in range(self.count("strings", 8))]
         if kind not in _SCALARS:
@@ -134,11 +141,12 @@ def _parse(cursor: _Cursor) -> GgufHeader:
     for _ in range(field_count):
         key = cursor.string()
         if key in fields:
-            raise CheckpointError(f"field {key!r} is there twice")
+            raise CheckpointError(f"field {key!r} is given twice")
         fields[key] = cursor.value(cursor.scalar("I"))
     if fields.get("split.count", 1) > 1:
         raise CheckpointError(
-            "the model is split over several GGUF files; merge them first (llama.cpp's gguf-split --merge)"
+            "the model is split over several GGUF files; "
+            "merge them first (llama.cpp's gguf-split --merge)"
         )
     alignment = fields.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
@@ -150,7 +158,7 @@ def _parse(cursor: _Cursor) -> GgufHeader:
 
 
 def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int, int]:
-    """Name, shape, type, offset in the data, bytes."""
+    """One entry of the tensor table: name, shape, type, offset in the data section, and bytes."""
     name = cursor.string()
     dimensions = cursor.scalar("I")
     if not 1 <= dimensions <= _MAX_DIMENSIONS:
@@ -170,15 +178,17 @@ def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], GGMLQuantizatio
 
 
 def _placed(infos: list[tuple], begin: int, alignment: int, size: int) -> dict[str, GgufTensor]:
-    """Tensors by name, each exactly behind the one before it and inside the file."""
+    """Checks that tensors follow each other without gaps, inside the file of `size` bytes, and
+    returns them by name. begin: start of the data section."""
     tensors: dict[str, GgufTensor] = {}
     end = 0
     for name, shape, kind, offset, nbytes in infos:
         if name in tensors:
-            raise CheckpointError(f"tensor {name!r} is there twice")
+            raise CheckpointError(f"tensor {name!r} is given twice")
         if offset != _padded(end, alignment):
             raise CheckpointError(
-                f"tensor {name!r} begins at data byte {offset}, the one before it ends at {end}: an overlap or a gap"
+                f"tensor {name!r} begins at data byte {offset}, "
+                f"the one before it ends at {end}: an overlap or a gap"
             )
         end = offset + nbytes
         if begin + end > size:

@@ -1,8 +1,7 @@
-"""A checkpoint's own description as a `ModelConfig`: a Hugging Face config.json, or the fields of a
-GGUF file.
+"""Converts a Hugging Face config.json or the metadata of a GGUF file to a `ModelConfig`.
 
-A description that asks for anything the decoder lacks is refused here, before a weight is read.
-Nothing in it is ever executed: `auto_map` names code, and is not looked at.
+A config that asks for anything that the decoder does not support is refused here, before a weight
+is read. Nothing in it is executed; `auto_map`, which names code, is ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from jaxserve.checkpoint.zoo import ModelConfig, RopeScaling, llama3_scaling
 
 @dataclass(frozen=True)
 class _Family:
-    """What an architecture says without saying it in its config."""
+    """Defaults of an architecture that its config need not state; gguf: its name in GGUF files."""
 
     gguf: str
     qkv_bias: bool = False
@@ -27,7 +26,7 @@ class _Family:
     max_len: int = 32768
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
-    window: int | None = None  # where the config has no `sliding_window` key
+    window: int | None = None  # sliding window if the config has no `sliding_window` key
 
 
 _FAMILIES = {
@@ -37,12 +36,12 @@ _FAMILIES = {
     "Qwen3ForCausalLM": _Family("qwen3", qk_norm=True, window=4096),
 }
 _LIMIT = 2**31 - 1
-_MAX_LAYERS = 10_000  # what lists every tensor must not run away with a lie
+_MAX_LAYERS = 10_000  # so that listing every tensor of a made-up config ends soon
 
 
 def from_hf(config: dict, generation: dict | None = None, name: str = "") -> ModelConfig:
-    """A config.json (and generation_config.json) as a ModelConfig. Errors: CheckpointError naming
-    the field that cannot be served."""
+    """Converts config.json (and generation_config.json) to a ModelConfig; name: of the model, if
+    the config has none to prefer. Errors: CheckpointError that names the unsupported field."""
     read = _Fields(config)
     architecture = _architecture(config)
     family = _FAMILIES[architecture]
@@ -82,7 +81,7 @@ def from_hf(config: dict, generation: dict | None = None, name: str = "") -> Mod
 
 
 def to_hf(config: ModelConfig) -> dict:
-    """The config.json that `from_hf` reads back as `config`."""
+    """Converts a ModelConfig to a config.json from which `from_hf` gives the same ModelConfig."""
     family = {(f.qkv_bias, f.qk_norm): name for name, f in reversed(_FAMILIES.items())}
     architecture = family[config.qkv_bias, config.qk_norm]
     if architecture == "LlamaForCausalLM" and config.sliding_window:
@@ -116,15 +115,16 @@ def to_hf(config: ModelConfig) -> dict:
 def from_gguf(
     fields: dict, name: str = "", tied: bool = False, rope_factors: Sequence[float] | None = None
 ) -> ModelConfig:
-    """The metadata of a GGUF file as a ModelConfig. `tied`: the file has no `output.weight`;
-    `rope_factors`: its `rope_freqs.weight`, which is how the format writes Llama 3 scaling. Errors:
-    CheckpointError."""
+    """Converts the metadata of a GGUF file to a ModelConfig.
+
+    tied: the file has no `output.weight`. rope_factors: its `rope_freqs.weight`, which is how the
+    format stores Llama 3 scaling. Errors: CheckpointError that names the unsupported field.
+    """
     arch = fields.get("general.architecture")
     family = next((f for f in _FAMILIES.values() if f.gguf == arch), None)
     if family is None:
-        raise CheckpointError(
-            f"GGUF architecture {arch!r} is not one of {', '.join(sorted({f.gguf for f in _FAMILIES.values()}))}"
-        )
+        known = sorted({family.gguf for family in _FAMILIES.values()})
+        raise CheckpointError(f"GGUF architecture {arch!r} is not one of {', '.join(known)}")
     read = _Fields(fields, f"{arch}.")
     if read.count("expert_count", 0, low=0):
         raise CheckpointError(f"{arch}.expert_count: mixtures of experts are not supported")
@@ -134,7 +134,8 @@ def from_gguf(
     for key in ("attention.value_length", "rope.dimension_count"):
         if (other := read.count(key, head_dim)) != head_dim:
             raise CheckpointError(
-                f"{arch}.{key}: {other} differs from the head size {head_dim}, which is not supported"
+                f"{arch}.{key}: {other} differs from the head size {head_dim}, "
+                "which is not supported"
             )
     theta = read.number("rope.freq_base", 10000.0)
     max_len = read.count("context_length")
@@ -165,7 +166,7 @@ def from_gguf(
 
 
 class _Fields:
-    """Typed access to a config's fields; a default stands for null and for absence."""
+    """Typed access to the fields of a config; defaults replace null and missing values."""
 
     def __init__(self, fields: dict, prefix: str = ""):
         self.fields = fields
@@ -175,7 +176,8 @@ class _Fields:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise CheckpointError(
-                f"{self.prefix}{key}: must be a whole number from {low} to {high}, not {str(value)[:100]!r}"
+                f"{self.prefix}{key}: must be a whole number from {low} to {high}, "
+                f"not {str(value)[:100]!r}"
             )
         return value
 
@@ -200,13 +202,14 @@ class _Fields:
 
 
 def _architecture(config: dict) -> str:
-    """The class the config names, if it is one of ours and asks for nothing that the decoder
-    lacks."""
+    """The architecture that the config names. Errors: CheckpointError if it is not supported, or if
+    the config asks for something that the decoder does not support."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if name not in _FAMILIES:
         raise CheckpointError(
-            f"architecture {name!r} is not supported (auto_map is never run); these are: {', '.join(_FAMILIES)}"
+            f"architecture {name!r} is not supported (auto_map is never run); "
+            f"these are: {', '.join(_FAMILIES)}"
         )
     wanted = {
         "hidden_act": "silu",
@@ -226,8 +229,8 @@ def _architecture(config: dict) -> str:
 
 
 def _hf_rope(config: dict, family: _Family, max_len: int) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and
-    `rope_scaling`."""
+    """RoPE base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and
+    `rope_scaling` (before)."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(given, dict) or any(isinstance(v, dict) for v in given.values()):
         raise CheckpointError(
@@ -284,19 +287,17 @@ def _to_hf_scaling(scaling: RopeScaling | None) -> dict | None:
 
 
 def _served_len(max_len: int, scaling: RopeScaling | None) -> int:
-    """Most tokens of a sequence: YaRN configs may state the length before scaling."""
-    return (
-        max(max_len, int(scaling.factor * scaling.original_max_len))
-        if scaling and scaling.kind == "yarn"
-        else max_len
-    )
+    """Most tokens of a sequence; YaRN configs may state the length before scaling."""
+    if scaling is None or scaling.kind != "yarn":
+        return max_len
+    return max(max_len, int(scaling.factor * scaling.original_max_len))
 
 
 def _hf_sliding(
     config: dict, architecture: str, layers: int
 ) -> tuple[int | None, tuple[bool, ...] | None]:
-    """The window and the layers it holds in. Qwen states a window that is off unless
-    `use_sliding_window`, from `max_window_layers` on."""
+    """Sliding window and the layers that have it. A Qwen config's window applies only with
+    `use_sliding_window`, from layer `max_window_layers` on."""
     window = config.get("sliding_window", _FAMILIES[architecture].window)
     qwen = architecture.startswith("Qwen")
     if (
@@ -318,7 +319,7 @@ def _hf_sliding(
         marks = tuple(t == "sliding_attention" for t in types)
     else:
         raise CheckpointError(
-            f"layer_types: must name sliding_attention or full_attention for each of {layers} layers"
+            f"layer_types: must be sliding_attention or full_attention for each of {layers} layers"
         )
     return (window, None if all(marks) else marks) if any(marks) else (None, None)
 
@@ -352,8 +353,8 @@ def _gguf_scaling(
 
 
 def _llama3_from_factors(factors: Sequence[float], theta: float, head_dim: int) -> RopeScaling:
-    """Llama 3 scaling from its divisors per frequency: the slowest wave has the whole factor, the
-    rest must follow from it."""
+    """Llama 3 scaling from the divisor of each frequency: the lowest frequency has the whole
+    factor. Errors: CheckpointError if the others do not follow from it."""
     scaling = llama3_scaling(float(max(factors, default=0.0)))
     if len(factors) == head_dim // 2 and all(
         abs(a - b) <= 1e-3 * b for a, b in zip(factors, _llama3_factors(scaling, theta, head_dim))
@@ -365,19 +366,20 @@ def _llama3_from_factors(factors: Sequence[float], theta: float, head_dim: int) 
 
 
 def _llama3_factors(scaling: RopeScaling, theta: float, head_dim: int) -> list[float]:
-    """What each frequency is divided by."""
+    """The divisor of each RoPE frequency with Llama 3 scaling."""
     low = scaling.low_freq_factor
     high = scaling.high_freq_factor
     factors = []
     for i in range(0, head_dim, 2):
-        turns = scaling.original_max_len / (2 * math.pi * theta ** (i / head_dim))
-        keep = min(max((turns - low) / (high - low), 0.0), 1.0)
+        # full rotations over the original context length
+        rotations = scaling.original_max_len / (2 * math.pi * theta ** (i / head_dim))
+        keep = min(max((rotations - low) / (high - low), 0.0), 1.0)
         factors.append(1 / (keep + (1 - keep) / scaling.factor))
     return factors
 
 
 def _ids(*values: Any) -> tuple[int, ...]:
-    """Token ids of fields that hold one, several or none, in order, each once."""
+    """Token ids of fields that hold one, a list, or none: in order, without repeats."""
     flat = [
         i for v in values if v is not None for i in (v if isinstance(v, (list, tuple)) else [v])
     ]
@@ -391,6 +393,7 @@ def _first(value: Any) -> int | None:
 
 
 def _checked(config: ModelConfig) -> ModelConfig:
+    """The config, if it is consistent. Errors: CheckpointError."""
     if config.heads % config.kv_heads:
         raise CheckpointError(
             f"{config.heads} heads are not a multiple of {config.kv_heads} kv heads"

@@ -22,6 +22,11 @@ class CheckpointError(ConfigError):
         super().__init__("model", message)
 
 
+def reason(error: Exception) -> str:
+    """The text of an error, without the field name that CheckpointError puts before it."""
+    return str(error).removeprefix("model: ") if isinstance(error, CheckpointError) else str(error)
+
+
 def cached(name: str) -> Path:
     """The cache folder of a fetched name or hub id, whether it exists or not. Errors:
     CheckpointError for anything else."""

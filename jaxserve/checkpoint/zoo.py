@@ -1,8 +1,7 @@
-"""What a model is, in numbers. All architectures that jaxserve runs are the same decoder; they
-differ in the fields of `ModelConfig`.
+"""`ModelConfig`, which says all that differs between the supported models, and `MODELS`, the
+configs of well-known models for planning, benchmarks and tests.
 
-`MODELS` names shapes for planning, benchmarks and tests; `parse` makes a `ModelConfig` of a
-checkpoint's own description.
+The config of a checkpoint is read from its own files by `checkpoint.model_config`.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from jaxserve.settings.schema import ConfigError
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are changed for longer contexts. Fields mean what they mean in
-    transformers' modeling_rope_utils."""
+    """RoPE scaling for contexts longer than the model was trained with. kind: linear, llama3 or
+    yarn; the other fields have the meaning they have in transformers' modeling_rope_utils."""
 
-    kind: str  # linear | llama3 | yarn
+    kind: str
     factor: float
     original_max_len: int = 0
     low_freq_factor: float = 1.0  # llama3
@@ -34,8 +33,12 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and constants of a decoder. `sliding_window` w: a token sees itself and the w - 1
-    before it, in the layers that `sliding_layers` marks (None: in all)."""
+    """Shape and constants of a decoder.
+
+    sliding_window w: a token attends to itself and the w - 1 tokens before it (None: to all), in
+    the layers that `sliding_layers` marks (None: in all layers). max_len: most tokens of a
+    sequence. tied: the LM head is the embedding. eos_ids: tokens that end a completion.
+    """
 
     name: str
     layers: int
@@ -59,7 +62,7 @@ class ModelConfig:
 
     @property
     def parameters(self) -> int:
-        """Number of weights; those of a tied head are counted once."""
+        """Number of weights; a tied head is not counted again."""
         D = self.d_model
         N = self.heads
         K = self.kv_heads
@@ -74,16 +77,18 @@ class ModelConfig:
         )
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of KV cache per token, over all layers, for numbers of `itemsize` bytes."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
     def with_tp(self, tp: int) -> ModelConfig:
-        """The config as `tp` ranks hold it: kv heads are repeated where there are fewer than ranks.
-        Errors: ConfigError."""
+        """The config for `tp` ranks: kv heads are repeated if there are fewer than ranks. Errors:
+        ConfigError if heads or d_ff do not divide, with the degrees that work."""
         if not self._splits(tp):
             works = [d for d in range(1, self.heads + 1) if self._splits(d)]
             raise ConfigError(
                 "mesh",
-                f"tp={tp} cannot split {self.name} ({self.heads} heads, {self.kv_heads} kv heads, ffn {self.d_ff}); "
+                f"tp={tp} cannot split {self.name} "
+                f"({self.heads} heads, {self.kv_heads} kv heads, ffn {self.d_ff}); "
                 f"these can: {', '.join(map(str, works))}",
             )
         return replace(self, kv_heads=max(self.kv_heads, tp))
@@ -94,19 +99,19 @@ class ModelConfig:
 
 
 def layers_of(config: ModelConfig, spp: int) -> list[range]:
-    """The layers of each of `spp` stages: contiguous, sizes differ by at most one. Errors:
+    """Splits the layers into `spp` contiguous stages whose sizes differ by at most one. Errors:
     ConfigError for more stages than layers."""
     if not 1 <= spp <= config.layers:
         raise ConfigError(
             "mesh",
-            f"spp={spp} needs 1 to {config.layers} stages, for {config.name} has {config.layers} layers",
+            f"spp={spp} must be from 1 to {config.layers}, the number of layers of {config.name}",
         )
     ends = [config.layers * s // spp for s in range(spp + 1)]
     return [range(a, b) for a, b in itertools.pairwise(ends)]
 
 
 def llama3_scaling(factor: float) -> RopeScaling:
-    """The scaling of every Llama 3.1 and 3.2 model, which differ in the factor alone."""
+    """RoPE scaling of the Llama 3.1 and 3.2 models, which differ only in the factor."""
     return RopeScaling(
         "llama3", factor, original_max_len=8192, low_freq_factor=1.0, high_freq_factor=4.0
     )

@@ -1,5 +1,5 @@
-"""From a checkpoint to arrays on the devices. Each process reads the rows and columns that its
-devices hold, once, and nothing else."""
+"""Loads a checkpoint into sharded arrays. Each process reads once, and only, the rows and columns
+that its devices hold."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def load(
     dtype: jnp.dtype | str,
     progress: bool = True,
 ) -> dict[str, jax.Array]:
-    """The declared parameters (of one stage, or of all) by path. `config` is after `with_tp`.
+    """Loads the declared parameters (of one stage, or of all) by path.
 
-    Errors: CheckpointError with all that is wrong with the checkpoint, before anything is
-    allocated.
+    config: after `with_tp`. declared, shardings: by path, as of `models.decoder.declare`. dtype: to
+    convert to. progress: show a progress bar. Errors: CheckpointError that lists all faults of the
+    checkpoint, before anything is allocated.
     """
     if isinstance(checkpoint, OrbaxFolder):
         return restore(checkpoint.folder, declared, shardings, dtype)
@@ -51,16 +52,17 @@ def _place(
     dtype: np.dtype,
     sharding: jax.sharding.Sharding,
 ) -> jax.Array:
-    slices: dict[tuple, np.ndarray] = {}  # lanes hold the same slice: read it once
+    """Builds one parameter, shard by shard."""
+    slices: dict[tuple, np.ndarray] = {}  # lanes hold equal shards: read each once
 
     def read(name: str, rows: slice, columns: slice | None) -> np.ndarray:
         return checkpoint.read(name, rows, columns).astype(dtype, copy=False)
 
-    def part(index: Index | None) -> np.ndarray:
+    def shard(index: Index | None) -> np.ndarray:
         key = tuple(s.indices(size)[:2] for s, size in zip(index or (), shape))
         if key not in slices:
             values = build(path, tuple(slice(*k) for k in key), read, checkpoint.config, config)
             slices[key] = np.ascontiguousarray(values)
         return slices[key]
 
-    return jax.make_array_from_callback(shape, sharding, part)
+    return jax.make_array_from_callback(shape, sharding, shard)

@@ -1,4 +1,4 @@
-"""Weights made up for benchmarks and tests."""
+"""Random weights, as a checkpoint, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ _ALL = slice(None)
 
 
 class RandomWeights:
-    """Weights of a named shape for benchmarks and tests: normal, deviation 0.02, norms one. Any
-    slice has the same values however the model is split, for a tensor is read from one tape of
-    numbers, at a place that its name decides; that costs hardly more than a copy."""
+    """A checkpoint of random weights: normal with standard deviation 0.02; norms are one.
 
-    _TAPE = 4_194_301  # prime, so that rows of no width repeat on it
+    Any slice has the same values however the model is split: tensors are read from one long array
+    of random numbers, each beginning where its name says, which costs little more than a copy.
+    """
+
+    _LENGTH = 4_194_301  # random numbers; prime, so that rows of no width repeat
 
     def __init__(self, config: ModelConfig, seed: int = 0):
         self.bytes_read = 0
@@ -23,14 +25,15 @@ class RandomWeights:
         self.config = config
         self._seed = seed
         self._shapes = tensors_of(config)
-        self._tape = np.random.Generator(np.random.Philox(seed)).standard_normal(
-            self._TAPE, np.float32
-        ) * np.float32(0.02)
+        generator = np.random.Generator(np.random.Philox(seed))
+        self._numbers = generator.standard_normal(self._LENGTH, np.float32) * np.float32(0.02)
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Name -> (shape, dtype)."""
         return {name: (shape, "F32") for name, shape in self._shapes.items()}
 
     def read(self, name: str, rows: slice = _ALL, columns: slice | None = None) -> np.ndarray:
+        """Reads a slice of a tensor, f32."""
         shape = self._shapes[name]
         first, last, _ = rows.indices(shape[0])
         if name.endswith("norm.weight"):
@@ -47,10 +50,9 @@ class RandomWeights:
         return found
 
     def _span(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Numbers start to stop of a tensor's own endless tape."""
+        """Elements start to stop of a flattened tensor."""
         digest = int.from_bytes(name.encode(), "little") * 2_654_435_761
-        at = (digest + start) % self._TAPE
-        return np.resize(
-            np.roll(self._tape, -at) if stop - start > self._TAPE - at else self._tape[at:],
-            stop - start,
-        )
+        at = (digest + start) % self._LENGTH
+        wraps = stop - start > self._LENGTH - at
+        numbers = np.roll(self._numbers, -at) if wraps else self._numbers[at:]
+        return np.resize(numbers, stop - start)

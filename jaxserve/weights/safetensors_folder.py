@@ -1,8 +1,7 @@
-"""Safetensors folders, read without the library: a JSON header, then bytes. The header is believed
-only where it adds up.
+"""Reads folders of safetensors files as checkpoints.
 
-Files are mapped; `bytes_read` counts what was taken from them. Nothing but .json and .safetensors
-files is ever opened.
+A file is a JSON header, then bytes. Nothing of the header is used before it has been validated
+against the size of the file. Files are memory-mapped; only .json and .safetensors files are opened.
 """
 
 from __future__ import annotations
@@ -12,31 +11,32 @@ import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import ml_dtypes
 import numpy as np
 
 from jaxserve.checkpoint.model_config import from_hf
-from jaxserve.checkpoint.model_paths import CheckpointError
+from jaxserve.checkpoint.model_paths import CheckpointError, reason
 from jaxserve.checkpoint.zoo import ModelConfig
 
-MAX_HEADER = 100 * 2**20
+MAX_JSON_BYTES = 100 * 2**20  # of a header or a JSON file
 FLOATS = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+# dtypes that are not loaded but may appear in a header, by item size in bytes
 _OTHERS = {1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0", 2: "I16 U16", 4: "I32 U32", 8: "I64 U64"}
-_SIZES = {name: d.itemsize for name, d in FLOATS.items()} | {
+_ITEM_SIZES = {name: d.itemsize for name, d in FLOATS.items()} | {
     name: size for size, names in _OTHERS.items() for name in names.split()
 }
 _ALL = slice(None)
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor lies: bytes `start` to `stop` of `file`."""
+    """A tensor in a file: bytes `start` to `stop` of `file`."""
 
     file: Path
     dtype: str
@@ -46,8 +46,8 @@ class TensorPlace(NamedTuple):
 
 
 class SafetensorsFolder:
-    """A folder with config.json and one or more .safetensors files. Other weight files in it, and
-    code, are never opened."""
+    """A checkpoint in a folder with config.json and .safetensors files. `bytes_read` counts what
+    `read` took from them; pickles and code in the folder are never opened."""
 
     def __init__(self, folder: Path, name: str = ""):
         self.bytes_read = 0
@@ -60,10 +60,11 @@ class SafetensorsFolder:
         }
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Name -> (shape, name of the stored dtype)."""
         return {name: (place.shape, place.dtype) for name, place in self._places.items()}
 
     def read(self, name: str, rows: slice = _ALL, columns: slice | None = None) -> np.ndarray:
-        """A view of the mapped file, in the stored dtype."""
+        """Reads a slice of a tensor: a view of the mapped file, in the stored dtype."""
         place = self._places[name]
         found = (
             self._maps[place.file][place.start : place.stop]
@@ -76,10 +77,10 @@ class SafetensorsFolder:
 
 
 def read_json(path: Path) -> Any:
-    """Errors: CheckpointError for what is missing, not JSON or absurdly large."""
+    """Reads a JSON file. Errors: CheckpointError if it is missing, not JSON, or too large."""
     try:
-        if path.stat().st_size > MAX_HEADER:
-            raise CheckpointError(f"{path}: larger than {MAX_HEADER} bytes")
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: larger than {MAX_JSON_BYTES} bytes")
         return json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
@@ -88,7 +89,8 @@ def read_json(path: Path) -> Any:
 
 
 def read_config(folder: Path, name: str = "") -> ModelConfig:
-    """ModelConfig of a folder's config.json and generation_config.json."""
+    """ModelConfig of a folder's config.json and generation_config.json; name: of the model, if the
+    files have none. Errors: CheckpointError."""
     generation = folder / "generation_config.json"
     config = read_json(folder / "config.json")
     more = read_json(generation) if generation.exists() else {}
@@ -97,13 +99,11 @@ def read_config(folder: Path, name: str = "") -> ModelConfig:
     try:
         return from_hf(config, more, name)
     except (TypeError, ValueError, AttributeError) as error:
-        text = (
-            error.args[0].removeprefix("model: ") if isinstance(error, CheckpointError) else error
-        )
-        raise CheckpointError(f"{folder / 'config.json'}: {text}") from None
+        raise CheckpointError(f"{folder / 'config.json'}: {reason(error)}") from None
 
 
 def _placed_tensors(folder: Path) -> dict[str, TensorPlace]:
+    """The tensors of all files of a folder, by name."""
     places: dict[str, TensorPlace] = {}
     for file in _shards(folder):
         for name, place in safetensors_header(file).items():
@@ -116,26 +116,23 @@ def _placed_tensors(folder: Path) -> dict[str, TensorPlace]:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The .safetensors files of a folder: those its index names, where it has one."""
+    """The .safetensors files of a folder: those that its index names, or all if it has none."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            others = [
+            pickles = [
                 f.name
                 for f in sorted(folder.iterdir())
                 if f.suffix in (".bin", ".pt", ".pth", ".ckpt")
             ]
-            hint = (
-                f"; {others[0]} is a pickle, which is never read: convert it to safetensors"
-                if others
-                else ""
-            )
+            hint = ""
+            if pickles:
+                hint = f"; {pickles[0]} is a pickle, which is never read: convert it to safetensors"
             raise CheckpointError(f"{folder}: no .safetensors files{hint}")
         return files
-    weight_map = (
-        (content := read_json(index)) and isinstance(content, dict) and content.get("weight_map")
-    )
+    content = read_json(index)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(f"{index}: has no weight_map of file names")
     names = sorted(set(weight_map.values()))
@@ -148,15 +145,16 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def safetensors_header(file: Path) -> dict[str, TensorPlace]:
-    """Tensors of one file. Errors: CheckpointError where the header lies: lengths, dtypes,
-    overlaps, gaps, bytes past the end."""
+    """Reads and validates the header of a .safetensors file: its tensors by name. Errors:
+    CheckpointError for wrong lengths, unknown dtypes, overlaps, gaps, and bytes past the end."""
     try:
         size = file.stat().st_size
         with open(file, "rb") as f:
             length = int.from_bytes(f.read(8), "little")
-            if size < 8 or not 2 <= length <= min(size - 8, MAX_HEADER):
+            if size < 8 or not 2 <= length <= min(size - 8, MAX_JSON_BYTES):
                 raise CheckpointError(
-                    f"{file}: truncated or no safetensors file (header of {length} bytes, file of {size})"
+                    f"{file}: truncated, or not a safetensors file "
+                    f"(header of {length} bytes, file of {size})"
                 )
             header = json.loads(f.read(length), object_pairs_hook=_unique)
     except OSError as error:
@@ -167,67 +165,68 @@ def safetensors_header(file: Path) -> dict[str, TensorPlace]:
         raise CheckpointError(f"{file}: the header is not JSON ({error})") from None
     places = {}
     end = 8 + length
-    entries = (
-        {name: entry for name, entry in header.items() if name != "__metadata__"}
-        if isinstance(header, dict)
-        else {}
-    )
+    entries = header if isinstance(header, dict) else {}
+    entries.pop("__metadata__", None)
     for name, entry in sorted(entries.items(), key=_begin):
         place = _place(file, name, entry, 8 + length)
         if place.start != end:
             raise CheckpointError(
-                f"{file}: tensor {name!r} begins at byte {place.start}, the last one ends at {end}: an overlap or a gap"
+                f"{file}: tensor {name!r} begins at byte {place.start}, "
+                f"the last one ends at {end}: an overlap or a gap"
             )
         places[name] = place
         end = place.stop
     if end != size:
         raise CheckpointError(
-            f"{file}: the tensors end at byte {end}, the file at {size}: truncated, or data that no tensor claims"
+            f"{file}: the tensors end at byte {end}, the file at {size}: "
+            "truncated, or data that no tensor claims"
         )
     return places
 
 
 def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict. Errors: ValueError for a repeated key."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"{key!r} is there twice")
+            raise ValueError(f"{key!r} is given twice")
         found[key] = value
     return found
 
 
 def _begin(item: tuple[str, Any]) -> tuple[int, int]:
+    """Sort key of header entries: their offsets, invalid ones first."""
     offsets: Any = item[1].get("data_offsets") if isinstance(item[1], dict) else None
-    return (offsets[0], offsets[1]) if _whole(offsets) and len(offsets) == 2 else (-1, -1)
+    return (offsets[0], offsets[1]) if _is_counts(offsets) and len(offsets) == 2 else (-1, -1)
 
 
-def _whole(values: Any) -> bool:
+def _is_counts(values: object) -> TypeGuard[list[int]]:
+    """Whether a JSON value is a list of whole numbers of at least 0."""
     return isinstance(values, list) and all(
         isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values
     )
 
 
 def _place(file: Path, name: str, entry: Any, data: int) -> TensorPlace:
-    dtype: Any
-    shape: Any
-    offsets: Any
-    dtype, shape, offsets = (
-        (entry.get(k) for k in ("dtype", "shape", "data_offsets"))
-        if isinstance(entry, dict)
-        else (None,) * 3
-    )
+    """Validates one entry of a header; data: where the tensors' bytes begin in the file."""
+    fields = entry if isinstance(entry, dict) else {}
+    dtype = fields.get("dtype")
+    shape = fields.get("shape")
+    offsets = fields.get("data_offsets")
     if (
         not isinstance(dtype, str)
-        or dtype not in _SIZES
-        or not _whole(shape)
-        or not _whole(offsets)
+        or dtype not in _ITEM_SIZES
+        or not _is_counts(shape)
+        or not _is_counts(offsets)
         or len(offsets) != 2
     ):
         raise CheckpointError(
-            f"{file}: tensor {name!r} has no valid dtype, shape and data_offsets: {str(entry)[:200]}"
+            f"{file}: tensor {name!r} has no valid dtype, shape and data_offsets: "
+            f"{str(entry)[:200]}"
         )
-    if offsets[1] - offsets[0] != math.prod(shape) * _SIZES[dtype]:
+    size = offsets[1] - offsets[0]
+    if size != math.prod(shape) * _ITEM_SIZES[dtype]:
         raise CheckpointError(
-            f"{file}: tensor {name!r} of {dtype} {shape} cannot have {offsets[1] - offsets[0]} bytes"
+            f"{file}: tensor {name!r} of {dtype} {shape} cannot have {size} bytes"
         )
     return TensorPlace(file, dtype, tuple(shape), data + offsets[0], data + offsets[1])
