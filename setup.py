@@ -61,7 +61,8 @@ setup(
         "scipy>=1.11",
         "prometheus-client>=0.20",
         "fastapi>=0.115",
-        "uvicorn>=0.30",
+        # bounded: server/http_server.py builds on its internals
+        "uvicorn>=0.30,<0.55",
         "h11>=0.14",
         "llguidance>=1.3",
         "pyyaml>=6",

@@ -129,12 +129,12 @@ def browser(folder: Path, size: tuple[int, int] = SIZE, dark: bool = False) -> I
 
 class PageServer:
     """The page of an engine (or of what has a `view` as one) on a port of loopback, while it is
-    entered. mine: see router."""
+    entered. visible_ids: see router."""
 
-    def __init__(self, engine: Any, port: int = 0, **mine: Any):
-        self.front = SimpleNamespace(engine=engine, state="serving")
+    def __init__(self, engine: Any, port: int = 0, **visible_ids: Any):
+        self.frontend = SimpleNamespace(replica=engine, state="serving")
         app = FastAPI(openapi_url=None)
-        app.include_router(router(self.front, **mine))
+        app.include_router(router(self.frontend, **visible_ids))
         self._server = uvicorn.Server(
             uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1)
         )

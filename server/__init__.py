@@ -1,15 +1,28 @@
-"""The fronts of jaxserve, gRPC and HTTP, in one process with the engine, and the client that speaks
-gRPC.
+"""The server: gRPC and HTTP in front of one replica, in one process, and the gRPC client.
 
-A request's way in: `door` (gRPC) or `http` (connections, sizes, times) asks `access` for the key,
-and refuses what is malformed; `convert` or `openai.wire` makes an `Ask` of it; `front` reads the
-prompt (`prompts`), counts it against the key's limits, and posts a `Request` to the engine. Its way
-out: the engine's thread drops events into a stream's inbox, `streams.Mailbox` wakes the event loop
-at most once a step, `streams.Stream` makes text of them and merges what a slow reader has not taken
-yet; `service` or `openai.answers` writes it.
+A request's way in: `grpc.handlers` or `http_server` limits and parses what comes, `grpc.auth` or
+`http_server` has `auth.access` find the caller of its API key. `grpc.inference` or `openai`
+translates it into a `generate_call.GenerateCall`. `frontend` tokenizes its prompt (`prompts`),
+counts it against the key's limits, and submits a `Request` to the replica. Its way out: the
+replica's thread puts events into `streams.Mailbox`, which wakes the event loop; `streams.Stream`
+makes outputs of them, which `grpc.inference`, or `openai.responses` by an `event_stream`, writes.
 
-`launch` holds the life of the server: ports, health, reflection, drain. `probe` answers whether it
-lives. `control` and `admin` tell of it and change it. `trail` follows a request through `logs` and
-`tracing`; `front_metrics` counts answers. `keys` and `tls` read files that may change while it
-runs. `page` is the live page. `client` is the other side.
+supervisor         ports, health, reflection, start, drain and stop
+event_loop         the asyncio loop, and work in threads
+frontend           calls of any protocol to the replica; the server's state
+generate_call      what a caller asks for
+prompts            text, chats and ids to token ids
+streams            events from the replica's thread to slow readers
+readiness          health checks
+request_log, logs, tracing, frontend_metrics    what operators see
+admin              the operators' HTTP port
+http_server        HTTP connections, limits, keys, browsers
+http_app           FastAPI applications; json_body: JSON within limits
+errors, http_errors, grpc/errors                errors as callers see them
+auth/              access (callers and their limits), keys (the key file), tls (certificates)
+grpc/              auth, handlers, inference, control, health, proto (messages to plain data)
+openai/            the OpenAI protocol; see there
+dashboard/         the live page
+files              checks of files with secrets
+client             clients for Python
 """

@@ -1,16 +1,18 @@
-"""The operators' port: it has keys of its own, and none of the users' routes."""
+"""The operators' HTTP port: draining, aborting, cache and log control, settings. It has API keys of
+its own, and none of the users' routes."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any, Literal
+from typing import Literal
 
 import fastapi
 
 from jaxserve.api.errors import RequestError
 from jaxserve.server.frontend import DRAINING, SERVING, Frontend
 from jaxserve.server.http_app import StrictModel, make_app
+from jaxserve.server.json_body import JsonObject
 
 log = logging.getLogger(__name__)
 
@@ -25,39 +27,41 @@ class LevelRequest(StrictModel):
     logger: str = "jaxserve"
 
 
-def application(front: Frontend) -> fastapi.FastAPI:
+def operators_app(frontend: Frontend) -> fastapi.FastAPI:
+    """The application of the operators' port."""
     app = make_app("jaxserve admin")
 
     @app.post("/admin/drain")
-    async def drain() -> dict[str, Any]:
-        """Takes no new requests; those that run go on. Undone by /admin/resume."""
-        front.check_open()
-        front.state = DRAINING
+    async def drain() -> JsonObject:
+        """Refuses new requests; running ones continue. Undone by /admin/resume."""
+        frontend.check_open()
+        frontend.state = DRAINING
         log.warning("draining, as the operator asked")
-        return _state(front)
+        return _state(frontend)
 
     @app.post("/admin/resume")
-    async def resume() -> dict[str, Any]:
-        if front.state == DRAINING:
-            front.state = SERVING
-        front.check_open()
-        return _state(front)
+    async def resume() -> JsonObject:
+        if frontend.state == DRAINING:
+            frontend.state = SERVING
+        frontend.check_open()
+        return _state(frontend)
 
     @app.post("/admin/flush_cache")
     async def flush_cache() -> dict[str, int]:
-        """Forgets every prefix that nobody holds; tells how many pages that frees."""
-        return {"pages": await front.of_engine(front.running.flush_cache)}
+        """Forgets cached prefixes that no request uses; returns how many pages that frees."""
+        return {"pages": await frontend.ask_replica(frontend.require_replica().flush_cache)}
 
     @app.post("/admin/abort")
     async def abort(body: AbortRequest) -> dict[str, int]:
         if body.all == (body.request_id is not None):
             raise RequestError("request_id", "give either request_id or all=true")
-        if body.request_id is not None and body.request_id not in front.streams:
+        if body.request_id is None:
+            return {"aborted": await frontend.abort(list(frontend.streams))}
+        if body.request_id not in frontend.streams:
             raise RequestError(
                 "request_id", f"{body.request_id[:100]!r} is not running", "NOT_FOUND"
             )
-        ids = list(front.streams) if body.request_id is None else [body.request_id]
-        return {"aborted": await front.abort(ids)}
+        return {"aborted": await frontend.abort([body.request_id])}
 
     @app.post("/admin/log_level")
     async def log_level(body: LevelRequest) -> dict[str, str]:
@@ -67,20 +71,20 @@ def application(front: Frontend) -> fastapi.FastAPI:
         return {body.logger: body.level}
 
     @app.get("/admin/requests")
-    async def requests() -> list[dict[str, Any]]:
+    async def requests() -> list[JsonObject]:
         return [
             {"id": stream.request.id, "prompt_tokens": len(stream.request.prompt)}
-            for stream in front.streams.values()
+            for stream in frontend.streams.values()
         ]
 
     @app.get("/admin/config")
-    async def config() -> dict[str, Any]:
+    async def config() -> JsonObject:
         """The settings in use; no secrets are among them."""
-        engine = {} if front.engine is None else dataclasses.asdict(front.engine.config)
-        return {"server": dataclasses.asdict(front.config), "engine": engine}
+        engine = {} if frontend.replica is None else frontend.replica.info.settings
+        return {"server": dataclasses.asdict(frontend.config), "engine": engine}
 
     return app
 
 
-def _state(front: Frontend) -> dict[str, Any]:
-    return {"state": front.state, "requests": len(front.streams)}
+def _state(frontend: Frontend) -> JsonObject:
+    return {"state": frontend.state, "requests": len(frontend.streams)}

@@ -1,8 +1,8 @@
-"""The client: `Client` for threads and scripts, `AsyncClient` for asyncio. Both speak jaxserve.v1
+"""gRPC clients: `Client` for threads and scripts, `AsyncClient` for asyncio. Both speak jaxserve.v1
 and raise `ServerError`.
 
-Both take the same keyword arguments: `api_key`, where the server asks for one; `root_certificates`,
-the authorities of the server's certificate, and for a server that wants a client certificate
+Both take the same keyword arguments: `api_key`, if the server requires one; `root_certificates`,
+the authorities of the server's certificate; and for a server that requires client certificates,
 `certificate` and `private_key`. These are PEM bytes, and any of them, or `tls=True` with the
 system's authorities, turns TLS on.
 """
@@ -21,10 +21,11 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server import jaxserve_pb2_grpc as rpc
 from jaxserve.server.grpc.errors import ServerError
-from jaxserve.server.grpc.proto import Given, generate_message, output_of, set_prompt
+from jaxserve.server.grpc.proto import PromptArgument, generate_message, output_of, set_prompt
 from jaxserve.text.output import Completion, CompletionCollector, Output
 
-OPTIONS = [  # pings through minutes of prefill, not more often than the server lets
+# keepalive pings during minutes of prefill, no more often than the server permits
+CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.keepalive_time_ms", 20_000),
@@ -36,7 +37,7 @@ OPTIONS = [  # pings through minutes of prefill, not more often than the server 
 
 @dataclasses.dataclass(frozen=True)
 class Credentials:
-    """How a client proves who it is, and knows who it talks to."""
+    """How a client authenticates itself and the server; see the module."""
 
     api_key: str | None = dataclasses.field(default=None, repr=False)
     tls: bool = False
@@ -49,17 +50,17 @@ class Credentials:
         return () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),)
 
     def channel(self, module: Any, target: str) -> Any:
-        """module: grpc or grpc.aio."""
+        """A channel to a server. module: grpc or grpc.aio."""
         if not (self.tls or self.root_certificates or self.certificate or self.private_key):
-            return module.insecure_channel(target, OPTIONS)
+            return module.insecure_channel(target, CHANNEL_OPTIONS)
         credentials = grpc.ssl_channel_credentials(
             self.root_certificates, self.private_key, self.certificate
         )
-        return module.secure_channel(target, credentials, OPTIONS)
+        return module.secure_channel(target, credentials, CHANNEL_OPTIONS)
 
 
-class Calls:
-    """What both clients share: stubs, and what goes with every call."""
+class Stubs:
+    """What both clients share: stubs of the services, and the metadata of every call."""
 
     def __init__(self, module: Any, target: str, credentials: Credentials):
         channel = self.channel = credentials.channel(module, target)
@@ -70,11 +71,14 @@ class Calls:
 
 
 class Client:
-    """`with Client("127.0.0.1:8470") as client: print(client.complete("Once upon a
-    time")[0].text)`. Safe to share between threads."""
+    """A blocking client; threads may share one.
+
+    with Client("127.0.0.1:8470") as client:
+        print(client.complete("Once upon a time")[0].text)
+    """
 
     def __init__(self, target: str, **credentials: Any):
-        self._calls = Calls(grpc, target, Credentials(**credentials))
+        self._stubs = Stubs(grpc, target, Credentials(**credentials))
 
     def __enter__(self) -> Client:
         return self
@@ -83,26 +87,26 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        self._calls.channel.close()
+        self._stubs.channel.close()
 
     def generate(
         self,
-        prompt: Given,
+        prompt: PromptArgument,
         sampling: SamplingParams | None = None,
         *,
         timeout: float | None = None,
         **fields: Any,
     ) -> Iterator[Output]:
-        """Events as they come: Accepted, Progress, Delta, Finished. Sent when the first is asked
-        for; closing the iterator aborts it.
+        """Yields outputs as they come: Accepted, Progress, Delta, Finished. The request is sent
+        when the first is asked for; closing the iterator aborts it.
 
         prompt: text, token ids, or chat messages (dicts of role and content). timeout: seconds.
         fields: `guided`, a Guided, and others of GenerateRequest, such as request_id, ids_only, kv.
         Errors: ServerError.
         """
         message = generate_message(prompt, sampling, **fields)
-        call = self._calls.inference.Generate(
-            message, timeout=timeout, metadata=self._calls.metadata
+        call = self._stubs.inference.Generate(
+            message, timeout=timeout, metadata=self._stubs.metadata
         )
         try:
             for event in call:
@@ -114,52 +118,51 @@ class Client:
 
     def complete(
         self,
-        prompt: Given,
+        prompt: PromptArgument,
         sampling: SamplingParams | None = None,
         *,
         timeout: float | None = None,
         **fields: Any,
     ) -> list[Completion]:
-        """The n completions, whole. Arguments and errors as for `generate`."""
-        gathered = CompletionCollector(_ids_of(prompt))
+        """Returns the n completions at their end. Arguments and errors as for `generate`."""
+        collector = CompletionCollector(_prompt_ids(prompt))
         for output in self.generate(prompt, sampling, timeout=timeout, **fields):
-            gathered.add(output)
-        return gathered.completions()
+            collector.add(output)
+        return collector.completions()
 
-    def tokenize(self, prompt: Given, special: bool = True) -> list[int]:
-        return list(
-            self._call(self._calls.inference.Tokenize, _tokenize_message(prompt, special)).ids
-        )
+    def tokenize(self, prompt: PromptArgument, special: bool = True) -> list[int]:
+        """Token ids of a prompt. special: as for `prompts.Text`. Errors: ServerError."""
+        message = _tokenize_message(prompt, special)
+        return list(self._call(self._stubs.inference.Tokenize, message).ids)
 
     def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        return self._call(
-            self._calls.inference.Detokenize,
-            pb.DetokenizeRequest(ids=ids, skip_special=skip_special),
-        ).text
+        """Text of token ids. Errors: ServerError."""
+        message = pb.DetokenizeRequest(ids=ids, skip_special=skip_special)
+        return self._call(self._stubs.inference.Detokenize, message).text
 
     def abort(self, request_id: str | None = None) -> int:
-        """Aborts one request, or all where no id is given; returns how many."""
-        return self._call(self._calls.control.Abort, _abort_message(request_id)).aborted
+        """Aborts one request, or all of the caller's if no id is given; returns how many."""
+        return self._call(self._stubs.control.Abort, _abort_message(request_id)).aborted
 
     def model_info(self) -> pb.GetModelInfoResponse:
-        return self._call(self._calls.control.GetModelInfo, pb.GetModelInfoRequest())
+        return self._call(self._stubs.control.GetModelInfo, pb.GetModelInfoRequest())
 
     def server_info(self) -> pb.GetServerInfoResponse:
-        return self._call(self._calls.control.GetServerInfo, pb.GetServerInfoRequest())
+        return self._call(self._stubs.control.GetServerInfo, pb.GetServerInfoRequest())
 
     def load(self) -> pb.GetLoadResponse:
-        return self._call(self._calls.control.GetLoad, pb.GetLoadRequest())
+        return self._call(self._stubs.control.GetLoad, pb.GetLoadRequest())
 
     def healthy(self) -> bool:
-        """Whether the server takes requests now; False too where nothing answers."""
+        """Whether the server accepts requests now; False too if nothing answers."""
         try:
-            answer = self._calls.health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+            answer = self._stubs.health.Check(health_pb2.HealthCheckRequest(), timeout=5)
         except grpc.RpcError:
             return False
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
     def wait_ready(self, timeout: float) -> None:
-        """Returns once the server takes requests. Errors: TimeoutError."""
+        """Returns once the server accepts requests. timeout: seconds. Errors: TimeoutError."""
         deadline = time.monotonic() + timeout
         while not self.healthy():
             if time.monotonic() > deadline:
@@ -168,16 +171,16 @@ class Client:
 
     def _call(self, method: Any, message: Any) -> Any:
         try:
-            return method(message, metadata=self._calls.metadata)
+            return method(message, metadata=self._stubs.metadata)
         except grpc.RpcError as error:
             raise ServerError(error) from None
 
 
 class AsyncClient:
-    """As `Client`, on the running event loop."""
+    """Like `Client`, on the running event loop."""
 
     def __init__(self, target: str, **credentials: Any):
-        self._calls = Calls(grpc.aio, target, Credentials(**credentials))
+        self._stubs = Stubs(grpc.aio, target, Credentials(**credentials))
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -186,20 +189,20 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._calls.channel.close()
+        await self._stubs.channel.close()
 
     async def generate(
         self,
-        prompt: Given,
+        prompt: PromptArgument,
         sampling: SamplingParams | None = None,
         *,
         timeout: float | None = None,
         **fields: Any,
     ) -> AsyncIterator[Output]:
-        """As `Client.generate`. To abort: cancel the task, or `aclose` the iterator."""
+        """Like `Client.generate`. To abort: cancel the task, or `aclose` the iterator."""
         message = generate_message(prompt, sampling, **fields)
-        call = self._calls.inference.Generate(
-            message, timeout=timeout, metadata=self._calls.metadata
+        call = self._stubs.inference.Generate(
+            message, timeout=timeout, metadata=self._stubs.metadata
         )
         try:
             async for event in call:
@@ -211,67 +214,58 @@ class AsyncClient:
 
     async def complete(
         self,
-        prompt: Given,
+        prompt: PromptArgument,
         sampling: SamplingParams | None = None,
         *,
         timeout: float | None = None,
         **fields: Any,
     ) -> list[Completion]:
-        gathered = CompletionCollector(_ids_of(prompt))
+        collector = CompletionCollector(_prompt_ids(prompt))
         async for output in self.generate(prompt, sampling, timeout=timeout, **fields):
-            gathered.add(output)
-        return gathered.completions()
+            collector.add(output)
+        return collector.completions()
 
-    async def tokenize(self, prompt: Given, special: bool = True) -> list[int]:
-        return list(
-            (
-                await self._call(self._calls.inference.Tokenize, _tokenize_message(prompt, special))
-            ).ids
-        )
+    async def tokenize(self, prompt: PromptArgument, special: bool = True) -> list[int]:
+        message = _tokenize_message(prompt, special)
+        return list((await self._call(self._stubs.inference.Tokenize, message)).ids)
 
     async def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        return (
-            await self._call(
-                self._calls.inference.Detokenize,
-                pb.DetokenizeRequest(ids=ids, skip_special=skip_special),
-            )
-        ).text
+        message = pb.DetokenizeRequest(ids=ids, skip_special=skip_special)
+        return (await self._call(self._stubs.inference.Detokenize, message)).text
 
     async def abort(self, request_id: str | None = None) -> int:
-        return (await self._call(self._calls.control.Abort, _abort_message(request_id))).aborted
+        return (await self._call(self._stubs.control.Abort, _abort_message(request_id))).aborted
 
     async def model_info(self) -> pb.GetModelInfoResponse:
-        return await self._call(self._calls.control.GetModelInfo, pb.GetModelInfoRequest())
+        return await self._call(self._stubs.control.GetModelInfo, pb.GetModelInfoRequest())
 
     async def server_info(self) -> pb.GetServerInfoResponse:
-        return await self._call(self._calls.control.GetServerInfo, pb.GetServerInfoRequest())
+        return await self._call(self._stubs.control.GetServerInfo, pb.GetServerInfoRequest())
 
     async def load(self) -> pb.GetLoadResponse:
-        return await self._call(self._calls.control.GetLoad, pb.GetLoadRequest())
+        return await self._call(self._stubs.control.GetLoad, pb.GetLoadRequest())
 
     async def _call(self, method: Any, message: Any) -> Any:
         try:
-            return await method(message, metadata=self._calls.metadata)
+            return await method(message, metadata=self._stubs.metadata)
         except grpc.RpcError as error:
             raise ServerError(error) from None
 
 
-def _ids_of(prompt: Any) -> Sequence[int]:
-    """The prompt where it is token ids, else nothing."""
-    return (
-        ()
-        if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping))
-        else prompt
-    )
+def _prompt_ids(prompt: Any) -> Sequence[int]:
+    """The prompt if it is token ids, else none."""
+    if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
+        return ()
+    return prompt
 
 
-def _tokenize_message(prompt: Given, special: bool) -> pb.TokenizeRequest:
+def _tokenize_message(prompt: PromptArgument, special: bool) -> pb.TokenizeRequest:
     message = pb.TokenizeRequest(special=special)
     set_prompt(message, prompt)
     return message
 
 
 def _abort_message(request_id: str | None) -> pb.AbortRequest:
-    return (
-        pb.AbortRequest(all=True) if request_id is None else pb.AbortRequest(request_id=request_id)
-    )
+    if request_id is None:
+        return pb.AbortRequest(all=True)
+    return pb.AbortRequest(request_id=request_id)

@@ -1,5 +1,4 @@
-"""Files of secrets, which are read again when they change: who else may read them, and whether they
-have changed."""
+"""Checks of files with secrets: who else can read them, and whether they have changed."""
 
 from __future__ import annotations
 
@@ -8,24 +7,24 @@ from pathlib import Path
 
 from jaxserve.settings.schema import ConfigError
 
-OTHERS = 0o027  # of a mode. A group may read: Kubernetes hands users secrets that way
-Signature = tuple[tuple[int, ...], ...]
+FORBIDDEN_MODE_BITS = 0o027  # a group may read: Kubernetes hands secrets to users that way
+FileSignature = tuple[tuple[int, ...], ...]
 
 
 def check_private(field: str, file: Path, info: os.stat_result) -> None:
-    """Errors: ConfigError of `field` where others than the owner can write the file, others than
-    its group read it, or it is neither this user's nor root's."""
+    """Errors: ConfigError of the setting `field` unless the file belongs to this user or to root,
+    is writable by its owner alone, and readable by its owner and group alone."""
     if info.st_uid not in (0, os.geteuid()):
         raise ConfigError(field, f"{file} belongs to another user")
-    if info.st_mode & OTHERS:
+    if info.st_mode & FORBIDDEN_MODE_BITS:
         raise ConfigError(
             field, f"{file} can be read or written by others; mend it with chmod 600 {file}"
         )
 
 
-def signature(*files: Path) -> Signature | None:
-    """What differs when one of the files was written, replaced, or given to somebody else; None
-    where one is not there."""
+def file_signature(*files: Path) -> FileSignature | None:
+    """A value that differs once one of the files was written, replaced or given another owner; None
+    if one does not exist."""
     try:
         found = [file.stat() for file in files]
     except OSError:

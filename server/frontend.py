@@ -1,8 +1,7 @@
-"""What all protocols share. A request is asked for here, whichever way it came, and answered by a
-stream of outputs.
+"""Turns calls of any protocol into requests to the replica, and its events into streams of outputs.
 
-gRPC (`service`) and HTTP (`openai`) are translators: they make an `GenerateCall` of what they read and write
-what the `Stream` gives.
+gRPC (`grpc.inference`) and HTTP (`openai`) only translate: they make a `GenerateCall` of what they
+read, and write what the `Stream` yields.
 """
 
 from __future__ import annotations
@@ -15,107 +14,125 @@ import logging
 import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from jaxserve.api.errors import RequestError, internal_error
 from jaxserve.api.events import Finished
 from jaxserve.api.request import Request
-from jaxserve.clock import WallClock
-from jaxserve.server.auth.access import Caller, Lease
+from jaxserve.replica.info import ReplicaInfo
+from jaxserve.replica.protocol import Replica
+from jaxserve.server.auth.access import Caller, Reservation
 from jaxserve.server.event_loop import run_in_thread_if
 from jaxserve.server.frontend_metrics import FrontendMetrics
 from jaxserve.server.generate_call import GenerateCall
-from jaxserve.server.prompts import Prompt, array_of, ids_of, size_of
+from jaxserve.server.prompts import Prompt, prompt_cost, prompt_ids, to_array
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.streams import Mailbox, Stream
 from jaxserve.server.tracing import Tracer
 from jaxserve.settings.schema import ServerConfig
-from jaxserve.text.output import NoText, OutputProcessor
+from jaxserve.text import Tokenizer
+from jaxserve.text.output import Detokenizer, NoText, OutputProcessor
 from jaxserve.text.structured_output import Guides
 
 log = logging.getLogger(__name__)
-# longer texts, or more ids to make a text of, are worked on beside the event loop
-INLINE_CHARS = 4096
+INLINE_CHARS = 4096  # longer texts, and longer lists of ids, are converted in a thread
 MAX_SALT_CHARS = 1024
-MAX_IDS = 2**18  # to make a text of, or as many as the model has room for
-ASKERS = 4  # threads for questions to the engine
+MAX_DETOKENIZED_IDS = 2**18  # of one call; or the model's maximum length, if that is more
+REPLICA_THREADS = 4  # for calls that may wait for a step
+HEARTBEAT_SHARE = 0.75  # of progress_interval: `poll` runs a few times within the rest
 STARTING = "starting"
 SERVING = "serving"
 DRAINING = "draining"
 STOPPING = "stopping"
 STUCK = "stuck"
 BROKEN = "broken"
+FAULTS = {BROKEN: "the engine stopped", STUCK: "the devices do not answer"}  # by state
 T = TypeVar("T")
 
 
 class Frontend:
-    """Made on the event loop. It has no engine, and refuses requests, until `open`."""
+    """Serves calls with one replica. Must be made on the event loop, to which all methods belong.
+
+    There is no replica, and calls are refused, until `open`. `streams` are those in progress, by
+    request id.
+    """
 
     def __init__(self, config: ServerConfig):
         self.config = config
         self.state = STARTING
-        self._before = STARTING
         self.streams: dict[str, Stream] = {}
-        self.engine: Any = None
-        self.guides: Any = None
-        self._asking = concurrent.futures.ThreadPoolExecutor(ASKERS, "engine")
-        self.tokenizer: Any = None
+        self.replica: Replica | None = None
+        self.tokenizer: Tokenizer | None = None
+        self.guides: Guides | None = None
         self.metrics = FrontendMetrics()
-        self.trail = RequestLog(Tracer(config.traces_endpoint))
+        self.request_log = RequestLog(Tracer(config.traces_endpoint))
         self._loop = asyncio.get_running_loop()
-        self._clock = WallClock()
         self._mailbox = Mailbox(self._loop)
-        self._spoke_at = -math.inf
+        self._replica_threads = concurrent.futures.ThreadPoolExecutor(REPLICA_THREADS, "replica")
+        self._state_before_stuck = STARTING
+        self._last_token_at = -math.inf
 
-    def open(self, engine: Any, tokenizer: Any, guides: Guides) -> None:
-        self.engine = engine
+    def open(self, replica: Replica, tokenizer: Tokenizer | None, guides: Guides) -> None:
+        """Begins to serve. tokenizer: None for a model that takes and gives token ids only."""
+        self.replica = replica
         self.tokenizer = tokenizer
         self.guides = guides
         self.state = SERVING
-        self.trail.model = engine.config.source.model
+        self.request_log.model = replica.info.served_name
 
     def close(self) -> None:
-        """Blocks for some seconds where nobody takes the spans that are left."""
+        """Ends the threads and sends the spans that are left; blocks for seconds if no collector
+        takes them."""
         if self.guides is not None:
             self.guides.close()
-        self._asking.shutdown(wait=False, cancel_futures=True)
-        self.trail.close()
+        self._replica_threads.shutdown(wait=False, cancel_futures=True)
+        self.request_log.close()
 
     def check_open(self) -> None:
+        """Errors: RequestError, UNAVAILABLE, unless requests are accepted."""
         if self.state != SERVING:
-            raise RequestError("", f"the server is {self.state}", "UNAVAILABLE")
+            raise self._unavailable()
+
+    def require_replica(self) -> Replica:
+        """The replica. Errors: RequestError, UNAVAILABLE, while it is built."""
+        if self.replica is None:
+            raise self._unavailable()
+        return self.replica
+
+    def _unavailable(self) -> RequestError:
+        return RequestError("", f"the server is {self.state}", "UNAVAILABLE")
 
     @property
-    def running(self) -> Any:
-        """The engine. Errors: RequestError where there is none yet."""
-        if self.engine is None:
-            raise RequestError("", f"the server is {self.state}", "UNAVAILABLE")
-        return self.engine
+    def info(self) -> ReplicaInfo:
+        """Facts about the replica. Errors: as of `require_replica`."""
+        return self.require_replica().info
 
     def check_model(self, name: str) -> None:
         """Errors: RequestError for a model that is not served here; '' is the one that is."""
-        if name and name not in (self.engine.model.name, self.engine.config.source.model):
+        if name and name not in (self.info.model, self.info.served_name):
             raise RequestError(
                 "model",
-                f"{name[:100]!r} is not served here; {self.engine.config.source.model!r} is",
+                f"{name[:100]!r} is not served here; {self.info.served_name!r} is",
                 "NOT_FOUND",
             )
 
     @contextlib.asynccontextmanager
-    async def answer(self, ask: GenerateCall, caller: Caller) -> AsyncIterator[Stream]:
-        """Submits a request; what the caller has not waited for is cancelled at the end. Errors:
-        RequestError, before anything is computed, and at the end what ended the stream."""
+    async def generate(self, call: GenerateCall, caller: Caller) -> AsyncIterator[Stream]:
+        """Submits a request and gives its stream; cancels what has not ended at the exit.
+
+        Errors: RequestError, at the entry if the call is refused, at the exit if the stream failed.
+        """
         stream: Stream | None = None
         try:
-            with self._admitted(caller) as lease:
-                request = await self._request(ask, caller)
-                lease.queue(len(request.prompt))
-                with self.trail.follow(request, ask.origin, caller.tenant) as ends:
-                    stream = self._submit(ask, request, caller, lease, ends)
+            with self._reserve(caller) as reservation:
+                request = await self._request(call, caller)
+                reservation.add_prompt(len(request.prompt))
+                with self.request_log.follow(request, call.origin, caller.tenant) as finished:
+                    stream = self._submit(call, request, caller, reservation, finished)
                     try:
-                        await stream.entered()
+                        await stream.accepted()
                         yield stream
                     except asyncio.CancelledError:
                         if stream.failure is None:  # the caller cancelled or went away
@@ -125,87 +142,91 @@ class Frontend:
                     if stream.failure is not None:
                         raise stream.failure
         except RequestError as error:
-            if (
-                (stream is None or stream.refused)
-                and not ask.origin.internal
-                and error.status == "RESOURCE_EXHAUSTED"
-            ):
-                self.engine.metrics.rejected(error.reason or error.field)
+            before_acceptance = stream is None or stream.refused
+            if before_acceptance and not call.origin.internal:
+                self._count_rejected(error)
             raise
 
-    async def ids(self, prompt: Prompt, caller: Caller) -> np.ndarray:
+    def _count_rejected(self, error: RequestError) -> None:
+        if error.status == "RESOURCE_EXHAUSTED" and self.replica is not None:
+            self.replica.count_rejected(error.reason or error.field)
+
+    async def tokenize(self, prompt: Prompt, caller: Caller) -> np.ndarray:
         """Token ids of a prompt. Errors: RequestError."""
-        with self._admitted(caller):
+        with self._reserve(caller):
             return await self._ids(prompt)
 
-    async def text(
-        self, ids: Sequence[int], caller: Caller, skip_special: bool = True, name: str = "ids"
+    async def detokenize(
+        self, ids: Sequence[int], caller: Caller, skip_special: bool = True, field: str = "ids"
     ) -> str:
-        """Text of token ids. name: of the field that has them. Errors: RequestError."""
-        with self._admitted(caller):
+        """Text of token ids. field: the protocol's name of `ids`, for errors. Errors:
+        RequestError."""
+        with self._reserve(caller):
             if self.tokenizer is None:
-                raise RequestError(name, "this model has no tokenizer", "FAILED_PRECONDITION")
-            if len(ids) > (most := max(MAX_IDS, self.engine.max_len)):
-                raise RequestError(name, f"has {len(ids)} ids; the limit is {most}")
-            return await run_in_thread_if(
-                len(ids) >= INLINE_CHARS, functools.partial(self._text, ids, skip_special, name)
-            )
+                raise RequestError(field, "this model has no tokenizer", "FAILED_PRECONDITION")
+            most = max(MAX_DETOKENIZED_IDS, self.info.max_model_len)
+            if len(ids) > most:
+                raise RequestError(field, f"has {len(ids)} ids; the limit is {most}")
+            work = functools.partial(self._text, self.tokenizer, ids, skip_special, field)
+            return await run_in_thread_if(len(ids) >= INLINE_CHARS, work)
 
-    def _admitted(self, caller: Caller) -> contextlib.closing[Lease]:
+    def _reserve(self, caller: Caller) -> contextlib.closing[Reservation]:
+        """Counts a request against the caller's limits until the exit. Errors: RequestError."""
         self.check_open()
-        return contextlib.closing(caller.admit(self._clock.now()))
+        return contextlib.closing(caller.reserve(self._loop.time()))
 
     async def _ids(self, prompt: Prompt) -> np.ndarray:
-        return await run_in_thread_if(
-            size_of(prompt) >= INLINE_CHARS,
-            functools.partial(ids_of, prompt, self.tokenizer, self.engine.max_len),
-        )
+        work = functools.partial(prompt_ids, prompt, self.tokenizer, self.info.max_model_len)
+        return await run_in_thread_if(prompt_cost(prompt) >= INLINE_CHARS, work)
 
-    def _text(self, ids: Sequence[int], skip_special: bool, name: str) -> str:
-        array = array_of(name, ids)
-        wrong = array[(array < 0) | (array >= self.engine.model.vocab)]
+    def _text(
+        self, tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool, field: str
+    ) -> str:
+        array = to_array(field, ids)
+        vocab = self.info.vocab
+        wrong = array[(array < 0) | (array >= vocab)]
         if wrong.size:
-            raise RequestError(name, f"id {wrong[0]} is not in 0 to {self.engine.model.vocab - 1}")
-        return self.tokenizer.decode(array.tolist(), skip_special=skip_special)
+            raise RequestError(field, f"id {wrong[0]} is not in 0 to {vocab - 1}")
+        return tokenizer.decode(array.tolist(), skip_special=skip_special)
 
     @property
-    def quiet_seconds(self) -> float:
-        """Since anybody's last token."""
-        return self._loop.time() - self._spoke_at
+    def seconds_since_token(self) -> float:
+        """Seconds since any request's last token; infinite before the first."""
+        return self._loop.time() - self._last_token_at
 
     async def abort(self, ids: Sequence[str]) -> int:
-        """Ends requests as cancelled; returns how many there were."""
-        return await self.of_engine(lambda: sum(self.engine.cancel(id) for id in ids))
+        """Ends requests with the reason cancelled; returns how many were running."""
+        replica = self.require_replica()
+        return await self.ask_replica(lambda: sum(replica.cancel(id) for id in ids))
 
-    async def of_engine(self, ask: Callable[[], T]) -> T:
-        """What the engine answers. It may take seconds, while a step is issued slowly: on threads
-        that nothing else waits for."""
-        return await self._loop.run_in_executor(self._asking, ask)
+    async def ask_replica(self, work: Callable[[], T]) -> T:
+        """Runs a call of the replica that may wait for seconds, while a step is issued slowly, on
+        threads that nothing else uses; returns its result."""
+        return await self._loop.run_in_executor(self._replica_threads, work)
 
-    def watch(self) -> None:
-        """Called now and then: ends streams that nobody reads, keeps silent ones alive, sees
-        whether the engine is."""
+    def poll(self) -> None:
+        """To be called a few times a second: sends heartbeats, ends streams whose callers do not
+        read, and follows the replica's health."""
         now = self._loop.time()
-        config = self.config
         for stream in list(self.streams.values()):
-            stream.heartbeat(now)
-            stream.abort_stalled(now, config.stall_timeout)
-        if self.engine is not None and self.state != BROKEN:
-            self._watch_engine()
+            stream.send_heartbeat(now)
+            stream.abort_stalled(now, self.config.stall_timeout)
+        if self.replica is not None and self.state != BROKEN:
+            self._check_replica(self.replica)
 
-    def _watch_engine(self) -> None:
-        late = self.engine.stuck()
-        if not self.engine.alive:
-            log.error("the engine stopped")
+    def _check_replica(self, replica: Replica) -> None:
+        overdue = replica.overdue()
+        if not replica.alive:
+            log.error(FAULTS[BROKEN])
             self.state = BROKEN
-        elif late is not None and self.state in (SERVING, DRAINING, STOPPING):
-            log.error("a step is overdue by %.1f s: nothing is taken until it ends", late)
-            self._before = self.state
+        elif overdue is not None and self.state in (SERVING, DRAINING, STOPPING):
+            log.error("a step is overdue by %.1f s: requests are refused until it ends", overdue)
+            self._state_before_stuck = self.state
             self.state = STUCK
-            self.abort_all(RequestError("", "the devices do not answer", "UNAVAILABLE"))
-        elif late is None and self.state == STUCK:
+            self.abort_all(RequestError("", FAULTS[STUCK], "UNAVAILABLE"))
+        elif overdue is None and self.state == STUCK:
             log.warning("the step that was overdue has ended")
-            self.state = self._before
+            self.state = self._state_before_stuck
 
     def abort_all(self, error: RequestError) -> int:
         """Ends every stream with an error; returns how many there were."""
@@ -213,94 +234,95 @@ class Frontend:
             stream.fail(error)
         return len(self.streams)
 
-    async def _request(self, ask: GenerateCall, caller: Caller) -> Request:
-        engine = self.engine
-        now = self._clock.now()
-        self.check_model(ask.model)
-        if len(ask.cache_salt) > MAX_SALT_CHARS:
+    async def _request(self, call: GenerateCall, caller: Caller) -> Request:
+        """Checks a call against the model, and makes a request of it. Errors: RequestError."""
+        info = self.info
+        arrival = self.require_replica().now()
+        self.check_model(call.model)
+        if len(call.cache_salt) > MAX_SALT_CHARS:
+            length = len(call.cache_salt)
             raise RequestError(
-                "cache_salt", f"has {len(ask.cache_salt)} characters; the limit is {MAX_SALT_CHARS}"
+                "cache_salt", f"has {length} characters; the limit is {MAX_SALT_CHARS}"
             )
-        if ask.sampling.stop and (ask.ids_only or self.tokenizer is None):
+        if call.sampling.stop and (call.ids_only or self.tokenizer is None):
             raise RequestError("stop", "stop strings need text")
-        prompt = await self._ids(ask.prompt)
-        guide = (
-            None
-            if ask.guided is None
-            else await asyncio.wrap_future(self.guides.submit(ask.guided, ask.guided_field))
-        )
+        prompt = await self._ids(call.prompt)
+        guide = None
+        if call.guided is not None:
+            assert self.guides is not None
+            guide = await asyncio.wrap_future(self.guides.submit(call.guided, call.guided_field))
         return Request.make(
-            caller.scoped(ask.request_id or f"jaxserve-{secrets.token_hex(8)}"),
+            caller.scoped_id(call.request_id or f"jaxserve-{secrets.token_hex(8)}"),
             prompt,
-            ask.sampling,
-            vocab=engine.model.vocab,
-            max_len=engine.max_len,
-            classes=engine.config.scheduler.class_names,
-            arrival=now,
-            deadline=None if ask.timeout is None else now + ask.timeout,
-            slo=ask.slo,
-            priority=ask.priority,
-            cache_salt=caller.salt(ask.cache_salt),
-            bypass_prefix_cache=ask.bypass_prefix_cache,
+            call.sampling,
+            vocab=info.vocab,
+            max_len=info.max_model_len,
+            classes=info.class_names,
+            arrival=arrival,
+            deadline=None if call.timeout is None else arrival + call.timeout,
+            slo=call.slo,
+            priority=call.priority,
+            cache_salt=caller.cache_salt(call.cache_salt),
+            bypass_prefix_cache=call.bypass_prefix_cache,
             guide=guide,
         )
 
     def _submit(
         self,
-        ask: GenerateCall,
+        call: GenerateCall,
         request: Request,
         caller: Caller,
-        lease: Lease,
-        ends: list[Finished],
+        reservation: Reservation,
+        finished: list[Finished],
     ) -> Stream:
-        self.check_open()  # again: reading the prompt may have taken a while
+        self.check_open()  # again: tokenizing may have taken a while
         if request.id in self.streams:
-            raise RequestError("request_id", f"{ask.request_id!r} is in use", "ALREADY_EXISTS")
-        engine = self.engine
-        text = (
-            NoText
-            if ask.ids_only or self.tokenizer is None
-            else functools.partial(self.tokenizer.stream, not ask.keep_special)
-        )
-        answer = OutputProcessor(
-            request,
-            engine.model.eos_ids,
-            text,
-            lambda index: engine.post(functools.partial(engine.stop, request.id, index)),
-        )
-        patience = 0.75 * self.config.progress_interval  # `watch` looks at it a few times in that
+            raise RequestError("request_id", f"{call.request_id!r} is in use", "ALREADY_EXISTS")
+        replica = self.require_replica()
         stream = Stream(
             request,
-            answer,
+            self._processor(call, request, replica),
             caller,
-            self._loop.time(),
-            patience,
-            functools.partial(self._spoke, lease),
-            ends,
+            now=self._loop.time(),
+            heartbeat_seconds=HEARTBEAT_SHARE * self.config.progress_interval,
+            on_tokens=functools.partial(self._tokens_came, reservation),
+            finished=finished,
         )
         self.streams[request.id] = stream
-        engine.post(functools.partial(self._enter, stream))
+        replica.post(functools.partial(self._enter, replica, stream))
         return stream
 
-    def _enter(self, stream: Stream) -> None:
-        """On the engine's thread."""
+    def _processor(self, call: GenerateCall, request: Request, replica: Replica) -> OutputProcessor:
+        detokenizer: Callable[[], Detokenizer] = NoText
+        if self.tokenizer is not None and not call.ids_only:
+            detokenizer = functools.partial(self.tokenizer.stream, not call.keep_special)
+        return OutputProcessor(
+            request,
+            replica.info.eos_ids,
+            detokenizer,
+            lambda index: replica.post(functools.partial(replica.stop, request.id, index)),
+        )
+
+    def _enter(self, replica: Replica, stream: Stream) -> None:
+        """Hands a request to the replica. Runs on the replica's thread."""
         try:
-            self.engine.submit(stream.request, functools.partial(self._mailbox.put, stream))
+            replica.submit(stream.request, functools.partial(self._mailbox.put, stream))
             return
         except RequestError as error:
             refusal = error
         except Exception:
-            log.exception("a request was not taken")
+            log.exception("a request could not be submitted")
             refusal = internal_error()
         with contextlib.suppress(RuntimeError):  # the loop was closed
             self._loop.call_soon_threadsafe(stream.refuse, refusal)
 
-    def _spoke(self, lease: Lease) -> None:
-        self._spoke_at = self._loop.time()
-        lease.started()
+    def _tokens_came(self, reservation: Reservation) -> None:
+        self._last_token_at = self._loop.time()
+        reservation.prompt_done()
 
     def _close(self, stream: Stream) -> None:
         stream.closed = True
         del self.streams[stream.request.id]
         if stream.unfinished and not stream.refused:
-            self.engine.post(functools.partial(self.engine.cancel, stream.request.id))
+            replica = self.require_replica()
+            replica.post(functools.partial(replica.cancel, stream.request.id))

@@ -1,6 +1,6 @@
-"""What the server did, beside what its engine did, for Prometheus: answers by protocol and status,
-how long the event loop was kept from its work, and the process itself. It is there before the
-engine is, and what it counts bears labels from fixed lists alone.
+"""Prometheus metrics of the server apart from its replica: responses by protocol and status, lag of
+the event loop, and the process itself. They exist before the replica does, and all labels come from
+fixed lists.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.registry import Collector
 
 import jaxserve
 from jaxserve.observe.metrics import OTHER, PREFIX
 
-STATUSES: dict[str, tuple[str, ...]] = {  # by protocol, what counts under its own name
+# by protocol: statuses with a label of their own
+STATUSES: dict[str, tuple[str, ...]] = {
     "grpc": tuple(code.name for code in grpc.StatusCode),
     "http": (*(str(status.value) for status in HTTPStatus), "499"),
 }
-LAGS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
-PERIOD = 0.05  # seconds between looks at the event loop
-# in OpenMetrics the library makes underscores of the names' colons
+LAG_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+LAG_PERIOD = 0.05  # seconds between measurements of the event loop's lag
+# not OpenMetrics, for which the library replaces the colons of names by underscores
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class FrontendMetrics:
-    """The metrics of one server, in a `registry` of its own. All methods are of the event loop."""
+    """The metrics of one server, in a `registry` of its own. All methods belong to the event
+    loop."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
@@ -44,37 +47,37 @@ class FrontendMetrics:
             ("protocol", "status"),
             registry=self.registry,
         )
-        # there from the start, at 0
-        self._answers.labels("grpc", "OK"), self._answers.labels("http", "200")
+        self._answers.labels("grpc", "OK")  # exported from the start, at 0
+        self._answers.labels("http", "200")
         self._lag = Histogram(
             PREFIX + "event_loop_lag_seconds",
             "Seconds by which the event loop was late, looked at 20 times a second",
             registry=self.registry,
-            buckets=LAGS,
+            buckets=LAG_BUCKETS,
         )
         Info(PREFIX + "build", "What serves", registry=self.registry).info(
             {"version": jaxserve.__version__}
         )
 
     def answered(self, protocol: str, status: str | int) -> None:
-        """A call was answered. protocol: http or grpc; status: a code of it, as 404 or NOT_FOUND;
-        any other counts as other. Errors: KeyError for another protocol."""
+        """Counts a response. protocol: http or grpc. status: a code of it, 404 or NOT_FOUND;
+        unknown ones count as other. Errors: KeyError for another protocol."""
         known = str(status) if str(status) in STATUSES[protocol] else OTHER
         self._answers.labels(protocol, known).inc()
 
     def lagged(self, seconds: float) -> None:
-        """The event loop was late by so much."""
+        """Records by how much the event loop was late."""
         self._lag.observe(max(0.0, seconds))
 
     async def watch_loop(self) -> None:
-        """Looks at the event loop until it is cancelled."""
+        """Measures the event loop's lag until it is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + PERIOD
-            await asyncio.sleep(PERIOD)
+            due = loop.time() + LAG_PERIOD
+            await asyncio.sleep(LAG_PERIOD)
             self.lagged(loop.time() - due)
 
 
-def exposition(registries: Iterable[CollectorRegistry]) -> bytes:
-    """The page for Prometheus, of CONTENT_TYPE, of all of these; their names must differ."""
+def exposition(registries: Iterable[Collector]) -> bytes:
+    """The metrics of registries, whose names must differ, as CONTENT_TYPE."""
     return b"".join(map(generate_latest, registries))

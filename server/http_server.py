@@ -1,9 +1,8 @@
-"""Connections over HTTP: who may come in, how much one may send, how slowly, and how answers go out
-that take minutes.
+"""HTTP listeners: connection and body limits, API keys and browser checks, before any application.
 
-uvicorn reads and writes; what it leaves open is here. A connection must send its header in time and
-no more of it than allowed; there are so many connections and no more; a body has a size and a time;
-and whoever does not read what he asked for is cut off.
+uvicorn reads and writes; this adds what it leaves open. A connection must send its header in time
+and no longer than allowed; the number of connections is limited; a body has a size and a time; and
+a caller who does not read its response is cut off.
 """
 
 from __future__ import annotations
@@ -15,230 +14,233 @@ import ipaddress
 import json
 import logging
 import socket
+import ssl
 import urllib.parse
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-)
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxserve.api.errors import RequestError, internal_error
 from jaxserve.server import logs
+from jaxserve.server.auth.access import Caller, sole_header
 from jaxserve.server.event_loop import MAX_READY_SOCKETS
 from jaxserve.server.frontend_metrics import FrontendMetrics
 from jaxserve.server.http_errors import HttpError, error_body, error_response
 from jaxserve.settings.schema import ConfigError, ServerConfig
 
 log = logging.getLogger(__name__)
-of_connections = logging.getLogger(f"{__name__}.connections")
-# whoever sends what is not HTTP cannot fill our log with warnings
-of_connections.setLevel(logging.ERROR)
-STOP_SECONDS = 2.0  # for answers that were cut short to get out
-BACKLOG = 1024
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+connection_log = logging.getLogger(f"{__name__}.connections")
+# uvicorn warns of everything that is not HTTP: strangers could fill the log
+connection_log.setLevel(logging.ERROR)
+STOP_SECONDS = 2.0  # for responses that were cut short to get out
+BACKLOG = 1024  # connections that may wait to be accepted
 
 
 class Connection(H11Protocol):
-    """uvicorn's, with a time limit for headers and a limit of connections. Applications find the
-    transport in their scope."""
+    """uvicorn's connection, with a time limit for headers, a limit of connections, and a time limit
+    for readers. The scope of its requests has the `transport`.
 
-    limits: ServerConfig  # set by the listener that makes the class
+    Builds on uvicorn's internals (`conn`, `flow`, `connections`, `send_400_response`,
+    `on_response_complete`): setup.py bounds uvicorn's version.
+    """
+
+    limits: ServerConfig  # set by the listener, which derives a class for it
 
     def __init__(self, *arguments: Any, **rest: Any):
         super().__init__(*arguments, **rest)
-        self.logger = of_connections
-        self._timer: asyncio.TimerHandle | None = None
-        self._reader: asyncio.TimerHandle | None = None
+        self.logger = connection_log
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._reader_timer: asyncio.TimerHandle | None = None
         self.app = functools.partial(self._with_transport, self.app)  # type: ignore[assignment]
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.limits.max_connections:
             self._refuse(503, "there are too many connections")
         else:
-            self._expect_header()
+            self._start_header_timer()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
         if self._reading_header:
-            self._expect_header()
+            self._start_header_timer()
         super().data_received(data)
         if not self._reading_header:
-            self._stop_timer()
-        if (
-            self.conn.their_state is h11.DONE
-            and len(self.conn.trailing_data[0]) <= self.limits.max_header_kib << 10
-        ):
-            # whoever sends his next request before the answer may still go away
+            self._stop_header_timer()
+        pipelined = len(self.conn.trailing_data[0])
+        if self.conn.their_state is h11.DONE and pipelined <= self._max_header_bytes:
+            # uvicorn stops reading at a pipelined request: then a disconnect would go unnoticed
             self.flow.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        if self._reader is not None:
-            self._reader.cancel()
+        self._stop_header_timer()
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # the rest of the body has no time limit
+        # the rest of a body that nobody reads would have no time limit
         if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
             self.transport.close()
-        self._watch_reader()
+        self._check_reader()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch_reader()
+        self._check_reader()
 
-    def _watch_reader(self, left: int | None = None) -> None:
-        """Cuts off a caller who has read nothing of what waits for him in `stall_timeout`. left:
-        bytes that waited then."""
-        size = self.transport.get_write_buffer_size()
-        if left is None and self._reader is not None:
+    def _check_reader(self, unread_before: int | None = None) -> None:
+        """Cuts off a caller who has read nothing of its response in `stall_timeout`.
+
+        unread_before: unsent bytes when the timer was set; None to set it.
+        """
+        unread = self.transport.get_write_buffer_size()
+        if unread_before is None and self._reader_timer is not None:
             return
-        self._reader = None
-        if left is not None and size >= left:
+        self._reader_timer = None
+        if unread_before is not None and unread >= unread_before:
             self.transport.abort()
-        elif size:
-            self._reader = self.loop.call_later(self.limits.stall_timeout, self._watch_reader, size)
+        elif unread:
+            self._reader_timer = self.loop.call_later(
+                self.limits.stall_timeout, self._check_reader, unread
+            )
 
     def send_400_response(self, msg: str) -> None:
-        long = len(self.conn.trailing_data[0]) > self.limits.max_header_kib << 10
-        self._refuse(
-            *(431, f"the header is longer than {self.limits.max_header_kib} KiB")
-            if long
-            else (400, "this is not HTTP/1.1")
-        )
+        """Called by uvicorn for what it cannot parse."""
+        if len(self.conn.trailing_data[0]) > self._max_header_bytes:
+            self._refuse(431, f"the header is longer than {self.limits.max_header_kib} KiB")
+        else:
+            self._refuse(400, "this is not HTTP/1.1")
+
+    @property
+    def _max_header_bytes(self) -> int:
+        return self.limits.max_header_kib << 10
 
     @property
     def _reading_header(self) -> bool:
         return self.conn.their_state is h11.IDLE
 
-    def _expect_header(self) -> None:
-        if self._timer is None:
-            self._timer = self.loop.call_later(
+    def _start_header_timer(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(
                 self.limits.header_timeout, self._refuse, 408, "the header took too long"
             )
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
     def _refuse(self, code: int, message: str) -> None:
-        """An answer without a request to answer."""
+        """Sends an error without a request to answer, and closes the connection."""
         body = json.dumps(error_body(HttpError("", message, code))).encode()
-        head = f"HTTP/1.1 {code} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        self._stop_timer()
+        head = (
+            f"HTTP/1.1 {code} \r\n"
+            "content-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n"
+            "connection: close\r\n\r\n"
+        )
+        self._stop_header_timer()
         self.transport.write(head.encode() + body)
         self.transport.close()
 
-    async def _with_transport(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
-        with logs.bound(""):  # a connection may be read in the name of the request before
+    async def _with_transport(
+        self, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        # unbound: a kept connection may be read in the context of the request before
+        with logs.bound(""):
             await app({**scope, "transport": self.transport}, receive, send)
 
 
-class _Sent:
-    """Sends, and knows of an answer its status, None before it has begun, and whether all of it was
-    sent."""
+class _SendMonitor:
+    """Sends a response, and notes its status, None before it begins, and whether all was sent."""
 
     def __init__(self, send: Send):
         self.status: int | None = None
-        self.whole = False
+        self.complete = False
         self._send = send
 
-    async def __call__(self, message: MutableMapping[str, Any]) -> None:
+    async def __call__(self, message: Message) -> None:
         self.status = message.get("status", self.status)
-        self.whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+        is_body = message["type"] == "http.response.body"
+        self.complete = is_body and not message.get("more_body", False)
         await self._send(message)
 
 
 class HttpGuard:
-    """Before any application: keys, encodings, sizes, and the last word where something fails."""
+    """Wraps an application: authenticates, refuses encodings, large bodies and other sites' pages,
+    answers whatever the application raises, and counts responses.
+
+    authenticate: finds the caller of an Authorization header, see `Authenticator.authenticate`; it
+    is left in the request's state. open_paths: that need no API key.
+    """
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         config: ServerConfig,
-        authenticate: Callable[[str | None], Any],
+        authenticate: Callable[[str | None], Caller],
         open_paths: frozenset[str],
         metrics: FrontendMetrics,
     ):
         self._app = app
         self._config = config
         self._authenticate = authenticate
-        self._open = open_paths
+        self._open_paths = open_paths
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sent = _Sent(send)
+        monitor = _SendMonitor(send)
         try:
-            await self._answer(scope, receive, sent)
+            await self._respond(scope, receive, monitor)
         finally:
-            self._metrics.answered("http", 499 if sent.status is None else sent.status)
+            self._metrics.answered("http", 499 if monitor.status is None else monitor.status)
 
-    async def _answer(self, scope: Scope, receive: Receive, sent: _Sent) -> None:
+    async def _respond(self, scope: Scope, receive: Receive, monitor: _SendMonitor) -> None:
         try:
             self._check(scope)
-            await self._app(scope, self._bounded(receive), sent)
+            await self._app(scope, self._limited(receive), monitor)
         except RequestError as error:
-            if sent.status is not None:
+            if monitor.status is not None:
                 raise
-            await error_response(error)(scope, receive, sent)  # type: ignore[arg-type]
+            await error_response(error)(scope, receive, monitor)
         except Exception:
             log.exception("%s %s failed", scope["method"], scope["path"][:200])
-            if sent.status is None:
-                await error_response(internal_error())(scope, receive, sent)  # type: ignore[arg-type]
-            elif not sent.whole:
+            if monitor.status is None:
+                await error_response(internal_error())(scope, receive, monitor)
+            elif not monitor.complete:
                 scope["transport"].abort()
 
     def _check(self, scope: Scope) -> None:
+        """Errors: RequestError for a request that is refused by its header."""
+        keys = [value for name, value in scope["headers"] if name == b"authorization"]
+        authorization = sole_header([value.decode("latin-1") for value in keys])
+        if scope["path"] not in self._open_paths:
+            scope["state"]["caller"] = self._authenticate(authorization)
         headers = dict(scope["headers"])
-        if (
-            len(headers) < len(scope["headers"])
-            and len([name for name, _ in scope["headers"] if name == b"authorization"]) > 1
-        ):
-            # which a proxy has looked at, nobody knows
-            raise RequestError("authorization", "is there twice", "UNAUTHENTICATED")
-        given = headers.get(b"authorization")
-        if scope["path"] not in self._open:
-            scope["state"]["caller"] = self._authenticate(
-                None if given is None else given.decode("latin-1")
-            )
         self._check_browser(scope["method"], headers)
         if headers.get(b"content-encoding", b"identity") != b"identity":
-            raise HttpError("content-encoding", "bodies are read as they are: no compression", 415)
+            raise HttpError("content-encoding", "bodies must not be compressed", 415)
         length = headers.get(b"content-length", b"0")
-        if int(length) > self._most:  # h11 has seen that it is a number
+        if int(length) > self._max_body_bytes:  # h11 has checked that it is a number
             raise self._too_large()
 
     def _check_browser(self, method: str, headers: Mapping[bytes, bytes]) -> None:
-        """A browser brings what its user may do to whichever page asks for it: pages of others send
-        nothing here.
+        """Refuses requests that another site's page makes a browser send.
 
-        Without keys, a name that is led to the loopback address makes another's page look like
-        ours, so names are checked too. Browsers tell the site of a page only to addresses they
-        trust, its origin to all.
+        Without API keys, DNS rebinding (another site's name that resolves to the loopback address)
+        makes its page look like ours, so names are checked too. Browsers send Sec-Fetch-Site only
+        to addresses they trust, Origin to all. Errors: RequestError, PERMISSION_DENIED.
         """
         config = self._config
         host = headers.get(b"host", b"")
-        if (
-            config.api_keys is None
-            and not config.insecure
-            and is_loopback(config.host)
-            and host
-            and not is_loopback(_name_in(host))
-        ):
+        local_only = config.api_keys is None and not config.insecure and is_loopback(config.host)
+        if local_only and host and not is_loopback(_host_name(host)):
             raise RequestError(
                 "host",
                 "without --api_keys or --insecure the address must be a loopback one",
@@ -256,20 +258,20 @@ class HttpGuard:
             )
 
     @property
-    def _most(self) -> int:
+    def _max_body_bytes(self) -> int:
         return self._config.max_body_mib << 20
 
     def _too_large(self) -> HttpError:
         return HttpError("", f"the body is larger than {self._config.max_body_mib} MiB", 413)
 
-    def _bounded(self, receive: Receive) -> Receive:
-        """Counts what comes of the body, and gives it so much time."""
+    def _limited(self, receive: Receive) -> Receive:
+        """Receives a body of limited size, in limited time. Errors: HttpError."""
         loop = asyncio.get_running_loop()
         size = 0
         ended = False
         deadline = loop.time() + self._config.body_timeout
 
-        async def receiving() -> MutableMapping[str, Any]:
+        async def receive_limited() -> Message:
             nonlocal size, ended
             if ended:
                 return await receive()
@@ -281,31 +283,42 @@ class HttpGuard:
                     "", f"the body took longer than {self._config.body_timeout:g} s", 408
                 ) from None
             size += len(message.get("body", b""))
-            if size > self._most:
+            if size > self._max_body_bytes:
                 raise self._too_large()
             ended = not message.get("more_body", False)
             return message
 
-        return receiving
+        return receive_limited
 
 
-class _Quiet(uvicorn.Server):
+class _Server(uvicorn.Server):
+    """uvicorn's server without its signal handlers: the supervisor has its own."""
+
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # they are `launch`'s
+    def capture_signals(self) -> Iterator[None]:
         yield
 
 
 class Listener:
-    """An application on a port."""
+    """Serves an application on a port.
 
-    def __init__(self, app: App, config: ServerConfig, name: str, port: int, ssl: Any = None):
-        """name: of the setting with the port. Errors: ConfigError where the address cannot be
-        had."""
-        self._socket = _listening(config.host.strip("[]"), port, name)
+    port_field: the setting with the port, for errors. port: 0 for any free one; the attribute
+    `port` is the one in use. Errors: ConfigError if the address cannot be had.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        port_field: str,
+        port: int,
+        ssl_context: ssl.SSLContext | None = None,
+    ):
+        self._socket = _bind(config.host.strip("[]"), port, port_field)
         self.port = self._socket.getsockname()[1]
         settings = uvicorn.Config(
             app,
-            http=type("Limited", (Connection,), {"limits": config}),
+            http=type("LimitedConnection", (Connection,), {"limits": config}),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -314,18 +327,20 @@ class Listener:
             h11_max_incomplete_event_size=config.max_header_kib << 10,
             proxy_headers=False,
             backlog=MAX_READY_SOCKETS,
-            timeout_keep_alive=config.keep_alive,  # type: ignore[arg-type]     # goes to asyncio, which takes fractions
+            # asyncio, which this goes to, takes fractions
+            timeout_keep_alive=config.keep_alive,  # type: ignore[arg-type]
             timeout_graceful_shutdown=int(STOP_SECONDS),
         )
         settings.load()
-        settings.ssl = ssl
-        self._server = _Quiet(settings)
+        settings.ssl = ssl_context
+        self._server = _Server(settings)
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._server.serve([self._socket]))
         while not self._server.started:
             await asyncio.sleep(0)
-        # asyncio has one number for how many may wait and how many it accepts in a turn
+        # asyncio uses its `backlog` also for how many connections it accepts at once, so that the
+        # number above is small; how many may wait is set again
         self._socket.listen(BACKLOG)
 
     async def stop(self) -> None:
@@ -333,30 +348,31 @@ class Listener:
         await self._task
 
 
-def _listening(host: str, port: int, name: str) -> socket.socket:
+def _bind(host: str, port: int, port_field: str) -> socket.socket:
+    """A listening socket. Errors: ConfigError."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        # with its protocol: asyncio sends without delay on what it knows to be TCP
+        # with its protocol: asyncio sets TCP_NODELAY only on what it knows to be TCP
         listener = socket.socket(*found[:3])
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(found[4])
         listener.listen(BACKLOG)
         listener.setblocking(False)
     except OSError as error:
-        raise ConfigError(
-            name, f"cannot listen on {host}:{port}: {error.strerror or error}"
-        ) from None
+        message = f"cannot listen on {host}:{port}: {error.strerror or error}"
+        raise ConfigError(port_field, message) from None
     return listener
 
 
-def _name_in(host: bytes) -> str:
-    """The name or address in a header `host`, which may have a port; '' where there is none."""
+def _host_name(host: bytes) -> str:
+    """The name or address in a Host header, without its port; '' if there is none."""
     with contextlib.suppress(ValueError):
         return urllib.parse.urlsplit("//" + host.decode("latin-1")).hostname or ""
     return ""
 
 
 def is_loopback(host: str) -> bool:
+    """Whether an address, or a name, is the loopback one."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     return host == "localhost"

@@ -27,13 +27,14 @@ MAX_DEPTH = 128
 UNCOUNTED_FIELDS = frozenset({"prompt", "tokens"})  # their flat lists may exceed MAX_VALUES
 PARSE_SLICE = 1 << 14  # list entries made Python objects without releasing the interpreter
 WRITE_SLICE = 256  # list entries written without releasing the interpreter
+JsonObject = dict[str, Any]
 NOT_AN_OBJECT = "the body must be a JSON object"
 _LISTS = (list, simdjson.Array)
 _OBJECTS = (dict, simdjson.Object)
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
-def parse(body: bytes) -> dict[str, Any]:
+def parse(body: bytes) -> JsonObject:
     """Parses a body. Errors: RequestError if it is not JSON, not an object, or exceeds a limit."""
     try:
         large = len(body) > PARSE_IN_THREAD_BYTES
@@ -81,7 +82,7 @@ class _FieldParser:
             made += some if flat else [self.value(entry, depth) for entry in some]
         return made
 
-    def _object(self, found: Any, depth: int) -> dict[str, Any]:
+    def _object(self, found: Any, depth: int) -> JsonObject:
         if len(found) > MAX_KEYS:
             raise RequestError(self._name, f"has an object of more than {MAX_KEYS} names")
         self._check(len(found), depth)

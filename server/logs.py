@@ -1,8 +1,9 @@
-"""Logs of a server: lines of text or of JSON on stderr, each about a request with the request's id.
+"""Logging to stderr, one line of text or of JSON per record, with the id of the request it is
+about.
 
-What callers wrote (ids, names of tenants and models) may stand in a line, escaped so that it can
-neither end the line nor look like another one. Prompts, outputs and keys never do: lines are made
-of what `ended` takes from a request, and of our own words.
+What callers wrote (ids, names of tenants and models) may appear, escaped so that it can neither end
+a line nor forge one. Prompts, outputs and keys never do: `log_ended` takes only figures from a
+request.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from typing import Any, TextIO
 from jaxserve.api.events import Finished, Summary
 from jaxserve.api.request import Request
 
-LONGEST = 4000  # characters of a message or a value
-CAUSES = 3  # exceptions told of a chain of them
-LONGEST_ERROR = 300  # of the text of an exception, which may quote what it failed at
-PLAIN = re.compile(r"[^\s\"=]+")
+MAX_CHARS = 4000  # of a message or a value
+MAX_CAUSES = 3  # exceptions logged of a chain of them
+MAX_ERROR_CHARS = 300  # of an exception's text, which may quote what it failed at
+UNQUOTED = re.compile(r"[^\s\"=]+")
 
 log = logging.getLogger("jaxserve.requests")
 _request: ContextVar[tuple[str, str]] = ContextVar("request", default=("", ""))
 
 
 def setup(format: str, level: str) -> None:
-    """Lines to stderr from now on. format: text or json. level: debug, info, warning or error, of
-    our own lines; libraries' lines are warnings at least."""
+    """Logs to stderr from now on. format: text or json. level: debug, info, warning or error, for
+    jaxserve's loggers; libraries log warnings at least."""
     handler = _Stderr()
-    handler.setFormatter(Json() if format == "json" else Text())
+    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     root = logging.getLogger()
     root.handlers = [
         other for other in root.handlers if type(other) not in (logging.StreamHandler, _Stderr)
@@ -41,22 +42,23 @@ def setup(format: str, level: str) -> None:
     root.setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[level.upper()]))
     logging.getLogger("jaxserve").setLevel(level.upper())
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
-        logging.getLogger(name).handlers, logging.getLogger(name).propagate = [], True
+        logging.getLogger(name).handlers = []
+        logging.getLogger(name).propagate = True
 
 
 @contextlib.contextmanager
 def bound(request_id: str, trace_id: str = "") -> Iterator[None]:
-    """Lines written inside, by this task or thread and those begun by it, are about this
-    request."""
+    """Adds a request's id to the lines logged inside, by this task or thread and those it
+    starts."""
     token = _request.set((request_id, trace_id))
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # it ends in another task than it began in
+        with contextlib.suppress(ValueError):  # entered in another task
             _request.reset(token)
 
 
-def ended(
+def log_ended(
     request: Request,
     finished: Sequence[Finished],
     status: str,
@@ -65,8 +67,8 @@ def ended(
     protocol: str = "",
     trace_id: str = "",
 ) -> None:
-    """The one line about a request that is over. finished: the ends of its completions that are
-    known; status: gRPC's name of it."""
+    """Logs the one line about a request that has ended. finished: the ends of its completions, as
+    far as they came. status: name of a gRPC status."""
     whole = Summary.of(finished) if finished else None
     fields: dict[str, Any] = {
         "status": status,
@@ -98,63 +100,63 @@ def ended(
     )
 
 
-class Text(logging.Formatter):
-    """I 2026-01-31T23:59:59.123Z jaxserve.server.supervisor: message request_id=x; a traceback follows,
-    indented."""
+class TextFormatter(logging.Formatter):
+    """Lines for people, a traceback indented below:
+
+    I 2026-01-31T23:59:59.123Z jaxserve.server.supervisor: message request_id=x
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        told = {**_about(record), **_fields(record)}
+        fields = {**_request_ids(record), **_fields(record)}
         pairs = "".join(
-            f" {name}={_shown(value)}" for name, value in told.items() if value is not None
+            f" {name}={_quoted_if_needed(value)}"
+            for name, value in fields.items()
+            if value is not None
         )
-        line = f"{record.levelname[:1]} {_time(record)} {record.name}: {escaped(_message(record))}{pairs}"
-        return "\n    ".join([line, *_faults(record)])
+        head = f"{record.levelname[:1]} {_time(record)} {record.name}"
+        line = f"{head}: {escaped(_message(record))}{pairs}"
+        return "\n    ".join([line, *_exception_lines(record)])
 
 
-class Json(logging.Formatter):
-    """An object on a line: time, level, logger, message, request_id, trace_id, what else is known,
-    and exception."""
+class JsonFormatter(logging.Formatter):
+    """JSON lines: time, level, logger, message, request_id, trace_id, further fields, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
         }
-        told |= {"message": _message(record), **_about(record)}
-        if faults := _faults(record):
-            told["exception"] = "\n".join(faults)
-        return json.dumps({**told, **_fields(record)}, default=str)
+        fields |= {"message": _message(record), **_request_ids(record)}
+        if faults := _exception_lines(record):
+            fields["exception"] = "\n".join(faults)
+        return json.dumps({**fields, **_fields(record)}, default=str)
 
 
 def escaped(text: str) -> str:
-    """Without what ends a line, moves the cursor or turns the direction of writing: these are
-    written as \\n, \\x1b, \\u202e."""
-    text = text[:LONGEST]
-    return (
-        text
-        if text.isprintable()
-        else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    )
+    """Escapes whatever ends a line, moves the cursor or turns the direction of writing: \\n, \\x1b,
+    \\u202e."""
+    text = text[:MAX_CHARS]
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _message(record: logging.LogRecord) -> str:
-    return record.getMessage()[:LONGEST]
+    return record.getMessage()[:MAX_CHARS]
 
 
-def _shown(value: Any) -> str:
+def _quoted_if_needed(value: object) -> str:
     text = escaped(str(value))
-    return text if PLAIN.fullmatch(text) else '"' + text.replace('"', '\\"') + '"'
+    return text if UNQUOTED.fullmatch(text) else '"' + text.replace('"', '\\"') + '"'
 
 
 def _time(record: logging.LogRecord) -> str:
-    return (
-        time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        + f".{int(record.created * 1000) % 1000:03}Z"
-    )
+    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{seconds}.{int(record.created * 1000) % 1000:03}Z"
 
 
-def _about(record: logging.LogRecord) -> dict[str, str | None]:
+def _request_ids(record: logging.LogRecord) -> dict[str, str | None]:
     request_id, trace_id = _request.get()
     return {
         "request_id": getattr(record, "request_id", "") or request_id or None,
@@ -166,27 +168,26 @@ def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
     return getattr(record, "fields", {})
 
 
-def _faults(record: logging.LogRecord) -> list[str]:
-    """Where an exception was raised, and its kind; of its text only the beginning. Lines of source,
-    which say no more, are left out. What it came of is told after it."""
+def _exception_lines(record: logging.LogRecord) -> list[str]:
+    """An exception's traceback without lines of source, its type, the beginning of its text; then
+    the same of its causes."""
     error = record.exc_info[1] if record.exc_info else None
     lines = []
-    for _ in range(CAUSES):
+    for _ in range(MAX_CAUSES):
         if error is None:
             break
-        place = error.__traceback__
-        while place is not None:
-            lines.append(
-                f"{place.tb_frame.f_code.co_filename}:{place.tb_lineno} in {place.tb_frame.f_code.co_name}"
-            )
-            place = place.tb_next
-        lines.append(escaped(f"{type(error).__name__}: {str(error)[:LONGEST_ERROR]}"))
+        traceback = error.__traceback__
+        while traceback is not None:
+            code = traceback.tb_frame.f_code
+            lines.append(f"{code.co_filename}:{traceback.tb_lineno} in {code.co_name}")
+            traceback = traceback.tb_next
+        lines.append(escaped(f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}"))
         error = error.__cause__
     return lines
 
 
 class _Stderr(logging.StreamHandler):
-    """To what stderr is when a line is written."""
+    """Writes to sys.stderr as it is at each line: tests and tools replace it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

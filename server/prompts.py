@@ -1,5 +1,4 @@
-"""What callers put before a model, whichever protocol they speak: text, token ids or a chat; and
-the ids that these become."""
+"""Prompts of any protocol, text, token ids or a chat, and the token ids that these become."""
 
 from __future__ import annotations
 
@@ -11,17 +10,19 @@ from typing import Any
 import numpy as np
 
 from jaxserve.api.errors import RequestError
+from jaxserve.text import Tokenizer
 
 MAX_MESSAGES = 10_000
-SLICE = 1 << 16  # ids that are read without a break
-IDS_PER_CHAR = 4  # that are read in the same time
-CHARS_PER_TOKEN = 128  # text longer than this times the model's limit is refused before it is read
+SLICE = 1 << 16  # ids converted without releasing the interpreter
+IDS_PER_CHAR = 4  # ids that take as long to convert as a character to tokenize
+# text longer than this times the model's maximum length is refused before it is tokenized
+MAX_CHARS_PER_TOKEN = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Text:
-    """special: names of special tokens in the text become these tokens, and the model's first token
-    is added."""
+    """A prompt of text. special: names of special tokens in it become these tokens, and the model's
+    first token is added."""
 
     text: str
     special: bool = True
@@ -29,102 +30,109 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages (role, content, and what the model's template makes use of), and the functions that
-    the model may call."""
+    """A prompt of messages, to be rendered by the model's chat template.
+
+    messages: mappings of role, content, and whatever else the template uses. tools: functions that
+    the model may call. values: further variables of the template, by name.
+    """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
-    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for the template, by name
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 Prompt = Text | Chat | Sequence[int] | np.ndarray
 
 
-def size_of(prompt: Prompt) -> int:
-    """How long reading a prompt may take, in characters of text."""
+def prompt_cost(prompt: Prompt) -> int:
+    """About how long a prompt takes to tokenize, in characters of text."""
     match prompt:
         case Text():
             return len(prompt.text)
         case Chat():
-            return _chars([prompt.messages, prompt.tools])
+            return _count_chars([prompt.messages, prompt.tools])
     return len(prompt) // IDS_PER_CHAR
 
 
-def ids_of(prompt: Prompt, tokenizer: Any, max_len: int) -> np.ndarray:
-    """Token ids of a prompt. Long ones take time. Errors: RequestError; FAILED_PRECONDITION where
-    there is no tokenizer."""
+def prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None, max_model_len: int) -> np.ndarray:
+    """Token ids of a prompt. Takes long for long ones.
+
+    Errors: RequestError; FAILED_PRECONDITION for text or a chat without a tokenizer.
+    """
     if not isinstance(prompt, (Text, Chat)):
-        return array_of("prompt_ids", prompt)
-    name = "prompt" if isinstance(prompt, Text) else "messages"
+        return to_array("prompt_ids", prompt)
+    field = "prompt" if isinstance(prompt, Text) else "messages"
     if tokenizer is None:
         raise RequestError(
-            name, "this model has no tokenizer: send token ids", "FAILED_PRECONDITION"
+            field, "this model has no tokenizer: send token ids", "FAILED_PRECONDITION"
         )
     try:
-        return array_of(name, _ids_of_text(name, prompt, tokenizer, max_len))
-    # calls of functions hold JSON of their own, where there may be anything
+        return to_array(field, _tokenize(field, prompt, tokenizer, max_model_len))
+    # also by JSON inside of tool calls, where there may be any character
     except UnicodeEncodeError:
         raise RequestError(
-            name, "holds half a character: a surrogate without its other half"
+            field, "holds half a character: a surrogate without its other half"
         ) from None
 
 
-def _ids_of_text(name: str, prompt: Text | Chat, tokenizer: Any, max_len: int) -> Sequence[int]:
+def _tokenize(
+    field: str, prompt: Text | Chat, tokenizer: Tokenizer, max_model_len: int
+) -> Sequence[int]:
     if isinstance(prompt, Text):
-        _check_chars(name, size_of(prompt), max_len)
+        _check_chars(field, prompt_cost(prompt), max_model_len)
         return tokenizer.encode(prompt.text, special=prompt.special)
     if not prompt.messages:
-        raise RequestError(name, "is empty")
+        raise RequestError(field, "is empty")
     if len(prompt.messages) > MAX_MESSAGES:
-        raise RequestError(name, f"has {len(prompt.messages)} entries; the limit is {MAX_MESSAGES}")
-    _check_chars(name, size_of(prompt), max_len)
+        count = len(prompt.messages)
+        raise RequestError(field, f"has {count} entries; the limit is {MAX_MESSAGES}")
+    _check_chars(field, prompt_cost(prompt), max_model_len)
     return tokenizer.chat(prompt.messages, tools=prompt.tools, values=prompt.values)
 
 
-def array_of(name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Ids of a list, read in slices between which other threads get the interpreter. Errors:
-    RequestError that names the field."""
-    return (
-        ids
-        if isinstance(ids, np.ndarray)
-        else np.frombuffer(b"".join(_slices(name, ids)), np.int64)
-    )
+def to_array(field: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    """An int64 array of a list of ids, converted slice by slice: other threads may take the
+    interpreter in between. Errors: RequestError of `field`."""
+    if isinstance(ids, np.ndarray):
+        return ids
+    return np.frombuffer(b"".join(_slices(field, ids)), np.int64)
 
 
-def _slices(name: str, ids: Sequence[int]) -> Iterator[array.array[int]]:
-    """Not by numpy, which gives every one of many ids the room that a long text among them
-    needs."""
+def _slices(field: str, ids: Sequence[int]) -> Iterator[array.array[int]]:
+    """Arrays of SLICE ids. Not by numpy: a text among the ids would make every entry of its array
+    as long as that text."""
     for at in range(0, len(ids), SLICE):
         part = ids[at : at + SLICE]
         if not set(map(type, part)) <= {int}:
-            raise RequestError(name, "must be a flat list of integers")
+            raise RequestError(field, "must be a flat list of integers")
         try:
             yield array.array("q", part)
         except OverflowError:
-            raise RequestError(name, "holds an integer beyond 64 bits") from None
+            raise RequestError(field, "holds an integer beyond 64 bits") from None
 
 
-def _chars(value: Any) -> int:
-    """Of all texts in a value of JSON, and one for each other value in it."""
-    line = [value]
+def _count_chars(value: Any) -> int:
+    """Characters of all texts in a JSON value, and one for each other value in it."""
+    pending = [value]
     chars = 0
-    while line:
-        part = line.pop()
+    while pending:
+        part = pending.pop()
         if isinstance(part, str):
             chars += len(part)
             continue
         chars += 1
         if isinstance(part, Mapping):
             chars += sum(map(len, part))
-            line.extend(part.values())
+            pending.extend(part.values())
         elif isinstance(part, (list, tuple)):
-            line.extend(part)
+            pending.extend(part)
     return chars
 
 
-def _check_chars(name: str, chars: int, max_len: int) -> None:
-    if chars > CHARS_PER_TOKEN * max_len:
+def _check_chars(field: str, chars: int, max_model_len: int) -> None:
+    if chars > MAX_CHARS_PER_TOKEN * max_model_len:
         raise RequestError(
-            name,
-            f"has {chars} characters; the limit is {CHARS_PER_TOKEN} for each of the model's {max_len} tokens",
+            field,
+            f"has {chars} characters; the limit is {MAX_CHARS_PER_TOKEN} for each of the model's "
+            f"{max_model_len} tokens",
         )

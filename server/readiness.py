@@ -1,4 +1,4 @@
-"""Whether the server lives, and whether tokens come out of it: what health checks are told."""
+"""Health checks: whether the server lives, and whether tokens come out of it."""
 
 from __future__ import annotations
 
@@ -8,59 +8,60 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.server.auth.access import Caller
-from jaxserve.server.frontend import BROKEN, SERVING, STUCK, Frontend
+from jaxserve.server.frontend import FAULTS, SERVING, Frontend
 from jaxserve.server.generate_call import GenerateCall, Origin
 
-FRESH = 5.0  # seconds for which a token is proof enough
-PATIENCE = 5.0  # seconds that ours may take
+FRESH_SECONDS = 5.0  # a token that is not older proves that the server is ready
+PATIENCE_SECONDS = 5.0  # for a token of our own
 
 
 class Readiness:
-    """`ready` asks for a real token where none came lately; callers that ask at the same time share
-    one."""
+    """Answers health checks. Where no request had a token lately, one is generated; checks that
+    come at the same time share it."""
 
-    def __init__(self, front: Frontend, caller: Caller):
-        """caller: for whom ours is made."""
-        self._front = front
+    def __init__(self, frontend: Frontend, caller: Caller):
+        """caller: in whose name the check's own request is made."""
+        self._frontend = frontend
         self._caller = caller
-        self._asking: asyncio.Task[str] | None = None
+        self._generating: asyncio.Task[str] | None = None
 
-    def alive(self) -> str:
-        """'' or what is wrong."""
-        return {BROKEN: "the engine stopped", STUCK: "the devices do not answer"}.get(
-            self._front.state, ""
-        )
+    def liveness_fault(self) -> str:
+        """Why only a restart would help, or ''."""
+        return FAULTS.get(self._frontend.state, "")
 
-    async def ready(self) -> str:
-        """'' or what is wrong."""
-        if self._front.state != SERVING:
-            return f"the server is {self._front.state}"
-        if self._front.quiet_seconds < FRESH:
+    async def readiness_fault(self) -> str:
+        """Why no tokens come, or ''."""
+        if self._frontend.state != SERVING:
+            return f"the server is {self._frontend.state}"
+        if self._frontend.seconds_since_token < FRESH_SECONDS:
             return ""
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._ask())
-        return await asyncio.shield(self._asking)
+        if self._generating is None or self._generating.done():
+            self._generating = asyncio.create_task(self._generate())
+        return await asyncio.shield(self._generating)
 
-    async def _ask(self) -> str:
-        ask = GenerateCall(
+    async def _generate(self) -> str:
+        """Generates one token; returns why none came, or ''."""
+        call = GenerateCall(
             [0],
             SamplingParams(temperature=0, max_tokens=1),
-            slo=Slo(ttft=PATIENCE),
-            timeout=PATIENCE,
+            slo=Slo(ttft=PATIENCE_SECONDS),
+            timeout=PATIENCE_SECONDS,
             bypass_prefix_cache=True,
             ids_only=True,
             origin=Origin(internal=True),
         )
         try:
-            async with asyncio.timeout(PATIENCE), self._front.answer(ask, self._caller) as stream:
+            async with (
+                asyncio.timeout(PATIENCE_SECONDS),
+                self._frontend.generate(call, self._caller) as stream,
+            ):
                 while await stream.take():
                     pass
         except RequestError as error:
-            return (
-                ""
-                if error.status == "RESOURCE_EXHAUSTED" and self._front.quiet_seconds < PATIENCE
-                else f"no token came: {error}"
-            )
+            overloaded = error.status == "RESOURCE_EXHAUSTED"
+            if overloaded and self._frontend.seconds_since_token < PATIENCE_SECONDS:
+                return ""
+            return f"no token came: {error}"
         except TimeoutError:
-            return f"no token came within {PATIENCE:g} s"
+            return f"no token came within {PATIENCE_SECONDS:g} s"
         return ""

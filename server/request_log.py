@@ -1,9 +1,7 @@
-"""What is kept of each request: a line in the log when it is over, and a span, where spans are
-wanted.
+"""Records each request: a log line when it has ended, and an OpenTelemetry span if traces are on.
 
-    with trail.follow(request, origin) as ends:       # what is logged inside bears the request's id
-        ...                                             # the ends of its completions are added to
-        `ends`; what ended it is raised
+with request_log.follow(request, origin) as finished:
+    ...  # log lines in here bear the request's id; append the ends of completions to `finished`
 """
 
 from __future__ import annotations
@@ -21,25 +19,26 @@ from jaxserve.server.tracing import Tracer
 
 
 class RequestLog:
-    """`model`: the name of what is served, once it is known."""
+    """Writes the log lines and spans of one server. `model`: the served model's name, set once it
+    is known."""
 
     def __init__(self, tracer: Tracer):
         self._tracer = tracer
         self.model = ""
 
     def close(self) -> None:
-        """Sends the spans that are left; blocks for some seconds where nobody takes them."""
+        """Sends the spans that are left; blocks for seconds if no collector takes them."""
         self._tracer.close()
 
     @contextlib.contextmanager
     def follow(
         self, request: Request, origin: Origin, tenant: str = ""
     ) -> Iterator[list[Finished]]:
-        """A request from here to its end. What is raised inside is what it ended with; whoever
-        drops it is a caller who went away."""
-        ends: list[Finished] = []
+        """Follows a request to its end, which is the exit, and records it. What is raised inside
+        is the error that it ended with; a cancellation means that the caller went away."""
+        finished: list[Finished] = []
         if origin.internal:
-            yield ends
+            yield finished
             return
         span = self._tracer.start(
             origin.traceparent,
@@ -51,7 +50,7 @@ class RequestLog:
         error: RequestError | None = caller_gone()
         try:
             with logs.bound(request.id, span.trace_id):
-                yield ends
+                yield finished
             error = None
         except RequestError as raised:
             error = raised
@@ -60,10 +59,10 @@ class RequestLog:
             error = internal_error()
             raise
         finally:
-            span.end(ends, error)
-            logs.ended(
+            span.end(finished, error)
+            logs.log_ended(
                 request,
-                ends,
+                finished,
                 "OK" if error is None else error.status,
                 tenant=tenant,
                 protocol=origin.protocol,

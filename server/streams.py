@@ -1,9 +1,9 @@
-"""How events get from the engine's thread to a caller who may read slowly.
+"""Carries events from the replica's thread to callers that may read slowly.
 
-The engine's thread puts the events of a step into the `Mailbox`, which wakes the event loop at most
-once for all that may wait. On the loop a `Stream` makes outputs of them, text included. What the
-caller has not taken yet is merged, so that a slow reader, or a busy server, gets fewer and larger
-ones, never a long queue of them.
+The replica's thread puts each step's events into the `Mailbox`, which wakes the event loop at most
+once for everything that is pending. On the loop a `Stream` turns events into outputs, text
+included. Outputs that the caller has not taken yet are merged: a slow reader, or a busy server,
+gets fewer and larger ones, never a long queue.
 """
 
 from __future__ import annotations
@@ -20,218 +20,238 @@ from jaxserve.api.request import Request
 from jaxserve.server.auth.access import Caller
 from jaxserve.text.output import Delta, Output, OutputProcessor, merged
 
-SHARE = 0.1  # of a core's time, what streams may take from the engine's thread
-MOST_REST = 0.05  # seconds that events may wait for that
-_ENDINGS = {
+CPU_SHARE = 0.1  # of a core that streams may take from the replica's thread; see `Mailbox`
+MAX_REST_SECONDS = 0.05  # that events may wait for that
+_FAILURES = {  # by the reason of a completion's end: status and text
     "cancelled": ("CANCELLED", "the request was aborted"),
     "deadline": ("DEADLINE_EXCEEDED", "the deadline has passed"),
 }
 
 
 class Mailbox:
-    """From the engine's thread to the event loop, in order.
+    """Streams with new events, on their way from the replica's thread to the event loop, in order.
 
-    The two threads share one interpreter. Where the loop is busy it empties the mailbox less often,
-    so that tokens go out in fewer messages and the engine's thread is not starved.
+    Both threads share one interpreter. The busier the loop is, the less often it is woken, so that
+    tokens go out in fewer messages and the replica's thread is not starved.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
-        self._streams: collections.deque[Stream] = collections.deque()  # those with news
-        self._awake = False
-        # when it was last, and the loop's CPU seconds then
-        self._emptied = 0.0
-        self._cpu = 0.0
+        self._streams: collections.deque[Stream] = collections.deque()
+        self._wake_scheduled = False
+        self._last_wake = 0.0  # loop time
+        self._last_cpu = 0.0  # CPU seconds of the loop's thread at `_last_wake`
 
     def put(self, stream: Stream, events: Sequence[Event]) -> None:
-        """Called by the engine's thread; does not wait."""
+        """Delivers a step's events to a stream. Called by the replica's thread; does not block."""
         if stream.deliver(events):
-            self._call(stream.wake)
+            self._call_on_loop(stream.wake)
             return
-        if not stream.called:
-            stream.called = True
+        if not stream.in_mailbox:
+            stream.in_mailbox = True
             self._streams.append(stream)
-        if not self._awake:
-            self._awake = True
-            self._call(self._wake)
+        if not self._wake_scheduled:
+            self._wake_scheduled = True
+            self._call_on_loop(self._wake)
 
-    def _call(self, callback: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is left to tell
+    def _call_on_loop(self, callback: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed, and its callers are gone
             self._loop.call_soon_threadsafe(callback)
 
     def _wake(self) -> None:
+        """Wakes all streams in the mailbox, or rests before it does."""
         now = self._loop.time()
         cpu = time.thread_time()
-        rested = self._emptied + min((cpu - self._cpu) / SHARE, MOST_REST)
-        if now < rested:
-            self._loop.call_at(rested, self._wake)
+        rest = min((cpu - self._last_cpu) / CPU_SHARE, MAX_REST_SECONDS)
+        if now < self._last_wake + rest:
+            self._loop.call_at(self._last_wake + rest, self._wake)
             return
-        self._emptied = now
-        self._cpu = cpu
-        self._awake = False  # first: what is put from now on wakes the loop again
+        self._last_wake = now
+        self._last_cpu = cpu
+        # flags are cleared first: events that are put from here on schedule another wake
+        self._wake_scheduled = False
         while self._streams:
             stream = self._streams.popleft()
-            stream.called = False  # first, too
+            stream.in_mailbox = False
             stream.wake()
 
 
 class Stream:
-    """The answer to one request on its way out. All methods but `deliver` belong to the event loop.
+    """The outputs of one request. All methods but `deliver` belong to the event loop.
 
-    patience: seconds after which something is to be written, be there news or not. spoke: called
-    with tokens, the first ones and others. ends: gets the ends of completions.
+    processor: makes outputs of events. now: loop time. heartbeat_seconds: after which a silent
+    stream repeats its progress. on_tokens: called whenever tokens came. finished: a list that
+    collects the ends of completions. Made in the task that writes the outputs.
+
+    Attributes: id, by which the caller knows the request. failure: the error that ended the stream,
+    if one did. refused: whether the replica did not accept the request. closed: set by the owner;
+    later events are dropped. abort_write: cuts off a write that waits for its reader.
     """
 
     def __init__(
         self,
         request: Request,
-        answer: OutputProcessor,
+        processor: OutputProcessor,
         caller: Caller,
+        *,
         now: float,
-        patience: float,
-        spoke: Callable[[], None],
-        ends: list[Finished],
+        heartbeat_seconds: float,
+        on_tokens: Callable[[], None],
+        finished: list[Finished],
     ):
         self.request = request
         self.caller = caller
         self.id = caller.own_id(request.id)
-        self.called = False  # whether the mailbox is about to wake it
+        self.in_mailbox = False  # written by the mailbox
         self.failure: RequestError | None = None
+        self.refused = False
+        self.closed = False
         task = asyncio.current_task()
-        # ends a write that waits for its reader
-        self.cut: Callable[[], object] | None = None if task is None else task.cancel
-        self.closed = self.refused = False
-        self._answer = answer
-        self._spoke = spoke
-        self._ends = ends
-        self._patience = patience
+        self.abort_write: Callable[[], object] | None = None if task is None else task.cancel
+        self._processor = processor
+        self._on_tokens = on_tokens
+        self._finished = finished
+        self._heartbeat_seconds = heartbeat_seconds
         self._inbox: collections.deque[Sequence[Event]] = collections.deque()
-        self._silent = True  # whether the engine has given no token yet
-        self._more = asyncio.Event()
-        self._entered = False
-        self._first: list[Output] = []
-        self._progress: dict[int, Progress] = {}
-        self._tokens: dict[int, list[Delta]] = {}
-        self._last: list[Output] = []
-        self._newest = Progress(0, 0, len(request.prompt))
-        self._sent = now
+        self._before_first_token = True
+        self._news = asyncio.Event()
+        self._is_accepted = False
+        # pending outputs, in the order in which they are taken; by index of the completion
+        self._pending_accepted: list[Output] = []
+        self._pending_progress: dict[int, Progress] = {}
+        self._pending_tokens: dict[int, list[Delta]] = {}
+        self._pending_finished: list[Output] = []
+        self._newest_progress = Progress(0, 0, len(request.prompt))
+        self._last_write = now
         self._writing = False
 
     def deliver(self, events: Sequence[Event]) -> bool:
-        """Takes the events of a step; returns whether they are not to wait for others: that the
-        request was accepted, its first token, an end. Called by the engine's thread."""
+        """Takes a step's events. Called by the replica's thread.
+
+        Returns whether the stream is to be woken at once: for acceptance, the first token, an end.
+        """
         self._inbox.append(events)
-        if self._silent and any(isinstance(event, Token) for event in events):
-            self._silent = False
+        if self._before_first_token and any(isinstance(event, Token) for event in events):
+            self._before_first_token = False
             return True
         return any(isinstance(event, (Accepted, Finished)) for event in events)
 
     @property
     def unfinished(self) -> bool:
-        """Whether the engine still works for it."""
-        return self._answer.unfinished > 0
+        """Whether the replica still works for it."""
+        return self._processor.unfinished > 0
 
     @property
     def ended(self) -> bool:
+        """Whether no more outputs will come."""
         return self.failure is not None or not self.unfinished
 
     def wake(self) -> None:
-        """There is something in the inbox. It is read when somebody asks for it: many steps at
-        once, where that takes a while."""
-        self._entered = True  # the first that the engine says is that it has the request
-        self._more.set()
-        # the engine must hear of a stop string though the reader is slow
+        """Tells the reader that events came. They are processed when it takes them: many steps at
+        once, if it is slow."""
+        self._is_accepted = True  # by the first event of all
+        self._news.set()
+        # stop strings must end the request's work although its reader is slow
         if self._writing and self.request.sampling.stop:
-            self._read()
+            self._process_inbox()
 
-    def _read(self) -> None:
+    def _process_inbox(self) -> None:
         events: list[Event] = []
         while self._inbox:
             events += self._inbox.popleft()
         if not events or self.closed or self.ended:
             return
-        outputs = self._answer.feed(events)
+        outputs = self._processor.feed(events)
         for output in outputs:
             self._add(output)
         if any(isinstance(output, Delta) for output in outputs):
-            self._spoke()
+            self._on_tokens()
 
-    async def entered(self) -> None:
-        """Returns once the engine has the request. Errors: RequestError where it refuses it."""
-        while not self._entered and self.failure is None:
-            self._more.clear()
-            await self._more.wait()
+    async def accepted(self) -> None:
+        """Returns once the replica has accepted the request. Errors: RequestError if it is
+        refused."""
+        while not self._is_accepted and self.failure is None:
+            self._news.clear()
+            await self._news.wait()
         if self.failure is not None:
             raise self.failure
 
     def refuse(self, error: RequestError) -> None:
-        """The engine does not take the request."""
+        """Ends the stream because the replica did not accept the request."""
         self.refused = True
         self.fail(error)
 
     def fail(self, error: RequestError) -> None:
-        """Ends the stream with an error after what is pending."""
+        """Ends the stream with an error, after the outputs that are pending."""
         self.failure = self.failure or error
-        self._more.set()
+        self._news.set()
 
     async def take(self) -> list[Output]:
-        """What came since the last call, merged; empty once all is said."""
-        while not (outputs := self._pending()) and not self.ended:
-            self._more.clear()
-            await self._more.wait()
+        """Waits for outputs; returns all that came since the last call, merged. Empty at the
+        end."""
+        while not (outputs := self._take_pending()) and not self.ended:
+            self._news.clear()
+            await self._news.wait()
         return outputs
 
-    def writing(self, now: float) -> None:
+    def write_began(self, now: float) -> None:
+        """To be called before each write to the caller."""
         self._writing = True
-        self._sent = now
+        self._last_write = now
 
-    def written(self, now: float) -> None:
+    def write_ended(self, now: float) -> None:
+        """To be called after each write to the caller."""
         self._writing = False
-        self._sent = now
+        self._last_write = now
 
     def abort_stalled(self, now: float, timeout: float) -> None:
-        """Ends a stream whose caller has left a message unread for so long."""
-        if self._writing and self.failure is None and now - self._sent > timeout:
+        """Ends the stream if its caller has left a message unread for `timeout` seconds."""
+        if self._writing and self.failure is None and now - self._last_write > timeout:
             self.fail(RequestError("stream", f"left unread for {timeout} s", "RESOURCE_EXHAUSTED"))
-            if self.cut is not None:
-                self.cut()
+            if self.abort_write is not None:
+                self.abort_write()
 
-    def overdue(self, now: float) -> bool:
+    def heartbeat_due(self, now: float) -> bool:
         """Whether nothing was written for so long that something should be."""
-        return not self._writing and now - self._sent > self._patience
+        return not self._writing and now - self._last_write > self._heartbeat_seconds
 
-    def heartbeat(self, now: float) -> None:
-        """Repeats the newest progress where nothing was said for a while."""
-        if self.overdue(now):
-            self._add(self._newest)
-            self._more.set()
+    def send_heartbeat(self, now: float) -> None:
+        """Repeats the newest progress if a heartbeat is due."""
+        if self.heartbeat_due(now):
+            self._add(self._newest_progress)
+            self._news.set()
 
     def _add(self, output: Output) -> None:
         match output:
             case Delta():
-                self._tokens.setdefault(output.index, []).append(output)
+                self._pending_tokens.setdefault(output.index, []).append(output)
             case Progress():
-                self._progress[output.index] = self._newest = output
+                self._pending_progress[output.index] = output
+                self._newest_progress = output
             case Accepted():
-                self._first.append(output)
+                self._pending_accepted.append(output)
             case Finished():
-                self._last.append(output)
-                self._ends.append(output)
+                self._pending_finished.append(output)
+                self._finished.append(output)
                 if output.error is not None:
                     self.fail(output.error)
-                elif output.reason in _ENDINGS:
-                    status, text = _ENDINGS[output.reason]
+                elif output.reason in _FAILURES:
+                    status, text = _FAILURES[output.reason]
                     self.fail(RequestError("", text, status))
 
-    def _pending(self) -> list[Output]:
-        self._read()
-        progress = [p for p in self._progress.values() if p.index not in self._tokens]
-        outputs: list[Output] = [
-            *self._first,
-            *progress,
-            *map(merged, self._tokens.values()),
-            *self._last,
+    def _take_pending(self) -> list[Output]:
+        self._process_inbox()
+        progress = [
+            one for one in self._pending_progress.values() if one.index not in self._pending_tokens
         ]
-        for kind in (self._first, self._progress, self._tokens, self._last):
-            kind.clear()
+        outputs: list[Output] = [
+            *self._pending_accepted,
+            *progress,
+            *map(merged, self._pending_tokens.values()),
+            *self._pending_finished,
+        ]
+        self._pending_accepted.clear()
+        self._pending_progress.clear()
+        self._pending_tokens.clear()
+        self._pending_finished.clear()
         return outputs

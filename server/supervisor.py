@@ -1,8 +1,8 @@
-"""The life of a server: it listens at once but serves only when its engine is warm; when told to
-stop it drains, then goes.
+"""The life of a server: it listens at once, serves when its replica is built and warm, and drains
+before it stops.
 
-Health (grpc.health.v1) is NOT_SERVING while the engine is built, while it drains, and when its
-engine has stopped.
+Health (grpc.health.v1) is NOT_SERVING while the replica is built, while the server drains, and when
+the replica is stuck or has failed.
 """
 
 from __future__ import annotations
@@ -16,50 +16,56 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from jaxserve.api.errors import RequestError
+from jaxserve.replica.protocol import Replica
 from jaxserve.server import event_loop
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.admin import application as operators
+from jaxserve.server.admin import operators_app
 from jaxserve.server.auth.access import Authenticator
 from jaxserve.server.auth.tls import Tls
 from jaxserve.server.frontend import SERVING, STOPPING, Frontend
-from jaxserve.server.grpc.auth import Guard
+from jaxserve.server.grpc.auth import GrpcGuard
 from jaxserve.server.grpc.control import Control
-from jaxserve.server.grpc.handlers import CONTROL_LIMIT, handlers
+from jaxserve.server.grpc.handlers import MAX_CONTROL_BYTES, method_handlers
 from jaxserve.server.grpc.health import Health
 from jaxserve.server.grpc.inference import Inference
 from jaxserve.server.http_server import HttpGuard, Listener, is_loopback
-from jaxserve.server.openai.app import OPEN_PATHS
-from jaxserve.server.openai.app import application as users
+from jaxserve.server.openai.app import OPEN_PATHS, users_app
 from jaxserve.server.readiness import Readiness
 from jaxserve.settings.schema import ConfigError, ServerConfig
+from jaxserve.text import Tokenizer
 from jaxserve.text.structured_output import Guides
 
 log = logging.getLogger(__name__)
-HEALTH = "grpc.health.v1.Health"
+T = TypeVar("T")
+HEALTH_SERVICE = "grpc.health.v1.Health"
 SERVICES = {name: pb.DESCRIPTOR.services_by_name[name] for name in ("Inference", "Control")}
-# how long the engine's thread waits for the interpreter while streams are written
+# at most, that the replica's thread waits for the interpreter while streams are written
 SWITCH_SECONDS = 0.0001
-FILES_SECONDS = 0.25  # between looks at the files of keys and certificates
+POLL_SECONDS = 0.25  # at most, between polls of streams and replica
+HEARTBEAT_POLLS = 4  # at least, within `progress_interval`
+FILES_SECONDS = 0.25  # between checks of the key file and the certificate
+DRAIN_POLL_SECONDS = 0.02
 STOP_SECONDS = 2.0  # for the statuses of aborted requests to get out
-MIN_PING_MS = 10_000  # between pings of a client: callers wait minutes for a prefill
+MIN_PING_MS = 10_000  # between a client's pings: callers wait minutes for a prefill
 
-Build = Callable[[], tuple[Any, Any]]
+Build = Callable[[], tuple[Replica, Tokenizer | None]]
 
 
 def check_host(config: ServerConfig) -> None:
-    """Errors: ConfigError where strangers could connect and nobody said that they may."""
+    """Errors: ConfigError if strangers could connect although neither keys nor certificates are
+    required, and --insecure is not set."""
     if not (is_loopback(config.host) or _authenticated(config) or config.insecure):
         raise ConfigError(
             "host",
-            f"{config.host!r} is not a loopback address, and neither --api_keys nor --tls_client_ca says who may "
-            "connect; add --insecure to serve everybody who can",
+            f"{config.host!r} is not a loopback address, and neither --api_keys nor "
+            "--tls_client_ca says who may connect; add --insecure to serve everybody who can",
         )
     if config.admin_port is not None and config.api_keys is None and not is_loopback(config.host):
         raise ConfigError(
@@ -69,7 +75,7 @@ def check_host(config: ServerConfig) -> None:
 
 
 def warn_of_host(config: ServerConfig) -> None:
-    """Says what a network that others are in can do here."""
+    """Warns of what others on the network can do or read."""
     if is_loopback(config.host):
         return
     if not _authenticated(config):
@@ -88,7 +94,8 @@ def _authenticated(config: ServerConfig) -> bool:
 
 
 def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
-    """Keepalive that lets clients ping, and notices callers that vanished."""
+    """Options of the gRPC server: message sizes, and keepalive that permits clients' pings and
+    notices callers that vanished."""
     return [
         ("grpc.max_receive_message_length", config.max_message_mib << 20),
         ("grpc.max_send_message_length", -1),
@@ -102,101 +109,106 @@ def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
 
 
 class Server:
-    """A server on the running event loop. `ports` are those it listens on: grpc, http, admin, those
-    it has."""
+    """A server on the running event loop.
+
+    `ports`: those it listens on, by name: grpc, and, if they are configured, http and admin.
+    Errors: ConfigError.
+    """
 
     def __init__(self, config: ServerConfig):
         check_host(config)
         warn_of_host(config)
-        self.access = Authenticator(config)
-        self.tls = Tls.of(config)
+        self.authenticator = Authenticator(config)
+        self.tls = Tls.from_config(config)
         self.config = config
-        self.front = Frontend(config)
+        self.frontend = Frontend(config)
         self.ports: dict[str, int] = {}
         self._host = f"[{config.host.strip('[]')}]" if ":" in config.host else config.host
         self._listeners: list[Listener] = []
         self._health = Health([service.full_name for service in SERVICES.values()])
-        self._server = grpc.aio.server(
-            interceptors=(Guard(self.access, self.front.metrics),), options=channel_options(config)
+        self._grpc_server = grpc.aio.server(
+            interceptors=(GrpcGuard(self.authenticator, self.frontend.metrics),),
+            options=channel_options(config),
         )
-        self._server.add_generic_rpc_handlers(
+        inference = Inference(self.frontend)
+        control = Control(self.frontend)
+        metrics = self.frontend.metrics
+        max_bytes = config.max_message_mib << 20
+        self._grpc_server.add_generic_rpc_handlers(
             (
-                handlers(
-                    Inference(self.front),
-                    SERVICES["Inference"],
-                    config.max_message_mib << 20,
-                    self.front.metrics,
-                ),
-                handlers(
-                    Control(self.front), SERVICES["Control"], CONTROL_LIMIT, self.front.metrics
-                ),
+                method_handlers(inference, SERVICES["Inference"], max_bytes, metrics),
+                method_handlers(control, SERVICES["Control"], MAX_CONTROL_BYTES, metrics),
             )
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc_server)
         if config.reflection:
-            _reflect((*self._health.names, HEALTH, reflection.SERVICE_NAME), self._server)
+            _add_reflection(
+                (*self._health.names, HEALTH_SERVICE, reflection.SERVICE_NAME), self._grpc_server
+            )
 
     async def start(self) -> None:
-        """Listens. Errors: ConfigError where the address cannot be had."""
+        """Listens on all ports. Errors: ConfigError if an address cannot be had."""
         try:
-            self.ports["grpc"] = self._listen(f"{self._host}:{self.config.port}")
+            self.ports["grpc"] = self._add_grpc_port(f"{self._host}:{self.config.port}")
         except RuntimeError:
             raise ConfigError(
                 "port", f"cannot listen on {self._host}:{self.config.port}: is it taken?"
             ) from None
-        config = self.config
-        access = self.access
-        metrics = self.front.metrics
-        http = HttpGuard(
-            users(self.front, Readiness(self.front, access.anonymous)),
-            config,
-            access.authenticate,
-            OPEN_PATHS,
-            metrics,
-        )
-        admin = HttpGuard(
-            operators(self.front),
-            config,
-            functools.partial(access.authenticate, admin=True),
-            frozenset(),
-            metrics,
-        )
-        for name, app, port in (
-            ("http", http, config.http_port),
-            ("admin", admin, config.admin_port),
-        ):
-            if port is not None:
-                listener = Listener(
-                    app,
-                    config,
-                    f"{name}_port",
-                    port,
-                    None if self.tls is None else self.tls.context(),
-                )
-                self._listeners.append(listener)
-                self.ports[name] = listener.port
+        if self.config.http_port is not None:
+            self._add_http_port("http", self.config.http_port, self._users_guard())
+        if self.config.admin_port is not None:
+            self._add_http_port("admin", self.config.admin_port, self._operators_guard())
         for listener in self._listeners:
             await listener.start()
-        await self._server.start()
+        await self._grpc_server.start()
         self._watchers = [
-            asyncio.create_task(self._watch()),
+            asyncio.create_task(self._poll()),
             asyncio.create_task(self._watch_files()),
         ]
 
+    def _users_guard(self) -> HttpGuard:
+        readiness = Readiness(self.frontend, self.authenticator.anonymous)
+        return HttpGuard(
+            users_app(self.frontend, readiness),
+            self.config,
+            self.authenticator.authenticate,
+            OPEN_PATHS,
+            self.frontend.metrics,
+        )
+
+    def _operators_guard(self) -> HttpGuard:
+        return HttpGuard(
+            operators_app(self.frontend),
+            self.config,
+            functools.partial(self.authenticator.authenticate, admin=True),
+            frozenset(),
+            self.frontend.metrics,
+        )
+
+    def _add_http_port(self, name: str, port: int, app: HttpGuard) -> None:
+        context = None if self.tls is None else self.tls.context()
+        listener = Listener(app, self.config, f"{name}_port", port, context)
+        self._listeners.append(listener)
+        self.ports[name] = listener.port
+
     def address(self, name: str) -> str:
-        """Of one of `ports`: HOST:PORT of grpc, a URL of the others."""
-        scheme = "" if name == "grpc" else "http://" if self.tls is None else "https://"
-        return f"{scheme}{self._host}:{self.ports[name]}"
+        """The address of one of `ports`: HOST:PORT for grpc, a URL for the others."""
+        address = f"{self._host}:{self.ports[name]}"
+        if name == "grpc":
+            return address
+        return f"http://{address}" if self.tls is None else f"https://{address}"
 
-    def _listen(self, address: str) -> int:
+    def _add_grpc_port(self, address: str) -> int:
+        """Returns the port's number. Errors: RuntimeError if the address cannot be had."""
         if self.tls is None:
-            return self._server.add_insecure_port(address)
-        return self._server.add_secure_port(address, self.tls.credentials())
+            return self._grpc_server.add_insecure_port(address)
+        return self._grpc_server.add_secure_port(address, self.tls.credentials())
 
-    def open(self, engine: Any, tokenizer: Any, guides: Guides) -> None:
-        self.front.open(engine, tokenizer, guides)
-        self._watchers.append(asyncio.create_task(self.front.metrics.watch_loop()))
-        self._health.tell(True)
+    def open(self, replica: Replica, tokenizer: Tokenizer | None, guides: Guides) -> None:
+        """Begins to serve. Arguments as for `Frontend.open`."""
+        self.frontend.open(replica, tokenizer, guides)
+        self._watchers.append(asyncio.create_task(self.frontend.metrics.watch_loop()))
+        self._health.set_serving(True)
         log.info(
             "serving on %s: %s",
             self.config.host,
@@ -204,86 +216,92 @@ class Server:
         )
 
     async def drain(self) -> None:
-        """Takes no new requests, gives the running ones `drain_timeout`, ends the rest with
+        """Refuses new requests, gives running ones `drain_timeout` seconds, ends the rest with
         UNAVAILABLE."""
-        self.front.state = STOPPING
-        self._health.tell(False)
-        if self.front.streams:
+        self.frontend.state = STOPPING
+        self._health.set_serving(False)
+        if self.frontend.streams:
             log.info(
                 "draining: %d requests have %g s to finish",
-                len(self.front.streams),
+                len(self.frontend.streams),
                 self.config.drain_timeout,
             )
         deadline = asyncio.get_running_loop().time() + self.config.drain_timeout
-        while self.front.streams and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.02)
-        left = self.front.abort_all(RequestError("", "the server is shutting down", "UNAVAILABLE"))
+        while self.frontend.streams and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        left = self.frontend.abort_all(
+            RequestError("", "the server is shutting down", "UNAVAILABLE")
+        )
         if left:
             log.warning("%d requests were aborted", left)
 
     async def stop(self) -> None:
+        """Closes all ports and connections."""
         for watcher in self._watchers:
             watcher.cancel()
-        await self._server.stop(STOP_SECONDS)
+        await self._grpc_server.stop(STOP_SECONDS)
         for listener in self._listeners:
             await listener.stop()
-        await asyncio.to_thread(self.front.close)
+        await asyncio.to_thread(self.frontend.close)
 
-    async def _watch(self) -> None:
-        period = min(0.25, self.config.progress_interval / 4)
+    async def _poll(self) -> None:
+        period = min(POLL_SECONDS, self.config.progress_interval / HEARTBEAT_POLLS)
         while True:
             await asyncio.sleep(period)
-            self.front.watch()
-            # which changes by itself, or as an operator asks
-            self._health.tell(self.front.state == SERVING)
+            self.frontend.poll()
+            # the state changes with the replica, or as an operator asks
+            self._health.set_serving(self.frontend.state == SERVING)
 
     async def _watch_files(self) -> None:
         while True:
             await asyncio.sleep(FILES_SECONDS)
             try:
-                await self.access.refresh()
+                await self.authenticator.refresh()
                 if self.tls is not None:
                     self.tls.refresh()
-            except Exception:  # a key that was taken back would work for ever
-                log.exception("the files of keys and certificates were not read again")
+            except Exception:  # go on: else a key that is revoked would work for ever
+                log.exception("key file and certificate could not be read again")
 
 
 async def run(
     config: ServerConfig, build: Build, listening: Callable[[Server], None], stop: asyncio.Event
 ) -> bool:
-    """Serves until `stop` is set. `build` makes the engine and its tokenizer, on a thread of its
-    own; what it raises ends the server.
+    """Serves until `stop` is set.
 
-    Returns whether the engine was ever built and has closed; if not, a thread that builds it, or
+    build: makes the replica and its tokenizer, on a thread of its own; what it raises ends the
+    server. listening: called with the server once its ports are open.
+
+    Returns whether the replica was built and has closed; if not, a thread that builds it, or that
     waits for a step, may still be busy.
     """
     server = Server(config)
-    engine = None
+    replica = None
     await server.start()
     listening(server)
     stopping = asyncio.create_task(stop.wait())
     with _shared_interpreter():
         try:
-            built = _in_thread(functools.partial(_settled, build))
+            built = _run_in_daemon_thread(functools.partial(_build_and_freeze, build))
             await asyncio.wait((built, stopping), return_when=asyncio.FIRST_COMPLETED)
             if built.done():
-                engine, tokenizer, guides = built.result()
-                engine.start()
-                server.open(engine, tokenizer, guides)
+                replica, tokenizer, guides = built.result()
+                replica.start()
+                server.open(replica, tokenizer, guides)
                 await stopping
         finally:
             stopping.cancel()
             await server.drain()
             await server.stop()
-            if engine is not None:
-                engine.close()
-    return engine is not None and engine.stuck() is None
+            if replica is not None:
+                replica.close()
+    return replica is not None and replica.overdue() is None
 
 
 @contextlib.contextmanager
 def _shared_interpreter() -> Iterator[None]:
-    """The engine's thread and the event loop take turns often. At the end the garbage collector is
-    as before, see `_settled`."""
+    """Makes threads switch often, for the replica's thread and the event loop share the
+    interpreter. At the exit this, and the garbage collector, are as before; see
+    `_build_and_freeze`."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
@@ -293,23 +311,23 @@ def _shared_interpreter() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _settled(build: Build) -> tuple[Any, Any, Guides]:
-    """What was built, and what compiles guides for it, live as long as the server. Each look of the
-    garbage collector at it, some 400,000 objects, would hold up the engine and all streams for a
-    quarter of a second."""
-    engine, tokenizer = build()
-    guides = Guides(tokenizer, engine.model.vocab, engine.model.eos_ids)
+def _build_and_freeze(build: Build) -> tuple[Replica, Tokenizer | None, Guides]:
+    """Builds the replica, and hides all that now exists from the garbage collector: it lives as
+    long as the server. Each collection of these 400,000 objects would stall the replica and all
+    streams for a quarter of a second."""
+    replica, tokenizer = build()
+    guides = Guides(tokenizer, replica.info.vocab, replica.info.eos_ids)
     guides.prepare()
     if tokenizer is not None:
-        # which makes a copy of its vocabulary at the first time
-        tokenizer.encode("", special=False)
+        tokenizer.encode("", special=False)  # copies its vocabulary at the first use
     gc.collect()
     gc.freeze()
-    return engine, tokenizer, guides
+    return replica, tokenizer, guides
 
 
 def serve(config: ServerConfig, build: Build, listening: Callable[[Server], None]) -> bool:
-    """`run` until SIGTERM or SIGINT; a second signal ends the process at once."""
+    """Runs a server until SIGTERM or SIGINT; a second signal ends the process at once. Arguments
+    and result as for `run`."""
 
     async def main() -> bool:
         stop = asyncio.Event()
@@ -327,8 +345,8 @@ def serve(config: ServerConfig, build: Build, listening: Callable[[Server], None
 
 
 class Background:
-    """A server on a thread of its own, for notebooks, the demo and tests. `with Background(config,
-    build) as server` listens."""
+    """A server on a thread of its own, for notebooks, the demo and tests. It listens inside of
+    `with Background(config, build) as server`."""
 
     def __init__(self, config: ServerConfig, build: Build):
         self._config = config
@@ -352,8 +370,8 @@ class Background:
             raise self._error
 
     def wait_ready(self) -> None:
-        """Returns once requests are taken. Errors: what building the engine raised."""
-        while self._thread.is_alive() and self.server.front.engine is None:
+        """Returns once requests are accepted. Errors: what building the replica raised."""
+        while self._thread.is_alive() and self.server.frontend.replica is None:
             self._thread.join(0.02)
         if self._error is not None:
             raise self._error
@@ -365,7 +383,7 @@ class Background:
 
     @property
     def url(self) -> str:
-        """Of the HTTP port."""
+        """The URL of the HTTP port."""
         return self.server.address("http")
 
     def _listening(self, server: Server) -> None:
@@ -386,9 +404,9 @@ class Background:
             self._started.set()
 
 
-def _reflect(names: Sequence[str], server: grpc.aio.Server) -> None:
-    """Reflection under its old name, v1alpha, and its new one; the messages are the same, the
-    library knows only the old one."""
+def _add_reflection(names: Sequence[str], server: grpc.aio.Server) -> None:
+    """Adds the reflection service under both of its names: the library has only v1alpha, and the
+    messages of v1 are the same."""
     reflection.enable_server_reflection(names, server)
     describe = grpc.stream_stream_rpc_method_handler(
         reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
@@ -404,12 +422,12 @@ def _reflect(names: Sequence[str], server: grpc.aio.Server) -> None:
     )
 
 
-def _in_thread(work: Callable[[], Any]) -> asyncio.Future:
-    """A daemon thread: unlike an executor's it does not keep the process from ending."""
+def _run_in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Runs work in a thread that, unlike an executor's, does not keep the process from ending."""
     loop = asyncio.get_running_loop()
-    done = asyncio.get_running_loop().create_future()
+    done: asyncio.Future[T] = loop.create_future()
 
-    def tell(setter: Callable[[Any], None], value: Any) -> None:
+    def finish(setter: Callable[[Any], None], value: Any) -> None:
         if not done.done():
             setter(value)
 
@@ -417,11 +435,11 @@ def _in_thread(work: Callable[[], Any]) -> asyncio.Future:
         try:
             result = work()
         except BaseException as error:
-            tell_loop = (done.set_exception, error)
+            outcome: tuple[Callable[[Any], None], Any] = (done.set_exception, error)
         else:
-            tell_loop = (done.set_result, result)
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(tell, *tell_loop)
+            outcome = (done.set_result, result)
+        with contextlib.suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(finish, *outcome)
 
     threading.Thread(target=main, name="jaxserve-build", daemon=True).start()
     return done

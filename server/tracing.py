@@ -1,11 +1,10 @@
-"""Spans of OpenTelemetry, where its library is installed and somebody wants them: one for each
-request, and its parts inside.
+"""OpenTelemetry traces: one span per request, with its phases inside.
 
-`jaxserve.generate` lasts from a request's arrival to its end; `queued`, `prefill` and `decode`
-inside it are made at the end, of the times that the engine noted. Who wants them says
---traces_endpoint, or OTEL_EXPORTER_OTLP_ENDPOINT, or has set a provider up before; otherwise a span
-is an object that does nothing. Names of attributes are those of the semantic conventions where they
-have one. No text is among them.
+`jaxserve.generate` lasts from a request's arrival to its end; its children `queued`, `prefill` and
+`decode` are made at the end, of the times that the replica measured. Traces are on if
+--traces_endpoint or OTEL_EXPORTER_OTLP_ENDPOINT names a collector, or if the process has a tracer
+provider already; otherwise spans do nothing. Attributes have the names of the semantic conventions
+where these have one, and hold no text of prompts or outputs.
 """
 
 from __future__ import annotations
@@ -26,41 +25,42 @@ from jaxserve.settings.schema import ConfigError
 
 log = logging.getLogger(__name__)
 INSTALL = "pip install jaxserve[traces]"
-PARENT = re.compile(
+TRACEPARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?"
 )
-VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 EXPORTERS = {
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 }
-LONGEST = 200  # characters of what an error says
-MAX_STATE = 512  # characters of a tracestate
+MAX_ERROR_CHARS = 200
+MAX_TRACESTATE_CHARS = 512
 
 
 class Span:
-    """One request, for who traces nothing. `trace_id`: 32 hexadecimal digits, the caller's where it
-    sent some, else ''."""
+    """A request's span where traces are off: does nothing. `trace_id`: the caller's, 32 hexadecimal
+    digits; '' if it sent none."""
 
     def __init__(self, trace_id: str = ""):
         self.trace_id = trace_id
 
     def end(self, finished: Sequence[Finished] = (), error: RequestError | None = None) -> None:
-        """The request is over. finished: the ends of its completions; error: what it was refused or
-        ended with."""
+        """Ends the span. finished: the ends of the request's completions. error: by which it was
+        refused or ended."""
 
 
 class Tracer:
-    """Starts the spans of one server. `close` sends what was not sent yet."""
+    """Starts the spans of one server; `close` sends those that are left."""
 
     def __init__(self, endpoint: str | None = None, provider: Any = None):
-        """endpoint: where spans go; None: where the environment says. provider: instead of both.
+        """endpoint: of the collector; None takes the environment's. provider: an OpenTelemetry
+        tracer provider, in place of both.
 
-        Errors: ConfigError where an endpoint is given and a package is missing.
+        Errors: ConfigError if an endpoint is given and a package is missing.
         """
         self._provider = provider or _provider(endpoint)
-        self._own = (
+        self._shuts_down = (
             provider is None and self._provider is not None and hasattr(self._provider, "shutdown")
         )
         self._tracer = (
@@ -78,78 +78,82 @@ class Tracer:
         model: str = "",
         operation: str = "text_completion",
     ) -> Span:
-        """The span of a request that is here, under the caller's where it sent a valid traceparent.
-        operation: chat or text_completion."""
-        match = PARENT.fullmatch(traceparent or "")
+        """Starts the span of a request that has arrived, as a child of the caller's if its
+        traceparent is valid. operation: chat or text_completion."""
+        match = TRACEPARENT.fullmatch(traceparent or "")
         if self._tracer is None:
             return Span(match[1] if match else "")
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        parent = {"traceparent": traceparent, "tracestate": tracestate[:MAX_STATE]} if match else {}
-        began = time.time_ns() - int((time.monotonic() - request.arrival) * 1e9)
+        parent = (
+            {"traceparent": traceparent, "tracestate": tracestate[:MAX_TRACESTATE_CHARS]}
+            if match
+            else {}
+        )
+        start_ns = time.time_ns() - int((time.monotonic() - request.arrival) * 1e9)
         span = self._tracer.start_span(
             "jaxserve.generate",
             TraceContextTextMapPropagator().extract(parent),
             SpanKind.SERVER,
-            _asked(request, model, operation),
-            start_time=began,
+            _request_attributes(request, model, operation),
+            start_time=start_ns,
         )
-        return _Recorded(self._tracer, span, began)
+        return _RecordedSpan(self._tracer, span, start_ns)
 
     def close(self) -> None:
-        """Sends what is left; blocks for some seconds where nobody takes it."""
-        if self._own:
+        """Sends the spans that are left; blocks for seconds if no collector takes them."""
+        if self._shuts_down:
             self._provider.shutdown()
 
 
-class _Recorded(Span):
-    """A span that somebody hears of. `began`: nanoseconds since the epoch."""
+class _RecordedSpan(Span):
+    """A span that is exported. start_ns: nanoseconds since the epoch."""
 
-    def __init__(self, tracer: Any, span: Any, began: int):
+    def __init__(self, tracer: Any, span: Any, start_ns: int):
         super().__init__(format(span.get_span_context().trace_id, "032x"))
         self._tracer = tracer
         self._span = span
-        self._began = began
+        self._start_ns = start_ns
 
     def end(self, finished: Sequence[Finished] = (), error: RequestError | None = None) -> None:
         from opentelemetry.trace import Status, StatusCode
 
         span = self._span
-        last = time.time_ns()
+        end_ns = time.time_ns()
         if not span.is_recording():
             return
         if finished:
             whole = Summary.of(finished)
-            last = self._at(whole.total)
-            span.set_attributes(_answered(finished, whole))
-            self._parts(whole)
+            end_ns = self._at(whole.total)
+            span.set_attributes(_result_attributes(finished, whole))
+            self._add_phases(whole)
         if error is not None:
             span.set_attribute("error.type", error.status)
-            span.set_status(Status(StatusCode.ERROR, str(error)[:LONGEST]))
-        span.end(last)
+            span.set_status(Status(StatusCode.ERROR, str(error)[:MAX_ERROR_CHARS]))
+        span.end(end_ns)
 
-    def _parts(self, whole: Summary) -> None:
+    def _add_phases(self, whole: Summary) -> None:
         from opentelemetry.trace import set_span_in_context
 
-        inside = set_span_in_context(self._span)
-        began = 0.0
+        context = set_span_in_context(self._span)
+        start = 0.0
         for name, seconds in (
             ("queued", whole.queued),
             ("prefill", whole.prefill),
             ("decode", whole.decode),
         ):
             if seconds > 0:
-                self._tracer.start_span(name, inside, start_time=self._at(began)).end(
-                    self._at(began + seconds)
-                )
-            began += seconds
+                phase = self._tracer.start_span(name, context, start_time=self._at(start))
+                phase.end(self._at(start + seconds))
+            start += seconds
 
     def _at(self, seconds: float) -> int:
-        return self._began + int(seconds * 1e9)
+        """Nanoseconds since the epoch, of seconds since the request's arrival."""
+        return self._start_ns + int(seconds * 1e9)
 
 
-def _asked(request: Request, model: str, operation: str) -> dict[str, Any]:
+def _request_attributes(request: Request, model: str, operation: str) -> dict[str, Any]:
     sampling = request.sampling
     slo = request.slo
     found = {
@@ -171,8 +175,8 @@ def _asked(request: Request, model: str, operation: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _answered(finished: Sequence[Finished], whole: Summary) -> dict[str, Any]:
-    """What became of it. Figures of a token are there where there was one."""
+def _result_attributes(finished: Sequence[Finished], whole: Summary) -> dict[str, Any]:
+    """Attributes of a request that has ended; those of its first token if it had one."""
     found: dict[str, Any] = {
         "gen_ai.usage.output_tokens": whole.output,
         "gen_ai.usage.cache_read.input_tokens": whole.cached,
@@ -188,13 +192,13 @@ def _answered(finished: Sequence[Finished], whole: Summary) -> dict[str, Any]:
 
 
 def _provider(endpoint: str | None) -> Any:
-    """Of the spans: ours for an endpoint, else the one that this process has; None where nobody
-    wants any. Errors: ConfigError."""
-    named = endpoint or next(filter(None, map(os.environ.get, VARIABLES)), None)
+    """The tracer provider: one that exports if an endpoint is named, else the process's own; None
+    if traces are off. Errors: ConfigError."""
+    named = endpoint or next(filter(None, map(os.environ.get, ENDPOINT_VARIABLES)), None)
     if named is None:
-        return _ready_made()
+        return _process_provider()
     try:
-        return _exporting(endpoint)
+        return _exporting_provider(endpoint)
     except ImportError as error:
         if endpoint:
             raise ConfigError("traces_endpoint", f"needs {error.name}: {INSTALL}") from None
@@ -202,31 +206,29 @@ def _provider(endpoint: str | None) -> Any:
         return None
 
 
-def _ready_made() -> Any:
-    """What an agent such as `opentelemetry-instrument` has set up."""
+def _process_provider() -> Any:
+    """The provider that an agent such as `opentelemetry-instrument` has set up, if any."""
     try:
         from opentelemetry import trace
     except ImportError:
         return None
     provider = trace.get_tracer_provider()
-    return (
-        None
-        if isinstance(provider, (trace.ProxyTracerProvider, trace.NoOpTracerProvider))
-        else provider
-    )
+    if isinstance(provider, (trace.ProxyTracerProvider, trace.NoOpTracerProvider)):
+        return None
+    return provider
 
 
-def _exporting(endpoint: str | None) -> Any:
-    """A provider whose spans go out in batches, on a thread of its own."""
+def _exporting_provider(endpoint: str | None) -> Any:
+    """A provider that exports spans in batches, on a thread of its own."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    protocol = next(filter(None, map(os.environ.get, PROTOCOLS)), "grpc")
+    protocol = next(filter(None, map(os.environ.get, PROTOCOL_VARIABLES)), "grpc")
     if protocol not in EXPORTERS:
         raise ConfigError(
             "traces_endpoint",
-            f"{PROTOCOLS[1]} is {protocol!r:.50}, not one of {', '.join(EXPORTERS)}",
+            f"{PROTOCOL_VARIABLES[1]} is {protocol!r:.50}, not one of {', '.join(EXPORTERS)}",
         )
     exporter = importlib.import_module(EXPORTERS[protocol]).OTLPSpanExporter
     named = os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in os.environ.get(

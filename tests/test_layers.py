@@ -208,7 +208,7 @@ UNSAFE_MODULES = {
     "torch",
 }
 UNSAFE_MEMBERS = {"os.system", "os.popen", "jinja2.Environment", "jinja2.environment.Environment"}
-# and events
+# and its events and nodes, which are plain data
 SAFE_YAML = {
     "yaml.safe_load",
     "yaml.safe_dump",
@@ -223,7 +223,9 @@ UNSAFE_NAMES = {"eval", "exec", "compile", "__import__"}
 
 def unsafe_yaml(name: str) -> bool:
     """Whether a member of yaml may make objects of a file's choosing."""
-    return name.startswith("yaml.") and name not in SAFE_YAML and not name.endswith("Event")
+    return (
+        name.startswith("yaml.") and name not in SAFE_YAML and not name.endswith(("Event", "Node"))
+    )
 
 
 def faults(module: Module) -> Iterator[str]:

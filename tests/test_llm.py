@@ -9,7 +9,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.text.structured_output import Guided
 from tests.engine.harness import shared
-from tests.server.fakes import FakeEngine, FakeTokenizer, expected
+from tests.server.fakes import FakeReplica, FakeTokenizer, expected
 from tests.text.vocabulary import tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
 @pytest.fixture
 def offline(monkeypatch):
     def make(engine=None, tokenizer=FakeTokenizer, **settings):
-        engine = engine or FakeEngine()
+        engine = engine or FakeReplica()
         monkeypatch.setattr(
             llm,
             "open_engine",
@@ -48,7 +48,7 @@ def test_one_prompt_of_any_kind(offline, prompt, ids):
 def test_completions_come_in_the_order_of_the_prompts(offline):
     prompts = [bytes([97 + i]).decode() * (1 + i % 3) for i in range(20)]
     sampling = [SamplingParams(max_tokens=20 - i, n=1 + i % 2) for i in range(20)]
-    with offline(FakeEngine(chunk=1)) as model:
+    with offline(FakeReplica(chunk=1)) as model:
         completions = model.generate(prompts, sampling)
     wanted = [(list(p.encode()), i) for p, s in zip(prompts, sampling) for i in range(s.n)]
     assert [(c.prompt_ids, c.index) for c in completions] == wanted
@@ -58,14 +58,14 @@ def test_completions_come_in_the_order_of_the_prompts(offline):
 
 
 def test_more_prompts_than_the_queue_holds(offline):
-    engine = FakeEngine(max_queue=3)
+    engine = FakeReplica(max_queue=3)
     engine.config = llm.make(llm.EngineConfig, {"max_queue": 3})
     with offline(engine) as model:
         assert len(model.generate([f"{i}" for i in range(30)], GREEDY)) == 30
 
 
 def test_stop_strings_cut_the_text_and_stop_the_engine(offline):
-    with offline(FakeEngine(script=b"one END two")) as model:
+    with offline(FakeReplica(script=b"one END two")) as model:
         (completion,) = model.generate("x", SamplingParams(stop=("END",), max_tokens=4000))
     assert (completion.text, completion.reason) == ("one ", "stop") and bytes(
         completion.ids
@@ -81,7 +81,7 @@ def test_a_fault_in_one_prompt_stops_all_before_they_start(offline):
 
 
 def test_classes_are_for_all_prompts_or_one_for_each(offline):
-    engine = FakeEngine()
+    engine = FakeReplica()
     seen = []
     engine.config = llm.make(llm.EngineConfig, {"classes": "chat:ttft=0.5;batch:ttft=600"})
     submit = engine.submit
@@ -114,7 +114,7 @@ def test_watch_sees_the_text_as_it_comes(offline):
 
 
 def test_an_engine_that_dies_is_an_error_and_ctrl_c_leaves_nothing_running(offline):
-    engine = FakeEngine(step_seconds=0.002)
+    engine = FakeReplica(step_seconds=0.002)
     with offline(engine) as model:
 
         def interrupt(number, delta):

@@ -426,7 +426,7 @@ def run(values: dict[str, Any]) -> int:
     ) as server:
         server.wait_ready()
         inside = InProcess(
-            server.server.front.engine, values["prompt"], values["output"], values["pause"]
+            server.server.frontend.replica, values["prompt"], values["output"], values["pause"]
         )
         lag = Lag(server._loop)
         command = [

@@ -103,7 +103,7 @@ class Asked:
 
 class WithoutFront:
     def __init__(self, server: Background):
-        self._engine = server.server.front.engine
+        self._engine = server.server.frontend.replica
 
     def ask(self, asked: Asked, prompt: np.ndarray, output: int) -> None:
         engine = self._engine
@@ -196,7 +196,7 @@ class LoadGenerator:
     def __init__(self, values: dict[str, Any], server: Background):
         self.values = values
         self.dice = np.random.default_rng(values["seed"])
-        self.engine = server.server.front.engine
+        self.engine = server.server.frontend.replica
         self._way = WAYS[values["way"]](server)
 
     def ask(self) -> Asked:
@@ -295,7 +295,7 @@ def measured(values: dict[str, Any]) -> dict[str, Any]:
         ServerConfig(port=0, http_port=0), lambda: open_engine(config, progress=sys.stderr.isatty())
     ) as server:
         server.wait_ready()
-        return phases(LoadGenerator(values, server), Computed(server.server.front.engine))
+        return phases(LoadGenerator(values, server), Computed(server.server.frontend.replica))
 
 
 class Computed:

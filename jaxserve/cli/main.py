@@ -101,7 +101,7 @@ def overview() -> str:
 
 def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
     handler = logging.StreamHandler()
-    handler.setFormatter(logs.Text())
+    handler.setFormatter(logs.TextFormatter())
     logging.basicConfig(handlers=[handler])
     origins: dict[str, str] = {}
     try:

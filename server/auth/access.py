@@ -1,13 +1,12 @@
-"""Who calls, and how much each may ask for. All of it belongs to the event loop; time is an
-argument.
+"""Authenticates callers by API key, and enforces the limits of each key.
 
-`Authenticator.authenticate` makes a `Caller` of an Authorization header (Bearer KEY, or the Basic of
-browsers with the key as password). A caller is admitted with a `Lease`, which counts against its
-key's limits until it is closed. The counts belong to the key's name, so they outlive the caller,
-which lasts for one call, and the key file, which may be written anew at any time.
+`Authenticator.authenticate` finds the `Caller` behind an Authorization header: Bearer KEY, or the
+Basic scheme of browsers with the key as the password. Each request holds a `Reservation`, which
+counts against its key's limits until it is closed. Counts belong to the key's name, so they outlive
+both the `Caller`, which lasts for one call, and the key file, which may be rewritten at any time.
 
-A client's TLS certificate says that it may connect, not who it is: names and limits come with keys
-alone.
+A client's TLS certificate only permits to connect: names and limits come from keys alone. All of
+this belongs to the event loop; time is an argument.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import base64
 import binascii
 import concurrent.futures
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from jaxserve.api.errors import RequestError
 from jaxserve.server.auth.keys import MAX_KEY_CHARS, Key, Keys, Limits
@@ -26,25 +25,24 @@ from jaxserve.settings.schema import ServerConfig
 
 HEADER = "authorization"
 MAX_HEADER_CHARS = 2 * MAX_KEY_CHARS  # base64 of the longest key, with a name before it
-RETRY_SECONDS = 1.0  # where only the end of other requests makes room
-ROUNDING = 1e-6  # seconds
+RETRY_SECONDS = 1.0  # suggested where only the end of other requests makes room
+ROUNDING_SECONDS = 1e-6
 
 
 class Authenticator:
-    """Who may come in. Without a key file everybody may, as the caller without a name. Errors:
+    """Knows the API keys of a server. Without a key file everybody is the anonymous caller. Errors:
     ConfigError for the file."""
 
     def __init__(self, config: ServerConfig):
         self._keys = Keys(config.api_keys) if config.api_keys is not None else None
         self._isolated = not config.share_prefixes
-        self._usage: dict[str, Usage] = {}
-        # waits for nothing that callers ask for
+        self._usage: dict[str, KeyUsage] = {}
+        # of its own: callers can keep the shared threads busy
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "keys")
-        self.anonymous = Caller("", "", Limits(), Usage(), False)
+        self.anonymous = Caller("", "", Limits(), KeyUsage(), False)
 
     async def refresh(self) -> None:
-        """To be called now and then: sees whether the key file has changed, and reads it beside the
-        event loop."""
+        """Reads the key file again, in a thread, if it has changed. To be called periodically."""
         if self._keys is None or not self._keys.changed:
             return
         if await asyncio.get_running_loop().run_in_executor(self._thread, self._keys.refresh):
@@ -55,8 +53,10 @@ class Authenticator:
 
     def authenticate(self, authorization: str | None, *, admin: bool = False) -> Caller:
         """The caller of a request with this header. admin: whether it came to the admin port.
+
         Errors: RequestError, UNAUTHENTICATED without a known key, PERMISSION_DENIED with one for
-        the other port."""
+        the other port.
+        """
         if self._keys is None:
             return self.anonymous
         if authorization is None:
@@ -71,25 +71,31 @@ class Authenticator:
             raise RequestError(
                 HEADER, "not an API key of this server, sent as Bearer KEY", "UNAUTHENTICATED"
             )
-        if key.admin != admin:
-            said = (
-                "this port needs an admin key"
-                if admin
-                else "an admin key works on the admin port only"
+        if admin and not key.admin:
+            raise RequestError(HEADER, "this port needs an admin key", "PERMISSION_DENIED")
+        if key.admin and not admin:
+            raise RequestError(
+                HEADER, "an admin key works on the admin port only", "PERMISSION_DENIED"
             )
-            raise RequestError(HEADER, said, "PERMISSION_DENIED")
         return self._caller(key)
 
     def _caller(self, key: Key) -> Caller:
         usage = self._usage.get(key.name)
         if usage is None:
-            usage = self._usage[key.name] = Usage()
+            usage = self._usage[key.name] = KeyUsage()
         return Caller(key.name, key.tenant, key.limits, usage, self._isolated)
 
 
+def sole_header(values: Sequence[str]) -> str | None:
+    """The Authorization header among those of a request. Errors: RequestError for several: a proxy
+    in front may have checked another one."""
+    if len(values) > 1:
+        raise RequestError(HEADER, "is given more than once", "UNAUTHENTICATED")
+    return values[0] if values else None
+
+
 def presented_key(authorization: str) -> str | None:
-    """The key of 'Bearer KEY' or of 'Basic BASE64', where that says 'anything:KEY'; None of
-    anything else."""
+    """The key in 'Bearer KEY', or in 'Basic BASE64' of 'anything:KEY'; None in anything else."""
     scheme, _, value = authorization.partition(" ")
     value = value.strip(" ")
     if len(value) > MAX_HEADER_CHARS:
@@ -105,133 +111,148 @@ def presented_key(authorization: str) -> str | None:
     return key if colon else None
 
 
-class Usage:
-    """What the requests of one key take now, and when the next one may come."""
+class KeyUsage:
+    """What the requests of one key take up now. running: requests. queued_tokens: prompt tokens of
+    those without a first token."""
 
     def __init__(self) -> None:
-        self.running = self.queued = 0
-        self._due = float("-inf")
+        self.running = 0
+        self.queued_tokens = 0
+        # when the next request would fall due if they came evenly, at the key's rate
+        self._next_due = float("-inf")
 
     def check(self, limits: Limits, now: float) -> None:
-        """Errors: RequestError where one more request is too much."""
+        """Errors: RequestError, RESOURCE_EXHAUSTED, if one more request exceeds a limit."""
         if limits.requests_per_minute is not None:
-            wait = self._due - now + 60 / limits.requests_per_minute - 60
-            if wait > ROUNDING:
-                raise _too_much(
+            # a minute's requests may come at once
+            wait = self._next_due - now + 60 / limits.requests_per_minute - 60
+            if wait > ROUNDING_SECONDS:
+                raise _exhausted(
                     "requests_per_minute",
                     f"the limit of this key is {limits.requests_per_minute}",
                     wait,
                 )
         if limits.concurrency is not None and self.running >= limits.concurrency:
-            raise _too_much(
+            raise _exhausted(
                 "concurrency",
                 f"{self.running} requests of this key run; its limit is {limits.concurrency}",
             )
 
     def check_tokens(self, limits: Limits, tokens: int) -> None:
-        """Errors: RequestError where so many more prompt tokens are too much; INVALID_ARGUMENT
-        where they are that alone."""
+        """Errors: RequestError if so many more queued prompt tokens exceed the limit;
+        INVALID_ARGUMENT if they do so alone, which no waiting helps."""
         most = limits.queued_tokens
-        if most is None or self.queued + tokens <= most:
+        if most is None or self.queued_tokens + tokens <= most:
             return
-        if tokens > most:  # which no waiting helps
+        if tokens > most:
             raise RequestError(
                 "queued_tokens", f"the prompt has {tokens} tokens; the limit of this key is {most}"
             )
-        said = f"{self.queued} prompt tokens of this key wait, and this prompt has {tokens}; the limit is {most}"
-        raise _too_much("queued_tokens", said)
+        raise _exhausted(
+            "queued_tokens",
+            f"{self.queued_tokens} prompt tokens of this key wait, and this prompt has {tokens}; "
+            f"the limit is {most}",
+        )
 
-    def take(self, limits: Limits, now: float) -> None:
-        """Counts a request."""
+    def add(self, limits: Limits, now: float) -> None:
+        """Counts one more request."""
         self.running += 1
-        # as if requests came evenly: one falls due so long after the one before
         if limits.requests_per_minute is not None:
-            self._due = max(self._due, now) + 60 / limits.requests_per_minute
+            self._next_due = max(self._next_due, now) + 60 / limits.requests_per_minute
 
 
-def _too_much(limit: str, message: str, wait: float = RETRY_SECONDS) -> RequestError:
+def _exhausted(limit: str, message: str, wait: float = RETRY_SECONDS) -> RequestError:
     return RequestError(limit, message, "RESOURCE_EXHAUSTED", wait)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Caller:
-    """Who a call is from; name and tenant are '' where no keys are asked for."""
+    """Whom a call is from. name: of its key; name and tenant are '' where no keys are required.
+    isolated: whether cached prefixes are shared only within its tenant."""
 
     name: str
     tenant: str
     limits: Limits
-    usage: Usage = dataclasses.field(repr=False)
-    isolated: bool  # whether other tenants' prefixes are of no use to it
+    usage: KeyUsage = dataclasses.field(repr=False)
+    isolated: bool
 
-    def salt(self, asked: str) -> str:
-        """What a request's blocks are salted with, given the salt that it asks for. Names have no
-        colon, so no two tenants' are equal."""
-        return f"{self.tenant}:{asked}" if self.isolated else asked
+    def cache_salt(self, requested: str) -> str:
+        """The salt for the prefix cache, given the one that a request names. Tenants' names have no
+        colon, so no two tenants get equal salts."""
+        return f"{self.tenant}:{requested}" if self.isolated else requested
 
-    def scoped(self, id: str) -> str:
-        """A request's id among those of all callers: none can take, or learn of, another's."""
-        return f"{self.name}:{id}" if self.name else id
+    def scoped_id(self, own_id: str) -> str:
+        """A request's id, unique among all callers: none can take, or learn of, another's."""
+        return f"{self.name}:{own_id}" if self.name else own_id
 
-    def own_id(self, scoped: str) -> str:
-        """What the caller knows a request by."""
-        return scoped.removeprefix(f"{self.name}:") if self.name else scoped
+    def own_id(self, scoped_id: str) -> str:
+        """The id by which the caller knows its request: the inverse of `scoped_id`."""
+        return scoped_id.removeprefix(f"{self.name}:") if self.name else scoped_id
 
-    def knows(self, scoped: str) -> bool:
-        """Whether a request among those of all callers is its own."""
-        return scoped.startswith(f"{self.name}:")
+    def owns_id(self, scoped_id: str) -> bool:
+        """Whether a request is the caller's own."""
+        return scoped_id.startswith(f"{self.name}:")
 
-    def admit(self, now: float) -> Lease:
-        """Lets a request in, at `now` (seconds of any steady clock); its prompt is counted by
-        `Lease.queue`, once it was read. Errors: RequestError, RESOURCE_EXHAUSTED with
-        `retry_after`."""
-        self.usage.check(self.limits, now)
-        self.usage.take(self.limits, now)
-        return Lease(self)
-
-    def owns(self, other: Caller) -> bool:
-        """Whether the other's requests are its own, to abort and to hear of."""
+    def is_same(self, other: Caller) -> bool:
+        """Whether both have one key: each may abort, and learn of, the other's requests."""
         return self.name == other.name
 
+    def reserve(self, now: float) -> Reservation:
+        """Admits a request at `now`, seconds of a steady clock; its prompt is counted by
+        `Reservation.add_prompt`, once it is tokenized. Errors: as of `KeyUsage.check`."""
+        self.usage.check(self.limits, now)
+        self.usage.add(self.limits, now)
+        return Reservation(self)
 
-class Lease:
-    """A request's part of its key's limits, until `close`."""
+
+class Reservation:
+    """What one request takes up of its key's limits, until `close`."""
 
     def __init__(self, caller: Caller):
         self._caller = caller
-        self._queued = 0
+        self._queued_tokens = 0
         self._open = True
 
-    def queue(self, tokens: int) -> None:
-        """So many more prompt tokens wait. Errors: as of `Usage.check_tokens`; nothing is counted
-        then."""
+    def add_prompt(self, tokens: int) -> None:
+        """Counts prompt tokens that wait for their first output. Errors: as of
+        `KeyUsage.check_tokens`; nothing is counted then."""
         if self._open:
             self._caller.usage.check_tokens(self._caller.limits, tokens)
-            self._caller.usage.queued += tokens
-            self._queued += tokens
+            self._caller.usage.queued_tokens += tokens
+            self._queued_tokens += tokens
 
-    def started(self) -> None:
-        """The first token came. May be called for every token."""
-        self._caller.usage.queued -= self._queued
-        self._queued = 0
+    def prompt_done(self) -> None:
+        """Releases the prompt, once the first token came. May be called for every token."""
+        self._caller.usage.queued_tokens -= self._queued_tokens
+        self._queued_tokens = 0
 
     def close(self) -> None:
-        """The request ended, however. May be called again."""
-        self.started()
+        """Releases all, when the request has ended. May be called again."""
+        self.prompt_done()
         if self._open:
             self._open = False
             self._caller.usage.running -= 1
 
 
-def own(caller: Caller, streams: Mapping[str, Any], request_id: str | None) -> list[str]:
-    """Ids of the streams that a caller may abort: one, or all of its own where none is named.
-    Streams have a `caller`.
+class OwnedStream(Protocol):
+    """A stream of outputs, as `abortable_ids` sees it."""
 
-    Errors: RequestError NOT_FOUND, the same for another's request and for one that is not there.
+    @property
+    def caller(self) -> Caller:
+        """Whose request it answers."""
+
+
+def abortable_ids(
+    caller: Caller, streams: Mapping[str, OwnedStream], request_id: str | None
+) -> list[str]:
+    """Ids of the streams that a caller may abort: the one it names, or all of its own.
+
+    Errors: RequestError, NOT_FOUND, the same for another's request and for one that does not exist.
     """
     if request_id is None:
-        return [id for id, stream in streams.items() if caller.owns(stream.caller)]
-    scoped = caller.scoped(request_id)
+        return [id for id, stream in streams.items() if caller.is_same(stream.caller)]
+    scoped = caller.scoped_id(request_id)
     stream = streams.get(scoped)
-    if stream is None or not caller.owns(stream.caller):
+    if stream is None or not caller.is_same(stream.caller):
         raise RequestError("request_id", f"{request_id[:100]!r} is not running", "NOT_FOUND")
     return [scoped]

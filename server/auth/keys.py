@@ -1,13 +1,14 @@
-"""The file of API keys: the names behind them, and how much each may ask for.
+"""Reads and writes the file of API keys: the names behind them, and the limits of each.
 
     keys:
-      - name: alice sha256: 5e88...           # of the key, which is 256 random bits: nobody finds
-        it from a plain hash tenant: team-a            # default: the name; keys of one tenant share
-        KV prefixes admin: false              # admin keys work on the admin port only, others never
-        there limits: {requests_per_minute: 600, concurrency: 64, queued_tokens: 2000000}
+      - name: alice
+        sha256: 5e88...        # of the key, which has 256 random bits: a plain hash reveals nothing
+        tenant: team-a         # default: the name; keys of one tenant share cached prefixes
+        admin: false           # admin keys work on the admin port only, others never there
+        limits: {requests_per_minute: 600, concurrency: 64, queued_tokens: 2000000}
 
-The file is read again when it changes. One that cannot be used is logged and changes nothing, so a
-slip of the editor locks nobody out.
+The file is read again when it changes. One that cannot be used is logged and changes nothing, so
+that a slip of the editor locks nobody out.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from typing import Any
 
 import yaml
 
-from jaxserve.server.files import check_private, signature
+from jaxserve.server.files import check_private, file_signature
 from jaxserve.settings.schema import ConfigError
 
 log = logging.getLogger(__name__)
-FIELD = "api_keys"
+FIELD = "api_keys"  # the setting that names the file
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_KEY_CHARS = 512
 MAX_FILE_BYTES = 4 << 20
@@ -38,7 +39,7 @@ MAX_LIMIT = 10**12
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one key; None: no limit. As many requests as a minute has may come at once after a quiet
+    """Limits of one key; None means none. A minute's requests may come at once after a quiet
     minute. queued_tokens: of the prompts of requests without a first token."""
 
     requests_per_minute: int | None = None
@@ -48,6 +49,8 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Key:
+    """One API key, known by its hash alone."""
+
     name: str
     sha256: bytes = dataclasses.field(repr=False)
     tenant: str
@@ -56,13 +59,13 @@ class Key:
 
 
 class Keys:
-    """The keys of a file, found without telling by the time it takes how near a guess was. Errors:
-    ConfigError where it cannot be used."""
+    """The keys of a file. Lookups take the same time however near a guess was. Errors: ConfigError
+    if the file cannot be used."""
 
     def __init__(self, file: str | Path):
         self._file = Path(file)
         self._secret = secrets.token_bytes(32)
-        self._seen = signature(self._file)
+        self._signature = file_signature(self._file)
         self._keys = self._table(read(self._file))
 
     @property
@@ -70,22 +73,22 @@ class Keys:
         return {key.name for key in self._keys.values()}
 
     def find(self, presented: str) -> Key | None:
-        """The key that was presented, if the file has it."""
+        """The key that a caller presented; None if the file does not have it."""
         if len(presented) > MAX_KEY_CHARS:
             return None
         digest = hash_of(presented)
-        key = self._keys.get(self._place(digest))
+        key = self._keys.get(self._index(digest))
         return key if hmac.compare_digest(digest, key.sha256 if key else bytes(32)) else None
 
     @property
     def changed(self) -> bool:
-        """Whether the file is another than the one that was read last. Costs a stat."""
-        return signature(self._file) != self._seen
+        """Whether the file has changed since it was read last. Costs a stat."""
+        return file_signature(self._file) != self._signature
 
     def refresh(self) -> bool:
-        """Reads the file again; returns whether the keys are new ones. Takes a second for thousands
-        of keys; any thread may call it."""
-        self._seen = signature(self._file)
+        """Reads the file again; returns whether the keys were replaced. Takes a second for
+        thousands of keys; any thread may call it."""
+        self._signature = file_signature(self._file)
         try:
             self._keys = self._table(read(self._file))
         except ConfigError as error:
@@ -95,19 +98,21 @@ class Keys:
         return True
 
     def _table(self, keys: Iterable[Key]) -> dict[bytes, Key]:
-        return {self._place(key.sha256): key for key in keys}
+        return {self._index(key.sha256): key for key in keys}
 
-    def _place(self, digest: bytes) -> bytes:
+    def _index(self, digest: bytes) -> bytes:
+        """The index of a key in the table: unpredictable, so that timing tells nothing of it."""
         return hmac.digest(self._secret, digest, "sha256")
 
 
 def hash_of(key: str) -> bytes:
+    """The SHA-256 of a key."""
     return hashlib.sha256(key.encode(errors="surrogatepass")).digest()
 
 
 def read(file: Path) -> list[Key]:
-    """The keys of a file that belongs to this user or to root and that nobody but its group can
-    read. Errors: ConfigError."""
+    """Reads a key file, which must belong to this user or to root and be readable by them and the
+    file's group alone. Errors: ConfigError."""
     try:
         with open(file, "rb") as opened:
             info = os.fstat(opened.fileno())
@@ -116,7 +121,7 @@ def read(file: Path) -> list[Key]:
         raise ConfigError(FIELD, f"{file}: {error.strerror}") from None
     check_private(FIELD, file, info)
     if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(FIELD, f"{file} has more than {MAX_FILE_BYTES} bytes")
+        raise ConfigError(FIELD, f"{file} is larger than the limit, {MAX_FILE_BYTES} bytes")
     try:
         return parse(data.decode(), str(file))
     except UnicodeDecodeError:
@@ -124,34 +129,35 @@ def read(file: Path) -> list[Key]:
 
 
 def parse(text: str, name: str) -> list[Key]:
-    """The keys of a file's text. name: the file's. Errors: ConfigError that names the line."""
+    """Parses the text of a key file. name: the file's, for errors. Errors: ConfigError that names
+    the line."""
     try:
         loader = yaml.SafeLoader(text)
         loader.name = name
-        root = loader.get_single_node()  # nodes know their lines; no object is made
-    except (yaml.YAMLError, RecursionError) as error:  # whose own text would quote the file
+        root = loader.get_single_node()  # nodes keep their lines, and build no objects
+    except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        raise ConfigError(
-            FIELD, f"{name}{f', line {mark.line + 1}' if mark else ''}: is not YAML"
-        ) from None
+        line = f", line {mark.line + 1}" if mark else ""
+        # not with the error's own text, which quotes the file
+        raise ConfigError(FIELD, f"{name}{line}: is not YAML") from None
     if root is None:
-        raise ConfigError(FIELD, f"{name} is empty; where there is no key it says keys: []")
+        raise ConfigError(FIELD, f"{name} is empty; write keys: [] for none")
     listed = _fields(root, "the file", {"keys"}).get("keys")
     if listed is None or listed.id != "sequence":
         raise _fault(root, "keys must be a list")
     keys: list[Key] = []
-    seen: set[str | bytes] = set()  # names and keys
+    seen: set[str | bytes] = set()  # names and hashes
     for node in listed.value:
         key = _key(node)
         if key.name in seen or key.sha256 in seen:
-            raise _fault(node, f"{key.name}: its name or its key is there twice")
+            raise _fault(node, f"{key.name}: its name or its key is given more than once")
         seen |= {key.name, key.sha256}
         keys.append(key)
     return keys
 
 
 def text_of(keys: Iterable[Key]) -> str:
-    """What `parse` reads back."""
+    """The text of a key file with these keys, for `parse` to read back."""
     entries = []
     for key in keys:
         entry: dict[str, Any] = {"name": key.name, "sha256": key.sha256.hex()}
@@ -169,11 +175,11 @@ def text_of(keys: Iterable[Key]) -> str:
     return yaml.safe_dump({"keys": entries}, sort_keys=False)
 
 
-def _fault(node: Any, message: str) -> ConfigError:
+def _fault(node: yaml.Node, message: str) -> ConfigError:
     return ConfigError(FIELD, f"{node.start_mark.name}, line {node.start_mark.line + 1}: {message}")
 
 
-def _key(node: Any) -> Key:
+def _key(node: yaml.Node) -> Key:
     fields = _fields(node, "a key", {"name", "sha256", "tenant", "admin", "limits"})
     for name in ("name", "sha256"):
         if name not in fields:
@@ -199,11 +205,11 @@ def _key(node: Any) -> Key:
     )
 
 
-def _fields(node: Any, what: str, known: set[str]) -> dict[str, Any]:
-    """The values of a mapping, as nodes."""
+def _fields(node: yaml.Node, what: str, known: set[str]) -> dict[str, yaml.Node]:
+    """The values of a YAML mapping, as nodes, by name. what: the mapping, for errors."""
     if node.id != "mapping":
         raise _fault(node, f"{what} must be a mapping")
-    found: dict[str, Any] = {}
+    found: dict[str, yaml.Node] = {}
     for key, value in node.value:
         name = _text(key)
         if name not in known:
@@ -211,31 +217,31 @@ def _fields(node: Any, what: str, known: set[str]) -> dict[str, Any]:
                 key, f"{what} has no field {name[:64]!r}; known are {', '.join(sorted(known))}"
             )
         if name in found:
-            raise _fault(key, f"{name} is there twice")
+            raise _fault(key, f"{name} is given more than once")
         found[name] = value
     return found
 
 
-def _text(node: Any) -> str:
-    """As it is written: a hash of digits alone is no number."""
+def _text(node: yaml.Node) -> str:
+    """A scalar as it is written: a hash that consists of digits is not a number."""
     if node.id != "scalar":
-        raise _fault(node, "here must be a text")
+        raise _fault(node, "must be a text")
     return node.value
 
 
-def _name(node: Any) -> str:
+def _name(node: yaml.Node) -> str:
     if not NAME.fullmatch(name := _text(node)):
         raise _fault(node, f"{name[:64]!r} is not a name of 1 to 64 letters, digits, . - and _")
     return name
 
 
-def _flag(node: Any) -> bool:
+def _flag(node: yaml.Node) -> bool:
     if _text(node) not in ("true", "false"):
         raise _fault(node, f"admin must be true or false, not {node.value[:64]!r}")
     return node.value == "true"
 
 
-def _count(name: str, node: Any) -> int:
+def _count(name: str, node: yaml.Node) -> int:
     text = _text(node)
     if not (re.fullmatch(r"[0-9]{1,13}", text) and 1 <= int(text) <= MAX_LIMIT):
         raise _fault(

@@ -1,9 +1,9 @@
-"""TLS for every port: the server's certificate, and the authorities of its clients' certificates
-where these are asked for.
+"""TLS for every port: the server's certificate, and optionally authorities that clients'
+certificates must come from.
 
-Certificate and key are read again when their files change, as renewal does; connections that are
-open keep what they have. A pair that cannot be used is logged and changes nothing. The clients'
-authorities are read once.
+Certificate and key are read again when their files change, as they do on renewal; open connections
+keep theirs. A pair that cannot be used is logged and changes nothing. The clients' authorities are
+read once.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from pathlib import Path
 
 import grpc
 
-from jaxserve.server.files import check_private, signature
+from jaxserve.server.files import check_private, file_signature
 from jaxserve.settings.schema import ConfigError, ServerConfig
 
 log = logging.getLogger(__name__)
-SOON_DAYS = 7
-# OpenSSL's verify codes
+WARN_DAYS = 7  # before a certificate expires
+# verify codes of OpenSSL
 X509_EXPIRED = 10
 X509_NOT_YET = 9
+HANDSHAKE_ROUNDS = 3  # turns that each side of a handshake in memory needs at most
 
 
 class Tls:
-    """The certificates of a server. Errors: ConfigError that names the setting at fault."""
+    """The certificate of a server, kept current by `refresh`. Errors: ConfigError that names the
+    setting at fault."""
 
     def __init__(self, config: ServerConfig):
         assert config.tls_cert is not None and config.tls_key is not None
@@ -36,16 +38,16 @@ class Tls:
         self._authorities = (
             None
             if config.tls_client_ca is None
-            else _text("tls_client_ca", Path(config.tls_client_ca))
+            else _read_pem("tls_client_ca", Path(config.tls_client_ca))
         )
         self._contexts: list[ssl.SSLContext] = []
-        self._seen = signature(self._cert, self._key)
+        self._signature = file_signature(self._cert, self._key)
         self._pair = self._read()
-        self._told: tuple[bytes, bytes] | None = None  # what gRPC has
+        self._grpc_pair: tuple[bytes, bytes] | None = None  # what gRPC was given last
 
     @classmethod
-    def of(cls, config: ServerConfig) -> Tls | None:
-        """None where the settings ask for no TLS."""
+    def from_config(cls, config: ServerConfig) -> Tls | None:
+        """The certificate that the settings name; None if they ask for no TLS."""
         if config.tls_cert is None and config.tls_key is None:
             if config.tls_client_ca is not None:
                 raise ConfigError(
@@ -58,7 +60,7 @@ class Tls:
         return cls(config)
 
     def context(self) -> ssl.SSLContext:
-        """For servers that take an SSLContext. It stays current as long as `refresh` is called."""
+        """A context for HTTP servers. It stays current as long as `refresh` is called."""
         context = _context(self._cert, self._key)
         if self._authorities is not None:
             try:
@@ -73,21 +75,23 @@ class Tls:
         return context
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For gRPC servers. They stay current as long as `refresh` is called."""
+        """Credentials for gRPC servers. They stay current as long as `refresh` is called."""
         if self._authorities is not None:
-            self.context()  # gRPC would say nothing of authorities that it cannot read
-        self._told = self._pair
+            self.context()  # raises for authorities that gRPC would silently fail to read
+        self._grpc_pair = self._pair
         return grpc.dynamic_ssl_server_credentials(
-            self._configuration(), self._newer, self._authorities is not None
+            self._grpc_configuration(),
+            self._newer_grpc_configuration,
+            self._authorities is not None,
         )
 
     def refresh(self) -> None:
-        """To be called now and then: sees whether the files have changed."""
+        """Reads the files again if they have changed. To be called periodically."""
         try:
-            now = signature(self._cert, self._key)
-            if now == self._seen:
+            now = file_signature(self._cert, self._key)
+            if now == self._signature:
                 return
-            self._seen = now
+            self._signature = now
             self._pair = self._read()
             for context in self._contexts:
                 context.load_cert_chain(self._cert, self._key)
@@ -97,24 +101,24 @@ class Tls:
         log.info("read the certificate %s again", self._cert)
 
     def _read(self) -> tuple[bytes, bytes]:
-        """Key and certificates, tried out."""
-        pair = _text("tls_key", self._key), _text("tls_cert", self._cert)
+        """Reads key and certificates, and checks that they can be used."""
+        pair = _read_pem("tls_key", self._key), _read_pem("tls_cert", self._cert)
         check_private("tls_key", self._key, self._key.stat())
-        _warn_of_dates(self._cert, _end_of(_context(self._cert, self._key), pair[1]))
+        _warn_of_expiry(self._cert, _expiry(_context(self._cert, self._key), pair[1]))
         return pair
 
-    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+    def _grpc_configuration(self) -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration([self._pair], self._authorities)
 
-    def _newer(self) -> grpc.ServerCertificateConfiguration | None:
-        """Asked by gRPC before each handshake, on its own threads; None: nothing is new."""
-        if self._told is self._pair:
+    def _newer_grpc_configuration(self) -> grpc.ServerCertificateConfiguration | None:
+        """Called by gRPC before each handshake, on its own threads; None means unchanged."""
+        if self._grpc_pair is self._pair:
             return None
-        self._told = self._pair
-        return self._configuration()
+        self._grpc_pair = self._pair
+        return self._grpc_configuration()
 
 
-def _text(field: str, file: Path) -> bytes:
+def _read_pem(field: str, file: Path) -> bytes:
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -147,19 +151,24 @@ def _no_password() -> str:
     raise ValueError
 
 
-def _end_of(server: ssl.SSLContext, cert: bytes) -> float:
-    """Unix seconds when a certificate ends, 0.0 where it has; from a handshake with ourselves,
-    which the library tells it by."""
+def _expiry(server: ssl.SSLContext, cert: bytes) -> float:
+    """When a certificate expires, in Unix seconds; 0.0 if it has, or is not valid yet.
+
+    Found by a handshake in memory, with a client that trusts this certificate alone. Besides the
+    date, which the ssl module tells of a peer only, this checks what clients will: the key's use,
+    its strength, the signature. Errors: ConfigError if the handshake fails.
+    """
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
     client.load_verify_locations(cadata=cert.decode("ascii", "ignore"))
-    wires = ssl.MemoryBIO(), ssl.MemoryBIO()
+    to_client = ssl.MemoryBIO()
+    to_server = ssl.MemoryBIO()
     sides = (
-        client.wrap_bio(wires[0], wires[1]),
-        server.wrap_bio(wires[1], wires[0], server_side=True),
+        client.wrap_bio(to_client, to_server),
+        server.wrap_bio(to_server, to_client, server_side=True),
     )
-    for side in sides * 3:
+    for side in sides * HANDSHAKE_ROUNDS:
         try:
             side.do_handshake()
         except ssl.SSLWantReadError:
@@ -168,24 +177,24 @@ def _end_of(server: ssl.SSLContext, cert: bytes) -> float:
             if error.verify_code in (X509_EXPIRED, X509_NOT_YET):
                 return 0.0
             raise ConfigError(
-                "tls_cert", f"clients will not take it: {error.verify_message}"
+                "tls_cert", f"clients will not accept it: {error.verify_message}"
             ) from None
         except ssl.SSLError as error:
             raise ConfigError(
                 "tls_cert", f"no handshake succeeds with it: {error.reason}"
             ) from None
-    found = sides[0].getpeercert() or {}
-    return ssl.cert_time_to_seconds(str(found["notAfter"]))
+    peer = sides[0].getpeercert() or {}
+    return ssl.cert_time_to_seconds(str(peer["notAfter"]))
 
 
-def _warn_of_dates(file: Path, end: float) -> None:
-    if end == 0.0:
+def _warn_of_expiry(file: Path, expiry: float) -> None:
+    if expiry == 0.0:
         log.warning(
-            "the certificate %s has expired or is not valid yet; clients will not take it", file
+            "the certificate %s has expired or is not valid yet; clients will not accept it", file
         )
-    elif end - time.time() < SOON_DAYS * 86400:
+    elif expiry - time.time() < WARN_DAYS * 86400:
         log.warning(
-            "the certificate %s ends on %s",
+            "the certificate %s expires on %s",
             file,
-            datetime.datetime.fromtimestamp(end, datetime.UTC).date(),
+            datetime.datetime.fromtimestamp(expiry, datetime.UTC).date(),
         )

@@ -1,8 +1,7 @@
-"""The live page: what an engine runs, drawn in a browser. A few files out of the package and one
-route with data, which the page polls.
+"""The dashboard: a page that draws what a replica runs, live in a browser.
 
-The files are fixed and load nothing from elsewhere. Who may see the page is decided in front of
-these routes.
+It is a few fixed files from the package, which load nothing from elsewhere, and one route with
+data, which the page polls. Authentication happens before these routes.
 """
 
 from __future__ import annotations
@@ -10,15 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from importlib import resources
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import APIRouter, Depends, Query
 from fastapi.responses import RedirectResponse, Response
 
 from jaxserve.observe.view import ID
 
-Mine = Callable[[str], bool]  # whether a request id may be shown
-OTHER = "other"  # in place of an id that may not
+IdFilter = Callable[[str], bool]  # whether a request's id may be shown
+HIDDEN_ID = "other"  # shown in place of an id that may not
 FILES = {
     "index.html": "text/html; charset=utf-8",
     "page.css": "text/css; charset=utf-8",
@@ -29,23 +28,44 @@ FILES = {
     },
 }
 HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
 
 
-def everything() -> Mine | None:
-    """Shows all ids."""
+class Viewable(Protocol):
+    """What the dashboard asks of a replica."""
+
+    def view(self, since: int = 0) -> dict[str, Any]:
+        """See `Replica.view`."""
+
+
+class Source(Protocol):
+    """What the dashboard shows: a server's frontend, or anything like it."""
+
+    @property
+    def replica(self) -> Viewable | None:
+        """None until it is built."""
+
+    @property
+    def state(self) -> str:
+        """The state of the server."""
+
+
+def show_all_ids() -> IdFilter | None:
+    """The default of `router`'s `visible_ids`."""
     return None
 
 
-def router(front: Any, mine: Callable[..., Mine | None] = everything) -> APIRouter:
-    """The page's routes: `/`, `/page/` with its files, `/page/data`.
+def router(source: Source, visible_ids: Callable[..., IdFilter | None] = show_all_ids) -> APIRouter:
+    """The dashboard's routes: `/`, `/page/` with its files, `/page/data`.
 
-    front: has the `engine`, None until it is built, and its `state`. mine: a dependency, as of
-    FastAPI, that says which ids the caller of a request may see; None: all of them.
+    visible_ids: a FastAPI dependency that returns which ids the caller of a request may see; None
+    means all.
     """
     routes = APIRouter(include_in_schema=False)
 
@@ -54,42 +74,43 @@ def router(front: Any, mine: Callable[..., Mine | None] = everything) -> APIRout
         return RedirectResponse("page/", headers=HEADERS)
 
     @routes.get("/page/data")
-    def data(since: int = Query(0, ge=0), mine: Mine | None = Depends(mine)) -> Response:  # noqa: B008
-        told = (
-            {"state": str(front.state)}
-            if front.engine is None
-            else {"state": str(front.state), **shown(front.engine.view(since), mine)}
-        )
-        return Response(
-            json.dumps(told, separators=(",", ":")), media_type="application/json", headers=HEADERS
-        )
+    def data(
+        since: int = Query(0, ge=0),
+        visible: IdFilter | None = Depends(visible_ids),  # noqa: B008
+    ) -> Response:
+        content: dict[str, Any] = {"state": str(source.state)}
+        if source.replica is not None:
+            content |= hide_ids(source.replica.view(since), visible)
+        body = json.dumps(content, separators=(",", ":"))
+        return Response(body, media_type="application/json", headers=HEADERS)
 
     for name, kind in FILES.items():
-        routes.add_api_route(
-            "/page/" if name == "index.html" else f"/page/{name}",
-            _sender(name, kind),
-            methods=["GET"],
-        )
+        path = "/page/" if name == "index.html" else f"/page/{name}"
+        routes.add_api_route(path, _file_route(name, kind), methods=["GET"])
     return routes
 
 
-def shown(view: dict[str, Any], mine: Mine | None) -> dict[str, Any]:
-    """A view of an engine for one who may see only some ids: those of all others are OTHER."""
-    if mine is None:
+def hide_ids(view: dict[str, Any], visible: IdFilter | None) -> dict[str, Any]:
+    """A replica's view with HIDDEN_ID in place of all ids that are not visible."""
+    if visible is None:
         return view
-    row = lambda row: row if mine(row[ID]) else [*row[:ID], OTHER, *row[ID + 1 :]]
+
+    def shown_row(row: list[Any]) -> list[Any]:
+        return row if visible(row[ID]) else [*row[:ID], HIDDEN_ID, *row[ID + 1 :]]
+
     names = {
-        number: (id if mine(id) else OTHER, index) for number, (id, index) in view["names"].items()
+        number: (id if visible(id) else HIDDEN_ID, index)
+        for number, (id, index) in view["names"].items()
     }
     return {
         **view,
         "names": names,
-        "requests": list(map(row, view["requests"])),
-        "ended": list(map(row, view["ended"])),
+        "requests": list(map(shown_row, view["requests"])),
+        "ended": list(map(shown_row, view["ended"])),
     }
 
 
-def _sender(name: str, kind: str) -> Callable[[], Response]:
+def _file_route(name: str, kind: str) -> Callable[[], Response]:
     content = resources.files(__package__).joinpath(name).read_bytes()
 
     def send() -> Response:

@@ -1,55 +1,57 @@
-"""Keys over gRPC: every method but those of grpc.health.v1 asks for one, in the metadata
-`authorization`, before its message is read.
+"""API keys over gRPC, in the metadata `authorization`.
 
-That is so for methods that do not exist too. A refused call's message stays on the wire: what flow
-control lets a stranger send is all that is ever held of it.
+Every method but those of grpc.health.v1 requires one, methods that do not exist included, and it is
+checked before the message is read. A refused call's message stays on the wire: flow control limits
+how much of it a stranger can make the server hold.
 """
 
 from __future__ import annotations
 
 import contextvars
 import functools
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 
 from jaxserve.api.errors import RequestError
-from jaxserve.server.auth.access import HEADER, Authenticator, Caller
+from jaxserve.server.auth.access import HEADER, Authenticator, Caller, sole_header
 from jaxserve.server.frontend_metrics import FrontendMetrics
 from jaxserve.server.grpc.errors import abort
 
-OPEN = "/grpc.health.v1.Health/"
+OPEN_PREFIX = "/grpc.health.v1.Health/"  # of methods that need no API key
 _caller: contextvars.ContextVar[Caller] = contextvars.ContextVar("caller")
 
 
-def caller() -> Caller:
-    """Who the call is from that is handled right now."""
+def current_caller() -> Caller:
+    """The caller of the call that is being handled."""
     return _caller.get()
 
 
-class Guard(grpc.aio.ServerInterceptor):
-    """An interceptor: lets in who has a key, and counts who has none."""
+class GrpcGuard(grpc.aio.ServerInterceptor):
+    """An interceptor that authenticates calls, and counts those it refuses."""
 
-    def __init__(self, access: Authenticator, metrics: FrontendMetrics):
-        self._access = access
+    def __init__(self, authenticator: Authenticator, metrics: FrontendMetrics):
+        self._authenticator = authenticator
         self._metrics = metrics
 
     async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
-    ) -> Any:
-        if details.method.startswith(OPEN):
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        if details.method.startswith(OPEN_PREFIX):
             return await continuation(details)
-        given = [value for name, value in details.invocation_metadata or () if name == HEADER]
+        keys = [value for name, value in details.invocation_metadata or () if name == HEADER]
         try:
-            if len(given) > 1:  # which of them a proxy has looked at, nobody knows
-                raise RequestError(HEADER, "is there twice", "UNAUTHENTICATED")
-            _caller.set(self._access.authenticate(given[0] if given else None))
-        except RequestError as error:  # a handler of streams reads no message by itself
+            _caller.set(self._authenticator.authenticate(sole_header(keys)))
+        except RequestError as error:
             self._metrics.answered("grpc", error.status)
-            return grpc.stream_stream_rpc_method_handler(functools.partial(_refused, error))
+            # of streams, whatever the method is: its handler need not read a message
+            return grpc.stream_stream_rpc_method_handler(functools.partial(_refuse, error))
         return await continuation(details)
 
 
-async def _refused(error: RequestError, messages: Any, context: grpc.aio.ServicerContext) -> None:
+async def _refuse(
+    error: RequestError, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+) -> None:
     await abort(context, error)

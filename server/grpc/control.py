@@ -1,55 +1,59 @@
-"""jaxserve.v1.Control: what runs here, how busy it is, and how to stop a request."""
+"""The gRPC service jaxserve.v1.Control: facts about model and server, load, aborting."""
 
 from __future__ import annotations
+
+import contextlib
 
 import grpc
 
 import jaxserve
 from jaxserve.api.errors import RequestError
+from jaxserve.observe.metrics import PREFIX
+from jaxserve.replica.protocol import Replica
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.auth.access import own
+from jaxserve.server.auth.access import abortable_ids
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.grpc.auth import caller
+from jaxserve.server.grpc.auth import current_caller
 
 SCHEMA_REVISION = 1
 
 
 class Control:
-    def __init__(self, front: Frontend):
-        self._front = front
+    """Methods of the service; see jaxserve.proto."""
+
+    def __init__(self, frontend: Frontend):
+        self._frontend = frontend
 
     async def Abort(
         self, message: pb.AbortRequest, context: grpc.aio.ServicerContext
     ) -> pb.AbortResponse:
-        """Of the caller's own requests."""
+        """Aborts requests of the caller; never those of others."""
         match message.WhichOneof("target"):
             case "request_id":
-                ids = own(caller(), self._front.streams, message.request_id)
+                ids = abortable_ids(current_caller(), self._frontend.streams, message.request_id)
             case "all" if message.all:
-                ids = own(caller(), self._front.streams, None)
+                ids = abortable_ids(current_caller(), self._frontend.streams, None)
             case _:
                 raise RequestError("target", "is missing: set request_id, or all to true")
-        return pb.AbortResponse(aborted=await self._front.abort(ids))
+        return pb.AbortResponse(aborted=await self._frontend.abort(ids))
 
     async def GetModelInfo(
         self, message: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelInfoResponse:
-        engine = self._front.running
-        tokenizer = self._front.tokenizer
-        model = engine.model
-        config = engine.config
+        info = self._frontend.info
+        tokenizer = self._frontend.tokenizer
         return pb.GetModelInfoResponse(
-            model=config.source.model,
-            max_len=engine.max_len,
-            vocab=model.vocab,
-            eos_ids=model.eos_ids,
-            bos_id=model.bos_id,
-            dtype=config.source.dtype,
-            block_size=config.cache.block_size,
-            layers=model.layers,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            head_dim=model.head_dim,
+            model=info.served_name,
+            max_len=info.max_model_len,
+            vocab=info.vocab,
+            eos_ids=info.eos_ids,
+            bos_id=info.bos_id,
+            dtype=info.dtype,
+            block_size=info.block_size,
+            layers=info.layers,
+            heads=info.heads,
+            kv_heads=info.kv_heads,
+            head_dim=info.head_dim,
             has_tokenizer=tokenizer is not None,
             has_chat_template=tokenizer is not None and tokenizer.template is not None,
         )
@@ -57,34 +61,39 @@ class Control:
     async def GetServerInfo(
         self, message: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
-        info = pb.GetServerInfoResponse(
+        response = pb.GetServerInfoResponse(
             version=jaxserve.__version__,
             schema_revision=SCHEMA_REVISION,
-            state=self._front.state,
-            max_message_bytes=self._front.config.max_message_mib << 20,
+            state=self._frontend.state,
+            max_message_bytes=self._frontend.config.max_message_mib << 20,
         )
-        engine = self._front.engine
-        if engine is not None:
-            mesh = engine.config.mesh
-            scheduler = engine.config.scheduler
-            info.mesh.CopyFrom(
-                pb.GetServerInfoResponse.Mesh(spp=mesh.spp, kvp=mesh.kvp, tp=mesh.tp)
+        replica = self._frontend.replica
+        if replica is not None:
+            info = replica.info
+            response.mesh.spp = info.mesh.spp
+            response.mesh.kvp = info.mesh.kvp
+            response.mesh.tp = info.mesh.tp
+            response.max_seqs = info.max_seqs
+            response.max_queue = info.max_queue
+            response.classes.extend(info.class_names)
+            response.details.update(await self._details(replica))
+        return response
+
+    async def _details(self, replica: Replica) -> dict[str, str]:
+        """Facts for people to read."""
+        details = {name: str(value) for name, value in replica.info.summary().items()}
+        registry = replica.metrics_registry
+        with contextlib.suppress(RequestError):  # a step hangs, and keeps metrics from being read
+            compiles = await self._frontend.ask_replica(
+                lambda: registry.get_sample_value(f"{PREFIX}xla_compiles_total")
             )
-            info.max_seqs = scheduler.max_seqs
-            info.max_queue = scheduler.max_queue
-            info.classes.extend(scheduler.class_names)
-            info.details.update(
-                {str(name): str(value) for name, value in engine.info.summary().items()}
-            )
-        return info
+            if compiles is not None:
+                details["compiles"] = str(int(compiles))
+        return details
 
     async def GetLoad(
         self, message: pb.GetLoadRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetLoadResponse:
-        load = await self._front.of_engine(self._front.running.load)
-        return pb.GetLoadResponse(
-            **{
-                field.name: getattr(load, field.name)
-                for field in pb.GetLoadResponse.DESCRIPTOR.fields
-            }
-        )
+        load = await self._frontend.ask_replica(self._frontend.require_replica().load)
+        fields = [field.name for field in pb.GetLoadResponse.DESCRIPTOR.fields]
+        return pb.GetLoadResponse(**{name: getattr(load, name) for name in fields})

@@ -1,8 +1,8 @@
-"""The door: every message is parsed and every failure becomes a gRPC status here.
+"""Handlers of gRPC methods: messages are parsed, and failures become gRPC statuses.
 
-Messages that are too large, do not parse, or carry fields unknown to this version are refused. A
-handler says no by raising `RequestError`; any other exception is a fault of ours: it is logged, and
-the caller gets INTERNAL without details.
+Messages that are too large, do not parse, or have fields unknown to this version are refused. A
+method refuses a call by raising `RequestError`; any other exception is logged, and the caller gets
+INTERNAL without details.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import grpc
 from google.protobuf import message_factory
@@ -24,14 +23,15 @@ from jaxserve.server.frontend_metrics import FrontendMetrics
 from jaxserve.server.grpc.errors import abort
 
 log = logging.getLogger(__name__)
-CONTROL_LIMIT = 1 << 20
-WALKED = 1 << 18  # bytes of a message up to which an unknown field is found and named
+MAX_CONTROL_BYTES = 1 << 20  # of a message to jaxserve.v1.Control
+MAX_WALK_BYTES = 1 << 18  # in larger messages unknown fields are noticed but not named
 
 
-def handlers(
-    servicer: object, service: ServiceDescriptor, limit: int, metrics: FrontendMetrics
+def method_handlers(
+    servicer: object, service: ServiceDescriptor, max_bytes: int, metrics: FrontendMetrics
 ) -> grpc.GenericRpcHandler:
-    """The methods of a service behind the door. `limit`: bytes of a message."""
+    """Handlers of all methods of a service. servicer: has a coroutine method of each name.
+    max_bytes: of a message."""
     methods = {}
     for method in service.methods:
         request = message_factory.GetMessageClass(method.input_type)
@@ -41,8 +41,8 @@ def handlers(
             else grpc.unary_unary_rpc_method_handler
         )
         methods[method.name] = make(
-            functools.partial(_guarded, getattr(servicer, method.name), method.name, metrics),
-            request_deserializer=functools.partial(parse, request, limit),
+            functools.partial(_handle, getattr(servicer, method.name), method.name, metrics),
+            request_deserializer=functools.partial(parse, request, max_bytes),
             response_serializer=message_factory.GetMessageClass(
                 method.output_type
             ).SerializeToString,
@@ -50,31 +50,34 @@ def handlers(
     return grpc.method_handlers_generic_handler(service.full_name, methods)
 
 
-def parse(kind: type[Message], limit: int, data: bytes) -> Message | RequestError:
-    """The message, or why it is refused (gRPC loses the type of what a deserialiser raises)."""
-    if len(data) > limit:
-        return RequestError("", f"the message has {len(data)} bytes; the limit is {limit}")
+def parse(kind: type[Message], max_bytes: int, data: bytes) -> Message | RequestError:
+    """Parses a message; returns, not raises, the error if it is refused: gRPC drops what a
+    deserializer raises."""
+    if len(data) > max_bytes:
+        return RequestError("", f"the message has {len(data)} bytes; the limit is {max_bytes}")
     try:
         message = kind.FromString(data)
     except DecodeError:
         return RequestError("", f"not a valid {kind.DESCRIPTOR.full_name} message")
-    if len(data) > WALKED:
-        return RequestError("", "unknown fields") if _lost(kind, data, message) else message
-    unknown = unknown_field(message)
-    return message if unknown is None else RequestError("", f"unknown field number {unknown}")
+    if len(data) > MAX_WALK_BYTES:
+        unknown = _has_unknown_fields(kind, data, message)
+        return RequestError("", "unknown fields") if unknown else message
+    name = unknown_field(message)
+    return message if name is None else RequestError("", f"unknown field number {name}")
 
 
-def _lost(kind: type[Message], data: bytes, message: Message) -> bool:
-    """Whether a large message loses anything with its unknown fields, which it does here. There may
-    be millions: none becomes an object."""
+def _has_unknown_fields(kind: type[Message], data: bytes, message: Message) -> bool:
+    """Whether a large message has unknown fields; drops them. There may be millions, so this
+    compares sizes rather than making an object of each."""
     message.DiscardUnknownFields()
     size = message.ByteSize()
-    # else the caller has just written it at greater length
+    # it may also shrink because the caller has not written it in the shortest form
     return size < len(data) and size < kind.FromString(data).ByteSize()
 
 
 def unknown_field(message: Message) -> str | None:
-    """The first field that this version does not know, as 'N in TYPE'."""
+    """The first field that this version does not know, as 'NUMBER in TYPE'; None if there is
+    none."""
     unknown = UnknownFieldSet(message)
     if len(unknown):
         return f"{unknown[0].field_number} in {message.DESCRIPTOR.full_name}"
@@ -88,30 +91,32 @@ def unknown_field(message: Message) -> str | None:
     return None
 
 
-async def _guarded(
-    handler: Callable[..., Awaitable],
+async def _handle(
+    method: Callable[..., Awaitable[Message | None]],
     name: str,
     metrics: FrontendMetrics,
-    message: Any,
+    message: Message | RequestError,
     context: grpc.aio.ServicerContext,
-) -> Any:
+) -> Message | None:
+    """Runs a method; turns what it raises into a status, and counts the call."""
     status = "CANCELLED"
     try:
         if isinstance(message, RequestError):
             raise message
-        answered = await handler(message, context)
+        response = await method(message, context)
         status = "OK"
-        return answered
+        return response
     except RequestError as error:
         status = error.status
         await abort(context, error)
     except (grpc.aio.AbortError, asyncio.CancelledError):
         raise
     except Exception:
-        if context.done():  # the caller went away while we wrote
+        if context.done():  # the caller went away during a write
             return None
         log.exception("%s failed", name)
         status = "INTERNAL"
         await abort(context, internal_error())
     finally:
         metrics.answered("grpc", status)
+    return None  # not reached: `abort` raises

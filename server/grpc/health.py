@@ -1,4 +1,4 @@
-"""grpc.health.v1: whether requests are taken, for who asks and for who watches."""
+"""The gRPC service grpc.health.v1: whether requests are accepted."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from grpc_health.v1 import health_pb2_grpc
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """All services serve, or none does. Made on the event loop. A watcher who does not read what is
-    written holds up nobody but itself.
+    """Answers health checks; all services serve, or none does. Must be made on the event loop.
 
-    names: of the services; '' is all of them.
+    names: of the services; '' stands for all of them. Each watcher has a task of its own: one that
+    does not read delays no other.
     """
 
     def __init__(self, names: Collection[str]):
@@ -22,7 +22,8 @@ class Health(health_pb2_grpc.HealthServicer):
         self._serving = False
         self._changed = asyncio.Event()
 
-    def tell(self, serving: bool) -> None:
+    def set_serving(self, serving: bool) -> None:
+        """Changes the status, and tells watchers if it differs."""
         if serving != self._serving:
             self._serving = serving
             self._changed.set()
@@ -38,18 +39,18 @@ class Health(health_pb2_grpc.HealthServicer):
     async def Watch(
         self, message: pb.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        told = None
+        last = None
         while True:
             changed = self._changed
             status = self._status(message.service)
-            if status != told:
+            if status != last:
                 await context.write(pb.HealthCheckResponse(status=status))
-                told = status
+                last = status
             await changed.wait()
 
     def _status(self, name: str) -> pb.HealthCheckResponse.ServingStatus:
         if name and name not in self.names:
             return pb.HealthCheckResponse.SERVICE_UNKNOWN
-        return (
-            pb.HealthCheckResponse.SERVING if self._serving else pb.HealthCheckResponse.NOT_SERVING
-        )
+        if self._serving:
+            return pb.HealthCheckResponse.SERVING
+        return pb.HealthCheckResponse.NOT_SERVING

@@ -1,4 +1,4 @@
-"""jaxserve.v1.Inference: messages in, streams of messages out."""
+"""The gRPC service jaxserve.v1.Inference: generation, tokenization."""
 
 from __future__ import annotations
 
@@ -13,54 +13,56 @@ from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.event_loop import run_in_thread_if
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import Origin
-from jaxserve.server.grpc.auth import caller
-from jaxserve.server.grpc.proto import ask_of, event_message, prompt_of
+from jaxserve.server.grpc.auth import current_caller
+from jaxserve.server.grpc.proto import event_message, generate_call, prompt_of
 from jaxserve.server.streams import Stream
 from jaxserve.text.output import Delta, Output
 
-INLINE_LOGPROBS = 256  # tokens: the message with more of them is made beside the event loop
+INLINE_LOGPROBS = 256  # tokens; messages with the log-probabilities of more are made in a thread
 
 
 class Inference:
-    def __init__(self, front: Frontend):
-        self._front = front
+    """Methods of the service; see jaxserve.proto."""
+
+    def __init__(self, frontend: Frontend):
+        self._frontend = frontend
 
     async def Generate(
         self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
         loop = asyncio.get_running_loop()
-        sent = dict(context.invocation_metadata() or ())
-        origin = Origin("grpc", sent.get("traceparent"), str(sent.get("tracestate", "")))
-        ask = dataclasses.replace(ask_of(message, context.time_remaining()), origin=origin)
-        async with self._front.answer(ask, caller()) as stream:
+        metadata = dict(context.invocation_metadata() or ())
+        origin = Origin("grpc", metadata.get("traceparent"), str(metadata.get("tracestate", "")))
+        call = generate_call(message, context.time_remaining())
+        call = dataclasses.replace(call, origin=origin)
+        async with self._frontend.generate(call, current_caller()) as stream:
             while outputs := await stream.take():
                 for output in outputs:
-                    event = await _message(stream, output)
-                    stream.writing(loop.time())
+                    event = await _event(stream, output)
+                    stream.write_began(loop.time())
                     await context.write(event)
-                    stream.written(loop.time())
+                    stream.write_ended(loop.time())
 
     async def Tokenize(
         self, message: pb.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.TokenizeResponse:
-        return pb.TokenizeResponse(
-            ids=(await self._front.ids(prompt_of(message), caller())).tolist()
-        )
+        ids = await self._frontend.tokenize(prompt_of(message), current_caller())
+        return pb.TokenizeResponse(ids=ids.tolist())
 
     async def Detokenize(
         self, message: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
         skip = message.skip_special if message.HasField("skip_special") else True
-        return pb.DetokenizeResponse(text=await self._front.text(message.ids, caller(), skip))
+        text = await self._frontend.detokenize(message.ids, current_caller(), skip)
+        return pb.DetokenizeResponse(text=text)
 
 
-async def _message(stream: Stream, output: Output) -> pb.GenerateEvent:
+async def _event(stream: Stream, output: Output) -> pb.GenerateEvent:
+    """The message for an output; made in a thread if it is large."""
+    logprobs = 0
+    if isinstance(output, Delta):
+        logprobs = len(output.logprobs)
+    elif isinstance(output, Finished):
+        logprobs = len(output.prompt_logprobs or ())
     make = functools.partial(event_message, stream.id, len(stream.request.prompt), output)
-    logprobs = (
-        output.logprobs
-        if isinstance(output, Delta)
-        else output.prompt_logprobs
-        if isinstance(output, Finished)
-        else None
-    )
-    return await run_in_thread_if(len(logprobs or ()) > INLINE_LOGPROBS, make)
+    return await run_in_thread_if(logprobs > INLINE_LOGPROBS, make)

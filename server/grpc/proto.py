@@ -1,4 +1,4 @@
-"""Between the wire's messages and jaxserve's own plain data, both ways."""
+"""Converts protobuf messages to plain data and back."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from jaxserve.server.prompts import Chat, Prompt, Text
 from jaxserve.text.output import Delta, Output
 from jaxserve.text.structured_output import Guided
 
-# a prompt as Python callers write it
-Given = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, str]]
+# a prompt as callers of the clients write it
+PromptArgument = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, str]]
 
 
 def sampling_of(message: pb.SamplingParams) -> SamplingParams:
-    """Only the fields that are set; the others take their defaults. Errors: RequestError."""
+    """Sampling parameters; fields that are not set take their defaults. Errors: RequestError."""
     return SamplingParams.make(**{field.name: value for field, value in message.ListFields()})
 
 
 def slo_of(message: pb.Slo) -> Slo:
-    ttft, tpot = (
-        seconds_of(f"slo.{name}", getattr(message, name)) if message.HasField(name) else None
-        for name in ("ttft_ms", "tbt_ms")
-    )
+    """Latency objectives in seconds. Errors: RequestError."""
+    ttft = seconds_of("slo.ttft_ms", message.ttft_ms) if message.HasField("ttft_ms") else None
+    tpot = seconds_of("slo.tbt_ms", message.tbt_ms) if message.HasField("tbt_ms") else None
     return Slo(ttft, tpot, message.class_name or None)
 
 
-def ask_of(message: pb.GenerateRequest, timeout: float | None) -> GenerateCall:
-    """timeout: seconds that the caller waits. Errors: RequestError."""
+def generate_call(message: pb.GenerateRequest, timeout: float | None) -> GenerateCall:
+    """The call that a message asks for. timeout: seconds that the caller waits. Errors:
+    RequestError."""
     guided = guided_of(message.guided)
     return GenerateCall(
         prompt_of(message),
@@ -55,7 +55,7 @@ def ask_of(message: pb.GenerateRequest, timeout: float | None) -> GenerateCall:
 
 
 def guided_of(message: pb.Guided) -> Guided | None:
-    """None where nothing is asked for."""
+    """What the output must match; None if it is free."""
     match message.WhichOneof("kind"):
         case None:
             return None
@@ -68,6 +68,7 @@ def guided_of(message: pb.Guided) -> Guided | None:
 
 
 def guided_message(guided: Guided) -> pb.Guided:
+    """The inverse of `guided_of`. Errors: RequestError."""
     guided.check()
     message = pb.Guided()
     if guided.kind == "choice":
@@ -77,8 +78,8 @@ def guided_message(guided: Guided) -> pb.Guided:
     return message
 
 
-def prompt_of(message: Any) -> Prompt:
-    """The prompt of a GenerateRequest or a TokenizeRequest. Errors: RequestError where there is
+def prompt_of(message: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
+    """The prompt of a GenerateRequest or a TokenizeRequest. Errors: RequestError if there is
     none."""
     match message.WhichOneof("prompt"):
         case "token_ids":
@@ -91,13 +92,14 @@ def prompt_of(message: Any) -> Prompt:
 
 
 def seconds_of(name: str, ms: float) -> float:
-    """Milliseconds of a message in seconds. Errors: RequestError."""
+    """Milliseconds of the field `name`, in seconds. Errors: RequestError."""
     if not (math.isfinite(ms) and ms > 0):
         raise RequestError(name, f"must be a number of milliseconds above 0, not {ms}")
     return ms / 1000
 
 
 def event_message(id: str, prompt_tokens: int, output: Output) -> pb.GenerateEvent:
+    """The message for one output of a request's stream."""
     match output:
         case Delta():
             token = pb.Token(
@@ -151,7 +153,8 @@ def logprobs_message(logprobs: Logprobs | None) -> pb.Logprobs:
 
 
 def output_of(event: pb.GenerateEvent) -> Output:
-    """The client's half of `event_message`."""
+    """The output of a message: the inverse of `event_message`, for clients. Errors:
+    RequestError."""
     match event.WhichOneof("event"):
         case "token":
             token = event.token
@@ -196,10 +199,13 @@ def _logprobs_of(message: pb.Logprobs) -> Logprobs | None:
 
 
 def generate_message(
-    prompt: Given, sampling: SamplingParams | None, guided: Guided | None = None, **fields: Any
+    prompt: PromptArgument,
+    sampling: SamplingParams | None,
+    guided: Guided | None = None,
+    **fields: Any,
 ) -> pb.GenerateRequest:
-    """A request to send: text, token ids or chat messages. Only what differs from the defaults is
-    set."""
+    """A request to send, with only those fields set that differ from their defaults. Errors:
+    RequestError."""
     message = pb.GenerateRequest(**fields)
     if guided is not None:
         message.guided.CopyFrom(guided_message(guided))
@@ -209,17 +215,19 @@ def generate_message(
     return message
 
 
-def set_prompt(message: Any, prompt: Given) -> None:
+def set_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, prompt: PromptArgument) -> None:
+    """Sets a message's prompt to text, token ids or chat messages. Errors: RequestError."""
     if isinstance(prompt, str):
         message.text = prompt
     elif len(prompt) and isinstance(prompt[0], Mapping):
         message.chat.CopyFrom(pb.Chat(messages=map(_chat_message, prompt)))
     else:
         message.token_ids.SetInParent()
-        message.token_ids.ids.extend(_plain(prompt))
+        message.token_ids.ids.extend(_int_list(prompt))
 
 
 def sampling_message(sampling: SamplingParams) -> pb.SamplingParams:
+    """The inverse of `sampling_of`, without fields that have their defaults."""
     default = SamplingParams()
     message = pb.SamplingParams()
     for field in message.DESCRIPTOR.fields:
@@ -235,7 +243,7 @@ def sampling_message(sampling: SamplingParams) -> pb.SamplingParams:
     return message
 
 
-def _chat_message(message: Any) -> pb.Chat.Message:
+def _chat_message(message: Mapping[str, str]) -> pb.Chat.Message:
     if set(message) != {"role", "content"}:
         raise RequestError(
             "messages", f"an entry has role and content, not {', '.join(map(repr, message))}"
@@ -243,5 +251,5 @@ def _chat_message(message: Any) -> pb.Chat.Message:
     return pb.Chat.Message(**message)
 
 
-def _plain(ids: Iterable[Any]) -> list[int]:
+def _int_list(ids: Iterable[Any]) -> list[int]:
     return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)

@@ -1,6 +1,5 @@
-"""The OpenAI protocol over the same front as gRPC.
+"""The OpenAI protocol over HTTP.
 
-`wire` says what callers may send; `completions` and `chat` make an `Ask` of it and write what comes
-back, whole or as events; `app` holds the routes; `errors` turns whatever goes wrong into a status
-and a body. The connection itself, its limits and its keys are `http`'s.
+`schemas` checks what callers send; `completions` and `chat` make `GenerateCall`s of it and write
+the results; `responses` sends these, whole or as server-sent events; `app` holds the routes.
 """

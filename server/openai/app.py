@@ -1,4 +1,4 @@
-"""The routes that users have: the OpenAI protocol, tokens, health, metrics, version."""
+"""The users' HTTP port: routes of the OpenAI protocol, tokenization, health, metrics, dashboard."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import fastapi
+from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 
 import jaxserve
@@ -15,141 +16,135 @@ from jaxserve.server import dashboard
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.frontend_metrics import CONTENT_TYPE, exposition
 from jaxserve.server.http_app import JsonRoute, make_app
-from jaxserve.server.json_body import dump_in_thread_if
+from jaxserve.server.json_body import JsonObject, dump_in_thread_if
 from jaxserve.server.openai import chat, completions
-from jaxserve.server.openai.responses import INLINE_TOKENS, answer
+from jaxserve.server.openai.responses import INLINE_TOKENS, TokenWriter, respond
 from jaxserve.server.openai.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Sampled,
+    GenerateRequest,
     TokenizeRequest,
 )
 from jaxserve.server.prompts import Chat, Text
 from jaxserve.server.readiness import Readiness
 
-OPEN_PATHS = frozenset({"/health", "/ready"})  # who asks whether we live needs no key
-ERRORS: dict[int | str, dict[str, Any]] = {
+OPEN_PATHS = frozenset({"/health", "/ready"})  # need no API key: load balancers have none
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     code: {
-        "description": text,
+        "description": description,
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
     }
-    for code, text in {
-        400: "a field that is wrong, by name",
-        401: "no key, or none of ours",
-        403: "a key for another port, or a page of another site",
+    for code, description in {
+        400: "a field is invalid; the error names it",
+        401: "the API key is missing or unknown",
+        403: "the API key is for another port, or a page of another site sent the request",
         404: "no such model or route",
-        405: "another method",
-        408: "too slow",
+        405: "the route does not have this method",
+        408: "the body took too long",
         409: "the request id is in use",
         413: "the body is too large",
-        415: "compressed, or not JSON",
-        429: "too much at once; Retry-After says when again",
+        415: "the body is compressed or not JSON",
+        429: "too many requests; Retry-After says when to try again",
         499: "the caller went away",
-        500: "a fault of ours",
-        503: "not ready, or draining",
-        504: "the deadline passed",
+        500: "internal error",
+        503: "the server is starting, draining or out of order",
+        504: "the deadline has passed",
     }.items()
 }
 
 
-def application(front: Frontend, probe: Readiness) -> fastapi.FastAPI:
+def users_app(frontend: Frontend, readiness: Readiness) -> fastapi.FastAPI:
+    """The application of the users' port."""
     app = make_app("jaxserve")
-    app.include_router(_protocol(front), responses=ERRORS)
-    app.include_router(_upkeep(front, probe))
-    app.include_router(dashboard.router(front, _mine))
-    app.openapi()  # made once, in 40 ms: now, not while others are served
+    app.include_router(_model_routes(frontend), responses=ERROR_RESPONSES)
+    app.include_router(_health_routes(frontend, readiness))
+    app.include_router(dashboard.router(frontend, _visible_ids))
+    app.openapi()  # cached by this call: it takes 40 ms, which would stall streams later
     return app
 
 
-def _protocol(front: Frontend) -> fastapi.APIRouter:
-    router = fastapi.APIRouter(route_class=JsonRoute)
+def _model_routes(frontend: Frontend) -> fastapi.APIRouter:
+    """Routes that need a model; refused unless the server is open."""
+
+    async def check_open() -> None:
+        frontend.check_open()
+
+    router = fastapi.APIRouter(route_class=JsonRoute, dependencies=[fastapi.Depends(check_open)])
 
     @router.post("/v1/completions")
     async def complete(body: CompletionRequest, request: fastapi.Request) -> Response:
-        front.check_open()
-        asks = completions.asks_of(body, _id(body, request), request.headers)
-        return await answer(
-            front, asks, completions.CompletionWriter(front, body, asks), request, _usage(body)
-        )
+        calls = completions.generate_calls(body, _request_id(body, request), request.headers)
+        writer = completions.CompletionWriter(frontend, body, calls)
+        return await respond(frontend, calls, writer, request, body.stream_mode())
 
     @router.post("/v1/chat/completions")
     async def converse(body: ChatRequest, request: fastapi.Request) -> Response:
-        front.check_open()
-        ask = chat.ask_of(body, _id(body, request), request.headers)
-        return await answer(front, [ask], chat.ChatWriter(front, body), request, _usage(body))
+        call = chat.generate_call(body, _request_id(body, request), request.headers)
+        writer = chat.ChatWriter(frontend, body)
+        return await respond(frontend, [call], writer, request, body.stream_mode())
 
     @router.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        front.check_open()
-        return {"object": "list", "data": [_model(front)]}
+    async def models() -> JsonObject:
+        return {"object": "list", "data": [_model(frontend)]}
 
     @router.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        front.check_open()
-        front.check_model(name)
-        return _model(front)
+    async def model(name: str) -> JsonObject:
+        frontend.check_model(name)
+        return _model(frontend)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: fastapi.Request) -> Response:
-        front.check_open()
-        front.check_model(body.model)
+        frontend.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt", "give either prompt or messages")
-        prompt = (
-            Chat(body.messages or ())
-            if body.prompt is None
-            else Text(body.prompt, body.add_special_tokens)
-        )
-        ids = (await front.ids(prompt, request.state.caller)).tolist()
+        if body.prompt is None:
+            prompt: Chat | Text = Chat(body.messages or ())
+        else:
+            prompt = Text(body.prompt, body.add_special_tokens)
+        ids = (await frontend.tokenize(prompt, request.state.caller)).tolist()
 
-        def make() -> dict[str, Any]:
-            texts = (
-                {"token_strs": [front.tokenizer.piece(id).decode(errors="replace") for id in ids]}
-                if body.return_token_strs
-                else {}
-            )
-            return {
+        def content() -> JsonObject:
+            answer: JsonObject = {
                 "count": len(ids),
-                "max_model_len": front.engine.max_len,
+                "max_model_len": frontend.info.max_model_len,
                 "tokens": ids,
-                **texts,
             }
+            if body.return_token_strs:
+                token_writer = TokenWriter(frontend.tokenizer)
+                answer["token_strs"] = [token_writer.text(id) for id in ids]
+            return answer
 
-        return Response(
-            await dump_in_thread_if(len(ids) > INLINE_TOKENS, make), media_type="application/json"
-        )
+        return _json_response(await dump_in_thread_if(len(ids) > INLINE_TOKENS, content))
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: fastapi.Request) -> Response:
-        front.check_open()
-        front.check_model(body.model)
+        frontend.check_model(body.model)
         if not isinstance(body.tokens, list):
             raise RequestError("tokens", "must be a list of token ids")
-        text = await front.text(
+        text = await frontend.detokenize(
             body.tokens, request.state.caller, body.skip_special_tokens, "tokens"
         )
-        return Response(
-            await dump_in_thread_if(len(body.tokens) > INLINE_TOKENS, lambda: {"prompt": text}),
-            media_type="application/json",
-        )
+        large = len(body.tokens) > INLINE_TOKENS
+        return _json_response(await dump_in_thread_if(large, lambda: {"prompt": text}))
 
     return router
 
 
-def _upkeep(front: Frontend, probe: Readiness) -> fastapi.APIRouter:
+def _health_routes(frontend: Frontend, readiness: Readiness) -> fastapi.APIRouter:
+    """Routes that answer whatever state the server is in."""
     router = fastapi.APIRouter()
 
     @router.get("/health", response_class=PlainTextResponse)
     async def health() -> Response:
-        """200 while the process does its work; 503 where only a restart helps."""
-        return _said(probe.alive())
+        """200 while the process works; 503 if only a restart helps."""
+        return _health_response(readiness.liveness_fault())
 
     @router.get("/ready", response_class=PlainTextResponse)
     async def ready() -> Response:
-        """200 while requests are taken and tokens come: one of somebody's, or else one of our own
-        that is made now."""
-        return _said(await probe.ready())
+        """200 while requests are accepted and tokens come out: a caller's within the last seconds,
+        else one that this check generates."""
+        return _health_response(await readiness.readiness_fault())
 
     @router.get("/version")
     async def version() -> dict[str, str]:
@@ -157,46 +152,32 @@ def _upkeep(front: Frontend, probe: Readiness) -> fastapi.APIRouter:
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: fastapi.Request) -> Response:
-        """For Prometheus; name[]=... for some of them only. Empty while the engine is built."""
-        names = request.query_params.getlist("name[]")
-        registries = [front.metrics.registry] + (
-            [] if front.engine is None else [front.engine.metrics.registry]
-        )
-        chosen = (
-            [registry.restricted_registry(names) for registry in registries]
-            if names
-            else registries
-        )
-        return Response(
-            await front.of_engine(functools.partial(exposition, chosen)),
-            200,
-            media_type=CONTENT_TYPE,
-        )
+        """In the text format of Prometheus; name[]=... selects some. Without the replica's while it
+        is built."""
+        registries = [frontend.metrics.registry]
+        if frontend.replica is not None:
+            registries.append(frontend.replica.metrics_registry)
+        chosen: list[Collector] = [*registries]
+        if names := request.query_params.getlist("name[]"):
+            chosen = [registry.restricted_registry(names) for registry in registries]
+        text = await frontend.ask_replica(functools.partial(exposition, chosen))
+        return Response(text, 200, media_type=CONTENT_TYPE)
 
     return router
 
 
-def _mine(request: fastapi.Request) -> Callable[[str], bool] | None:
-    """Which requests' ids the caller may see on the live page; None: all."""
+def _visible_ids(request: fastapi.Request) -> Callable[[str], bool] | None:
+    """Whether the dashboard may show a request's id to the caller; None: it may show all."""
     caller = request.state.caller
-    return caller.knows if caller.name else None
+    return caller.owns_id if caller.name else None
 
 
-def _id(body: Sampled, request: fastapi.Request) -> str:
+def _request_id(body: GenerateRequest, request: fastapi.Request) -> str:
     return body.request_id or request.headers.get("x-request-id", "")
 
 
-def _usage(body: Sampled) -> bool | None:
-    """See `answer`. Errors: RequestError."""
-    if not body.stream:
-        if body.stream_options is not None:
-            raise RequestError("stream_options", "is for stream=true")
-        return None
-    return body.stream_options is not None and bool(body.stream_options.include_usage)
-
-
-def _model(front: Frontend) -> dict[str, Any]:
-    name = front.engine.config.source.model
+def _model(frontend: Frontend) -> JsonObject:
+    name = frontend.info.served_name
     return {
         "id": name,
         "object": "model",
@@ -204,9 +185,13 @@ def _model(front: Frontend) -> dict[str, Any]:
         "owned_by": "jaxserve",
         "root": name,
         "parent": None,
-        "max_model_len": front.engine.max_len,
+        "max_model_len": frontend.info.max_model_len,
     }
 
 
-def _said(fault: str) -> Response:
+def _json_response(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def _health_response(fault: str) -> Response:
     return PlainTextResponse(fault or "ok", 503 if fault else 200)

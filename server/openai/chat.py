@@ -1,4 +1,4 @@
-"""/v1/chat/completions: conversations, with functions that the model may call."""
+"""/v1/chat/completions: chats, with tools that the model may call."""
 
 from __future__ import annotations
 
@@ -6,39 +6,40 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall
-from jaxserve.server.openai.responses import Tokens, usage_of
-from jaxserve.server.openai.schemas import ROOM, ChatRequest, NamedTool
+from jaxserve.server.json_body import JsonObject
+from jaxserve.server.openai.responses import TokenWriter, usage_of
+from jaxserve.server.openai.schemas import UNLIMITED_TOKENS, ChatRequest, NamedTool, Tool
 from jaxserve.server.prompts import Chat
 from jaxserve.server.streams import Stream
 from jaxserve.text.output import Completion, Delta, Output
 from jaxserve.text.structured_output import Guided
 from jaxserve.text.tool_calls import Call, CallReader, ToolFormat, call_schema
 
-FORCED = ToolFormat("forced", "\0", "", bare=True)  # where the output can be nothing but a call
+# for outputs that a guide forces to be one call: nothing marks where it begins or ends
+FORCED_CALL = ToolFormat("forced", "\0", "", bare=True)
 
 
-def ask_of(body: ChatRequest, id: str, headers: Mapping[str, str]) -> GenerateCall:
-    """Errors: RequestError."""
+def generate_call(body: ChatRequest, id: str, headers: Mapping[str, str]) -> GenerateCall:
+    """The call that a body asks for. Errors: RequestError."""
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs", "needs logprobs=true")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     sampling = body.sampling(
-        ROOM if limit is None else limit,
+        UNLIMITED_TOKENS if limit is None else limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    tools = [tool.model_dump(exclude_none=True) for tool in tools_of(body)]
-    guided, name = body.guided()
-    if forced(body):
+    tools = [tool.model_dump(exclude_none=True) for tool in usable_tools(body)]
+    guided, guided_field = body.guided()
+    if must_call(body):
         if guided is not None:
-            raise RequestError("tool_choice", f"cannot force a call beside {name}")
-        guided = Guided("json_schema", json.dumps(call_schema(tools, _chosen(body))))
-        name = "tools"
+            raise RequestError("tool_choice", f"cannot force a call beside {guided_field}")
+        guided = Guided("json_schema", json.dumps(call_schema(tools, _named_tool(body))))
+        guided_field = "tools"
     return GenerateCall(
         Chat(body.messages, tools, body.chat_template_kwargs or {}),
         sampling,
@@ -51,73 +52,67 @@ def ask_of(body: ChatRequest, id: str, headers: Mapping[str, str]) -> GenerateCa
         body.timeout(),
         keep_special=bool(tools) and guided is None,
         guided=guided,
-        guided_field=name,
+        guided_field=guided_field,
     )
 
 
-def tools_of(body: ChatRequest) -> Sequence[Any]:
-    """The functions that the model is told of. Errors: RequestError where the caller chose one that
-    is not among them."""
+def usable_tools(body: ChatRequest) -> Sequence[Tool]:
+    """Tools that the model is told of. Errors: RequestError for tools of one name, and for a choice
+    that is not among them."""
     tools = body.tools or []
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise RequestError("tools", "has two functions of one name")
-    if isinstance(body.tool_choice, NamedTool) and body.tool_choice.function.name not in names:
-        raise RequestError(
-            "tool_choice", f"{body.tool_choice.function.name!r:.100} is not among the tools"
-        )
+    named = _named_tool(body)
+    if named is not None and named not in names:
+        raise RequestError("tool_choice", f"{named!r:.100} is not among the tools")
     if body.tool_choice == "required" and not tools:
         raise RequestError("tool_choice", "is required, but there are no tools")
     return [] if body.tool_choice == "none" else tools
 
 
-def forced(body: ChatRequest) -> bool:
-    """Whether the output must be a call."""
+def must_call(body: ChatRequest) -> bool:
+    """Whether the output must be a call of a tool."""
     return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
 
 
-def _chosen(body: ChatRequest) -> str | None:
+def _named_tool(body: ChatRequest) -> str | None:
     return body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
 
 
 class ChatWriter:
+    """Writes chat completions; see `ResponseWriter`."""
+
     operation = "chat"
     echoes = False
 
-    def __init__(self, front: Frontend, body: ChatRequest):
-        self._tokens = Tokens(front.tokenizer)
+    def __init__(self, frontend: Frontend, body: ChatRequest):
+        self._token_writer = TokenWriter(frontend.tokenizer)
         self._body = body
-        template = front.tokenizer and front.tokenizer.template
-        self._model = body.model or front.engine.config.source.model
-        self._form = (
-            FORCED if forced(body) else template.tools if tools_of(body) and template else None
-        )
-        self._readers: dict[int, CallReader] = {}
-        self._calls: dict[int, int] = {}  # of each choice, so far
-        self.head: dict[str, Any] = {}
+        self._model = body.model or frontend.info.served_name
+        self._tool_format = _tool_format(frontend, body)
+        self._readers: dict[int, CallReader] = {}  # by choice
+        self._call_counts: dict[int, int] = {}  # by choice, of calls written so far
+        self.head: JsonObject = {}
 
     def open(self, streams: Sequence[Stream]) -> None:
-        kind = "chat.completion.chunk" if self._body.stream else "chat.completion"
         self.head = {
             "id": streams[0].id,
-            "object": kind,
+            "object": "chat.completion.chunk" if self._body.stream else "chat.completion",
             "created": int(time.time()),
             "model": self._model,
         }
 
-    def first(self) -> Iterator[dict[str, Any]]:
+    def first_chunks(self) -> Iterator[JsonObject]:
         for index in range(self._body.n or 1):
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
-    def chunks(self, number: int, output: Output) -> Iterator[dict[str, Any]]:
+    def chunks(self, number: int, output: Output) -> Iterator[JsonObject]:
         if isinstance(output, Delta):
             text, calls = self._read(output.index, output.text)
-            logprobs = (
-                {"content": self._tokens.entries(output.ids, output.logprobs), "refusal": None}
-                if output.logprobs
-                else None
-            )
-            if text or logprobs or self._form is None:  # without text, too: tokens came
+            logprobs = self._logprobs(output) if output.logprobs else None
+            # an empty text tells that tokens came; with tools it may be a call that is held back
+            if text or logprobs or self._tool_format is None:
                 yield self._chunk(output.index, {"content": text}, logprobs)
             yield from self._call_chunks(output.index, calls)
         elif isinstance(output, Finished):
@@ -125,79 +120,83 @@ class ChatWriter:
             if text:
                 yield self._chunk(output.index, {"content": text})
             yield from self._call_chunks(output.index, calls)
-            yield self._chunk(
-                output.index,
-                {},
-                None,
-                self._reason(output.reason, self._calls.get(output.index, 0)),
-            )
+            reason = _finish_reason(output.reason, self._call_counts.get(output.index, 0))
+            yield self._chunk(output.index, {}, None, reason)
 
-    def whole(self, completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+    def whole(self, completions: Sequence[Sequence[Completion]]) -> JsonObject:
         return {
             **self.head,
-            "choices": [self._choice(c) for c in completions[0]],
+            "choices": [self._choice(completion) for completion in completions[0]],
             "usage": usage_of(completions[0]),
         }
 
     def _chunk(
-        self, index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None
-    ) -> dict[str, Any]:
-        return {
-            **self.head,
-            "choices": [
-                {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-            ],
-        }
+        self,
+        index: int,
+        delta: JsonObject,
+        logprobs: JsonObject | None = None,
+        reason: str | None = None,
+    ) -> JsonObject:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return {**self.head, "choices": [choice]}
 
-    def _choice(self, completion: Completion) -> dict[str, Any]:
+    def _choice(self, completion: Completion) -> JsonObject:
         text, calls = self._read(completion.index, completion.text)
         rest, more = self._flush(completion.index)
-        calls = self._limited(calls + more)
-        message: dict[str, Any] = {
+        text += rest
+        calls += more
+        if self._body.parallel_tool_calls is False:
+            calls = calls[:1]
+        message: JsonObject = {
             "role": "assistant",
-            "content": (text + rest) or (None if calls else ""),
+            "content": text or (None if calls else ""),
             "refusal": None,
         }
         if calls:
             message["tool_calls"] = [_call_message(call) for call in calls]
-        logprobs = None
-        if completion.logprobs:
-            logprobs = {
-                "content": self._tokens.entries(completion.ids, completion.logprobs),
-                "refusal": None,
-            }
-        reason = self._reason(completion.reason, len(calls))
         return {
             "index": completion.index,
             "message": message,
-            "logprobs": logprobs,
-            "finish_reason": reason,
+            "logprobs": self._logprobs(completion) if completion.logprobs else None,
+            "finish_reason": _finish_reason(completion.reason, len(calls)),
         }
 
+    def _logprobs(self, output: Delta | Completion) -> JsonObject:
+        entries = self._token_writer.chat_logprobs(output.ids, output.logprobs or ())
+        return {"content": entries, "refusal": None}
+
     def _read(self, index: int, text: str) -> tuple[str, list[Call]]:
-        if self._form is None:
+        """Splits new text of a choice into content and calls."""
+        if self._tool_format is None:
             return text, []
-        return self._readers.setdefault(index, CallReader(self._form)).push(text)
+        return self._readers.setdefault(index, CallReader(self._tool_format)).push(text)
 
     def _flush(self, index: int) -> tuple[str, list[Call]]:
+        """What `_read` has held back of a choice that has ended."""
         return self._readers[index].flush() if index in self._readers else ("", [])
 
-    def _limited(self, calls: list[Call]) -> list[Call]:
-        return calls[:1] if self._body.parallel_tool_calls is False else calls
-
-    def _call_chunks(self, index: int, calls: list[Call]) -> Iterator[dict[str, Any]]:
+    def _call_chunks(self, index: int, calls: list[Call]) -> Iterator[JsonObject]:
         for call in calls:
-            at = self._calls.get(index, 0)
-            if at and self._body.parallel_tool_calls is False:
+            number = self._call_counts.get(index, 0)
+            if number and self._body.parallel_tool_calls is False:
                 return
-            self._calls[index] = at + 1
-            yield self._chunk(index, {"tool_calls": [{"index": at, **_call_message(call)}]})
-
-    def _reason(self, reason: str, calls: int) -> str:
-        return "tool_calls" if calls and reason == "stop" else reason
+            self._call_counts[index] = number + 1
+            yield self._chunk(index, {"tool_calls": [{"index": number, **_call_message(call)}]})
 
 
-def _call_message(call: Call) -> dict[str, Any]:
+def _tool_format(frontend: Frontend, body: ChatRequest) -> ToolFormat | None:
+    """How calls look in the output; None if there can be none."""
+    if must_call(body):
+        return FORCED_CALL
+    template = frontend.tokenizer and frontend.tokenizer.template
+    return template.tools if usable_tools(body) and template else None
+
+
+def _finish_reason(reason: str, calls: int) -> str:
+    return "tool_calls" if calls and reason == "stop" else reason
+
+
+def _call_message(call: Call) -> JsonObject:
     return {
         "id": f"call_{secrets.token_hex(12)}",
         "type": "function",

@@ -14,17 +14,20 @@ from jaxserve.api.events import Finished, Logprobs
 from jaxserve.api.request import MAX_PROMPT_LOGPROBS
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall
-from jaxserve.server.openai.responses import Tokens, usage_of
+from jaxserve.server.json_body import JsonObject
+from jaxserve.server.openai.responses import TokenWriter, usage_of
 from jaxserve.server.openai.schemas import COMPLETION_TOKENS, MAX_PROMPTS, CompletionRequest
 from jaxserve.server.prompts import Prompt, Text
 from jaxserve.server.streams import Stream
 from jaxserve.text.output import Completion, Delta, Output
 
-MAX_ECHO = 2**20  # tokens of prompts in one answer
+MAX_ECHO_TOKENS = 2**20  # tokens of prompts in one response
 
 
-def asks_of(body: CompletionRequest, id: str, headers: Mapping[str, str]) -> list[GenerateCall]:
-    """One for each prompt. Errors: RequestError."""
+def generate_calls(
+    body: CompletionRequest, id: str, headers: Mapping[str, str]
+) -> list[GenerateCall]:
+    """The calls that a body asks for, one for each prompt. Errors: RequestError."""
     if body.best_of not in (None, body.n or 1):
         raise RequestError("best_of", "is not supported beyond n")
     if body.echo and body.stream and body.logprobs is not None:
@@ -37,9 +40,11 @@ def asks_of(body: CompletionRequest, id: str, headers: Mapping[str, str]) -> lis
         prompt_logprobs=body.logprobs if body.echo else None,
     )
     prompts = _prompts(body.prompt)
-    ids = [id] if len(prompts) == 1 else [id and f"{id}-{number}" for number in range(len(prompts))]
-    guided, name = body.guided()
-    ask = GenerateCall(
+    ids = [id]
+    if len(prompts) > 1:
+        ids = [id and f"{id}-{number}" for number in range(len(prompts))]
+    guided, guided_field = body.guided()
+    call = GenerateCall(
         [],
         sampling,
         "",
@@ -50,16 +55,16 @@ def asks_of(body: CompletionRequest, id: str, headers: Mapping[str, str]) -> lis
         body.bypass_prefix_cache or False,
         body.timeout(),
         guided=guided,
-        guided_field=name,
+        guided_field=guided_field,
     )
     return [
-        dataclasses.replace(ask, prompt=prompt, request_id=each)
+        dataclasses.replace(call, prompt=prompt, request_id=each)
         for prompt, each in zip(prompts, ids)
     ]
 
 
 def _prompts(given: Any) -> list[Prompt]:
-    """A text, a list of ids, or a list of these. Errors: RequestError."""
+    """The prompts of a text, a list of ids, or a list of these. Errors: RequestError."""
     if isinstance(given, str):
         return [Text(given)]
     if not isinstance(given, list):
@@ -76,26 +81,28 @@ def _prompts(given: Any) -> list[Prompt]:
 
 
 class CompletionWriter:
+    """Writes completions; see `ResponseWriter`."""
+
     operation = "text_completion"
 
-    def __init__(self, front: Frontend, body: CompletionRequest, asks: Sequence[GenerateCall]):
-        self._tokens = Tokens(front.tokenizer)
-        self._body = body
-        self._asks = asks
-        self._n = body.n or 1
+    def __init__(self, frontend: Frontend, body: CompletionRequest, calls: Sequence[GenerateCall]):
         self.echoes = body.echo or False
-        self.head: dict[str, Any] = {}
-        self._texts: Sequence[str] = ()  # of the prompts, where they are echoed
-        self._tokenizer = front.tokenizer
-        self._model = body.model or front.engine.config.source.model
-        self._written: dict[int, int] = {}  # characters of each choice's prompt and tokens
+        self.head: JsonObject = {}
+        self._body = body
+        self._calls = calls
+        self._n = body.n or 1
+        self._tokenizer = frontend.tokenizer
+        self._token_writer = TokenWriter(frontend.tokenizer)
+        self._model = body.model or frontend.info.served_name
+        self._echo_texts: Sequence[str] = ()  # by prompt, if they are echoed
+        self._text_offsets: dict[int, int] = {}  # by choice: characters of prompt and tokens so far
 
     def open(self, streams: Sequence[Stream]) -> None:
         if self.echoes:
             self._check_echo(streams)
-            self._texts = [
-                self._prompt_text(ask.prompt, stream.request.prompt)
-                for ask, stream in zip(self._asks, streams)
+            self._echo_texts = [
+                self._prompt_text(call.prompt, stream.request.prompt)
+                for call, stream in zip(self._calls, streams)
             ]
         self.head = {
             "id": streams[0].id,
@@ -105,53 +112,60 @@ class CompletionWriter:
         }
 
     def _check_echo(self, streams: Sequence[Stream]) -> None:
-        entries = sum(
-            stream.request.sampling.prompt_entries(len(stream.request.prompt)) for stream in streams
-        )
+        entries = 0
+        tokens = 0
+        for stream in streams:
+            length = len(stream.request.prompt)
+            entries += stream.request.sampling.prompt_entries(length)
+            tokens += self._n * length
         if entries > MAX_PROMPT_LOGPROBS:
             raise RequestError(
                 "echo",
                 f"of {entries} log-probabilities is too much; the limit is {MAX_PROMPT_LOGPROBS}",
             )
-        if (tokens := self._n * sum(len(stream.request.prompt) for stream in streams)) > MAX_ECHO:
-            raise RequestError("echo", f"of {tokens} tokens is too much; the limit is {MAX_ECHO}")
+        if tokens > MAX_ECHO_TOKENS:
+            raise RequestError(
+                "echo", f"of {tokens} tokens is too much; the limit is {MAX_ECHO_TOKENS}"
+            )
 
-    def first(self) -> Iterator[dict[str, Any]]:
-        for number, text in enumerate(self._texts):
+    def first_chunks(self) -> Iterator[JsonObject]:
+        for number, text in enumerate(self._echo_texts):
             for index in range(self._n):
-                self._written[number * self._n + index] = len(text)
+                self._text_offsets[number * self._n + index] = len(text)
                 yield self._chunk(number, index, text)
 
-    def chunks(self, number: int, output: Output) -> Iterator[dict[str, Any]]:
+    def chunks(self, number: int, output: Output) -> Iterator[JsonObject]:
         if isinstance(output, Delta):
-            at = number * self._n + output.index
-            logprobs = (
-                self._logprobs(output.ids, output.logprobs, self._written.get(at, 0))
-                if output.logprobs
-                else None
-            )
-            if logprobs:  # the text may lag behind its tokens
-                self._written[at] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
-            # without text, too: tokens came
+            choice = number * self._n + output.index
+            logprobs = None
+            if output.logprobs:
+                offset = self._text_offsets.get(choice, 0)
+                logprobs = self._logprobs(output.ids, output.logprobs, offset)
+                # not by the text, which may lag behind its tokens
+                end = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+                self._text_offsets[choice] = end
+            # without text, too: a chunk tells that tokens came
             yield self._chunk(number, output.index, output.text, logprobs)
         elif isinstance(output, Finished):
             yield self._chunk(number, output.index, "", None, output.reason)
 
-    def whole(self, completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+    def whole(self, completions: Sequence[Sequence[Completion]]) -> JsonObject:
         choices = [
             self._choice(number, completion)
             for number, group in enumerate(completions)
             for completion in group
         ]
-        return {
-            **self.head,
-            "choices": choices,
-            "usage": usage_of(one for group in completions for one in group),
-        }
+        usage = usage_of(completion for group in completions for completion in group)
+        return {**self.head, "choices": choices, "usage": usage}
 
     def _chunk(
-        self, number: int, index: int, text: str, logprobs: Any = None, reason: str | None = None
-    ) -> dict[str, Any]:
+        self,
+        number: int,
+        index: int,
+        text: str,
+        logprobs: JsonObject | None = None,
+        reason: str | None = None,
+    ) -> JsonObject:
         choice = {
             "index": number * self._n + index,
             "text": text,
@@ -160,19 +174,19 @@ class CompletionWriter:
         }
         return {**self.head, "choices": [choice]}
 
-    def _choice(self, number: int, completion: Completion) -> dict[str, Any]:
-        prompt = self._texts[number] if self.echoes else ""
+    def _choice(self, number: int, completion: Completion) -> JsonObject:
+        echo = self._echo_texts[number] if self.echoes else ""
         logprobs = None
         if self._body.logprobs is not None:
             ids = list(completion.ids)
-            values = list(completion.logprobs or ())
+            values: list[Logprobs | None] = list(completion.logprobs or ())
             if self.echoes:
                 ids = [*completion.prompt_ids, *ids]
-                values = [*(completion.prompt_logprobs or ()), *values]  # type: ignore[list-item]
+                values = [*(completion.prompt_logprobs or ()), *values]
             logprobs = self._logprobs(ids, values, 0)
         return {
             "index": number * self._n + completion.index,
-            "text": prompt + completion.text,
+            "text": echo + completion.text,
             "logprobs": logprobs,
             "finish_reason": completion.reason,
         }
@@ -180,23 +194,22 @@ class CompletionWriter:
     def _prompt_text(self, prompt: Prompt, ids: np.ndarray) -> str:
         if isinstance(prompt, Text):
             return prompt.text
-        return (
-            ""
-            if self._tokenizer is None
-            else self._tokenizer.decode(ids.tolist(), skip_special=False)
-        )
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(ids.tolist(), skip_special=False)
 
     def _logprobs(
         self, ids: Sequence[int], values: Sequence[Logprobs | None], offset: int
-    ) -> dict[str, Any]:
-        """None among the values: the first token of a prompt, which nothing predicts."""
-        tokens = [self._tokens.text(id) for id in ids]
+    ) -> JsonObject:
+        """Log-probabilities of tokens in the form of completions. values: None for the first token
+        of a prompt, which nothing predicts. offset: of the first token in the choice's text."""
+        tokens = [self._token_writer.text(id) for id in ids]
         offsets = []
         for token in tokens:
             offsets.append(offset)
             offset += len(token)
         tops = [
-            None if at is None else {self._tokens.text(id): value for id, value in at.top}
+            None if at is None else {self._token_writer.text(id): value for id, value in at.top}
             for at in values
         ]
         return {

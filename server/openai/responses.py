@@ -1,4 +1,5 @@
-"""From streams of outputs to answers, whole or as events: what completions and chats share."""
+"""Makes HTTP responses of streams of outputs, whole or as server-sent events: what completions and
+chats have in common."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import functools
 import itertools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
@@ -22,43 +23,53 @@ from jaxserve.server.event_stream import EventStream, cancelled_on_disconnect
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall, Origin
 from jaxserve.server.http_errors import error_body, header_value
-from jaxserve.server.json_body import dump, dump_in_thread_if
+from jaxserve.server.json_body import JsonObject, dump, dump_in_thread_if
+from jaxserve.server.openai.schemas import StreamMode
 from jaxserve.server.streams import Stream
 from jaxserve.text.output import Completion, CompletionCollector, Delta, Output
+from jaxserve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-INLINE_TOKENS = 512  # a longer answer is written beside the event loop
-INLINE_PROMPT = 4096  # ids of prompts, of which more are made a text there
-LOGPROBS = 8  # tokens that are written in the time of one's log-probabilities
-WRITE = 1 << 16  # bytes of events that are written without a break
-COMMENT = b": waiting\n\n"  # keeps proxies from closing a silent stream
-# for clients, vllm's among them, that strip what they read: a comment ends here
-AFTER_COMMENT = b":\n\n"
+INLINE_TOKENS = 512  # a longer response is written in a thread
+INLINE_ECHO_TOKENS = 4096  # longer prompts to echo are detokenized in a thread
+LOGPROB_COST = 8  # tokens that are written in the time of one token's log-probabilities
+MAX_EVENT_BYTES = 1 << 16  # events written without a break
+KEEPALIVE = b": waiting\n\n"  # a comment, so that proxies do not close a silent stream
+# clients that strip what they read, vLLM's benchmark among them, need an end of the comment
+AFTER_KEEPALIVE = b":\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
 class ResponseWriter(Protocol):
-    """What a kind of answer makes of outputs. A prompt has a number, from 0."""
+    """Writes the responses of one request, which may have several prompts, numbered from 0."""
 
-    operation: str  # as traces name it
-    echoes: bool  # prompts, which may be long: `open` makes texts of them
-    head: dict[str, Any]  # what all chunks have in common, once `open` was called
+    operation: str  # its name in traces: chat or text_completion
+    echoes: bool  # whether prompts are repeated in the response
+    head: JsonObject  # fields that all chunks share, once `open` was called
 
-    def open(self, streams: Sequence[Stream]) -> None: ...  # maybe beside the event loop
-    def first(self) -> Iterable[dict[str, Any]]: ...
-    def chunks(self, number: int, output: Output) -> Iterable[dict[str, Any]]: ...
-    def whole(self, completions: Sequence[Sequence[Completion]]) -> dict[str, Any]: ...
+    def open(self, streams: Sequence[Stream]) -> None:
+        """Called once the engine has accepted all prompts; in a thread if long prompts are to be
+        detokenized. Errors: RequestError."""
+
+    def first_chunks(self) -> Iterable[JsonObject]:
+        """Chunks to send before the first token."""
+
+    def chunks(self, number: int, output: Output) -> Iterable[JsonObject]:
+        """Chunks for one output of a prompt's stream."""
+
+    def whole(self, completions: Sequence[Sequence[Completion]]) -> JsonObject:
+        """The response without streaming. completions: by prompt."""
 
 
-async def answer(
-    front: Frontend,
-    asks: Sequence[GenerateCall],
+async def respond(
+    frontend: Frontend,
+    calls: Sequence[GenerateCall],
     writer: ResponseWriter,
     request: HttpRequest,
-    usage: bool | None,
+    mode: StreamMode,
 ) -> Response:
-    """usage: None for an answer that is whole; else for events, and whether the last of them tells
-    the usage. Errors: RequestError."""
+    """Submits one call per prompt and returns their response, or the beginning of it if it is
+    streamed. Errors: RequestError."""
     origin = Origin(
         "http",
         request.headers.get("traceparent"),
@@ -66,83 +77,92 @@ async def answer(
         writer.operation,
     )
     async with contextlib.AsyncExitStack() as stack:
-        asks = [dataclasses.replace(ask, origin=origin) for ask in asks]
-        streams = [
-            await stack.enter_async_context(front.answer(ask, request.state.caller)) for ask in asks
-        ]
-        headers = {"x-request-id": header_value(streams[0].id)}
-        large = (
-            writer.echoes and sum(len(stream.request.prompt) for stream in streams) > INLINE_PROMPT
-        )
+        streams: list[Stream] = []
+        for call in calls:
+            call = dataclasses.replace(call, origin=origin)
+            generating = frontend.generate(call, request.state.caller)
+            streams.append(await stack.enter_async_context(generating))
+        prompt_tokens = sum(len(stream.request.prompt) for stream in streams)
+        large = writer.echoes and prompt_tokens > INLINE_ECHO_TOKENS
         await run_in_thread_if(large, functools.partial(writer.open, streams))
-        if usage is None:
-            found: list[list[Completion]] = []
-            async with cancelled_on_disconnect(request.receive):
-                found = await _gathered(streams)
-            if not found:
-                raise caller_gone()
-            large = (
-                sum(_size(completion) for group in found for completion in group) > INLINE_TOKENS
-            )
-            return Response(
-                await dump_in_thread_if(large, functools.partial(writer.whole, found)),
-                200,
-                headers,
-                "application/json",
-            )
+        headers = {"x-request-id": header_value(streams[0].id)}
+        if mode is StreamMode.OFF:
+            body = await _whole_body(streams, writer, request)
+            return Response(body, 200, headers, "application/json")
         for stream in streams:
-            stream.cut = request.scope["transport"].abort
+            stream.abort_write = request.scope["transport"].abort
+        usage = mode is StreamMode.WITH_USAGE
         return EventStream(_events(stack.pop_all(), streams, writer, usage), headers)
+
+
+async def _whole_body(
+    streams: Sequence[Stream], writer: ResponseWriter, request: HttpRequest
+) -> bytes:
+    """The body of a response that is not streamed, once all completions have ended."""
+    groups: list[list[Completion]] = []
+    async with cancelled_on_disconnect(request.receive):
+        groups = await _collect(streams)
+    if not groups:
+        raise caller_gone()
+    size = sum(_write_cost(completion) for group in groups for completion in group)
+    return await dump_in_thread_if(size > INLINE_TOKENS, functools.partial(writer.whole, groups))
 
 
 async def _events(
     stack: contextlib.AsyncExitStack, streams: Sequence[Stream], writer: ResponseWriter, usage: bool
 ) -> AsyncGenerator[bytes]:
+    """The events of a streamed response. stack: closes the streams. usage: whether the last chunk
+    tells the usage."""
     loop = asyncio.get_running_loop()
-    ends = list[Finished]()
-    first = writer.first()
-    commented = False
+    finished: list[Finished] = []
+    first = writer.first_chunks()
+    after_keepalive = False
     try:
         async with stack:
             async for number, outputs in _outputs(streams):
-                chunks: Iterator[dict[str, Any]] = (
+                chunks: Iterator[JsonObject] = (
                     chunk for output in outputs for chunk in writer.chunks(number, output)
                 )
                 if any(isinstance(output, (Delta, Finished)) for output in outputs):
-                    # once; not before a token, for who measures takes it for one
+                    # not before a token: benchmarks measure TTFT by the first chunk
                     chunks = itertools.chain(first, chunks)
-                ends += [output for output in outputs if isinstance(output, Finished)]
-                comment = [COMMENT] if streams[number].overdue(loop.time()) else []
-                for lines in _batches(chunks, comment):
+                finished += [output for output in outputs if isinstance(output, Finished)]
+                otherwise = [KEEPALIVE] if streams[number].heartbeat_due(loop.time()) else []
+                for data in _batches(chunks, otherwise):
                     for stream in streams:
-                        stream.writing(loop.time())
-                    yield lines if lines is COMMENT else AFTER_COMMENT * commented + lines
-                    commented = lines is COMMENT
+                        stream.write_began(loop.time())
+                    yield AFTER_KEEPALIVE + data if _ends_comment(after_keepalive, data) else data
+                    after_keepalive = data is KEEPALIVE
                     for stream in streams:
-                        stream.written(loop.time())
-                    if len(lines) > WRITE:  # others may come in between
+                        stream.write_ended(loop.time())
+                    if len(data) > MAX_EVENT_BYTES:  # lets other streams write in between
                         await asyncio.sleep(0)
         if usage:
-            yield _line({**writer.head, "choices": [], "usage": usage_of(ends)})
+            yield _event({**writer.head, "choices": [], "usage": usage_of(finished)})
         yield DONE
     except RequestError as error:
-        yield _line(error_body(error))
+        yield _event(error_body(error))
     except Exception:
-        log.exception("an answer failed")
-        yield _line(error_body(internal_error()))
+        log.exception("a streamed response failed")
+        yield _event(error_body(internal_error()))
 
 
-async def _gathered(streams: Sequence[Stream]) -> list[list[Completion]]:
-    gathered = [CompletionCollector(stream.request.prompt.tolist()) for stream in streams]
+def _ends_comment(after_keepalive: bool, data: bytes) -> bool:
+    return after_keepalive and data is not KEEPALIVE
+
+
+async def _collect(streams: Sequence[Stream]) -> list[list[Completion]]:
+    """All completions of each stream, once they have ended."""
+    collectors = [CompletionCollector(stream.request.prompt.tolist()) for stream in streams]
     async for number, outputs in _outputs(streams):
         for output in outputs:
-            gathered[number].add(output)
-    return [one.completions() for one in gathered]
+            collectors[number].add(output)
+    return [collector.completions() for collector in collectors]
 
 
 async def _outputs(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, list[Output]]]:
-    """What comes from any of the streams, with the stream's number. Errors: what ended one of
-    them."""
+    """Outputs of any of the streams as they come, with the stream's number. Errors: what ended one
+    of them."""
     if len(streams) == 1:
         while outputs := await streams[0].take():
             yield 0, outputs
@@ -165,15 +185,17 @@ async def _outputs(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, list[O
             task.cancel()
 
 
-def usage_of(ends: Iterable[Finished | Completion]) -> dict[str, Any]:
+def usage_of(ended: Iterable[Finished | Completion]) -> JsonObject:
     """The usage of all prompts and completions of a request. A prompt counts once, however many
     completions it has."""
-    usages = [(end.index, end.usage) for end in ends]
-    prompt, cached = (
-        sum(getattr(usage, name) for index, usage in usages if index == 0)
-        for name in ("prompt", "cached")
-    )
-    completion = sum(usage.completion for _, usage in usages)
+    prompt = 0
+    cached = 0
+    completion = 0
+    for one in ended:
+        completion += one.usage.completion
+        if one.index == 0:
+            prompt += one.usage.prompt
+            cached += one.usage.cached
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -182,51 +204,59 @@ def usage_of(ends: Iterable[Finished | Completion]) -> dict[str, Any]:
     }
 
 
-class Tokens:
-    """Tokens as callers see them."""
+class TokenWriter:
+    """Writes single tokens and their log-probabilities."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
 
     def bytes(self, id: int) -> bytes:
         return b"" if self._tokenizer is None else self._tokenizer.piece(id)
 
     def text(self, id: int) -> str:
-        return (
-            f"token_id:{id}" if self._tokenizer is None else self.bytes(id).decode(errors="replace")
-        )
+        if self._tokenizer is None:
+            return f"token_id:{id}"
+        return self.bytes(id).decode(errors="replace")
 
-    def entry(self, id: int, logprob: float) -> dict[str, Any]:
-        """As chats tell a token."""
-        return {"token": self.text(id), "logprob": logprob, "bytes": list(self.bytes(id))}
-
-    def entries(self, ids: Sequence[int], logprobs: Sequence[Logprobs]) -> list[dict[str, Any]]:
+    def chat_logprobs(self, ids: Sequence[int], logprobs: Sequence[Logprobs]) -> list[JsonObject]:
+        """Log-probabilities of tokens in the form of chat completions."""
         return [
-            {**self.entry(id, at.chosen), "top_logprobs": [self.entry(*top) for top in at.top]}
+            {
+                **self._chat_logprob(id, at.chosen),
+                "top_logprobs": [self._chat_logprob(*top) for top in at.top],
+            }
             for id, at in zip(ids, logprobs)
         ]
 
+    def _chat_logprob(self, id: int, logprob: float) -> JsonObject:
+        return {"token": self.text(id), "logprob": logprob, "bytes": list(self.bytes(id))}
 
-def _size(completion: Completion) -> int:
-    """In tokens to write. The prompt may be echoed: as one text, in no time."""
+
+def _write_cost(completion: Completion) -> int:
+    """About how long writing a completion takes, in tokens of plain output. An echoed prompt is
+    written as one text, which costs little."""
     logprobs = len(completion.logprobs or ()) + len(completion.prompt_logprobs or ())
-    return len(completion.ids) + LOGPROBS * logprobs + len(completion.prompt_ids) // LOGPROBS
+    echo = len(completion.prompt_ids) // LOGPROB_COST
+    return len(completion.ids) + LOGPROB_COST * logprobs + echo
 
 
-def _batches(chunks: Iterable[dict[str, Any]], otherwise: Sequence[bytes]) -> Iterator[bytes]:
-    """Events in pieces of some size; what else to send where there are none."""
-    lines = list[bytes]()
+def _batches(chunks: Iterable[JsonObject], otherwise: Sequence[bytes]) -> Iterator[bytes]:
+    """Events of chunks, joined up to about MAX_EVENT_BYTES; `otherwise` if there are none."""
+    events: list[bytes] = []
     size = 0
     for chunk in chunks:
         otherwise = ()
-        lines.append(_line(chunk))
-        size += len(lines[-1])
-        if size > WRITE:
-            yield b"".join(lines)
-            lines = []
+        events.append(_event(chunk))
+        size += len(events[-1])
+        if size > MAX_EVENT_BYTES:
+            yield b"".join(events)
+            events = []
             size = 0
-    yield from [b"".join(lines)] if lines else otherwise
+    if events:
+        yield b"".join(events)
+    else:
+        yield from otherwise
 
 
-def _line(chunk: dict[str, Any]) -> bytes:
+def _event(chunk: JsonObject) -> bytes:
     return b"data: " + dump(chunk) + b"\n\n"

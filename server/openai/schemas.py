@@ -1,13 +1,13 @@
-"""What callers may send. A field that is unknown here is refused: who sends it would else believe
-that it has an effect.
+"""Request bodies of the users' HTTP port. Unknown fields are refused.
 
 Beside the OpenAI protocol's own fields there are those that vLLM made common (top_k, min_p, ...)
-and ours: objectives, salts, priorities. Limits of values are `SamplingParams`'s and `Request`'s,
-the same for every protocol.
+and jaxserve's: latency objectives, salts, priorities. Limits of values are checked by
+`SamplingParams` and `Request`, which all protocols share.
 """
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -22,7 +22,8 @@ from jaxserve.text.structured_output import Guided
 
 MAX_PROMPTS = 128  # of one request
 COMPLETION_TOKENS = 16  # the protocol's default where a completion has no max_tokens
-ROOM = 2**31 - 1  # tokens: as many as the model has room for
+UNLIMITED_TOKENS = 2**31 - 1  # max_tokens of a chat that sets none: up to the model's limit
+MAX_OBJECTIVE_SECONDS = 1e9
 _IDS = {"type": "array", "items": {"type": "integer"}}
 _PROMPT = {
     "anyOf": [
@@ -32,18 +33,45 @@ _PROMPT = {
         {"type": "array", "items": _IDS},
     ]
 }
-# read piece by piece: a list may have millions of ids
-Lists = Annotated[Any, WithJsonSchema(_PROMPT)]
-Ids = Annotated[Any, WithJsonSchema(_IDS)]
+# not checked by pydantic, which would take long for millions of ids
+PromptField = Annotated[Any, WithJsonSchema(_PROMPT)]
+IdsField = Annotated[Any, WithJsonSchema(_IDS)]
 
 
-class First(FailFast):
-    """The first of thousands of entries that are wrong is enough."""
+_IGNORED = Field(None, description="has no effect")
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "n",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+)
 
-    __hash__ = object.__hash__  # which unions of types want of what is in them
+
+class StreamMode(enum.Enum):
+    """Whether a response is streamed, and whether its last chunk tells the usage."""
+
+    OFF = enum.auto()
+    WITHOUT_USAGE = enum.auto()
+    WITH_USAGE = enum.auto()
 
 
-Messages = Annotated[list[dict[str, Any]], First()]
+class FirstFault(FailFast):
+    """Stops the check of a list at its first wrong entry: there may be thousands."""
+
+    __hash__ = object.__hash__  # unions of annotated types must be hashable
+
+
+Messages = Annotated[list[dict[str, Any]], FirstFault()]
 
 
 class StreamOptions(StrictModel):
@@ -63,19 +91,19 @@ class ResponseFormat(StrictModel):
 
 
 class StructuredOutputs(StrictModel):
-    """What the output must be, one of these."""
+    """Constraints of the output; one of them at most."""
 
     json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: Annotated[list[str], First()] | None = None
-    grammar: str | None = Field(None, description="in the form that llguidance reads, Lark's")
+    choice: Annotated[list[str], FirstFault()] | None = None
+    grammar: str | None = Field(None, description="in Lark's syntax, as llguidance reads it")
 
 
-class Sampled(StrictModel):
-    """What completions and chats have in common."""
+class GenerateRequest(StrictModel):
+    """Fields that completions and chats share."""
 
-    model: str = Field("", description="'' or absent: the one that is served")
+    model: str = Field("", description="'' or absent means the one that is served")
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -88,15 +116,15 @@ class Sampled(StrictModel):
     n: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: str | Annotated[list[str], First()] | None = None
-    stop_token_ids: Annotated[list[int], First()] | None = None
+    stop: str | Annotated[list[str], FirstFault()] | None = None
+    stop_token_ids: Annotated[list[int], FirstFault()] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     request_id: str | None = Field(
-        None, description="else the header x-request-id, else one of ours"
+        None, description="else the header x-request-id, else one that the server chooses"
     )
     ttft_ms: float | None = Field(
         None, description="objective: milliseconds to the first token; also x-llm-d-slo-ttft-ms"
@@ -105,7 +133,7 @@ class Sampled(StrictModel):
         None, description="objective: milliseconds per output token; also x-llm-d-slo-tpot-ms"
     )
     slo_class: str | None = Field(
-        None, description="a class of requests that this server knows, for the objectives left out"
+        None, description="request class of this server that gives the objectives left out"
     )
     deadline_ms: float | None = Field(
         None, description="milliseconds after which the request ends, done or not"
@@ -114,46 +142,30 @@ class Sampled(StrictModel):
         None, description="-8 to 8; each step down halves the class's objective for the first token"
     )
     cache_salt: str | None = Field(
-        None, description="prefixes are shared between requests of equal salt only"
+        None, description="cached prefixes are shared between requests of equal salt only"
     )
     bypass_prefix_cache: bool | None = None
-    user: str | None = Field(None, description="has no effect, as the next four")
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    user: str | None = _IGNORED
+    metadata: dict[str, Any] | None = _IGNORED
+    store: bool | None = _IGNORED
+    service_tier: str | None = _IGNORED
+    safety_identifier: str | None = _IGNORED
+    prompt_cache_key: str | None = _IGNORED
 
     def sampling(self, max_tokens: int, **rest: Any) -> SamplingParams:
-        """Errors: RequestError."""
-        names = (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "logit_bias",
-            "seed",
-            "n",
-            "min_tokens",
-            "stop",
-            "stop_token_ids",
-            "ignore_eos",
-        )
-        return SamplingParams.make(
-            max_tokens=max_tokens, **{name: getattr(self, name) for name in names}, **rest
-        )
+        """Sampling parameters of the body. rest: those that the protocol's routes name otherwise.
+        Errors: RequestError."""
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        return SamplingParams.make(max_tokens=max_tokens, **given, **rest)
 
     def guided(self) -> tuple[Guided | None, str]:
-        """How the output must look, and the field that says so. Errors: RequestError."""
-        found = [*self._formats(), *self._structures()]
+        """What the output must match, and the field that says so. Errors: RequestError."""
+        found = [*self._response_format(), *self._structured_outputs()]
         if len(found) > 1:
             raise RequestError(found[1][1], f"cannot be given beside {found[0][1]}")
         return found[0] if found else (None, "")
 
-    def _formats(self) -> Iterator[tuple[Guided, str]]:
+    def _response_format(self) -> Iterator[tuple[Guided, str]]:
         given = self.response_format
         if given is None or given.type == "text":
             return
@@ -163,52 +175,53 @@ class Sampled(StrictModel):
             )
         if given.json_schema is None:
             yield Guided("json_object"), "response_format"
-        else:
-            schema = given.json_schema.schema_
-            yield (
-                Guided("json_schema", json.dumps({} if schema is None else schema)),
-                "response_format.json_schema.schema",
-            )
+            return
+        schema = {} if given.json_schema.schema_ is None else given.json_schema.schema_
+        yield Guided("json_schema", json.dumps(schema)), "response_format.json_schema.schema"
 
-    def _structures(self) -> Iterator[tuple[Guided, str]]:
+    def _structured_outputs(self) -> Iterator[tuple[Guided, str]]:
         given = self.structured_outputs
         name = "structured_outputs"
         if given is None:
             return
         if given.json_ is not None:
-            yield (
-                Guided(
-                    "json_schema",
-                    given.json_ if isinstance(given.json_, str) else json.dumps(given.json_),
-                ),
-                f"{name}.json",
-            )
+            schema = given.json_ if isinstance(given.json_, str) else json.dumps(given.json_)
+            yield Guided("json_schema", schema), f"{name}.json"
         if given.json_object:
             yield Guided("json_object"), f"{name}.json_object"
         if given.choice is not None:
             yield Guided("choice", choices=tuple(given.choice)), f"{name}.choice"
-        for kind in ("regex", "grammar"):
-            if (text := getattr(given, kind)) is not None:
-                yield Guided(kind, text), f"{name}.{kind}"
+        if given.regex is not None:
+            yield Guided("regex", given.regex), f"{name}.regex"
+        if given.grammar is not None:
+            yield Guided("grammar", given.grammar), f"{name}.grammar"
 
     def slo(self, headers: Mapping[str, str]) -> Slo:
-        """Errors: RequestError."""
-        ttft = _ms("ttft_ms", self.ttft_ms, headers.get("x-llm-d-slo-ttft-ms"))
-        return Slo(
-            ttft,
-            _ms("tpot_ms", self.tpot_ms, headers.get("x-llm-d-slo-tpot-ms")),
-            self.slo_class or None,
-        )
+        """The objectives of the body, or else of its headers. Errors: RequestError."""
+        ttft = _seconds("ttft_ms", self.ttft_ms, headers.get("x-llm-d-slo-ttft-ms"))
+        tpot = _seconds("tpot_ms", self.tpot_ms, headers.get("x-llm-d-slo-tpot-ms"))
+        return Slo(ttft, tpot, self.slo_class or None)
 
     def timeout(self) -> float | None:
-        return _ms("deadline_ms", self.deadline_ms, None)
+        """Seconds after which the request ends. Errors: RequestError."""
+        return _seconds("deadline_ms", self.deadline_ms, None)
+
+    def stream_mode(self) -> StreamMode:
+        """Errors: RequestError for stream options without a stream."""
+        if not self.stream:
+            if self.stream_options is not None:
+                raise RequestError("stream_options", "is for stream=true")
+            return StreamMode.OFF
+        if self.stream_options is not None and self.stream_options.include_usage:
+            return StreamMode.WITH_USAGE
+        return StreamMode.WITHOUT_USAGE
 
 
-class CompletionRequest(Sampled):
-    prompt: Lists = Field(...)
+class CompletionRequest(GenerateRequest):
+    prompt: PromptField = Field(...)
     echo: bool | None = None
     logprobs: int | None = None
-    best_of: int | None = Field(None, description="must be n, if anything")
+    best_of: int | None = Field(None, description="must equal n if given")
     suffix: Literal[""] | None = Field(None, description="not supported")
 
 
@@ -233,16 +246,16 @@ class NamedTool(StrictModel):
     function: NamedFunction
 
 
-class ChatRequest(Sampled):
+class ChatRequest(GenerateRequest):
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Annotated[list[Tool], First()] | None = Field(None, max_length=128)
+    tools: Annotated[list[Tool], FirstFault()] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="values for the model's own template"
+        None, description="variables for the model's chat template"
     )
 
 
@@ -256,21 +269,20 @@ class TokenizeRequest(StrictModel):
 
 class DetokenizeRequest(StrictModel):
     model: str = ""
-    tokens: Ids = Field(...)
+    tokens: IdsField = Field(...)
     skip_special_tokens: bool = False
 
 
-def _ms(name: str, value: float | None, header: str | None) -> float | None:
-    """Milliseconds of a field, or else of a header, in seconds."""
-    if value is None and header is None:
+def _seconds(name: str, value: float | None, header: str | None) -> float | None:
+    """Milliseconds of a field, or else of a header, in seconds. Errors: RequestError."""
+    given = header if value is None else value
+    if given is None:
         return None
     try:
-        seconds = float(header if value is None else value) / 1000  # type: ignore[arg-type]
+        seconds = float(given) / 1000
     except ValueError:
         seconds = -1.0
-    if not 0 < seconds < 1e9:
-        raise RequestError(
-            name,
-            f"must be a number of milliseconds above 0, not {str(header if value is None else value)[:100]!r}",
-        )
+    if not 0 < seconds < MAX_OBJECTIVE_SECONDS:
+        message = f"must be a number of milliseconds above 0, not {str(given)[:100]!r}"
+        raise RequestError(name, message)
     return seconds

@@ -6,7 +6,7 @@ import pytest
 from jaxserve.cli import main as cli
 from jaxserve.cli.bench.serve import Sent, figures, plan, report
 from jaxserve.cli.own_server import flag
-from tests.server.fakes import FakeEngine
+from tests.server.fakes import FakeReplica
 
 
 def test_arrivals_are_poisson_and_repeatable():
@@ -42,7 +42,7 @@ def test_figures_of_nothing_are_zero():
 
 
 def test_a_running_server_is_measured(serve, capsys, tmp_path):
-    served = serve(FakeEngine(step_seconds=0.001))
+    served = serve(FakeReplica(step_seconds=0.001))
     out = tmp_path / "out.json"
     code = cli.main(
         [

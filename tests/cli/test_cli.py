@@ -10,7 +10,7 @@ from jaxserve.cli import main as cli
 from jaxserve.settings.flags import help_of
 from jaxserve.settings.options import options_of
 from jaxserve.settings.schema import EngineConfig, ServerConfig
-from tests.server.fakes import FakeEngine, FakeTokenizer, expected
+from tests.server.fakes import FakeReplica, FakeTokenizer, expected
 
 
 def run(capsys, *arguments):
@@ -25,7 +25,7 @@ def fake(monkeypatch):
 
     def open_engine(config, progress, warm_up):
         made.append(config)
-        return FakeEngine(), FakeTokenizer()
+        return FakeReplica(), FakeTokenizer()
 
     monkeypatch.setattr(llm, "open_engine", open_engine)
     return made
@@ -204,7 +204,7 @@ def test_mistakes_in_the_input_name_line_and_field(capsys, fake, tmp_path, line,
 def test_requests_have_the_class_of_their_line_else_of_the_flag(capsys, monkeypatch, tmp_path):
     seen = []
 
-    class Engine(FakeEngine):
+    class Engine(FakeReplica):
         def submit(self, request, sink):
             seen.append(request.slo.class_name)
             super().submit(request, sink)

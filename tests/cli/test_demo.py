@@ -2,11 +2,11 @@ import asyncio
 import re
 
 from jaxserve.cli.demo import talk
-from tests.server.fakes import FakeEngine
+from tests.server.fakes import FakeReplica
 
 
 def test_the_demo_talks_to_a_server_and_ends_with_a_table(serve, capsys):
-    served = serve(FakeEngine(step_seconds=0.05, chunk=500))
+    served = serve(FakeReplica(step_seconds=0.05, chunk=500))
     assert asyncio.run(talk(served.target, long=2000, short=2, max_tokens=6)) == 0
     shown = capsys.readouterr().out
     # a busy machine merges some of them

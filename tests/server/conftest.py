@@ -7,7 +7,7 @@ from jaxserve.server.auth.access import Authenticator
 from jaxserve.server.client import Client
 from jaxserve.server.supervisor import Background
 from jaxserve.settings.schema import ServerConfig
-from tests.server.fakes import FakeEngine, FakeTokenizer
+from tests.server.fakes import FakeReplica, FakeTokenizer
 from tests.server.keyed import TWO
 
 
@@ -44,7 +44,7 @@ def serve():
     with contextlib.ExitStack() as stack:
 
         def start(engine=None, tokenizer=FakeTokenizer, **config):
-            engine = engine or FakeEngine()
+            engine = engine or FakeReplica()
             ports = ServerConfig(**{"port": 0, "http_port": 0, **config})
             server = stack.enter_context(
                 Background(ports, lambda: (engine, tokenizer and tokenizer()))

@@ -1,4 +1,4 @@
-"""An engine and a tokenizer that can be checked by hand: the tokens are bytes, and the next token
+"""A replica and a tokenizer that can be checked by hand: the tokens are bytes, and the next token
 is `next_token(all tokens so far)`."""
 
 from __future__ import annotations
@@ -6,16 +6,19 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tokenizers
+from prometheus_client import CollectorRegistry
 
 from jaxserve.api.errors import RequestError
-from jaxserve.api.events import Accepted, Event, Finished, Logprobs, Progress, Timing, Token, Usage
+from jaxserve.api.events import Accepted, Finished, Logprobs, Progress, Timing, Token, Usage
 from jaxserve.api.request import Request
 from jaxserve.observe.metrics import READ, Metrics
+from jaxserve.replica.info import ReplicaInfo
+from jaxserve.replica.protocol import Sink
+from jaxserve.scheduling import Load
 from jaxserve.settings.schema import EngineConfig
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import _byte_alphabet
@@ -93,31 +96,17 @@ class FakeTokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class FakeModel:
+    """As much of a model's description as `jaxserve.llm` asks for."""
+
     name: str = "fake"
     vocab: int = VOCAB
     eos_ids: tuple[int, ...] = (EOS,)
-    bos_id: int | None = None
-    layers: int = 1
-    heads: int = 1
-    kv_heads: int = 1
-    head_dim: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Load:
-    running: int
-    waiting: int
-    queued_prefill_tokens: int = 0
-    queued_prefill_seconds: float = 0.0
-    pages_free: int = 10
-    pages_total: int = 10
-    pages_cached: int = 0
 
 
 class Running:
-    """A request in the fake engine."""
+    """A request in the fake replica."""
 
-    def __init__(self, request: Request, sink: Callable[[Sequence[Event]], None]):
+    def __init__(self, request: Request, sink: Sink):
         self.request = request
         self.sink = sink
         self.tokens = {i: [int(t) for t in request.prompt] for i in range(request.sampling.n)}
@@ -126,9 +115,13 @@ class Running:
         self.first = 0.0
 
 
-class FakeEngine:
-    """One thread; a step takes `step_seconds` and gives each running completion a token. A prompt
-    takes one step per `chunk` tokens."""
+class FakeReplica:
+    """A `Replica` with one thread; a step takes `step_seconds` and gives each running completion a
+    token. A prompt takes one step per `chunk` tokens.
+
+    Tests may set `alive`, `paused`, `fault` (raised by `submit`) and `overdue_seconds` (of a step
+    that hangs), and read what was asked for: `requests`, `stopped`, `cancelled`, `prefill_steps`.
+    """
 
     def __init__(
         self,
@@ -137,14 +130,14 @@ class FakeEngine:
         max_queue: int = 10**6,
         script: Sequence[int] = (),
     ):
-        self.config = EngineConfig()
+        self.config = EngineConfig()  # with `model` and `max_len`, of the engine: for jaxserve.llm
         self.model = FakeModel()
         self.max_len = MAX_LEN
         self.alive = True
         self.paused = False
-        self.fault = None
-        self.overdue: float | None = None  # seconds, as of a step that hangs
-        self.metrics = Metrics(4, ("chat",), lambda: dict.fromkeys(READ, 3.0))
+        self.fault: Exception | None = None
+        self.overdue_seconds: float | None = None
+        self._metrics = Metrics(4, ("chat",), lambda: dict.fromkeys(READ, 3.0))
         self.requests: dict[str, Running] = {}
         self.stopped: list[tuple[str, int]] = []
         self.cancelled: list[str] = []
@@ -156,10 +149,50 @@ class FakeEngine:
         self._lock = threading.RLock()
         self._work = threading.Event()
         self._closed = False
+        self._draining = False
         self._thread = threading.Thread(target=self._run, daemon=True)
+
+    @property
+    def info(self) -> ReplicaInfo:
+        return ReplicaInfo(
+            served_name=self.config.source.model,
+            model=self.model.name,
+            vocab=self.model.vocab,
+            layers=1,
+            heads=1,
+            kv_heads=1,
+            head_dim=1,
+            bos_id=None,
+            eos_ids=self.model.eos_ids,
+            max_model_len=MAX_LEN,
+            mesh=self.config.mesh,
+            dtype=self.config.source.dtype,
+            kv_dtype=self.config.source.dtype,
+            platform="cpu",
+            block_size=self.config.cache.block_size,
+            pages_per_lane=10,
+            max_seqs=self.config.scheduler.max_seqs,
+            max_queue=self.config.scheduler.max_queue,
+            chunk_tokens=self.config.scheduler.chunk_tokens,
+            class_names=tuple(self.config.scheduler.class_names),
+            settings=dataclasses.asdict(self.config),
+        )
+
+    @property
+    def metrics_registry(self) -> CollectorRegistry:
+        return self._metrics.registry
+
+    def count_rejected(self, reason: str) -> None:
+        self._metrics.rejected(reason)
+
+    def now(self) -> float:
+        return time.monotonic()
 
     def start(self) -> None:
         self._thread.start()
+
+    def drain(self) -> None:
+        self._draining = True
 
     def close(self) -> None:
         with self._lock:
@@ -171,10 +204,12 @@ class FakeEngine:
     def post(self, command: Callable[[], object]) -> None:
         command()
 
-    def submit(self, request: Request, sink: Callable[[Sequence[Event]], None]) -> None:
+    def submit(self, request: Request, sink: Sink) -> None:
         if self.fault:
             raise self.fault
         with self._lock:
+            if self._draining or self._closed:
+                raise RequestError("", "the engine is not running", "UNAVAILABLE")
             if request.id in self.requests:
                 raise RequestError("request_id", f"{request.id!r} is running", "ALREADY_EXISTS")
             if len(self.requests) >= self._max_queue:
@@ -195,24 +230,34 @@ class FakeEngine:
                 self._finish(running, index, reason)
             return True
 
-    def stop(self, request_id: str, index: int) -> None:
+    def stop(self, request_id: str, index: int) -> bool:
         with self._lock:
             self.stopped.append((request_id, index))
-            if request_id in self.requests:
-                self.requests[request_id].ended[index] = "stop"
+            running = self.requests.get(request_id)
+            if running is None or index not in running.tokens:
+                return False
+            running.ended[index] = "stop"
+            return True
 
     def load(self) -> Load:
-        return Load(len(self.requests), 0)
+        return Load(
+            running=len(self.requests),
+            waiting=0,
+            queued_prefill_tokens=0,
+            queued_prefill_seconds=0.0,
+            pages_free=10,
+            pages_total=10,
+            pages_cached=0,
+        )
 
-    def stuck(self) -> float | None:
-        return self.overdue
+    def overdue(self) -> float | None:
+        return self.overdue_seconds
+
+    def view(self, since: int = 0) -> dict[str, Any]:
+        return {"model": self.info.model, "mesh": str(self.info.mesh), "alive": self.alive}
 
     def flush_cache(self) -> int:
         return 0
-
-    @property
-    def info(self) -> Any:
-        return types.SimpleNamespace(summary=lambda: {"devices": 1})
 
     def die(self) -> None:
         """As when the device loop breaks."""

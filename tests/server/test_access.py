@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.api.errors import RequestError
-from jaxserve.server.auth.access import Authenticator, Caller, Usage, own
+from jaxserve.server.auth.access import Authenticator, Caller, KeyUsage, abortable_ids
 from jaxserve.server.auth.keys import Limits
 from jaxserve.settings.schema import ServerConfig
 from tests.examples import examples
@@ -76,10 +76,10 @@ def test_without_a_key_file_everybody_is_the_caller_without_a_name():
     access = Authenticator(ServerConfig())
     for header in (None, "", bearer("whatever")):
         caller = access.authenticate(header)
-        assert (caller.name, caller.tenant, caller.salt("s")) == ("", "", "s")
-        lease = caller.admit(NEW)
-        lease.queue(10**9)
-        lease.close()
+        assert (caller.name, caller.tenant, caller.cache_salt("s")) == ("", "", "s")
+        reservation = caller.reserve(NEW)
+        reservation.add_prompt(10**9)
+        reservation.close()
 
 
 def test_a_file_without_keys_lets_nobody_in(key_file):
@@ -95,7 +95,7 @@ def test_salts_of_tenants_never_meet_unless_the_server_shares_prefixes(key_file)
 
     def salts(share, asked):
         access = Authenticator(ServerConfig(api_keys=key_file(text), share_prefixes=share))
-        return [access.authenticate(bearer(name)).salt(asked) for name in "abc"]
+        return [access.authenticate(bearer(name)).cache_salt(asked) for name in "abc"]
 
     a, b, c = salts(False, "")
     assert (
@@ -110,7 +110,7 @@ def test_salts_of_tenants_never_meet_unless_the_server_shares_prefixes(key_file)
 
 
 def caller_with(**limits):
-    return Caller("a", "a", Limits(**limits), Usage(), True)
+    return Caller("a", "a", Limits(**limits), KeyUsage(), True)
 
 
 def refusal(call, *arguments):
@@ -122,50 +122,53 @@ def refusal(call, *arguments):
 def test_as_many_requests_as_a_minute_has_may_come_at_once_and_then_one_in_each_interval():
     caller = caller_with(requests_per_minute=600)
     for _ in range(600):
-        caller.admit(NEW).close()
-    status, field, wait = refusal(caller.admit, NEW)
+        caller.reserve(NEW).close()
+    status, field, wait = refusal(caller.reserve, NEW)
     assert (status, field) == (
         "RESOURCE_EXHAUSTED",
         "requests_per_minute",
     ) and wait == pytest.approx(0.1, abs=1e-3)
-    caller.admit(NEW + wait).close()
-    assert refusal(caller.admit, NEW + wait)[2] == pytest.approx(0.1, abs=1e-3)
+    caller.reserve(NEW + wait).close()
+    assert refusal(caller.reserve, NEW + wait)[2] == pytest.approx(0.1, abs=1e-3)
     for _ in range(300):
-        caller.admit(NEW + wait + 30).close()
-    refusal(caller.admit, NEW + wait + 30)
+        caller.reserve(NEW + wait + 30).close()
+    refusal(caller.reserve, NEW + wait + 30)
 
 
 def test_refused_requests_take_nothing():
     caller = caller_with(requests_per_minute=2, concurrency=1, queued_tokens=10)
-    first = caller.admit(NEW)
-    first.queue(5)
-    assert refusal(first.queue, 6) == ("RESOURCE_EXHAUSTED", "queued_tokens", 1.0)
+    first = caller.reserve(NEW)
+    first.add_prompt(5)
+    assert refusal(first.add_prompt, 6) == ("RESOURCE_EXHAUSTED", "queued_tokens", 1.0)
     for _ in range(9):
-        assert refusal(caller.admit, NEW) == ("RESOURCE_EXHAUSTED", "concurrency", 1.0)
+        assert refusal(caller.reserve, NEW) == ("RESOURCE_EXHAUSTED", "concurrency", 1.0)
     first.close()
-    caller.admit(NEW).close()
-    assert refusal(caller.admit, NEW)[1:] == ("requests_per_minute", pytest.approx(30, abs=0.01))
-    assert (caller.usage.running, caller.usage.queued) == (0, 0)
+    caller.reserve(NEW).close()
+    assert refusal(caller.reserve, NEW)[1:] == ("requests_per_minute", pytest.approx(30, abs=0.01))
+    assert (caller.usage.running, caller.usage.queued_tokens) == (0, 0)
 
 
 def test_prompt_tokens_count_until_the_first_token():
     caller = caller_with(queued_tokens=100)
-    first, second, third = (caller.admit(NEW) for _ in range(3))
-    first.queue(60)
-    assert refusal(second.queue, 41) == ("RESOURCE_EXHAUSTED", "queued_tokens", 1.0)
-    second.queue(40)
-    first.started()
-    third.queue(60)
+    first, second, third = (caller.reserve(NEW) for _ in range(3))
+    first.add_prompt(60)
+    assert refusal(second.add_prompt, 41) == ("RESOURCE_EXHAUSTED", "queued_tokens", 1.0)
+    second.add_prompt(40)
+    first.prompt_done()
+    third.add_prompt(60)
     third.close()
-    assert refusal(first.queue, 101) == ("INVALID_ARGUMENT", "queued_tokens", None)
+    assert refusal(first.add_prompt, 101) == ("INVALID_ARGUMENT", "queued_tokens", None)
     second.close()
-    second.queue(10**9)  # the prompt was read after its caller had gone
+    second.add_prompt(10**9)  # the prompt was read after its caller had gone
     first.close()
-    assert (caller.usage.running, caller.usage.queued) == (0, 0)
+    assert (caller.usage.running, caller.usage.queued_tokens) == (0, 0)
 
 
 MOVES = st.lists(
-    st.tuples(st.sampled_from(["admit", "queue", "started", "close", "wait"]), st.integers(0, 60)),
+    st.tuples(
+        st.sampled_from(["reserve", "add_prompt", "prompt_done", "close", "wait"]),
+        st.integers(0, 60),
+    ),
     max_size=150,
 )
 
@@ -179,35 +182,35 @@ def test_limits_hold_and_counts_return_to_zero_whatever_happens(
         requests_per_minute=per_minute, concurrency=concurrency, queued_tokens=tokens
     )
     now = NEW
-    leases = []
+    reservations = []
     waiting = collections.defaultdict(int)
     began = []
     for move, number in moves:
-        lease = leases[number % len(leases)] if leases else None
+        reservation = reservations[number % len(reservations)] if reservations else None
         try:
             if move == "wait":
                 now += number / 4
-            elif move == "admit":
-                leases.append(caller.admit(now))
+            elif move == "reserve":
+                reservations.append(caller.reserve(now))
                 began.append(now)
-            elif lease and move == "queue":
-                lease.queue(number)
-                waiting[lease] += number
-            elif lease:
-                getattr(lease, move)()
-                waiting[lease] = 0
+            elif reservation and move == "add_prompt":
+                reservation.add_prompt(number)
+                waiting[reservation] += number
+            elif reservation:
+                getattr(reservation, move)()
+                waiting[reservation] = 0
                 if move == "close":
-                    leases.remove(lease)
-                    lease.close()
+                    reservations.remove(reservation)
+                    reservation.close()
         except RequestError as error:
             assert error.status in ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT")
-        assert caller.usage.running == len(leases) <= concurrency
-        assert caller.usage.queued == sum(waiting.values()) <= tokens
+        assert caller.usage.running == len(reservations) <= concurrency
+        assert caller.usage.queued_tokens == sum(waiting.values()) <= tokens
         minute = [at for at in began if at > now - 60]
         assert len(minute) <= 2 * per_minute
-    for lease in leases:
-        lease.close()
-    assert (caller.usage.running, caller.usage.queued) == (0, 0)
+    for reservation in reservations:
+        reservation.close()
+    assert (caller.usage.running, caller.usage.queued_tokens) == (0, 0)
 
 
 def test_a_caller_reaches_its_own_requests_only(access):
@@ -218,33 +221,33 @@ def test_a_caller_reaches_its_own_requests_only(access):
     alice = access.authenticate(bearer("a-key"))
     other = caller_with()
     callers = (alice, other, access.authenticate(bearer("a-key")))
-    streams = {caller.scoped(id): Stream(caller) for id, caller in zip("123", callers)}
-    mine = [alice.scoped("1"), alice.scoped("3")]
+    streams = {caller.scoped_id(id): Stream(caller) for id, caller in zip("123", callers)}
+    own_ids = [alice.scoped_id("1"), alice.scoped_id("3")]
     assert (
-        own(alice, streams, None) == mine
-        and own(alice, streams, "3") == mine[1:]
-        and alice.own_id(mine[0]) == "1"
+        abortable_ids(alice, streams, None) == own_ids
+        and abortable_ids(alice, streams, "3") == own_ids[1:]
+        and alice.own_id(own_ids[0]) == "1"
     )
-    refusals = {refusal(own, alice, streams, id) for id in ("2", "4")}
+    refusals = {refusal(abortable_ids, alice, streams, id) for id in ("2", "4")}
     assert refusals == {("NOT_FOUND", "request_id", None)}
 
 
 def test_what_a_key_has_running_outlives_a_change_of_the_file(key_file, access):
-    leases = [access.authenticate(bearer("a-key")).admit(NEW) for _ in range(2)]
+    reservations = [access.authenticate(bearer("a-key")).reserve(NEW) for _ in range(2)]
     key_file(TWO.replace("concurrency: 2", "concurrency: 3"))
     asyncio.run(access.refresh())
-    leases.append(access.authenticate(bearer("a-key")).admit(NEW))
+    reservations.append(access.authenticate(bearer("a-key")).reserve(NEW))
     with pytest.raises(RequestError, match="3 requests of this key run"):
-        access.authenticate(bearer("a-key")).admit(NEW)
+        access.authenticate(bearer("a-key")).reserve(NEW)
     key_file("keys: []")
     asyncio.run(access.refresh())
     key_file(TWO)
     asyncio.run(access.refresh())
-    leases.pop().close()
+    reservations.pop().close()
     with pytest.raises(RequestError, match="2 requests of this key run"):
-        access.authenticate(bearer("a-key")).admit(NEW)
-    leases.pop().close()
-    access.authenticate(bearer("a-key")).admit(NEW)
+        access.authenticate(bearer("a-key")).reserve(NEW)
+    reservations.pop().close()
+    access.authenticate(bearer("a-key")).reserve(NEW)
 
 
 def test_finding_a_key_takes_microseconds(key_file):

@@ -19,8 +19,8 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import AsyncClient, Client, ServerError
 from jaxserve.server.frontend_metrics import FrontendMetrics
-from jaxserve.server.grpc import auth as access_grpc
-from jaxserve.server.logs import Text
+from jaxserve.server.grpc import auth as grpc_auth
+from jaxserve.server.logs import TextFormatter
 from tests.server.keyed import TWO, bearer
 from tests.waiting import eventually
 
@@ -119,13 +119,13 @@ def test_clients_with_a_key_are_served_until_it_is_removed(serve, key_file):
 def test_handlers_know_the_caller(access):
     async def name(message, context):
         await asyncio.sleep(0.01)
-        return access_grpc.caller().name.encode()
+        return grpc_auth.current_caller().name.encode()
 
     async def main():
         server = grpc.aio.server(
             interceptors=[
-                access_grpc.Guard(access, FrontendMetrics()),
-                access_grpc.Guard(access, FrontendMetrics()),
+                grpc_auth.GrpcGuard(access, FrontendMetrics()),
+                grpc_auth.GrpcGuard(access, FrontendMetrics()),
             ]
         )
         server.add_generic_rpc_handlers(
@@ -162,9 +162,11 @@ SERVER = """
 import sys
 from jaxserve.settings.schema import ServerConfig
 from jaxserve.server.supervisor import serve
-from tests.server.fakes import FakeEngine, FakeTokenizer
+from tests.server.fakes import FakeReplica, FakeTokenizer
 config = ServerConfig(port=0, http_port=0, api_keys=sys.argv[1])
-serve(config, lambda: (FakeEngine(), FakeTokenizer()), lambda server: print(server.ports['grpc'], flush=True))
+def listening(server):
+    print(server.ports['grpc'], flush=True)
+serve(config, lambda: (FakeReplica(), FakeTokenizer()), listening)
 """
 
 
@@ -243,7 +245,7 @@ def log(tmp_path):
     """What is logged, as lines of text."""
     handler = logging.FileHandler(tmp_path / "log", encoding="utf-8")
     root = logging.getLogger()
-    handler.setFormatter(Text())
+    handler.setFormatter(TextFormatter())
     root.addHandler(handler)
     level = root.level
     root.setLevel(logging.DEBUG)

@@ -90,7 +90,7 @@ def case(golden, golden_first_layers, model, server):
         (case for case in right["cases"] if case.get("prompt")),
         key=lambda case: len(case["prompt_ids"]),
     )
-    return {**found, "text": server.server.front.tokenizer.decode(found["output_ids"])}
+    return {**found, "text": server.server.frontend.tokenizer.decode(found["output_ids"])}
 
 
 def test_openai_completions_are_those_of_the_reference(client, case, model):
@@ -238,7 +238,7 @@ def test_a_stream_that_is_closed_frees_its_request(client, server, model):
     )
     next(iter(stream))
     stream.close()
-    engine = server.server.front.engine
+    engine = server.server.frontend.replica
     eventually(lambda: not engine.load().running)
     load = engine.load()
     assert load.pages_free + load.pages_cached == load.pages_total

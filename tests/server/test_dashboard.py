@@ -18,15 +18,18 @@ from jaxserve.api.events import Finished
 from jaxserve.api.request import Request, Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.observe.view import Snapshot
-from jaxserve.server.dashboard import FILES, OTHER
+from jaxserve.server.dashboard import FILES, HIDDEN_ID
 from tests.scheduling.recorded import Recorded, crowd
 
 WAIT = 20.0
 COLOURED = """
-  const canvas = document.getElementById("timeline"), data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const canvas = document.getElementById("timeline");
+  const context = canvas.getContext("2d");
+  const data = context.getImageData(0, 0, canvas.width, canvas.height).data;
   let found = 0, at = null;
   for (let place = 0; place < data.length; place += 4) {
-    const high = Math.max(data[place], data[place + 1], data[place + 2]), low = Math.min(data[place], data[place + 1], data[place + 2]);
+    const high = Math.max(data[place], data[place + 1], data[place + 2]);
+    const low = Math.min(data[place], data[place + 1], data[place + 2]);
     if (high - low > 60 && data[place + 3] > 200) {
       found += 1;
       at = [(place / 4) % canvas.width, Math.floor(place / 4 / canvas.width)];
@@ -77,7 +80,7 @@ def plain() -> Iterator[PageServer]:
     def ours():
         return lambda id: id.startswith("ours")
 
-    with PageServer(Viewed(replica), mine=ours) as served:
+    with PageServer(Viewed(replica), visible_ids=ours) as served:
         yield served
 
 
@@ -123,14 +126,14 @@ def test_who_may_see_only_some_requests_sees_no_other_ids(plain):
     status, body, _ = get(f"{plain.url}page/data?since=0")
     told = json.loads(body)
     assert status == 200 and "theirs" not in body
-    assert {row[1] for row in told["requests"]} == {OTHER}
-    assert {row[1] for row in told["ended"]} == {"ours-1", "ours-2", OTHER}
-    assert {name for name, _ in told["names"].values()} == {"ours-1", "ours-2", OTHER}
+    assert {row[1] for row in told["requests"]} == {HIDDEN_ID}
+    assert {row[1] for row in told["ended"]} == {"ours-1", "ours-2", HIDDEN_ID}
+    assert {name for name, _ in told["names"].values()} == {"ours-1", "ours-2", HIDDEN_ID}
 
 
 def test_before_there_is_an_engine_the_state_is_told():
     with PageServer(None) as served:
-        served.front.state = "starting"
+        served.frontend.state = "starting"
         assert json.loads(get(f"{served.url}page/data")[1]) == {"state": "starting"}
 
 
@@ -226,7 +229,8 @@ class Screen:
     def choose(self, id: str) -> None:
         self.until(lambda: self.ended(id), f"{id} is in the table and has ended")
         self.driver.execute_script(
-            "[...document.querySelectorAll('#rows button')].find((one) => one.textContent === arguments[0]).click()",
+            "[...document.querySelectorAll('#rows button')]"
+            ".find((one) => one.textContent === arguments[0]).click()",
             id,
         )
 
@@ -395,8 +399,8 @@ def test_a_server_that_starts_anew_is_shown_from_its_start(driver):
     with PageServer(Viewed(before)) as served:
         page = Screen(driver, served.url)
         page.choose("before")
-        served.front.engine = None
-        served.front.state = "starting"
+        served.frontend.replica = None
+        served.frontend.state = "starting"
         page.until(
             lambda: "starting" in page.text("#banner") and page.one("#banner").is_displayed(),
             "it says that it is not ready",
@@ -405,8 +409,8 @@ def test_a_server_that_starts_anew_is_shown_from_its_start(driver):
         after.now = 18.0
         after.submit("after", 20, tokens=3)
         after.run()
-        served.front.engine = Viewed(after)
-        served.front.state = "serving"
+        served.frontend.replica = Viewed(after)
+        served.frontend.state = "serving"
         page.until(
             lambda: page.texts("#rows button") == ["after"], "the new one is shown, and no other"
         )
@@ -421,14 +425,14 @@ def test_a_server_that_is_gone_or_broken_is_said_to_be(driver):
     with PageServer(engine) as served:
         page = Screen(driver, served.url)
         page.until(lambda: page.text("#state") == "live", "it is live")
-        served.front.engine = SimpleNamespace(
+        served.frontend.replica = SimpleNamespace(
             view=lambda since: {**engine.view(since), "alive": False}
         )
         page.until(
             lambda: page.text("#state") == "broken" and "has stopped" in page.text("#banner"),
             "the engine is said to be broken",
         )
-        served.front.engine = engine
+        served.frontend.replica = engine
         page.until(lambda: page.text("#state") == "live", "it is live again")
         served.stop()
         page.until(lambda: page.text("#state") == "server gone", "the server is said to be gone")
@@ -453,7 +457,8 @@ def test_it_can_be_read_in_the_dark(driver):
             Screen(driver, served.url)
             colours.append(
                 driver.execute_script(
-                    "const own = getComputedStyle(document.body); return [own.backgroundColor, own.color].map((c) => c.match(/\\d+/g)[0])"
+                    "const own = getComputedStyle(document.body);"
+                    "return [own.backgroundColor, own.color].map((c) => c.match(/\\d+/g)[0])"
                 )
             )
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})

@@ -21,7 +21,7 @@ from jaxserve.server.supervisor import Background
 from jaxserve.settings.schema import ServerConfig
 from jaxserve.text.tool_calls import FORMATS, CallReader
 from tests.examples import examples
-from tests.server.fakes import FakeEngine, FakeTokenizer, expected
+from tests.server.fakes import FakeReplica, FakeTokenizer, expected
 from tests.waiting import eventually
 
 FEW = settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
@@ -30,7 +30,7 @@ MANY = settings(max_examples=examples(2000), deadline=1000)
 
 @pytest.fixture(scope="module")
 def server():
-    engine = FakeEngine()
+    engine = FakeReplica()
     with Background(ServerConfig(port=0, http_port=0), lambda: (engine, FakeTokenizer())) as server:
         server.wait_ready()
         server.engine = engine
@@ -136,7 +136,7 @@ def test_any_bytes_as_a_grpc_message_are_answered(server, data):
 
 
 def test_after_all_that_nothing_is_left(server):
-    eventually(lambda: not server.engine.requests and not server.server.front.streams)
+    eventually(lambda: not server.engine.requests and not server.server.frontend.streams)
     assert well(server) and threading.active_count() < 60
 
 

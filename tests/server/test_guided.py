@@ -16,13 +16,13 @@ from jaxserve.server.supervisor import Background
 from jaxserve.settings.schema import ServerConfig
 from jaxserve.text.structured_output import Guided
 from tests.engine.harness import shared
-from tests.server.fakes import FakeEngine, FakeModel
+from tests.server.fakes import FakeModel, FakeReplica
 from tests.text.vocabulary import EOS, tokenizer
 
 
 @pytest.fixture
 def fake(serve):
-    fake = FakeEngine()
+    fake = FakeReplica()
     fake.model = dataclasses.replace(FakeModel(), vocab=512, eos_ids=(EOS,))
     return serve(fake, tokenizer)
 
@@ -63,7 +63,7 @@ def test_guides_that_are_wrong_are_refused_by_name(fake, guided):
 def test_min_tokens_and_models_without_text_exclude_guides(fake, serve):
     with pytest.raises(ServerError, match="min_tokens"):
         fake.client.complete([5], SamplingParams(min_tokens=2), guided=Guided("json_object"))
-    plain = serve(FakeEngine(), None)
+    plain = serve(FakeReplica(), None)
     with pytest.raises(ServerError, match="tokenizer") as fault:
         plain.client.complete([5], guided=Guided("json_object"))
     assert (fault.value.status, fault.value.field) == ("FAILED_PRECONDITION", "guided.json_object")

@@ -13,7 +13,7 @@ from jaxserve.server.client import Client
 from jaxserve.server.frontend import DRAINING, SERVING
 from jaxserve.server.supervisor import Background
 from jaxserve.settings.schema import ServerConfig
-from tests.server.fakes import FakeEngine, FakeTokenizer
+from tests.server.fakes import FakeReplica, FakeTokenizer
 from tests.waiting import eventually
 
 UP, DOWN, UNKNOWN = (
@@ -28,7 +28,7 @@ def ask(name: str = "") -> health_pb2.HealthCheckRequest:
 
 def turn(served, state: str) -> None:
     """As an operator does."""
-    served.server._loop.call_soon_threadsafe(setattr, served.server.server.front, "state", state)
+    served.server._loop.call_soon_threadsafe(setattr, served.server.server.frontend, "state", state)
 
 
 def test_who_watches_hears_every_change(serve):
@@ -98,7 +98,7 @@ def watching_unread(port: int) -> socket.socket:
 
 def test_who_watches_and_does_not_read_holds_up_nobody():
     background = Background(
-        ServerConfig(port=0, http_port=0), lambda: (FakeEngine(), FakeTokenizer())
+        ServerConfig(port=0, http_port=0), lambda: (FakeReplica(), FakeTokenizer())
     )
     server = background.__enter__()
     ending = threading.Thread(target=background.__exit__, args=(None, None, None), daemon=True)
@@ -107,7 +107,7 @@ def test_who_watches_and_does_not_read_holds_up_nobody():
         check = health_pb2_grpc.HealthStub(channel).Check
         with watching_unread(server.server.ports["grpc"]):
             for state, status in ((DRAINING, DOWN), (SERVING, UP), (DRAINING, DOWN), (SERVING, UP)):
-                server._loop.call_soon_threadsafe(setattr, server.server.front, "state", state)
+                server._loop.call_soon_threadsafe(setattr, server.server.frontend, "state", state)
                 eventually(lambda status=status: check(ask(), timeout=5).status == status, 10.0)
             ending.start()
             ending.join(15)

@@ -17,7 +17,7 @@ import pytest
 from jaxserve.server import logs
 from jaxserve.server.http_server import Listener
 from jaxserve.settings.schema import ServerConfig
-from tests.server.fakes import PARENT, TRACE, FakeEngine, expected
+from tests.server.fakes import PARENT, TRACE, FakeReplica, expected
 from tests.waiting import eventually
 
 BODY = {"prompt": "hello", "max_tokens": 4000, "stream": True, "ignore_eos": True}
@@ -55,7 +55,7 @@ def well(served):
 
 
 def idle(served):
-    return not served.engine.requests and not served.server.server.front.streams
+    return not served.engine.requests and not served.server.server.frontend.streams
 
 
 def test_a_body_over_the_limit_is_413_whatever_its_header_says(serve):
@@ -186,7 +186,7 @@ def test_what_is_not_http_is_refused(serve, data):
 
 
 def test_a_reset_frees_the_request_within_a_second(serve):
-    served = serve(FakeEngine(step_seconds=0.01))
+    served = serve(FakeReplica(step_seconds=0.01))
     for stream in (True, False):
         there = send_request(served, json.dumps({**BODY, "stream": stream}).encode())
         eventually(lambda: served.engine.requests)
@@ -197,7 +197,7 @@ def test_a_reset_frees_the_request_within_a_second(serve):
 
 
 def test_a_caller_who_goes_before_the_first_token_frees_the_request(serve):
-    engine = FakeEngine()
+    engine = FakeReplica()
     engine.paused = True
     served = serve(engine)
     there = send_request(served, json.dumps(BODY).encode())
@@ -208,12 +208,15 @@ def test_a_caller_who_goes_before_the_first_token_frees_the_request(serve):
 
 
 def test_a_reader_who_stops_is_cut_off_and_others_are_not(serve):
-    served = serve(FakeEngine(step_seconds=0.0005), stall_timeout=1.0)
+    served = serve(FakeReplica(step_seconds=0.0005), stall_timeout=1.0)
     there = socket.socket()
     there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     there.connect(("127.0.0.1", served.server.server.ports["http"]))
     body = json.dumps({**BODY, "n": 128, "max_tokens": 4000}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    )
     there.sendall(head % len(body) + body)
     eventually(lambda: served.engine.requests)
     assert well(served)
@@ -232,7 +235,7 @@ def test_a_reader_who_stops_is_cut_off_and_others_are_not(serve):
 def test_silence_is_broken_by_comments_and_not_by_a_chunk_that_looks_like_a_token(
     serve, path, more
 ):
-    engine = FakeEngine()
+    engine = FakeReplica()
     engine.paused = True
     served = serve(engine, progress_interval=0.2)
     body = {name: value for name, value in {**BODY, **more}.items() if value is not None}
@@ -246,7 +249,7 @@ def test_silence_is_broken_by_comments_and_not_by_a_chunk_that_looks_like_a_toke
 
 
 def test_many_at_random_points_leave_nothing(serve):
-    served = serve(FakeEngine(step_seconds=0.001, chunk=2))
+    served = serve(FakeReplica(step_seconds=0.001, chunk=2))
 
     def one(number):
         there = send_request(
@@ -266,7 +269,7 @@ def test_many_at_random_points_leave_nothing(serve):
 
 
 def test_draining_ends_no_stream_and_takes_no_new_one(serve):
-    served = serve(FakeEngine(step_seconds=0.005))
+    served = serve(FakeReplica(step_seconds=0.005))
     url = served.server.url
     texts = []
 
@@ -281,7 +284,7 @@ def test_draining_ends_no_stream_and_takes_no_new_one(serve):
         thread.start()
     eventually(lambda: len(served.engine.requests) == 50)
     served.server._loop.call_soon_threadsafe(served.server._stop.set)
-    eventually(lambda: served.server.server.front.state == "stopping")
+    eventually(lambda: served.server.server.frontend.state == "stopping")
     assert httpx.post(f"{url}/v1/completions", json={"prompt": "hi"}).status_code == 503
     assert (
         httpx.get(f"{url}/ready").status_code == 503
@@ -293,7 +296,7 @@ def test_draining_ends_no_stream_and_takes_no_new_one(serve):
 
 
 def test_who_has_sent_the_next_request_already_may_go_away(serve):
-    served = serve(FakeEngine(step_seconds=0.01))
+    served = serve(FakeReplica(step_seconds=0.01))
     there = send_request(served, b'{"prompt": "hi", "max_tokens": 500, "ignore_eos": true}')
     eventually(lambda: served.engine.requests)
     there.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -308,7 +311,7 @@ def test_lines_about_a_request_are_not_in_the_name_of_the_one_before(serve, monk
     seen: list[str] = []
     monkeypatch.setattr(
         logs,
-        "ended",
+        "log_ended",
         lambda *rest, trace_id="", **more: seen.append(trace_id or logs._request.get()[1]),
     )
     there = http.client.HTTPConnection("127.0.0.1", serve().server.server.ports["http"], timeout=10)

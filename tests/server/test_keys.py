@@ -35,7 +35,7 @@ from tests.server.keyed import TWO, bearer, sha
             "keys:\n- name: a\n  tennant: b",
             "line 3: a key has no field 'tennant'; known are admin, limits, name",
         ),
-        ("keys:\n- name: a\n  name: b", "line 3: name is there twice"),
+        ("keys:\n- name: a\n  name: b", "line 3: name is given more than once"),
         (
             f"keys:\n- {{name: a, sha256: {sha('a')}, admin: yes}}",
             "line 2: admin must be true or false",
@@ -54,11 +54,11 @@ from tests.server.keyed import TWO, bearer, sha
         ),
         (
             f"keys:\n- {{name: a, sha256: {sha('a')}}}\n- {{name: a, sha256: {sha('b')}}}",
-            "line 3: a: its name or its key is there twice",
+            "line 3: a: its name or its key is given more than once",
         ),
         (
             f"keys:\n- {{name: a, sha256: {sha('a')}}}\n- {{name: b, sha256: {sha('a')}}}",
-            "line 3: b: its name or its key is there twice",
+            "line 3: b: its name or its key is given more than once",
         ),
         ("keys: [", "line 1: is not YAML"),
         ("[" * 10**5, "not YAML"),

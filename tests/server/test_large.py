@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
-from jaxserve.server import frontend as front
+from jaxserve.server import frontend
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import Client, ServerError
 from jaxserve.server.json_body import PARSE_IN_THREAD_BYTES, dump_pieces, parse
 from jaxserve.server.openai.responses import INLINE_TOKENS
 from jaxserve.server.openai.schemas import ChatRequest, CompletionRequest, TokenizeRequest
-from jaxserve.server.prompts import Chat, array_of, size_of
+from jaxserve.server.prompts import Chat, prompt_cost, to_array
 from jaxserve.text import Tokenizer
 from jaxserve.text.structured_output import Guided, guides
 from jaxserve.text.structured_output.sandbox import Trial
@@ -44,7 +44,7 @@ def test_what_are_no_ids_takes_no_memory(ids):
     tracemalloc.start()
     try:
         with pytest.raises(RequestError) as error:
-            array_of("prompt_ids", ids)
+            to_array("prompt_ids", ids)
         assert error.value.field == "prompt_ids" and tracemalloc.get_traced_memory()[1] < 2**23
     finally:
         tracemalloc.stop()
@@ -52,15 +52,15 @@ def test_what_are_no_ids_takes_no_memory(ids):
 
 def test_ids_of_a_list_are_read_as_they_are():
     assert (
-        array_of("ids", [0, -1, 2**63 - 1]).tolist() == [0, -1, 2**63 - 1]
-        and array_of("ids", []).tolist() == []
+        to_array("ids", [0, -1, 2**63 - 1]).tolist() == [0, -1, 2**63 - 1]
+        and to_array("ids", []).tolist() == []
     )
-    assert array_of("ids", pb.TokenIds(ids=range(200_000)).ids).tolist() == list(range(200_000))
+    assert to_array("ids", pb.TokenIds(ids=range(200_000)).ids).tolist() == list(range(200_000))
 
 
 def test_so_many_ids_become_text_and_no_more(serve):
     served = serve()
-    most = [ord("x")] * front.MAX_IDS
+    most = [ord("x")] * frontend.MAX_DETOKENIZED_IDS
     assert served.client.detokenize(most) == "x" * len(most)
     assert httpx.post(f"{served.server.url}/detokenize", json={"tokens": LONG}).json() == {
         "prompt": "x" * MAX_LEN
@@ -123,7 +123,7 @@ def test_of_thousands_of_faults_the_first_is_looked_for():
 
 
 def test_all_values_of_messages_count():
-    assert size_of(Chat([{"role": "user", "content": "x", "more": [1] * 5000}])) > 5000
+    assert prompt_cost(Chat([{"role": "user", "content": "x", "more": [1] * 5000}])) > 5000
 
 
 names = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=5)
@@ -309,7 +309,7 @@ def test_guides_that_take_long_hold_up_none_without_and_no_crowd_waits_for_them(
 
     with concurrent.futures.ThreadPoolExecutor(CROWD) as pool:
         crowd = [pool.submit(ask, number) for number in range(CROWD)]
-        waiting = served.server.server.front.guides._threads._work_queue
+        waiting = served.server.server.frontend.guides._threads._work_queue
         eventually(lambda: waiting.qsize() == CROWD - guides.COMPILES, 20.0)
         time.sleep(2 * guides.TURN_SECONDS)
         try:

@@ -20,12 +20,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted
 from jaxserve.api.sampling import SamplingParams
-from jaxserve.server import supervisor as launch
+from jaxserve.server import supervisor
 from jaxserve.server.client import AsyncClient, Client, ServerError
 from jaxserve.server.supervisor import Background, check_host
 from jaxserve.settings.schema import ConfigError, ServerConfig
 from jaxserve.text.output import Delta, NoText
-from tests.server.fakes import FakeEngine, FakeTokenizer, expected
+from tests.server.fakes import FakeReplica, FakeTokenizer, expected
 from tests.waiting import eventually
 
 LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
@@ -33,16 +33,16 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_closing_the_iterator_frees_the_request_at_once(serve):
-    served = serve(FakeEngine(step_seconds=0.01))
+    served = serve(FakeReplica(step_seconds=0.01))
     outputs = served.client.generate("hello", LONG, request_id="r")
     next(outputs)
     outputs.close()
     eventually(lambda: not served.engine.requests, 1.0)
-    assert served.engine.cancelled == ["r"] and not served.server.server.front.streams
+    assert served.engine.cancelled == ["r"] and not served.server.server.frontend.streams
 
 
 def test_a_client_that_vanishes_frees_its_requests(serve):
-    served = serve(FakeEngine(step_seconds=0.01))
+    served = serve(FakeReplica(step_seconds=0.01))
     client = Client(served.target)
     streams = [client.generate("hello", LONG) for _ in range(5)]
     for outputs in streams:
@@ -52,7 +52,7 @@ def test_a_client_that_vanishes_frees_its_requests(serve):
 
 
 def test_cancelling_the_task_frees_the_request(serve):
-    served = serve(FakeEngine(step_seconds=0.01))
+    served = serve(FakeReplica(step_seconds=0.01))
 
     async def main():
         async with AsyncClient(served.target) as client:
@@ -70,7 +70,7 @@ def test_cancelling_the_task_frees_the_request(serve):
 
 
 def test_many_cancelled_at_random_points_leave_nothing(serve):
-    served = serve(FakeEngine(step_seconds=0.001, chunk=2))
+    served = serve(FakeReplica(step_seconds=0.001, chunk=2))
 
     async def one(client, wait):
         async def read():
@@ -86,11 +86,11 @@ def test_many_cancelled_at_random_points_leave_nothing(serve):
             await asyncio.gather(*(one(client, 0.001 * (i % 50)) for i in range(300)))
 
     asyncio.run(main())
-    eventually(lambda: not served.engine.requests and not served.server.server.front.streams)
+    eventually(lambda: not served.engine.requests and not served.server.server.frontend.streams)
 
 
 def test_abort_ends_the_stream_as_cancelled(serve):
-    served = serve(FakeEngine(step_seconds=0.01))
+    served = serve(FakeReplica(step_seconds=0.01))
     outputs = served.client.generate("hello", LONG, request_id="r")
     next(outputs)
     assert served.client.abort("r") == 1
@@ -104,7 +104,7 @@ def test_abort_ends_the_stream_as_cancelled(serve):
 
 
 def test_a_deadline_in_the_queue_costs_no_prefill(serve):
-    engine = FakeEngine()
+    engine = FakeReplica()
     engine.paused = True
     served = serve(engine)
     with pytest.raises(ServerError) as error:
@@ -116,7 +116,7 @@ def test_a_deadline_in_the_queue_costs_no_prefill(serve):
 
 
 def test_the_clients_deadline_is_the_requests(serve):
-    served = serve(FakeEngine(step_seconds=0.01))
+    served = serve(FakeReplica(step_seconds=0.01))
     seen = []
     submit, served.engine.submit = (
         served.engine.submit,
@@ -132,7 +132,7 @@ def test_the_clients_deadline_is_the_requests(serve):
 
 
 def test_an_engine_that_finds_the_deadline_passed_says_so(serve):
-    served = serve(FakeEngine(step_seconds=0.01))
+    served = serve(FakeReplica(step_seconds=0.01))
     outputs = served.client.generate("hello", LONG, request_id="r")
     next(outputs)
     served.engine.cancel("r", "deadline")
@@ -154,7 +154,7 @@ class Shouting(NoText):
 
 
 def test_a_reader_who_stops_is_aborted_and_others_are_not(serve):
-    served = serve(FakeEngine(step_seconds=0.001), Verbose, stall_timeout=1.0)
+    served = serve(FakeReplica(step_seconds=0.001), Verbose, stall_timeout=1.0)
     lazy = served.client.generate("hello", LONG, request_id="lazy")
     next(lazy)
     (brisk,) = served.client.complete("hello", SamplingParams(max_tokens=500, ignore_eos=True))
@@ -181,7 +181,7 @@ def test_a_slow_reader_gets_every_token_merged(serve):
 
 def test_health_follows_the_engine():
     warm = threading.Event()
-    engine = FakeEngine(step_seconds=0.01)
+    engine = FakeReplica(step_seconds=0.01)
 
     def build():
         warm.wait()
@@ -294,7 +294,7 @@ def test_a_taken_port_is_a_config_error():
         port = taken.getsockname()[1]
         with (
             pytest.raises(ConfigError, match="port"),
-            Background(ServerConfig(port=port, http_port=0), FakeEngine),
+            Background(ServerConfig(port=port, http_port=0), FakeReplica),
         ):
             pass
 
@@ -303,9 +303,11 @@ SERVER = """
 import sys
 from jaxserve.settings.schema import ServerConfig
 from jaxserve.server.supervisor import serve
-from tests.server.fakes import FakeEngine, FakeTokenizer
+from tests.server.fakes import FakeReplica, FakeTokenizer
 config = ServerConfig(port=0, http_port=0, drain_timeout=float(sys.argv[1]))
-serve(config, lambda: (FakeEngine(step_seconds=0.01), FakeTokenizer()), lambda server: print(server.ports['grpc'], flush=True))
+def listening(server):
+    print(server.ports['grpc'], flush=True)
+serve(config, lambda: (FakeReplica(step_seconds=0.01), FakeTokenizer()), listening)
 """
 
 
@@ -348,7 +350,7 @@ def end_of(outputs):
 
 def test_the_garbage_collector_leaves_what_serves_alone_and_is_itself_again_afterwards():
     with Background(
-        ServerConfig(port=0, http_port=0), lambda: (FakeEngine(), FakeTokenizer())
+        ServerConfig(port=0, http_port=0), lambda: (FakeReplica(), FakeTokenizer())
     ) as server:
         server.wait_ready()
         assert gc.get_freeze_count() > 10_000
@@ -377,7 +379,7 @@ def test_a_client_may_ping_for_ever_unless_it_does_so_too_often(serve, monkeypat
     ]
     servers = [serve()]
     states = [[], []]
-    monkeypatch.setattr(launch, "MIN_PING_MS", 50)
+    monkeypatch.setattr(supervisor, "MIN_PING_MS", 50)
     servers.append(serve())
     with contextlib.ExitStack() as stack:
         for served, told in zip(servers, states):

@@ -91,7 +91,7 @@ def test_a_line_of_text_is_read_by_people(capsys):
     logs.setup("text", "info")
     logging.getLogger("jaxserve.server.supervisor").info("serving on %s:%d", "::1", 8470)
     (line,) = lines(capsys)
-    assert re.fullmatch(r"I \S+Z jaxserve\.server\.launch: serving on ::1:8470", line)
+    assert re.fullmatch(r"I \S+Z jaxserve\.server\.supervisor: serving on ::1:8470", line)
 
 
 def test_the_request_goes_with_tasks_and_threads_and_not_beyond(capsys):
@@ -124,7 +124,7 @@ def test_an_id_given_with_a_line_is_the_lines_own(capsys, format):
 def test_nobody_writes_lines_of_their_own(capsys, format, text):
     with logs.bound(text, text):
         logging.getLogger("jaxserve.x").warning("model %s is not served here", text)
-    logs.ended(request(text), [end()], "OK", tenant=text)
+    logs.log_ended(request(text), [end()], "OK", tenant=text)
     written = capsys.readouterr().err
     assert written.count("\n") == 2 and not re.search(
         "[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u202e]", written
@@ -169,7 +169,7 @@ def test_a_fault_tells_where_and_little_of_what(capsys, format):
 
 def test_a_request_that_is_over_has_one_line_without_what_it_said(capsys):
     logs.setup("json", "info")
-    logs.ended(
+    logs.log_ended(
         request(prompt=[8, 9, 8, 9]),
         [end(0, cached=2), end(1, "stop", completion=1, first=0.4, total=0.4)],
         "OK",
@@ -201,10 +201,11 @@ def test_a_request_that_is_over_has_one_line_without_what_it_said(capsys):
 
 def test_a_request_that_was_refused_has_no_figures(capsys):
     logs.setup("text", "info")
-    logs.ended(request(), [], "RESOURCE_EXHAUSTED")
+    logs.log_ended(request(), [], "RESOURCE_EXHAUSTED")
     (line,) = lines(capsys)
     assert line.endswith(
-        "jaxserve.requests: ended request_id=r-1 status=RESOURCE_EXHAUSTED reason=resource_exhausted prompt_tokens=3 "
+        "jaxserve.requests: ended request_id=r-1 status=RESOURCE_EXHAUSTED "
+        "reason=resource_exhausted prompt_tokens=3 "
         "cached_tokens=0 output_tokens=0"
     )
 

@@ -19,7 +19,7 @@ from jaxserve.server.client import Client
 from jaxserve.server.supervisor import Background
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import ConfigError, EngineConfig, ServerConfig
-from tests.server.fakes import FakeEngine, FakeTokenizer
+from tests.server.fakes import FakeReplica, FakeTokenizer
 
 SETTINGS = {
     "model": "random:tiny",
@@ -38,7 +38,7 @@ PROMETHEUS = (
 
 
 def fake():
-    return FakeEngine(), FakeTokenizer()
+    return FakeReplica(), FakeTokenizer()
 
 
 def get(server: Background, path: str = "/metrics", host: str = "127.0.0.1") -> str:

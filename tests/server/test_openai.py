@@ -14,7 +14,7 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.server.supervisor import Background
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig, ServerConfig
-from tests.server.fakes import EOS, FakeEngine, FakeTokenizer, expected
+from tests.server.fakes import EOS, FakeReplica, FakeTokenizer, expected
 from tests.waiting import eventually
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
@@ -171,7 +171,7 @@ def test_parts_of_text_are_a_text_and_other_parts_are_refused(http):
 
 
 def test_stop_strings_end_the_text(http):
-    client = http(FakeEngine(script=b"some words END more", step_seconds=0.001))
+    client = http(FakeReplica(script=b"some words END more", step_seconds=0.001))
     answer = post(client, "/v1/chat/completions", {**CHAT, "max_tokens": 100, "stop": "END"}).json()
     assert (
         answer["choices"][0]["message"]["content"] == "some words "
@@ -194,7 +194,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
     ],
 )
 def test_calls_are_told_from_text(http, script, content, calls):
-    client = http(FakeEngine(script=[*script.encode(), EOS]))
+    client = http(FakeReplica(script=[*script.encode(), EOS]))
     body = {**CHAT, "max_tokens": 500, "tools": TOOLS}
     (choice,) = post(client, "/v1/chat/completions", body).json()["choices"]
     found = choice["message"].get("tool_calls", [])
@@ -214,7 +214,7 @@ def test_calls_are_told_from_text(http, script, content, calls):
 
 
 def test_one_call_is_enough_for_who_wants_no_parallel_calls(http):
-    client = http(FakeEngine(script=[*(CALL + CALL).encode(), EOS]))
+    client = http(FakeReplica(script=[*(CALL + CALL).encode(), EOS]))
     answer = post(
         client,
         "/v1/chat/completions",
@@ -224,7 +224,7 @@ def test_one_call_is_enough_for_who_wants_no_parallel_calls(http):
 
 
 def test_objectives_come_from_the_body_or_from_headers(http):
-    engine = FakeEngine()
+    engine = FakeReplica()
     seen = []
     engine.config = make(EngineConfig, {"classes": "chat:ttft=0.5"})
     client = http(engine)
@@ -254,7 +254,7 @@ def test_objectives_come_from_the_body_or_from_headers(http):
 
 
 def test_what_is_left_out_has_the_protocols_default_and_null_is_left_out(http):
-    engine = FakeEngine()
+    engine = FakeReplica()
     seen = []
     client = http(engine)
     submit = engine.submit
@@ -352,7 +352,9 @@ def test_bad_values_are_refused_by_name_and_nothing_is_computed(http):
             str(value)[:50],
             error,
         )
-    assert client.served.engine.prefill_steps == 0 and not client.served.server.server.front.streams
+    assert (
+        client.served.engine.prefill_steps == 0 and not client.served.server.server.frontend.streams
+    )
 
 
 CHAT_BAD = [
@@ -427,7 +429,7 @@ def test_other_routes_and_methods_and_models_are_told(http):
 
 
 def test_a_full_queue_is_429_with_when_to_come_again(http):
-    engine = FakeEngine(max_queue=0)
+    engine = FakeReplica(max_queue=0)
     answer = post(http(engine), "/v1/completions", {"prompt": "x"})
     assert (
         answer.status_code == 429
@@ -449,7 +451,7 @@ def test_an_id_of_any_characters_comes_back_in_a_header_that_it_cannot_leave(htt
 
 
 def test_an_id_in_use_is_409(http):
-    client = http(FakeEngine(step_seconds=0.01))
+    client = http(FakeReplica(step_seconds=0.01))
     with client.stream(
         "POST",
         "/v1/completions",
@@ -463,7 +465,7 @@ def test_an_id_in_use_is_409(http):
 
 
 def test_a_deadline_is_504_and_in_a_stream_an_error_event(http):
-    engine = FakeEngine(step_seconds=0.01)
+    engine = FakeReplica(step_seconds=0.01)
     client = http(engine)
     body = {"prompt": "x", "deadline_ms": 100, "max_tokens": 1000}
     assert post(client, "/v1/completions", body).status_code == 504
@@ -472,7 +474,7 @@ def test_a_deadline_is_504_and_in_a_stream_an_error_event(http):
 
 
 def test_an_engine_that_dies_is_an_error_event_and_then_503(http):
-    engine = FakeEngine(step_seconds=0.01)
+    engine = FakeReplica(step_seconds=0.01)
     client = http(engine)
     with client.stream(
         "POST", "/v1/completions", json={"prompt": "x", "stream": True, "max_tokens": 1000}
@@ -488,7 +490,7 @@ def test_an_engine_that_dies_is_an_error_event_and_then_503(http):
 
 
 def test_a_step_that_hangs_ends_streams_and_health_until_it_is_over(http):
-    engine = FakeEngine(step_seconds=0.01)
+    engine = FakeReplica(step_seconds=0.01)
     client = http(engine)
     with client.stream(
         "POST",
@@ -497,14 +499,14 @@ def test_a_step_that_hangs_ends_streams_and_health_until_it_is_over(http):
     ) as answer:
         lines = answer.iter_lines()
         next(lines)
-        engine.overdue = 5.0
+        engine.overdue_seconds = 5.0
         last = [line for line in lines if line][-1]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
     assert client.get("/health").status_code == 503 and client.get("/ready").status_code == 503
     refused = post(client, "/v1/completions", {"prompt": "x"})
     assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
     assert not client.served.client.healthy()
-    engine.overdue = None
+    engine.overdue_seconds = None
     eventually(lambda: client.get("/health").status_code == 200)
     assert (
         post(client, "/v1/completions", {"prompt": "x"}).status_code == 200
@@ -513,7 +515,7 @@ def test_a_step_that_hangs_ends_streams_and_health_until_it_is_over(http):
 
 
 def test_a_fault_of_ours_tells_nothing_of_itself(http, caplog):
-    engine = FakeEngine()
+    engine = FakeReplica()
     engine.fault = ZeroDivisionError("secret detail")
     answer = post(http(engine), "/v1/completions", {"prompt": "x"})
     assert (
@@ -543,7 +545,7 @@ def test_tokens_there_and_back(http):
 
 
 def test_readiness_runs_a_real_token_only_where_none_came_lately(http):
-    engine = FakeEngine()
+    engine = FakeReplica()
     client = http(engine)
     assert client.get("/ready").status_code == 200 and engine.prefill_steps == 1
     for _ in range(5):
@@ -552,8 +554,8 @@ def test_readiness_runs_a_real_token_only_where_none_came_lately(http):
 
 
 def test_an_engine_that_hangs_is_alive_but_not_ready(http, monkeypatch):
-    monkeypatch.setattr("jaxserve.server.readiness.PATIENCE", 0.3)
-    engine = FakeEngine()
+    monkeypatch.setattr("jaxserve.server.readiness.PATIENCE_SECONDS", 0.3)
+    engine = FakeReplica()
     engine.paused = True
     client = http(engine)
     assert client.get("/ready").status_code == 503 and not engine.requests
@@ -594,7 +596,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 def test_what_outputs_must_look_like_reaches_the_engine(http, monkeypatch, field, value, kind):
     client = http()
     seen = []
-    guides = client.served.server.server.front.guides
+    guides = client.served.server.server.frontend.guides
     submit = guides.submit
     monkeypatch.setattr(
         guides, "submit", lambda spec, name: (seen.append((spec.kind, name)), submit(spec, name))[1]
@@ -647,9 +649,9 @@ def test_what_cannot_be_obeyed_is_refused_by_name_and_in_time(http, field, value
 
 
 def test_a_forced_call_is_the_only_output_there_can_be(http, monkeypatch):
-    client = http(FakeEngine(script=[*b'{"name": "add", "arguments": {"a": 1}}', EOS]))
+    client = http(FakeReplica(script=[*b'{"name": "add", "arguments": {"a": 1}}', EOS]))
     seen = []
-    guides = client.served.server.server.front.guides
+    guides = client.served.server.server.frontend.guides
     submit = guides.submit
     monkeypatch.setattr(
         guides,
@@ -727,7 +729,7 @@ def test_what_looks_like_tools_but_is_not_is_no_fault_of_ours(http, body):
 
 
 def test_offsets_are_those_of_tokens_though_their_text_is_held_back(http):
-    client = http(FakeEngine(script=b"abEabEx", step_seconds=0.01))
+    client = http(FakeReplica(script=b"abEabEx", step_seconds=0.01))
     body = {"prompt": "x", "max_tokens": 7, "logprobs": 0, "stop": "END"}
     whole = post(client, "/v1/completions", body).json()["choices"][0]["logprobs"]["text_offset"]
     chunks, _ = events(client, "/v1/completions", body)
@@ -747,7 +749,7 @@ def test_offsets_are_those_of_tokens_though_their_text_is_held_back(http):
     ],
 )
 def test_tokens_without_text_are_told_when_they_come(http, path, prompt):
-    client = http(FakeEngine(script=[EOS] * 8, step_seconds=0.1))
+    client = http(FakeReplica(script=[EOS] * 8, step_seconds=0.1))
     chunks, _ = events(client, path, {**prompt, "max_tokens": 8, "ignore_eos": True})
     assert len(chunks) > 5  # special tokens, which have none
 
@@ -755,7 +757,7 @@ def test_tokens_without_text_are_told_when_they_come(http, path, prompt):
 def test_before_there_is_an_engine_nobody_is_told_of_a_fault_of_ours():
     go = threading.Event()
     with Background(
-        ServerConfig(port=0, http_port=0), lambda: (go.wait(30), FakeEngine(), FakeTokenizer())[1:]
+        ServerConfig(port=0, http_port=0), lambda: (go.wait(30), FakeReplica(), FakeTokenizer())[1:]
     ) as server:
         try:
             for path, body in (

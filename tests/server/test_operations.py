@@ -16,9 +16,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.logs import Json
+from jaxserve.server.logs import JsonFormatter
 from jaxserve.server.tracing import Tracer
-from tests.server.fakes import PARENT, TRACE, FakeEngine
+from tests.server.fakes import PARENT, TRACE, FakeReplica
 from tests.server.keyed import TWO
 from tests.waiting import eventually
 
@@ -29,7 +29,7 @@ class Lines(logging.Handler):
         self.kept: list[dict] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.kept.append(json.loads(Json().format(record)))
+        self.kept.append(json.loads(JsonFormatter().format(record)))
 
     def ends(self) -> list[dict]:
         return [line for line in self.kept if line["logger"] == "jaxserve.requests"]
@@ -52,7 +52,7 @@ def traced(served):
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    served.server.server.front.trail._tracer = Tracer(provider=provider)
+    served.server.server.frontend.request_log._tracer = Tracer(provider=provider)
     return lambda: [
         span for span in exporter.get_finished_spans() if span.name == "jaxserve.generate"
     ]
@@ -141,7 +141,7 @@ def test_a_request_over_either_protocol_is_one_line_and_one_span(serve, lines, k
 
 
 def test_who_goes_away_is_told_so(serve, lines):
-    served = serve(FakeEngine(step_seconds=0.01))
+    served = serve(FakeReplica(step_seconds=0.01))
     spans = traced(served)
     connection = http.client.HTTPConnection(
         "127.0.0.1", served.server.server.ports["http"], timeout=10
@@ -203,7 +203,7 @@ def test_answers_are_counted_by_protocol_and_status(serve, key_file):
 
 
 def test_what_is_refused_for_want_of_room_is_counted_by_reason(serve):
-    served = serve(FakeEngine(step_seconds=0.01, max_queue=0))
+    served = serve(FakeReplica(step_seconds=0.01, max_queue=0))
     assert post(served, "/v1/completions", {"prompt": "x"})[0] == 429
     found = counted(served)
     assert (

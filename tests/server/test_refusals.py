@@ -15,7 +15,7 @@ from jaxserve.server.client import Client, ServerError
 from jaxserve.server.grpc.handlers import parse
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig
-from tests.server.fakes import MAX_LEN, VOCAB, FakeEngine, FakeTokenizer, expected
+from tests.server.fakes import MAX_LEN, VOCAB, FakeReplica, FakeTokenizer, expected
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 NAN = float("nan")
@@ -110,7 +110,7 @@ def test_the_field_at_fault_is_in_the_metadata(serve):
 def test_a_class_that_the_server_does_not_have_is_refused_with_those_that_it_has_and_leaves_nothing(
     serve,
 ):
-    engine = FakeEngine()
+    engine = FakeReplica()
     engine.config = make(EngineConfig, {"classes": "chat:ttft=0.5;batch:ttft=600"})
     served = serve(engine)
     for name in ("Chat", "chat ", "secret", "\n\0\u20ac"):
@@ -122,7 +122,9 @@ def test_a_class_that_the_server_does_not_have_is_refused_with_those_that_it_has
             == f"slo.class_name: {name!r} is not a class of requests here; known are chat, batch"
         )
     assert (
-        not engine.requests and not served.server.server.front.streams and engine.prefill_steps == 0
+        not engine.requests
+        and not served.server.server.frontend.streams
+        and engine.prefill_steps == 0
     )
     for name in ("chat", "batch", ""):
         assert served.client.complete(
@@ -212,7 +214,7 @@ def test_other_calls_are_refused_with_their_status(serve, method, message, code)
 
 
 def test_a_full_queue_says_when_to_come_again(serve):
-    engine = FakeEngine(max_queue=1)
+    engine = FakeReplica(max_queue=1)
     engine.paused = True
     served = serve(engine)
     first = served.client.generate("x")
@@ -228,7 +230,7 @@ def test_a_full_queue_says_when_to_come_again(serve):
 
 
 def test_a_request_id_in_use_is_refused_and_may_be_used_again_later(serve):
-    engine = FakeEngine(step_seconds=0.001)
+    engine = FakeReplica(step_seconds=0.001)
     engine.paused = True
     served = serve(engine)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -280,7 +282,7 @@ def mutated(message, dice):
 
 
 def test_random_and_mutated_messages_get_typed_answers(serve):
-    served = serve(FakeEngine())
+    served = serve(FakeReplica())
     dice = random.Random(7)
     sampling = pb.SamplingParams(temperature=0, max_tokens=2, stop=["x"])
     sane = pb.GenerateRequest(request_id="r", text="hi", sampling=sampling, slo=pb.Slo(ttft_ms=5))

@@ -17,7 +17,7 @@ from jaxserve.api.events import Finished, Timing, Usage
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.server.generate_call import Origin
-from jaxserve.server.logs import Json
+from jaxserve.server.logs import JsonFormatter
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.tracing import Tracer
 from tests.server.fakes import TRACE
@@ -32,12 +32,12 @@ class Kept(logging.Handler):
         self.lines = []
 
     def emit(self, record):
-        self.lines.append(json.loads(Json().format(record)))
+        self.lines.append(json.loads(JsonFormatter().format(record)))
 
 
 @pytest.fixture
 def kept():
-    """(trail, lines, spans)"""
+    """(request_log, lines, spans)"""
     handler = Kept()
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
@@ -64,11 +64,11 @@ def request() -> Request:
 
 
 def test_what_ended_well(kept):
-    trail, lines, spans = kept
-    trail.model = "smollm2"
-    with trail.follow(request(), ORIGIN, "acme") as ends:
+    request_log, lines, spans = kept
+    request_log.model = "smollm2"
+    with request_log.follow(request(), ORIGIN, "acme") as finished:
         logging.getLogger("jaxserve.x").info("inside")
-        ends.append(END)
+        finished.append(END)
     inside, line = lines
     assert inside["request_id"] == "r-1" and inside["trace_id"] == TRACE
     assert (
@@ -100,8 +100,8 @@ def test_what_ended_well(kept):
     ],
 )
 def test_what_ended_otherwise(kept, raised, status):
-    trail, lines, spans = kept
-    with pytest.raises(type(raised)), trail.follow(request(), ORIGIN):
+    request_log, lines, spans = kept
+    with pytest.raises(type(raised)), request_log.follow(request(), ORIGIN):
         raise raised
     (line,), (span,) = lines, spans()
     assert line["status"] == span.attributes["error.type"] == status and not span.status.is_ok
@@ -109,10 +109,10 @@ def test_what_ended_otherwise(kept, raised, status):
 
 
 def test_a_stream_that_ends_in_another_task_is_no_fault(kept):
-    trail, lines, spans = kept
+    request_log, lines, spans = kept
 
     async def main() -> None:
-        follow = trail.follow(request(), ORIGIN)
+        follow = request_log.follow(request(), ORIGIN)
         (await asyncio.create_task(_enter(follow))).append(END)
         await asyncio.create_task(_leave(follow))
         logging.getLogger("jaxserve.x").info("after")
@@ -134,13 +134,13 @@ async def _leave(follow):
 
 
 def test_of_what_the_server_asks_itself_nothing_is_kept(kept):
-    trail, lines, spans = kept
-    with trail.follow(request(), Origin(internal=True)) as ends:
-        ends.append(END)
+    request_log, lines, spans = kept
+    with request_log.follow(request(), Origin(internal=True)) as finished:
+        finished.append(END)
     assert not lines and not spans()
 
 
 def test_without_a_tracer_there_is_the_line(kept):
-    with RequestLog(Tracer()).follow(request(), ORIGIN) as ends:
-        ends.append(END)
+    with RequestLog(Tracer()).follow(request(), ORIGIN) as finished:
+        finished.append(END)
     assert kept[1][0]["trace_id"] == TRACE

@@ -9,7 +9,7 @@ from jaxserve.server.grpc.proto import event_message, output_of
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig
 from jaxserve.text.output import Delta
-from tests.server.fakes import EOS, FakeEngine, expected
+from tests.server.fakes import EOS, FakeReplica, expected
 
 GREEDY = {"temperature": 0, "max_tokens": 5}
 
@@ -41,7 +41,7 @@ def test_n_completions_with_logprobs(serve):
 
 
 def test_a_stop_string_ends_the_text_and_the_engine(serve):
-    served = serve(FakeEngine(step_seconds=0.002, script=b"some words END more words and so on"))
+    served = serve(FakeReplica(step_seconds=0.002, script=b"some words END more words and so on"))
     (completion,) = served.client.complete(
         "hi", SamplingParams.make(stop="END", max_tokens=4000), request_id="r"
     )
@@ -51,7 +51,7 @@ def test_a_stop_string_ends_the_text_and_the_engine(serve):
 
 
 def test_an_end_token_is_an_id_but_no_text(serve):
-    (completion,) = serve(FakeEngine(script=[*b"bye", EOS])).client.complete("hi")
+    (completion,) = serve(FakeReplica(script=[*b"bye", EOS])).client.complete("hi")
     assert (completion.text, completion.ids, completion.reason) == ("bye", [*b"bye", EOS], "stop")
 
 
@@ -91,7 +91,7 @@ def test_the_server_tells_about_itself(serve):
 
 
 def test_the_server_tells_its_classes_and_a_request_keeps_its_own_with_its_objectives(serve):
-    engine = FakeEngine()
+    engine = FakeReplica()
     seen = []
     engine.config = make(EngineConfig, {"classes": "chat:ttft=0.5;batch:ttft=600"})
     served = serve(engine)
@@ -118,7 +118,7 @@ def test_the_predicted_time_to_the_first_token_survives_the_wire():
 
 
 def test_silence_is_broken_by_progress(serve):
-    engine = FakeEngine()
+    engine = FakeReplica()
     engine.paused = True
     served = serve(engine, progress_interval=0.2)
     outputs = served.client.generate("hello")

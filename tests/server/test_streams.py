@@ -21,8 +21,8 @@ END = Finished(0, "length", Usage(3, 0, 4), Timing(0.0, 0.1, 0.2))
 @pytest.fixture
 def busy(monkeypatch):
     """Streams have had all of the time that they may take."""
-    monkeypatch.setattr(streams, "SHARE", 1e-9)
-    monkeypatch.setattr(streams, "MOST_REST", 30.0)
+    monkeypatch.setattr(streams, "CPU_SHARE", 1e-9)
+    monkeypatch.setattr(streams, "MAX_REST_SECONDS", 30.0)
 
 
 def opened():
@@ -31,10 +31,10 @@ def opened():
         request,
         OutputProcessor(request, (), NoText, [].append),
         Authenticator(ServerConfig()).anonymous,
-        0.0,
-        1.0,
-        lambda: None,
-        [],
+        now=0.0,
+        heartbeat_seconds=1.0,
+        on_tokens=lambda: None,
+        finished=[],
     )
     return Mailbox(asyncio.get_running_loop()), stream
 
@@ -51,7 +51,7 @@ def test_that_a_request_was_accepted_does_not_wait_for_a_busy_loop(busy):
         mailbox.put(other, [])
         await asyncio.sleep(0.01)  # the mailbox was emptied just now, and is to rest
         mailbox.put(stream, [Accepted(0)])
-        await asyncio.wait_for(stream.entered(), 5)
+        await asyncio.wait_for(stream.accepted(), 5)
 
     asyncio.run(main())
 

@@ -10,7 +10,7 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.server.client import Client, ServerError
 from jaxserve.server.supervisor import check_host
 from jaxserve.settings.schema import ConfigError, ServerConfig
-from tests.server.fakes import FakeEngine
+from tests.server.fakes import FakeReplica
 from tests.waiting import eventually
 
 KEYS = """
@@ -69,14 +69,14 @@ def routes(served, app):
 
 
 def test_every_route_but_health_asks_for_a_key(keyed):
-    from jaxserve.server.admin import application as operators
-    from jaxserve.server.openai.app import application as users
+    from jaxserve.server.admin import operators_app
+    from jaxserve.server.openai.app import users_app
 
     served, call = keyed()
-    front = served.server.server.front
+    frontend = served.server.server.frontend
     for port, app, right, wrong in (
-        ("http", users(front, None), "alice", "ops"),
-        ("admin", operators(front), "ops", "alice"),
+        ("http", users_app(frontend, None), "alice", "ops"),
+        ("admin", operators_app(frontend), "ops", "alice"),
     ):
         found = [*routes(served, app), ("GET", "/openapi.json"), ("GET", "/nothing")]
         assert len(found) > 5
@@ -152,7 +152,7 @@ def test_without_keys_a_browser_is_not_led_here_under_another_name(serve):
 
 
 def test_limits_of_a_key_are_429_over_both_fronts_and_others_do_not_feel_them(keyed):
-    served, call = keyed(FakeEngine(step_seconds=0.01))
+    served, call = keyed(FakeReplica(step_seconds=0.01))
     with (
         Client(served.target, api_key="alice-key") as alice,
         Client(served.target, api_key="bob-key") as bob,
@@ -183,7 +183,7 @@ def test_limits_of_a_key_are_429_over_both_fronts_and_others_do_not_feel_them(ke
 
 
 def test_tokens_in_the_queue_count_until_the_first_token(keyed):
-    engine = FakeEngine()
+    engine = FakeReplica()
     engine.paused = True
     served, call = keyed(engine)
     with httpx.stream(
@@ -205,7 +205,7 @@ def test_tokens_in_the_queue_count_until_the_first_token(keyed):
 
 
 def test_one_tenants_ids_salts_and_aborts_are_nothing_to_another(keyed):
-    engine = FakeEngine(step_seconds=0.01)
+    engine = FakeReplica(step_seconds=0.01)
     seen = []
     submit = engine.submit
     engine.submit = lambda request, sink: (seen.append(request), submit(request, sink))
@@ -228,7 +228,7 @@ def test_one_tenants_ids_salts_and_aborts_are_nothing_to_another(keyed):
 
 
 def test_operators_drain_and_resume_and_abort(keyed):
-    served, call = keyed(FakeEngine(step_seconds=0.01))
+    served, call = keyed(FakeReplica(step_seconds=0.01))
     with httpx.stream(
         "POST",
         f"{served.server.url}/v1/completions",

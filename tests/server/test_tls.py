@@ -20,7 +20,7 @@ from jaxserve.server.auth.tls import Tls
 from jaxserve.server.client import AsyncClient, Client
 from jaxserve.server.supervisor import Background, check_host, warn_of_host
 from jaxserve.settings.schema import ConfigError, ServerConfig
-from tests.server.fakes import FakeEngine, FakeTokenizer
+from tests.server.fakes import FakeReplica, FakeTokenizer
 from tests.waiting import eventually
 
 HOSTS = ("localhost", "127.0.0.1")
@@ -77,7 +77,7 @@ def files(tmp_path):
 @contextlib.contextmanager
 def served(config):
     with Background(
-        ServerConfig(port=0, http_port=0, **config), lambda: (FakeEngine(), FakeTokenizer())
+        ServerConfig(port=0, http_port=0, **config), lambda: (FakeReplica(), FakeTokenizer())
     ) as server:
         server.wait_ready()
         yield server
@@ -88,7 +88,7 @@ def reaches(target, **credentials):
     ends = (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE)
     states = queue.SimpleQueue()
     with Client(target, **credentials) as client:
-        client._calls.channel.subscribe(states.put, try_to_connect=True)
+        client._stubs.channel.subscribe(states.put, try_to_connect=True)
         while (state := states.get(timeout=30)) not in ends:
             pass
         if state != grpc.ChannelConnectivity.READY:
@@ -131,10 +131,10 @@ def test_an_expired_certificate_is_warned_of_and_not_taken_by_clients(files, cap
 
 def test_a_certificate_that_ends_soon_is_warned_of(files, caplog):
     soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3)
-    Tls.of(ServerConfig(**files.pair(not_after=soon)))
-    assert f"ends on {soon.date()}" in caplog.text
+    Tls.from_config(ServerConfig(**files.pair(not_after=soon)))
+    assert f"expires on {soon.date()}" in caplog.text
     caplog.clear()
-    Tls.of(ServerConfig(**files.pair()))
+    Tls.from_config(ServerConfig(**files.pair()))
     assert not caplog.text
 
 
@@ -186,7 +186,7 @@ def context_of(files, authority=None, certificate=None):
 
 
 def test_a_context_serves_the_certificate_and_follows_its_renewal(files):
-    tls = Tls.of(ServerConfig(**files.pair()))
+    tls = Tls.from_config(ServerConfig(**files.pair()))
     server = tls.context()
     assert shake(server, context_of(files)) == b"hello"
     with pytest.raises(ssl.SSLCertVerificationError):
@@ -200,7 +200,7 @@ def test_a_context_serves_the_certificate_and_follows_its_renewal(files):
 
 
 def test_a_context_asks_for_client_certificates_where_there_is_an_authority(files):
-    server = Tls.of(ServerConfig(**files.pair(), **files.client_ca())).context()
+    server = Tls.from_config(ServerConfig(**files.pair(), **files.client_ca())).context()
     issue = lambda authority, **fields: context_of(
         files, certificate=authority.issue_cert("client@example.org", **fields)
     )
@@ -212,7 +212,7 @@ def test_a_context_asks_for_client_certificates_where_there_is_an_authority(file
 
 
 def test_old_protocols_are_refused(files):
-    server = Tls.of(ServerConfig(**files.pair())).context()
+    server = Tls.from_config(ServerConfig(**files.pair())).context()
     old = context_of(files)
     assert server.minimum_version is ssl.TLSVersion.TLSv1_2
     old.set_ciphers("DEFAULT:@SECLEVEL=0")
@@ -263,7 +263,7 @@ def test_a_key_of_another_user_is_refused(files, give_away):
     pair = files.pair()
     give_away(pair["tls_key"])
     with pytest.raises(ConfigError, match="another user"):
-        Tls.of(ServerConfig(**pair))
+        Tls.from_config(ServerConfig(**pair))
 
 
 def test_an_address_for_strangers_needs_keys_or_client_certificates_and_says_what_is_in_plain_text(

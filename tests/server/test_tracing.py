@@ -35,7 +35,7 @@ NO_SLO = Slo()
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
-    for name in (*tracing.VARIABLES, *tracing.PROTOCOLS):
+    for name in (*tracing.ENDPOINT_VARIABLES, *tracing.PROTOCOL_VARIABLES):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -320,12 +320,19 @@ def test_spans_go_to_the_endpoint_and_what_is_left_at_the_end(
 
 
 def test_without_the_library_a_server_starts_all_the_same():
-    code = (
-        "import sys\nfor name in ('opentelemetry', 'opentelemetry.trace'): sys.modules[name] = None\n"
-        "from jaxserve.server.tracing import Tracer\nimport types\n"
-        f"span = Tracer().start({PARENT!r}, None)\nspan.end([])\nassert span.trace_id == {TRACE!r}\n"
-        "from jaxserve.settings.schema import ConfigError\n"
-        "try: Tracer('http://x')\nexcept ConfigError as error: print(error)\n"
-    )
+    code = f"""
+import sys
+for name in ("opentelemetry", "opentelemetry.trace"):
+    sys.modules[name] = None
+from jaxserve.server.tracing import Tracer
+span = Tracer().start({PARENT!r}, None)
+span.end([])
+assert span.trace_id == {TRACE!r}
+from jaxserve.settings.schema import ConfigError
+try:
+    Tracer("http://x")
+except ConfigError as error:
+    print(error)
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "pip install jaxserve[traces]" in done.stdout, done.stderr

@@ -137,7 +137,7 @@ def _security(config: ServerConfig) -> Iterator[Check]:
     from jaxserve.server.auth.tls import Tls
 
     def certificate() -> None:
-        if tls := Tls.of(config):
+        if tls := Tls.from_config(config):
             tls.context()
 
     for name, asked, read in (
