@@ -60,7 +60,8 @@ OPTIONS = {
             "inject",
             str,
             "",
-            "a fault on purpose, raise:SECTION, crash:SECTION or hang:SECTION, to see that the others go on",
+            "a deliberate fault, raise:SECTION, crash:SECTION or hang:SECTION, "
+            "to see that the other sections go on",
         ),
     ]
 }

@@ -1,5 +1,5 @@
-"""Compiling for an NVIDIA H200 that is not there: `lower` needs jax alone, `compile` goes on to
-machine code.
+"""Compiles for an NVIDIA H200 without one: `lower` needs jax alone, `compile` goes on to machine
+code.
 
 `python -m tests.kernels.cuda` fetches what `compile` needs, jax's CUDA plugin and NVIDIA's
 assembler, some 270 MB, and unpacks it under the cache folder, where neither touches the
@@ -39,7 +39,7 @@ WHEELS = (
     "nvidia-cuda-nvcc==13.5.37",
     "nvidia-nvvm==13.5.37",
 )
-# the rest goes unused
+# files of the wheels that are needed
 PARTS = re.compile(
     r"jax_plugins/|jax_cuda13_plugin/|.*\.dist-info/|.*/bin/ptxas$|.*/libdevice\.10\.bc$"
 )
@@ -50,13 +50,13 @@ BOOKKEEPING = {"parameter", "bitcast", "tuple", "get-tuple-element", "while", "c
 
 
 class CompilerError(Exception):
-    """The compiler could not be had, or refused: the message is its own."""
+    """The compiler could not be downloaded, or it refused a program; with its message."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the assembler says of a Mosaic kernel; `spilled` bytes of spill stores and loads in its
-    code."""
+    """Registers per thread of a Mosaic kernel, and bytes of spill stores and loads in its code, as
+    the assembler reports them."""
 
     registers: int
     spilled: int
@@ -75,7 +75,7 @@ class Compiled:
 
     @property
     def launches(self) -> int:
-        """What the program starts, one after the other."""
+        """Number of kernels and copies that the program launches."""
         entry = self.hlo[self.hlo.index("\nENTRY") :]
         return sum(
             operation not in BOOKKEEPING | {"constant"}
@@ -161,7 +161,7 @@ def folder() -> Path:
 
 
 def lacking() -> str | None:
-    """Why nothing can be compiled here, and what to do; None where it can."""
+    """Why programs cannot be compiled here, and what to do; None if they can."""
     return (
         None
         if folder().is_dir()
@@ -170,7 +170,7 @@ def lacking() -> str | None:
 
 
 def fetch() -> Path:
-    """The folder of the compiler, filled if it was not there. Errors: CompilerError."""
+    """The folder of the compiler; downloads it first if needed. Errors: CompilerError."""
     if not lacking():
         return folder()
     folder().parent.mkdir(parents=True, exist_ok=True)
@@ -211,8 +211,8 @@ def _download(wheel: str, to: Path, seconds: float) -> None:
         raise CompilerError(f"{wheel} had not arrived after {FETCH_SECONDS} s") from None
     if failed:
         raise CompilerError(
-            f"pip could not download {wheel}, see above. It is a wheel for Linux, of the Python package registry; "
-            "where no registry is reachable, only the lowering is tested"
+            f"pip could not download {wheel}, see above. It is a wheel for Linux, "
+            "of the Python package registry; without one, only the lowering is tested"
         )
 
 

@@ -1,5 +1,4 @@
-"""Every implementation of attention over pages means what the reference means, and the reference
-means plain dense attention."""
+"""Every implementation of attention over pages equals dense attention in f64."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ SHAPES = [
 
 def make_case(shape: Shape, seed: int, first_block: int = 0) -> Case:
     """Rows of random lengths at random positions, over random subsets of their blocks, on permuted
-    pages. What is not written is NaN, and what is not a table entry is nonsense. The last row is
+    pages. Tokens that were not written are NaN, invalid table entries nonsense. The last row is
     empty, and so is the table of the first row of every third case."""
     rng = np.random.default_rng([seed, shape.T])
 
@@ -165,7 +164,7 @@ def test_half_precision_pages_differ_by_rounding_only(name):
     "shape", [Shape(1), Shape(5, C=4, W=90, window=7), Shape(64, C=64, W=6)], ids=str
 )
 @pytest.mark.parametrize("name", PORTABLE)
-def test_pages_of_eight_bits_mean_what_they_say(name, shape):
+def test_quantised_pages_are_attended_to_as_their_dequantised_values(name, shape):
     case = make_case(shape, 3)
     out, lse = map(np.asarray, compiled(name, shape.window)(*case.arguments(quantized=True)))
     right_out, right_lse = truth(case.rounded(quantized=True), 0.3, shape.window)

@@ -1,9 +1,9 @@
-"""The kernels for Hopper become machine code that fits: lowered on any machine, compiled where
+"""The kernels for Hopper lower on any machine, and compile to machine code where
 `python -m tests.kernels.cuda` was run.
 
-No number is computed here. What is caught is a layout or shape that the compiler lacks, too much
-shared memory, registers that do not suffice, and a pool of pages that is copied; the figures that
-are limits here are those of the day when they were written, or a little more.
+No number is computed here. These tests catch layouts and shapes that the compiler does not support,
+too much shared memory, register spills, and copies of the pool of pages. The limits on spills are
+measured values, or a little more.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ needs_compiler = pytest.mark.skipif(cuda.lacking() is not None, reason=str(cuda.
 
 @dataclass(frozen=True)
 class AttendCase:
-    """As of tests.kernels.test_attend, of types `dtype` of queries and pages and `out`; `hop`:
-    results are merged with earlier ones; `spilled`: the most bytes of spills in a kernel."""
+    """Shapes as in tests.kernels.test_attend; dtype: of queries and pages; out: dtype of results;
+    hop: results are merged with earlier ones; spilled: limit of bytes of spills in a kernel."""
 
     R: int
     T: int
@@ -53,7 +53,7 @@ class AttendCase:
     W: int
     window: int | None = None
     dtype: str = "bfloat16"
-    kv: str | None = None  # type of the pages, where another
+    kv: str | None = None  # dtype of the pages, if it differs
     out: str = "bfloat16"
     tiles: Tiles | None = None
     hop: bool = False
@@ -69,7 +69,7 @@ class AttendCase:
 
     @property
     def numbers(self) -> int:
-        """Of a pool."""
+        """Elements of the pool."""
         return math.prod(self.pool.kv.shape)
 
     @property
@@ -78,9 +78,9 @@ class AttendCase:
 
     @property
     def temp(self) -> int:
-        """Bytes beside arguments and results: two pieces of f32 per block; queries and results as
-        whole tiles where the heads of a kv head are rows; lse transposed; and little for the line
-        of key tiles."""
+        """Limit of temporary bytes: two partial results of f32 per thread block; queries and
+        results padded to tiles where query heads are rows; lse transposed; and a little for the
+        split of the work."""
         tile = ROWS * default_tiles(self.T * self.G, self.H, self.kv or self.dtype).warpgroups
         rows = -(-self.T * self.G // tile) * tile if self.T < 64 else 0
         width = np.dtype(self.dtype).itemsize + np.dtype(self.out).itemsize + 4 * self.hop
@@ -92,7 +92,7 @@ class AttendCase:
         )
 
     def arguments(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Of `attend`."""
+        """Arguments of `attend`."""
         pos = array((self.R, self.T))
         table = array((2, self.R, self.W))
         row = array((self.R,))
@@ -308,8 +308,7 @@ def test_a_copy_of_the_pool_would_be_found():
 
 
 def step_of(shape: AttendCase, spread: int = 0) -> tuple[Any, ...]:
-    """`step` and its arguments; spread: new tokens of a sequence on two lanes, one half from
-    each."""
+    """`step` and its arguments; spread: new tokens of a sequence on two lanes, half on each."""
     _, _, pool, table, row, _ = shape.arguments()
     tokens = shape.R * shape.T + spread // 2
     one = array((2,))
@@ -330,8 +329,8 @@ def step(
     width: int,
     spread_width: int,
 ) -> tuple[jax.Array, KVPages]:
-    """A layer's attention on one lane; local: slot, start and length of its rows; spread: values and
-    how many entries are held."""
+    """A layer's attention on one lane. local: slot, start and length of its rows; spread: those,
+    and the entries of every lane."""
     P = pages.kv.shape[1]
     size = pages.kv.shape[4]
     groups = Groups(
@@ -376,8 +375,8 @@ BLOCK = 64
     ids=str,
 )
 def test_a_step_of_a_model_runs_on_the_kernels_and_copies_no_pages(shape, launches):
-    """Two layers of Llama 3 8B, the step as the engine compiles it: per layer `launches` kernels.
-    What XLA makes besides is small."""
+    """Two layers of Llama 3 8B, the step as the engine compiles it: `launches` kernels per layer,
+    and small temporaries."""
     compiled = step_of_model(LLAMA, shape)
     numbers = POOL * LLAMA.kv_heads * 2 * BLOCK * LLAMA.head_dim
     assert compiled.hlo.count('custom_call_target="mosaic_gpu_v2"') == LLAMA.layers * launches
@@ -426,8 +425,8 @@ def model_step(
 
 @needs_compiler
 def test_a_hop_sends_its_pages_on_in_the_kernel_that_attends_over_them():
-    """Four lanes: compiled as far as that goes without them; all launches are two kernels, and
-    nothing is permuted besides."""
+    """Four lanes, compiled without them: all launches are two kernels, and no collective permute is
+    left."""
     shape = dataclasses.replace(SHAPES["hop"], R=1, W=32)
     q, pos, _, table, row, _, *before = shape.arguments()
     pages = pool_shapes((32, *shape.pool.kv.shape[1:]), np.dtype("bfloat16"))

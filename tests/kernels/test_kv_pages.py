@@ -1,4 +1,4 @@
-"""Pages of 8 bits say nearly what was stored."""
+"""Quantised KV pages are close to what was stored."""
 
 from __future__ import annotations
 

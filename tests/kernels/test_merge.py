@@ -1,5 +1,5 @@
-"""The merge of partial attention is a commutative monoid, and the merge of any pieces is the
-whole."""
+"""The merge of partial attention is associative and commutative, and merging the parts of any
+partition of the keys gives attention over all."""
 
 from __future__ import annotations
 

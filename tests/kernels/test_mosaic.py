@@ -1,5 +1,5 @@
-"""The kernel for Hopper means what the reference means, in the interpreter, which also finds races
-between its warpgroups."""
+"""The Hopper kernel equals dense attention, in the interpreter, which also finds races between its
+warpgroups."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_the_kernel_is_dense_attention(shape, tiles):
 
 @pytest.mark.parametrize("blocks", [1, 2, 5, 16, 60])
 def test_the_result_does_not_depend_on_how_many_blocks_share_the_work(blocks):
-    """With sixty of them some have nothing to do, and a query tile is in as many pieces as it has
-    key tiles."""
+    """With sixty blocks some have nothing to do, and each key tile of a query tile is a block's own
+    partial result."""
     for shape, tiles in (
         (Shape(5, H=64, W=24), SMALL),
         (Shape(64, H=64, G=2, K=1, C=32, W=9, R=2), TWO),
@@ -159,7 +159,7 @@ NARROW = [
 
 
 @pytest.mark.parametrize("shape, tiles", NARROW, ids=str)
-def test_pages_of_eight_bits_are_widened_on_their_way(shape, tiles):
+def test_pages_of_eight_bits_are_dequantised(shape, tiles):
     for out in ("float32", "bfloat16"):
         assert_means_dense(
             make_case(shape, 1), dataclasses.replace(tiles, **EIGHT), shape.window, out_dtype=out
@@ -167,7 +167,7 @@ def test_pages_of_eight_bits_are_widened_on_their_way(shape, tiles):
 
 
 @pytest.mark.parametrize("shape, tiles", [NARROW[0], NARROW[3]], ids=str)
-def test_nobody_reads_what_is_not_yet_widened(shape, tiles):
+def test_no_warpgroup_reads_a_tile_that_is_not_dequantised_yet(shape, tiles):
     assert_means_dense(
         make_case(shape, 1),
         dataclasses.replace(tiles, narrow=2),
@@ -197,7 +197,7 @@ def test_what_the_kernel_lacks_is_refused_with_the_reason(shape, dtype, message)
     [(Shape(5, H=64), SMALL), (Shape(64, H=64, G=2, K=1, C=32, W=9, R=2), TWO)],
     ids=str,
 )
-def test_a_hop_of_a_ring_goes_on_from_the_keys_before(shape, tiles):
+def test_a_hop_of_a_ring_continues_from_the_keys_before(shape, tiles):
     """Each row's entries are dealt to two hops: the second, given what the first returned, returns
     what all of them give."""
     case = make_case(shape, 2)

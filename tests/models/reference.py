@@ -1,5 +1,5 @@
-"""A decoder as the papers and the Hugging Face documentation describe it, in dense f64 numpy: what
-the device must say."""
+"""A decoder in dense f64 numpy, written after the papers and the Hugging Face documentation: the
+expected results of the tests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.weights.models import tensors
 
 
 def random_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
-    """Of a size that makes every part count: sharp attention, logits of a few units, norms that are
-    not one."""
+    """Random weights with which every part matters: sharp attention, logits of a few units, norms
+    that are not one."""
     found = {
         name: value / np.sqrt(value.shape[-1]) * 2 if value.ndim > 1 else value * 0.3
         for name, value in tensors(config, seed).items()
@@ -50,8 +50,8 @@ def _llama3(frequency: float, scaling) -> float:
 
 
 def _yarn(plain: list[float], config: ModelConfig) -> list[float]:
-    """Pairs that turn more than `beta_fast` times over the original length stay, those below
-    `beta_slow` are interpolated."""
+    """Pairs that rotate more than `beta_fast` times over the original length are kept, those with
+    less than `beta_slow` rotations interpolated."""
     scaling = config.rope_scaling
     pair = [
         config.head_dim
@@ -81,7 +81,8 @@ def _yarn_attention(scaling) -> float:
 
 
 def rope(x: np.ndarray, config: ModelConfig) -> np.ndarray:
-    """x [T, heads, H] at positions 0 to T - 1, turned; dimension i goes with i + H / 2."""
+    """Applies RoPE to x [T, heads, H] at positions 0 to T - 1; dimension i is paired with i + H /
+    2."""
     frequencies, factor = rope_frequencies(config)
     turned = (
         (x[..., : config.head_dim // 2] + 1j * x[..., config.head_dim // 2 :])

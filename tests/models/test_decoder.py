@@ -1,5 +1,4 @@
-"""Every kind of model, on meshes that split it in every way, says what a dense forward pass in f64
-says."""
+"""Every kind of model, on meshes that split it in every way, equals a dense forward pass in f64."""
 
 from __future__ import annotations
 

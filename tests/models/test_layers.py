@@ -46,7 +46,7 @@ def test_rotary_frequencies_follow_their_formulas(name):
     assert factor == pytest.approx(right_factor, rel=1e-6)
 
 
-def test_scaling_leaves_fast_turns_and_slows_slow_ones_by_the_factor():
+def test_scaling_keeps_high_frequencies_and_divides_low_ones_by_the_factor():
     for name in ("llama3.1", "llama3.2", "yarn", "yarn-mscale", "yarn-betas"):
         config = CONFIGS[name]
         plain, _ = layers.rope_frequencies(replace(config, rope_scaling=None))
@@ -70,7 +70,7 @@ def test_rotation_follows_its_formula(name):
     np.testing.assert_allclose(got, reference.rope(x.astype(np.float64), config), atol=3e-4)
 
 
-def test_what_two_turned_vectors_make_depends_on_their_distance_only():
+def test_the_product_of_two_rotated_vectors_depends_on_their_distance_only():
     q, k = np.random.default_rng(1).standard_normal((2, 1, 1, 1, BASE.head_dim)).astype(np.float32)
     at = lambda x, position: layers.rotate(
         jnp.asarray(x), *layers.rope_cos_sin(jnp.array([position]), BASE)
@@ -80,7 +80,7 @@ def test_what_two_turned_vectors_make_depends_on_their_distance_only():
     assert abs(float((at(q, 30) * at(k, 5)).sum()) - products[0]) > 0.1
 
 
-def test_position_zero_is_not_turned():
+def test_position_zero_is_not_rotated():
     x = np.random.default_rng(2).standard_normal((1, 2, 1, BASE.head_dim)).astype(np.float32)
     np.testing.assert_array_equal(
         layers.rotate(jnp.asarray(x), *layers.rope_cos_sin(jnp.zeros(1, jnp.int32), BASE)), x

@@ -1,5 +1,5 @@
-"""However queries and blocks on other lanes meet, the answer is dense attention, and what crosses
-lanes is what the formulas say."""
+"""Every exchange strategy gives dense attention, and the bytes that cross lanes are those of the
+formulas."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxserve.costs import exchange_choice as traffic
 from jaxserve.costs.exchange_choice import ExchangeWork, Heads
 from jaxserve.kernels.kv_pages import KVPages
-from jaxserve.sharding import attention as meeting
-from jaxserve.sharding import exchange
+from jaxserve.sharding import attention, exchange
 from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.mesh import KVP, TP
 from jaxserve.sharding.rows import Groups, all_gather_rows, spread_rows
@@ -40,8 +39,8 @@ pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices"
 
 @dataclass
 class Case:
-    """Sequences whose blocks lie anywhere; the last of them decode. rows: slot, start, length and
-    lane, by group."""
+    """Sequences whose blocks are on random lanes; the last sequences decode. rows: (slot, start,
+    length, lane) of decodes and of prefill rows."""
 
     lanes: int
     cached: list[int]
@@ -85,7 +84,7 @@ def cases(draw, lanes: int):
 
 
 def program(strategy: str, count: int, everywhere, rows, pages, q, kv):
-    """What a step does in one layer, on one lane."""
+    """The attention of a step in one layer, on one lane."""
     table = everywhere[0]
     lane = jax.lax.axis_index(KVP)
     groups = []
@@ -97,7 +96,7 @@ def program(strategy: str, count: int, everywhere, rows, pages, q, kv):
             spread_rows(*mine[:, :3].T, mine[:, 3:], lane, width, table, PAGES, C, settled)
         )
         at += number
-    out, pool = meeting.attention(
+    out, pool = attention.attention(
         q[0], kv[0], KVPages(pages), None, Groups((), tuple(groups), table, strategy), 0.3
     )
     return out[None], pool.kv
@@ -151,7 +150,7 @@ def inputs(case: Case):
 
 
 def dense(q: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """q [K, G, H] over keys and values x [S, K, 2, H]."""
+    """Dense attention of q [K, G, H] over keys and values x [S, K, 2, H]."""
     scores = np.einsum("kgh,skh->kgs", q.astype(np.float64) * 0.3, x[:, :, 0])
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("kgs,skh->kgh", weights / weights.sum(-1, keepdims=True), x[:, :, 1])
@@ -200,8 +199,8 @@ def test_a_prompt_of_fewer_tokens_than_lanes_after_a_context_that_one_lane_holds
 
 
 def crossed(strategy: str, lanes: int) -> dict[str, int]:
-    """Bytes that a lane sends to others in the compiled program, by operation; of `pass_kv` those
-    of one piece."""
+    """Bytes that a lane sends to others in the compiled program, by collective; for `pass_kv` those
+    of one chunk."""
     text = (
         compiled(strategy, lanes).lower(*inputs(Case(lanes, [40], [16], 0))[0]).compile().as_text()
     )
@@ -223,8 +222,8 @@ def crossed(strategy: str, lanes: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("lanes", [2, 4, 8])
 def test_what_crosses_lanes_is_what_the_formulas_say(lanes):
-    """The chooser's formulas, which are the context parallel paper's, with the rows of a step as
-    its new tokens."""
+    """Compares compiled programs with the formulas of `costs.exchange_choice`, which are those of
+    the Context Parallelism paper; all rows of a step count as new tokens."""
     K, G = HEADS[lanes]
     heads = Heads(K * G, K, H, item=4, partial=4)
     rows = ROWS * WIDTH
@@ -263,8 +262,8 @@ def test_what_crosses_lanes_is_what_the_formulas_say(lanes):
 
 @pytest.mark.parametrize("strategy", ["pass_q", "pass_kv"])
 def test_a_hop_does_not_wait_for_the_attention_that_it_runs_beside(strategy):
-    """Each hop's operand is what the hop before brought, or what was here: attention is on no path
-    from one to the next."""
+    """Each hop sends what the previous hop received, or what the lane had: it does not depend on
+    attention."""
     text = compiled(strategy, 4).lower(*inputs(Case(4, [40], [16], 0))[0]).compile().as_text()
     made = dict(re.findall(r"^\s*(?:ROOT )?%([\w.-]+) = (.*)$", text, re.M))
     hops = [name for name, what in made.items() if re.search(r" collective-permute\(", what)]

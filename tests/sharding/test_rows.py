@@ -1,5 +1,4 @@
-"""Where a step's tokens are in the page table: arithmetic of positions, blocks and pages up to the
-longest contexts."""
+"""Rows of a step: positions, blocks and pages of tokens, up to the longest contexts."""
 
 from __future__ import annotations
 
@@ -74,8 +73,8 @@ def test_a_spread_token_goes_to_the_page_of_its_block_where_this_lane_has_it(wid
 
 
 def test_entries_are_found_in_a_table_of_ten_million_tokens():
-    """As wide as that, and compiled in no time: the search is a loop, for unrolled it doubles the
-    compiler's work with every turn."""
+    """Finds entries in so wide a table, and compiles in a moment: the search is a loop, since
+    unrolled it would double the compiler's work with every iteration."""
     size = 16
     count = 625_000
     blocks = np.arange(count, dtype=np.int32) * 2  # the even ones are here

@@ -1,5 +1,5 @@
-"""Small checkpoints of every kind of model, as safetensors folders and GGUF files, with weights
-that can be told apart."""
+"""Writes small checkpoints of every kind of model, as safetensors folders and GGUF files, with
+random weights."""
 
 import json
 from dataclasses import replace
@@ -128,8 +128,7 @@ def placed(
 
 
 def assembled(config: ModelConfig, values: dict[str, np.ndarray], tp: int) -> dict[str, np.ndarray]:
-    """The parameters as interfaces define them, written out head by head: slow, and easy to
-    believe."""
+    """The parameters that `load` should give, assembled head by head: slow, and easy to verify."""
     split = config.with_tp(tp)
     K = split.kv_heads
     G = split.heads // split.kv_heads

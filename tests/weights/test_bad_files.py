@@ -1,4 +1,4 @@
-"""Files that are damaged, lie or attack: a CheckpointError each, before anything is allocated or
+"""Damaged, inconsistent and malicious files give a CheckpointError before anything is allocated or
 executed."""
 
 import contextlib

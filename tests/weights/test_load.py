@@ -1,5 +1,5 @@
-"""Checkpoints become the declared parameters, on every split, from every kind of source, and only
-what is needed is read."""
+"""Loading gives the declared parameters on every mesh from every kind of checkpoint, and reads only
+what is needed."""
 
 from dataclasses import replace
 

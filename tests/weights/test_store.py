@@ -1,4 +1,4 @@
-"""Saved parameters come back on other meshes, where their shapes allow it."""
+"""Saved parameters are restored on other meshes, if their shapes allow it."""
 
 import numpy as np
 import pytest

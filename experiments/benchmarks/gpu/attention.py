@@ -64,7 +64,7 @@ class Heads:
 
 
 def attend(heads: Heads, size: int, run: Run, tiles: Any = None) -> Any:
-    """Our kernel, layer by layer: over flat pools of pages of `size` tokens."""
+    """A program that runs our kernel layer by layer, over flat pools of pages of `size` tokens."""
     kernel = hopper(run.rehearse, tiles)
 
     @jax.jit  # traced once for all layers
@@ -204,9 +204,8 @@ def _pages_of(size: int, length: int, heads: Heads, run: Run) -> Launches:
 
 
 class Filled:
-    """Pages of several layers, for sequences of many lengths: flat arrays of random numbers, which
-    repeat, and tables that point all over them. Longer sequences than there is room for have pages
-    in common, at places that are far apart. quantized: of 8 bits."""
+    """KV pages of several layers with (repeating) random numbers, and page tables that point all
+    over them. Sequences longer than the pool share pages, far apart in time. quantized: to FP8."""
 
     def __init__(self, heads: Heads, tokens: int, run: Run, quantized: bool):
         self.heads = heads
@@ -223,8 +222,8 @@ class Filled:
         self.dtype = self.flats[0].kv.dtype
 
     def arguments(self, contexts: list[int], T: int) -> list[tuple[Any, ...]]:
-        """What `attend` takes for rows of the last T of so many tokens each, and again over other
-        pages where a cache would serve them."""
+        """Arguments of `attend` for the last T tokens of each context; several sets over different
+        pages, so that no cache serves successive launches."""
         count = np.array([-(-context // PAGE) for context in contexts], np.int32)
         last = np.array(contexts, np.int32)
         q_pos = last[:, None] - T + np.arange(T, dtype=np.int32)
@@ -426,19 +425,19 @@ def shapes_to_try(rows: int, head_dim: int, dtype: Any, rehearse: bool) -> dict[
     all_keys, all_stages, all_narrow = (
         ((64,), (2,), (2,)) if rehearse else ((64, 128), (2, 3, 4), (1, 2, 4))
     )
-    for warpgroups, keys, stages, held in itertools.product(
+    for warpgroups, keys, stages, narrow in itertools.product(
         (1, 2), all_keys, all_stages, all_narrow if base.narrow else (0,)
     ):
         one = dataclasses.replace(
-            base, keys=keys, warpgroups=warpgroups, stages=stages, narrow=held
+            base, keys=keys, warpgroups=warpgroups, stages=stages, narrow=narrow
         )
-        room = SHARED_BYTES // one.shared_bytes(head_dim)  # blocks that fit a core
+        blocks_per_core = SHARED_BYTES // one.shared_bytes(head_dim)  # that fit shared memory
         name = f"keys {keys} warpgroups {warpgroups} stages {stages}" + (
-            f" narrow {held}" if held else ""
+            f" narrow {narrow}" if narrow else ""
         )
-        if room:
+        if blocks_per_core:
             found[name] = one
-        if room > 1 and warpgroups == 1 and not rehearse:
+        if blocks_per_core > 1 and warpgroups == 1 and not rehearse:
             found[f"{name}, twice the blocks"] = dataclasses.replace(one, blocks=2 * base.blocks)
     return found
 

@@ -1,5 +1,5 @@
-"""Inputs of attention over pages, drawn at random, and what it means, in f64: for the checks on a
-GPU and for the tests."""
+"""Random inputs of attention over pages, and their results in f64, for the checks on a GPU and for
+the tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Case:
     entries: np.ndarray
 
     def arguments(self, dtype: Any = np.float32, quantized: bool = False) -> tuple[Any, ...]:
-        """Of an implementation: floats of this type; pages of 8 bits where `quantized`."""
+        """Arguments of an implementation: floats of this type; FP8 pages if `quantized`."""
         pool = (
             jax.tree.map(np.asarray, quantize(self.pages))
             if quantized
@@ -38,7 +38,7 @@ class Case:
         return self.q.astype(dtype), self.q_pos, pool, self.table, self.slot, self.entries
 
     def rounded(self, dtype: Any = np.float32, quantized: bool = False) -> Case:
-        """The same with numbers as those arguments have them, in f32."""
+        """This case in f32 with its numbers rounded as in those arguments."""
         pages = (
             quantize(self.pages).dequantize(np.float32) if quantized else self.pages.astype(dtype)
         )
@@ -54,10 +54,12 @@ def draw(
     keeps: Callable[[int], bool],
     first: int = 0,
 ) -> Case:
-    """Rows on permuted pages. What nobody wrote is NaN, and what is no table entry is nonsense.
+    """Draws rows on permuted pages. Tokens that were not written are NaN; invalid page-table
+    entries are nonsense.
 
-    shape: has R, T, K, G, H, C and W. span: of a row, its query tokens and the tokens up to the
-    last of them. keeps: whether a block of a row is here. first: the block at which contexts begin.
+    shape: has R, T, K, G, H, C and W. span: for a row, its number of query tokens and the length of
+    its context up to the last of them. keeps: whether a block of a row is present. first: the block
+    at which contexts begin.
     """
     T = shape.T
     C = shape.C
@@ -84,7 +86,7 @@ def draw(
 
 
 def truth(case: Case, scale: float, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Attention in f64, by what the words say."""
+    """Attention in f64 by its definition: out and lse."""
     R, T, K, G, H = case.q.shape
     size = case.pages.shape[3]
     out = np.zeros(case.q.shape)

@@ -1,5 +1,5 @@
-"""What is here, whether every kernel computes what it should, and what the machine can do at
-most."""
+"""Describes the device and its software, checks every kernel against f64, and measures the device's
+ceilings."""
 
 from __future__ import annotations
 
@@ -112,7 +112,10 @@ class Shape:
         rest = (f" window {self.window}" if self.window else "") + (
             f" from {self.first * self.C}" if self.first else ""
         )
-        return f"T {self.T} G {self.G} H {self.H} page {self.C} context {self.W * self.C} {self.dtype}{rest}"
+        return (
+            f"T {self.T} G {self.G} H {self.H} page {self.C} "
+            f"context {self.W * self.C} {self.dtype}{rest}"
+        )
 
 
 FIXED = (
@@ -187,8 +190,8 @@ def make(shape: Shape, rng: np.random.Generator) -> cases.Case:
 
 
 def implementations(rehearse: bool) -> dict[str, Callable]:
-    """All that ops knows, and the kernel for Hopper in two hops of a ring, each over half of the
-    keys."""
+    """All implementations of `ops`, and the Hopper kernel in two hops of a ring, each over half of
+    the keys."""
     from jaxserve.kernels import ops
 
     found = {name: functools.partial(ops.attend, implementation=name) for name in ops.ATTEND}
@@ -200,8 +203,8 @@ def implementations(rehearse: bool) -> dict[str, Callable]:
 
 
 def hopper(rehearse: bool, tiles: Any = None, whole: bool = False) -> Callable:
-    """The kernel for Hopper as ops calls it, with other tiles, or in the interpreter with small
-    ones. whole: with all of its arguments."""
+    """The Hopper kernel as `ops` calls it, with other tiles, or (rehearse) in the interpreter with
+    small ones. whole: `mosaic.attend` itself, with all of its arguments."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from jaxserve.kernels import mosaic, ops
@@ -234,7 +237,7 @@ def _hops(
     entries: jax.Array,
     **settings: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Over the first half of each row's entries, then on from there over the second."""
+    """Attends over the first half of each row's entries, then continues over the second."""
     half = entries // 2
     before = attend(q, q_pos, pages, table, slot, half, **settings)
     at = jnp.minimum(half[:, None] + jnp.arange(table.shape[2]), table.shape[2] - 1)

@@ -176,8 +176,8 @@ def on_device(
     dtype: Any,
     progress: bool = True,
 ) -> dict[str, jax.Array]:
-    """In place of `weights.load`: norms one, all others from one tape of normal numbers of
-    deviation 0.02, which repeats."""
+    """Stands in for `weights.load`: norms are one, all other weights repeat one array of normal
+    random numbers with standard deviation 0.02."""
     tape = 0.02 * jax.random.normal(jax.random.key(0), (TAPE,), dtype)
 
     @functools.cache
@@ -347,7 +347,8 @@ def _prefill(replica: Replica, length: int, chunk: int) -> Row:
     once = last(1) * len(arrays)  # at most
     if once > run.left:
         raise TimeoutError(
-            f"the last chunk takes {1e3 * once / len(arrays):.0f} ms; {len(arrays)} of them take longer than there is time"
+            f"the last chunk takes {1e3 * once / len(arrays):.0f} ms; "
+            f"{len(arrays)} of them take longer than the time left"
         )
     launch = steps.launches(arrays, False)
     timed = (
