@@ -25,6 +25,7 @@ from jaxserve.settings.schema import (
     SchedulerConfig,
 )
 from jaxserve.simulate.replica import VirtualReplica
+from tests.server.fakes import FakeReplica
 from tests.waiting import eventually
 
 SECONDS = 120.0  # most that a test waits for a live replica, which may have to compile
@@ -129,4 +130,10 @@ def virtual() -> Holder:
     return VirtualHolder(VirtualReplica(scheduler, CACHE, mesh, shape=shape))
 
 
-HOLDERS = {"live": live, "virtual": virtual}
+def fake() -> Holder:
+    """Holds the fake of the server's tests, which has neither a scheduler nor a journal."""
+    return Holder(FakeReplica(step_seconds=0.005, max_queue=12))
+
+
+SCHEDULED = {"live": live, "virtual": virtual}
+HOLDERS = {**SCHEDULED, "fake": fake}

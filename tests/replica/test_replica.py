@@ -1,5 +1,5 @@
 """What whoever holds a `Replica` relies on, of the live engine, the virtual replica and the fake
-of the server's tests alike."""
+of the server's tests alike; the fake has no pages, no steps and no counts of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Event, Finished, Progress, Token
 from jaxserve.replica.protocol import Replica
-from tests.replica.holders import HOLDERS, LONG, Heard, Holder
+from tests.replica.holders import HOLDERS, LONG, SCHEDULED, Heard, Holder
 
 
 @pytest.fixture(params=sorted(HOLDERS))
@@ -117,7 +117,7 @@ def test_each_of_n_completions_has_its_tokens_and_one_end(held):
 
 
 def test_more_than_run_at_once_wait_and_all_end(held):
-    count = held.replica.info.max_seqs + 2
+    count = min(held.replica.info.max_seqs + 2, held.replica.info.max_queue)
     heard = [held.submit(str(number), prompt=10 + number, tokens=8) for number in range(count)]
     held.wait_ended(*heard)
     assert [one.end.reason for one in heard] == ["length"] * count
@@ -278,6 +278,7 @@ def test_a_sink_may_submit_and_cancel(held):
 # --- questions
 
 
+@pytest.mark.parametrize("idle", sorted(SCHEDULED), indirect=True)
 def test_load_counts_what_waits_and_what_runs(idle):
     total = idle.replica.info.max_seqs + 2
     heard = [idle.submit(str(number), tokens=LONG // 2) for number in range(total)]
@@ -310,13 +311,18 @@ def test_a_posted_command_runs_before_the_next_step_and_may_submit(held):
     assert ran == [1], "at once where nothing runs any more"
 
 
+def test_a_view_names_model_mesh_and_whether_it_lives(held):
+    shown = held.replica.view()
+    info = held.replica.info
+    assert (shown["model"], shown["mesh"], shown["alive"]) == (info.model, str(info.mesh), True)
+
+
+@pytest.mark.parametrize("idle", sorted(SCHEDULED), indirect=True)
 def test_a_view_is_plain_data_and_goes_on_where_the_last_one_ended(held):
     heard = held.submit("shown", tokens=LONG)
     held.wait(lambda: len(heard.tokens) > 3)
     first = held.replica.view()
     json.dumps(first, allow_nan=False)
-    assert first["alive"] is True and first["model"] == held.replica.info.model
-    assert first["mesh"] == str(held.replica.info.mesh)
     assert first["running"] == 1 and first["waiting"] == 0
     assert "shown" in [dict(zip(first["columns"], row))["id"] for row in first["requests"]]
     before = len(heard.tokens)
@@ -332,11 +338,16 @@ def test_a_view_is_plain_data_and_goes_on_where_the_last_one_ended(held):
     assert [(row["id"], row["state"]) for row in ended] == [("shown", "cancelled")]
 
 
-def test_metrics_count_what_ended_and_what_was_refused_before_it_came(held):
-    held.wait_ended(held.submit(tokens=9))
+def test_metrics_count_what_was_refused_before_it_came(held):
     held.replica.count_rejected("concurrency")
     text = generate_latest(held.replica.metrics_registry).decode()
     assert 'jaxserve:early_rejections_total{reason="concurrency"} 1.0' in text
+
+
+@pytest.mark.parametrize("idle", sorted(SCHEDULED), indirect=True)
+def test_metrics_count_what_ended(held):
+    held.wait_ended(held.submit(tokens=9))
+    text = generate_latest(held.replica.metrics_registry).decode()
     assert 'jaxserve:request_success_total{finished_reason="length"} 1.0' in text
     assert "jaxserve:generation_tokens_total 9.0" in text
     assert "jaxserve:num_requests_waiting 0.0" in text

@@ -13,7 +13,7 @@ import tokenizers
 from prometheus_client import CollectorRegistry
 
 from jaxserve.api.errors import RequestError
-from jaxserve.api.events import Accepted, Finished, Logprobs, Progress, Timing, Token, Usage
+from jaxserve.api.events import Accepted, Event, Finished, Logprobs, Progress, Timing, Token, Usage
 from jaxserve.api.request import Request
 from jaxserve.observe.metrics import READ, Metrics
 from jaxserve.replica.info import ReplicaInfo
@@ -172,7 +172,7 @@ class FakeReplica:
             block_size=self.config.cache.block_size,
             pages_per_lane=10,
             max_seqs=self.config.scheduler.max_seqs,
-            max_queue=self.config.scheduler.max_queue,
+            max_queue=self._max_queue,
             chunk_tokens=self.config.scheduler.chunk_tokens,
             class_names=tuple(self.config.scheduler.class_names),
             settings=dataclasses.asdict(self.config),
@@ -200,6 +200,7 @@ class FakeReplica:
         self._work.set()
         if self._thread.is_alive():
             self._thread.join()
+        self._end_all(RequestError("", "the engine was closed", "UNAVAILABLE"))
 
     def post(self, command: Callable[[], object]) -> None:
         command()
@@ -214,10 +215,15 @@ class FakeReplica:
                 raise RequestError("request_id", f"{request.id!r} is running", "ALREADY_EXISTS")
             if len(self.requests) >= self._max_queue:
                 raise RequestError(
-                    "queue", f"{self._max_queue} requests wait already", "RESOURCE_EXHAUSTED"
+                    "queue",
+                    f"{self._max_queue} requests wait already",
+                    "RESOURCE_EXHAUSTED",
+                    reason="queue",
                 )
-            self.requests[request.id] = Running(request, sink)
-            sink([Accepted(len(self.requests) - 1)])
+            if len(request.prompt) >= MAX_LEN:
+                raise RequestError("prompt", f"has {len(request.prompt)} tokens")
+            self.requests[request.id] = running = Running(request, sink)
+            self._tell(running, Accepted(len(self.requests) - 1))
         self._work.set()
 
     def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
@@ -263,11 +269,21 @@ class FakeReplica:
         """As when the device loop breaks."""
         with self._lock:
             self.alive = False
+            self._end_all(RequestError("", "the engine stopped", "INTERNAL"))
+
+    def _end_all(self, error: RequestError) -> None:
+        with self._lock:
             for running in list(self.requests.values()):
                 for index in list(running.tokens):
-                    self._finish(
-                        running, index, "error", RequestError("", "the engine stopped", "INTERNAL")
-                    )
+                    self._finish(running, index, "error", error)
+
+    def _tell(self, running: Running, event: Event) -> None:
+        """Hands an event to the sink; one that raises hears no more."""
+        try:
+            running.sink([event])
+        except Exception:
+            running.sink = lambda events: None
+            self.cancel(running.request.id)
 
     def _run(self) -> None:
         while not self._closed:
@@ -280,15 +296,6 @@ class FakeReplica:
             with self._lock:
                 for running in list(self.requests.values()):
                     self._step(running)
-        with self._lock:
-            for running in list(self.requests.values()):
-                for index in list(running.tokens):
-                    self._finish(
-                        running,
-                        index,
-                        "error",
-                        RequestError("", "the engine was closed", "UNAVAILABLE"),
-                    )
 
     def _step(self, running: Running) -> None:
         request = running.request
@@ -299,11 +306,12 @@ class FakeReplica:
         if running.prefilled < len(request.prompt):
             self.prefill_steps += 1
             running.prefilled = min(len(request.prompt), running.prefilled + self._chunk)
-            running.sink([Progress(0, running.prefilled, len(request.prompt))])
+            self._tell(running, Progress(0, running.prefilled, len(request.prompt)))
             return
         running.first = running.first or time.monotonic()
         for index in list(running.tokens):
-            self._emit(running, index)
+            if index in running.tokens:  # a sink may have cancelled it
+                self._emit(running, index)
 
     def _emit(self, running: Running, index: int) -> None:
         sampling = running.request.sampling
@@ -315,15 +323,10 @@ class FakeReplica:
         token = self._script[made] if made < len(self._script) else next_token(tokens, index)
         tokens.append(token)
         ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
-        running.sink(
-            [
-                Token(
-                    index,
-                    token,
-                    None if sampling.logprobs is None else Logprobs(-0.5, ((token, -0.5),)),
-                )
-            ]
-        )
+        logprobs = None if sampling.logprobs is None else Logprobs(-0.5, ((token, -0.5),))
+        self._tell(running, Token(index, token, logprobs))
+        if index not in running.tokens:
+            return
         if token in ends and made + 1 >= sampling.min_tokens:
             self._finish(running, index, "stop")
         elif made + 1 >= sampling.max_tokens:
@@ -343,6 +346,5 @@ class FakeReplica:
         )
         if not running.tokens:
             del self.requests[request.id]
-        running.sink(
-            [Finished(index, reason, Usage(len(request.prompt), 0, made), timing, logprobs, error)]
-        )
+        usage = Usage(len(request.prompt), 0, made)
+        self._tell(running, Finished(index, reason, usage, timing, logprobs, error))
