@@ -14,6 +14,7 @@ from jaxserve.cli.machine import described, machine
 from jaxserve.cli.settings import engine_config, engine_groups
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
+from jaxserve.settings.schema import EngineConfig
 
 ABOUT = """\
 Runs steps of every compiled shape, with contexts up to --longest, on an engine with the flags below, and fits the costs that scheduling \
@@ -43,22 +44,19 @@ PROFILE = [
 
 
 def run(values: dict[str, Any]) -> int:
-    from jaxserve.engine.build import build
-    from jaxserve.engine.profiling import profile_file as profile
+    from jaxserve.engine.build import max_length, open_worker
+    from jaxserve.engine.profiling import profile_file
 
     config = engine_config({**values, "profile": "auto"})
-    engine = build(config, progress=sys.stderr.isatty(), profiled=False)
-    found, points = profile.profiled(
-        engine, values["longest"], values["repeats"], sys.stderr.isatty()
-    )
-    file = Path(values["out"]) if values["out"] else profile.safe_file(profile.identity_of(engine))
-    profile.write(
-        file,
-        engine,
-        found,
-        points,
-        improvement(values, engine) if config.scheduler.planner in ("single", "cdsp") else None,
-    )
+    progress = sys.stderr.isatty()
+    worker, _ = open_worker(config, progress)
+    most = max_length(config, worker.plan.model)
+    longest = min(values["longest"], most)
+    found, points = profile_file.measure_costs(worker, longest, values["repeats"], progress)
+    identity = profile_file.identity_of(worker, most)
+    file = Path(values["out"]) if values["out"] else profile_file.safe_file(identity)
+    search = improvement(values, config, worker.plan, most) if worker.plan.moves else None
+    profile_file.write(file, identity, worker, found, points, search)
     rows = [
         [
             str(one.shape),
@@ -76,32 +74,30 @@ def run(values: dict[str, Any]) -> int:
     print(
         f"\nmean error of the fit {found.fitted:.1%}, of points left out of it {found.held_out:.1%}; written to {file}"
     )
-    engine.close()
     return 0
 
 
-def improvement(values: dict[str, Any], engine: Any) -> Any:
+def improvement(values: dict[str, Any], config: EngineConfig, plan: Any, max_len: int) -> Any:
     """A search for the improvement rates with the least mean TTFT, at loads up to where all lanes
     are busy, by simulation (Tetris, 5.1)."""
     from jaxserve.scheduling.planning.cdsp import POLICIES
     from jaxserve.simulate import tetris, workload
 
+    planner = config.scheduler.planner
     sample = lambda qps: [
-        dataclasses.replace(one, prompt=min(one.prompt, engine.info.max_model_len - 1))
+        dataclasses.replace(one, prompt=min(one.prompt, max_len - 1))
         for one in workload.parse(values["workload"], qps=qps, requests=SAMPLE)
     ]
 
-    def search(profile: Any) -> dict[float, float]:
-        instances = profile.instances(engine)
-        lanes = engine.info.mesh.kvp
+    def search(profile: Any) -> dict[str, dict[float, float]]:
+        instances = profile.instances(plan, config.scheduler.exchange, max_len)
+        lanes = config.mesh.kvp
         one = min(instances.latencies)
         seconds = statistics.fmean(
             instances.latencies[one](0, arrival.prompt) for arrival in sample(1.0)
         )
         loads = [lanes / seconds * step / STEPS for step in range(1, STEPS + 1)]
-        return tetris.best_rates(
-            instances, lanes, POLICIES[engine.config.scheduler.planner], sample, loads
-        )
+        return {planner: tetris.best_rates(instances, lanes, POLICIES[planner], sample, loads)}
 
     return search
 

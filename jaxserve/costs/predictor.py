@@ -163,19 +163,16 @@ class Predictor:
         self.mesh = mesh
         self.memory = memory
         self.reach = reach if mesh.kvp > 1 else math.inf
-        self.use(costs)
-
-    def use(self, costs: Costs) -> None:
-        """Predicts with these costs from now on, as they are."""
         self.costs = costs
-        self.layers = -(-costs.layers // self.mesh.spp)
+        self.layers = -(-costs.layers // mesh.spp)
         self.scale = 1.0
+        self.calibrated = costs != NOMINAL  # whether its costs are seconds: NOMINAL counts work
 
     def early(self, seconds: float) -> float:
         """How long before its predicted end a step's successor is decided, so that it is issued in
         time: later, and the devices may wait; earlier, and requests that come in between do. At
-        once with NOMINAL costs, for they are not seconds."""
-        return math.inf if self.costs is NOMINAL else HOST_SECONDS + EARLY_SHARE * seconds
+        once where it is not calibrated."""
+        return HOST_SECONDS + EARLY_SHARE * seconds if self.calibrated else math.inf
 
     # --- one step
 

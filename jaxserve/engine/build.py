@@ -11,16 +11,18 @@ import numpy as np
 
 from jaxserve.cache import CacheManager
 from jaxserve.checkpoint.zoo import ModelConfig, layers_of
-from jaxserve.engine.arrays import sample_sizes, shapes
-from jaxserve.engine.engine import Engine
+from jaxserve.costs.predictor import NOMINAL
+from jaxserve.engine.engine import CommandExecutor, Engine
 from jaxserve.engine.profiling.profile_file import EngineProfile, profile_for
 from jaxserve.engine.programs import keep_compiled
-from jaxserve.engine.stages import StagePlan, Stages
+from jaxserve.engine.shapes import sample_sizes, shapes
+from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.worker import Worker
 from jaxserve.kernels.kv_pages import FP8, pool_shapes
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.planning.lanes import LanePlanner
-from jaxserve.settings.schema import ConfigError, EngineConfig
+from jaxserve.settings.schema import ConfigError, EngineConfig, SchedulerConfig
 from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.mesh import ensure_devices
 from jaxserve.weights import load, open_checkpoint
@@ -36,56 +38,89 @@ DTYPES = {
 def build(
     config: EngineConfig, progress: bool = True, warm_up: bool = True, profiled: bool = True
 ) -> Engine:
-    """An engine that is ready to start. profiled: with the profile that its settings ask for.
+    """Makes an engine that is ready to start: worker, profile, costs, scheduler, engine, each whole
+    when it is made. profiled: with the profile that its settings ask for.
 
     Errors: ConfigError for settings that cannot work, CheckpointError for a checkpoint that cannot
     be read.
     """
+    worker, model = open_worker(config, progress, warm_up)
+    profile = None
+    if profiled:
+        profile = profile_for(config, worker, max_length(config, worker.plan.model), progress)
+    return make_engine(config, worker, model, profile)
+
+
+def open_worker(
+    config: EngineConfig, progress: bool = True, warm_up: bool = True
+) -> tuple[Worker, ModelConfig]:
+    """Loads the weights and compiles the programs of a replica. Also returns what the checkpoint
+    says of its model."""
     checkpoint = open_checkpoint(config.source.model)
     model = checkpoint.config.with_tp(config.mesh.tp)
     plan = make_plan(config, model)
     ensure_devices(config.mesh.devices)
     keep_compiled(config.compile_cache)
-    stages = Stages(
+    worker = Worker(
         plan,
         lambda declared, shardings: load(
             checkpoint, model, declared, shardings, plan.dtype, progress
         ),
     )
     if warm_up:
-        with progress_bar("compiling", len(dict(stages.all_programs())), progress) as step:
-            stages.warm_up(step)
-    sized = dataclasses.replace(config.cache, pages=plan.pages)
-    stored = f"{config.source.dtype} {plan.kv_dtype}"
-    cache = CacheManager(
-        sized,
+        with progress_bar("compiling", worker.program_count(), progress) as step:
+            worker.warm_up(step)
+    return worker, checkpoint.config
+
+
+def make_engine(
+    config: EngineConfig,
+    worker: CommandExecutor,
+    model: ModelConfig,
+    profile: EngineProfile | None = None,
+) -> Engine:
+    """Makes the host's side of a replica: cache, scheduler, engine. model: as the checkpoint says.
+    profile: what steps cost; None where nobody knows."""
+    plan = worker.plan
+    most = max_length(config, plan.model)
+    scheduler = Scheduler(
+        config.scheduler,
+        make_cache(config, plan, model),
+        config.mesh,
+        most,
+        plan.model.eos_ids,
+        costs=NOMINAL if profile is None else profile.costs,
+        planner=None if profile is None else _planner(config.scheduler, plan, profile, most),
+    )
+    chooser = None
+    if profile is not None and config.scheduler.exchange not in EXCHANGES and config.mesh.kvp > 1:
+        chooser = profile.chooser(plan, config.scheduler.exchange)
+    return Engine(config, worker, scheduler, chooser)
+
+
+def make_cache(config: EngineConfig, plan: StagePlan, model: ModelConfig) -> CacheManager:
+    """An empty cache for the pages of a plan. model: as the checkpoint says; what block keys
+    cover."""
+    return CacheManager(
+        dataclasses.replace(config.cache, pages=plan.pages),
         config.mesh.kvp,
         plan.slots,
-        str(checkpoint.config),
-        stored,
+        str(model),
+        f"{config.source.dtype} {plan.kv_dtype}",
         stripe=config.scheduler.stripe(config.cache.block_size),
     )
-    scheduler = Scheduler(
-        config.scheduler, cache, config.mesh, max_length(config, model), model.eos_ids
-    )
-    engine = Engine(config, stages, scheduler, model.eos_ids)
-    if profiled and (profile := profile_for(engine, progress)):
-        _use(engine, profile)
-    return engine
 
 
-def _use(engine: Engine, profile: EngineProfile) -> None:
-    """What the engine decides by what steps cost."""
-    config = engine.config.scheduler
-    engine.scheduler.use(profile.costs)
-    if config.exchange not in EXCHANGES and engine.config.mesh.kvp > 1:
-        engine.exchange = profile.exchange(engine)
-    if engine.stages.plan.moves:
-        rates = profile.improvement.get(config.planner) or {0.0: IMPROVEMENT}
-        rates = rates if config.improvement is None else {0.0: config.improvement}
-        engine.scheduler.packer.planner = LanePlanner(
-            config.planner, profile.instances(engine), rates
-        )
+def _planner(
+    config: SchedulerConfig, plan: StagePlan, profile: EngineProfile, max_len: int
+) -> LanePlanner | None:
+    """Plans which lanes compute which part of a prompt, where that is asked for."""
+    if not plan.moves:
+        return None
+    rates = profile.improvement.get(config.planner) or {0.0: IMPROVEMENT}
+    if config.improvement is not None:
+        rates = {0.0: config.improvement}
+    return LanePlanner(config.planner, profile.instances(plan, config.exchange, max_len), rates)
 
 
 def make_plan(config: EngineConfig, model: ModelConfig) -> StagePlan:

@@ -1,11 +1,12 @@
 """The live replica: one thread that turns requests into steps and steps into events.
 
-A request enters by `submit`, from any thread, and waits in the scheduler. Each turn of the loop
-takes in what came, starts batches while there is room in flight, issues them to the stages, and
-reads the tokens of the oldest batch: one step behind with one stage, so that the device never waits
-for the host. A batch that would wait for the devices is started only shortly before they are
-predicted to be free: what is decided late serves requests that came late. Events go to each
-request's sink, from this thread, once per step. The engine knows tokens, not text.
+A request enters by `submit`, from any thread, and waits in the scheduler. Each step of the loop
+takes in what came, starts batches while there is room in flight, writes their commands for the
+worker, and reads the tokens of the oldest batch: one step behind with one stage, so that the
+devices never wait for the host. A batch that would wait for the devices is started only shortly
+before they are predicted to be free: what is decided late serves requests that came late. Events go
+to each request's sink, from this thread, once per step. The engine knows tokens, not text, and
+touches no device: all that it tells them are commands (`command`), executed by a `Worker`.
 """
 
 from __future__ import annotations
@@ -18,42 +19,64 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
-import jax
 import numpy as np
 from prometheus_client import CollectorRegistry
 
 from jaxserve.api.errors import RequestError
-from jaxserve.api.events import Event
 from jaxserve.api.request import Request
 from jaxserve.clock import Clock, WallClock
 from jaxserve.costs.exchange_choice import ExchangeChooser
-from jaxserve.engine import results, sampling
-from jaxserve.engine import token_masks as guides
-from jaxserve.engine.arrays import RingSlice, StepDemand, StepShape, fullest, ring_rows, to_arrays
+from jaxserve.engine import results
+from jaxserve.engine.command import DeviceError, StepCommand, StepResult
+from jaxserve.engine.command_builder import CommandBuilder
 from jaxserve.engine.results import InFlightBatch
-from jaxserve.engine.stages import Stages
-from jaxserve.engine.watchdog import Watchdog, told
+from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.watchdog import Watchdog, request_error
 from jaxserve.observe.journal import Journal
 from jaxserve.observe.metrics import Metrics
 from jaxserve.observe.view import Snapshot
 from jaxserve.replica.info import ReplicaInfo
-from jaxserve.replica.registry import Sink, Subscriber, Subscribers
-from jaxserve.scheduling import Batch, Load, Scheduler
+from jaxserve.replica.protocol import Sink
+from jaxserve.replica.registry import Registry
+from jaxserve.scheduling import Load, Scheduler
+from jaxserve.scheduling.events import Rejected, StepFinished, StepIssued, StepRead, StepsLost
+from jaxserve.scheduling.scheduler import Events
 from jaxserve.settings.schema import EngineConfig
 
 TICK = 0.001  # seconds between looks at a step that may end early
-# seconds that other threads wait for the lock before they look at the step, how often
-LOOK = 1.0
-LOOKS = 10
+# Other threads wait this many seconds for the lock before they look whether the step hangs.
+LOCK_WAIT = 1.0
+LOCK_WAITS = 10
+IDLE_WAIT = 0.5  # seconds between looks at deadlines while nothing runs
 log = logging.getLogger(__name__)
 
 
-def replica_info(
-    config: EngineConfig, stages: Stages, max_model_len: int, platform: str
-) -> ReplicaInfo:
-    """What a live replica with these settings and stages is."""
-    plan = stages.plan
+class CommandExecutor(Protocol):
+    """What executes commands for an engine: a `Worker`, or whatever passes them on to some."""
+
+    plan: StagePlan
+
+    @property
+    def platform(self) -> str: ...
+
+    @property
+    def compiles(self) -> int: ...
+
+    @property
+    def recompiles(self) -> int: ...
+
+    def execute(self, command: StepCommand) -> None: ...
+
+    def ready(self) -> bool: ...
+
+    def wait(self) -> StepResult: ...
+
+
+def replica_info(config: EngineConfig, worker: CommandExecutor, max_model_len: int) -> ReplicaInfo:
+    """What a live replica with these settings and devices is."""
+    plan = worker.plan
     model = plan.model
     return ReplicaInfo(
         served_name=config.source.model,
@@ -69,7 +92,7 @@ def replica_info(
         mesh=plan.mesh,
         dtype=str(np.dtype(plan.dtype)),
         kv_dtype=str(np.dtype(plan.kv_dtype)),
-        platform=platform,
+        platform=worker.platform,
         block_size=plan.block_size,
         pages_per_lane=plan.pages,
         max_seqs=plan.slots,
@@ -81,108 +104,105 @@ def replica_info(
 
 
 class Engine:
-    """See the module. `stages` executes, `scheduler` decides; the engine owns both and the thread
-    between them."""
+    """See the module. `scheduler` decides, `worker` executes; the engine owns both, and the thread
+    between them. Implements `replica.protocol.Replica`.
+
+    chooser: chooses how lanes exchange what they need, step by step; None: as configured.
+    """
 
     def __init__(
         self,
         config: EngineConfig,
-        stages: Stages,
+        worker: CommandExecutor,
         scheduler: Scheduler,
-        eos_ids: tuple[int, ...],
+        chooser: ExchangeChooser | None = None,
         clock: Clock | None = None,
     ):
         self.config = config
-        self.stages = stages
+        self.worker = worker
         self.scheduler = scheduler
-        self.model = stages.plan.model
-        self.max_len = scheduler.max_len
+        self.bus = scheduler.bus
         self.clock = clock or WallClock()
         self.alive = True
-        # chooses, where a step's exchange between lanes is not set
-        self.exchange: ExchangeChooser | None = None
-        self._eos = eos_ids
-        self._far = self._platform != "cpu"  # tokens are copied from the devices, not read in place
+        self.info = replica_info(config, worker, scheduler.max_len)
+        self._registry = Registry()
+        self._builder = CommandBuilder(
+            worker.plan, config.scheduler, scheduler, self._registry, chooser
+        )
+        worker.execute(self._builder.reset())  # whatever it did before is forgotten
         self._flights: deque[InFlightBatch] = deque()
-        # per slot: the version of `sampled` with its last token
-        self._sampled_at = np.zeros(stages.plan.slots, np.int64)
-        # per slot: what its sampling needs, an index of VARIANTS
-        self._variant = np.zeros(stages.plan.slots, np.int8)
         self._read_at = -1.0  # clock seconds at which the last batch was read
-        self._free = 0.0  # and at which the first stage should be free again
+        self._free_at = 0.0  # clock seconds at which the first stage should be free again
         self._compiles = 0
-        self.info = replica_info(config, stages, scheduler.max_len, self._platform)
         self._watchdog = Watchdog(config.hang_timeout)
         self._lock = threading.RLock()
         self._posted: deque[Callable[[], object]] = deque()
-        self._news = threading.Event()  # somebody wants something
-        self._draining = self._closing = self._ended = False
+        self._wake = threading.Event()
+        self._draining = False
+        self._closing = False
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.journal = Journal(config.mesh.spp, self.clock.now())
-        self.metrics = Metrics(stages.plan.slots, config.scheduler.class_names, self._readings)
-        self._subscribers = Subscribers(
-            scheduler, self.metrics, self.journal, config.cache.prefix_caching
-        )
-        plan = stages.plan
-        kv_dtype = np.dtype(stages.plan.kv_dtype)
-        self.metrics.configured(
+        self.journal.listen(self.bus)
+        self._metrics = self._make_metrics()
+        self.bus.subscribe(StepRead, self._correct_predictor)
+
+    def _make_metrics(self) -> Metrics:
+        config = self.config
+        plan = self.worker.plan
+        metrics = Metrics(plan.slots, config.scheduler.class_names, self._readings)
+        metrics.configured(
             block_size=plan.block_size,
             num_gpu_blocks=plan.pages * plan.mesh.kvp,
-            cache_dtype=kv_dtype,
+            cache_dtype=np.dtype(plan.kv_dtype),
             enable_prefix_caching=config.cache.prefix_caching,
             placement=config.cache.placement,
         )
-
-    @property
-    def _platform(self) -> str:
-        return self.stages.last_mesh.devices.flat[0].platform
+        metrics.listen(self.bus, config.cache.prefix_caching)
+        return metrics
 
     # --- for other threads
 
     def start(self) -> None:
+        """Starts the engine's thread."""
         self._thread.start()
 
+    def now(self) -> float:
+        """Seconds on the engine's clock."""
+        return self.clock.now()
+
     def post(self, command: Callable[[], object]) -> None:
-        """Has a command run before the next step, by the engine's thread; or here, where that has
+        """Runs a command on the engine's thread before its next step; at once where that thread has
         ended. It must not raise.
 
         Whoever calls `submit` and the others below by way of it never waits for a step that is
         being issued.
         """
         self._posted.append(command)
-        self._news.set()
+        self._wake.set()
         if self._ended:
-            self._take_posted()
+            self._run_posted()
 
-    def _take_posted(self) -> None:
+    def _run_posted(self) -> None:
         with contextlib.suppress(IndexError):  # it is empty
             while True:
                 self._posted.popleft()()
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Hands a request in; its events go to `sink`, which is called from the engine's thread and
+        """Takes a request; its events go to `sink`, which is called from the engine's thread and
         must not block. A sink that raises hears no more, and its request is cancelled.
 
-        Errors: RequestError for an id in use, a full queue, a request that can never fit, or an
-        engine that is closed or broken.
+        Errors: RequestError for an id in use, a full queue, a request that can never fit or could
+        not be in time, or an engine that is drained, closed or broken.
         """
         with self._lock:
             if self._draining or self._closing or not self.alive:
                 raise RequestError("", "the engine is not running", "UNAVAILABLE")
             events = self.scheduler.add(request, self.clock.now())
-            seed = (
-                random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
-            )
-            self._subscribers.by_id[request.id] = Subscriber(
-                request,
-                sink,
-                seed,
-                request.sampling.n,
-                self.scheduler.ttft_deadline(request),
-                self.scheduler.tpot_objective(request),
-            )
-            self._news.set()
-            self._send([(request.id, event) for event in events])
+            seed = request.sampling.seed
+            self._registry.add(request, sink, random.getrandbits(63) if seed is None else seed)
+            self._wake.set()
+            self._notify([(request.id, event) for event in events])
 
     def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
         """Ends a request; its sink hears Finished. False where the id is unknown (it may just have
@@ -194,20 +214,20 @@ class Engine:
         return self._end(request_id, "stop", index)
 
     def _end(self, request_id: str, reason: str, index: int | None) -> bool:
-        with self._asked():
-            if request_id not in self._subscribers.by_id:
+        with self._bounded_lock():
+            if request_id not in self._registry:
                 return False
-            events = self.scheduler.cancel(request_id, self.clock.now(), reason, index)
-            self._send(events)
-            self._news.set()
-            return bool(events)
+            ends = self.scheduler.cancel(request_id, self.clock.now(), reason, index)
+            self._notify(ends)
+            self._wake.set()
+            return bool(ends)
 
     @contextlib.contextmanager
-    def _asked(self) -> Iterator[None]:
+    def _bounded_lock(self) -> Iterator[None]:
         """The lock, for any thread. Errors: RequestError, UNAVAILABLE, where a step that hangs or
         is slow to issue keeps it."""
-        for _ in range(LOOKS):
-            if self._lock.acquire(timeout=LOOK):
+        for _ in range(LOCK_WAITS):
+            if self._lock.acquire(timeout=LOCK_WAIT):
                 break
             if self.overdue() is not None:
                 raise RequestError("", "the devices do not answer", "UNAVAILABLE")
@@ -219,7 +239,8 @@ class Engine:
             self._lock.release()
 
     def load(self) -> Load:
-        with self._asked():
+        """How busy the engine is."""
+        with self._bounded_lock():
             return self.scheduler.load()
 
     def overdue(self) -> float | None:
@@ -227,53 +248,50 @@ class Engine:
         no lock: those that do wait for a step which hangs while it is issued."""
         return self._watchdog.overdue(self.clock.now())
 
-    stuck = overdue
-
     def flush_cache(self) -> int:
-        """Forgets the prefixes that no request uses just now; how many pages are free by that."""
-        with self._asked():
+        """Forgets the prefixes that no request uses just now; returns how many pages that frees."""
+        with self._bounded_lock():
             return self.scheduler.cache.flush()
+
+    @property
+    def metrics_registry(self) -> CollectorRegistry:
+        """The engine's metrics, for Prometheus."""
+        return self._metrics.registry
+
+    def count_rejected(self, reason: str) -> None:
+        """Counts a request that was refused before it got here."""
+        self.bus.publish(Rejected(reason))
 
     def _readings(self) -> dict[str, float]:
         """See metrics.READ."""
         load = self.load()
+        held = load.pages_total - load.pages_free - load.pages_cached
         return {
             "num_requests_running": load.running,
             "num_requests_waiting": load.waiting,
-            "kv_cache_usage_perc": (load.pages_total - load.pages_free - load.pages_cached)
-            / load.pages_total,
+            "kv_cache_usage_perc": held / load.pages_total,
             "queued_prefill_seconds": load.queued_prefill_seconds,
             "predictor_scale": self.scheduler.predictor.scale,
             "num_preemptions": self.scheduler.preemptions,
-            "xla_compiles": self.stages.programs.compiles,
-            "xla_recompiles": self.stages.programs.recompiles,
+            "xla_compiles": self.worker.compiles,
+            "xla_recompiles": self.worker.recompiles,
         }
 
-    @property
-    def metrics_registry(self) -> CollectorRegistry:
-        return self.metrics.registry
-
-    def count_rejected(self, reason: str) -> None:
-        self.metrics.rejected(reason)
-
-    def now(self) -> float:
-        return self.clock.now()
-
-    def drain(self) -> None:
-        """Takes no new requests from now on."""
-        self._draining = True
-
-    def view(self, since: int = 0) -> dict:
-        """What runs and what ran lately, steps from number `since` on, as plain data for a page:
-        see scheduling.view."""
-        with self._asked():
+    def view(self, since: int = 0) -> dict[str, Any]:
+        """What runs and what ran lately, steps from number `since` on, as plain data for the
+        dashboard: see observe.view."""
+        with self._bounded_lock():
             snapshot = Snapshot.take(self.journal, self.scheduler, self.clock.now(), since)
         return {
-            "model": self.model.name,
-            "mesh": str(self.config.mesh),
+            "model": self.info.model,
+            "mesh": str(self.info.mesh),
             "alive": self.alive,
             **snapshot.shown(),
         }
+
+    def drain(self) -> None:
+        """Takes no new requests from now on; those that it has go on."""
+        self._draining = True
 
     def close(self) -> None:
         """Stops the loop. Requests that still run end with an error of status UNAVAILABLE. A step
@@ -281,7 +299,7 @@ class Engine:
         if self._closing:
             return
         self._closing = True
-        self._news.set()
+        self._wake.set()
         while self._thread.is_alive():
             if self.overdue() is not None:
                 return
@@ -293,59 +311,48 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._news.clear()
-                if not self._safe_turn() and not self.scheduler.waiting:
-                    self._news.wait(timeout=0.5)
+                self._wake.clear()
+                if not self._safe_step() and not self.scheduler.waiting:
+                    self._wake.wait(timeout=IDLE_WAIT)
         except Exception:
             log.exception("the engine's loop failed")
             self.alive = False
             self._fail(RequestError("", "the engine failed; see its log", "INTERNAL"))
         finally:
             self._ended = True
-            self._take_posted()
+            self._run_posted()
 
-    def _safe_turn(self) -> bool:
-        """A turn. Where a step fails on the devices, its requests end with an error and the others
+    def _safe_step(self) -> bool:
+        """A step. Where it fails on the devices, its requests end with an error and the others
         begin anew, unless that goes on."""
         try:
-            return self.turn()
-        except jax.errors.JaxRuntimeError as error:
+            return self.step()
+        except DeviceError as error:
             batch = self._watchdog.failed()
             if batch is None:
                 raise
             log.exception("step %d failed", batch.number)
-            fault = told(error)
+            fault = request_error(error)
         with self._lock:  # what was on the devices is lost: steps that failed had it
             self._flights.clear()
-            self.journal.lost()
-            self._free = 0.0
-            self.stages.reset()
-            self._sampled_at[:] = 0
-            self._send(self.scheduler.reset(batch, self.clock.now(), fault))
+            self.bus.publish(StepsLost())
+            self._free_at = 0.0
+            self.worker.execute(self._builder.reset())
+            self._notify(self.scheduler.reset(batch, self.clock.now(), fault))
         return True
 
-    def turn(self) -> bool:
+    def step(self) -> bool:
         """Issues what can be issued and reads at most one batch. False where there was nothing to
         do."""
         with self._lock:
-            self._take_posted()
+            self._run_posted()
             now = self.clock.now()
-            self._send(self.scheduler.expire(now))
+            self._notify(self.scheduler.expire(now))
             pause = self._pause(now)
-            batch = (
-                self.scheduler.start(now)
-                if not pause and not self._held and len(self._flights) < self._depth
-                else None
-            )
-            if batch is not None:
-                self._watchdog.watch(batch, now)
-                self._issue(batch)
-                self._watchdog.clear()
-                self.journal.issued(batch, self._flights[-1].issued)
-                self._free = max(now, self._free) + batch.seconds
-        if batch is not None and len(self._flights) < self._depth:
+            issued = not pause and self._has_room and self._start_batch(now)
+        if issued and len(self._flights) < self._depth:
             return True
-        if pause and not self._flights[0].done.is_ready():  # type: ignore[attr-defined]
+        if pause and not self.worker.ready():
             time.sleep(min(pause, TICK))
             return True
         if self._flights:
@@ -356,10 +363,11 @@ class Engine:
     def _pause(self, now: float) -> float:
         """Seconds until the next batch should be started; 0 where a stage waits for it, or it for a
         token."""
-        if self._held or not self.config.mesh.spp <= len(self._flights) < self._depth:
+        full = len(self._flights) >= self._depth
+        if self._samples_later or full or len(self._flights) < self.config.mesh.spp:
             return 0.0
         early = self.scheduler.predictor.early(self._flights[-1].batch.seconds)
-        return max(0.0, self._free - early - now)
+        return max(0.0, self._free_at - early - now)
 
     @property
     def _depth(self) -> int:
@@ -367,161 +375,109 @@ class Engine:
         return self.config.mesh.spp + self.config.lookahead
 
     @property
-    def _held(self) -> bool:
-        """Whether the newest batch is still to be sampled."""
-        return bool(self._flights) and self._flights[-1].unsampled is not None
+    def _has_room(self) -> bool:
+        return not self._samples_later and len(self._flights) < self._depth
 
-    def _issue(self, batch: Batch) -> None:
-        lanes = self.config.mesh.kvp
-        for chunk in batch.admitted:
-            self._admit(batch, chunk)
-        work = StepDemand.of(batch, lanes)
-        ring = self._ring_rows(batch, work)
-        shape = self._shape_for(batch, work, ring)
-        arrays = to_arrays(batch, work, shape, lanes, self.stages.plan.block_size, ring)
-        if shape.spread:
-            self.metrics.exchanged(shape.exchange, len(batch.moves))
-        fed = batch.slot[batch.is_decode]
-        hidden = self.stages.step(arrays, int(self._sampled_at[fed].max(initial=0)))
-        flight = InFlightBatch(batch, arrays, hidden.ints, hidden if batch.sample.any() else None)
+    @property
+    def _samples_later(self) -> bool:
+        """Whether the newest batch is still to be sampled: nothing is issued behind it."""
+        return bool(self._flights) and self._flights[-1].sample_later
+
+    # --- issuing
+
+    def _start_batch(self, now: float) -> bool:
+        """Has the scheduler decide the next batch, and issues it. False where there is none."""
+        began = time.perf_counter()
+        batch = self.scheduler.start(now)
+        if batch is None:
+            return False
+        self._watchdog.watch(batch, now)
+        decided = time.perf_counter()
+        command, flight = self._builder.step(batch)
+        built = time.perf_counter()
+        self.worker.execute(command)
         self._flights.append(flight)
-        self._sample(flight)
-        flight.scores = results.issue_scores(self.stages, self.scheduler, batch, arrays, hidden)
+        if flight.sample_later:
+            self._sample_with_masks(flight)
         flight.issued = self.clock.now()
-
-    def _sample(self, flight: InFlightBatch) -> None:
-        """Issues the sampling of the newest batch, unless a guide has to hear first of a token that
-        was not read."""
-        if flight.unsampled is None:
-            return
-        batch = flight.batch
-        mask = None
-        slots = batch.slot[batch.sample]
-        variant = sampling.VARIANTS[self._variant[slots].max()]
-        if variant == "guided":
-            if guides.behind(
-                batch, [other.batch for other in self._flights if other is not flight]
-            ):
-                return
-            shape = self.config.mesh.kvp, flight.arrays.shape.samples, self.stages.mask_words
-            mask, ends = guides.masks(
-                self.scheduler, batch, flight.arrays.sampled, shape, self.clock.now()
+        self._watchdog.clear()
+        shape = flight.arrays.shape
+        self.bus.publish(
+            StepIssued(
+                batch,
+                command,
+                flight.issued,
+                exchange=shape.exchange if shape.spread else "",
+                schedule=decided - began,
+                build=built - decided,
+                dispatch=time.perf_counter() - built,
             )
-            self._send(ends)
-        flight.sampled = self.stages.sample(flight.unsampled, variant, mask)
-        flight.unsampled = None
-        self._sampled_at[slots] = flight.sampled.version
-        if self._far:
-            flight.sampled.tokens.copy_to_host_async()
-
-    def _ring_rows(self, batch: Batch, work: StepDemand) -> list[RingSlice]:
-        """None where steps never go round a ring."""
-        config = self.config.scheduler
-        asked = config.exchange != "gather" and batch.block_lane.size
-        return ring_rows(batch, work, config.tile, self.stages.plan.block_size) if asked else []
-
-    def _shape_for(self, batch: Batch, work: StepDemand, ring: list[RingSlice]) -> StepShape:
-        """The cheapest compiled shape; one with a ring where that is faster and the blocks of all
-        spread chunks lie as a ring needs."""
-        plan = self.stages.plan
-        config = self.config.scheduler
-        moves = bool(len(batch.moves))
-        shape = plan.shape_for(work, moves=moves)
-        assert shape is not None, f"no compiled shape holds {work}"
-        if not ring:
-            return shape
-        exchange = config.exchange if self.exchange is None else self._chosen(batch, self.exchange)
-        return (
-            shape
-            if exchange == "gather"
-            else plan.shape_for(work, exchange, fullest(ring), moves) or shape
         )
+        self._free_at = max(now, self._free_at) + batch.seconds
+        return True
 
-    def _chosen(self, batch: Batch, exchange: ExchangeChooser) -> str:
-        """The fastest exchange for the spread chunks of a batch; the decision is logged."""
-        far = np.flatnonzero(batch.spread & (batch.length > 1))  # decodes are gathered
-        chunks = list(zip(batch.start[far].tolist(), batch.length[far].tolist()))
-        shards = (batch.blocks_per_lane[far].max(1) * self.stages.plan.block_size).tolist()
-        decision = exchange.choose(chunks, shards)
-        log.debug(
-            "batch %d: %s out of %s seconds per layer",
-            batch.number,
-            decision.strategy,
-            decision.seconds,
-        )
-        return decision.strategy
-
-    def _admit(self, batch: Batch, chunk: int) -> None:
-        sequence = self.scheduler.sequences[int(batch.seq[chunk])]
-        params = sequence.request.sampling
-        seed = sampling.fold_seed(self._subscribers.by_id[sequence.id].seed, sequence.index)
-        for launch in sampling.admissions(
-            params,
-            int(batch.lane[chunk]),
-            int(batch.slot[chunk]),
-            sequence.request.prompt,
-            sequence.output,
-            seed,
-            self._eos,
-        ):
-            self.stages.admit(launch)
-        self.journal.admitted(sequence)
-        self.metrics.admitted(
-            int(batch.slot[chunk]),
-            sequence.tpot,
-            sequence.request.slo.class_name,
-            sequence.last_token_at,
-        )
-        plain = 2 if params.logprobs is not None else 0 if params.greedy else 1
-        self._variant[batch.slot[chunk]] = plain if sequence.matcher is None else 3
+    def _sample_with_masks(self, flight: InFlightBatch) -> None:
+        """Samples the newest batch, unless a guide has to hear first of a token that was not
+        read."""
+        unread = [other.batch for other in self._flights if other is not flight]
+        command, ends = self._builder.masked_sampling(flight, unread, self.clock.now())
+        self._notify(ends)
+        if command is not None:
+            self.worker.execute(command)
 
     # --- reading
 
     def _read(self, flight: InFlightBatch) -> None:
         """Waits for a batch and tells what came of it."""
-        self._watchdog.watch(flight.batch, self.clock.now())
-        flight.done.block_until_ready()  # without tokens too: what runs ahead, arrivals wait behind
-        tokens, logprobs = results.fetch_tokens(self.scheduler, flight)
-        scores = results.fetch_scores(self.scheduler, flight)
+        batch = flight.batch
+        self._watchdog.watch(batch, self.clock.now())
+        result = self.worker.wait()
+        assert result.number == batch.number, f"step {result.number} came for {batch.number}"
+        tokens, logprobs = results.tokens_of(self.scheduler, flight, result)
+        scores = results.scores_of(self.scheduler, flight, result)
         self._watchdog.success()
-        self._learn(flight)
+        self._publish_read(flight)
         # those that have not left the first stage
         behind = list(self._flights)[self.config.mesh.spp - 1 :]
-        self._free = self._read_at + sum(other.batch.seconds for other in behind)
+        self._free_at = self._read_at + sum(other.batch.seconds for other in behind)
         with self._lock:
             now = self.clock.now()
-            prefilled = self._subscribers.prefilled(flight.batch)
-            self.journal.read(self._read_at)
-            events = self.scheduler.finish(flight.batch, tokens, now, logprobs, scores)
-            self._subscribers.count(flight.batch, prefilled, now)
-            self._send(events)
-            if self._held:
+            began = time.perf_counter()
+            events = self.scheduler.finish(batch, tokens, now, logprobs, scores)
+            finished = time.perf_counter()
+            self._notify(events)
+            notified = time.perf_counter()
+            self.bus.publish(StepFinished(batch, finished - began, notified - finished))
+            if self._samples_later:
                 self._watchdog.watch(self._flights[-1].batch, now)
-                self._sample(self._flights[-1])
+                self._sample_with_masks(self._flights[-1])
                 self._watchdog.clear()
 
-    def _send(self, events: list[tuple[str, Event]]) -> None:
-        for request_id in self._subscribers.send(events):
-            self._end(request_id, "cancelled", None)
-
-    def _learn(self, flight: InFlightBatch) -> None:
-        """Tells the predictor how long a step took: since it was issued, or since the one before it
-        left the stages."""
+    def _publish_read(self, flight: InFlightBatch) -> None:
+        """Tells how long a step took: since it was issued, or since the one before it left the
+        stages."""
         now = self.clock.now()
         before = max(self._read_at, flight.issued)
         compiles = self._compiles
-        self._compiles = self.stages.programs.compiles
+        self._compiles = self.worker.compiles
         self._read_at = now
-        comparable = compiles == self._compiles and (
-            self.config.mesh.spp == 1 or before > flight.issued
-        )
-        self.metrics.step(flight.batch.seconds, now - before, comparable)
-        if comparable:
-            self.scheduler.predictor.seen(flight.batch.seconds, now - before)
+        one_stage = self.config.mesh.spp == 1
+        comparable = compiles == self._compiles and (one_stage or before > flight.issued)
+        with self._lock:
+            self.bus.publish(StepRead(flight.batch, now, now - before, comparable))
+
+    def _correct_predictor(self, step: StepRead) -> None:
+        if step.comparable:
+            self.scheduler.predictor.seen(step.batch.seconds, step.seconds)
+
+    def _notify(self, events: Events) -> None:
+        """Tells events to the sinks of their requests; requests whose sinks raise are cancelled."""
+        for request_id in self._registry.notify(events):
+            self._end(request_id, "cancelled", None)
 
     def _fail(self, error: RequestError) -> None:
         """Ends all requests with an error."""
         with self._lock:
             now = self.clock.now()
-            for request_id in list(self._subscribers.by_id):
-                self._send(self.scheduler.cancel(request_id, now, "error", error=error))
+            for request_id in self._registry.ids():
+                self._notify(self.scheduler.cancel(request_id, now, "error", error=error))

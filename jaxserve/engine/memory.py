@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxserve.checkpoint.zoo import layers_of
 from jaxserve.engine import sampling
-from jaxserve.engine.stages import POOL_AXES, StagePlan
+from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.stages import POOL_AXES
 from jaxserve.models.decoder import declare, padded_vocab
 from jaxserve.sharding.mesh import KVP, TP
 from jaxserve.sharding.rules import RULES

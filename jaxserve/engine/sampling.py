@@ -1,11 +1,9 @@
 """Sampling on the device, per sequence, and the state it needs: the program that runs beside the
 last stage.
 
-SamplingState lives in device tables with one row per slot, set once when a sequence gets its slot; a step
-sends only which tokens to sample for which slots. Everything is a function of the sequence's own
-logits, seed and position: who shares the batch changes nothing. Four variants are compiled:
-`greedy` (argmax), `full` (any parameters), `logprobs` (as full, with log-probabilities), and
-`guided` (as logprobs, with a mask of the tokens that may be sampled).
+`SamplingState` lives in device tables with one row per slot, set once when a sequence gets its
+slot (`sampling_rows`); a step sends only which tokens to sample for which slots. Everything is a
+function of the sequence's own logits, seed and position: who shares the batch changes nothing.
 """
 
 from __future__ import annotations
@@ -19,38 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxserve.api.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
+from jaxserve.api.sampling import MAX_LOGPROBS
+from jaxserve.engine.sampling_rows import FLOATS, INTS, STOPS, SamplingAdmission
 from jaxserve.sharding.mesh import KVP, TP
 
-VARIANTS = ("greedy", "full", "logprobs", "guided")  # each does what those before it do
-SCORED = VARIANTS[2:]  # those that tell log-probabilities
-STOPS = MAX_STOP_IDS + 32  # ids that min_tokens holds back: stop ids and end ids
-HISTORY = 1024  # ids of a prompt noted by one launch
 BROKEN = -1  # in place of a token: the logits were not finite
 LEAST = 1e-6  # a temperature below is 0; a repetition penalty below is this
-FLOATS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
-INTS = ("top_k", "seed", "first_end")  # first_end: position from which a sequence may end
 _STATE = ["floats", "ints", "stops", "bias", "prompt", "output"]
-_ADMISSION = [
-    "lane",
-    "slot",
-    "fresh",
-    "floats",
-    "ints",
-    "stops",
-    "bias",
-    "bias_ids",
-    "prompt",
-    "output",
-]
 Leaf = Any  # an array, or in its place what says where it lies
+
+jax.tree_util.register_dataclass(
+    SamplingAdmission,
+    data_fields=[field.name for field in dataclasses.fields(SamplingAdmission)],
+    meta_fields=[],
+)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=_STATE, meta_fields=[])
@@ -84,80 +64,6 @@ def empty_state(lanes: int, slots: int, vocab: int) -> dict[str, tuple[tuple[int
     }
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=_ADMISSION, meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class SamplingAdmission:
-    """What one launch of `admit` sets. Ids out of range are ignored: padding is -1, which scatters
-    drop as it is made huge."""
-
-    lane: Leaf  # [] the slot's lane
-    slot: Leaf  # []
-    fresh: Leaf  # [] bool: forget what the slot held; False only adds to prompt and output
-    floats: Leaf  # [6]
-    ints: Leaf  # [3]
-    stops: Leaf  # [STOPS]
-    bias: Leaf  # [MAX_LOGIT_BIAS]
-    bias_ids: Leaf  # [MAX_LOGIT_BIAS]
-    prompt: Leaf  # [HISTORY] ids
-    output: Leaf  # [HISTORY] ids
-
-
-def admissions(
-    params: SamplingParams,
-    lane: int,
-    slot: int,
-    prompt: np.ndarray,
-    output: list[int],
-    seed: int,
-    end_ids: tuple[int, ...],
-) -> list[SamplingAdmission]:
-    """The launches that set a slot's state. Only a sequence with penalties has its history
-    noted."""
-    floats = np.array([getattr(params, name) for name in FLOATS], np.float32)
-    ints = np.array([max(0, params.top_k), seed, len(prompt) + params.min_tokens], np.int64).astype(
-        np.int32
-    )
-    held_back = params.stop_token_ids + (() if params.ignore_eos else end_ids)
-    bias_ids = [token for token, _ in params.logit_bias]
-    penalised = (
-        params.repetition_penalty != 1
-        or params.presence_penalty != 0
-        or params.frequency_penalty != 0
-    )
-    seen = [prompt, np.asarray(output, np.int32)] if penalised else [prompt[:0], prompt[:0]]
-    launches = max(1, *(-(-len(ids) // HISTORY) for ids in seen))
-    bias = [value for _, value in params.logit_bias]
-    common = (
-        floats,
-        ints,
-        _pad(held_back, STOPS),
-        _pad(bias, MAX_LOGIT_BIAS, np.float32),
-        _pad(bias_ids, MAX_LOGIT_BIAS),
-    )
-    part = lambda ids, i: _pad(ids[i * HISTORY : (i + 1) * HISTORY], HISTORY)
-    place = np.int32(lane), np.int32(slot)
-    return [
-        SamplingAdmission(*place, np.bool_(i == 0), *common, part(seen[0], i), part(seen[1], i))
-        for i in range(launches)
-    ]
-
-
-def blank_admission() -> SamplingAdmission:
-    """One that has the shapes of all."""
-    return admissions(SamplingParams(), 0, 0, np.zeros(0, np.int32), [], 0, ())[0]
-
-
-def fold_seed(seed: int, index: int) -> int:
-    """31 bits from a 64-bit seed and the number of the completion."""
-    return int(np.random.SeedSequence(seed % 2**64, spawn_key=(index,)).generate_state(1)[0] >> 1)
-
-
-def _pad(values, size: int, dtype=np.int32) -> np.ndarray:
-    out = np.full(size, -1 if dtype == np.int32 else 0, dtype)
-    out[: len(values)] = values[:size]
-    return out
-
-
 # --- on the device, inside shard_map: one lane, one rank
 
 
@@ -178,7 +84,7 @@ def admit(state: SamplingState, new: SamplingAdmission) -> SamplingState:
     )
 
 
-def _local(ids: jax.Array, size: int) -> jax.Array:
+def _local(ids: jax.Array | np.ndarray, size: int) -> jax.Array:
     """Ids of the whole vocabulary -> indices of this rank's part; others out of range."""
     mine = ids - lax.axis_index(TP) * size
     return jnp.where((ids >= 0) & (mine >= 0) & (mine < size), mine, 2**30)
@@ -248,11 +154,6 @@ def _penalise(
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(state.prompt[0, row] | (count > 0), repeated, logits)
     return logits - presence * (count > 0) - frequency * count
-
-
-def mask_words(vocab: int) -> int:
-    """Words of a mask of so many ids."""
-    return -(-vocab // 32)
 
 
 def _bits(words: jax.Array) -> jax.Array:

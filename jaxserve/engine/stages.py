@@ -21,59 +21,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxserve.checkpoint.zoo import ModelConfig, layers_of
-from jaxserve.engine import sampling
-from jaxserve.engine.arrays import MOVES, NOWHERE, Arrays, StepDemand, StepShape, layout
+from jaxserve.checkpoint.zoo import layers_of
+from jaxserve.engine import sampling, sampling_rows
+from jaxserve.engine.command import SCORES
+from jaxserve.engine.dealing import launches
 from jaxserve.engine.programs import Lower, Programs
+from jaxserve.engine.shapes import MOVES, NOWHERE, StepShape, layout
+from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step import Weights, head, layers, score, write_table
-from jaxserve.kernels.kv_pages import KVPages, pool_shapes
+from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.models.decoder import declare, padded_vocab, parameters, stage_modules
-from jaxserve.settings.schema import MeshConfig
 from jaxserve.sharding.exchange import COMPILER_OPTIONS
 from jaxserve.sharding.mesh import KVP, stage_meshes
 from jaxserve.sharding.page_moves import move_pages
 from jaxserve.sharding.rules import sharding, spec
 
-DELTAS = 1024  # page table entries set by one launch, where a step has no room for them
-SCORES = 64  # prompt tokens whose log-probabilities one launch computes
+UPDATES = 1024  # page table entries set by one launch, where a step has no room for them
 KEPT = 16  # versions of `sampled` that are kept for steps to read
-
-
-@dataclasses.dataclass(frozen=True)
-class StagePlan:
-    """What the stages need to know: the model (after `with_tp`), the mesh, the pools, what is
-    compiled."""
-
-    model: ModelConfig
-    mesh: MeshConfig
-    dtype: Any
-    kv_dtype: Any
-    pages: int  # per lane
-    block_size: int
-    slots: int
-    width: int  # page table entries per slot and lane
-    shapes: list[StepShape]
-    samples: list[int]
-    moves: bool = False  # whether pages may move from lane to lane
-
-    def shape_for(
-        self, work: StepDemand, exchange: str = "gather", rows: int = 0, moves: bool = False
-    ) -> StepShape | None:
-        """The cheapest compiled shape with this exchange that holds it, and so many rows of spread
-        chunks on a lane; None where none does. Every batch of the scheduler fits one that gathers
-        queries. moves: one that moves pages too, where there is one."""
-        first = None
-        for shape in self.shapes:
-            if shape.exchange == exchange and rows <= shape.spread_prefill[0] and work.fits(shape):
-                if bool(shape.moves) == moves:
-                    return shape
-                first = first or shape
-        return first
-
-    def pool(self) -> KVPages:
-        """Shapes of one layer's pages, on all lanes."""
-        vectors = self.mesh.kvp, self.pages, self.model.kv_heads, 2, self.block_size
-        return pool_shapes((*vectors, self.model.head_dim), self.kv_dtype)
 
 
 POOL_AXES = ("lanes", None, "kv_heads")
@@ -185,28 +149,21 @@ class Stages:
             }
         )
 
-    @property
-    def mask_words(self) -> int:
-        return sampling.mask_words(padded_vocab(self.plan.model, self.plan.mesh.tp))
-
     # --- issuing work
 
-    def step(self, arrays: Arrays, needs: int) -> HiddenStates:
-        """Issues a step to all stages. needs: the newest version of `sampled` with a token that
-        this step feeds (0: none)."""
-        self.move_pages(arrays.moves)
-        self.set_table(arrays.early)
-        x: Any = next(array for version, array in self._sampled if version >= needs)
+    def step(self, shape: StepShape, rows: np.ndarray, reads: int) -> HiddenStates:
+        """Issues a step to all stages. rows [lanes, size]: see `shapes.layout`. reads: the version
+        of `sampled` with the newest token that this step feeds (0: none)."""
+        x: Any = next(array for version, array in self._sampled if version >= reads)
         for stage in self.stages:
-            if len(self.stages) > 1:  # from the stage before; sampled tokens from the last
+            # from the stage before; sampled tokens from the last
+            if len(self.stages) > 1:
                 x = jax.device_put(x, stage.lanes)
             program = self.programs.get(
-                f"layers_{stage.index}_{arrays.shape}",
-                functools.partial(self._lower_layers, stage, arrays.shape),
+                f"layers_{stage.index}_{shape}",
+                functools.partial(self._lower_layers, stage, shape),
             )
-            x, stage.pages, stage.table = program(
-                stage.values, stage.pages, stage.table, arrays.ints, x
-            )
+            x, stage.pages, stage.table = program(stage.values, stage.pages, stage.table, rows, x)
         return HiddenStates(*x)
 
     def sample(
@@ -235,16 +192,16 @@ class Stages:
         picked = self.programs.get(*self._pick_program(hidden.all.shape[1]))(hidden.all, token)
         return self.programs.get(*self._score_program())(self.head_values, picked, target)
 
-    def admit(self, admission: sampling.SamplingAdmission) -> None:
+    def admit(self, admission: sampling_rows.SamplingAdmission) -> None:
         self.sampling_state = self.programs.get(*self._admit_program())(
             self.sampling_state, admission
         )
 
-    def set_table(self, deltas: np.ndarray) -> None:
-        """deltas [m, 5]: lane, slot, index, page, block."""
-        for at in range(0, len(deltas), DELTAS):
-            some = deltas[at : at + DELTAS]
-            ints = np.full((self.plan.mesh.kvp, DELTAS, 4), NOWHERE, np.int32)
+    def set_table(self, updates: np.ndarray) -> None:
+        """Sets page-table entries [m, 5]: lane, slot, index, page, block."""
+        for at in range(0, len(updates), UPDATES):
+            some = updates[at : at + UPDATES]
+            ints = np.full((self.plan.mesh.kvp, UPDATES, 4), NOWHERE, np.int32)
             for lane in range(self.plan.mesh.kvp):
                 mine = some[some[:, 0] == lane]
                 ints[lane, : len(mine)] = mine[:, 1:]
@@ -254,24 +211,23 @@ class Stages:
                     stage.table, jax.device_put(ints, sharding(stage.mesh, "lanes"))
                 )
 
-    def move_pages(self, launches: list[np.ndarray]) -> None:
-        """Launches of moves, each [lanes, 2, lanes, MOVES]: see `rebalance.move`."""
-        for ints in launches:
+    def move_pages(self, moves: np.ndarray) -> None:
+        """Moves pages in this order. moves [m, 4]: lane, page, to lane, page."""
+        for ints, _ in launches(moves, self.plan.mesh.kvp):
             for stage in self.stages:
                 program = self.programs.get(*self._move_program(stage))
-                stage.pages = program(
-                    stage.pages, jax.device_put(ints, sharding(stage.mesh, "lanes"))
-                )
+                lanes = sharding(stage.mesh, "lanes")
+                stage.pages = program(stage.pages, jax.device_put(ints, lanes))
 
     # --- programs: name, and how to lower it
 
     def warm_up(
-        self, done: Callable[[str], None], variants: tuple[str, ...] = sampling.VARIANTS
+        self, done: Callable[[str], None], variants: tuple[str, ...] = sampling_rows.VARIANTS
     ) -> None:
         self.programs.warm_up(dict(self.all_programs(variants)), done)
 
     def all_programs(
-        self, variants: tuple[str, ...] = sampling.VARIANTS
+        self, variants: tuple[str, ...] = sampling_rows.VARIANTS
     ) -> Iterator[tuple[str, Lower]]:
         """Every program that requests can lead to."""
         for shape in self.plan.shapes:
@@ -327,9 +283,14 @@ class Stages:
                 return _jit(f, self.last_mesh, (values, lane, lane, lane), (lane, lane)).lower(
                     *arguments
                 )
-            out = (lane, lane, _state_specs(), (lane,) * 3 if variant in sampling.SCORED else ())
+            out = (
+                lane,
+                lane,
+                _state_specs(),
+                (lane,) * 3 if variant in sampling_rows.SCORED else (),
+            )
             mask = (
-                [self._last((size, self.mask_words), jnp.int32, self.last_mesh)]
+                [self._last((size, self.plan.mask_words), jnp.int32, self.last_mesh)]
                 if variant == "guided"
                 else []
             )
@@ -367,7 +328,7 @@ class Stages:
 
     def _admit_program(self) -> tuple[str, Lower]:
         def lower() -> Any:
-            blank = sampling.blank_admission()
+            blank = sampling_rows.blank_admission()
             program = _jit(
                 sampling.admit,
                 self.last_mesh,
@@ -394,7 +355,7 @@ class Stages:
             lane = spec("lanes")
             f = lambda table, deltas: write_table(table, deltas[0])
             return _jit(f, stage.mesh, (lane, lane), lane, donate=(0,)).lower(
-                stage.table, self._last((DELTAS, 4), jnp.int32, stage.mesh)
+                stage.table, self._last((UPDATES, 4), jnp.int32, stage.mesh)
             )
 
         return f"table_{stage.index}", lower

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.checkpoint.zoo import ModelConfig
-from jaxserve.engine import sampling
-from jaxserve.engine.arrays import StepShape, layout
+from jaxserve.engine import sampling, sampling_rows
+from jaxserve.engine.shapes import StepShape, layout
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.models.decoder import Head, Stage, run_layers
 from jaxserve.sharding.mesh import KVP
@@ -99,7 +99,7 @@ def head(
     if variant == "greedy":
         return token[None], sampled
     logprobs = (
-        sampling.log_probabilities(logits, token, vocab) if variant in sampling.SCORED else ()
+        sampling.log_probabilities(logits, token, vocab) if variant in sampling_rows.SCORED else ()
     )
     return token[None], sampled, state, tuple(part[None] for part in logprobs)
 

@@ -11,8 +11,8 @@ FAULTS = 3  # failed steps in a row, with none that was read, after which the en
 
 
 class Watchdog:
-    """Knows with which batch the loop is in the hands of the devices. One thread tells; any may
-    ask, without a lock."""
+    """Detects hung steps: `watch(batch)` before blocking on a device, `clear()` after it,
+    `success()` once tokens were read. Written by the engine's thread; `overdue()` takes no lock."""
 
     def __init__(self, timeout: float):
         self._timeout = timeout
@@ -20,15 +20,15 @@ class Watchdog:
         self._faults = 0  # in a row
 
     def watch(self, batch: Batch, now: float) -> None:
-        """The loop issues a batch, or waits for it."""
+        """Begins to watch: the loop issues a batch, or waits for it."""
         self._held = batch, now + max(SLOW * batch.seconds, self._timeout)
 
     def clear(self) -> None:
-        """The loop goes on."""
+        """Ends the watch: the devices gave the loop back."""
         self._held = None
 
     def success(self) -> None:
-        """And the batch was read."""
+        """Ends the watch; failures before it no longer count."""
         self._held = None
         self._faults = 0
 
@@ -46,8 +46,8 @@ class Watchdog:
         return None if held is None or self._faults >= FAULTS else held[0]
 
 
-def told(error: Exception) -> RequestError:
-    """What the callers hear of an error of the devices."""
+def request_error(error: Exception) -> RequestError:
+    """Makes of an error of the devices what callers hear."""
     if "RESOURCE_EXHAUSTED" in str(error):
         return RequestError(
             "", "the devices ran out of memory in a step", "RESOURCE_EXHAUSTED", reason="memory"

@@ -23,6 +23,14 @@ import numpy as np
 from jaxserve.api.batch import Batch
 from jaxserve.api.events import Finished
 from jaxserve.api.request import Request
+from jaxserve.scheduling.events import (
+    Admitted,
+    CompletionEnded,
+    EventBus,
+    StepIssued,
+    StepRead,
+    StepsLost,
+)
 from jaxserve.scheduling.sequence import Sequence
 
 # most steps, chunks of all steps together, age
@@ -91,6 +99,18 @@ class Journal:
         self._until = [born] * stages  # until when each stage was busy
         self._read = born
         self._rows = 0
+
+    def listen(self, bus: EventBus) -> None:
+        """Writes down what happens from now on."""
+        bus.subscribe(Admitted, lambda event: self.admitted(event.sequence))
+        bus.subscribe(StepIssued, lambda event: self.issued(event.batch, event.now))
+        bus.subscribe(StepRead, lambda event: self.read(event.now))
+        bus.subscribe(StepsLost, lambda event: self.lost())
+        bus.subscribe(CompletionEnded, self._completion_ended)
+
+    def _completion_ended(self, ended: CompletionEnded) -> None:
+        given = ended.ttft_deadline - ended.request.arrival
+        self.ended(ended.request, ended.event, given, ended.tpot)
 
     def admitted(self, sequence: Sequence) -> None:
         """A sequence got a slot."""

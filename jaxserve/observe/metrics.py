@@ -22,6 +22,16 @@ from prometheus_client.core import (
 )
 
 from jaxserve.api.events import Finished, Summary
+from jaxserve.scheduling.events import (
+    Admitted,
+    CompletionEnded,
+    EventBus,
+    FirstToken,
+    Rejected,
+    StepIssued,
+    StepRead,
+    Tokens,
+)
 from jaxserve.settings.schema import DEFAULT_CLASS
 
 PREFIX = "jaxserve:"
@@ -293,6 +303,70 @@ class Metrics:
         values = self._read()
         for name, (family, help) in READ.items():
             yield family(PREFIX + name, help, value=values[name])
+
+    # --- what happens
+
+    def listen(self, bus: EventBus, prefix_caching: bool) -> None:
+        """Counts what happens from now on. prefix_caching: whether prompts are looked up in the
+        cache of prefixes."""
+        self._prefix_caching = prefix_caching
+        bus.subscribe(Admitted, self._admitted)
+        bus.subscribe(StepIssued, self._step_issued)
+        bus.subscribe(StepRead, self._step_read)
+        bus.subscribe(FirstToken, self._first_token)
+        bus.subscribe(Tokens, self._tokens)
+        bus.subscribe(CompletionEnded, self._completion_ended)
+        bus.subscribe(Rejected, lambda event: self.rejected(event.reason))
+
+    def _admitted(self, event: Admitted) -> None:
+        sequence = event.sequence
+        class_name = sequence.request.slo.class_name
+        self.admitted(event.slot, sequence.tpot, class_name, sequence.last_token_at)
+
+    def _step_issued(self, event: StepIssued) -> None:
+        if event.exchange:
+            self.exchanged(event.exchange, len(event.batch.moves))
+
+    def _step_read(self, event: StepRead) -> None:
+        self.step(event.batch.seconds, event.seconds, event.comparable)
+
+    def _first_token(self, event: FirstToken) -> None:
+        if not event.of_request:
+            return
+        sequence = event.sequence
+        request = sequence.request
+        started = event.now if sequence.started_at is None else sequence.started_at
+        looked_up = sequence.reads_cache and self._prefix_caching
+        self.first_token(
+            event.now - request.arrival,
+            started - request.arrival,
+            event.ttft_deadline - event.now,
+            len(request.prompt),
+            len(request.prompt) if looked_up else 0,
+            sequence.cached_tokens,
+            request.slo.class_name,
+        )
+
+    def _tokens(self, event: Tokens) -> None:
+        batch = event.batch
+        self.tokens(event.slots, event.now)
+        if batch.tokens.size:
+            chunks = ~batch.is_decode
+            degrees = np.count_nonzero(batch.blocks_per_lane[chunks], axis=1)
+            self.chunks(batch.length[chunks], degrees)
+
+    def _completion_ended(self, event: CompletionEnded) -> None:
+        """Counts an end, and where it was the last of its request, that of the request."""
+        self.sequence_ended(event.event.reason)
+        if not event.of_request:
+            return
+        request = event.request
+        given = event.ttft_deadline - request.arrival
+        if all(end.reason in ("stop", "length") for end in event.of_request):
+            self.request_completed(list(event.of_request), given, event.tpot)
+        late = request.arrival + event.event.timing.total > event.ttft_deadline
+        if late and not event.had_token:
+            self.late(request.slo.class_name)
 
     # --- a step
 

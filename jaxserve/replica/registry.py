@@ -1,145 +1,77 @@
-"""Who hears of what the engine does, and what of it is counted."""
+"""The live requests of a replica: one object for each, and who hears of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import abc
-from collections.abc import Callable
-
-import numpy as np
+from collections.abc import Iterable
 
 from jaxserve.api.events import Event, Finished
 from jaxserve.api.request import Request
-from jaxserve.observe.journal import Journal
-from jaxserve.observe.metrics import Metrics
-from jaxserve.scheduling import Batch, Scheduler
-from jaxserve.scheduling.sequence import Sequence
+from jaxserve.replica.protocol import Sink
 
 log = logging.getLogger(__name__)
-Sink = Callable[[abc.Sequence[Event]], None]
 
 
 @dataclasses.dataclass
-class Subscriber:
-    """Who hears of a request: its sink, its seed, how many of its completions have not ended,
-    whether one of them has begun, and the ends of the others. `due` is the clock second for its
-    first token, `tpot` its objective in seconds."""
+class LiveRequest:
+    """A request that has not ended. seed: of its sampling, 63 bits. unfinished: completions that
+    have not ended."""
 
     request: Request
     sink: Sink
     seed: int
-    left: int
-    due: float
-    tpot: float
-    begun: bool = False
-    ends: list[Finished] = dataclasses.field(default_factory=list)
+    unfinished: int
 
 
-class Subscribers:
-    """The subscribers of all requests that have not ended, by id. Nothing here has a lock of its
-    own.
+class Registry:
+    """Live requests by id. It has no lock of its own."""
 
-    looks_up: whether prompts are looked up in the prefix cache.
-    """
+    def __init__(self) -> None:
+        self._live: dict[str, LiveRequest] = {}
 
-    def __init__(self, scheduler: Scheduler, metrics: Metrics, journal: Journal, looks_up: bool):
-        self.by_id: dict[str, Subscriber] = {}
-        self._scheduler = scheduler
-        self._metrics = metrics
-        self._journal = journal
-        self._looks_up = looks_up
+    def __len__(self) -> int:
+        return len(self._live)
 
-    def send(self, events: list[tuple[str, Event]]) -> list[str]:
-        """Events to their sinks, one call per request; a request whose last completion ended is
-        forgotten. Returns the ids of requests whose sinks failed: they hear no more."""
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._live
+
+    def __getitem__(self, request_id: str) -> LiveRequest:
+        return self._live[request_id]
+
+    def ids(self) -> list[str]:
+        """Ids of all live requests, oldest first."""
+        return list(self._live)
+
+    def add(self, request: Request, sink: Sink, seed: int) -> None:
+        """Begins to follow a request; its id is not among the live ones."""
+        self._live[request.id] = LiveRequest(request, sink, seed, request.sampling.n)
+
+    def notify(self, events: Iterable[tuple[str, Event]]) -> list[str]:
+        """Hands (request id, event) pairs to their sinks, one call per request, and forgets
+        requests whose last completion ended. Returns the ids of requests whose sinks raised: they
+        hear no more."""
         by_request: dict[str, list[Event]] = {}
         for request_id, event in events:
             by_request.setdefault(request_id, []).append(event)
-        heard = [(self.by_id[request_id], mine) for request_id, mine in by_request.items()]
-        for subscriber, mine in heard:
-            if ends := [event for event in mine if isinstance(event, Finished)]:
-                subscriber.left -= len(ends)
-                self._count_ends(subscriber, ends)
-            if not subscriber.left:
-                del self.by_id[subscriber.request.id]
-        return [
-            subscriber.request.id for subscriber, mine in heard if not self._tell(subscriber, mine)
-        ]
+        told = [(self._live[request_id], mine) for request_id, mine in by_request.items()]
+        for live, mine in told:  # before any sink hears: it may ask for requests of the others
+            live.unfinished -= sum(isinstance(event, Finished) for event in mine)
+            if not live.unfinished:
+                del self._live[live.request.id]
+        return [live.request.id for live, mine in told if not _deliver(live, mine)]
 
-    def _tell(self, subscriber: Subscriber, events: list[Event]) -> bool:
-        try:
-            subscriber.sink(events)
-        except Exception:
-            log.exception(
-                "the sink of request %r failed",
-                subscriber.request.id,
-                extra={"request_id": subscriber.request.id},
-            )
-            subscriber.sink = lambda events: None
-            return False
-        return True
 
-    def prefilled(self, batch: Batch) -> list[Sequence]:
-        """Sequences that may get their first token from this batch."""
-        if not batch.tokens.size:
-            return []
-        numbers = batch.seq[batch.sample & ~batch.is_decode].tolist()
-        return [
-            sequence
-            for number in numbers
-            if (sequence := self._scheduler.sequences[number]).first_token_at is None
-        ]
+def _deliver(live: LiveRequest, events: list[Event]) -> bool:
+    try:
+        live.sink(events)
+    except Exception:
+        id = live.request.id
+        log.exception("the sink of request %r failed", id, extra={"request_id": id})
+        live.sink = _nobody
+        return False
+    return True
 
-    def count(self, batch: Batch, prefilled: list[Sequence], now: float) -> None:
-        """The metrics of a batch of which the scheduler has heard."""
-        self._metrics.tokens(self._scheduler.slots_with_tokens, now)
-        if batch.tokens.size:
-            chunks = ~batch.is_decode
-            self._metrics.chunks(
-                batch.length[chunks], np.count_nonzero(batch.blocks_per_lane[chunks], axis=1)
-            )
-        for sequence in prefilled:
-            if (
-                sequence.first_token_at is not None
-                and not (subscriber := self.by_id[sequence.id]).begun
-            ):
-                subscriber.begun = True
-                self._count_first(sequence, subscriber.due, now)
 
-    def _count_first(self, sequence: Sequence, due: float, now: float) -> None:
-        """The metrics of a request that has its first token."""
-        request = sequence.request
-        started = now if sequence.started_at is None else sequence.started_at
-        looked_up = len(request.prompt) if sequence.reads_cache and self._looks_up else 0
-        self._metrics.first_token(
-            now - request.arrival,
-            started - request.arrival,
-            due - now,
-            len(request.prompt),
-            looked_up,
-            sequence.cached_tokens,
-            request.slo.class_name,
-        )
-
-    def _count_ends(self, subscriber: Subscriber, ends: list[Finished]) -> None:
-        """The metrics of completions of a request that ended; where it has no other ones, those of
-        the request."""
-        for event in ends:
-            self._metrics.sequence_ended(event.reason)
-            self._journal.ended(
-                subscriber.request,
-                event,
-                subscriber.due - subscriber.request.arrival,
-                subscriber.tpot,
-            )
-        subscriber.ends += ends
-        if subscriber.left:
-            return
-        arrival = subscriber.request.arrival
-        if all(event.reason in ("stop", "length") for event in subscriber.ends):
-            self._metrics.request_completed(
-                subscriber.ends, subscriber.due - arrival, subscriber.tpot
-            )
-        if not subscriber.begun and arrival + ends[-1].timing.total > subscriber.due:
-            self._metrics.late(subscriber.request.slo.class_name)
+def _nobody(events: object) -> None:
+    """Hears the events of a request whose sink raised."""

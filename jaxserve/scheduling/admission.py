@@ -24,8 +24,9 @@ import numpy as np
 from jaxserve.api.batch import Batch
 from jaxserve.api.errors import RequestError
 from jaxserve.cache import CacheManager
-from jaxserve.costs.predictor import NOMINAL, LaneLoad, Predictor
+from jaxserve.costs.predictor import LaneLoad, Predictor
 from jaxserve.scheduling.budget import LEAST
+from jaxserve.scheduling.events import BatchPacked, EventBus, FirstToken, Tokens
 from jaxserve.scheduling.packing import SHORTER
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import DECODE, SlotTable
@@ -88,6 +89,12 @@ class AdmissionController:
         # a heap: when these are due, and some that are no more
         self._due: list[tuple[float, int]] = []
 
+    def listen(self, bus: EventBus) -> None:
+        """Learns from what happens."""
+        bus.subscribe(BatchPacked, lambda event: self.issued(event.batch, event.backlog_before))
+        bus.subscribe(FirstToken, lambda event: self.began(event.sequence, event.now))
+        bus.subscribe(Tokens, lambda event: self.spoke(event.sampled, event.ended))
+
     # --- the question
 
     def check(self, sequence: Sequence, now: float, begun: float, feasible: bool) -> float:
@@ -105,7 +112,7 @@ class AdmissionController:
         # what was learnt in a crowd says little of better times
         if not slots.queue and not slots.prefilling:
             self.margin = np.maximum(CALM * self.margin, MARGIN[0])
-        if self.predictor.costs is NOMINAL or not slots.by_number:
+        if not self.predictor.calibrated or not slots.by_number:
             return now + begun + work
         view, tighter = self._view_for(sequence)
         if tighter:
@@ -258,7 +265,7 @@ class AdmissionController:
     def most(self, tpot: float) -> int:
         """Sequences that may have a slot, so that a step of their decodes leaves some of `tpot` to
         prompts; one in any case."""
-        if self.predictor.costs is NOMINAL:
+        if not self.predictor.calibrated:
             return self.config.max_seqs
         return max(1, _fitting(self._running().curve, tpot / self.predictor.mesh.spp))
 
@@ -336,12 +343,7 @@ class AdmissionController:
         where there is more than it can do."""
         after = self.slots.backlog
         self._seen = None
-        if (
-            not batch.tokens.size
-            or after <= 0
-            or after >= before
-            or self.predictor.costs is NOMINAL
-        ):
+        if not batch.tokens.size or after <= 0 or after >= before or not self.predictor.calibrated:
             return
         fed = batch.is_decode
         lanes = self.predictor.decodes(

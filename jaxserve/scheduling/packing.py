@@ -82,15 +82,16 @@ class BatchPacker:
         cache: CacheManager,
         slots: SlotTable,
         predictor: Predictor,
+        admission: PageAdmission,
+        planner: Planner | None = None,
     ):
         self.config = config
         self.mesh = mesh
         self.cache = cache
         self.slots = slots
         self.predictor = predictor
-        self.admission = PageAdmission(cache, slots)
-        # which lanes compute which part of a prompt, where that is planned
-        self.planner: Planner | None = None
+        self.admission = admission
+        self.planner = planner
 
     def pack(self, number: int, now: float) -> tuple[Batch, list[PrefillChunk]] | None:
         """Batch `number` and its prefill chunks, issued as far as the slots go; None where

@@ -15,12 +15,21 @@ import numpy as np
 
 from jaxserve.api.batch import Batch
 from jaxserve.api.errors import RequestError
-from jaxserve.api.events import Accepted, Event, Logprobs, Progress, Token
+from jaxserve.api.events import Accepted, Event, Finished, Logprobs, Progress, Token
 from jaxserve.api.request import Request
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import NOMINAL, Costs, Predictor
 from jaxserve.scheduling.admission import AdmissionController
-from jaxserve.scheduling.packing import SHORTER, BatchPacker
+from jaxserve.scheduling.events import (
+    Admitted,
+    BatchPacked,
+    CompletionEnded,
+    EventBus,
+    FirstToken,
+    Tokens,
+)
+from jaxserve.scheduling.packing import SHORTER, BatchPacker, Planner
+from jaxserve.scheduling.page_admission import PageAdmission
 from jaxserve.scheduling.policies import POLICIES
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slots import ENDED, LEAVING, SlotTable
@@ -47,18 +56,26 @@ class Load:
 
 @dataclass(slots=True)
 class LiveEntry:
-    """A request with completions that have not ended; `later` are those that wait for the first
-    one's prefill."""
+    """A request with completions that have not ended. Its objectives are clock seconds for its
+    first token and seconds per token after that."""
 
     request: Request
+    ttft_deadline: float
+    tpot: float
     number: int  # of its first sequence
-    alive: dict[int, Sequence]  # by index
-    later: list[Sequence] = field(default_factory=list)
+    alive: dict[int, Sequence]  # completions that have not ended, by index
+    later: list[Sequence] = field(default_factory=list)  # these wait for the first one's prefill
+    had_token: bool = False
+    ends: list[Finished] = field(default_factory=list)
 
 
 class Scheduler:
-    """See the package. `sequences` holds, by number, every sequence that waits or that a batch in
-    flight contains; `spoke` the slots [n] int32 to which the last `finish` gave a token."""
+    """Decides what runs next; see the package. `sequences` holds, by number, every sequence that
+    waits or that a batch in flight contains.
+
+    costs: what steps cost; NOMINAL where nobody knows. planner: plans which lanes compute which
+    part of a prompt, where that is planned. bus: hears what happens; of its own by default.
+    """
 
     def __init__(
         self,
@@ -68,6 +85,8 @@ class Scheduler:
         max_len: int,
         eos_ids: Iterable[int] = (),
         costs: Costs = NOMINAL,
+        planner: Planner | None = None,
+        bus: EventBus | None = None,
     ):
         self.config = config
         self.cache = cache
@@ -75,25 +94,21 @@ class Scheduler:
         self.predictor = Predictor(costs, mesh, cache.reach)
         self._eos = frozenset(eos_ids)
         self.slots = SlotTable(config.max_seqs, cache, self._work)
-        self.packer = BatchPacker(config, mesh, cache, self.slots, self.predictor)
-        self.gate = (
-            AdmissionController(config, cache, self.slots, self.predictor)
-            if config.admission == "predict"
-            else None
-        )
-        self.packer.admission.most = None if self.gate is None else self.gate.most
+        self.bus = EventBus() if bus is None else bus
+        self.admission: AdmissionController | None = None
+        if config.admission == "predict":
+            self.admission = AdmissionController(config, cache, self.slots, self.predictor)
+            self.admission.listen(self.bus)
+        self._planner = planner
+        most = None if self.admission is None else self.admission.most
+        pages = PageAdmission(cache, self.slots, most)
+        self.packer = BatchPacker(config, mesh, cache, self.slots, self.predictor, pages, planner)
         self._entries: dict[str, LiveEntry] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         self._flight: deque[Batch] = deque()
         self._born = 0
         self._batches = 0
         self.sequences = self.slots.by_number
-        self.slots_with_tokens = np.empty(0, np.int32)
-
-    def use(self, costs: Costs) -> None:
-        """Predicts with these costs from now on. Nothing may be waiting or running."""
-        assert not self.sequences, "work in the line was predicted with other costs"
-        self.predictor.use(costs)
 
     @property
     def running(self) -> int:
@@ -122,8 +137,8 @@ class Scheduler:
 
     def add(self, request: Request, now: float | None = None) -> list[Event]:
         """Queues a request that comes now (None: at its arrival). Errors: RequestError for an id in
-        use, a full queue, a request that can never fit, and, with a gate, one that could not be in
-        time."""
+        use, a full queue, a request that can never fit, and, with admission control, one that could
+        not be in time."""
         if request.id in self._entries:
             raise RequestError("request_id", f"{request.id!r} is in use", "ALREADY_EXISTS")
         ahead = len(self.slots.queue)
@@ -138,25 +153,30 @@ class Scheduler:
             )
         group = self._sequences(request)
         first = None
-        if self.gate is not None:
+        if self.admission is not None:
             begun = sum(batch.seconds for batch in self._flight) - (
                 self._flight[0].seconds / 2 if self._flight else 0.0
             )
             feasible = self.ttft_objective(request) >= self._work(0, len(request.prompt))
-            first = self.gate.check(
+            first = self.admission.check(
                 group[0], request.arrival if now is None else now, begun, feasible
             )
-            self.gate.promise(group[0], first)
+            self.admission.promise(group[0], first)
         self._born += len(group)
         self.sequences.update((sequence.number, sequence) for sequence in group)
         self._entries[request.id] = LiveEntry(
-            request, group[0].number, dict(enumerate(group)), group[1:]
+            request,
+            self.ttft_deadline(request),
+            self.tpot_objective(request),
+            group[0].number,
+            dict(enumerate(group)),
+            group[1:],
         )
         if request.deadline is not None:
             insort(self._deadlines, (request.deadline, group[0].number, request.id))
         self.slots.wait(group[0])
-        if self.packer.planner is not None:
-            self.packer.planner.arrived(request.arrival)
+        if self._planner is not None:
+            self._planner.arrived(request.arrival)
         return [
             Accepted(
                 ahead, self._predicted_ttft(group[0]) if first is None else first - request.arrival
@@ -270,15 +290,17 @@ class Scheduler:
     def start(self, now: float) -> Batch | None:
         """The next batch, to be run after all batches before it; None where nothing can be issued
         now."""
-        backlog = 0.0 if self.gate is None else self.slots.backlog
+        backlog = self.slots.backlog
         packed = self.packer.pack(self._batches, now)
         if packed is None:
             return None
         batch, chunks = packed
-        if self.gate is not None:
-            self.gate.issued(batch, backlog)
+        self.bus.publish(BatchPacked(batch, backlog))
         self._batches += 1
         self._flight.append(batch)
+        for row in batch.admitted:
+            slot = int(batch.slot[row])
+            self.bus.publish(Admitted(self.slots.by_slot[slot], slot))
         size = self.cache.block_size
         for chunk in chunks:  # only now: what a batch computes serves later batches
             sequence = self.slots.by_slot[chunk.slot]
@@ -373,22 +395,23 @@ class Scheduler:
         now: float,
     ) -> Events:
         rows = np.flatnonzero(live & batch.sample)
-        self.slots_with_tokens = batch.slot[rows]
+        slots = batch.slot[rows]
+        with_token = slots
         events: Events = []
         for row, slot, token in zip(
-            rows.tolist(), self.slots_with_tokens.tolist(), np.asarray(tokens)[rows].tolist()
+            rows.tolist(), slots.tolist(), np.asarray(tokens)[rows].tolist()
         ):
             sequence = self.slots.by_slot[slot]
             if token < 0:
                 self.cache.retract(slot)
-                self.slots_with_tokens = self.slots_with_tokens[self.slots_with_tokens != slot]
+                with_token = with_token[with_token != slot]
                 events.append((sequence.id, self._end(sequence, "error", now, NOT_FINITE)))
                 continue
             events.append(
                 (sequence.id, Token(sequence.index, token, logprobs[row] if logprobs else None))
             )
-            if self.gate is not None and sequence.first_token_at is None:
-                self.gate.began(sequence, now)
+            if sequence.first_token_at is None:
+                self._note_first_token(sequence, now)
             try:
                 reason = sequence.append_token(token, now)
                 error = None
@@ -397,9 +420,15 @@ class Scheduler:
                 error = fault
             if reason:
                 events.append((sequence.id, self._end(sequence, reason, now, error)))
-        if self.gate is not None:
-            self.gate.spoke(len(rows), len(events) - len(rows))
+        ended = len(events) - len(rows)
+        self.bus.publish(Tokens(batch, with_token, len(rows), ended, now))
         return events
+
+    def _note_first_token(self, sequence: Sequence, now: float) -> None:
+        entry = self._entries[sequence.id]
+        first = not entry.had_token
+        entry.had_token = True
+        self.bus.publish(FirstToken(sequence, now, first, entry.ttft_deadline))
 
     def cancel(
         self,
@@ -439,7 +468,7 @@ class Scheduler:
 
     def _end(
         self, sequence: Sequence, reason: str, now: float, error: RequestError | None = None
-    ) -> Event:
+    ) -> Finished:
         entry = self._entries[sequence.id]
         del entry.alive[sequence.index]
         if sequence.slot != NO_SLOT:
@@ -454,7 +483,19 @@ class Scheduler:
                 self._deadlines.remove((entry.request.deadline, entry.number, sequence.id))
         elif len(entry.later) == len(entry.alive):  # the one they waited for has ended
             self._call_later(sequence)
-        return sequence.finished(reason, now, error)
+        event = sequence.finished(reason, now, error)
+        entry.ends.append(event)
+        self.bus.publish(
+            CompletionEnded(
+                entry.request,
+                event,
+                entry.ttft_deadline,
+                entry.tpot,
+                () if entry.alive else tuple(entry.ends),
+                entry.had_token,
+            )
+        )
+        return event
 
     def _call_later(self, leader: Sequence) -> None:
         """The completions that waited for the leader's blocks join the queue."""
@@ -471,7 +512,7 @@ class Scheduler:
         others that have a slot wait again, with the tokens they have put out. No batch is in flight
         any more, and no prefix is known."""
         slots = self.slots
-        events = []
+        events: Events = []
         self._flight.clear()
         slots.in_flight[:] = 0
         ended = set(batch.seq.tolist())
@@ -483,7 +524,8 @@ class Scheduler:
             else:
                 slots.withdraw(sequence, LEAVING)
         self.cache.flush()
-        self.cache.take_table_updates(), self.cache.take_moves()
+        self.cache.take_table_updates()
+        self.cache.take_moves()
         return events
 
     def check(self) -> None:

@@ -28,8 +28,9 @@ from jaxserve.observe.metrics import READ, Metrics
 from jaxserve.observe.view import Snapshot
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.protocol import Sink
-from jaxserve.replica.registry import Subscriber, Subscribers
+from jaxserve.replica.registry import Registry
 from jaxserve.scheduling import Load, Scheduler
+from jaxserve.scheduling.events import Rejected, StepIssued, StepRead
 from jaxserve.settings.schema import CacheConfig, MeshConfig
 
 NO_SHAPE = ModelShape(layers=1, d_model=1, heads=1, kv_heads=1, head_dim=1, d_ff=1, vocab=2**31 - 1)
@@ -115,9 +116,10 @@ class VirtualReplica:
             enable_prefix_caching=cache.prefix_caching,
             placement=cache.placement,
         )
-        self._subscribers = Subscribers(
-            scheduler, self._metrics, self._journal, cache.prefix_caching
-        )
+        self.bus = scheduler.bus
+        self._journal.listen(self.bus)
+        self._metrics.listen(self.bus, cache.prefix_caching)
+        self._registry = Registry()
 
     # --- time
 
@@ -170,33 +172,18 @@ class VirtualReplica:
             batch = self.scheduler.start(now)
             if batch is None:
                 return
-            for row in batch.admitted:
-                self._admitted(batch, row)
             start, end = self._pipeline.enter(now, batch)
             self._flights.append((end, batch))
-            self._journal.issued(batch, now)
+            self.bus.publish(StepIssued(batch, None, now))
             for listener in self.listeners:
                 listener.step_issued(batch, start, end)
-
-    def _admitted(self, batch: Batch, row: int) -> None:
-        sequence = self.scheduler.sequences[int(batch.seq[row])]
-        self._journal.admitted(sequence)
-        self._metrics.admitted(
-            int(batch.slot[row]),
-            sequence.tpot,
-            sequence.request.slo.class_name,
-            sequence.last_token_at,
-        )
 
     def _read(self, now: float) -> None:
         _, batch = self._flights.popleft()
         for listener in self.listeners:
             listener.step_read(batch, now)
-        prefilled = self._subscribers.prefilled(batch)
-        self._journal.read(now)
-        events = self.scheduler.finish(batch, np.zeros(len(batch.slot), np.int32), now)
-        self._subscribers.count(batch, prefilled, now)
-        self._send(events)
+        self.bus.publish(StepRead(batch, now, batch.seconds, comparable=True))
+        self._send(self.scheduler.finish(batch, np.zeros(len(batch.slot), np.int32), now))
 
     # --- requests
 
@@ -209,14 +196,7 @@ class VirtualReplica:
             raise RequestError("", "the replica takes no requests", "UNAVAILABLE")
         try:
             events = self.scheduler.add(request, self.clock.now())
-            self._subscribers.by_id[request.id] = Subscriber(
-                request,
-                sink,
-                0,
-                request.sampling.n,
-                self.scheduler.ttft_deadline(request),
-                self.scheduler.tpot_objective(request),
-            )
+            self._registry.add(request, sink, seed=0)
             self._send([(request.id, event) for event in events])
         finally:
             self._issue()
@@ -228,7 +208,7 @@ class VirtualReplica:
         return self._end(request_id, "stop", index)
 
     def _end(self, request_id: str, reason: str, index: int | None) -> bool:
-        if request_id not in self._subscribers.by_id:
+        if request_id not in self._registry:
             return False
         events = self.scheduler.cancel(request_id, self.clock.now(), reason, index)
         self._send(events)
@@ -238,7 +218,7 @@ class VirtualReplica:
     def _send(self, events: list[tuple[str, Event]]) -> None:
         if not events:
             return
-        for request_id in self._subscribers.send(events):
+        for request_id in self._registry.notify(events):
             self._end(request_id, "cancelled", None)
 
     def post(self, command: Callable[[], object]) -> None:
@@ -263,7 +243,7 @@ class VirtualReplica:
         }
 
     def count_rejected(self, reason: str) -> None:
-        self._metrics.rejected(reason)
+        self.bus.publish(Rejected(reason))
 
     @property
     def metrics_registry(self) -> CollectorRegistry:
@@ -298,7 +278,7 @@ class VirtualReplica:
         self._closed = True
         now = self.clock.now()
         error = RequestError("", "the replica was closed", "UNAVAILABLE")
-        for request_id in list(self._subscribers.by_id):
+        for request_id in self._registry.ids():
             self._send(self.scheduler.cancel(request_id, now, "error", error=error))
         while self._flights:
             self._read(now)

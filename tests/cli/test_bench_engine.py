@@ -1,8 +1,8 @@
 """`jaxserve bench engine`: its arithmetic by hand, its figures on a tiny model."""
 
 import json
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from jaxserve.cli import machine
@@ -10,7 +10,8 @@ from jaxserve.cli import main as cli
 from jaxserve.cli.bench import engine as bench_engine
 from jaxserve.cli.bench import host_time, speed
 from jaxserve.cli.bench.speed import Runner, Speed, SpeedPoint
-from jaxserve.settings.schema import MeshConfig
+from jaxserve.engine.command import CommandCodec, StepCommand
+from jaxserve.scheduling.events import StepFinished, StepIssued
 
 TINY = [
     "bench",
@@ -66,18 +67,12 @@ def test_the_first_round_does_not_count():
 
 
 def test_host_times_are_split_into_parts_that_add_up():
-    watch = host_time.Watch()
+    watch = host_time.Stopwatch(SimpleNamespace(worker=SimpleNamespace(codec=lambda: CODEC)))
     for _ in range(host_time.WARM + 4):
-        watch.begin()
-        for part, seconds in {
-            "schedule": 1e-6,
-            "arrays": 2e-6,
-            "issue": 5e-6,
-            "finish": 7e-6,
-        }.items():
-            watch.seconds[part][-1] += seconds
-    micros = watch.micros()
-    assert {part: x.round(6).tolist() for part, x in micros.items()} == {
+        command = StepCommand(number=1)
+        watch.step_issued(StepIssued(None, command, 0.0, "", 1e-6, 2e-6, 3e-6))
+        watch.finished.append(StepFinished(None, 7e-6, 0.0))
+    assert {part: x.round(6).tolist() for part, x in watch.micros().items()} == {
         "schedule": [1] * 4,
         "arrays": [2] * 4,
         "dispatch": [3] * 4,
@@ -85,19 +80,10 @@ def test_host_times_are_split_into_parts_that_add_up():
         "finish": [7] * 4,
         "events": [0] * 4,
     }
+    assert set(watch.bytes) == {len(CODEC.encode(command))}
 
 
-def test_bytes_count_every_stage_and_rank_and_entries_sent_apart():
-    class Arrays:
-        ints = np.zeros((2, 100), np.int32)
-        early = np.zeros((0, 5), np.int32)
-
-    assert host_time.sent(Arrays, MeshConfig(spp=2, kvp=2, tp=3)) == 800 * 2 * 3
-    Arrays.early = np.zeros((1, 5), np.int32)
-    assert (
-        host_time.sent(Arrays, MeshConfig(spp=2, kvp=2, tp=3))
-        == (800 + 2 * host_time.DELTAS * 16) * 2 * 3
-    )
+CODEC = CommandCodec([], lanes=1, block_size=16)
 
 
 def test_a_tiny_model_is_measured_shown_and_written(capsys, tmp_path):

@@ -24,10 +24,12 @@ from jaxserve.cli.doctor.forecast import forecast, launch_lines, seconds, shown
 from jaxserve.costs.fit import CostsFit
 from jaxserve.costs.predictor import Costs
 from jaxserve.engine.build import build
+from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import sizes
 from jaxserve.engine.profiling import profile_file as profile
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig, ServerConfig
+from tests.engine.harness import fresh
 
 TINY = {
     "model": "random:tiny",
@@ -361,7 +363,7 @@ def test_sizes_are_those_of_the_arrays_of_an_engine(mesh):
     engine = build(
         make(EngineConfig, {**TINY, "mesh": mesh}), progress=False, warm_up=False, profiled=False
     )
-    stages = engine.stages
+    stages = engine.worker.stages
     held = {}
     kinds = {
         "weights": [[stage.values for stage in stages.stages], stages.head_values],
@@ -399,13 +401,19 @@ COSTS = Costs(
 )
 
 
+def write_profile(file: Path, engine: Engine) -> None:
+    """A profile of this engine that says COSTS."""
+    identity = profile.identity_of(engine.worker, engine.info.max_model_len)
+    profile.write(file, identity, engine.worker, CostsFit(COSTS, 0.0, 0.0), [])
+
+
 def test_the_doctor_predicts_what_the_engine_does(capsys, seen, engine):
-    file = profile.kept_file(profile.identity_of(engine))
-    profile.write(file, engine, CostsFit(COSTS, 0.0, 0.0), [])
+    file = profile.kept_file(profile.identity_of(engine.worker, engine.info.max_model_len))
+    write_profile(file, engine)
     seen(dataclasses.replace(CPU, kind=jax.devices()[0].device_kind))
     code, found, answer = examined(capsys, *FLAGS)
     assert code == 0 and str(file) in found["profile"]["said"]
-    engine.scheduler.use(COSTS)
+    engine = fresh(engine, "grow", costs=COSTS)
     expected = forecast(engine.scheduler)
     assert [(row["prompt"], row["seconds"]) for row in answer["predicted"]["ttft"]] == list(
         expected.ttft.items()
@@ -426,7 +434,7 @@ def test_the_doctor_predicts_what_the_engine_does(capsys, seen, engine):
 
 
 def test_a_profile_of_something_else_is_a_fault(capsys, seen, engine, tmp_path):
-    profile.write(tmp_path / "other.json", engine, CostsFit(COSTS, 0.0, 0.0), [])
+    write_profile(tmp_path / "other.json", engine)
     code, found, _ = examined(
         capsys, *FLAGS, "--max_seqs=4", f"--profile={tmp_path / 'other.json'}"
     )
@@ -434,7 +442,7 @@ def test_a_profile_of_something_else_is_a_fault(capsys, seen, engine, tmp_path):
 
 
 def test_predictions_are_of_what_fits_and_grow_with_it(engine):
-    engine.scheduler.use(COSTS)
+    engine = fresh(engine, "grow", costs=COSTS)
     found = forecast(engine.scheduler)
     lengths = sorted(found.ttft)
     batches = found.batches
@@ -448,7 +456,7 @@ def test_predictions_are_of_what_fits_and_grow_with_it(engine):
 
 
 def test_before_it_serves_a_server_tells_memory_capacity_and_predictions(engine):
-    engine.scheduler.use(COSTS)
+    engine = fresh(engine, "grow", costs=COSTS)
     memory, capacity, predicted = launch_lines(engine)
     assert (
         "weights" in memory

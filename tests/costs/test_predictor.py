@@ -426,11 +426,3 @@ def test_nothing_is_learnt_from_a_step_without_time(predicted, seconds):
     predictor = Predictor(Costs(layers=1), MeshConfig())
     predictor.seen(predicted, seconds)
     assert predictor.scale == 1
-
-
-def test_new_costs_are_taken_whole():
-    """With the layers of a stage, and nothing of what was learnt with the old ones."""
-    predictor = Predictor(Costs(layers=1, linear_token=1), MeshConfig(spp=2))
-    predictor.seen(1.0, 3.0)
-    predictor.use(Costs(layers=8, linear_token=1))
-    assert predictor.lane(LaneLoad(tokens=1)) == 4

@@ -1,5 +1,5 @@
-"""Runs requests on an engine turn by turn, in the test's own thread, with the invariants checked
-after every turn."""
+"""Runs requests on an engine step by step, in the test's own thread, with the invariants checked
+after every step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from jaxserve.api.events import Event, Finished, Token
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
-from jaxserve.engine.arrays import StepShape
+from jaxserve.costs.predictor import NOMINAL, Costs
 from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.shapes import StepShape
 from jaxserve.engine.stages import HiddenStates
 from jaxserve.scheduling import Batch, Scheduler
+from jaxserve.scheduling.events import StepIssued
+from jaxserve.scheduling.packing import Planner
 from jaxserve.scheduling.sequence import PlanPart
 from jaxserve.settings.schema import (
     CacheConfig,
@@ -52,14 +55,31 @@ def engine(
     return build(config, progress=False, warm_up=False)
 
 
-def fresh(old: Engine, placement: str, pages: int | None = None) -> Engine:
-    """An engine on the same devices with an empty cache, another placement and so many of the
-    pages. It overwrites those of the old one: use that no more."""
-    plan = old.stages.plan
-    config = dataclasses.replace(old.config.cache, pages=pages or old.stages.plan.pages)
-    cache = CacheManager(config, plan.mesh.kvp, plan.slots, placement=placement)
-    scheduler = Scheduler(old.config.scheduler, cache, plan.mesh, old.max_len, plan.model.eos_ids)
-    return Engine(old.config, old.stages, scheduler, plan.model.eos_ids)
+def fresh(
+    old: Engine,
+    placement: str,
+    pages: int | None = None,
+    planner: Planner | None = None,
+    costs: Costs = NOMINAL,
+    **settings,
+) -> Engine:
+    """An engine on the same devices with an empty cache, another placement, so many of the pages,
+    and other settings of the scheduler. It overwrites those of the old one: use that no more."""
+    plan = old.worker.plan
+    cache = dataclasses.replace(old.config.cache, pages=pages or plan.pages)
+    config = dataclasses.replace(
+        old.config, scheduler=dataclasses.replace(old.config.scheduler, **settings)
+    )
+    scheduler = Scheduler(
+        config.scheduler,
+        CacheManager(cache, plan.mesh.kvp, plan.slots, placement=placement),
+        plan.mesh,
+        old.info.max_model_len,
+        plan.model.eos_ids,
+        costs,
+        planner,
+    )
+    return Engine(config, old.worker, scheduler)
 
 
 @functools.cache
@@ -72,47 +92,36 @@ def shared(mesh: str = "", placement: str = "grow", pages: int | None = None) ->
     and compiled programs that all tests of this process share. It overwrites the pages of the one
     taken before on this mesh: use that no more."""
     base = _tiny(mesh)
-    own = [name for name in vars(base.stages) if callable(getattr(type(base.stages), name, None))]
+    stages = base.worker.stages
+    own = [name for name in vars(stages) if callable(getattr(type(stages), name, None))]
     assert not own, f"a test before this one left its own {own} behind"
-    base.stages.reset()
     return fresh(base, placement, pages)
 
 
 def watch_batches(real: Engine, see: Callable[[Batch], object]) -> None:
-    """Shows each batch from now on, before it is issued."""
-    issue = real._issue
-
-    def shown(batch: Batch) -> None:
-        see(batch)
-        issue(batch)
-
-    real._issue = shown  # type: ignore[method-assign]
+    """Shows each batch from now on, once it is issued."""
+    real.bus.subscribe(StepIssued, lambda step: see(step.batch))
 
 
 def shapes_of(real: Engine) -> list[StepShape]:
     """The shapes of the steps from now on."""
     shapes: list[StepShape] = []
-    choose = real._shape_for
-
-    def chosen(*work: Any) -> Any:
-        shape = choose(*work)
-        shapes.append(shape)
-        return shape
-
-    real._shape_for = chosen  # type: ignore[method-assign]
+    compiled = real.worker.plan.shapes
+    real.bus.subscribe(StepIssued, lambda step: shapes.append(compiled[step.command.shape]))
     return shapes
 
 
 def hidden_states_of(real: Engine) -> list[HiddenStates]:
     """What the last stage returns, for each step from now on."""
     hidden: list[HiddenStates] = []
-    step = real.stages.step
+    stages = real.worker.stages
+    step = stages.step
 
     def kept(*work: Any) -> HiddenStates:
         hidden.append(step(*work))
         return hidden[-1]
 
-    real.stages.step = kept  # type: ignore[method-assign]
+    stages.step = kept  # type: ignore[method-assign]
     return hidden
 
 
@@ -157,7 +166,7 @@ class Runner:
         while True:
             if chunks:
                 scheduler.packer.config = dataclasses.replace(own, chunk_tokens=rng.choice(chunks))
-            if not self.engine.turn():
+            if not self.engine.step():
                 break
             scheduler.check()
         scheduler.packer.config = own
@@ -220,4 +229,4 @@ def assert_empty(engine: Engine) -> None:
     load = engine.load()
     assert load.running == load.waiting == 0
     assert load.pages_free + load.pages_cached == load.pages_total
-    assert not engine._subscribers.by_id and not engine._flights
+    assert not len(engine._registry) and not engine._flights

@@ -12,18 +12,9 @@ import pytest
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
-from jaxserve.engine.arrays import (
-    FEED,
-    NOWHERE,
-    Arrays,
-    StepDemand,
-    fullest,
-    layout,
-    ring_rows,
-    sample_sizes,
-    shapes,
-    to_arrays,
-)
+from jaxserve.engine.arrays import StepArrays, to_arrays
+from jaxserve.engine.dealing import StepDemand, fullest, ring_rows
+from jaxserve.engine.shapes import FEED, NOWHERE, layout, sample_sizes, shapes
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
@@ -74,12 +65,12 @@ def traffic(
             scheduler.cancel(rng.choice(list(scheduler._entries)), 0.0)
 
 
-def said(arrays: Arrays, lanes: int) -> Counter:
+def said(arrays: StepArrays, lanes: int) -> Counter:
     """(slot, position, token, spread, lane) of every token in the message; a local token must be on
     its home lane."""
     shape = arrays.shape
     found = Counter()
-    view = layout(shape, lanes, BLOCK).views(arrays.ints)
+    view = layout(shape, lanes, BLOCK).views(arrays.rows)
     for lane in range(lanes):
         row = token = 0
         for groups, spread in ((shape.local, False), (shape.spread, True)):
@@ -115,8 +106,8 @@ def meant(batch: Batch) -> Counter:
     return found
 
 
-def check_message(batch: Batch, arrays: Arrays, lanes: int) -> None:
-    view = layout(arrays.shape, lanes, BLOCK).views(arrays.ints)
+def check_message(batch: Batch, arrays: StepArrays, lanes: int) -> None:
+    view = layout(arrays.shape, lanes, BLOCK).views(arrays.rows)
     assert said(arrays, lanes) == meant(batch)
     check_samples(batch, arrays, view)
     check_held(batch, arrays, view)
@@ -127,11 +118,11 @@ def check_message(batch: Batch, arrays: Arrays, lanes: int) -> None:
         if entry[0] != NOWHERE
     ]
     assert Counter(map(tuple, batch.table_updates.tolist())) == Counter(riding) + Counter(
-        map(tuple, arrays.early.tolist())
+        map(tuple, arrays.early_updates.tolist())
     )
 
 
-def check_samples(batch: Batch, arrays: Arrays, view: dict[str, np.ndarray]) -> None:
+def check_samples(batch: Batch, arrays: StepArrays, view: dict[str, np.ndarray]) -> None:
     """After the last token of each chunk that samples, on its home lane, for its slot and the next
     position."""
     tokens_of = row_tokens(arrays, view)
@@ -150,7 +141,7 @@ def check_samples(batch: Batch, arrays: Arrays, view: dict[str, np.ndarray]) -> 
 
 
 def row_tokens(
-    arrays: Arrays, view: dict[str, np.ndarray]
+    arrays: StepArrays, view: dict[str, np.ndarray]
 ) -> dict[tuple[int, int], tuple[int, int]]:
     """(lane, index of a token among its lane's) -> slot, position."""
     found = {}
@@ -165,7 +156,7 @@ def row_tokens(
     return found
 
 
-def check_held(batch: Batch, arrays: Arrays, view: dict[str, np.ndarray]) -> None:
+def check_held(batch: Batch, arrays: StepArrays, view: dict[str, np.ndarray]) -> None:
     """Every row of a spread sequence knows how many of its blocks each lane holds."""
     held = {int(slot): row.tolist() for slot, row in zip(batch.slot, batch.blocks_per_lane)}
     local = sum(rows for rows, _ in arrays.shape.local)
@@ -221,8 +212,8 @@ def test_around_a_ring_each_token_is_computed_where_its_block_is(placement):
             arrays = to_arrays(batch, work, shape, lanes, BLOCK, rows)
             assert said(arrays, lanes) == meant(batch)
             far = {int(chunk) for chunk in np.flatnonzero(batch.spread & (batch.length > 1))}
-            assert {piece.chunk for piece in arrays.pieces if batch.spread[piece.chunk]} == far
-            for piece in arrays.pieces:
+            assert {piece.chunk for piece in arrays.slices if batch.spread[piece.chunk]} == far
+            for piece in arrays.slices:
                 if piece.chunk in far:
                     slot = int(batch.slot[piece.chunk])
                     first = int(batch.start[piece.chunk]) + piece.offset
@@ -231,7 +222,7 @@ def test_around_a_ring_each_token_is_computed_where_its_block_is(placement):
             for chunk in np.flatnonzero(batch.sample):
                 lane = int(batch.lane[chunk])
                 place = int(arrays.sampled[chunk])
-                view = layout(shape, lanes, BLOCK).views(arrays.ints)
+                view = layout(shape, lanes, BLOCK).views(arrays.rows)
                 end = int(batch.start[chunk] + batch.length[chunk])
                 assert view["samples"][lane, place].tolist() == [
                     arrays.last[chunk],

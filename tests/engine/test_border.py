@@ -9,7 +9,9 @@ import pytest
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
-from jaxserve.engine.arrays import StepDemand, shapes, to_arrays
+from jaxserve.engine.arrays import to_arrays
+from jaxserve.engine.dealing import StepDemand
+from jaxserve.engine.shapes import shapes
 from jaxserve.scheduling import Scheduler
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
@@ -42,7 +44,9 @@ def decode_messages(context: int, lanes: int, company: int) -> list[tuple]:
         arrays = to_arrays(batch, work, shape, lanes, BLOCK)
         if batch.is_decode.all() and len(batch.seq) == 1 + company:
             assert batch.start.max() >= context
-            found.append((str(shape), arrays.ints.nbytes + arrays.early.nbytes, batch.nbytes))
+            found.append(
+                (str(shape), arrays.rows.nbytes + arrays.early_updates.nbytes, batch.nbytes)
+            )
         scheduler.finish(batch, np.ones(len(batch.slot), np.int32), 0.0)
     return found
 

@@ -10,8 +10,10 @@ import re
 import numpy as np
 import pytest
 
-from jaxserve.engine.arrays import MOVES, NOWHERE, launches
 from jaxserve.engine.build import build
+from jaxserve.engine.dealing import launches
+from jaxserve.engine.shapes import MOVES, NOWHERE
+from jaxserve.scheduling.events import StepIssued
 from jaxserve.scheduling.planning.lanes import LanePlanner
 from jaxserve.scheduling.sequence import PlanPart
 from jaxserve.settings.schema import (
@@ -21,7 +23,16 @@ from jaxserve.settings.schema import (
     ModelSource,
     SchedulerConfig,
 )
-from tests.engine.harness import Plans, Runner, assert_empty, engine, fresh, generate
+from tests.engine.harness import (
+    Plans,
+    Runner,
+    assert_empty,
+    engine,
+    fresh,
+    generate,
+    shapes_of,
+    watch_batches,
+)
 
 LANES = 8
 PROMPTS = [list(range(3, 3 + n)) for n in (5, 90, 200, 333, 450, 17)]
@@ -48,14 +59,8 @@ def watched(real) -> list:
     """The batches that the engine starts from now on; after one that moved pages, lanes of a group
     differ by a block at most."""
     batches = []
-    issue = real._issue
     cache = real.scheduler.cache
-
-    def noted(batch):
-        batches.append(batch)
-        return issue(batch)
-
-    real._issue = noted
+    real.bus.subscribe(StepIssued, lambda step: batches.append(step.batch))
     regroup = cache.regroup
 
     def checked(slot, group):
@@ -74,15 +79,13 @@ def watched(real) -> list:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_tokens_do_not_depend_on_the_plan(lanes, right, seed):
-    real = fresh(lanes, "striped" if seed % 2 else "zigzag")
-    real.scheduler.packer.planner = plans = Plans(seed)
+    plans = Plans(seed)
+    real = fresh(lanes, "striped" if seed % 2 else "zigzag", planner=plans)
     batches = watched(real)
-    shapes = []
-    chosen = real._shape_for
-    real._shape_for = lambda *work: shapes.append(chosen(*work)) or shapes[-1]
+    shapes = shapes_of(real)
     runner = Runner(real)
     ids = [runner.submit(prompt, max_tokens=12) for prompt in PROMPTS]
-    while real.turn():
+    while real.step():
         real.scheduler.check()
         for sequence in real.scheduler.sequences.values():  # plans change between chunks
             done = int(real.scheduler.slots.issued[sequence.slot]) if sequence.slot >= 0 else 0
@@ -104,8 +107,7 @@ def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right, 
     refused = 0
     for seed in range(3):
         rng = random.Random(seed)
-        real = fresh(lanes, "striped", pages)
-        real.scheduler.packer.planner = Plans(seed)
+        real = fresh(lanes, "striped", pages, planner=Plans(seed))
         watched(real)
         cache = real.scheduler.cache
         regroup = real.scheduler.cache.regroup
@@ -125,7 +127,7 @@ def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right, 
             ]
             doomed = set(rng.sample(ids, 5))
             turn = 0
-            while real.turn():
+            while real.step():
                 real.scheduler.check()
                 turn += 1
                 if doomed and rng.random() < 0.3:
@@ -171,23 +173,21 @@ def test_the_planner_gives_long_prompts_more_lanes(tmp_path, monkeypatch):
     assert said == generate(engine(max_len=1024), [PROMPTS[3]], max_tokens=4)
 
     # pages move in the programs of steps, beside layers
-    real.scheduler.packer.planner = Plans(5, lanes=4)
-    rode = []
-    chosen = real._shape_for
-    real._shape_for = lambda batch, *work: (
-        rode.append((chosen(batch, *work), len(batch.moves))) or rode[-1][0]
-    )
+    real = fresh(real, "striped", planner=Plans(5, lanes=4))
+    shapes = shapes_of(real)
+    moves: list[int] = []
+    watch_batches(real, lambda batch: moves.append(len(batch.moves)))
     prompts = [list(reversed(prompt)) for prompt in PROMPTS]
     assert generate(real, prompts, max_tokens=6) == generate(
         engine(max_len=1024), prompts, max_tokens=6
     )
-    assert sum(moves for shape, moves in rode if shape.moves) > 10
+    assert sum(count for shape, count in zip(shapes, moves) if shape.moves) > 10
     program = next(
         program.as_text()
-        for name, program in real.stages.programs.compiled.items()
+        for name, program in real.worker.stages.programs.compiled.items()
         if "moves" in name
     )
-    assert_moves_need_no_layer(program, real.stages.plan)
+    assert_moves_need_no_layer(program, real.worker.plan)
 
 
 def assert_moves_need_no_layer(text: str, plan) -> None:

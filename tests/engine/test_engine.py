@@ -68,7 +68,7 @@ def request(
         np.arange(3, 3 + length),
         params,
         vocab=512,
-        max_len=real.max_len,
+        max_len=real.info.max_model_len,
         arrival=real.clock.now(),
         **(rest or {}),
     )
@@ -160,7 +160,7 @@ def test_an_engine_that_never_started_can_be_closed(real):
 
 @pytest.mark.parametrize(
     "place, name",
-    [("stages", "step"), ("stages", "sample"), ("scheduler", "start"), ("scheduler", "finish")],
+    [("worker", "execute"), ("worker", "wait"), ("scheduler", "start"), ("scheduler", "finish")],
 )
 def test_a_loop_that_fails_ends_all_requests_and_says_so(real, place, name, monkeypatch, caplog):
     def fail(*args):
@@ -193,10 +193,10 @@ def test_an_id_in_use_is_refused_and_can_be_used_again_once_it_ended(real):
         ask(real)
     assert refused.value.status == "ALREADY_EXISTS"
     for _ in range(6):
-        real.turn()
+        real.step()
     assert real.cancel("r") and real._flights  # its last batch is still on its way
     second = ask(real, length=30)
-    while real.turn():
+    while real.step():
         real.scheduler.check()
     assert first.finished().reason == "cancelled" and second.finished().reason == "length"
     assert len(second.tokens) == 5 and [type(event) for event in second.events].count(Accepted) == 1
@@ -208,7 +208,7 @@ def test_cancelling_what_is_unknown_or_has_ended_says_so(real):
     assert not real.cancel("other")
     assert real.cancel("r") and not real.cancel("r")
     assert listener.finished().reason == "cancelled" and listener.finished().usage.completion == 0
-    assert not real.turn()
+    assert not real.step()
     assert_empty(real)
 
 
@@ -216,7 +216,7 @@ def test_one_completion_can_be_stopped_and_the_others_go_on(real):
     runner = Runner(real)
     id = runner.submit(range(3, 40), n=3, max_tokens=20, ignore_eos=True, temperature=1.0)
     while sum(isinstance(event, Token) and event.index == 1 for event in runner.events[id]) < 3:
-        real.turn()
+        real.step()
     assert real.stop(id, 1)
     said = len(
         [event for event in runner.events[id] if isinstance(event, Token) and event.index == 1]
@@ -236,7 +236,7 @@ def test_a_full_queue_refuses(real):
         with pytest.raises(RequestError) as refused:
             ask(real, "c")
         assert refused.value.status == "RESOURCE_EXHAUSTED"
-        assert "c" not in real._subscribers.by_id
+        assert "c" not in real._registry
     finally:
         object.__setattr__(real.scheduler.config, "max_queue", 4096)
 
@@ -247,17 +247,17 @@ def test_a_deadline_ends_those_that_run_and_those_that_wait(real):
     waiting = ask(real, "w", rest=dict(deadline=105.5))
     other = ask(real, "o")
     while not running[3].tokens:
-        real.turn()
+        real.step()
     assert real.load().waiting == 2
     clock.advance(105.6)
     for _ in range(3):
-        real.turn()
+        real.step()
         real.scheduler.check()
     assert running[0].finished().reason == "deadline" and running[0].tokens
     assert waiting.finished().reason == "deadline" and not waiting.tokens
     assert not any(isinstance(event, Finished) for event in running[1].events)
     clock.advance(200.0)
-    while real.turn():
+    while real.step():
         real.scheduler.check()
     assert [listener.finished().reason for listener in running] == ["deadline"] * 4
     assert other.finished().reason == "length"
@@ -281,7 +281,7 @@ def test_a_sink_that_raises_ends_its_own_request_and_no_other(running, kind, cap
         request(running, "bad", length=100, n=2, rest=dict(cache_salt="of its own")), broken
     )
     assert good.finished().reason == "length" and len(good.tokens) == 50
-    eventually(lambda: "bad" not in running._subscribers.by_id, 60)
+    eventually(lambda: "bad" not in running._registry, 60)
     assert (
         any(isinstance(event, kind) for event in heard[-1])
         and "the sink of request 'bad' failed" in caplog.text
@@ -301,7 +301,7 @@ def test_a_sink_may_submit_and_cancel(real):
     third = ask(real, "third", max_tokens=480)
     real.submit(request(real, "first", max_tokens=6), first)  # starts a step before its twin
     twin = ask(real, "twin")
-    while real.turn():
+    while real.step():
         real.scheduler.check()
     assert (second.finished().reason, twin.finished().reason, third.finished().reason) == (
         "length",
@@ -320,14 +320,14 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(real, fields)
     good = ask(real, "good", 40, max_tokens=40, **fields)
     bad = ask(real, "bad", 20, max_tokens=40, rest=dict(cache_salt="shares no page"))
     while not (len(good.tokens) > 3 and len(bad.tokens) > 3):
-        real.turn()
+        real.step()
     slot = next(
         sequence.slot for sequence in real.scheduler.sequences.values() if sequence.id == "bad"
     )
-    stage = real.stages.stages[0]
+    stage = real.worker.stages.stages[0]
     page = real.scheduler.cache.tables[slot][0]
     stage.pages[0] = jax.tree.map(lambda pool: pool.at[0, page].set(jnp.nan), stage.pages[0])
-    while real.turn():
+    while real.step():
         real.scheduler.check()
     ended = bad.finished()
     assert (
@@ -338,7 +338,7 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(real, fields)
     assert len(bad.tokens) == ended.usage.completion < 40 and min(bad.tokens) >= 0
     assert good.finished().reason == "length"
     again = ask(real, "bad", 20, max_tokens=40, rest=dict(cache_salt="shares no page"))
-    while real.turn():
+    while real.step():
         real.scheduler.check()
     # nothing of it was kept
     assert again.finished().reason == "length" and again.finished().usage.cached == 0
@@ -348,14 +348,14 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(real, fields)
 
 def test_pages_that_held_what_is_not_finite_do_no_harm_to_their_next_holder(real):
     right = ask(real, "a", 100, max_tokens=20)
-    while real.turn():
+    while real.step():
         pass
-    stage = real.stages.stages[0]
+    stage = real.worker.stages.stages[0]
     clean = list(stage.pages)
     stage.pages = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), clean)
     again = fresh(real, "grow")
     listener = ask(again, "b", 100, max_tokens=20)
-    while again.turn():
+    while again.step():
         pass
     assert listener.tokens == right.tokens and len(right.tokens) == 20
     stage.pages = jax.tree.map(jnp.zeros_like, clean)

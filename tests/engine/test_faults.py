@@ -31,7 +31,7 @@ def running():
 
 def lose(real: Engine) -> None:
     """What a step does to the pools it was handed before it fails."""
-    for stage in real.stages.stages:
+    for stage in real.worker.stages.stages:
         for array in jax.tree.leaves(stage.pages):
             array.delete()
 
@@ -42,7 +42,7 @@ def no_memory(*args) -> None:
 
 def once(real: Engine, monkeypatch, name: str, fault) -> None:
     """The next call of the stages' method `name` fails."""
-    right = getattr(real.stages, name)
+    right = getattr(real.worker.stages, name)
     lock = threading.Lock()
     failed = []
 
@@ -52,7 +52,7 @@ def once(real: Engine, monkeypatch, name: str, fault) -> None:
             failed.append(True)
         return fault(right, args) if first else right(*args)
 
-    monkeypatch.setattr(real.stages, name, call)
+    monkeypatch.setattr(real.worker.stages, name, call)
 
 
 def at_launch(real: Engine):
@@ -135,7 +135,7 @@ def test_a_step_that_fails_on_the_way_ends_its_requests_and_others_begin_anew(mo
 
 
 def test_an_engine_whose_every_step_fails_gives_up(running, monkeypatch):
-    monkeypatch.setattr(running.stages, "step", no_memory)
+    monkeypatch.setattr(running.worker.stages, "step", no_memory)
     ends = [ask(running, str(number)).finished() for number in range(FAULTS)]
     assert [end.error.status for end in ends] == ["RESOURCE_EXHAUSTED"] * (FAULTS - 1) + [
         "INTERNAL"
@@ -147,9 +147,8 @@ def watched(hang_timeout: float) -> Engine:
     real = shared(pages=60)
     return Engine(
         dataclasses.replace(real.config, hang_timeout=hang_timeout),
-        real.stages,
+        real.worker,
         real.scheduler,
-        real._eos,
     )
 
 
@@ -157,7 +156,7 @@ def watched(hang_timeout: float) -> Engine:
 def test_others_wait_for_a_step_that_is_issued_slowly_but_not_for_one_that_hangs(
     monkeypatch, hangs
 ):
-    monkeypatch.setattr("jaxserve.engine.engine.LOOK", 0.1)
+    monkeypatch.setattr("jaxserve.engine.engine.LOCK_WAIT", 0.1)
     real = watched(0.2 if hangs else 60)
     begun = threading.Event()
     gate = threading.Event()
@@ -188,7 +187,7 @@ def test_a_hung_step_can_be_told_by_others(monkeypatch):
     gate = threading.Event()
     real.start()
     try:
-        assert ask(real, "before").finished().reason == "length" and real.stuck() is None
+        assert ask(real, "before").finished().reason == "length" and real.overdue() is None
 
         def hang(right, args):
             hidden = right(*args)
@@ -200,13 +199,13 @@ def test_a_hung_step_can_be_told_by_others(monkeypatch):
 
         once(real, monkeypatch, "step", hang)
         listener = ask(real, "hangs")
-        eventually(lambda: real.stuck() is not None, 60)
-        first = real.stuck()
-        eventually(lambda: real.stuck() > first, 60)
+        eventually(lambda: real.overdue() is not None, 60)
+        first = real.overdue()
+        eventually(lambda: real.overdue() > first, 60)
         assert real.alive and not listener.tokens
         gate.set()
         assert listener.finished().reason == "length"
-        eventually(lambda: real.stuck() is None, 60)
+        eventually(lambda: real.overdue() is None, 60)
     finally:
         gate.set()
         real.close()

@@ -57,14 +57,14 @@ def plain(engines) -> Engine:
 
 def with_pages(old: Engine, pages: int) -> Engine:
     """A new engine on the same devices that uses few of their pages."""
-    plan = old.stages.plan
+    plan = old.worker.plan
     cache = CacheManager(
         dataclasses.replace(old.config.cache, pages=pages), plan.mesh.kvp, plan.slots
     )
     return Engine(
         old.config,
-        old.stages,
-        Scheduler(old.config.scheduler, cache, plan.mesh, old.max_len, (EOS,)),
+        old.worker.stages,
+        Scheduler(old.config.scheduler, cache, plan.mesh, old.info.max_model_len, (EOS,)),
         (EOS,),
     )
 

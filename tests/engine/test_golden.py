@@ -8,7 +8,6 @@ everywhere, and its first layers on all meshes.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -57,10 +56,8 @@ def short(cases: list[dict], longest: int = 400) -> list[dict]:
 def assert_golden(real, cases, modes, longest: int = 8000) -> None:
     """The reference's tokens in each mode, a (name of CHUNKS, placement of blocks over lanes)."""
     for chunks, placement in modes:
-        real = fresh(real, placement)
-        if chunks == "slack":
-            real.scheduler.packer.config = dataclasses.replace(real.config.scheduler, **SLACK)
-            real.scheduler.use(SIMPLE)
+        slack = {**SLACK, "costs": SIMPLE} if chunks == "slack" else {}
+        real = fresh(real, placement, **slack)
         some = short(cases, min(longest, LONGEST[chunks]))
         runner = Runner(real)
         ids = [submit(runner, case) for case in some]
@@ -190,8 +187,7 @@ def test_tokens_equal_the_reference_by_random_plans_on_eight_lanes(
     cases = short(golden["cases"], 2000)
     moved: list[int] = []
     for seed in range(2):
-        real = fresh(real, placement)
-        real.scheduler.packer.planner = Plans(seed, longest=500)
+        real = fresh(real, placement, planner=Plans(seed, longest=500))
         watch_batches(real, lambda batch: moved.append(len(batch.moves)))
         runner = Runner(real)
         ids = [submit(runner, case) for case in cases]
@@ -270,7 +266,9 @@ def test_prompt_logits_equal_the_reference(mesh, golden, smollm2_gguf):
         picked = np.asarray(hidden[-1].picked, np.float64)
         weights = {
             keys[-1]: np.asarray(value, np.float64)
-            for (keys, _), value in zip(real.stages.head.flat, real.stages.head_values)
+            for (keys, _), value in zip(
+                real.worker.stages.head.flat, real.worker.stages.head_values
+            )
         }
         normal = (
             picked
@@ -322,7 +320,7 @@ def assert_eight_bits_cost_little(source, cases, plain, tokens: int) -> None:
             placement=placement,
             kv_cache_dtype="fp8",
         )
-        pools = real.stages.stages[0].pages[0]
+        pools = real.worker.stages.stages[0].pages[0]
         assert (
             str(pools.kv.dtype) == "float8_e4m3fn" and pools.kv.nbytes == 32 * pools.scales.nbytes
         )

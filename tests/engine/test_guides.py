@@ -314,7 +314,7 @@ def test_cancelled_guided_requests_leave_nothing_behind(alone):
     for turns in range(12):
         ids = [submit(runner, spec, turns, temperature=1, seed=1) for spec in SPECS]
         for _ in range(turns):
-            alone.turn()
+            alone.step()
         for id in ids:
             alone.cancel(id)
         again = submit(runner, SPECS[2], turns)
@@ -328,7 +328,8 @@ def test_sequences_that_wait_again_go_on_where_they_were(alone):
     spec = Guided("regex", "([a-d]{1,9} ){300}")
     said = []
     # the small one takes the place of the other
-    for real in (alone, fresh(alone, "grow", pages=8)):
+    for pages in (None, 8):
+        real = alone if pages is None else fresh(alone, "grow", pages=pages)
         runner = Runner(real)
         ids = [
             submit(runner, spec if seed else None, seed, seed=seed, **fields) for seed in range(4)

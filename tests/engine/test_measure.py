@@ -42,7 +42,7 @@ def found(real):
 
 def test_every_compiled_shape_is_measured_and_the_engine_is_left_as_it_was(real, found):
     fit, points = found
-    assert {str(one.shape) for one in points} == {str(shape) for shape in real.stages.plan.shapes}
+    assert {str(one.shape) for one in points} == {str(shape) for shape in real.worker.plan.shapes}
     assert all(one.seconds > 0 for one in points)
     assert (
         len(fit.costs.shapes) == len({one.shape for one in points})
@@ -62,14 +62,14 @@ def test_a_grid_stays_within_slots_and_length():
     for slots in (1, 3, 8):
         shapes = engine(
             "random:tiny", chunk=64, seqs=slots, pages=64, max_len=300
-        ).stages.plan.shapes
+        ).worker.plan.shapes
         for point in grid(shapes, 300, slots):
             assert point.decodes + point.chunks <= slots and point.longest() <= 300
 
 
 def test_a_point_that_fits_nowhere_is_refused(real):
     with pytest.raises(ValueError, match="fits no compiled shape"):
-        StepTimer(real).measure(MeasurePoint(decodes=1, context=10_000))
+        StepTimer(real.worker).measure(MeasurePoint(decodes=1, context=10_000))
 
 
 def test_a_profile_is_written_read_and_refused_by_another_engine(real, found, tmp_path):

@@ -26,14 +26,14 @@ SHORT = 16
 @pytest.fixture(scope="module")
 def built() -> Engine:
     real = shared()
-    real.stages.warm_up(lambda name: None, ("greedy",))
+    real.worker.warm_up(lambda name: None, ("greedy",))
     return real
 
 
 def guarded(built: Engine, **settings) -> Engine:
     """An engine that predicts, on the same devices, with costs as it has just shown them; first
     tokens are due after 20 long prompts at least."""
-    plain = Engine(built.config, built.stages, built.scheduler, built._eos)
+    plain = Engine(built.config, built.worker, built.scheduler)
     plain.start()
     for id in ("warm", "timed"):
         ask(plain, id, LONG, max_tokens=2, rest=dict(bypass_prefix_cache=True)).finished()
@@ -63,13 +63,10 @@ def guarded(built: Engine, **settings) -> Engine:
         config,
         cache,
         built.config.mesh,
-        built.max_len,
+        built.info.max_model_len,
         costs=Costs(layers=1, launch=seconds * 32 / LONG),
     )
-    built.stages.reset()
-    real = Engine(
-        dataclasses.replace(built.config, scheduler=config), built.stages, scheduler, built._eos
-    )
+    real = Engine(dataclasses.replace(built.config, scheduler=config), built.worker, scheduler)
     real.start()
     return real
 

@@ -8,8 +8,10 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxserve.api.batch import Batch
 from jaxserve.checkpoint import zoo
 from jaxserve.engine.engine import Engine
+from jaxserve.scheduling.events import StepIssued, StepRead
 from tests.engine.harness import Runner, engine, fresh
 
 CHUNK = 16
@@ -32,31 +34,17 @@ class Trace:
     the batch feeds, and for what the host had read before it issued the batch."""
 
     def __init__(self, real: Engine):
-        self.engine = real
         self.stages = real.config.mesh.spp
         self.left: list[list[int]] = []  # per batch and stage
-        # made_by: version of `sampled` -> batch
-        self.batches = []
-        self.made_by = {0: None}
+        self.batches: list[Batch] = []
+        self.made_by: list[int | None] = [None]  # by version of the sampled tokens
         self.read = 0
-        for owner, name, log in (
-            (real.stages, "step", self._step),
-            (real.stages, "sample", self._sample),
-            (real, "_issue", self._issue),
-            (real, "_read", self._read),
-        ):
-            self._wrap(owner, name, log)
+        real.bus.subscribe(StepIssued, self._step_issued)
+        real.bus.subscribe(StepRead, self._step_read)
 
-    def _wrap(self, owner, name: str, log) -> None:
-        inner = getattr(owner, name)
-        setattr(owner, name, lambda *args: log(inner, *args))
-
-    def _issue(self, inner, batch):
-        self.batches.append(batch)
-        return inner(batch)
-
-    def _step(self, inner, arrays, needs):
-        waits = [self.made_by[needs], self.read - 1 if self.read else None]
+    def _step_issued(self, step: StepIssued) -> None:
+        self.batches.append(step.batch)
+        waits = [self.made_by[step.command.reads], self.read - 1 if self.read else None]
         ready = max([self.left[batch][-1] for batch in waits if batch is not None], default=0)
         before = self.left[-1] if self.left else [0] * self.stages
         slots = []
@@ -64,16 +52,11 @@ class Trace:
             ready = max(ready, before[stage]) + 1
             slots.append(ready)
         self.left.append(slots)
-        return inner(arrays, needs)
+        if step.command.variant >= 0:
+            self.made_by.append(len(self.left) - 1)
 
-    def _sample(self, inner, hidden, variant, mask):
-        sampled = inner(hidden, variant, mask)
-        self.made_by[sampled.version] = len(self.left) - 1
-        return sampled
-
-    def _read(self, inner, flight):
+    def _step_read(self, step: StepRead) -> None:
         self.read += 1
-        return inner(flight)
 
     def bubbles(self, first: int, last: int) -> int:
         """Slots in which the last stage has nothing to do, between two batches."""
@@ -83,16 +66,8 @@ class Trace:
 @pytest.fixture
 def traced(piped) -> tuple[Engine, Trace]:
     real = fresh(piped, "grow")
-    stages = real.stages
-    names = ("step", "sample")
-    # versions from 0 again
-    stages._sampled = type(stages._sampled)(
-        [(0, stages._sampled[-1][1])], maxlen=stages._sampled.maxlen
-    )
     budget(real, CHUNK)
-    yield real, Trace(real)
-    for name in names:
-        delattr(stages, name)
+    return real, Trace(real)
 
 
 def budget(real: Engine, tokens: int) -> None:
@@ -128,7 +103,7 @@ def test_decodes_ride_along_without_making_a_bubble(traced):
     runner = Runner(real)
     decodes = [runner.submit([5 + i], max_tokens=200, ignore_eos=True) for i in range(trace.stages)]
     while min(len(runner.events[id]) for id in decodes) < 4:
-        real.turn()
+        real.step()
     first = len(trace.batches)
     runner.submit(long_prompt(), max_tokens=1)
     runner.run()

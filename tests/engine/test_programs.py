@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.engine.arrays import StepShape
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.programs import keep_compiled
+from jaxserve.engine.shapes import StepShape
 from jaxserve.settings.schema import ConfigError
 from tests.engine.harness import Runner, assert_empty, engine, fresh
 
@@ -39,9 +39,9 @@ def build(mesh: str, context: int, **more) -> Engine:
     real = engine(
         "random:tiny", mesh, chunk=32, seqs=2, pages=context // 16, max_len=context, **more
     )
-    for name, lower in real.stages.all_programs():
+    for name, lower in real.worker.stages.all_programs():
         if name.startswith("layers_"):
-            real.stages.programs.get(name, lower)
+            real.worker.stages.programs.get(name, lower)
     return real
 
 
@@ -66,7 +66,7 @@ def alone() -> list[Engine]:
 
 
 def program_of(real: Engine, shape: StepShape):
-    return real.stages.programs.compiled[f"layers_0_{shape}"]
+    return real.worker.stages.programs.compiled[f"layers_0_{shape}"]
 
 
 def collectives(program) -> list[tuple[str, int]]:
@@ -89,7 +89,7 @@ def collectives(program) -> list[tuple[str, int]]:
 
 def test_what_crosses_lanes_does_not_depend_on_the_context(lanes):
     short, long = lanes
-    for shape in short.stages.plan.shapes:
+    for shape in short.worker.plan.shapes:
         crossed = collectives(program_of(short, shape))
         assert crossed == collectives(program_of(long, shape)), shape
         if shape.spread:
@@ -107,7 +107,7 @@ def test_what_crosses_lanes_does_not_depend_on_the_context(lanes):
 
 def test_shapes_without_spread_rows_need_no_other_lane(lanes):
     for real in lanes:
-        shapes = [shape for shape in real.stages.plan.shapes if not shape.spread]
+        shapes = [shape for shape in real.worker.plan.shapes if not shape.spread]
         assert len(shapes) > 3
         for shape in shapes:
             assert collectives(program_of(real, shape)) == []
@@ -117,12 +117,12 @@ def test_shapes_without_spread_rows_need_no_other_lane(lanes):
 def test_pages_are_donated_and_never_copied_in_any_shape(which, request):
     small, large = request.getfixturevalue(which)
     held = lambda real: (
-        sum(pool.nbytes for pool in jax.tree.leaves(real.stages.stages[0].pages))
+        sum(pool.nbytes for pool in jax.tree.leaves(real.worker.stages.stages[0].pages))
         // real.config.mesh.kvp
     )
     one = held(small)
     other = held(large)
-    for shape in small.stages.plan.shapes:
+    for shape in small.worker.plan.shapes:
         for real, pools in ((small, one), (large, other)):
             assert program_of(real, shape).memory_analysis().alias_size_in_bytes >= pools
         temporary = [
@@ -137,10 +137,10 @@ def test_pages_stay_where_they_are_while_steps_run(alone):
     real = fresh(alone[0], "grow")
     places = lambda: [
         pool.addressable_shards[0].data.unsafe_buffer_pointer()
-        for pool in jax.tree.leaves(real.stages.stages[0].pages)
+        for pool in jax.tree.leaves(real.worker.stages.stages[0].pages)
     ]
     before = places()
-    pools = jax.tree.leaves(real.stages.stages[0].pages)
+    pools = jax.tree.leaves(real.worker.stages.stages[0].pages)
     runner = Runner(real)
     runner.submit(range(3, 100), max_tokens=5)
     runner.submit(range(3, 20), max_tokens=5)
@@ -193,8 +193,8 @@ def compiled() -> Iterator[list[str]]:
 def test_nothing_is_compiled_after_warm_up_whatever_is_asked(lanes, compiled):
     base = lanes[0]
     names = []
-    base.stages.warm_up(names.append)
-    programs = base.stages.programs
+    base.worker.stages.warm_up(names.append)
+    programs = base.worker.stages.programs
     assert sorted(names) == sorted(programs.compiled) and programs.compiles == len(names)
     compiled.clear()
     for placement in ("grow", "random"):
@@ -216,10 +216,10 @@ def test_nothing_is_compiled_after_warm_up_whatever_is_asked(lanes, compiled):
 
 
 def test_every_program_has_a_name_of_its_own(lanes):
-    names = [name for name, _ in lanes[0].stages.all_programs()]
+    names = [name for name, _ in lanes[0].worker.stages.all_programs()]
     assert len(set(names)) == len(names)
-    assert len({str(shape) for shape in lanes[0].stages.plan.shapes}) == len(
-        lanes[0].stages.plan.shapes
+    assert len({str(shape) for shape in lanes[0].worker.plan.shapes}) == len(
+        lanes[0].worker.plan.shapes
     )
 
 

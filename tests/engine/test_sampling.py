@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxserve.api.sampling import SamplingParams
-from jaxserve.engine import sampling
+from jaxserve.engine import sampling, sampling_rows
 from jaxserve.settings.schema import MeshConfig
 from jaxserve.sharding.mesh import stage_meshes
 from jaxserve.sharding.rules import spec
@@ -81,7 +81,7 @@ class Device:
         self, slot: int, lane: int = 0, prompt=(), output=(), seed: int = 0, **fields
     ) -> None:
         params = SamplingParams.make(**fields)
-        for launch in sampling.admissions(
+        for launch in sampling_rows.admissions(
             params, lane, slot, np.asarray(prompt, np.int32), list(output), seed, (END,)
         ):
             self.state = self.program("admit")(self.state, launch)
@@ -105,7 +105,7 @@ class Device:
         slot = np.broadcast_to(np.asarray(slots, np.int32), (self.lanes, len(logits)))
         bits = np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)), constant_values=True)
         mask = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
-        assert mask.shape[1] == sampling.mask_words(self.vocab + self.pad)
+        assert mask.shape[1] == sampling_rows.mask_words(self.vocab + self.pad)
         position, mask = (
             np.broadcast_to(x, (self.lanes, *np.shape(x)))
             for x in (np.asarray(positions, np.int32), mask)
@@ -276,7 +276,7 @@ def test_other_seeds_and_positions_give_other_tokens():
     device = Device()
     row = np.zeros((SLOTS, V), np.float32)
     for slot in range(SLOTS):
-        device.admit(slot, seed=sampling.fold_seed(5, slot))
+        device.admit(slot, seed=sampling_rows.fold_seed(5, slot))
     by_position = np.stack([device.sample(row, range(SLOTS), position) for position in range(20)])
     assert (
         len(np.unique(by_position, axis=0)) == 20 and len(np.unique(by_position, axis=1).T) == SLOTS
@@ -285,7 +285,7 @@ def test_other_seeds_and_positions_give_other_tokens():
 
 def test_seeds_of_64_bits_and_their_completions_are_all_different():
     seeds = [-(2**63), -1, 0, 1, 2**31, 2**32, 2**63 - 1]
-    folded = {sampling.fold_seed(seed, index) for seed in seeds for index in range(4)}
+    folded = {sampling_rows.fold_seed(seed, index) for seed in seeds for index in range(4)}
     assert len(folded) == 28 and all(0 <= seed < 2**31 for seed in folded)
 
 
@@ -344,12 +344,12 @@ def test_penalties_and_bias_are_those_of_their_formulas_as_the_output_grows(devi
 
 def test_histories_longer_than_a_launch_are_all_noted():
     device = Device()
-    prompt = np.r_[np.full(3 * sampling.HISTORY, 9), 11]
+    prompt = np.r_[np.full(3 * sampling_rows.HISTORY, 9), 11]
     device.admit(
         2,
         temperature=0,
         prompt=prompt,
-        output=[30] * (sampling.HISTORY + 100),
+        output=[30] * (sampling_rows.HISTORY + 100),
         repetition_penalty=50,
         frequency_penalty=0.001,
     )

@@ -49,7 +49,7 @@ class Traffic:
         self.born += 1
         id = str(self.born)
         request = Request.make(
-            id, prompt, self.rng.choice(KINDS), vocab=512, max_len=self.real.max_len
+            id, prompt, self.rng.choice(KINDS), vocab=512, max_len=self.real.info.max_model_len
         )
         self.real.submit(request, functools.partial(self.hear, id))
 
@@ -59,13 +59,13 @@ class Traffic:
         while self.born < last or self.alive:
             while self.born < last and len(self.alive) < 8 and self.rng.random() < 0.9:
                 self.arrive()
-            self.real.turn()
+            self.real.step()
             for id in [id for id in self.alive if self.rng.random() < 0.15]:
                 self.cancelled[self.alive[id]] += self.real.cancel(id)
                 del self.alive[id]
             if self.born % 50 == 0:
                 self.real.scheduler.check()
-        while self.real.turn():
+        while self.real.step():
             pass
         self.real.scheduler.check()
 
@@ -108,9 +108,11 @@ def test_ten_thousand_cancelled_requests_leave_nothing_behind():
     assert growth < 64 * 2**20
     listener = []
     real.submit(
-        Request.make("last", np.arange(3, 60), KINDS[0], vocab=512, max_len=real.max_len),
+        Request.make(
+            "last", np.arange(3, 60), KINDS[0], vocab=512, max_len=real.info.max_model_len
+        ),
         listener.extend,
     )
-    while real.turn():
+    while real.step():
         pass
     assert listener[-1].reason == "length" and listener[-1].usage.completion == 300

@@ -46,7 +46,7 @@ def test_all_that_was_computed_is_told_with_whose_it_was(live):
         and ended["long", 0]["tpot"] > 0
     )
     assert not view["requests"] and not view["flying"] and view["running"] == view["waiting"] == 0
-    assert [sum(lane) for lane in view["pages"]] == [live.stages.plan.pages]
+    assert [sum(lane) for lane in view["pages"]] == [live.worker.plan.pages]
     assert all(len(step["spans"]) == 2 for step in view["steps"])
 
 

@@ -23,7 +23,7 @@ if jax.__version_info__ < (0, 11, 2):
     pytest.skip("Mosaic GPU kernels need jax 0.11.2", allow_module_level=True)
 
 from jaxserve.checkpoint.zoo import MODELS, ModelConfig
-from jaxserve.engine.arrays import StepShape, layout
+from jaxserve.engine.shapes import StepShape, layout
 from jaxserve.engine.step import Weights, layers
 from jaxserve.kernels import mosaic, ops
 from jaxserve.kernels.kv_pages import KVPages, pool_shapes

@@ -21,6 +21,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.programs import Programs
 from jaxserve.observe.metrics import READ, REJECTIONS, Metrics
 from jaxserve.scheduling import Batch
+from jaxserve.scheduling.events import StepIssued
 from jaxserve.settings.schema import (
     CacheConfig,
     EngineConfig,
@@ -105,8 +106,8 @@ def real(built) -> Engine:
 
 
 def value(of: Engine | Metrics, name: str, **labels: str) -> float | None:
-    metrics = of.metrics if isinstance(of, Engine) else of
-    return metrics.registry.get_sample_value(f"jaxserve:{name}", labels)
+    registry = of.metrics_registry if isinstance(of, Engine) else of.registry
+    return registry.get_sample_value(f"jaxserve:{name}", labels)
 
 
 def classes(of: Engine | Metrics, name: str) -> dict[str, float]:
@@ -119,8 +120,7 @@ class Served(Runner):
     def __init__(self, engine: Engine):
         super().__init__(engine)
         self.batches: list[Batch] = []
-        start = engine.scheduler.start
-        engine.scheduler.start = lambda now: self._kept(start(now))
+        engine.bus.subscribe(StepIssued, lambda step: self.batches.append(step.batch))
 
     def submit(
         self, prompt, id: str | None = None, rest: dict | None = None, slo: Slo = NO_SLO, **fields
@@ -133,15 +133,11 @@ class Served(Runner):
             **{"ignore_eos": True, **fields},
         )
 
-    def _kept(self, batch: Batch | None) -> Batch | None:
-        self.batches += [] if batch is None else [batch]
-        return batch
-
     def until(self, condition: Callable[[], bool]) -> None:
         for _ in range(1000):
             if condition():
                 return
-            self.engine.turn()
+            self.engine.step()
         raise AssertionError("it did not happen")
 
     @property
@@ -248,7 +244,7 @@ def test_gauges_tell_how_it_is_now(real):
     assert (value(real, "num_requests_running"), value(real, "num_requests_waiting")) == (0, 6)
     waiting = value(real, "queued_prefill_seconds")
     for _ in range(20):
-        real.turn()
+        real.step()
     load = real.load()
     assert (
         value(real, "num_requests_running") == load.running == 4
@@ -317,13 +313,13 @@ def test_what_ends_before_its_first_token_counts_by_its_reason_and_against_its_c
     runner.submit(prompts(300)[0], "cancelled", max_tokens=2, slo=CHAT)
     runner.submit(prompts(30)[0], "expired", max_tokens=2, slo=CHAT, rest={"deadline": 100.2})
     runner.submit(prompts(30)[0], "twins", max_tokens=2, n=2, slo=CHAT)
-    real.turn()
+    real.step()
     real.clock.advance(101.0 if late else 100.3)
     assert real.cancel("cancelled") and real.stop("twins", 1)
     # the other twin is still to come
     assert classes(real, "ttft_slo_violations_total")["chat"] == late
     real._fail(RequestError("", "the engine failed"))
-    while real.turn():
+    while real.step():
         pass
     ended = {
         reason: value(real, "request_success_total", finished_reason=reason)
@@ -366,7 +362,7 @@ def test_preempted_sequences_are_counted_once_and_their_wait_is_a_gap(built):
     real.clock = VirtualClock(100.0)
     for prompt in prompts(*[40] * 4):  # 60 pages hold 960 tokens, they come to 1760
         runner.submit(prompt, max_tokens=400)
-    while real.turn():
+    while real.step():
         real.clock.advance(real.clock.now() + 1.0)
     assert value(real, "chunk_size_tokens_sum") > 4 * 40, "nothing was preempted"
     assert (
@@ -386,13 +382,13 @@ def test_two_engines_do_not_mix(built):
     runner = Served(first)
     runner.submit(prompts(20)[0], max_tokens=5)
     runner.run()
-    before = generate_latest(first.metrics.registry)
+    before = generate_latest(first.metrics_registry)
     second = fresh(built, "grow")
     runner = Served(second)
     runner.submit(prompts(30)[0], max_tokens=5)
     runner.run()
     assert value(first, "prompt_tokens_total") == 20 and value(second, "prompt_tokens_total") == 30
-    assert generate_latest(first.metrics.registry) == before
+    assert generate_latest(first.metrics_registry) == before
 
 
 @pytest.mark.parametrize(
@@ -410,7 +406,7 @@ def test_goodput_is_what_ran_to_its_end_within_its_objectives(built, slo, second
     runner = Served(real)
     real.clock = VirtualClock(100.0)
     id = runner.submit(prompts(40)[0], max_tokens=6, n=2 if second else 1, slo=slo)
-    while real.turn():
+    while real.step():
         real.clock.advance(real.clock.now() + 1.0)
         if second == "stop":
             real.stop(id, 1)
@@ -453,7 +449,9 @@ def test_every_metric_is_told_and_explained(real):
     runner.submit(prompts(20)[0], max_tokens=5)
     runner.run()
     families = {
-        name: family for name, family in told(real.metrics).items() if not name.endswith("_created")
+        name: family
+        for name, family in told(real._metrics).items()
+        if not name.endswith("_created")
     }
     assert {name for name, family in families.items() if family.type == "counter"} == COUNTERS
     assert {name for name, family in families.items() if family.type == "gauge"} == GAUGES
@@ -464,7 +462,7 @@ def test_every_metric_is_told_and_explained(real):
 def test_buckets_of_slack_are_symmetric_about_zero(real):
     bounds = [
         float(sample.labels["le"])
-        for sample in told(real.metrics)["request_slack_seconds"].samples
+        for sample in told(real._metrics)["request_slack_seconds"].samples
         if "le" in sample.labels
     ][:-1]
     assert (
@@ -480,14 +478,14 @@ def test_labels_are_bounded_whatever_requests_say(real):
     for name in hostile:
         with pytest.raises(RequestError, match="not a class"):
             runner.submit(prompts(5)[0], f"r-{len(name)}", slo=Slo(class_name=name))
-        real.metrics.first_token(1.0, 0.0, -1.0, 5, 5, 0, name)  # beyond the door
-        real.metrics.admitted(0, 0.1, name, None)
-        real.metrics.sequence_ended(name)
-        real.metrics.rejected(name)
-    real.metrics.rejected("queue")
+        real._metrics.first_token(1.0, 0.0, -1.0, 5, 5, 0, name)  # beyond the door
+        real._metrics.admitted(0, 0.1, name, None)
+        real._metrics.sequence_ended(name)
+        real._metrics.rejected(name)
+    real._metrics.rejected("queue")
     labels = {
         (key, label)
-        for family in told(real.metrics).values()
+        for family in told(real._metrics).values()
         for sample in family.samples
         for key, label in sample.labels.items()
     }
@@ -507,7 +505,7 @@ def test_labels_are_bounded_whatever_requests_say(real):
 
 
 def test_the_cache_is_described_by_labels(real):
-    (sample,) = told(real.metrics)["cache_config_info"].samples
+    (sample,) = told(real._metrics)["cache_config_info"].samples
     assert (
         sample.value == 1
         and {"block_size": "16", "num_gpu_blocks": "60", "cache_dtype": "float32"}.items()

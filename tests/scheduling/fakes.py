@@ -16,6 +16,7 @@ from jaxserve.api.events import Event, Finished, Progress, Token
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
+from jaxserve.costs.predictor import NOMINAL, Costs
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
@@ -166,9 +167,10 @@ class Replica:
         mesh: MeshConfig = ONE_DEVICE,
         placement: str = "grow",
         max_len: int = 1000,
+        costs: Costs = NOMINAL,
     ):
         self.cache = CacheManager(cache, mesh.kvp, config.max_seqs, "model", "float32", placement)
-        self.scheduler = Scheduler(config, self.cache, mesh, max_len, {EOS})
+        self.scheduler = Scheduler(config, self.cache, mesh, max_len, {EOS}, costs)
         self.device = Device(cache.block_size, self.scheduler.sequences)
         self.flight: deque[tuple[Batch, np.ndarray, set]] = deque()
         self.requests: dict[str, Request] = {}

@@ -6,13 +6,13 @@ import json
 
 import numpy as np
 
-from jaxserve.api.events import Finished
 from jaxserve.api.request import Request, Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.observe.journal import Journal
 from jaxserve.observe.view import Snapshot
 from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.events import StepIssued, StepRead
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
 
@@ -37,6 +37,7 @@ class Recorded:
             max_len=100_000,
         )
         self.journal = Journal(stages, 0.0)
+        self.journal.listen(self.scheduler.bus)
         self.now = 0.0
         self.flights = []
         self.requests = {}
@@ -52,27 +53,14 @@ class Recorded:
     def issue(self) -> bool:
         batch = self.scheduler.start(self.now)
         if batch is not None:
-            for row in batch.admitted:
-                self.journal.admitted(self.scheduler.sequences[int(batch.seq[row])])
-            self.journal.issued(batch, self.now)
+            self.scheduler.bus.publish(StepIssued(batch, None, self.now))
             self.flights.append(batch)
         return batch is not None
 
     def read(self, seconds: float = 0.1) -> None:
         self.now, batch = self.now + seconds, self.flights.pop(0)
-        self.journal.read(self.now)
-        self.end(self.scheduler.finish(batch, np.full(batch.seq.size, 7), self.now))
-
-    def end(self, events) -> None:
-        for id, event in events:
-            if isinstance(event, Finished):
-                request = self.requests[id]
-                self.journal.ended(
-                    request,
-                    event,
-                    self.scheduler.ttft_deadline(request) - request.arrival,
-                    self.scheduler.tpot_objective(request),
-                )
+        self.scheduler.bus.publish(StepRead(batch, self.now, seconds, comparable=True))
+        self.scheduler.finish(batch, np.full(batch.seq.size, 7), self.now)
 
     def run(self, steps: int = 10**6) -> None:
         while steps and self.issue():

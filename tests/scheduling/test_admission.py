@@ -178,7 +178,7 @@ def test_nothing_is_refused_where_nobody_knows_what_steps_cost():
     core = made(NOMINAL)
     for number in range(500):
         add(core, str(number), 1000)
-    assert made(admission="queue").gate is None
+    assert made(admission="queue").admission is None
 
 
 # --- tokens after the first

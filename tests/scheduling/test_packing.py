@@ -38,8 +38,8 @@ def made(kvp: int = 1, spp: int = 1, **fields) -> Replica:
         CacheConfig(block_size=16, pages=20_000, prefix_caching=False),
         MeshConfig(spp, kvp),
         max_len=100_000,
+        costs=TOKEN,
     )
-    replica.scheduler.use(TOKEN)
     return replica
 
 

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jaxserve.api.errors import RequestError
 from jaxserve.cache import PLACEMENTS
-from jaxserve.costs.predictor import Costs
+from jaxserve.costs.predictor import NOMINAL, Costs
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from tests.examples import examples
 from tests.scheduling.fakes import VOCAB, Replica
@@ -49,9 +49,8 @@ class Traffic(RuleBasedStateMachine):
         config=CONFIG, cache=CACHE, mesh=MESH, placement=st.sampled_from(sorted(PLACEMENTS))
     )
     def build(self, config, cache, mesh, placement):
-        self.replica = Replica(config, cache, mesh, placement)
-        if config.admission == "predict":
-            self.replica.scheduler.use(COSTS)
+        costs = COSTS if config.admission == "predict" else NOMINAL
+        self.replica = Replica(config, cache, mesh, placement, costs=costs)
         self.ahead = mesh.spp + 1
 
     @rule(

@@ -10,8 +10,10 @@ import pytest
 
 from jaxserve.api.events import Accepted, Event, Finished
 from jaxserve.api.request import Slo
+from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import NOMINAL, Costs
 from jaxserve.costs.profiles import shapes
+from jaxserve.scheduling import Scheduler
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival, to_request
 from jaxserve.simulate.replica import VirtualReplica
@@ -145,8 +147,12 @@ def test_lanes_share_what_is_ahead_but_not_a_prompts_own_work():
 @pytest.mark.parametrize("policy", ["fcfs", "edf", "llf", "slack"])
 @pytest.mark.parametrize("chunking", ["static", "adaptive"])
 def test_where_no_costs_are_known_it_is_still_a_number(costs, policy, chunking):
-    replica = made(MeshConfig(spp=2, kvp=2), policy=policy, chunking=chunking)
-    replica.scheduler.use(costs)
+    config = SchedulerConfig(policy=policy, chunking=chunking)
+    cache = CacheConfig(pages=20_000, prefix_caching=False)
+    mesh = MeshConfig(spp=2, kvp=2)
+    manager = CacheManager(cache, mesh.kvp, config.max_seqs)
+    scheduler = Scheduler(config, manager, mesh, MAX_LEN, costs=costs)
+    replica = VirtualReplica(scheduler, cache, mesh)
     assert all(
         math.isfinite(seconds) and seconds >= 0 for seconds in predicted(replica, 1000, 10, 5000)
     )

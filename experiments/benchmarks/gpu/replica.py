@@ -100,20 +100,15 @@ class Replica:
 
     @functools.cached_property
     def steps(self) -> Any:
-        from jaxserve.engine.arrays import StepDemand, to_arrays
         from jaxserve.engine.profiling.measure import MeasurePoint, StepTimer
+
+        stages = self.engine.worker.stages
 
         class Steps(StepTimer):
             """Steps by what they hold, ready to be issued."""
 
-            def arrays(self, **point: Any) -> Any:
-                batch = self._batch(MeasurePoint(**point))
-                work = StepDemand.of(batch, 1)
-                shape = self.stages.plan.shape_for(work)
-                if shape is None:
-                    raise ValueError(f"no compiled shape holds {point}")
-                self._write_table(int(batch.slot.max()) + 1)
-                return to_arrays(batch, work, shape, 1, self.stages.plan.block_size)
+            def of(self, **point: Any) -> Any:
+                return self.arrays(MeasurePoint(**point))
 
             def launches(self, arrays: list[Any], sample: bool) -> Any:
                 """Launches of these steps in a row; a token is sampled after each, or after the
@@ -124,22 +119,21 @@ class Replica:
                     done = None
                     for _ in range(count):
                         for number, one in enumerate(arrays):
-                            hidden = self.stages.step(one, 0)
-                            last = sample or number == len(arrays) - 1
-                            done = (
-                                self.stages.sample(hidden, "greedy").tokens if last else hidden.ints
-                            )
+                            hidden = stages.step(one.shape, one.rows, 0)
+                            done = hidden.ints
+                            if sample or number == len(arrays) - 1:
+                                done = stages.sample(hidden, "greedy").tokens
                     jax.block_until_ready(done)
                     return time.perf_counter() - began
 
                 return run
 
-        return Steps(self.engine)
+        return Steps(self.engine.worker)
 
     def flops(self, tokens: int, pairs: float, samples: int) -> float:
         """Of the products with weights, and of attention; the head is applied where a token is
         sampled."""
-        config = self.engine.model
+        config = self.engine.worker.plan.model
         table = config.vocab * config.d_model
         inner = config.parameters - table * (1 if config.tied else 2)
         return (
@@ -149,14 +143,14 @@ class Replica:
 
     def bytes(self, tokens: float) -> float:
         """That a step must read: weights once, and KV of so many tokens."""
-        config = self.engine.model
+        config = self.engine.worker.plan.model
         weights = config.parameters - (0 if config.tied else config.vocab * config.d_model)
         vector = config.head_dim + 2 if self.size.kv == "fp8" else 2 * config.head_dim
         return 2.0 * weights + config.kv_bytes_per_token(vector) // config.head_dim * tokens
 
     def compile(self, arrays: list[Any]) -> float:
         """Compiles what these steps need, several at a time; returns the seconds."""
-        stages = self.engine.stages
+        stages = self.engine.worker.stages
         began = time.perf_counter()
         wanted = {f"layers_0_{one.shape}" for one in arrays} | {
             f"head_greedy_{one.shape.samples}" for one in arrays
@@ -267,21 +261,23 @@ def engine_10m(run: Run) -> Iterator[Case]:
 def _build(replica: Replica) -> Row:
     began = time.perf_counter()
     built = replica.engine
-    jax.block_until_ready([stage.values for stage in built.stages.stages])
+    jax.block_until_ready([stage.values for stage in built.worker.stages.stages])
     seconds = time.perf_counter() - began
-    weights = sum(value.nbytes for stage in built.stages.stages for value in stage.values)
+    weights = sum(value.nbytes for stage in built.worker.stages.stages for value in stage.values)
     pool = sum(
-        array.nbytes for stage in built.stages.stages for array in jax.tree.leaves(stage.pages)
+        array.nbytes
+        for stage in built.worker.stages.stages
+        for array in jax.tree.leaves(stage.pages)
     )
     return {"s": seconds, "GiB": weights / 2**30, "pool GiB": pool / 2**30, "model": replica.model}
 
 
 def _compile(replica: Replica, chunks: Iterable[int], batches: Iterable[int]) -> Row:
     steps = replica.steps
-    arrays = [steps.arrays(decodes=batch, context=1) for batch in batches]
-    arrays += [steps.arrays(chunks=1, new=chunk, sample=False) for chunk in chunks]
+    arrays = [steps.of(decodes=batch, context=1) for batch in batches]
+    arrays += [steps.of(chunks=1, new=chunk, sample=False) for chunk in chunks]
     seconds = replica.compile(arrays)
-    programs = replica.engine.stages.programs.compiled
+    programs = replica.engine.worker.stages.programs.compiled
     ours = sum(
         "mosaic" in program.as_text()
         for name, program in programs.items()
@@ -326,7 +322,7 @@ def _shares(replica: Replica, flops: float | None, moved: float | None, seconds:
 
 
 def _decode(replica: Replica, batch: int, context: int) -> Row:
-    launch = replica.steps.launches([replica.steps.arrays(decodes=batch, context=context)], True)
+    launch = replica.steps.launches([replica.steps.of(decodes=batch, context=context)], True)
     timed = _timed(replica, launch)
     moved = replica.bytes(batch * context)
     return {
@@ -340,7 +336,7 @@ def _prefill(replica: Replica, length: int, chunk: int) -> Row:
     steps = replica.steps
     run = replica.run
     arrays = [
-        steps.arrays(chunks=1, cached=at, new=chunk, sample=False) for at in range(0, length, chunk)
+        steps.of(chunks=1, cached=at, new=chunk, sample=False) for at in range(0, length, chunk)
     ]
     last = steps.launches([arrays[-1]], False)
     last(1)
@@ -368,7 +364,7 @@ def _chunk(replica: Replica, cached: int, new: int) -> Row:
     timed = _timed(
         replica,
         replica.steps.launches(
-            [replica.steps.arrays(chunks=1, cached=cached, new=new, sample=False)], False
+            [replica.steps.of(chunks=1, cached=cached, new=new, sample=False)], False
         ),
     )
     flops = replica.flops(new, new * (cached + new / 2), 0)
@@ -403,7 +399,7 @@ def _requests(replica: Replica) -> Row:
             request,
             lambda events: ends.extend(event for event in events if isinstance(event, Finished)),
         )
-        while built.turn():
+        while built.step():
             pass
     end = ends[-1]
     if (end.reason, end.usage.completion) != ("length", output):
@@ -480,17 +476,19 @@ def _analysed(name: str, compiled: Any, pool: int, shapes: tuple[str, ...]) -> R
 
 
 def _memory_of_steps(replica: Replica) -> list[Row]:
-    stage = replica.engine.stages.stages[0]
+    stage = replica.engine.worker.stages.stages[0]
     pool = sum(array.nbytes for array in jax.tree.leaves(stage.pages))
     one = stage.pages[0].kv
     shape = f"bf16[{','.join(map(str, one.shape))}]", f"bf16[{','.join(map(str, one.shape[1:]))}]"
-    programs = replica.engine.stages.programs.compiled
+    programs = replica.engine.worker.stages.programs.compiled
     rows = [
         _analysed(name, program, pool, shape)
         for name, program in programs.items()
         if name.startswith("layers")
     ]
-    weights = sum(value.nbytes for value in [*stage.values, *replica.engine.stages.head_values])
+    weights = sum(
+        value.nbytes for value in [*stage.values, *replica.engine.worker.stages.head_values]
+    )
     return [
         *rows,
         {

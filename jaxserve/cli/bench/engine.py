@@ -186,7 +186,7 @@ def _build(config: EngineConfig) -> Any:
 
 
 def _info(engine: Any) -> dict[str, Any]:
-    device = engine.stages.last_mesh.devices.flat[0]
+    device = engine.worker.device
     return {
         **engine.info.summary(),
         "device": device.device_kind,

@@ -1,19 +1,17 @@
-"""What a decode step costs the host, and what it sends to the devices, with many sequences running.
+"""What a decode step costs the host, and how long its command is, with many sequences running.
 
-Stopwatches stand around calls that the engine itself makes: scheduler.start (schedule), issuing a
-batch up to stages.step (arrays) and from there on (dispatch), scheduler.finish (finish), and the
-sinks of the callers (events). The engine is not changed. Prompts are prefilled in the bookkeeping
-alone: the KV of the context stays empty, which bears on nothing that is measured, and makes
-contexts possible that would take the device hours. Where the device is the host's own CPU, its
-threads compete with the host for the cores.
+The engine tells its bus how long it took to decide what is in a step (schedule), to write its
+command (arrays) and to hand that to the devices (dispatch), to hear its tokens (finish) and to tell
+callers (events). Prompts are prefilled in the bookkeeping alone: the KV of the context stays empty,
+which bears on nothing that is measured, and makes contexts possible that would take the device
+hours. Where the device is the host's own CPU, its threads compete with the host for the cores.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,13 +19,9 @@ import numpy as np
 from jaxserve.api.events import Event
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
-from jaxserve.engine.arrays import Arrays
-from jaxserve.engine.stages import DELTAS
-from jaxserve.scheduling import Batch
-from jaxserve.settings.schema import MeshConfig
+from jaxserve.scheduling.events import StepFinished, StepIssued
 
-PARTS = ("schedule", "arrays", "issue", "finish", "events")
-WARM = 24  # turns before those that count
+WARM = 24  # steps before those that count
 
 
 @dataclass(frozen=True)
@@ -59,67 +53,40 @@ class Crowd:
         return self.context // block + self.sequences * ((block + self.tokens) // block + 2)
 
 
-@dataclass
-class Watch:
-    """Seconds per turn by part, and bytes sent per turn."""
+class Stopwatch:
+    """Hears from an engine's bus how long the host took over each step, and sizes its commands."""
 
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
-    bytes: list[int] = field(default_factory=list)
-    issuing: float = 0.0  # when the batch began to be issued
+    def __init__(self, engine: Any):
+        self._codec = engine.worker.codec()
+        self.issued: list[StepIssued] = []
+        self.finished: list[StepFinished] = []
+        self.bytes: list[int] = []
 
-    def begin(self) -> None:
-        for times in self.seconds.values():
-            times.append(0.0)
-        self.bytes.append(0)
-
-    def time(self, part: str, call: Callable) -> Callable:
-        """`call`, adding the time it takes to a part of the turn."""
-
-        def timed(*arguments: Any) -> Any:
-            began = time.perf_counter()
-            result = call(*arguments)
-            self.seconds[part][-1] += time.perf_counter() - began
-            return result
-
-        return timed
-
-    def step(self, call: Callable, mesh: MeshConfig) -> Callable:
-        """`call`, which is stages.step: noting what it sends, and that the arrays are ready."""
-
-        def noted(arrays: Arrays, *rest: Any) -> Any:
-            self.seconds["arrays"][-1] += time.perf_counter() - self.issuing
-            self.bytes[-1] += sent(arrays, mesh)
-            return call(arrays, *rest)
-
-        return noted
-
-    def issue(self, call: Callable) -> Callable:
-        """`call`, which issues a batch."""
-
-        def noted(batch: Batch) -> Any:
-            self.issuing = time.perf_counter()
-            return call(batch)
-
-        return self.time("issue", noted)
+    def step_issued(self, step: StepIssued) -> None:
+        self.issued.append(step)
+        self.bytes.append(len(self._codec.encode(step.command)))
 
     def micros(self) -> dict[str, np.ndarray]:
-        """Microseconds of each turn that counts; the total is the sum of the three parts before
+        """Microseconds of each step that counts; the total is the sum of the three parts before
         it."""
-        of = {part: np.array(times)[WARM:] * 1e6 for part, times in self.seconds.items()}
-        total = of["schedule"] + of["issue"]
-        return {
-            "schedule": of["schedule"],
-            "arrays": of["arrays"],
-            "dispatch": of["issue"] - of["arrays"],
-            "total": total,
-            "finish": of["finish"],
-            "events": of["events"],
+        of = lambda events, name: np.array([getattr(event, name) for event in events]) * 1e6
+        schedule = of(self.issued, "schedule")
+        build = of(self.issued, "build")
+        dispatch = of(self.issued, "dispatch")
+        parts = {
+            "schedule": schedule,
+            "arrays": build,
+            "dispatch": dispatch,
+            "total": schedule + build + dispatch,
+            "finish": of(self.finished, "finish"),
+            "events": of(self.finished, "notify"),
         }
+        return {name: times[WARM:] for name, times in parts.items()}
 
 
 @dataclass(frozen=True)
 class HostTime:
-    """Microseconds per step by part, and bytes to all devices together, of every step."""
+    """Microseconds per step by part, and bytes of its command, of every step."""
 
     model: str
     crowd: Crowd
@@ -151,15 +118,14 @@ def host_time(engine: Any, crowd: Crowd, done: Callable[[str], None]) -> HostTim
     Errors: RequestError where a sequence does not fit.
     """
     ids = _gather(engine, crowd)
-    watch = Watch()
-    with _watched(engine, watch):
+    watch = Stopwatch(engine)
+    with _subscribed(engine, watch):
         for _ in range(crowd.turns):
-            watch.begin()
-            engine.turn()
+            engine.step()
             done(f"{crowd.sequences} sequences of {crowd.context}")
     for id in ids:
         engine.cancel(id)
-    while engine.turn():
+    while engine.step():
         pass
     return HostTime(engine.info.model, crowd, watch.micros(), np.array(watch.bytes)[WARM:])
 
@@ -167,7 +133,7 @@ def host_time(engine: Any, crowd: Crowd, done: Callable[[str], None]) -> HostTim
 def _gather(engine: Any, crowd: Crowd) -> list[str]:
     """Hands the crowd in and has the scheduler prefill it, the first alone, so that the others find
     its blocks. Returns the ids."""
-    block = engine.stages.plan.block_size
+    block = engine.info.block_size
     vocab = engine.info.vocab
     dice = np.random.default_rng(0)
     sampling = SamplingParams.make(temperature=0, max_tokens=crowd.tokens, ignore_eos=True)
@@ -197,29 +163,12 @@ def _nobody(events: Sequence[Event]) -> None:
 
 
 @contextlib.contextmanager
-def _watched(engine: Any, watch: Watch) -> Iterator[None]:
-    """The engine with stopwatches, which are gone afterwards."""
-    scheduler = engine.scheduler
-    stages = engine.stages
-    calls = [
-        (scheduler, "expire", watch.time("schedule", scheduler.expire)),
-        (scheduler, "start", watch.time("schedule", scheduler.start)),
-        (engine, "_issue", watch.issue(engine._issue)),
-        (stages, "step", watch.step(stages.step, engine.info.mesh)),
-        (scheduler, "finish", watch.time("finish", scheduler.finish)),
-        (engine, "_send", watch.time("events", engine._send)),
-    ]
-    for owner, name, call in calls:
-        setattr(owner, name, call)
+def _subscribed(engine: Any, watch: Stopwatch) -> Iterator[None]:
+    """The stopwatch hears of the engine's steps meanwhile."""
+    engine.bus.subscribe(StepIssued, watch.step_issued)
+    engine.bus.subscribe(StepFinished, watch.finished.append)
     try:
         yield
     finally:
-        for owner, name, _ in calls:
-            delattr(owner, name)
-
-
-def sent(arrays: Arrays, mesh: MeshConfig) -> int:
-    """Bytes of a step to all devices: each stage and each rank gets the lanes' rows, and the table
-    entries the rows have no room for."""
-    early = -(-len(arrays.early) // DELTAS) * DELTAS * 4 * np.dtype(np.int32).itemsize * mesh.kvp
-    return (arrays.ints.nbytes + early) * mesh.spp * mesh.tp
+        engine.bus.unsubscribe(StepIssued, watch.step_issued)
+        engine.bus.unsubscribe(StepFinished, watch.finished.append)

@@ -52,7 +52,7 @@ class Runner:
     @property
     def compiles(self) -> int:
         """Programs compiled so far."""
-        return self._engine.stages.programs.compiles
+        return self._engine.worker.compiles
 
     def generate(
         self, prompts: Sequence[Sequence[int] | np.ndarray] | np.ndarray, tokens: int
@@ -85,7 +85,7 @@ class Runner:
                 ),
                 sink(into),
             )
-        while engine.turn():
+        while engine.step():
             pass
         return out
 

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from typing import Any
 
-from jaxserve.costs.predictor import NOMINAL, LaneLoad
+from jaxserve.costs.predictor import LaneLoad
 from jaxserve.scheduling import Scheduler
 
 LENGTHS = [128, *(2048 * 16**power for power in range(4))]  # tokens of prompts and contexts
@@ -52,7 +52,7 @@ def forecast(scheduler: Scheduler) -> Forecast | None:
     """What its predictor says; None where nobody knows what steps cost."""
     predictor = scheduler.predictor
     most = min(scheduler.max_len, scheduler.cache.total * scheduler.cache.block_size)
-    if predictor.costs is NOMINAL:
+    if not predictor.calibrated:
         return None
     lengths = sorted({*(length for length in LENGTHS if length < most), most - 1})
     batches = sorted(
@@ -91,7 +91,7 @@ def launch_lines(engine: Any) -> list[str]:
     info = engine.info.summary()
     expected = forecast(engine.scheduler)
     return [
-        f"memory per device: {memory(sizes(engine.stages.plan))}; {info['devices']} devices ({info['platform']})",
+        f"memory per device: {memory(sizes(engine.worker.plan))}; {info['devices']} devices ({info['platform']})",
         f"capacity: {info['capacity_tokens']} tokens of KV in pages of {info['block_size']}, {info['max_seqs']} sequences at once, "
         f"{info['max_model_len']} tokens in each at most",
         str(

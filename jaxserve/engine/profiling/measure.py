@@ -12,11 +12,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from jaxserve.engine.arrays import StepDemand, StepShape, to_arrays
+from jaxserve.engine.arrays import StepArrays, to_arrays
+from jaxserve.engine.command import NO_SAMPLING, StepCommand
+from jaxserve.engine.command_builder import GREEDY
+from jaxserve.engine.dealing import StepDemand
+from jaxserve.engine.shapes import StepShape
+from jaxserve.engine.worker import Worker
 from jaxserve.scheduling import Batch
 
 STEPS = 3  # whose time is taken at once
@@ -55,58 +59,65 @@ class MeasuredStep:
 
 
 class StepTimer:
-    """Measures points on an engine that was not started; it is empty and stays so."""
+    """Measures points on a worker that serves nobody."""
 
-    def __init__(self, engine: Any, repeats: int = 3):
-        self.stages = engine.stages
-        self.mesh = engine.info.mesh
-        self.repeats = repeats
-        self.most = min(
-            engine.info.max_model_len, self.stages.plan.width * self.stages.plan.block_size
-        )
+    def __init__(self, worker: Worker, repeats: int = 3):
+        self._worker = worker
+        self._plan = worker.plan
+        self._mesh = worker.plan.mesh
+        self._repeats = repeats
+        self._longest = worker.plan.width * worker.plan.block_size
         self._tables: set[int] = set()  # slots whose rows of the page table were written
 
     def measure(self, point: MeasurePoint) -> MeasuredStep:
         """Errors: ValueError for a point that no compiled shape or no page table holds."""
+        arrays = self.arrays(point)
+        command = StepCommand(
+            number=0,
+            shape=self._plan.shapes.index(arrays.shape),
+            variant=GREEDY if point.sample else NO_SAMPLING,
+            rows=arrays.rows,
+        )
+        # as many as fill the stages do not count
+        few = 0 if self._mesh.spp == 1 else self._mesh.spp
+        self._run(command, 1)
+        times = [
+            (self._run(command, few + STEPS) - self._run(command, few)) / STEPS
+            for _ in range(self._repeats)
+        ]
+        return MeasuredStep(point, arrays.shape, max(statistics.median(times), 1e-9))
+
+    def arrays(self, point: MeasurePoint) -> StepArrays:
+        """A point as the rows of a compiled shape; its page table is written. Errors: ValueError
+        for a point that no compiled shape or no page table holds."""
         batch = self._batch(point)
-        work = StepDemand.of(batch, self.mesh.kvp)
-        shape = self.stages.plan.shape_for(work)
-        if shape is None or point.longest() > self.most:
+        demand = StepDemand.of(batch, self._mesh.kvp)
+        shape = self._plan.shape_for(demand)
+        if shape is None or point.longest() > self._longest:
             raise ValueError(
-                f"{point} fits no compiled shape, or is longer than {self.most} tokens"
+                f"{point} fits no compiled shape, or is longer than {self._longest} tokens"
             )
         self._write_table(int(batch.slot.max()) + 1)
-        arrays = to_arrays(batch, work, shape, self.mesh.kvp, self.stages.plan.block_size)
-        sample = bool(batch.sample.any())
-        few = 0 if self.mesh.spp == 1 else self.mesh.spp  # as many as fill the stages do not count
-        self._run(arrays, sample, 1)
-        times = [
-            (self._run(arrays, sample, few + STEPS) - self._run(arrays, sample, few)) / STEPS
-            for _ in range(self.repeats)
-        ]
-        return MeasuredStep(point, shape, max(statistics.median(times), 1e-9))
+        return to_arrays(batch, demand, shape, self._mesh.kvp, self._plan.block_size)
 
-    def _run(self, arrays: Any, sample: bool, steps: int) -> float:
+    def _run(self, command: StepCommand, steps: int) -> float:
+        """Seconds of so many steps, one after the other."""
         began = time.perf_counter()
-        for step in range(steps):
-            hidden = self.stages.step(arrays, 0)
-            done = self.stages.sample(hidden, "greedy").tokens if sample else hidden.ints
-            if step == steps - 1:
-                done.block_until_ready()
+        for _ in range(steps):
+            self._worker.execute(command)
+        self._worker.settle()
         return time.perf_counter() - began
 
     def _batch(self, point: MeasurePoint) -> Batch:
         """The point on every lane."""
-        lanes = self.mesh.kvp
+        lanes = self._mesh.kvp
         each = point.decodes + point.chunks
         start = np.array([point.context] * point.decodes + [point.cached] * point.chunks, np.int32)
         length = np.array([1] * point.decodes + [point.new] * point.chunks, np.int32)
         tile = lambda row: np.tile(row, lanes)
         lane = np.repeat(np.arange(lanes, dtype=np.int32), each)
         held = np.zeros((lanes * each, lanes), np.int32)
-        held[np.arange(lanes * each), lane] = tile(
-            -(-(start + length) // self.stages.plan.block_size)
-        )
+        held[np.arange(lanes * each), lane] = tile(-(-(start + length) // self._plan.block_size))
         feed = tile(np.arange(each) < point.decodes)
         return Batch(
             number=0,
@@ -129,16 +140,14 @@ class StepTimer:
 
     def _write_table(self, slots: int) -> None:
         """Rows of the page table with pages from all over the pool, as after hours of serving."""
-        plan = self.stages.plan
+        plan = self._plan
         for slot in sorted(set(range(slots)) - self._tables):
             at = np.arange(plan.width)
             pages = (slot * plan.width + at * 7919) % plan.pages
-            for lane in range(self.mesh.kvp):
-                self.stages.set_table(
-                    np.stack(
-                        [np.full_like(at, lane), np.full_like(at, slot), at, pages, at], 1
-                    ).astype(np.int32)
-                )
+            for lane in range(self._mesh.kvp):
+                columns = [np.full_like(at, lane), np.full_like(at, slot), at, pages, at]
+                updates = np.stack(columns, 1).astype(np.int32)
+                self._worker.execute(StepCommand(number=0, table_updates=updates))
             self._tables.add(slot)
 
 
@@ -184,10 +193,10 @@ def _full(shape: StepShape, longest: int, slots: int) -> MeasurePoint:
 
 
 def measure(
-    engine: Any, points: list[MeasurePoint], done: Callable[[str], None], repeats: int = 3
+    worker: Worker, points: list[MeasurePoint], done: Callable[[str], None], repeats: int = 3
 ) -> list[MeasuredStep]:
     """All points, the first ones first; `done` hears of each."""
-    meter = StepTimer(engine, repeats)
+    meter = StepTimer(worker, repeats)
     found = []
     for point in points:
         found.append(meter.measure(point))

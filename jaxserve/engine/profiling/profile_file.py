@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxserve.costs.exchange_choice import CHOOSERS, ExchangeChooser, Heads, rates_of
@@ -25,18 +24,19 @@ from jaxserve.costs.predictor import Costs
 from jaxserve.costs.profiles import Link
 from jaxserve.engine.profiling.links import measure_links
 from jaxserve.engine.profiling.measure import MeasuredStep, grid, measure
-from jaxserve.engine.stages import StagePlan
+from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.worker import Worker
 from jaxserve.folders import cache_folder, private_folder
 from jaxserve.kernels.kv_pages import FP8, SCALE_DTYPE
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling.planning.cdsp import Instances
 from jaxserve.scheduling.planning.lanes import instances_of
-from jaxserve.settings.schema import ConfigError
+from jaxserve.settings.schema import ConfigError, EngineConfig
 from jaxserve.sharding.exchange import EXCHANGES, KV_CHUNK_TOKENS
 
 log = logging.getLogger(__name__)
 FORMAT = 4  # of the file
-Search = Callable[["EngineProfile"], dict[float, float]]
+Search = Callable[["EngineProfile"], dict[str, dict[float, float]]]
 QUICK = 2**20  # most pairs of a step that is measured when nobody asked for a profile
 
 
@@ -49,9 +49,9 @@ class EngineProfile:
     links: dict[str, Link]
     improvement: dict[str, dict[float, float]] = dataclasses.field(default_factory=dict)
 
-    def exchange(self, engine: Any) -> ExchangeChooser:
-        """Chooses how spread sequences and their blocks meet."""
-        plan = engine.stages.plan
+    def chooser(self, plan: StagePlan, exchange: str) -> ExchangeChooser:
+        """Chooses how spread sequences and their blocks meet. exchange: one of CHOOSERS; another
+        setting is taken as 'roofline'."""
         model = plan.model
         tp = plan.mesh.tp
         item = np.dtype(plan.dtype).itemsize
@@ -60,57 +60,57 @@ class EngineProfile:
         )
         heads = Heads(model.heads // tp, model.kv_heads // tp, model.head_dim, item, stored=stored)
         links: dict[str, Any] = self.links
-        chooser = engine.config.scheduler.exchange
-        chooser = chooser if chooser in CHOOSERS else "roofline"
         return ExchangeChooser(
             plan.mesh.kvp,
             heads,
             dataclasses.replace(rates_of(self.costs, heads), **links),
-            chooser,
+            exchange if exchange in CHOOSERS else "roofline",
             piece=KV_CHUNK_TOKENS,
         )
 
-    def instances(self, engine: Any) -> Instances:
-        """The lanes, to plan with."""
-        plan = engine.stages.plan
-        longest = min(engine.info.max_model_len, plan.width * plan.block_size * plan.mesh.kvp)
-        return instances_of(self.costs, self.exchange(engine), longest, plan.block_size)
+    def instances(self, plan: StagePlan, exchange: str, max_len: int) -> Instances:
+        """The lanes, to plan with; sequences have at most `max_len` tokens."""
+        longest = min(max_len, plan.width * plan.block_size * plan.mesh.kvp)
+        return instances_of(self.costs, self.chooser(plan, exchange), longest, plan.block_size)
 
 
-def profile_for(engine: Any, progress: bool) -> EngineProfile | None:
-    """The profile that the engine's settings ask for; None where its scheduler does without.
-    Errors: ConfigError."""
-    config = engine.config
-    timeless = config.scheduler.policy == "fcfs" and config.scheduler.chunking == "static"
-    timeless &= (
-        config.scheduler.exchange in EXCHANGES and config.scheduler.planner == "none"
-    ) or config.mesh.kvp == 1
-    if config.profile == "none" or (config.profile == "auto" and timeless):
+def profile_for(
+    config: EngineConfig, worker: Worker, max_len: int, progress: bool
+) -> EngineProfile | None:
+    """The profile that the settings ask for; None where the scheduler does without. max_len: tokens
+    of the longest sequence. Errors: ConfigError."""
+    if config.profile == "none" or (config.profile == "auto" and _needs_no_times(config)):
         return None
-    identity = identity_of(engine)
+    identity = identity_of(worker, max_len)
     file = Path(config.profile) if config.profile != "auto" else safe_file(identity)
     if config.profile != "auto" or file.exists():
         return read(file, identity)
-    found = profiled(engine, engine.info.max_model_len, 1, progress, QUICK)
-    return write(file, engine, *found)
+    found, points = measure_costs(worker, max_len, 1, progress, QUICK)
+    return write(file, identity, worker, found, points)
 
 
-def profiled(
-    engine: Any, longest: int, repeats: int, progress: bool, pairs: float = float("inf")
+def _needs_no_times(config: EngineConfig) -> bool:
+    """Whether nothing is decided by how long steps take."""
+    scheduler = config.scheduler
+    if scheduler.policy != "fcfs" or scheduler.chunking != "static":
+        return False
+    fixed = scheduler.exchange in EXCHANGES and scheduler.planner == "none"
+    return fixed or config.mesh.kvp == 1
+
+
+def measure_costs(
+    worker: Worker, longest: int, repeats: int, progress: bool, pairs: float = float("inf")
 ) -> tuple[CostsFit, list[MeasuredStep]]:
-    """Measures an engine that was not started, with sequences of up to `longest` tokens and steps
-    of up to so many `pairs` of tokens that attend and are attended to, and fits its costs."""
-    plan = engine.stages.plan
-    longest = min(longest, engine.info.max_model_len, plan.width * plan.block_size)
+    """Measures steps on a worker that serves nobody, with sequences of up to `longest` tokens and
+    steps of up to so many `pairs` of tokens that attend and are attended to, and fits its costs."""
+    plan = worker.plan
+    longest = min(longest, plan.width * plan.block_size)
     points = list(grid(plan.shapes, longest, max(1, plan.slots // plan.mesh.kvp), pairs))
     with progress_bar("measuring", len(points), progress) as done:
-        found = measure(engine, points, done, repeats)
-    return fit_costs(
-        [_sample(one) for one in found],
-        plan.model.layers,
-        plan.mesh,
-        longest=_device(engine).platform == "cpu",
-    ), found
+        found = measure(worker, points, done, repeats)
+    samples = [_sample(one) for one in found]
+    on_cpu = worker.platform == "cpu"
+    return fit_costs(samples, plan.model.layers, plan.mesh, longest=on_cpu), found
 
 
 def _sample(one: MeasuredStep) -> StepSample:
@@ -130,13 +130,9 @@ def _sample(one: MeasuredStep) -> StepSample:
     )
 
 
-def _device(engine: Any) -> jax.Device:
-    return engine.stages.last_mesh.devices.flat[0]
-
-
-def identity_of(engine: Any) -> dict[str, Any]:
-    """What the profile of this engine belongs to."""
-    return identity(engine.stages.plan, engine.info.max_model_len, _device(engine).device_kind)
+def identity_of(worker: Worker, max_len: int) -> dict[str, Any]:
+    """What the profile of this worker belongs to."""
+    return identity(worker.plan, max_len, worker.device.device_kind)
 
 
 def identity(plan: StagePlan, max_len: int, device_kind: str) -> dict[str, Any]:
@@ -177,26 +173,26 @@ def safe_file(identity: dict[str, Any]) -> Path:
 
 def write(
     file: Path,
-    engine: Any,
+    identity: dict[str, Any],
+    worker: Worker,
     found: CostsFit,
     points: list[MeasuredStep],
     search: Search | None = None,
 ) -> EngineProfile:
     """Writes a profile, whole or not at all; lanes are timed for it. search: finds improvement
-    rates, given the profile without them. Errors: ConfigError where it cannot be written."""
-    links = measure_links(engine.stages.last_mesh) if engine.stages.plan.mesh.kvp > 1 else {}
+    rates by planner, given the profile without them. Errors: ConfigError where it cannot be
+    written."""
+    links = measure_links(worker.stages.last_mesh) if worker.plan.mesh.kvp > 1 else {}
     profile = EngineProfile(found.costs, links)
     if search is not None:
-        profile = dataclasses.replace(
-            profile, improvement={engine.config.scheduler.planner: search(profile)}
-        )
+        profile = dataclasses.replace(profile, improvement=search(profile))
     rows = [
         {**dataclasses.asdict(one.point), "shape": str(one.shape), "seconds": one.seconds}
         for one in points
     ]
     text = json.dumps(
         {
-            **identity_of(engine),
+            **identity,
             "fitted_error": found.fitted,
             "held_out_error": found.held_out,
             "costs": to_json(found.costs),

@@ -1,0 +1,241 @@
+"""Border B: all that the host tells the devices, and all that comes back, as plain integers.
+
+The engine decides and writes a `StepCommand`; a worker executes it, or many workers do, each its
+own part, in the same order. Nothing else crosses: a recorded run, replayed by a fresh worker, gives
+the same tokens. `encode` makes bytes of a command for a journey to another process, `decode` a
+command of bytes. Their number depends on the batch, not on the context: padding, and page tables
+whose entries follow each other, take the room of one entry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from jaxserve.engine.sampling_rows import SamplingAdmission
+from jaxserve.engine.shapes import StepShape, layout
+
+VERSION = 1  # of the byte form
+NO_STEP = -1  # in place of a shape: nothing is computed, only what else the command says
+NO_SAMPLING = -1  # in place of a variant: no token is sampled after this step
+SAMPLE_LATER = -2  # tokens are sampled by a later command, once their masks are known
+SCORES = 64  # prompt tokens whose log-probabilities one launch computes
+_HEAD = struct.Struct("<BBiiiiHHH")
+_ARRAY = struct.Struct("<BBI")  # kind of number, how it is written, bytes
+_RAW, _RUNS = 0, 1
+_KINDS = (np.dtype("<i4"), np.dtype("<f4"), np.dtype("<u1"))
+_MOST_ROWS = 1 << 24  # of an array that bytes may unfold to
+_SCALARS = ("lane", "slot", "fresh")  # fields of an admission
+_NONE = np.zeros((0, 1), np.int32)
+
+
+class CommandError(ValueError):
+    """Bytes that are no command of this version."""
+
+
+class DeviceError(Exception):
+    """A step failed on the devices; what they held is lost."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepCommand:
+    """One step, or what else the devices must do between two. In this order a worker: forgets all
+    that it holds (`reset`), sets the sampling state of new sequences, moves pages, sets page-table
+    entries, runs the layers, samples, and scores prompt tokens.
+
+    shape: index of the compiled shape, or NO_STEP. rows [lanes, size]: the step's row of each lane,
+    see `shapes.layout`. reads: the version of the sampled tokens that the step feeds (0: none).
+    variant: index in VARIANTS, NO_SAMPLING or SAMPLE_LATER; with NO_STEP it samples for the newest
+    step that was to be sampled later. masks [lanes, samples, words]: bits of the tokens that may be
+    sampled, for the guided variant. moves [m, 4]: lane, page, to lane, page, in this order.
+    table_updates [m, 5]: lane, slot, index in the row, page, block. scores
+    [k, 2, lanes, SCORES]: tokens of the step, and the ids whose log-probabilities are wanted.
+    """
+
+    number: int
+    shape: int = NO_STEP
+    reads: int = 0
+    variant: int = NO_SAMPLING
+    reset: bool = False
+    admissions: tuple[SamplingAdmission, ...] = ()
+    moves: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
+    table_updates: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
+    rows: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
+    masks: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
+    scores: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepResult:
+    """What a step left for the host. tokens [lanes, samples]: sampled ids, negative where logits
+    were not finite; None where nothing was sampled. logprobs: of these tokens, where the variant
+    gives them: chosen [lanes, samples], the likeliest and their ids [lanes, samples, k]. scores:
+    per entry of the command's `scores` the same of the wanted ids."""
+
+    number: int
+    tokens: np.ndarray | None
+    logprobs: tuple[np.ndarray, ...] = ()
+    scores: tuple[tuple[np.ndarray, ...], ...] = ()
+
+
+# --- the byte form
+
+
+class CommandCodec:
+    """Makes bytes of commands and commands of bytes, for workers that compiled these shapes."""
+
+    def __init__(self, shapes: Sequence[StepShape], lanes: int, block_size: int):
+        self._layouts = [layout(shape, lanes, block_size) for shape in shapes]
+        self._lanes = lanes
+
+    def encode(self, command: StepCommand) -> bytes:
+        """The command's bytes. Integers are little-endian, and as wide at any length of context."""
+        arrays = list(self._parts(command))
+        head = _HEAD.pack(
+            VERSION,
+            command.reset,
+            command.number,
+            command.shape,
+            command.reads,
+            command.variant,
+            len(command.admissions),
+            *_extent(command.masks),
+        )
+        return head + b"".join(_encoded(array) for array in arrays)
+
+    def _parts(self, command: StepCommand) -> Iterator[np.ndarray]:
+        """Everything that is an array, each with rows that resemble each other."""
+        yield command.moves.reshape(-1, 4)
+        yield command.table_updates.reshape(-1, 5)
+        yield command.masks.reshape(-1, 1)
+        yield command.scores.reshape(-1, 1)
+        if command.shape != NO_STEP:
+            for view in self._layouts[command.shape].views(command.rows).values():
+                yield view.reshape(-1, view.shape[-1] if view.ndim == 3 and view.size else 1)
+        for admission in command.admissions:
+            for field in dataclasses.fields(admission):
+                yield np.atleast_1d(getattr(admission, field.name)).reshape(-1, 1)
+
+    def decode(self, data: bytes) -> StepCommand:
+        """A command of its bytes. Errors: CommandError."""
+        try:
+            return self._decode(memoryview(data))
+        except (struct.error, IndexError, ValueError) as error:
+            raise CommandError(f"not a command of version {VERSION}: {error}") from None
+
+    def _decode(self, data: memoryview) -> StepCommand:
+        version, reset, number, shape, reads, variant, count, samples, words = _HEAD.unpack_from(
+            data
+        )
+        if version != VERSION:
+            raise CommandError(f"version {version} is not {VERSION}")
+        if not NO_STEP <= shape < len(self._layouts):
+            raise CommandError(f"shape {shape} is not among the {len(self._layouts)} compiled")
+        reader = _Reader(data, _HEAD.size)
+        moves = reader.array().reshape(-1, 4)
+        updates = reader.array().reshape(-1, 5)
+        masks = reader.array().reshape(self._lanes, samples, words) if samples else _NONE
+        scores = reader.array()
+        rows = _NONE
+        if shape != NO_STEP:
+            place = self._layouts[shape]
+            rows = np.zeros((self._lanes, place.size), np.int32)
+            for view in place.views(rows).values():
+                view[...] = reader.array().reshape(view.shape)
+        admissions = tuple(_admission(reader) for _ in range(count))
+        reader.end()
+        return StepCommand(
+            number=number,
+            shape=shape,
+            reads=reads,
+            variant=variant,
+            reset=bool(reset),
+            admissions=admissions,
+            moves=moves,
+            table_updates=updates,
+            rows=rows,
+            masks=masks,
+            scores=scores.reshape(-1, 2, self._lanes, SCORES),
+        )
+
+
+def _extent(masks: np.ndarray) -> tuple[int, int]:
+    return (masks.shape[1], masks.shape[2]) if masks.size else (0, 0)
+
+
+def _admission(reader: _Reader) -> SamplingAdmission:
+    values = {}
+    for field in dataclasses.fields(SamplingAdmission):
+        array = reader.array().reshape(-1)
+        values[field.name] = array.reshape(()) if field.name in _SCALARS else array
+    values["fresh"] = values["fresh"].astype(bool)
+    return SamplingAdmission(**values)
+
+
+def _encoded(array: np.ndarray) -> bytes:
+    """Rows [n, k] of one kind of number, whole or as runs of rows with equal differences."""
+    kind = _kind(array)
+    raw = np.ascontiguousarray(array, _KINDS[kind])
+    written = _RAW
+    body = struct.pack("<I", raw.shape[1]) + raw.tobytes()
+    if len(raw) > 2 and kind != 2:
+        runs = _runs(raw.view(np.int32))
+        if len(runs) < len(body):
+            written = _RUNS
+            body = runs
+    return _ARRAY.pack(kind, written, len(body)) + body
+
+
+def _kind(array: np.ndarray) -> int:
+    if array.dtype == np.float32:
+        return 1
+    return 2 if array.dtype in (np.bool_, np.uint8) else 0
+
+
+def _runs(rows: np.ndarray) -> bytes:
+    """The first row, then runs: how many rows follow by the same difference, and that difference.
+    Sums wrap as int32 does, so that floats' bits come back too."""
+    with np.errstate(over="ignore"):
+        steps = np.diff(rows, axis=0)
+    starts = np.flatnonzero((steps[1:] != steps[:-1]).any(1)) + 1
+    starts = np.concatenate([[0], starts])
+    counts = np.diff(np.append(starts, len(steps))).astype("<i4")
+    table = np.concatenate([counts[:, None], steps[starts]], axis=1).astype("<i4")
+    return struct.pack("<I", rows.shape[1]) + rows[0].astype("<i4").tobytes() + table.tobytes()
+
+
+class _Reader:
+    """Arrays one after the other."""
+
+    def __init__(self, data: memoryview, at: int):
+        self._data = data
+        self._at = at
+
+    def array(self) -> np.ndarray:
+        """The next array [n, k]. Errors: CommandError."""
+        kind, written, size = _ARRAY.unpack_from(self._data, self._at)
+        self._at += _ARRAY.size
+        body = self._data[self._at : self._at + size]
+        if len(body) != size or kind >= len(_KINDS):
+            raise CommandError("it ends in the middle of an array")
+        self._at += size
+        (width,) = struct.unpack_from("<I", body)
+        dtype = _KINDS[kind]
+        if written == _RAW:
+            return np.frombuffer(body[4:], dtype).reshape(-1, width).copy()
+        ints = np.frombuffer(body[4:], "<i4")
+        table = ints[width:].reshape(-1, 1 + width)
+        counts = table[:, 0]
+        if (counts < 0).any() or int(counts.astype(np.int64).sum()) > _MOST_ROWS:
+            raise CommandError(f"an array has more than {_MOST_ROWS} rows")
+        with np.errstate(over="ignore"):
+            steps = np.concatenate([ints[None, :width], np.repeat(table[:, 1:], counts, axis=0)])
+            return np.cumsum(steps, axis=0, dtype=np.int32).view(dtype)
+
+    def end(self) -> None:
+        """Errors: CommandError where there is more."""
+        if self._at != len(self._data):
+            raise CommandError(f"{len(self._data) - self._at} bytes too many")

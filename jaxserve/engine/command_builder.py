@@ -1,0 +1,172 @@
+"""Writes step commands: what a batch means for the devices.
+
+The builder knows what the devices were told before: which version of the sampled tokens each slot's
+last token is in, and how each slot samples. It decides how lanes exchange what they need
+(`costs.exchange_choice`), picks the cheapest compiled shape, and fills its rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxserve.api.batch import Batch
+from jaxserve.costs.exchange_choice import ExchangeChooser
+from jaxserve.engine import sampling_rows, token_masks
+from jaxserve.engine.arrays import to_arrays
+from jaxserve.engine.command import NO_SAMPLING, SAMPLE_LATER, StepCommand
+from jaxserve.engine.dealing import RingSlice, StepDemand, fullest, ring_rows
+from jaxserve.engine.results import InFlightBatch, score_rows
+from jaxserve.engine.sampling_rows import VARIANTS, SamplingAdmission
+from jaxserve.engine.shapes import StepShape
+from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.replica.registry import Registry
+from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.scheduler import Events
+from jaxserve.settings.schema import SchedulerConfig
+
+log = logging.getLogger(__name__)
+GREEDY, FULL, LOGPROBS, GUIDED = range(len(VARIANTS))
+
+
+class CommandBuilder:
+    """Commands for workers with this plan. chooser: chooses the exchange between lanes step by
+    step; None: always the configured one."""
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        config: SchedulerConfig,
+        scheduler: Scheduler,
+        registry: Registry,
+        chooser: ExchangeChooser | None = None,
+    ):
+        self._plan = plan
+        self._config = config
+        self._scheduler = scheduler
+        self._registry = registry
+        self._chooser = chooser
+        self._shape_index = {shape: index for index, shape in enumerate(plan.shapes)}
+        self._version = 0  # of the tokens that were sampled last
+        # per slot: the version with its last token, and what its sampling needs (of VARIANTS)
+        self._sampled_at = np.zeros(plan.slots, np.int64)
+        self._variant = np.zeros(plan.slots, np.int8)
+
+    def reset(self) -> StepCommand:
+        """Has the devices forget all that they hold."""
+        self._version = 0
+        self._sampled_at[:] = 0
+        return StepCommand(number=-1, reset=True)
+
+    def step(self, batch: Batch) -> tuple[StepCommand, InFlightBatch]:
+        """The command of a batch, and what is to be known when its result comes. Guided sampling
+        is left for a later command: masks are made while the devices compute."""
+        lanes = self._plan.mesh.kvp
+        admissions = [launch for row in batch.admitted for launch in self._admissions(batch, row)]
+        demand = StepDemand.of(batch, lanes)
+        ring = self._ring(batch, demand)
+        shape = self._shape(batch, demand, ring)
+        arrays = to_arrays(batch, demand, shape, lanes, self._plan.block_size, ring)
+        fed = batch.slot[batch.is_decode]
+        reads = int(self._sampled_at[fed].max(initial=0))
+        variant = self._sampling_of(batch)
+        scores, pending = score_rows(self._scheduler, batch, arrays, lanes)
+        command = StepCommand(
+            number=batch.number,
+            shape=self._shape_index[shape],
+            reads=reads,
+            variant=SAMPLE_LATER if variant == GUIDED else variant,
+            admissions=tuple(admissions),
+            moves=arrays.early_moves,
+            table_updates=arrays.early_updates,
+            rows=arrays.rows,
+            scores=scores,
+        )
+        if variant not in (NO_SAMPLING, GUIDED):
+            self._note_sampled(batch)
+        return command, InFlightBatch(batch, arrays, pending, variant == GUIDED)
+
+    def masked_sampling(
+        self, flight: InFlightBatch, unread: Iterable[Batch], now: float
+    ) -> tuple[StepCommand | None, Events]:
+        """The command that samples a batch whose masks had to wait, and the ends of sequences whose
+        guide cannot be followed. None while a guide has yet to hear of a token in `unread`
+        batches."""
+        batch = flight.batch
+        if token_masks.behind(batch, unread):
+            return None, []
+        words = self._plan.mask_words
+        extent = self._plan.mesh.kvp, flight.arrays.shape.samples, words
+        masks, ends = token_masks.masks(self._scheduler, batch, flight.arrays.sampled, extent, now)
+        self._note_sampled(batch)
+        flight.sample_later = False
+        return StepCommand(number=batch.number, variant=GUIDED, masks=masks), ends
+
+    def _note_sampled(self, batch: Batch) -> None:
+        self._version += 1
+        self._sampled_at[batch.slot[batch.sample]] = self._version
+
+    def _sampling_of(self, batch: Batch) -> int:
+        if not batch.sample.any():
+            return NO_SAMPLING
+        return int(self._variant[batch.slot[batch.sample]].max())
+
+    def _admissions(self, batch: Batch, row: int) -> list[SamplingAdmission]:
+        """How the sequence of a row samples, which has just got its slot."""
+        sequence = self._scheduler.sequences[int(batch.seq[row])]
+        params = sequence.request.sampling
+        slot = int(batch.slot[row])
+        if sequence.matcher is not None:
+            self._variant[slot] = GUIDED
+        elif params.logprobs is not None:
+            self._variant[slot] = LOGPROBS
+        else:
+            self._variant[slot] = GREEDY if params.greedy else FULL
+        seed = sampling_rows.fold_seed(self._registry[sequence.id].seed, sequence.index)
+        return sampling_rows.admissions(
+            params,
+            int(batch.lane[row]),
+            slot,
+            sequence.request.prompt,
+            sequence.output,
+            seed,
+            self._plan.model.eos_ids,
+        )
+
+    # --- shapes and exchanges
+
+    def _ring(self, batch: Batch, demand: StepDemand) -> list[RingSlice]:
+        """Rows of spread chunks around a ring; none where steps never go round one."""
+        if self._config.exchange == "gather" or not batch.block_lane.size:
+            return []
+        return ring_rows(batch, demand, self._config.tile, self._plan.block_size)
+
+    def _shape(self, batch: Batch, demand: StepDemand, ring: list[RingSlice]) -> StepShape:
+        """The cheapest compiled shape; one with a ring where that is faster and the blocks of all
+        spread chunks lie as a ring needs."""
+        moves = bool(len(batch.moves))
+        shape = self._plan.shape_for(demand, moves=moves)
+        assert shape is not None, f"no compiled shape holds {demand}"
+        if not ring:
+            return shape
+        exchange = self._config.exchange if self._chooser is None else self._choose(batch)
+        if exchange == "gather":
+            return shape
+        return self._plan.shape_for(demand, exchange, fullest(ring), moves) or shape
+
+    def _choose(self, batch: Batch) -> str:
+        """The fastest exchange for the spread chunks of a batch; the decision is logged."""
+        assert self._chooser is not None
+        far = np.flatnonzero(batch.spread & (batch.length > 1))  # decodes are gathered
+        chunks = list(zip(batch.start[far].tolist(), batch.length[far].tolist()))
+        shards = (batch.blocks_per_lane[far].max(1) * self._plan.block_size).tolist()
+        decision = self._chooser.choose(chunks, shards)
+        log.debug(
+            "batch %d: %s out of %s seconds per layer",
+            batch.number,
+            decision.strategy,
+            decision.seconds,
+        )
+        return decision.strategy

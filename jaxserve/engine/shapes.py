@@ -1,0 +1,164 @@
+"""The shapes that steps are compiled for, and where the fields of a step lie in a lane's row.
+
+A lane's tokens are rows of equal length in up to four groups: single tokens and prefill rows of
+local sequences, then of spread ones. A `StepShape` is how many rows of how many tokens each group
+has; the short list that `shapes` gives is all that is ever compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxserve.settings.schema import SchedulerConfig
+
+NOWHERE = np.int32(2**30)  # a slot that no table has: writes to it are dropped
+MOVES = 32  # pages that one launch moves from each lane to each
+FEED = -1  # in place of a token id: the one sampled last for the row's slot
+
+
+@dataclasses.dataclass(frozen=True)
+class StepShape:
+    """Everything static about a step, per lane: (rows, tokens per row) of each group; (0, 0) is an
+    empty group."""
+
+    decode: tuple[int, int] = (0, 0)
+    prefill: tuple[int, int] = (0, 0)
+    spread_decode: tuple[int, int] = (0, 0)
+    spread_prefill: tuple[int, int] = (0, 0)
+    samples: int = 1  # tokens it may sample per lane
+    # how spread rows and blocks on other lanes meet: see sharding.exchange
+    exchange: str = "gather"
+    moves: int = 0  # pages that it may move from each lane to each, beside its layers
+
+    @property
+    def local(self) -> tuple[tuple[int, int], ...]:
+        return tuple(group for group in (self.decode, self.prefill) if group[0])
+
+    @property
+    def spread(self) -> tuple[tuple[int, int], ...]:
+        return tuple(group for group in (self.spread_decode, self.spread_prefill) if group[0])
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for rows, _ in self.local + self.spread)
+
+    @property
+    def tokens(self) -> int:
+        return sum(rows * width for rows, width in self.local + self.spread)
+
+    def __str__(self) -> str:
+        return self._name
+
+    @functools.cached_property
+    def _name(self) -> str:
+        name = lambda groups: "+".join(f"{rows}x{width}" for rows, width in groups)
+        exchange = "" if self.exchange == "gather" else f"_{self.exchange}"
+        moves = "_moves" if self.moves else ""
+        return name(self.local) + (
+            f"_spread_{name(self.spread)}{exchange}{moves}" if self.spread else ""
+        )
+
+
+def shapes(config: SchedulerConfig, lanes: int) -> list[StepShape]:
+    """All shapes of an engine, cheapest first. Every batch that the scheduler may start fits the
+    last of them."""
+    most = (config.max_seqs, 1)
+    tile = config.tile
+    tiles = config.tiles
+    wide = [(1, width) for width in _powers(tile, tile * tiles, 2) if width > 1]
+    many = [(tiles, tile)] if tiles > 1 else []
+    out = [StepShape((rows, 1)) for rows in _powers(1, config.max_seqs, 2)]
+    out += [StepShape(decode, group) for group in wide + many for decode in ((0, 0), most)]
+    out += [StepShape(most, (rows, tile)) for rows in _powers(2, tiles, 2) if rows < tiles]
+    if lanes > 1:
+        dealt = -(-tiles // lanes)
+        out += [
+            StepShape(most, (0, 0), most),
+            StepShape(most, (0, 0), most, (dealt, tile)),
+            StepShape(most, (tiles, tile), most, (dealt, tile)),
+        ]
+        out += [StepShape(most, (tiles, tile), most, (tiles, tile))]
+        # cut where lanes change: some rows are short
+        ring = [(min(tiles, dealt + 1), tile), (tiles, tile)] if tile > 1 else []
+        out += [
+            StepShape(most, local, most, group, exchange=exchange)
+            for group in ring
+            for local in ((0, 0), (tiles, tile))
+            for exchange in rings(config)
+        ]
+    if lanes > 1 and config.planner != "none":
+        out += [dataclasses.replace(shape, moves=MOVES) for shape in out if shape.spread_prefill[0]]
+    sizes = sample_sizes(config)
+    fit = lambda shape: next((size for size in sizes if size >= shape.rows), sizes[-1])
+    out = [dataclasses.replace(shape, samples=fit(shape)) for shape in dict.fromkeys(out)]
+    return sorted(out, key=lambda shape: (bool(shape.spread), shape.tokens, shape.rows))
+
+
+def rings(config: SchedulerConfig) -> tuple[str, ...]:
+    """The exchanges around a ring that steps may choose."""
+    both = "pass_q", "pass_kv"
+    return (
+        ()
+        if config.exchange == "gather"
+        else (config.exchange,)
+        if config.exchange in both
+        else both
+    )
+
+
+def sample_sizes(config: SchedulerConfig) -> list[int]:
+    """How many tokens a head program may sample per lane: its compiled sizes. A sequence samples
+    one token of a step at most."""
+    return list(_powers(1, config.max_seqs, 2))
+
+
+def _powers(low: int, high: int, factor: int) -> Iterator[int]:
+    while low < high:
+        yield low
+        low *= factor
+    yield high
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where each field of a step lies in a lane's row of int32. Field -> (offset, shape)."""
+
+    fields: dict[str, tuple[int, tuple[int, ...]]]
+    size: int
+
+    def views(self, ints):
+        """Per field, its part of `ints` [..., size], numpy or jax."""
+        return {
+            name: ints[..., at : at + math.prod(shape)].reshape(*ints.shape[:-1], *shape)
+            for name, (at, shape) in self.fields.items()
+        }
+
+
+@functools.cache
+def layout(shape: StepShape, lanes: int, block: int) -> Layout:
+    """deltas: slot, index, page, block. tokens: ids or FEED. rows: slot, start, length. held: of
+    spread rows, entries per lane. samples: token (of the lane's tokens) to sample after, slot,
+    position of the sampled token. moves: see `rebalance.move`."""
+    spread = sum(rows for rows, _ in shape.spread)
+    new = lambda groups: sum(
+        rows * (1 if width == 1 else -(-width // block) + 1) for rows, width in groups
+    )
+    sizes: dict[str, tuple[int, ...]] = {
+        "deltas": (new(shape.local) + lanes * new(shape.spread), 4),
+        "tokens": (shape.tokens,),
+        "rows": (shape.rows, 3),
+        "held": (spread, lanes),
+        "samples": (shape.samples, 3),
+        "moves": (2, lanes, shape.moves),
+    }
+    ends = list(itertools.accumulate(math.prod(size) for size in sizes.values()))
+    return Layout(
+        {name: (end - math.prod(size), size) for (name, size), end in zip(sizes.items(), ends)},
+        ends[-1],
+    )

@@ -1,0 +1,56 @@
+"""What the stages of a replica are made of: known before a device is asked for anything."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxserve.checkpoint.zoo import ModelConfig
+from jaxserve.engine.dealing import StepDemand
+from jaxserve.engine.sampling_rows import mask_words
+from jaxserve.engine.shapes import StepShape
+from jaxserve.kernels.kv_pages import KVPages, pool_shapes
+from jaxserve.models.decoder import padded_vocab
+from jaxserve.settings.schema import MeshConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class StagePlan:
+    """What the stages need to know: the model (after `with_tp`), the mesh, the pools, what is
+    compiled."""
+
+    model: ModelConfig
+    mesh: MeshConfig
+    dtype: Any
+    kv_dtype: Any
+    pages: int  # per lane
+    block_size: int
+    slots: int
+    width: int  # page table entries per slot and lane
+    shapes: list[StepShape]
+    samples: list[int]
+    moves: bool = False  # whether pages may move from lane to lane
+
+    def shape_for(
+        self, work: StepDemand, exchange: str = "gather", rows: int = 0, moves: bool = False
+    ) -> StepShape | None:
+        """The cheapest compiled shape with this exchange that holds it, and so many rows of spread
+        chunks on a lane; None where none does. Every batch of the scheduler fits one that gathers
+        queries. moves: one that moves pages too, where there is one."""
+        first = None
+        for shape in self.shapes:
+            if shape.exchange == exchange and rows <= shape.spread_prefill[0] and work.fits(shape):
+                if bool(shape.moves) == moves:
+                    return shape
+                first = first or shape
+        return first
+
+    @property
+    def mask_words(self) -> int:
+        """Words of 32 bits in the mask of the tokens that may be sampled."""
+        return mask_words(padded_vocab(self.model, self.mesh.tp))
+
+    def pool(self) -> KVPages:
+        """Shapes of one layer's pages, on all lanes."""
+        vectors = self.mesh.kvp, self.pages, self.model.kv_heads, 2, self.block_size
+        return pool_shapes((*vectors, self.model.head_dim), self.kv_dtype)

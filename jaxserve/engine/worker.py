@@ -1,0 +1,161 @@
+"""Executes step commands on the devices: the other side of border B.
+
+A worker owns the stages of a replica. It runs the commands it is given, in their order, and never
+waits for the devices while it issues them; results are fetched one step behind. It knows nothing of
+requests: a worker in another process does the same with the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+
+from jaxserve.engine.command import (
+    NO_SAMPLING,
+    NO_STEP,
+    SAMPLE_LATER,
+    CommandCodec,
+    DeviceError,
+    StepCommand,
+    StepResult,
+)
+from jaxserve.engine.sampling_rows import VARIANTS
+from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.stages import HiddenStates, Loader, SampledTokens, Stages
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A step that was issued and not yet fetched. done: ready when it has left the last stage."""
+
+    number: int
+    done: jax.Array
+    unsampled: HiddenStates | None
+    sampled: SampledTokens | None = None
+    scores: list[tuple[jax.Array, ...]] = dataclasses.field(default_factory=list)
+
+
+class Worker:
+    """The devices of a replica, behind commands.
+
+    plan: what the stages are made of. load: reads their weights. Errors of the devices come as
+    DeviceError from every method.
+    """
+
+    def __init__(self, plan: StagePlan, load: Loader):
+        self.plan = plan
+        self.stages = Stages(plan, load)
+        self._pending: deque[_Pending] = deque()
+
+    # --- what it is
+
+    @property
+    def device(self) -> jax.Device:
+        """One of the devices; all are of its kind."""
+        return self.stages.last_mesh.devices.flat[0]
+
+    @property
+    def platform(self) -> str:
+        return self.device.platform
+
+    @property
+    def compiles(self) -> int:
+        """Programs compiled, or read from the folder of compiled ones."""
+        return self.stages.programs.compiles
+
+    @property
+    def recompiles(self) -> int:
+        """Programs compiled after the warm-up."""
+        return self.stages.programs.recompiles
+
+    def codec(self) -> CommandCodec:
+        """Makes bytes of commands for workers with the same plan."""
+        return CommandCodec(self.plan.shapes, self.plan.mesh.kvp, self.plan.block_size)
+
+    def warm_up(self, done: Callable[[str], None], variants: tuple[str, ...] = VARIANTS) -> None:
+        """Compiles all programs that commands can need; `done` hears the name of each."""
+        self.stages.warm_up(done, variants)
+
+    def program_count(self) -> int:
+        """How many programs a warm-up compiles."""
+        return len(dict(self.stages.all_programs()))
+
+    # --- what it does
+
+    def execute(self, command: StepCommand) -> None:
+        """Issues all that a command says; waits for nothing."""
+        with _device_errors():
+            if command.reset:
+                self._pending.clear()
+                self.stages.reset()
+            for admission in command.admissions:
+                self.stages.admit(admission)
+            self.stages.move_pages(command.moves)
+            self.stages.set_table(command.table_updates)
+            if command.shape != NO_STEP:
+                self._run_layers(command)
+            elif command.variant >= 0:
+                self._sample(self._pending[-1], command)
+
+    def _run_layers(self, command: StepCommand) -> None:
+        shape = self.plan.shapes[command.shape]
+        hidden = self.stages.step(shape, command.rows, command.reads)
+        unsampled = None if command.variant == NO_SAMPLING else hidden
+        step = _Pending(command.number, hidden.ints, unsampled)
+        self._pending.append(step)
+        if command.variant not in (NO_SAMPLING, SAMPLE_LATER):
+            self._sample(step, command)
+        for token, target in command.scores:
+            step.scores.append(self.stages.score(hidden, token, target))
+
+    def _sample(self, step: _Pending, command: StepCommand) -> None:
+        assert step.unsampled is not None, f"step {step.number} has nothing to sample from"
+        masks = command.masks if command.masks.size else None
+        step.sampled = self.stages.sample(step.unsampled, VARIANTS[command.variant], masks)
+        step.unsampled = None
+        if self.platform != "cpu":  # there tokens are read in place
+            step.sampled.tokens.copy_to_host_async()
+
+    # --- what comes of it
+
+    def ready(self) -> bool:
+        """Whether the oldest step has left the last stage."""
+        return self._pending[0].done.is_ready()  # type: ignore[attr-defined]
+
+    def wait(self) -> StepResult:
+        """Waits for the oldest step and fetches what it left."""
+        step = self._pending.popleft()
+        with _device_errors():
+            # without tokens too: what runs ahead, arrivals wait behind
+            step.done.block_until_ready()
+            tokens = None
+            logprobs: tuple[np.ndarray, ...] = ()
+            if step.sampled is not None:
+                tokens = np.asarray(step.sampled.tokens)
+                logprobs = tuple(np.asarray(part) for part in step.sampled.logprobs)
+            scores = tuple(tuple(np.asarray(part) for part in parts) for parts in step.scores)
+        return StepResult(step.number, tokens, logprobs, scores)
+
+    def settle(self) -> None:
+        """Waits until all that was issued is done; nobody wants the results."""
+        with _device_errors():
+            if self._pending:
+                last = self._pending[-1]
+                last.done.block_until_ready()
+                if last.sampled is not None:
+                    last.sampled.tokens.block_until_ready()
+            self._pending.clear()
+
+
+@contextlib.contextmanager
+def _device_errors() -> Iterator[None]:
+    """Errors: DeviceError for what JAX raises where a device fails."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise DeviceError(str(error)) from error

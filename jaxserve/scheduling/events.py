@@ -1,0 +1,148 @@
+"""What happens in a replica, told once to all who want to know.
+
+The scheduler and the replica around it publish; metrics, the journal, the admission controller,
+the predictor's correction and benchmarks subscribe. Handlers run at once, on the publisher's
+thread, in the order in which they subscribed: they must be short and must not publish. Events are
+per step or per request, never per token: a step over 256 sequences is a handful of calls.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jaxserve.api.batch import Batch
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Finished
+from jaxserve.api.request import Request
+from jaxserve.scheduling.sequence import Sequence
+
+E = TypeVar("E")
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A sequence got a slot."""
+
+    sequence: Sequence
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPacked:
+    """The scheduler made a batch. backlog_before: predicted seconds of prefill that were left to do
+    before it."""
+
+    batch: Batch
+    backlog_before: float
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """A sequence got its first token at clock second `now`. of_request: the first completion of its
+    request to get one; ttft_deadline: when it was due."""
+
+    sequence: Sequence
+    now: float
+    of_request: bool
+    ttft_deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens of a batch were read. slots [n]: those that got one; sampled: how many were
+    sampled for sequences that still run, damaged ones included; ended: completions that ended by
+    them."""
+
+    batch: Batch
+    slots: np.ndarray
+    sampled: int
+    ended: int
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionEnded:
+    """A completion ended. ttft_deadline (clock seconds) and tpot (seconds per token) are the
+    objectives of its request. of_request: the ends of all its completions where this was the last
+    one, else empty. had_token: whether any of them got a token."""
+
+    request: Request
+    event: Finished
+    ttft_deadline: float
+    tpot: float
+    of_request: tuple[Finished, ...]
+    had_token: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A request was refused, for this reason (see observe.metrics.REJECTIONS)."""
+
+    reason: str
+    error: RequestError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepIssued:
+    """A step was handed to the devices at clock second `now`. exchange: how sequences on several
+    lanes meet in it; '' where there are none. Host seconds: to decide what is in it, to write its
+    command, and to dispatch that."""
+
+    batch: Batch
+    command: Any  # engine.command.StepCommand; None in a simulation
+    now: float
+    exchange: str = ""
+    schedule: float = 0.0
+    build: float = 0.0
+    dispatch: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepRead:
+    """A step's tokens were read at clock second `now`. seconds: since the step before it was read,
+    or since it was issued where that was later; comparable: whether that is what the predictor
+    speaks of (no program was compiled meanwhile)."""
+
+    batch: Batch
+    now: float
+    seconds: float
+    comparable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished:
+    """The scheduler heard a step's tokens and callers were told. Host seconds of both."""
+
+    batch: Batch
+    finish: float
+    notify: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepsLost:
+    """No step in flight will be read: one of them failed."""
+
+
+class EventBus:
+    """Subscribers by kind of event."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[type, list[Callable[[Any], None]]] = defaultdict(list)
+
+    def subscribe(self, kind: type[E], handler: Callable[[E], None]) -> None:
+        """Calls `handler` with every event of exactly this kind from now on."""
+        self._handlers[kind].append(handler)
+
+    def unsubscribe(self, kind: type[E], handler: Callable[[E], None]) -> None:
+        """Takes a subscription back. Errors: ValueError where there is none."""
+        self._handlers[kind].remove(handler)
+
+    def publish(self, event: object) -> None:
+        """Tells an event to its subscribers."""
+        for handler in self._handlers[type(event)]:
+            handler(event)
