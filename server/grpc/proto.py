@@ -39,16 +39,16 @@ def generate_call(message: pb.GenerateRequest, timeout: float | None) -> Generat
     RequestError."""
     guided = guided_of(message.guided)
     return GenerateCall(
-        prompt_of(message),
-        sampling_of(message.sampling),
-        message.request_id,
-        message.model,
-        slo_of(message.slo),
-        message.slo.priority,
-        message.kv.cache_salt,
-        message.kv.bypass_prefix_cache,
-        timeout,
-        message.ids_only,
+        prompt=prompt_of(message),
+        sampling=sampling_of(message.sampling),
+        request_id=message.request_id,
+        model=message.model,
+        slo=slo_of(message.slo),
+        priority=message.slo.priority,
+        cache_salt=message.kv.cache_salt,
+        bypass_prefix_cache=message.kv.bypass_prefix_cache,
+        timeout=timeout,
+        ids_only=message.ids_only,
         guided=guided,
         guided_field=f"guided.{guided.kind}" if guided else "",
     )

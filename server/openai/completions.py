@@ -45,15 +45,14 @@ def generate_calls(
         ids = [id and f"{id}-{number}" for number in range(len(prompts))]
     guided, guided_field = body.guided()
     call = GenerateCall(
-        [],
-        sampling,
-        "",
-        body.model,
-        body.slo(headers),
-        body.priority or 0,
-        body.cache_salt or "",
-        body.bypass_prefix_cache or False,
-        body.timeout(),
+        prompt=[],
+        sampling=sampling,
+        model=body.model,
+        slo=body.slo(headers),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        bypass_prefix_cache=body.bypass_prefix_cache or False,
+        timeout=body.timeout(),
         guided=guided,
         guided_field=guided_field,
     )
