@@ -14,7 +14,7 @@ from typing import Any
 from jaxserve.api.events import Accepted, Finished, Progress
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import Streams, table
-from jaxserve.cli.settings import engine_config, engine_groups
+from jaxserve.cli.engine_flags import engine_config, engine_groups
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.text.output import Delta

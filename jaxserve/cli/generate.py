@@ -11,8 +11,8 @@ from typing import Any
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Logprobs
 from jaxserve.api.sampling import SamplingParams
-from jaxserve.cli.sampling import NAMES, sampling_fields, sampling_options
-from jaxserve.cli.settings import ALL, engine_groups
+from jaxserve.cli.engine_flags import ALL, engine_groups
+from jaxserve.cli.sampling_flags import NAMES, sampling_fields, sampling_options
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError

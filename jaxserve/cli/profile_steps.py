@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.cli.display import table
+from jaxserve.cli.engine_flags import engine_config, engine_groups
 from jaxserve.cli.machine import described, machine
-from jaxserve.cli.settings import engine_config, engine_groups
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import EngineConfig

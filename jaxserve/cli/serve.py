@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from jaxserve.cli.doctor.forecast import launch_lines
-from jaxserve.cli.settings import SERVED, SERVER, engine_config, engine_groups, server_config
+from jaxserve.cli.engine_flags import SERVED, SERVER, engine_config, engine_groups, server_config
 from jaxserve.settings.flags import Command
 
 log = logging.getLogger(__name__)

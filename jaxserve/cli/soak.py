@@ -30,9 +30,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxserve.api.errors import RequestError
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import table
+from jaxserve.cli.engine_flags import SERVED, engine_groups
 from jaxserve.cli.machine import described, machine
 from jaxserve.cli.own_server import OwnServer, own_server
-from jaxserve.cli.settings import SERVED, engine_groups
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 

@@ -24,8 +24,8 @@ import numpy as np
 from jaxserve.api.errors import RequestError
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import table
+from jaxserve.cli.engine_flags import engine_groups
 from jaxserve.cli.own_server import own_server
-from jaxserve.cli.settings import engine_groups
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError

@@ -15,7 +15,7 @@ from jaxserve.cli.devices import Devices, NoDevices, look
 from jaxserve.cli.display import table
 from jaxserve.cli.doctor import checks, forecast
 from jaxserve.cli.doctor.checks import FAULT, OK, WARNING, Check
-from jaxserve.cli.settings import engine_config, server_config
+from jaxserve.cli.engine_flags import engine_config, server_config
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option, options_of
 from jaxserve.settings.schema import ConfigError, EngineConfig, ServerConfig
