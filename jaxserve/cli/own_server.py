@@ -38,46 +38,65 @@ def own_server(values: Mapping[str, Any]) -> Iterator[OwnServer]:
     SIGHUP to this process, the server is ended before this returns. Errors: ConfigError for
     settings that cannot be used, and where the server does not start.
     """
-    from jaxserve.server.client import Client
-
     engine_config(values)  # a mistake is told by this process, under its own command's name
     flags = [flag(name, values[name]) for name in ALL if values[name] is not None]
     command = [sys.executable, "-m", "jaxserve", "serve", "--port=0", "--http_port=0", *flags]
-    with signals_exit(), subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with _SignalsExit() as signals:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
-            assert process.stdout is not None
-            target, url = (process.stdout.readline().strip() for _ in range(2))
-            if not url:
-                raise ConfigError("model", "the server did not start")
-            with Client(target) as client:
-                while not client.healthy():
-                    if process.poll() is not None:
-                        raise ConfigError("model", "the server did not start")
-                    time.sleep(0.1)
-            yield OwnServer(process.pid, target, url)
+            signals.arm()
+            yield _started(process)
         finally:
             _end(process)
 
 
-@contextlib.contextmanager
-def signals_exit() -> Iterator[None]:
-    """Within the block SIGTERM and SIGHUP raise SystemExit in the main thread, so that `finally`
-    clauses run; without it they would end the process at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
+def _started(process: subprocess.Popen[str]) -> OwnServer:
+    """Waits until the server takes requests. Errors: ConfigError."""
+    from jaxserve.server.client import Client
 
-    def leave(number: int, frame: FrameType | None) -> None:
-        for each in ENDING_SIGNALS:  # a second signal does not cut the clean-up short
-            signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + number)
+    assert process.stdout is not None
+    target, url = (process.stdout.readline().strip() for _ in range(2))
+    if not url:
+        raise ConfigError("model", "the server did not start")
+    with Client(target) as client:
+        while not client.healthy():
+            if process.poll() is not None:
+                raise ConfigError("model", "the server did not start")
+            time.sleep(0.1)
+    return OwnServer(process.pid, target, url)
 
-    before = {number: signal.signal(number, leave) for number in ENDING_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+
+class _SignalsExit:
+    """Makes SIGTERM and SIGHUP raise SystemExit in the main thread from `arm()` on, so that
+    `finally` clauses run; a signal that comes before is kept until then."""
+
+    def __init__(self) -> None:
+        self._armed = False
+        self._received: int | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _SignalsExit:
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            self._before = {each: signal.signal(each, self._handle) for each in ENDING_SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def arm(self) -> None:
+        self._armed = True
+        self._exit()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._received is None:  # a second one does not cut the clean-up short
+            self._received = number
+            if self._armed:
+                self._exit()
+
+    def _exit(self) -> None:
+        if self._received is not None:
+            raise SystemExit(128 + self._received)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -86,7 +105,11 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait(timeout=STOP_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
+        process.wait()
         raise
+    finally:
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def flag(name: str, value: Any) -> str:
