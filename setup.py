@@ -30,13 +30,15 @@ TEST = [
 setup(
     name="jaxserve",
     version=VERSION,
-    description="Exact serving of language models with contexts from a hundred tokens to ten million, in JAX",
+    description="Exact serving of language models with contexts from a hundred tokens to ten "
+    "million, in JAX",
     long_description=(HERE / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["jaxserve", "jaxserve.*"]),
     package_data={
+        "jaxserve": ["py.typed"],
         "jaxserve.server": ["*.proto", "*.pyi"],
         "jaxserve.server.dashboard": ["*.html", "*.js", "*.css", "*.svg"],
         "jaxserve.costs": ["*.json"],
@@ -61,6 +63,8 @@ setup(
         "scipy>=1.11",
         "prometheus-client>=0.20",
         "fastapi>=0.115",
+        "starlette>=0.40",
+        "pydantic>=2.7",
         # bounded: server/http_server.py builds on its internals
         "uvicorn>=0.30,<0.55",
         "h11>=0.14",
@@ -73,7 +77,14 @@ setup(
         "dev": [*TEST, "mypy>=1.11"],
         "traces": ["opentelemetry-sdk>=1.25", "opentelemetry-exporter-otlp>=1.25"],
         "hub": ["huggingface_hub>=0.24"],
-        "experiments": ["matplotlib>=3.8", "pandas>=2.1", "pyarrow>=14", "scipy>=1.11"],
+        "experiments": [
+            "matplotlib>=3.8",
+            "pandas>=2.1",
+            "pyarrow>=14",
+            "safetensors>=0.4",
+            "selenium>=4.20",
+        ],
+        "examples": ["openai>=2"],
     },
     entry_points={"console_scripts": ["jaxserve=jaxserve.cli.main:main"]},
 )

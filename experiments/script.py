@@ -12,6 +12,8 @@ from jaxserve.cli.machine import machine
 from jaxserve.settings.flags import Command, UsageError, help_of, parse
 from jaxserve.settings.schema import ConfigError
 
+INSTALL = "pip install -e '.[experiments]'"
+
 
 def keep(values: Mapping[str, Any], **figures: Any) -> None:
     """Writes the figures to the file of --json, if there is one, with the machine and the settings
@@ -34,4 +36,6 @@ def command_line(
         return command.run(parse(command, arguments))
     except (UsageError, ConfigError, *errors) as error:
         print(f"{name}: {error}", file=sys.stderr)
-        return 2
+    except ModuleNotFoundError as error:
+        print(f"{name}: needs {error.name}: {INSTALL}", file=sys.stderr)
+    return 2

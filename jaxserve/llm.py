@@ -1,7 +1,7 @@
-"""Offline use: a model in this process, prompts in, completions out.
+"""Offline inference: a model in this process, prompts in, completions out.
 
-llm = LLM("smollm2-135m", mesh="spp=2,tp=3") for completion in llm.generate(["Once upon a time",
-"The capital of France is"], SamplingParams(max_tokens=20)):
+llm = LLM("smollm2-135m", mesh="spp=2,tp=3")
+for completion in llm.generate(["Once upon a time"], SamplingParams(max_tokens=20)):
     print(completion.text)
 """
 
@@ -34,12 +34,11 @@ Watch = Callable[[int, Delta], None]
 def open_engine(
     config: EngineConfig, progress: bool = True, warm_up: bool = True
 ) -> tuple[Any, Tokenizer | None]:
-    """A built engine, not started, and its model's tokenizer, where it has one. warm_up: compile
-    everything now, nothing later.
+    """Builds an engine, without starting it; returns it with its model's tokenizer, None for a
+    random model.
 
-    A known name or hub id that is not in the cache folder is downloaded.
-
-    Errors: ConfigError.
+    A known name or hub id that is not in the cache folder is downloaded. warm_up: compile all
+    programs now, not each when it is first needed. Errors: ConfigError.
     """
     from jaxserve.checkpoint.fetch import local_files
     from jaxserve.engine.build import build  # JAX is imported when it is needed, not before
@@ -52,7 +51,7 @@ def open_engine(
 
 
 class PromptError(RequestError):
-    """What is wrong with one of several prompts; `number` counts them from 0."""
+    """A mistake in one of several prompts. number: which one, from 0."""
 
     def __init__(self, number: int, error: RequestError):
         super().__init__("", str(error), error.status)
@@ -61,8 +60,10 @@ class PromptError(RequestError):
 
 
 class LLM:
-    """A model on a mesh. Settings are those of `EngineConfig`, by their flat names. Also a context
-    manager."""
+    """A model on a mesh, for offline inference; a context manager, which closes it at the end.
+
+    Settings are those of `EngineConfig`, by the names of the flags.
+    """
 
     def __init__(
         self,
@@ -90,6 +91,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
+        """Ends the engine; running requests are dropped."""
         self._guides.close()
         self.engine.close()
 
@@ -103,13 +105,15 @@ class LLM:
         progress: bool = False,
         watch: Watch | None = None,
     ) -> list[Completion]:
-        """The completions of all prompts, n for each, in order.
+        """Completes all prompts; returns n completions for each, in order.
 
-        prompts: one prompt or several; a prompt is text, token ids, or chat messages (dicts of role
-        and content). sampling: for all, or one for each; guided, how completions must look, and
-        class_name, one of the setting `classes`, the same. watch: called with a prompt's number and
-        its next tokens, as they come. Errors: PromptError, before anything runs, where a prompt or
-        its sampling is at fault; RequestError where the engine fails.
+        prompts: one or several; a prompt is text, token ids, or chat messages (dicts of role and
+        content). sampling, guided (constraints on outputs) and class_name (of the setting
+        `classes`): one for all prompts, or a list with one for each. watch: called with a prompt's
+        number and its next tokens, as they come.
+
+        Errors: PromptError, before anything runs, where a prompt or its sampling is at fault;
+        RequestError where the engine fails.
         """
         requests = self._requests(_listed(prompts), sampling, guided, class_name)
         with tqdm(total=len(requests), desc="prompts", disable=not progress) as bar:
@@ -172,8 +176,8 @@ class LLM:
 
 
 class _Run:
-    """One call of `generate`: hands requests in as the engine's queue has room, takes their events
-    out of a queue."""
+    """One call of `generate`: submits requests as the engine's queue has room, and collects their
+    outputs."""
 
     def __init__(
         self, engine: Any, tokenizer: Tokenizer | None, requests: list[Request], watch: Watch | None
@@ -183,13 +187,14 @@ class _Run:
         self._watch = watch
         self._events: queue.SimpleQueue[tuple[int, Sequence[Event]]] = queue.SimpleQueue()
         stream = NoText if tokenizer is None else tokenizer.stream
-        self._answers = [
+        self._processors = [
             OutputProcessor(r, engine.model.eos_ids, stream, functools.partial(engine.stop, r.id))
             for r in requests
         ]
-        self._gathered = [CompletionCollector(r.prompt.tolist()) for r in requests]
+        self._collectors = [CompletionCollector(r.prompt.tolist()) for r in requests]
 
     def completions(self, done: Callable[[], object]) -> list[Completion]:
+        """Runs all requests; calls `done` as each ends. Errors: RequestError of the engine."""
         submitted = 0
         running = 0
         room = self._engine.config.scheduler.max_queue
@@ -197,18 +202,20 @@ class _Run:
             while submitted < len(self._requests) or running:
                 while submitted < len(self._requests) and running < room:
                     self._submit(submitted)
-                    submitted = submitted + 1
-                    running = running + 1
+                    submitted += 1
+                    running += 1
                 number, events = self._events.get()
                 self._take(number, events)
-                if not self._answers[number].unfinished:
+                if not self._processors[number].unfinished:
                     running -= 1
                     done()
-        finally:  # a fault, or Ctrl-C: nothing of this call goes on
-            for request, answer in zip(self._requests[:submitted], self._answers):
-                if answer.unfinished:
+        finally:  # after an error or Ctrl-C nothing of this call goes on
+            for request, processor in zip(self._requests[:submitted], self._processors):
+                if processor.unfinished:
                     self._engine.cancel(request.id)
-        return [completion for gathered in self._gathered for completion in gathered.completions()]
+        return [
+            completion for collector in self._collectors for completion in collector.completions()
+        ]
 
     def _submit(self, number: int) -> None:
         self._engine.submit(
@@ -216,16 +223,16 @@ class _Run:
         )
 
     def _take(self, number: int, events: Sequence[Event]) -> None:
-        for output in self._answers[number].feed(events):
+        for output in self._processors[number].feed(events):
             if isinstance(output, Finished) and output.error is not None:
                 raise output.error
             if isinstance(output, Delta) and self._watch is not None:
                 self._watch(number, output)
-            self._gathered[number].add(output)
+            self._collectors[number].add(output)
 
 
 def _for_each(name: str, given: Any, kind: Any, count: int) -> list[Any]:
-    """One value for all prompts, or one for each."""
+    """Returns one value for each prompt, from one for all or from a list of them."""
     each = [given] * count if isinstance(given, kind) else list(given)
     if len(each) != count:
         raise RequestError(name, f"has {len(each)} entries for {count} prompts")
@@ -233,7 +240,7 @@ def _for_each(name: str, given: Any, kind: Any, count: int) -> list[Any]:
 
 
 def _listed(prompts: Any) -> list[Prompt]:
-    """One prompt becomes a list of it."""
+    """Returns a list of prompts, from one or from several."""
     single = isinstance(prompts, str) or (isinstance(prompts, np.ndarray) and prompts.ndim == 1)
     if not single and len(prompts):
         single = isinstance(prompts[0], (int, np.integer, Mapping))

@@ -12,7 +12,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 from gguf.quants import dequantize
-from safetensors.numpy import save_file
 
 from jaxserve.checkpoint.model_config import to_hf
 from jaxserve.checkpoint.model_paths import model_file, resolve
@@ -21,8 +20,8 @@ from jaxserve.weights import open_checkpoint
 
 
 def folder_of(source: str, under: Path) -> Path:
-    """A folder with f32 safetensors, config and tokenizer of a model, written if it is not
-    there."""
+    """Returns a folder with f32 safetensors, config and tokenizer of a model; writes it if it is
+    not there."""
     folder = under / f"{_name(source)}-f32"
     if not folder.exists():
         under.mkdir(parents=True, exist_ok=True)
@@ -35,8 +34,8 @@ def folder_of(source: str, under: Path) -> Path:
 
 
 def gguf_of(source: str, under: Path) -> Path | None:
-    """A GGUF file with all tensors in f32, written if it is not there; None where the model's
-    source is no GGUF file."""
+    """Returns a GGUF file with all tensors in f32, writes it if it is not there; None where the
+    model's source is not a GGUF file."""
     original = model_file(resolve(source))
     if original.suffix != ".gguf":
         return None
@@ -54,6 +53,9 @@ def _name(source: str) -> str:
 
 
 def _write_folder(source: str, folder: Path) -> None:
+    """Writes a Hugging Face folder. Errors: ModuleNotFoundError without safetensors."""
+    from safetensors.numpy import save_file
+
     checkpoint = open_checkpoint(source)
     tensors = {
         name: np.ascontiguousarray(checkpoint.read(name), np.float32)

@@ -1,10 +1,11 @@
-"""From the tokens of a request to the text a caller reads.
+"""Turns the engine's events of a request into what its caller reads: detokenization, stop strings,
+whole completions.
 
-An `OutputProcessor` follows one request. The engine's events go in, batch by batch; out come the same events
-with each completion's tokens gathered in `Delta`s, text included. Text that may begin a stop string
-is held back until it is known; once a stop string is there, the text ends before it, the engine is
-told, and tokens that were already on their way are dropped. The token that ends a completion (end
-of text or a stop id) is among its ids, not in its text.
+An `OutputProcessor` takes the events of one request and gives `Output`s, in which consecutive
+tokens of a completion are one `Delta` with ids and text. Text that may be the beginning of a stop
+string is held back until that is decided. Once a stop string is complete, the text ends before it,
+the engine is told to stop, and tokens that were already on their way are dropped. The token that
+ends a completion (end of text or a stop id) is among its ids, not in its text.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from jaxserve.api.sampling import SamplingParams
 
 
 class Detokenizer(Protocol):
+    """Turns a stream of token ids into text, piece by piece; `flush` gives what is left."""
+
     def push(self, *ids: int) -> str: ...
     def flush(self) -> str: ...
 
 
 class NoText:
-    """The detokeniser of a caller who wants ids only."""
+    """The detokenizer of a caller who wants ids only: gives no text."""
 
     def push(self, *ids: int) -> str:
         return ""
@@ -35,8 +38,11 @@ class NoText:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Delta:
-    """More of one completion. The text may lag behind the ids; the logprobs are as many as the ids,
-    or none."""
+    """Further tokens of one completion.
+
+    index: which of the request's n completions. text: may lag behind the ids. logprobs: one for
+    each id, or none at all.
+    """
 
     index: int
     ids: Sequence[int]
@@ -45,7 +51,7 @@ class Delta:
 
 
 def merged(deltas: Sequence[Delta]) -> Delta:
-    """Deltas of one completion that follow each other, as one."""
+    """Joins consecutive deltas of one completion to one."""
     if len(deltas) == 1:
         return deltas[0]
     ids = [id for delta in deltas for id in delta.ids]
@@ -55,7 +61,7 @@ def merged(deltas: Sequence[Delta]) -> Delta:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Completion:
-    """One completion, whole. reason: stop, length, cancelled, deadline or error."""
+    """A whole completion. reason: stop, length, cancelled, deadline or error."""
 
     index: int
     prompt_ids: Sequence[int]
@@ -72,88 +78,98 @@ Output = Accepted | Progress | Delta | Finished
 
 
 class StopStrings:
-    """Finds the stop string that ends first (the longest of these), however the text is split into
-    pieces."""
+    """Finds stop strings in a text that comes in pieces.
+
+    found: whether one is complete; it is the one that ends first, and the longest of several that
+    end at the same character.
+    """
 
     def __init__(self, stops: Sequence[str]):
         self.found = False
         self._stops = [(stop, _borders(stop)) for stop in stops]
-        self._matched = [0] * len(stops)  # how much of each stop string the text ends with
-        self._held = ""
+        self._matched = [0] * len(stops)  # characters of each stop string that the text ends with
+        self._held_back = ""
 
     def push(self, text: str) -> str:
-        """The text that is certain to stand before any stop string; after a match nothing more."""
-        if self.found or not self._stops:
-            return "" if self.found else text
-        held = self._held + text
-        self._held = ""
-        for end in range(len(held) - len(text), len(held)):
-            whole = self._advance(held[end])
-            if whole:
+        """Takes a piece of text; returns the text that cannot be part of a stop string. Once one is
+        found nothing more is returned."""
+        if self.found:
+            return ""
+        if not self._stops:
+            return text
+        pending = self._held_back + text
+        self._held_back = ""
+        for end in range(len(pending) - len(text), len(pending)):
+            length = self._advance(pending[end])
+            if length:
                 self.found = True
-                return held[: end + 1 - whole]
-        sure = len(held) - max(self._matched)
-        self._held = held[sure:]
-        return held[:sure]
+                return pending[: end + 1 - length]
+        certain = len(pending) - max(self._matched)
+        self._held_back = pending[certain:]
+        return pending[:certain]
 
     def flush(self) -> str:
-        held = self._held
-        self._held = ""
-        return held
+        """Returns the text that was held back."""
+        text = self._held_back
+        self._held_back = ""
+        return text
 
     def _advance(self, char: str) -> int:
-        """Knuth-Morris-Pratt, one character on; the length of the longest stop string that is
-        complete with it, or 0."""
-        whole = 0
+        """Matches one more character against all stop strings (Knuth-Morris-Pratt). Returns the
+        length of the longest one that is complete with it, 0 for none."""
+        longest = 0
         for i, (stop, borders) in enumerate(self._stops):
-            at = self._matched[i]
-            while at and stop[at] != char:
-                at = borders[at - 1]
-            at += stop[at] == char
-            self._matched[i] = at
-            if at == len(stop):
-                whole = max(whole, at)
-        return whole
+            matched = self._matched[i]
+            while matched and stop[matched] != char:
+                matched = borders[matched - 1]
+            matched += stop[matched] == char
+            self._matched[i] = matched
+            if matched == len(stop):
+                longest = max(longest, matched)
+        return longest
 
 
 def _borders(text: str) -> list[int]:
-    """For each prefix of the text the length of its longest proper prefix that is also its
-    suffix."""
+    """Computes, for each prefix of the text, the length of its longest proper prefix that is also
+    its suffix: the failure function of Knuth-Morris-Pratt."""
     borders = [0] * len(text)
-    at = 0
+    length = 0
     for i in range(1, len(text)):
-        while at and text[at] != text[i]:
-            at = borders[at - 1]
-        at += text[at] == text[i]
-        borders[i] = at
+        while length and text[length] != text[i]:
+            length = borders[length - 1]
+        length += text[length] == text[i]
+        borders[i] = length
     return borders
 
 
 class CompletionState:
-    """One completion while it is written. min_tokens counts tokens; stop strings that come before
-    it do not match."""
+    """The text of one completion so far: its detokenizer and its stop strings.
+
+    stop_strings: `found` once one has ended the completion. Stop strings do not match text of the
+    first `min_tokens` tokens.
+    """
 
     def __init__(
         self, index: int, sampling: SamplingParams, eos_ids: Iterable[int], detokenizer: Detokenizer
     ):
         self.index = index
-        self.stops = StopStrings(sampling.stop)
-        self._count = 0
+        self.stop_strings = StopStrings(sampling.stop)
+        self._output_tokens = 0
         self._min_tokens = sampling.min_tokens
-        self._ends = frozenset(sampling.stop_token_ids) | frozenset(
-            () if sampling.ignore_eos else eos_ids
-        )
+        self._end_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            self._end_ids |= frozenset(eos_ids)
         self._detokenizer = detokenizer
-        # so that tokens need not be looked at one by one
-        self._plain = not sampling.stop and sampling.logprobs is None
-        # an id that may be the one that ends the completion: its text waits
-        self._last: int | None = None
+        # whether tokens need not be looked at one by one
+        self._batched = not sampling.stop and sampling.logprobs is None
+        # the last id where it may be the one that ends the completion: its text is held back
+        self._held_id: int | None = None
 
     def push(self, tokens: Sequence[Token]) -> Delta:
-        """Tokens that follow each other. Those behind a stop string are dropped."""
+        """Takes the next tokens. Those after a stop string are dropped."""
         ids = [token.id for token in tokens]
-        if self._plain and self._last is None and self._ends.isdisjoint(ids):
-            self._count += len(ids)
+        if self._batched and self._held_id is None and self._end_ids.isdisjoint(ids):
+            self._output_tokens += len(ids)
             return Delta(self.index, ids, self._detokenizer.push(*ids), [])
         return self._push_each(tokens)
 
@@ -162,48 +178,56 @@ class CompletionState:
         texts = []
         logprobs = []
         for token in tokens:
-            if self.stops.found:
+            if self.stop_strings.found:
                 break
-            self._count += 1
+            self._output_tokens += 1
             ids.append(token.id)
             if token.logprobs is not None:
                 logprobs.append(token.logprobs)
-            texts.append(self._text(token.id))
+            texts.append(self._text_of(token.id))
         return Delta(self.index, ids, "".join(texts), logprobs)
 
     def finish(self, event: Finished) -> tuple[Delta | None, Finished]:
-        """What text is left, and the event as the caller sees it."""
-        text = "" if self.stops.found else self._rest(event.reason)
-        event = dataclasses.replace(
-            event, usage=dataclasses.replace(event.usage, completion=self._count)
-        )
-        if self.stops.found:
+        """Ends the completion. Returns the text that was held back, if any, and the event as the
+        caller gets it."""
+        text = "" if self.stop_strings.found else self._rest(event.reason)
+        usage = dataclasses.replace(event.usage, completion=self._output_tokens)
+        event = dataclasses.replace(event, usage=usage)
+        if self.stop_strings.found:  # maybe in the text that was held back
             event = dataclasses.replace(event, reason="stop", error=None)
         return (Delta(self.index, (), text) if text else None), event
 
-    def _text(self, id: int) -> str:
-        held = self._last
-        self._last = id if id in self._ends else None
-        text = "" if held is None else self._scan(self._detokenizer.push(held))
-        return (
-            text
-            if self._last is not None or self.stops.found
-            else text + self._scan(self._detokenizer.push(id))
-        )
+    def _text_of(self, id: int) -> str:
+        """The text that is certain once this token has come."""
+        text = ""
+        if self._held_id is not None:
+            text = self._before_stop(self._detokenizer.push(self._held_id))
+        self._held_id = id if id in self._end_ids else None
+        if self._held_id is not None or self.stop_strings.found:
+            return text
+        return text + self._before_stop(self._detokenizer.push(id))
 
     def _rest(self, reason: str) -> str:
-        text = "" if self._last is None or reason == "stop" else self._detokenizer.push(self._last)
-        return self._scan(text + self._detokenizer.flush()) + (
-            "" if self.stops.found else self.stops.flush()
-        )
+        """The text that was held back; without that of the token that ended the completion."""
+        text = ""
+        if self._held_id is not None and reason != "stop":
+            text = self._detokenizer.push(self._held_id)
+        text = self._before_stop(text + self._detokenizer.flush())
+        return text if self.stop_strings.found else text + self.stop_strings.flush()
 
-    def _scan(self, text: str) -> str:
-        return text if self._count < self._min_tokens else self.stops.push(text)
+    def _before_stop(self, text: str) -> str:
+        """The part of further text that is certain to stand before any stop string."""
+        if self._output_tokens < self._min_tokens:
+            return text
+        return self.stop_strings.push(text)
 
 
 class OutputProcessor:
-    """One request while it is answered. `stop(index)` is called when a stop string has ended a
-    completion."""
+    """Turns the events of one request into outputs.
+
+    unfinished: completions that have not ended. stop: called with a completion's index when a stop
+    string has ended it, so that the engine goes no further.
+    """
 
     def __init__(
         self,
@@ -214,77 +238,77 @@ class OutputProcessor:
     ):
         n = request.sampling.n
         self.unfinished = n
-        self._writers = [
+        self._completions = [
             CompletionState(i, request.sampling, eos_ids, detokenizer()) for i in range(n)
         ]
         self._stop = stop
 
     def feed(self, events: Sequence[Event]) -> list[Output]:
-        """The outputs of a batch of events."""
+        """Returns the outputs of a batch of events."""
         outputs: list[Output] = []
-        run: list[Token] = []
+        tokens: list[Token] = []  # consecutive, of one completion
         for event in events:
-            if isinstance(event, Token) and (not run or run[0].index == event.index):
-                run.append(event)
+            if isinstance(event, Token) and (not tokens or tokens[0].index == event.index):
+                tokens.append(event)
                 continue
-            self._write(run, outputs)
-            run = []
+            self._push(tokens, outputs)
+            tokens = []
             if isinstance(event, Token):
-                run.append(event)
+                tokens.append(event)
             elif isinstance(event, Finished):
                 self._finish(event, outputs)
             else:
                 outputs.append(event)
-        self._write(run, outputs)
+        self._push(tokens, outputs)
         return outputs
 
-    def _write(self, tokens: list[Token], outputs: list[Output]) -> None:
+    def _push(self, tokens: list[Token], outputs: list[Output]) -> None:
         if not tokens:
             return
-        writer = self._writers[tokens[0].index]
-        done = writer.stops.found
-        delta = writer.push(tokens)
+        completion = self._completions[tokens[0].index]
+        stopped_before = completion.stop_strings.found
+        delta = completion.push(tokens)
         if delta.ids:
             outputs.append(delta)
-        if writer.stops.found and not done:
-            self._stop(writer.index)
+        if completion.stop_strings.found and not stopped_before:
+            self._stop(completion.index)
 
     def _finish(self, event: Finished, outputs: list[Output]) -> None:
-        delta, event = self._writers[event.index].finish(event)
+        delta, event = self._completions[event.index].finish(event)
         self.unfinished -= 1
         outputs.extend(filter(None, (delta, event)))
 
 
 class CompletionCollector:
-    """The completions of one request, put together from its outputs."""
+    """Puts the completions of one request together from its outputs."""
 
     def __init__(self, prompt_ids: Sequence[int]):
         self._prompt_ids = prompt_ids
-        self._parts: dict[int, list[Delta]] = {}
+        self._deltas: dict[int, list[Delta]] = {}
         self._finished: list[Finished] = []
 
     def add(self, output: Output) -> None:
         if isinstance(output, Delta):
-            self._parts.setdefault(output.index, []).append(output)
+            self._deltas.setdefault(output.index, []).append(output)
         elif isinstance(output, Finished):
             self._finished.append(output)
 
     def completions(self) -> list[Completion]:
-        """Those that have finished, in the order of their indexes."""
+        """Returns the completions that have finished, by index."""
         return [
             self._joined(finished) for finished in sorted(self._finished, key=lambda f: f.index)
         ]
 
     def _joined(self, finished: Finished) -> Completion:
-        whole = merged(self._parts.get(finished.index) or [Delta(finished.index, [])])
+        joined = merged(self._deltas.get(finished.index) or [Delta(finished.index, [])])
         return Completion(
             finished.index,
             self._prompt_ids,
-            whole.ids,
-            whole.text,
+            joined.ids,
+            joined.text,
             finished.reason,
             finished.usage,
             finished.timing,
-            whole.logprobs or None,
+            joined.logprobs or None,
             finished.prompt_logprobs,
         )

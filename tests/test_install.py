@@ -1,0 +1,109 @@
+"""What the README and the docs say to install is enough for the commands that they show: every
+extra, in an environment of its own, as a stranger would make it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxserve.cli.main import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+TINY = ["--model=random:tiny", "--max_model_len=256", "--max_seqs=2", "--profile=none"]
+BENCHMARKS = ["fidelity", "front", "guided", "h200", "overload", "sharing"]
+TRACES = (
+    "from jaxserve.server.tracing import EXPORTERS; import importlib\n"
+    "for name in EXPORTERS.values(): importlib.import_module(name)"
+)
+# by extra: commands after `python`
+RUNS: dict[str, list[list[str]]] = {
+    "": [
+        *(["-m", "jaxserve", *name.split(), "--help"] for name in COMMANDS),
+        ["-m", "jaxserve", "serve", "--print_config"],
+        ["-m", "jaxserve", "generate", "--input={prompts}", *TINY],
+        ["-m", "jaxserve", "simulate", "--qps=1", "--requests=2"],
+        ["-m", "jaxserve", "doctor", *TINY],
+        *(["-m", f"experiments.benchmarks.{name}", "--help"] for name in BENCHMARKS),
+        ["-m", "experiments.benchmarks.side_by_side", "--help"],
+        ["-m", "experiments.examples.offline", "--help"],
+        ["-m", "experiments.examples.structured_output", "--help"],
+    ],
+    "hub": [["-c", "import huggingface_hub"], ["-m", "jaxserve", "fetch", "--help"]],
+    "traces": [["-c", TRACES]],
+    "examples": [["-m", "experiments.examples.client", "--help"]],
+    "experiments": [
+        [
+            "-m",
+            "experiments.benchmarks.side_by_side",
+            *("--model=random:tiny", "--peers=", "--prefill=16", "--decode="),
+            *("--rounds=1", "--seconds=0", "--patience=0", "--foreign=100"),
+        ],
+        ["-m", "experiments.profiles.fit", "--help"],
+        ["-m", "experiments.medha", "--help"],
+        ["-m", "experiments.tetris", "--help"],
+        ["-m", "experiments.context_parallel.table6", "--out={folder}"],
+        ["-m", "experiments.live_page", "--help"],
+        ["-c", "import selenium.webdriver"],
+    ],
+    "test": [["-m", "pytest", "--collect-only", "-qq"]],
+    "dev": [["-m", "mypy", "--version"], ["-m", "ruff", "--version"]],
+}
+
+
+def test_every_extra_is_tried():
+    text = (ROOT / "setup.py").read_text()
+    extras = set(re.findall(r'^        "(\w+)": ', text.partition("extras_require")[2], re.M))
+    assert extras | {""} == set(RUNS)
+
+
+def test_every_extra_that_is_named_exists():
+    """In the README, the docs and the errors of the code."""
+    files = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *(
+            file
+            for folder in ("jaxserve", "experiments")
+            for file in ROOT.glob(f"{folder}/**/*.md")
+        ),
+        *ROOT.glob("jaxserve/**/*.py"),
+        *ROOT.glob("server/**/*.py"),
+        *ROOT.glob("experiments/**/*.py"),
+    ]
+    named = {
+        extra
+        for file in files
+        for extra in re.findall(r"pip install[^\n]*(?:jaxserve|\.)\[(\w+)\]", file.read_text())
+    }
+    assert named and named <= set(RUNS)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("extra", RUNS)
+def test_an_extra_installs_what_its_commands_need(extra, tmp_path):
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        "JAX_PLATFORMS": "cpu",
+        "JAXSERVE_CACHE": str(tmp_path / "cache"),
+    }
+    (tmp_path / "prompts").write_text('{"prompt_ids": [1, 2, 3], "max_tokens": 2}\n')
+    places = {"folder": str(tmp_path / "out"), "prompts": str(tmp_path / "prompts")}
+    python = tmp_path / "venv" / "bin" / "python"
+
+    def run(*command: str, seconds: float) -> None:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds
+        )
+        assert done.returncode == 0, f"{command}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+    run(sys.executable, "-m", "venv", str(python.parents[1]), seconds=120)
+    what = f".[{extra}]" if extra else "."
+    run(str(python), "-m", "pip", "install", "--quiet", "--editable", what, seconds=1800)
+    for command in RUNS[extra]:
+        filled = [re.sub(r"\{(folder|prompts)\}", lambda m: places[m[1]], part) for part in command]
+        run(str(python), *filled, seconds=600)
