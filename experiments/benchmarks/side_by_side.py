@@ -168,7 +168,8 @@ def measured(
                     continue
                 measurement = _measure(worker, point, number, conditions)
                 _tell(
-                    f"round {number} of {rounds}: {point}, {worker.engine.name} {measurement.median:.1f} tokens/s"
+                    f"round {number} of {rounds}: {point}, {worker.engine.name} "
+                    f"{measurement.median:.1f} tokens/s"
                     + (f", disturbed ({measurement.foreign:.1f}%)" if not measurement.quiet else "")
                 )
                 yield measurement
@@ -228,7 +229,8 @@ def _llama(values: dict[str, Any], under: Path, cpus: list[int]) -> list[Engine]
     )
     if programs is None or file is None:
         _tell(
-            f"{engines.LLAMA} is left out: it needs llama-bench and llama-batched-bench (--llama_folder), a GGUF model and float32"
+            f"{engines.LLAMA} is left out: it needs llama-bench and llama-batched-bench "
+            "(--llama_folder), a GGUF model and float32"
         )
         return []
     return [engines.llama(sys.executable, programs, file.resolve(), cpus)]
@@ -267,7 +269,8 @@ def _started(compared: list[Engine], settings: dict[str, Any], logs: Path) -> It
         began = time.monotonic()
         worker = Worker(engine, settings, logs)
         _tell(
-            f"{engine.name} is ready after {time.monotonic() - began:.0f} s ({_versions(worker.versions)})"
+            f"{engine.name} is ready after {time.monotonic() - began:.0f} s "
+            f"({_versions(worker.versions)})"
         )
         yield worker
 

@@ -1,4 +1,4 @@
-"""Structured output: completions that obey a JSON schema, a list of choices or a regular expression.
+"""Structured output: completions that obey a JSON schema, a list of choices or a regex.
 
 python -m experiments.examples.structured_output --model=smollm2-135m
 """

@@ -136,12 +136,16 @@ class Request:
         if sampling.prompt_entries(len(tokens)) > MAX_PROMPT_LOGPROBS:
             raise RequestError(
                 "prompt_logprobs",
-                f"{sampling.prompt_entries(len(tokens))} are too many, of {len(tokens)} tokens and for n "
+                f"{sampling.prompt_entries(len(tokens))} are too many, of {len(tokens)} tokens "
+                "and for n "
                 f"{sampling.n}; the limit is {MAX_PROMPT_LOGPROBS}",
             )
         room = max_len - len(tokens)
         if sampling.min_tokens > room:
-            said = f"{sampling.min_tokens} does not fit: the prompt has {len(tokens)} tokens, the limit is {max_len}"
+            said = (
+                f"{sampling.min_tokens} does not fit: the prompt has {len(tokens)} tokens, "
+                f"the limit is {max_len}"
+            )
             raise RequestError("min_tokens", said)
         if sampling.max_tokens > room:
             sampling = dataclasses.replace(sampling, max_tokens=room)

@@ -20,9 +20,10 @@ from jaxserve.settings.options import Option
 from jaxserve.text.output import Delta
 
 ABOUT = """\
-Fetches the model if it is not there, serves it on a free port of this machine, and sends one prompt of some thousand tokens together with \
-several short ones, through the same client that any program would use. The long prompt is prefilled in chunks, stage after stage, its KV \
-grows from the first lane into the second, and the short answers go on meanwhile.
+Fetches the model if it is not there, serves it on a free port of this machine, and sends one
+prompt of some thousand tokens together with several short ones, through the same client that any
+program would use. The long prompt is prefilled in chunks, stage after stage, its KV grows from
+the first lane into the second, and the short answers go on meanwhile.
 """
 QUESTIONS = [
     "What is the capital of France?",
@@ -132,7 +133,8 @@ def summary(talks: Sequence[Talk]) -> str:
         table(HEADERS, [talk.row() for talk in talks]),
         "",
         f"{tokens} tokens in {wall:.1f} s",
-        "TTFT: time to first token; TPOT: time per output token after it; tokens/s: over the whole request",
+        "TTFT: time to first token; TPOT: time per output token after it; tokens/s: over the "
+        "whole request",
     ]
     return "\n".join(lines)
 

@@ -53,7 +53,8 @@ def look(count: int, limit: float) -> Devices:
     except subprocess.TimeoutExpired:
         process.kill()  # not waited for: a process that hangs in a driver cannot even be ended
         raise NoDevices(
-            f"JAX did not answer for {limit:g} s: the driver, or another process on the devices, may hang"
+            f"JAX did not answer for {limit:g} s: the driver, or another process on the devices, "
+            "may hang"
         ) from None
     if process.returncode:
         said = " ".join(error.strip().splitlines()[-1:])[:QUOTED]

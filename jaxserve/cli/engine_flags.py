@@ -33,7 +33,8 @@ CONFIG = {
             "config",
             str,
             None,
-            "YAML file with settings, by the names of flags; flags go before variables JAXSERVE_NAME, and these before "
+            "YAML file with settings, by the names of flags; flags go before variables "
+            "JAXSERVE_NAME, and these before "
             "the file; default: JAXSERVE_CONFIG, if that is set",
         ),
         Option(

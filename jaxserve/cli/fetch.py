@@ -8,8 +8,9 @@ from typing import Any
 from jaxserve.settings.flags import Command
 
 ABOUT = """\
-NAME is smollm2-135m (a small chat model from the package registry, the default everywhere) or a Hugging Face hub id where the hub can be
-reached. Models lie in JAXSERVE_CACHE, or in ~/.cache/jaxserve.
+NAME is smollm2-135m (a small chat model from the package registry, the default everywhere) or a
+Hugging Face hub id where the hub can be reached. Models lie in JAXSERVE_CACHE, or in
+~/.cache/jaxserve.
 """
 
 

@@ -21,11 +21,12 @@ from jaxserve.text.output import Completion, Delta
 PROMPTS = ("prompt", "prompt_ids", "messages")
 KNOWN = (*PROMPTS, "class_name", *NAMES)  # fields of a line
 ABOUT = """\
-Give --prompt, or --input with a file of JSON lines (- for standard input). A line has prompt (text), prompt_ids or messages (a list of \
-{"role": ..., "content": ...}), and class_name and sampling fields named as the flags; the flags are the defaults of the lines.
+Give --prompt, or --input with a file of JSON lines (- for standard input). A line has prompt
+(text), prompt_ids or messages (a list of {"role": ..., "content": ...}), and class_name and
+sampling fields named as the flags; the flags are the defaults of the lines.
 
-With --json, each completion is a line with prompt_ids, output_ids, text and finish_reason, and logprobs where asked for, in the order of \
-the input.
+With --json, each completion is a line with prompt_ids, output_ids, text and finish_reason, and
+logprobs where asked for, in the order of the input.
 
   jaxserve generate --prompt="The capital of France is" --max_tokens=20
   jaxserve generate --input=prompts.jsonl --json --mesh=spp=2,kvp=2,tp=3
@@ -190,7 +191,8 @@ def _print(lines: Iterable[InputLine], completions: Iterable[Completion]) -> Non
             which = f"{line.place} " if line.place else ""
             number = f"completion {completion.index} " if line.sampling.n > 1 else ""
             print(
-                f"--- {which}{number}({completion.usage.completion} tokens, {completion.reason})\n{completion.text}"
+                f"--- {which}{number}({completion.usage.completion} tokens, "
+                f"{completion.reason})\n{completion.text}"
             )
 
 

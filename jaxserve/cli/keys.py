@@ -20,8 +20,9 @@ from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError
 
 ABOUT = """\
---add prints the new key, once: the file has only its hash. A running server sees the change within a second or so. The file is written \
-anew each time, without its comments; limits are set in it by hand, as {requests_per_minute: 600, concurrency: 64, queued_tokens: 2000000}.
+--add prints the new key, once: the file has only its hash. A running server sees the change
+within a second or so. The file is written anew each time, without its comments; limits are set in
+it by hand, as {requests_per_minute: 600, concurrency: 64, queued_tokens: 2000000}.
 
   jaxserve keys --file=keys.yaml --add=alice
 

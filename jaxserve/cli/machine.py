@@ -34,7 +34,8 @@ def described(machine: dict[str, Any]) -> str:
     """On one line."""
     commit = f" (git {machine['git']})" if machine["git"] else ""
     return (
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {machine['system']}; Python {machine['python']}, "
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; "
+        f"{machine['system']}; Python {machine['python']}, "
         f"jax {machine['jax']}, jaxserve {machine['jaxserve']}{commit}"
     )
 
@@ -49,7 +50,10 @@ def _cpu() -> str:
         pass
     if "model name" not in fields:
         return platform.processor() or platform.machine()
-    return f"{fields['model name']} (family {fields.get('cpu family', '?')}, model {fields.get('model', '?')})"
+    return (
+        f"{fields['model name']} (family {fields.get('cpu family', '?')}, model "
+        f"{fields.get('model', '?')})"
+    )
 
 
 def _memory() -> int:

@@ -70,7 +70,8 @@ def _main(arguments: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         return _say(
             "",
-            f"{name!r} is not a command; {f'did you mean {near[0]!r}?' if near else 'see jaxserve --help'}",
+            f"{name!r} is not a command; "
+            f"{f'did you mean {near[0]!r}?' if near else 'see jaxserve --help'}",
         )
     command = load(name)
     if any(argument in ("-h", "-help", "--help") for argument in rest):
@@ -88,7 +89,8 @@ def overview() -> str:
     lines = [f"  {name:14}{summary}" for name, (_, summary) in COMMANDS.items()]
     return "\n".join(
         [
-            f"jaxserve {jaxserve.__version__}: exact serving of language models with contexts from a hundred tokens to ten million",
+            f"jaxserve {jaxserve.__version__}: exact serving of language models with contexts "
+            "from a hundred tokens to ten million",
             "",
             "usage: jaxserve COMMAND [flags]",
             "",

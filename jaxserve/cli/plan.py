@@ -33,13 +33,17 @@ from jaxserve.simulate.plan import (
 from jaxserve.simulate.workload import parse
 
 ABOUT = f"""\
-Every mesh of so many GPUs is simulated with {", ".join(f"{kind}:{tokens}" for kind, tokens in CHUNKS)} chunks on a part of the workload, \
-the best of them on all of it. Plans are ranked by the share of requests that meet both objectives, then by TTFT p90. Objectives for long \
-prompts are those of the plan that prefills the longest one soonest. Capacity is the most requests per second with which --attainment of \
-each kind of requests (long, short) meets both objectives, arriving for as long as the workload does. GiB/GPU are those of the weights; \
-"longest" is the time to the first token of the longest prompt alone. All figures are simulated.
+Every mesh of so many GPUs is simulated with
+{", ".join(f"{kind}:{tokens}" for kind, tokens in CHUNKS)} chunks on a part of the workload, the
+best of them on all of it. Plans are ranked by the share of requests that meet both objectives,
+then by TTFT p90. Objectives for long prompts are those of the plan that prefills the longest one
+soonest. Capacity is the most requests per second with which --attainment of each kind of requests
+(long, short) meets both objectives, arriving for as long as the workload does. GiB/GPU are those
+of the weights; "longest" is the time to the first token of the longest prompt alone. All figures
+are simulated.
 
-A workload is a file (.jsonl, .csv) or a generator, as for `jaxserve simulate`: poisson:mix=NAME with {", ".join(MIXES)}, and others.
+A workload is a file (.jsonl, .csv) or a generator, as for `jaxserve simulate`: poisson:mix=NAME
+with {", ".join(MIXES)}, and others.
 
   jaxserve plan --model=llama3-70b --gpu=h100 --gpus=16 --workload=poisson:mix=medha-5 --qps=0.5
   jaxserve plan --gpus=8,16 --qps=1 --ttft=1 --tpot=0.05 --json=plans.json
@@ -235,9 +239,12 @@ def shown(report: Mapping[str, Any]) -> str:
     work = report["workload"]
     aims = report["objectives"]
     head = (
-        f"simulated: {report['model']} on {' or '.join(map(str, report['gpus']))} {report['gpu']}; {work['count']} requests at "
-        f"{work['rate']:.3g}/s, prompts of {work['prompt']['mean']:,.0f} tokens (most {work['prompt']['max']:,})\n"
-        f"objectives: first token in {aims['ttft']:g} s ({aims['ttft_of_longest']:.3g} s after the longest prompt), "
+        f"simulated: {report['model']} on {' or '.join(map(str, report['gpus']))} "
+        f"{report['gpu']}; {work['count']} requests at "
+        f"{work['rate']:.3g}/s, prompts of {work['prompt']['mean']:,.0f} tokens (most "
+        f"{work['prompt']['max']:,})\n"
+        f"objectives: first token in {aims['ttft']:g} s ({aims['ttft_of_longest']:.3g} s after "
+        "the longest prompt), "
         f"{1e3 * aims['tpot']:g} ms per token"
     )
     parts = [head, table(HEADERS, [_cells(row) for row in report["plans"][:SHOWN]])]

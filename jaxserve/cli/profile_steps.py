@@ -17,8 +17,9 @@ from jaxserve.settings.options import Option
 from jaxserve.settings.schema import EngineConfig
 
 ABOUT = """\
-Runs steps of every compiled shape, with contexts up to --longest, on an engine with the flags below, and fits the costs that scheduling \
-predicts with. `jaxserve serve` with the same flags finds them; another place is named by --out here and --profile there.
+Runs steps of every compiled shape, with contexts up to --longest, on an engine with the flags
+below, and fits the costs that scheduling predicts with. `jaxserve serve` with the same flags
+finds them; another place is named by --out here and --profile there.
 
   jaxserve profile --model=smollm2-135m
 """
@@ -72,7 +73,8 @@ def run(values: dict[str, Any]) -> int:
     print()
     print(table(["shape", "decodes", "chunks", "tokens before", "sampled", "ms per step"], rows))
     print(
-        f"\nmean error of the fit {found.fitted:.1%}, of points left out of it {found.held_out:.1%}; written to {file}"
+        f"\nmean error of the fit {found.fitted:.1%}, of points left out of it "
+        f"{found.held_out:.1%}; written to {file}"
     )
     return 0
 

@@ -14,9 +14,10 @@ from jaxserve.settings.flags import Command
 log = logging.getLogger(__name__)
 
 ABOUT = """\
-The server listens at once and takes requests when the model is loaded and compiled; grpc.health.v1 and /ready tell when. It prints its \
-addresses, each on a line: gRPC, HTTP (the OpenAI protocol, /metrics, the live page at /), and the operators' port, if there is one. \
-SIGTERM and Ctrl-C let running requests finish.
+The server listens at once and takes requests when the model is loaded and compiled;
+grpc.health.v1 and /ready tell when. It prints its addresses, each on a line: gRPC, HTTP (the
+OpenAI protocol, /metrics, the live page at /), and the operators' port, if there is one. SIGTERM
+and Ctrl-C let running requests finish.
 
   jaxserve serve --model=smollm2-135m --mesh=spp=2,tp=3 --dtype=bfloat16
 """

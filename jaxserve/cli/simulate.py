@@ -31,14 +31,15 @@ from jaxserve.simulate.run import System, execute, outcome_summary
 from jaxserve.simulate.workload import parse
 
 ABOUT = f"""\
-The scheduler and the cache are those that serve; a step takes as long as coefficients say that were fitted to public measurements of the \
-GPU. All figures are simulated.
+The scheduler and the cache are those that serve; a step takes as long as coefficients say that
+were fitted to public measurements of the GPU. All figures are simulated.
 
-A workload is a file (Mooncake .jsonl; Azure or lengths .csv; both also as .gz) or a generator: poisson:mix=NAME or burst:mix=NAME, with \
-mixes {", ".join(MIXES)}, or poisson:prompt=LENGTHS,output=LENGTHS.
+A workload is a file (Mooncake .jsonl; Azure or lengths .csv; both also as .gz) or a generator:
+poisson:mix=NAME or burst:mix=NAME, with mixes {", ".join(MIXES)}, or
+poisson:prompt=LENGTHS,output=LENGTHS.
 
-  jaxserve simulate --model=llama3-8b --gpu=a100 --mesh=tp=8,spp=2 --workload=poisson:mix=medha-5 --qps=0.5 --requests=500
-  jaxserve simulate --mesh=tp=8,spp=2 --qps=0.5 --requests=500 --baseline=sarathi-512,loongserve --json=out.json
+  jaxserve simulate --model=llama3-8b --gpu=a100 --mesh=tp=8,spp=2 --qps=0.5 --requests=500
+  jaxserve simulate --workload=burst:mix=medha-5 --qps=0.5 --baseline=sarathi-512,loongserve
 """
 DEFAULTS: Mapping[str, Any] = {
     "policy": "slack",
@@ -203,8 +204,10 @@ def shown(report: Mapping[str, Any]) -> str:
     """A report as tables."""
     work = report["workload"]
     head = (
-        f"simulated: {report['model']} on {report['gpu']}, {report['mesh']}, KV of {report['kv_tokens_per_lane']:,} tokens per lane; "
-        f"{work['count']} requests at {work['rate']:.3g}/s, prompts of {work['prompt']['mean']:,.0f} tokens (p99 "
+        f"simulated: {report['model']} on {report['gpu']}, {report['mesh']}, KV of "
+        f"{report['kv_tokens_per_lane']:,} tokens per lane; "
+        f"{work['count']} requests at {work['rate']:.3g}/s, prompts of "
+        f"{work['prompt']['mean']:,.0f} tokens (p99 "
         f"{work['prompt']['p99']:,.0f}), outputs of {work['output']['mean']:.0f}"
     )
     rows = []
@@ -288,7 +291,8 @@ def draw(name: str, outcomes: Mapping[str, Outcome]) -> None:
             axes.hlines(place, record.arrival, record.first, color=color, alpha=0.35)
             axes.hlines(place, record.first, record.end, color=color)
         axes.set(
-            title=f"{system} (simulated): {', '.join(f'C{i} {kind}' for i, kind in enumerate(kinds))}",
+            title=f"{system} (simulated): "
+            f"{', '.join(f'C{i} {kind}' for i, kind in enumerate(kinds))}",
             ylabel="request",
         )
     axes.set_xlabel("seconds")

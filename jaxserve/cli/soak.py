@@ -37,8 +37,9 @@ from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 
 ABOUT = """\
-A server is started on this machine with the flags below, in a process of its own. Exit code 1 where anything was left behind: a page, a \
-request, or more memory, threads or descriptors than the noise of a run explains.
+A server is started on this machine with the flags below, in a process of its own. Exit code 1
+where anything was left behind: a page, a request, or more memory, threads or descriptors than the
+noise of a run explains.
 
   jaxserve soak --minutes=30 --json=soak.json
 """
@@ -230,7 +231,8 @@ class Soak:
                 samples.append(await self._sample((time.monotonic() - began) / 60))
                 done = sum(self._outcomes.values())
                 print(
-                    f"minute {samples[-1].minute:.1f}: {samples[-1].rss_mib:.0f} MiB, {done} requests",
+                    f"minute {samples[-1].minute:.1f}: {samples[-1].rss_mib:.0f} MiB, {done} "
+                    "requests",
                     file=sys.stderr,
                 )
             await asyncio.gather(*callers, *self._crowd)
@@ -363,7 +365,8 @@ class Soak:
             self._address.hostname, self._address.port, limit=1 << 20
         )
         writer.write(
-            f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+            f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: "
+            "application/json\r\n"
             f"content-length: {len(body)}\r\n\r\n".encode()
             + body
         )

@@ -1,9 +1,8 @@
-"""A model's chat template, rendered in jinja2's sandbox with the helpers that transformers gives
-it.
+"""Renders a model's chat template in jinja2's sandbox, with the helpers of transformers.
 
-The template comes with the model, never with a request; still it is not trusted: no attribute of
-Python is in its reach, and the turns of its loops, what it multiplies and what it writes are
-bounded, whatever messages it is given.
+The template comes with the model, never with a request; still it is not trusted: it cannot reach
+attributes of Python objects, and the iterations of its loops, the size of its products and the
+length of its output are bounded, whatever messages it is given.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from jinja2.visitor import NodeTransformer
 from jaxserve.api.errors import RequestError
 from jaxserve.text.tool_calls import ToolFormat, format_of
 
-MAX_TURNS = 1_000_000  # of all loops of one rendering together
+MAX_ITERATIONS = 1_000_000  # of all loops, and calls, of one rendering together
 MAX_VALUE_CHARS = 256
 # a width, in what % formats, of 10,000 or of an argument
 WIDE = re.compile(r"%[^a-zA-Z%]*([0-9]{5}|\*)")
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "turns_left")
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "iterations_left")
 MAX_WRAPPING = 2**20  # characters that a template may add, besides four times those of the messages
 
 
 class ChatTemplate:
-    """`specials`: names that transformers gives to templates (bos_token, eos_token, ...) and their
-    texts."""
+    """A chat template. specials: special tokens by the names that transformers gives them in
+    templates (bos_token, eos_token, ...)."""
 
     def __init__(self, source: str, specials: Mapping[str, str]):
         self.source = source
@@ -47,7 +46,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def tools(self) -> ToolFormat:
-        """How the model is told of functions, and how it calls them."""
+        """How functions are described to the model, and how it writes calls."""
         return format_of(self.source)
 
     def render(
@@ -58,11 +57,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         values: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The text of a conversation, ready to be continued.
+        """Renders a conversation, ready to be continued.
 
-        tools: functions the model may call, as the OpenAI protocol writes them. values: more
-        variables for the template, such as enable_thinking. Errors: RequestError for what the
-        template refuses or cannot take.
+        tools: functions that the model may call, as in the OpenAI protocol. values: more variables
+        for the template, such as enable_thinking. Errors: RequestError for messages that are
+        malformed, or that the template refuses or fails on.
         """
         plain = [_message(m, i) for i, m in enumerate(_listed(messages))]
         if not self.tools.in_template:
@@ -80,7 +79,7 @@ class ChatTemplate:
         pieces = []
         size = 0
         try:
-            for piece in self._template.generate(given, turns_left=_Turns(limit)):
+            for piece in self._template.generate(given, iterations_left=_Budget(limit)):
                 pieces.append(piece)
                 size += len(piece)
                 if size > limit:
@@ -158,17 +157,20 @@ def _values(values: Mapping[str, Any]) -> dict[str, Any]:
     return dict(values)
 
 
-class _Turns:
-    """Turns of loops, and calls, that a rendering has left. limit: characters of a text."""
+class _Budget:
+    """What a rendering may still do. left: iterations of loops, and calls. limit: characters of any
+    one text."""
 
     def __init__(self, limit: int) -> None:
-        self.left = MAX_TURNS
+        self.left = MAX_ITERATIONS
         self.limit = limit
 
     def spend(self) -> None:
         self.left -= 1
         if self.left < 0:
-            raise jinja2.TemplateError(f"its loops and calls take more than {MAX_TURNS} turns")
+            raise jinja2.TemplateError(
+                f"its loops and calls take more than {MAX_ITERATIONS} iterations"
+            )
 
     def sized(self, value: Any) -> Any:
         if isinstance(value, str) and len(value) > self.limit:
@@ -177,7 +179,8 @@ class _Turns:
 
 
 class _Bounding(NodeTransformer):
-    """Counts what every `for` of a template iterates over."""
+    """Makes every `for` of a template count its iterations, and every `~` check the size of its
+    result."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -210,7 +213,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.filters.update(
             tojson=_tojson,
             bounded=_bounded,
-            sized=pass_context(lambda context, value: _turns(context).sized(value)),
+            sized=pass_context(lambda context, value: _budget(context).sized(value)),
         )
         self.globals.update(
             raise_exception=_raise, strftime_now=lambda form: datetime.datetime.now().strftime(form)
@@ -229,15 +232,15 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             or (operator == "%" and isinstance(left, str) and WIDE.search(left))
         ):
             raise jinja2.TemplateError(f"it computes {operator!r} of values that are too large")
-        return _turns(context).sized(super().call_binop(context, operator, left, right))
+        return _budget(context).sized(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *arguments: Any, **rest: Any) -> Any:
-        turns = _turns(__context)
-        turns.spend()
+        budget = _budget(__context)
+        budget.spend()
         # as of ljust
         if any(isinstance(value, int) and abs(value) > MAX_WRAPPING for value in arguments):
             raise jinja2.TemplateError("it calls a function with a number that is too large")
-        return turns.sized(super().call(__context, __obj, *arguments, **rest))
+        return budget.sized(super().call(__context, __obj, *arguments, **rest))
 
 
 def _product_size(left: Any, right: Any) -> int:
@@ -250,17 +253,17 @@ def _product_size(left: Any, right: Any) -> int:
 
 @pass_context
 def _bounded(context: jinja2.runtime.Context, items: Iterable[Any]) -> Iterator[Any]:
-    turns = _turns(context)
+    budget = _budget(context)
     for item in items:
-        turns.spend()
+        budget.spend()
         yield item
 
 
-def _turns(context: jinja2.runtime.Context) -> _Turns:
-    turns = context.resolve("turns_left")
-    if not isinstance(turns, _Turns):
-        raise jinja2.TemplateError("it sets turns_left, which is not its own")
-    return turns
+def _budget(context: jinja2.runtime.Context) -> _Budget:
+    budget = context.resolve("iterations_left")
+    if not isinstance(budget, _Budget):
+        raise jinja2.TemplateError("it sets iterations_left, which is not its own")
+    return budget
 
 
 def _tojson(

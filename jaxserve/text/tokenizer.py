@@ -1,4 +1,4 @@
-"""Encoding, decoding, chats and streams of text for one model."""
+"""The tokenizer of one model: encodes, decodes, renders chats, detokenizes streams."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ _SPACE = "\u2581"
 
 
 class Tokenizer:
-    """`vocab`: number of ids; `special_ids`: ids that are no text; `eos_ids`: those of them that
-    end an answer; `bos_id`: begins a text."""
+    """A model's tokenizer.
+
+    vocab: number of ids. special_ids: ids that are not text. eos_ids: those of them that end an
+    answer. bos_id: begins a text; None where the model has none.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: str | Path) -> Tokenizer:
-        """The tokenizer of a checkpoint's `tokenizer`, or of any source but random ones. Errors:
+        """Loads the tokenizer of a folder, a GGUF file or a model's name. Errors:
         CheckpointError."""
         path = model_file(resolve(source))
         return cls.from_folder(path) if path.is_dir() else cls.from_gguf(path)
@@ -113,12 +116,12 @@ class Tokenizer:
         return self._library.to_str()
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Ids of a text. special: names of special tokens in it become these tokens, and the
-        model's first token is added where the model wants one; otherwise the text is only text."""
+        """Encodes a text. special: names of special tokens in the text become these tokens, and the
+        model's first token is added if the model wants one; else all of it is plain text."""
         return _ids(self._library, text, True) if special else _ids(self._plain, text, False)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Text of ids; broken characters become U+FFFD, ids without a token nothing."""
+        """Decodes ids; broken characters become U+FFFD, unknown ids nothing."""
         stream = self.stream(skip_special)
         return stream.push(*ids) + stream.flush()
 
@@ -127,20 +130,20 @@ class Tokenizer:
         return self._pieces[id] if 0 <= id < len(self._pieces) else b""
 
     def stream(self, skip_special: bool = True) -> Detokenizer:
-        """Turns ids into text as they come."""
+        """Returns a detokenizer for a stream of ids."""
         return Detokenizer(
             self._pieces, self.special_ids if skip_special else frozenset(), self._strips
         )
 
     def render(self, messages: Sequence[Mapping[str, Any]], **rest: Any) -> str:
-        """The text of a conversation by the model's template; rest as for `ChatTemplate.render`.
+        """Renders a conversation with the model's chat template; rest: as of `ChatTemplate.render`.
         Errors: RequestError."""
         if self.template is None:
             raise RequestError("messages", "this model has no chat template; send a prompt instead")
         return self.template.render(messages, **rest)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **rest: Any) -> list[int]:
-        """Ids of a conversation. The template writes the first token itself where the model wants
+        """Encodes a conversation. The template itself writes the first token if the model wants
         one."""
         return _ids(self._library, self.render(messages, **rest), False)
 
@@ -153,18 +156,18 @@ class Tokenizer:
 
 
 def _ids(library: tokenizers.Tokenizer, text: str, first: bool) -> list[int]:
-    """As a batch, for which the library lets go of the interpreter. first: with the model's first
-    token. Errors: UnicodeEncodeError."""
+    """Encodes a text as a batch of one, for which the library releases the GIL. first: add the
+    model's first token. Errors: UnicodeEncodeError."""
     try:
         return library.encode_batch_fast([text], add_special_tokens=first)[0].ids
     except TypeError:
-        text.encode()  # tells of half a character, which the library takes for no text
+        text.encode()  # names a lone surrogate, of which the library only says "not a text"
         raise
 
 
 class Detokenizer:
-    """Text of a stream of ids. What `push` and `flush` return adds up to what decoding all ids at
-    once gives; a character comes out once all its bytes are there."""
+    """Detokenizes a stream of ids. The pieces that `push` and `flush` return join to what decoding
+    all ids at once gives; a character is returned once all its bytes have come."""
 
     def __init__(self, pieces: Sequence[bytes], skipped: frozenset[int], strips: bool):
         self._pieces = pieces
@@ -182,7 +185,7 @@ class Detokenizer:
         )
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for a character whose last bytes never came."""
+        """Ends the stream; returns U+FFFD for a character whose last bytes never came."""
         return self._decoder.decode(b"", True)
 
     def _text(self, piece: bytes) -> str:
@@ -193,7 +196,7 @@ class Detokenizer:
 
 
 def _pieces(library: tokenizers.Tokenizer) -> tuple[list[bytes], bool]:
-    """Bytes of each id, and whether a space before the first of them goes."""
+    """Returns the bytes of each id, and whether a leading space is stripped from a text."""
     byte_level, strips = _decoder_kind(library)
     alphabet = {char: byte for byte, char in enumerate(_byte_alphabet())}
     vocabulary = library.get_vocab(with_added_tokens=True)
@@ -227,7 +230,8 @@ def _decoder_kind(library: tokenizers.Tokenizer) -> tuple[bool, bool]:
     ):
         return False, bool(strips)
     raise CheckpointError(
-        f"the tokenizer's decoder {kinds} is not supported; byte level and SentencePiece decoders are"
+        f"the tokenizer's decoder {kinds} is not supported; byte level and SentencePiece "
+        "decoders are"
     )
 
 

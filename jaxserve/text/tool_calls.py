@@ -1,8 +1,8 @@
-"""Functions that a model may call: how it is told of them, and how its text becomes calls.
+"""Tool calls: describes functions to a model, and parses calls in its output.
 
-Each family of models writes calls in its own way; the ways are rows of one table, and a model's
-chat template shows which is its own. Where a template has no place for functions, the first message
-tells of them, in the words that Hermes models made common.
+Each family of models writes calls in a format of its own; `FORMATS` lists them, and a model's chat
+template shows which it uses. Where a template has no place for functions, a system message
+describes them, in the format of Hermes models.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ To call one, write its name and arguments in JSON between <tool_call></tool_call
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One call; arguments is a text of JSON, as the model wrote it."""
+    """One call. arguments: JSON, as the model wrote it."""
 
     name: str
     arguments: str
@@ -34,11 +34,10 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A way to write calls: JSON between two marks, '' for the end where the text ends; an object
-    of a call, or a list of these.
+    """How a model writes calls: JSON between two marks, an object for one call or a list of them.
 
-    bare: JSON at the very start of the text is a call too. in_template: the model's chat template
-    tells of functions by itself.
+    end: '' where the end of the text ends a call. bare: JSON at the very start of the text is a
+    call too. in_template: whether the model's chat template describes functions itself.
     """
 
     name: str
@@ -50,8 +49,8 @@ class ToolFormat:
     def told(
         self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Messages for a template that knows no functions: a system message tells of them, calls
-        and results are plain text."""
+        """Returns messages for a template without functions: a system message describes them, calls
+        and results become plain text."""
         plain = [_as_text(message) for message in messages]
         if not tools:
             return plain
@@ -61,7 +60,7 @@ class ToolFormat:
         return [{"role": "system", "content": told}, *plain]
 
 
-FORMATS = (  # what in a template tells it -> the format; the first that fits
+FORMATS = (  # (text in a template that uses the format, format); the first match counts
     ("<tool_call>", ToolFormat("hermes", "<tool_call>", "</tool_call>")),
     ("[TOOL_CALLS]", ToolFormat("mistral", "[TOOL_CALLS]", "")),
     ("<|python_tag|>", ToolFormat("llama3", "<|python_tag|>", "", bare=True)),
@@ -71,15 +70,15 @@ UNTOLD = ToolFormat("hermes", "<tool_call>", "</tool_call>", in_template=False)
 
 
 def format_of(template: str) -> ToolFormat:
-    """The format of a model by its chat template's source."""
+    """Recognises a model's format by the source of its chat template."""
     return next(
         (form for mark, form in FORMATS if mark in template and "tools" in template), UNTOLD
     )
 
 
 def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
-    """The JSON schema of a call of one of these functions, or of the named one. References in a
-    function's schema stay within it."""
+    """Returns the JSON schema of a call of one of these functions, or of the one named. References
+    inside a function's schema resolve within it."""
     functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
     calls = [
         {
@@ -97,7 +96,8 @@ def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[st
 
 
 def _arguments(number: int, schema: Mapping[str, Any] | None) -> dict[str, Any]:
-    """With an address that its references are relative to, which older drafts do not know."""
+    """Returns a function's schema with an $id that its references are relative to, and without
+    $schema: drafts before 6 know no $id."""
     kept = {
         name: value for name, value in (schema or {"type": "object"}).items() if name != "$schema"
     }
@@ -105,19 +105,20 @@ def _arguments(number: int, schema: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 class CallReader:
-    """Parts a stream of text into plain text and calls, however it is split into pieces. What is no
-    call after all comes out as text."""
+    """Parses a stream of text into plain text and calls; what turns out not to be a call is
+    text."""
 
     def __init__(self, form: ToolFormat):
         self._form = form
         self._held = ""
-        # what calls began with: a mark or nothing; None outside of them
+        # inside a call, the mark that it began with ('' for a bare one); None outside
         self._mark: str | None = None
-        self._started = False  # whether there was any text but space
+        self._started = False  # whether there was any text but white space
         self._count = 0
 
     def push(self, text: str) -> tuple[str, list[Call]]:
-        """The plain text that is certain, and the calls that are complete."""
+        """Takes a piece of text; returns the text that cannot belong to a call, and the calls that
+        are complete."""
         self._held += text
         plain = ""
         calls = list[Call]()
@@ -139,10 +140,10 @@ class CallReader:
                 plain = plain + before
                 self._started = True
             else:
-                return plain + self._sure(), calls
+                return plain + self._certain(), calls
 
     def flush(self) -> tuple[str, list[Call]]:
-        """At the end of the text."""
+        """Ends the text; returns what is left of it, and the calls that its end completes."""
         held = self._held
         self._held = ""
         if self._mark is None:
@@ -154,8 +155,8 @@ class CallReader:
     def _bare(self) -> bool:
         return self._form.bare and not self._started and self._held.lstrip()[:1] in ("{", "[")
 
-    def _sure(self) -> str:
-        """What of the held text cannot begin a call."""
+    def _certain(self) -> str:
+        """Takes and returns the part of the held text that cannot begin a call."""
         if not self._started and not self._held.strip() and self._form.bare:
             return ""
         mark = self._form.begin
@@ -167,14 +168,14 @@ class CallReader:
             ),
             0,
         )
-        sure = self._held[: len(self._held) - kept]
+        certain = self._held[: len(self._held) - kept]
         self._held = self._held[len(self._held) - kept :]
-        self._started = self._started or bool(sure.strip())
-        return sure
+        self._started = self._started or bool(certain.strip())
+        return certain
 
     def _calls(self, text: str) -> list[Call]:
-        """The calls that a text of JSON holds; none where it is no such text, or where there are
-        too many."""
+        """Parses JSON of calls; returns none where it is malformed or the completion has too many
+        calls."""
         try:
             found = json.loads(text)
             calls = [_call(entry) for entry in (found if isinstance(found, list) else [found])]
@@ -196,12 +197,10 @@ def _call(entry: Any) -> Call:
 
 
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without fields for calls."""
-    calls = message.get("tool_calls") or ()
-    written = [
-        f"<tool_call>\n{json.dumps({'name': c['function']['name'], 'arguments': c['function']['arguments']})}\n</tool_call>"
-        for c in calls
-    ]
+    """Returns a message with its calls, or its result of one, written as plain text."""
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [{"name": f["name"], "arguments": f["arguments"]} for f in functions]
+    written = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls]
     content = "\n".join(filter(None, [message["content"], *written]))
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}

@@ -1,9 +1,9 @@
-"""The tokenizer that a GGUF file describes: its vocabulary, and by name the way text is split
-before merging.
+"""Builds the tokenizer that a GGUF file describes: its vocabulary, and by name the rule that splits
+text before merging.
 
 Two kinds exist among the models served here: byte-level BPE with merges ('gpt2': SmolLM, Llama 3,
 Qwen) and SentencePiece BPE with scores ('llama': Llama 2, Mistral). Names that are not known here
-are refused, for a guess would give wrong tokens silently.
+are refused: a guess would silently give wrong tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from jaxserve.checkpoint.model_paths import CheckpointError
 # values of tokenizer.ggml.token_type
 _CONTROL = 3
 _USER_DEFINED = 4
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _SPACE = "\u2581"
 
 
@@ -71,14 +74,14 @@ _BOS_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3")
 
 
 def from_fields(fields: Mapping[str, Any]) -> Tokenizer:
-    """A tokenizer of GGUF metadata. Errors: CheckpointError where the metadata is incomplete or of
-    an unknown kind."""
+    """Builds a tokenizer from GGUF metadata. Errors: CheckpointError where the metadata is
+    incomplete or of an unknown kind."""
     kind = fields.get("tokenizer.ggml.model")
     tokens = fields.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not all(isinstance(t, str) for t in tokens):
         raise CheckpointError("tokenizer.ggml.tokens: is missing or holds no texts")
     if len(set(tokens)) != len(tokens):
-        raise CheckpointError("tokenizer.ggml.tokens: some tokens are there twice")
+        raise CheckpointError("tokenizer.ggml.tokens: some tokens are given more than once")
     if kind not in _KINDS:
         raise CheckpointError(f"tokenizer.ggml.model: {kind!r} is not one of {', '.join(_KINDS)}")
     tokenizer = _KINDS[kind](fields, tokens)
@@ -102,7 +105,7 @@ def from_fields(fields: Mapping[str, Any]) -> Tokenizer:
 
 
 def special_tokens(fields: Mapping[str, Any]) -> dict[str, str]:
-    """The names that chat templates use, and their texts."""
+    """Returns the special tokens by the names that chat templates use, such as bos_token."""
     tokens = fields["tokenizer.ggml.tokens"]
     keys = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     ids = {name: fields.get(f"tokenizer.ggml.{key}_token_id") for key, name in keys.items()}
@@ -118,7 +121,8 @@ def _byte_level(fields: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     merges = fields.get("tokenizer.ggml.merges")
     if pre not in PRE:
         raise CheckpointError(
-            f"tokenizer.ggml.pre: {pre!r} is not one of {', '.join(PRE)}; a folder with tokenizer.json would serve"
+            f"tokenizer.ggml.pre: {pre!r} is not one of {', '.join(PRE)}; a folder with "
+            "tokenizer.json would serve"
         )
     if not isinstance(merges, list):
         raise CheckpointError("tokenizer.ggml.merges: is missing")
@@ -142,7 +146,8 @@ def _sentencepiece(fields: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     unknown = fields.get("tokenizer.ggml.unknown_token_id", 0)
     if scores is None or len(scores) != len(tokens) or not 0 <= unknown < len(tokens):
         raise CheckpointError(
-            "tokenizer.ggml.scores: there must be one for each token, and the unknown token must be one of them"
+            "tokenizer.ggml.scores: there must be one for each token, and the unknown token must "
+            "be one of them"
         )
     vocabulary = {t: i for i, t in enumerate(tokens)}
     merges = _merges(vocabulary, scores)
@@ -163,8 +168,8 @@ def _sentencepiece(fields: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
 
 
 def _merges(vocabulary: Mapping[str, int], scores: Any) -> list[tuple[str, str]]:
-    """SentencePiece merges the neighbours whose union scores highest: as a list, all ways to make a
-    token, the best tokens first."""
+    """Returns the merges that equal SentencePiece's rule, which merges the neighbours whose union
+    scores highest: all ways to make each token, tokens by falling score."""
     ways = []
     for token, i in vocabulary.items():
         halves = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
@@ -177,7 +182,7 @@ def _merges(vocabulary: Mapping[str, int], scores: Any) -> list[tuple[str, str]]
 
 
 def _add_ends(tokenizer: Tokenizer, fields: Mapping[str, Any], tokens: list[str]) -> None:
-    """The first and last token that the model wants around a text."""
+    """Adds the first and last token that the model wants around a text."""
     default = (
         fields["tokenizer.ggml.model"] == "llama"
         or fields.get("tokenizer.ggml.pre") in _BOS_BY_DEFAULT

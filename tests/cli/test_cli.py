@@ -218,7 +218,8 @@ def test_requests_have_the_class_of_their_line_else_of_the_flag(capsys, monkeypa
     path = tmp_path / "in.jsonl"
     flags = ("generate", "--max_tokens=1", "--classes=chat:ttft=0.5;batch:ttft=600")
     path.write_text(
-        '{"prompt": "x"}\n{"prompt": "y", "class_name": "batch"}\n{"prompt": "z", "class_name": null}\n'
+        '{"prompt": "x"}\n{"prompt": "y", "class_name": "batch"}\n{"prompt": "z", "class_name": '
+        "null}\n"
     )
     assert run(capsys, *flags, f"--input={path}", "--class_name=chat")[0] == 0 and seen == [
         "chat",

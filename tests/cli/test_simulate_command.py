@@ -197,7 +197,8 @@ def test_simulating_loads_no_device_library():
     code = (
         "import sys; from jaxserve.cli import main as cli\n"
         "assert cli.main(['simulate', '--qps=1', '--requests=3']) == 0\n"
-        "assert not {'jax', 'flax', 'matplotlib'} & set(sys.modules), set(sys.modules) & {'jax', 'flax', 'matplotlib'}"
+        "assert not {'jax', 'flax', 'matplotlib'} & set(sys.modules), set(sys.modules) & {'jax', "
+        "'flax', 'matplotlib'}"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True

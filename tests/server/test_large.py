@@ -28,7 +28,7 @@ from jaxserve.server.openai.schemas import ChatRequest, CompletionRequest, Token
 from jaxserve.server.prompts import Chat, prompt_cost, to_array
 from jaxserve.text import Tokenizer
 from jaxserve.text.structured_output import Guided, guides
-from jaxserve.text.structured_output.sandbox import Trial
+from jaxserve.text.structured_output.sandbox import Sandbox
 from tests.server.fakes import MAX_LEN, FakeTokenizer
 from tests.text.vocabulary import tokenizer as small_tokenizer
 from tests.waiting import eventually
@@ -294,9 +294,11 @@ def test_half_a_character_is_refused_by_name(serve):
 def test_guides_that_take_long_hold_up_none_without_and_no_crowd_waits_for_them(serve, monkeypatch):
     served = serve()
     go = threading.Event()
-    said = Trial.said
-    monkeypatch.setattr(guides, "TURN_SECONDS", 0.2)
-    monkeypatch.setattr(Trial, "said", lambda *arguments: (go.wait(30), said(*arguments))[1])
+    error_of = Sandbox.error_of
+    monkeypatch.setattr(guides, "QUEUE_SECONDS", 0.2)
+    monkeypatch.setattr(
+        Sandbox, "error_of", lambda *arguments: (go.wait(30), error_of(*arguments))[1]
+    )
 
     def ask(_):
         with Client(served.target) as client:
@@ -310,8 +312,8 @@ def test_guides_that_take_long_hold_up_none_without_and_no_crowd_waits_for_them(
     with concurrent.futures.ThreadPoolExecutor(CROWD) as pool:
         crowd = [pool.submit(ask, number) for number in range(CROWD)]
         waiting = served.server.server.frontend.guides._threads._work_queue
-        eventually(lambda: waiting.qsize() == CROWD - guides.COMPILES, 20.0)
-        time.sleep(2 * guides.TURN_SECONDS)
+        eventually(lambda: waiting.qsize() == CROWD - guides.COMPILE_THREADS, 20.0)
+        time.sleep(2 * guides.QUEUE_SECONDS)
         try:
             assert served.client.detokenize(LONG) == "x" * MAX_LEN
             assert not any(one.done() for one in crowd)
@@ -320,7 +322,7 @@ def test_guides_that_take_long_hold_up_none_without_and_no_crowd_waits_for_them(
         reasons = [one.result() for one in crowd]
     assert (
         set(reasons) == {"length", "RESOURCE_EXHAUSTED"}
-        and reasons.count("length") == guides.COMPILES
+        and reasons.count("length") == guides.COMPILE_THREADS
     )
 
 

@@ -80,7 +80,8 @@ def test_counts_have_units_everywhere(write, monkeypatch, text, value):
 
 def test_values_are_of_the_flags_kinds(write):
     file = write(
-        "ttft: 2\nstep_time: 1e-3\npages: null\nmesh: spp=2,tp=3\nprefix_caching: no\ncompile_cache: ''\nprofile: none\n"
+        "ttft: 2\nstep_time: 1e-3\npages: null\nmesh: spp=2,tp=3\nprefix_caching: "
+        "no\ncompile_cache: ''\nprofile: none\n"
     )
     values = parse(SERVE, [f"--config={file}"])
     assert [
@@ -240,7 +241,8 @@ def test_what_is_printed_reads_back_as_the_same(capsys, write, monkeypatch):
 
 def test_reading_settings_needs_no_jax(write):
     code = (
-        "import sys; from jaxserve.cli import main as cli\nassert cli.main(['serve', '--config', sys.argv[1], '--print_config']) == 0\n"
+        "import sys; from jaxserve.cli import main as cli\nassert cli.main(['serve', '--config', "
+        "sys.argv[1], '--print_config']) == 0\n"
         "assert 'jax' not in sys.modules"
     )
     done = subprocess.run(

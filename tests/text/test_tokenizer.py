@@ -197,7 +197,7 @@ def test_sentencepiece_vocabularies_merge_by_score_and_fall_back_to_bytes():
         ({"tokenizer.ggml.pre": None}, "None is not one of"),
         ({"tokenizer.ggml.model": "t5"}, "'t5' is not one of gpt2, llama"),
         ({"tokenizer.ggml.tokens": None}, "is missing"),
-        ({"tokenizer.ggml.tokens": ["a", "a"]}, "there twice"),
+        ({"tokenizer.ggml.tokens": ["a", "a"]}, "given more than once"),
         ({"tokenizer.ggml.merges": ["a b c"]}, "does not merge two tokens"),
         ({"tokenizer.ggml.merges": ["a b"]}, "does not merge two tokens"),
         ({"tokenizer.ggml.merges": 3}, "merges: is missing"),
@@ -260,7 +260,10 @@ def rendered(source, *contents, **specials):
 def test_templates_have_the_helpers_of_transformers():
     assert rendered("{{ messages[0] | tojson }}", "<é>") == '{"role": "user", "content": "<é>"}'
     assert rendered("{{ strftime_now('%Y') }}", "x") == time.strftime("%Y")
-    numbers = "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ loop.index }}/{{ loop.length }};{% endfor %}"
+    numbers = (
+        "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ loop.index "
+        "}}/{{ loop.length }};{% endfor %}"
+    )
     assert rendered(numbers, *"abc") == "1/3;2/3;"
     assert (
         rendered("{% generation %}{{ bos_token }}{% endgeneration %}", "x", bos_token="<s>")
@@ -293,7 +296,8 @@ def test_templates_have_the_helpers_of_transformers():
     "source",
     [
         "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
-        "{% set x = messages[0].content %}{% for a in x %}{% for b in x %}{% for c in x %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% set x = messages[0].content %}{% for a in x %}{% for b in x %}{% for c in x %}{% "
+        "endfor %}{% endfor %}{% endfor %}",
         "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}",
         "{{ range(10**9) }}",
         "{{ 'x' * 10**10 }}",
@@ -307,7 +311,7 @@ def test_templates_have_the_helpers_of_transformers():
         "{{ nothing.at.all }}",
         "{% if %}",
         "{{ self._TemplateReference__context.environment }}",
-        "{% set turns_left = namespace(left=1) %}{% for i in [1] %}{% endfor %}",
+        "{% set iterations_left = namespace(left=1) %}{% for i in [1] %}{% endfor %}",
     ],
 )
 def test_templates_that_attack_or_fail_are_cut_short(source):
@@ -339,21 +343,23 @@ def test_messages_that_are_none_are_refused(messages, message):
 def test_long_chats_are_within_the_bounds():
     source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     assert len(rendered(source, *["word " * 50] * 5000)) > 1_000_000
-    assert template.MAX_TURNS >= 100_000
+    assert template.MAX_ITERATIONS >= 100_000
 
 
 @pytest.mark.parametrize(
     "source",
     [
         "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-        "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x | length }}",
-        "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x | length }}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% "
+        "endfor %}{{ ns.x | length }}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% "
+        "endfor %}{{ ns.x | length }}",
         "{{ 'a'.ljust(500000000) | length }}",
         "{{ '%500000000d' % 1 }}",
     ],
 )
 def test_templates_that_call_or_grow_without_end_are_stopped(source):
-    began = time.monotonic()
+    began = time.process_time()  # other processes on the machine do not count
     with pytest.raises(RequestError, match="template"):
         rendered(source, "x")
-    assert time.monotonic() - began < 20
+    assert time.process_time() - began < 20

@@ -20,13 +20,15 @@ from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError, EngineConfig
 
 ABOUT = """\
-Prefill is a prompt's length over the time to its first token. Decode is the time that 64 more tokens per sequence add to prompts of 128 \
-tokens, for so many sequences at once. Prompts are random. A round measures every point once; the first round does not count.
+Prefill is a prompt's length over the time to its first token. Decode is the time that 64 more
+tokens per sequence add to prompts of 128 tokens, for so many sequences at once. Prompts are
+random. A round measures every point once; the first round does not count.
 
-The host's work per decode step is timed in the engine's own path: schedule (what runs next), arrays (the step as ints) and dispatch \
-(handing it to the devices), which make the total; finish (taking in the tokens read) and events (telling the callers) come after. A small \
-model with a short window of attention keeps the device, which may be the host's own cores, short at every context; the contexts are \
-bookkept, their KV is empty.
+The host's work per decode step is timed in the engine's own path: schedule (what runs next),
+arrays (the step as ints) and dispatch (handing it to the devices), which make the total; finish
+(taking in the tokens read) and events (telling the callers) come after. A small model with a
+short window of attention keeps the device, which may be the host's own cores, short at every
+context; the contexts are bookkept, their KV is empty.
 
   jaxserve bench engine --json=speed.json
   jaxserve bench engine --prefill= --decode= --host_model=smollm2-135m --contexts=128
@@ -115,7 +117,8 @@ def _host_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _line(info: Mapping[str, Any]) -> str:
     return (
-        f"{info['model']} in {info['dtype']} on {info['device']}, {info['mesh']}: {info['max_seqs']} sequences, chunks of "
+        f"{info['model']} in {info['dtype']} on {info['device']}, {info['mesh']}: "
+        f"{info['max_seqs']} sequences, chunks of "
         f"{info['chunk_tokens']}, {info['pages_per_lane']} pages of {info['block_size']}"
     )
 
@@ -136,7 +139,8 @@ def _speeds(
         if point.length > engine.info.max_model_len:
             raise ConfigError(
                 point.kind,
-                f"{point} needs sequences of {point.length} tokens; the limit is {engine.info.max_model_len}",
+                f"{point} needs sequences of {point.length} tokens; the limit is "
+                f"{engine.info.max_model_len}",
             )
     with progress_bar("speed", len(points) * (rounds + 1), sys.stderr.isatty()) as bar:
         found, late = measure(Runner(engine), points, rounds, bar)

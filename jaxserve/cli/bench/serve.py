@@ -32,8 +32,9 @@ from jaxserve.settings.schema import ConfigError
 from jaxserve.text.output import Delta
 
 ABOUT = """\
-Without --target a server is started on this machine with the flags below, in a process of its own. Prompts are random token ids, outputs \
-have exactly the asked length. A length is a number or LOW:HIGH, drawn evenly.
+Without --target a server is started on this machine with the flags below, in a process of its
+own. Prompts are random token ids, outputs have exactly the asked length. A length is a number or
+LOW:HIGH, drawn evenly.
 
   jaxserve bench serve --rates=0.5,1,2 --requests=30 --prompt_len=64:512 --output_len=32
 """
@@ -43,7 +44,8 @@ LOAD = [
         "api_key",
         str,
         None,
-        "key for --target, where it asks for one; default: JAXSERVE_API_KEY, which no list of processes shows",
+        "key for --target, where it asks for one; default: JAXSERVE_API_KEY, which no list of "
+        "processes shows",
     ),
     Option(
         "tls_ca",
@@ -173,7 +175,10 @@ def report(runs: Sequence[Run]) -> str:
                 spreads[3],
             ]
         )
-    note = "Milliseconds are p50/p90/p99, from the planned moment of sending; lag is how late the generator sent."
+    note = (
+        "Milliseconds are p50/p90/p99, from the planned moment of sending; lag is how late "
+        "the generator sent."
+    )
     return table(headers, rows) + "\n\n" + note
 
 

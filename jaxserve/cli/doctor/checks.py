@@ -111,7 +111,8 @@ def _kept(name: str, folders: tuple[Path, ...], advice: str) -> Check:
             return Check(
                 name,
                 FAULT,
-                f"{folder} belongs to another user or can be written by others, who could have code run here",
+                f"{folder} belongs to another user or can be written by others, who could have "
+                "code run here",
                 f"chmod go-w {folder}, after a look at what is in it; {advice}",
             )
     return Check(name, OK, str(last) + ("" if there == last else " (will be made)"))

@@ -21,8 +21,9 @@ from jaxserve.settings.options import Option, options_of
 from jaxserve.settings.schema import ConfigError, EngineConfig, ServerConfig
 
 ABOUT = """\
-Takes the flags of `jaxserve serve`, and looks at what these need: settings, versions, devices, memory, model files, ports, folders. The \
-exit code is 1 where something is at fault, else 0. Devices are asked in a process of its own, which may take --patience seconds.
+Takes the flags of `jaxserve serve`, and looks at what these need: settings, versions, devices,
+memory, model files, ports, folders. The exit code is 1 where something is at fault, else 0.
+Devices are asked in a process of its own, which may take --patience seconds.
 
   jaxserve doctor --model=smollm2-135m --mesh=tp=3
 """
@@ -217,7 +218,8 @@ def _model(patient: Patient) -> Iterator[Check]:
     yield Check(
         "model",
         OK,
-        f"{model.name}: {checkpoint.config.parameters / 1e6:.0f} M weights in {model.layers} layers, all there; "
+        f"{model.name}: {checkpoint.config.parameters / 1e6:.0f} M weights in {model.layers} "
+        "layers, all there; "
         f"contexts up to {forecast.shown(model.max_len)}",
     )
     yield _tokenizer(patient)
@@ -299,12 +301,16 @@ def _memory(patient: Patient) -> Iterator[Check]:
     yield Check(
         "memory",
         state,
-        f"{forecast.gib(size)} of {forecast.gib(room)} in {where}; a device holds {forecast.memory(needed)}",
+        f"{forecast.gib(size)} of {forecast.gib(room)} in {where}; a device holds "
+        f"{forecast.memory(needed)}",
         "" if state == OK else NO_ROOM,
     )
     tokens = plan.pages * plan.block_size * mesh.kvp
     fits = tokens >= patient.max_len
-    said = f"{tokens} tokens of KV, {plan.slots} sequences at once, {patient.max_len} tokens in each at most"
+    said = (
+        f"{tokens} tokens of KV, {plan.slots} sequences at once, {patient.max_len} tokens in "
+        "each at most"
+    )
     yield Check(
         "capacity",
         OK if fits else WARNING,

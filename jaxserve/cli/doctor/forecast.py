@@ -45,7 +45,10 @@ class Forecast:
             for batch in self.batches
             if (batch, length) in self.tpot
         )
-        return f"predicted TTFT by tokens of the prompt {first}; TPOT by sequences of {shown(length)} tokens {each}"
+        return (
+            f"predicted TTFT by tokens of the prompt {first}; TPOT by sequences of "
+            f"{shown(length)} tokens {each}"
+        )
 
 
 def forecast(scheduler: Scheduler) -> Forecast | None:
@@ -91,19 +94,23 @@ def launch_lines(engine: Any) -> list[str]:
     info = engine.info.summary()
     expected = forecast(engine.scheduler)
     return [
-        f"memory per device: {memory(sizes(engine.worker.plan))}; {info['devices']} devices ({info['platform']})",
-        f"capacity: {info['capacity_tokens']} tokens of KV in pages of {info['block_size']}, {info['max_seqs']} sequences at once, "
+        f"memory per device: {memory(sizes(engine.worker.plan))}; {info['devices']} devices "
+        f"({info['platform']})",
+        f"capacity: {info['capacity_tokens']} tokens of KV in pages of {info['block_size']}, "
+        f"{info['max_seqs']} sequences at once, "
         f"{info['max_model_len']} tokens in each at most",
         str(
             expected
-            or "nothing predicted: without a profile nobody knows what steps cost (`jaxserve profile` measures one)"
+            or "nothing predicted: without a profile nobody knows what steps cost (`jaxserve "
+            "profile` measures one)"
         ),
     ]
 
 
 def memory(sizes: Any) -> str:
     return (
-        f"{gib(sizes.total)} (weights {gib(sizes.weights)}, KV {gib(sizes.kv)}, tables {gib(sizes.tables)}, work about "
+        f"{gib(sizes.total)} (weights {gib(sizes.weights)}, KV {gib(sizes.kv)}, tables "
+        f"{gib(sizes.tables)}, work about "
         f"{gib(sizes.work)})"
     )
 

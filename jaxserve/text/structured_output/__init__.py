@@ -1,12 +1,12 @@
 """Structured output: completions that obey a JSON schema, a regular expression, a grammar or a list
 of choices.
 
-A `Guided` is what a caller asks for. `Guides` compiles it for one tokenizer to a `Guide`, at the
-door, on the caller's thread; each completion of the request follows the guide with a `Matcher` of
-its own, which says before each token which ones may come. The library llguidance does both, in
-native code that cannot be interrupted: what is seen to make it large, slow or deep is refused
-before it is called (`spec`), its own limits bound much of the rest, and what comes through is
-compiled in a process that may end first (`trial`).
+A `Guided` is what a caller asks for. `Guides` compiles it for one tokenizer to a `Guide` when the
+request comes, on a thread of its own; each completion of the request has a `Matcher` of its own,
+which says before each token which ones are allowed. The library llguidance does both, in native
+code that cannot be interrupted: what is recognised as large, slow or deep is refused before the
+library is called (`spec`), its own limits bound most of the rest, and what remains is compiled in a
+process that can be killed (`sandbox`).
 """
 
 from jaxserve.text.structured_output.guides import Guide, Guides, Matcher

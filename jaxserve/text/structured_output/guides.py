@@ -1,8 +1,8 @@
-"""From what a caller asks for to a mask of tokens, by llguidance.
+"""Compiles constraints on outputs to token masks, with llguidance.
 
 The lexer of a compiled grammar grows while it is used, up to a limit, and copies of a matcher share
-it. So every request compiles its own, in well under the time of a step: what one request does to
-its guide, no other one can feel or see.
+it. So every request compiles a grammar of its own, in well under the time of a step: nothing that
+one request does to its grammar affects another.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import numpy as np
 
 from jaxserve.api.errors import RequestError, internal_error
 from jaxserve.text import Tokenizer
-from jaxserve.text.structured_output.sandbox import Trial, compiled
+from jaxserve.text.structured_output.sandbox import Sandbox, compiled
 from jaxserve.text.structured_output.spec import Guided
 
 log = logging.getLogger(__name__)
-COMPILES = 2  # at a time
-TURN_SECONDS = 2.0  # who has waited longer for others to compile is refused
-SAID_CHARS = 300  # of what the library says about a faulty grammar
+COMPILE_THREADS = 2
+QUEUE_SECONDS = 2.0  # a request that has waited longer for a thread is refused
+MAX_ERROR_CHARS = 300  # of the library's text about a faulty grammar
 
 
 class Matcher:
-    """Follows one completion. `done`: it is complete, and no token may follow."""
+    """Follows one completion. done: it is complete, and no token may follow."""
 
     def __init__(self, native: Any):
         self.done = False
@@ -45,19 +45,19 @@ class Matcher:
         try:
             mask = np.frombuffer(self._native.compute_bitmask(), np.int32)
         except BaseException as error:  # a panic of native code is no Exception
-            raise _fault(error) from None
+            raise _matcher_error(error) from None
         self._check()
         size = min(len(mask), len(row))  # the library may add a word, as callers may
         row[:size] = mask[:size]
         row[size:] = 0
 
     def push(self, token: int) -> None:
-        """One more token of the completion. Errors: RequestError, as of `fill`, and for a token
+        """Takes the completion's next token. Errors: RequestError, as of `fill`, and for a token
         that may not come here."""
         try:
             taken = self._native.consume_token(token)
         except BaseException as error:
-            raise _fault(error) from None
+            raise _matcher_error(error) from None
         self._check()
         if not taken:
             raise RequestError("", "a token that the guide rules out was sampled", "INTERNAL")
@@ -66,12 +66,12 @@ class Matcher:
     def _check(self) -> None:
         if self._native.is_error():
             raise RequestError(
-                "guided", f"is too complex to follow: {_said(self._native.get_error())}"
+                "guided", f"is too complex to follow: {_one_line(self._native.get_error())}"
             )
 
 
 class Guide:
-    """A compiled `Guided`, for the completions of one request."""
+    """A compiled `Guided`, for the completions of one request: makes a matcher for each."""
 
     def __init__(self, native: Any):
         self._native = native
@@ -81,7 +81,10 @@ class Guide:
 
 
 class Guides:
-    """Compiles for one model: its tokenizer, its number of ids, the ids that end a completion."""
+    """Compiles guides for one model, on threads of its own.
+
+    vocab: number of ids that the model has; eos_ids: those that end a completion.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos_ids: Sequence[int]):
         self._native: llguidance.LLTokenizer | str | None = None
@@ -89,22 +92,22 @@ class Guides:
         self._vocab = vocab
         self._eos_ids = list(eos_ids)
         self._preparing = threading.Lock()
-        self._trials: list[Trial] = []
-        self._idle: collections.deque[Trial] = collections.deque()  # on the right those that run
-        self._threads = concurrent.futures.ThreadPoolExecutor(COMPILES, "guides")
+        self._sandboxes: list[Sandbox] = []
+        # those without work, on the right the ones whose process runs
+        self._idle: collections.deque[Sandbox] = collections.deque()
+        self._threads = concurrent.futures.ThreadPoolExecutor(COMPILE_THREADS, "guides")
 
     def prepare(self) -> llguidance.LLTokenizer | str:
-        """The library's form of the tokenizer, or what is wrong with it. Made once; every other
-        thread waits for that."""
+        """Returns the library's form of the tokenizer, or what is wrong with it. It is made once;
+        other threads wait for that."""
         with self._preparing:
             if self._native is None:
                 self._native = self._made()
             return self._native
 
     def submit(self, spec: Guided, field: str = "") -> concurrent.futures.Future[Guide]:
-        """The guide of a spec, for one request, to come. Takes milliseconds for an ordinary schema,
-        longer for the first; on threads of its own, lest others wait for what takes long. Any
-        thread may call it.
+        """Begins to compile the guide of one request; any thread may call it. An ordinary schema
+        takes milliseconds, the first one longer.
 
         Errors: RequestError that names `field` (else the kind) for a spec that is wrong, cannot be
         met or is too complex, with status FAILED_PRECONDITION for a model without a tokenizer or an
@@ -112,20 +115,20 @@ class Guides:
         """
         try:
             return self._threads.submit(
-                self._compiled, spec, field, time.monotonic() + TURN_SECONDS
+                self._compiled, spec, field, time.monotonic() + QUEUE_SECONDS
             )
         except RuntimeError:  # it was closed
             raise internal_error() from None
 
     def compile(self, spec: Guided, field: str = "") -> Guide:
-        """Waits for what `submit` gives."""
+        """Compiles the guide of one request. Errors: RequestError, as of `submit`."""
         return self.submit(spec, field).result()
 
     def close(self) -> None:
-        """Ends the processes that compile, and takes no more."""
+        """Ends the processes that compile; further requests are refused."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for trial in self._trials:
-            trial.close()
+        for sandbox in self._sandboxes:
+            sandbox.close()
 
     def _compiled(self, spec: Guided, field: str, latest: float) -> Guide:
         if time.monotonic() > latest:
@@ -136,17 +139,22 @@ class Guides:
         tokenizer = self.prepare()
         if isinstance(tokenizer, str):
             raise RequestError(field, tokenizer, "FAILED_PRECONDITION")
-        trial = self._idle.pop()
+        sandbox = self._idle.pop()
+        native = None
         try:
-            said = trial.said(grammar, regex)
-            native, said = (None, said) if said else compiled(tokenizer, grammar, regex)
+            error = sandbox.error_of(grammar, regex)
+            if not error:
+                native, error = compiled(tokenizer, grammar, regex)
         except OSError:
             log.exception("a guide was not compiled")
             raise internal_error() from None
         finally:
-            (self._idle.append if trial.running else self._idle.appendleft)(trial)
-        if said:
-            raise RequestError(field, _said(said))
+            if sandbox.running:
+                self._idle.append(sandbox)
+            else:
+                self._idle.appendleft(sandbox)
+        if error:
+            raise RequestError(field, _one_line(error))
         return Guide(native)
 
     def _made(self) -> llguidance.LLTokenizer | str:
@@ -156,16 +164,18 @@ class Guides:
         try:
             native = llguidance.LLTokenizer(text, n_vocab=self._vocab, eos_token=self._eos_ids)
         except BaseException as error:  # a panic of native code is no Exception
-            return f"this model's tokenizer cannot be used: {_said(str(error))}"
-        self._trials = [Trial(text, self._vocab, self._eos_ids) for _ in range(COMPILES)]
-        self._idle.extend(self._trials)
+            return f"this model's tokenizer cannot be used: {_one_line(str(error))}"
+        self._sandboxes = [
+            Sandbox(text, self._vocab, self._eos_ids) for _ in range(COMPILE_THREADS)
+        ]
+        self._idle.extend(self._sandboxes)
         return native
 
 
-def _fault(error: BaseException) -> RequestError:
-    return RequestError("guided", f"cannot be followed: {_said(str(error))}", "INTERNAL")
+def _matcher_error(error: BaseException) -> RequestError:
+    return RequestError("guided", f"cannot be followed: {_one_line(str(error))}", "INTERNAL")
 
 
-def _said(text: str) -> str:
-    """What the library says, in one short line."""
-    return " ".join(text.replace("<non-verbose/>", "").split())[:SAID_CHARS]
+def _one_line(text: str) -> str:
+    """A text of the library as one short line."""
+    return " ".join(text.replace("<non-verbose/>", "").split())[:MAX_ERROR_CHARS]

@@ -1,11 +1,11 @@
-"""Compiles guides in a process that may end: one with little memory, which is killed when it takes
-too long.
+"""Compiles grammars for trial in a sandbox: a process with a limit on memory, which is killed when
+it takes too long.
 
-Limits of a schema's or grammar's size do not tell what the library llguidance will make of it:
-alternatives that are combined multiply, and native code that runs out of stack or memory takes its
-whole process along. So everything that a caller asks for is compiled here first, and where that
-went well, once more where it is used. The process imports nothing of ours, and ends when its input
-does.
+Limits on the size of a schema or grammar do not bound what the library llguidance makes of it:
+combined alternatives multiply, and native code that runs out of stack or memory ends its whole
+process. So everything that a caller asks for is compiled in a sandbox first and, if that went well,
+once more in the process that uses it. The sandbox imports nothing of jaxserve, and ends when its
+input does, also where its parent was killed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 
 import llguidance
 
-START_SECONDS = 60.0  # for the process to begin and read the tokenizer
-SECONDS = 2  # to compile something
-ROOM = 512 << 20  # bytes of memory for that
-STACK_BYTES = 64 << 20  # of the thread that compiles, whatever the system gives threads
+START_SECONDS = 60.0  # for the process to start and read the tokenizer
+COMPILE_SECONDS = 2
+COMPILE_BYTES = 512 << 20  # of memory, besides what the process has when it is idle
+STACK_BYTES = 64 << 20  # of the thread that compiles: native code recurses over the grammar
 LIMITS: dict[str, Any] = dict(
     initial_lexer_fuel=200_000,
     step_lexer_fuel=50_000,
@@ -39,15 +39,15 @@ LIMITS: dict[str, Any] = dict(
 T = TypeVar("T")
 
 
-class Trial:
-    """One such process, begun when it is first needed. `said` is for one thread at a time; any may
-    `close`.
+class Sandbox:
+    """A process that compiles grammars, started when it is first needed and after it was killed.
 
-    tokenizer: as JSON; vocab: ids that the model has; eos_ids: those that end a completion.
+    One thread at a time may call `error_of`, any may `close`. tokenizer: as JSON; vocab: number of
+    ids that the model has; eos_ids: those that end a completion.
     """
 
     def __init__(self, tokenizer: str, vocab: int, eos_ids: list[int]):
-        self._first = {"tokenizer": tokenizer, "vocab": vocab, "eos_ids": eos_ids}
+        self._tokenizer = {"tokenizer": tokenizer, "vocab": vocab, "eos_ids": eos_ids}
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
         self._lock = threading.Lock()
@@ -56,31 +56,32 @@ class Trial:
     def running(self) -> bool:
         return self._process is not None
 
-    def said(self, grammar: str, regex: bool) -> str:
-        """What is wrong with a grammar, or with a regular expression; '' where it compiles and a
-        first token can be taken.
+    def error_of(self, grammar: str, regex: bool) -> str:
+        """Compiles a grammar (regex: a regular expression) and takes a first token; returns what is
+        wrong with it, '' where nothing is.
 
-        Errors: OSError where there is no such process.
+        Errors: OSError where no process can be started.
         """
         fresh = not self.running
-        question = _line({"grammar": grammar, "regex": regex})
-        if fresh and self._asked(self._begun(), _line(self._first), START_SECONDS) != "":
+        if fresh and self._ask(self._start(), self._tokenizer, START_SECONDS) != "":
             raise OSError("no process that compiles guides could be started")
         try:
-            answer = self._asked(self._process, question, SECONDS)
+            answer = self._ask(self._process, {"grammar": grammar, "regex": regex}, COMPILE_SECONDS)
         except TimeoutError:
-            return f"takes more than {SECONDS} s to compile"
-        # memory that was used before may have been what was missing
-        if answer is None and not fresh:
-            return self.said(grammar, regex)
-        return f"takes more than {ROOM >> 20} MiB to compile" if answer is None else answer
+            return f"takes more than {COMPILE_SECONDS} s to compile"
+        if answer is not None:
+            return answer
+        # earlier grammars may have used up the memory: it is tried once in a fresh process
+        if not fresh:
+            return self.error_of(grammar, regex)
+        return f"takes more than {COMPILE_BYTES >> 20} MiB to compile"
 
     def close(self) -> None:
-        """Ends the process for good."""
+        """Ends the process; no other is started."""
         self._closed = True
-        self._end()
+        self._kill()
 
-    def _begun(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         with self._lock:
             if self._closed:
                 raise OSError("no more guides are compiled")
@@ -94,7 +95,7 @@ class Trial:
             )
             return self._process
 
-    def _end(self) -> None:
+    def _kill(self) -> None:
         with self._lock:
             process = self._process
             self._process = None
@@ -102,35 +103,35 @@ class Trial:
             process.kill()
             process.communicate()
 
-    def _asked(
-        self, process: subprocess.Popen[bytes] | None, question: bytes, seconds: float
+    def _ask(
+        self, process: subprocess.Popen[bytes] | None, question: dict[str, Any], seconds: float
     ) -> str | None:
-        """The answer to a question; None where the process ended. Without an answer it is made to.
-        Errors: TimeoutError."""
+        """Sends a question and waits for the answer; None where the process has ended. A process
+        that does not answer is killed. Errors: TimeoutError."""
         answer: str | None = None
         if process is None or process.stdin is None or process.stdout is None:
             return None
         try:
-            process.stdin.write(question)
+            process.stdin.write(json.dumps(question).encode() + b"\n")
             process.stdin.flush()
-            news = select.poll()  # not `select`, which knows the first 1024 descriptors only
-            news.register(process.stdout, select.POLLIN)
-            if not news.poll(1000 * seconds):
+            readable = select.poll()  # `select.select` cannot take descriptors above 1023
+            readable.register(process.stdout, select.POLLIN)
+            if not readable.poll(1000 * seconds):
                 raise TimeoutError
             answer = json.loads(process.stdout.readline())
-        except (BrokenPipeError, ValueError):  # it ended, maybe in the middle of a line
+        except (BrokenPipeError, ValueError):  # the process ended, maybe in the middle of a line
             pass
         finally:
-            # also where the caller was interrupted: the next one must not get this answer
+            # also where the caller was interrupted: the next question must not get this answer
             if answer is None:
-                self._end()
+                self._kill()
         return answer
 
 
 def compiled(tokenizer: llguidance.LLTokenizer, grammar: str, regex: bool) -> tuple[Any, str]:
-    """The native matcher and what is wrong with it, made on a thread with room for deep
-    recursion."""
-    return _on_a_deep_stack(lambda: _compiled(tokenizer, grammar, regex))
+    """Compiles on a thread with a deep stack; returns the native matcher and what is wrong with
+    it."""
+    return _with_deep_stack(lambda: _compiled(tokenizer, grammar, regex))
 
 
 def _compiled(tokenizer: llguidance.LLTokenizer, grammar: str, regex: bool) -> tuple[Any, str]:
@@ -147,8 +148,8 @@ def _compiled(tokenizer: llguidance.LLTokenizer, grammar: str, regex: bool) -> t
 
 
 def _first_token(native: Any) -> str:
-    """What is wrong with the first token. A lexer that breaks in one copy is seen to be broken in
-    the next."""
+    """Takes a first token in two copies of a matcher; returns what is wrong. The copies share a
+    lexer: what one breaks, the other reports."""
     for copy in (native.deep_copy(), native.deep_copy()):
         mask = int.from_bytes(copy.compute_bitmask(), "little")
         if not copy.is_error():
@@ -161,8 +162,9 @@ def _first_token(native: Any) -> str:
 _starting = threading.Lock()
 
 
-def _on_a_deep_stack(work: Callable[[], T]) -> T:
-    """The stack's size is a setting of the process: it is put back at once."""
+def _with_deep_stack(work: Callable[[], T]) -> T:
+    """Calls `work` on a thread of `STACK_BYTES`. The size of stacks is a setting of the whole
+    process, so it is restored at once."""
     out: list[T] = []
     thread = threading.Thread(target=lambda: out.append(work()), name="guide", daemon=True)
     with _starting:
@@ -175,30 +177,27 @@ def _on_a_deep_stack(work: Callable[[], T]) -> T:
     return out[0]
 
 
-def _line(value: Any) -> bytes:
-    return json.dumps(value).encode() + b"\n"
-
-
 def _answer_all() -> None:
-    """Reads questions, one a line, and writes the answers."""
+    """The sandbox's main loop: reads a tokenizer, then questions, a line of JSON each, and answers
+    each with a line."""
     first = json.loads(sys.stdin.readline())
     tokenizer = llguidance.LLTokenizer(
         first["tokenizer"], n_vocab=first["vocab"], eos_token=first["eos_ids"]
     )
     with contextlib.suppress(OSError), open("/proc/self/statm") as file:
-        most = int(file.read().split()[0]) * resource.getpagesize() + ROOM
+        limit = int(file.read().split()[0]) * resource.getpagesize() + COMPILE_BYTES
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        resource.setrlimit(
-            resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
-        )
+        if hard != resource.RLIM_INFINITY:
+            limit = min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print(json.dumps(""), flush=True)
     for line in sys.stdin:
         question = json.loads(line)
-        signal.alarm(SECONDS + 1)  # ends the process also where nobody is left to kill it
-        said = compiled(tokenizer, question["grammar"], question["regex"])[1]
+        signal.alarm(COMPILE_SECONDS + 1)  # ends the process also where its parent is gone
+        error = compiled(tokenizer, question["grammar"], question["regex"])[1]
         signal.alarm(0)
-        print(json.dumps(said), flush=True)
+        print(json.dumps(error), flush=True)
 
 
 if __name__ == "__main__":

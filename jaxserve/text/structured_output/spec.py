@@ -1,7 +1,7 @@
-"""What a caller may ask for, and what of it is refused unread.
+"""What a caller may ask for, and limits by which it is refused before it is compiled.
 
-The limits keep native code, which recurses over a schema or grammar, within its stack, and what it
-builds within a second.
+The limits keep native code, which recurses over a schema or grammar, within its stack, and the time
+to compile within a second.
 """
 
 from __future__ import annotations
@@ -39,17 +39,20 @@ _EMBEDDED = re.compile(r"%(json|llguidance)\b")
 
 @dataclass(frozen=True, slots=True)
 class Guided:
-    """How a completion must look. kind: json_schema, regex or grammar (Lark, as llguidance takes
-    it), with its `text`; choice, with `choices`; or json_object, any JSON object. A regular
-    expression matches the whole completion."""
+    """A constraint on completions.
+
+    kind: json_schema, regex or grammar (Lark, as llguidance takes it), each with its `text`;
+    choice, with `choices`; or json_object, any JSON object. A regular expression matches the whole
+    completion.
+    """
 
     kind: str
     text: str = ""
     choices: tuple[str, ...] = ()
 
     def check(self, field: str = "") -> None:
-        """Errors: RequestError that names `field` (else the kind) for an unknown kind, a wrong type
-        or what is too large."""
+        """Refuses an unknown kind, a wrong type and what is too large. Errors: RequestError that
+        names `field` (else the kind)."""
         field = field or str(self.kind)
         if self.kind not in KINDS:
             raise RequestError(field, f"{self.kind!r:.100} is not one of {', '.join(KINDS)}")
@@ -67,8 +70,8 @@ class Guided:
             raise RequestError(field, "is not valid Unicode")
 
     def grammar(self, field: str = "") -> str:
-        """What llguidance compiles. Errors: RequestError, as of `check`, and for what is too deep
-        or has too many parts."""
+        """Returns what llguidance compiles. Errors: RequestError, as of `check`, and for what is
+        too deep or has too many parts."""
         self.check(field)
         field = field or self.kind
         match self.kind:
@@ -108,7 +111,8 @@ def _with_spaces(schema: Any) -> Any:
 
 
 def _schema(field: str, text: str) -> Any:
-    """The schema, checked. Written out anew, it can hold nothing that only looks like one."""
+    """Parses and checks a schema; it is passed on as parsed, so that what was checked is what is
+    compiled."""
     try:
         schema = json.loads(text)
     except RecursionError:
@@ -152,7 +156,8 @@ def _check_schema(field: str, schema: Any) -> None:
     if _least_multiple(multiples) > MAX_MULTIPLE:
         raise RequestError(
             field,
-            f"has a common multiple of all multipleOf, as whole numbers, above the limit {MAX_MULTIPLE}",
+            "has a common multiple of all multipleOf, as whole numbers, above the limit "
+            f"{MAX_MULTIPLE}",
         )
     if patterns > MAX_PATTERNS:
         raise RequestError(field, f"has {patterns} patternProperties; the limit is {MAX_PATTERNS}")
@@ -171,20 +176,25 @@ def _check_part(field: str, part: dict[str, Any]) -> None:
 
 
 def _parts(schema: Any) -> Iterator[tuple[Any, int, int]]:
-    """Every object and list, its depth, and a number for what its references are relative to."""
-    line = [(schema, 1, 0)]
+    """Yields every object and list with its depth and a number for what its references are relative
+    to."""
+    pending = [(schema, 1, 0)]
     places = 0
-    while line:
-        part, depth, place = line.pop()
+    while pending:
+        part, depth, place = pending.pop()
         if isinstance(part, dict) and any(isinstance(part.get(name), str) for name in _NAMES):
             place = places = places + 1
         yield part, depth, place
-        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-        line.extend((value, depth + 1, place) for value in inner if isinstance(value, (dict, list)))
+        if isinstance(part, bool):  # a schema that allows everything, or nothing
+            continue
+        inner = part.values() if isinstance(part, dict) else part
+        pending.extend(
+            (value, depth + 1, place) for value in inner if isinstance(value, (dict, list))
+        )
 
 
 def _least_multiple(multiples: list[int | float]) -> int:
-    """Least common multiple, once all are whole: 0.5 and 3 are 5 and 30."""
+    """Least common multiple after scaling all to whole numbers: 0.5 and 3 become 5 and 30."""
     try:
         numbers = [Decimal(str(abs(value))) for value in multiples if value]
         places = max((-min(int(number.as_tuple().exponent), 0) for number in numbers), default=0)
