@@ -29,22 +29,25 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds since arrival: when the first chunk started, the first token came, the completion
-    ended (also of what did not come)."""
+    """When a completion's first chunk started, its first token came and it ended, in seconds since
+    the arrival; the end stands for what did not happen."""
 
     queued: float
     first_token: float
     total: float
 
     def tpot(self, completion: int) -> float:
-        """Mean seconds per token after the first of so many; 0 where there is none."""
+        """Mean seconds per token after the first, of so many tokens; 0 where there is only one."""
         return (self.total - self.first_token) / (completion - 1) if completion > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """predicted_ttft: seconds from arrival to the first token, as the queue stands; what comes
-    later may go before it."""
+    """The request waits or runs.
+
+    queue_position: requests before it. predicted_ttft: seconds from arrival to the first token as
+    the queue stands; later requests may be served before it.
+    """
 
     queue_position: int
     predicted_ttft: float = 0.0
@@ -93,9 +96,13 @@ Event = Accepted | Progress | Token | Finished
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A request as a whole. Seconds since arrival: when its first chunk started, its first token
-    came (None: none came), its last completion ended. tpot: of its slowest completion; None where
-    none has two tokens. cached: tokens of its prompt; output: of all completions."""
+    """A whole request, all its completions together.
+
+    queued, ttft, total: seconds from arrival to its first chunk, to its first token (None where
+    none came), and to the end of its last completion. tpot: of its slowest completion; None where
+    none has two tokens. cached: tokens of its prompt whose KV was reused. output: tokens of all
+    completions.
+    """
 
     queued: float
     ttft: float | None
@@ -106,7 +113,7 @@ class Summary:
 
     @classmethod
     def of(cls, ends: Sequence[Finished]) -> Summary:
-        """ends: of at least one of its completions."""
+        """Sums up the ends of its completions, at least one."""
         ttfts, tpots = [
             [value for value in values if value is not None]
             for values in zip(*((end.ttft, end.tpot) for end in ends))

@@ -52,8 +52,10 @@ MAX_PRIORITY = 8
 
 
 class Matcher(Protocol):
-    """Says which tokens one completion may go on with. `done`: with none, it is complete. Errors:
-    RequestError, which ends it."""
+    """Follows one completion and says which tokens may come next.
+
+    done: it is complete, and no token may follow. Errors: RequestError, which ends it.
+    """
 
     done: bool
 
@@ -63,16 +65,16 @@ class Matcher(Protocol):
 
 
 class Guide(Protocol):
-    """How all completions of a request must look."""
+    """A compiled constraint on all completions of a request."""
 
     def matcher(self) -> Matcher: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slo:
-    """Latency objectives in seconds: time to first token, time per output token; None: that of the
-    class, one of those the server has. class_name None: the server's own objectives, without a
-    class."""
+    """Latency objectives of a request, in seconds: time to first token, time per output token;
+    None: that of its class. class_name: one of the server's classes; None: the server's own
+    objectives."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -81,11 +83,11 @@ class Slo:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One prompt and what to do with it. `prompt` is int32, its length fits the model; `arrival`
-    and `deadline` are clock seconds.
+    """One prompt and what to do with it.
 
+    prompt: int32 token ids, not longer than the model takes. arrival, deadline: clock seconds.
     priority: each step down halves the class's objective for the first token, each step up doubles
-    it.
+    it. cache_salt: prefixes are shared only by requests with equal salts.
     """
 
     id: str
@@ -111,10 +113,10 @@ class Request:
         classes: Collection[str] = (),
         **rest: Any,
     ) -> Request:
-        """A checked request for a model of `vocab` tokens that holds `max_len` tokens a sequence,
-        prompt and output together, on a server that knows these classes of requests.
+        """Makes a checked request for a model with `vocab` ids and sequences of at most `max_len`
+        tokens, prompt and output together, on a server with these classes of requests.
 
-        `max_tokens` is cut to what the model has room for. Errors: RequestError.
+        `max_tokens` is cut to what fits. Errors: RequestError that names the field and the limit.
         """
         if not isinstance(id, str) or not 0 < len(id) <= MAX_ID_CHARS:
             raise RequestError("request_id", f"must be a string of 1 to {MAX_ID_CHARS} characters")
@@ -153,8 +155,8 @@ class Request:
 
 
 def prompt_ids(prompt: Sequence[int] | np.ndarray, vocab: int, max_len: int) -> np.ndarray:
-    """int32 ids of a prompt that leaves room for one token. Errors: RequestError where it is empty,
-    too long, or has ids out of range."""
+    """Returns a prompt as int32 ids. Errors: RequestError where it is empty, leaves no room for one
+    token, or has ids out of range."""
     if len(prompt) == 0:
         raise RequestError("prompt", "is empty")
     if len(prompt) >= max_len:

@@ -19,8 +19,8 @@ MAX_SEED = 2**63
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Defaults are those of the OpenAI protocol, except that `max_tokens` is
-    256.
+    """How the tokens of a completion are chosen. Defaults are those of the OpenAI protocol, except
+    that `max_tokens` is 256.
 
     Order: logit bias and penalties, then temperature, top_k, top_p, min_p. Logprobs are those of
     the model, before all of these.
@@ -34,7 +34,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int | None = None  # None: drawn at the door
+    seed: int | None = None  # None: a random one
     n: int = 1
     max_tokens: int = 256
     min_tokens: int = 0
@@ -46,8 +46,8 @@ class SamplingParams:
 
     @classmethod
     def make(cls, **fields: Any) -> SamplingParams:
-        """Checked parameters; None means the default. Errors: RequestError for an unknown field, a
-        wrong type or a value out of range."""
+        """Makes checked parameters; None means the default. Errors: RequestError for an unknown
+        field, a wrong type or a value out of range."""
         known = {f.name for f in dataclasses.fields(cls)}
         for name in fields:
             if name not in known:
@@ -62,6 +62,8 @@ class SamplingParams:
         return params
 
     def check(self) -> None:
+        """Refuses wrong types and values out of range. Errors: RequestError that names the
+        field."""
         for name, low, high in _FLOAT_RANGES:
             check_number(name, getattr(self, name), low, high)
         for name, low, high in _INT_RANGES:
@@ -93,7 +95,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether argmax of the model's own logits decides."""
+        """Whether each token is the argmax of the model's own logits."""
         plain = (
             self.repetition_penalty == 1
             and self.presence_penalty == 0
@@ -103,7 +105,7 @@ class SamplingParams:
         return self.temperature == 0 and plain and self.min_tokens == 0
 
     def prompt_entries(self, tokens: int) -> int:
-        """Log-probabilities of a prompt of so many tokens, in all completions."""
+        """Number of log-probabilities for a prompt of so many tokens, in all completions."""
         return 0 if self.prompt_logprobs is None else tokens * self.n * (1 + self.prompt_logprobs)
 
 

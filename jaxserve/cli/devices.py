@@ -1,5 +1,5 @@
-"""What devices JAX sees, asked in a process of its own: a driver that hangs, or a library that
-crashes, is an answer too."""
+"""Finds the devices that JAX sees, in a process of its own, so that a driver that hangs or a
+library that crashes can be reported."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Devices:
 
 
 class NoDevices(Exception):
-    """They could not be asked; the message says why."""
+    """The devices could not be found; the message says why."""
 
 
 def look(count: int, limit: float) -> Devices:
-    """The devices of a replica that needs `count`, asked for at most `limit` seconds. Errors:
+    """Finds the devices for a replica that needs `count`, within `limit` seconds. Errors:
     NoDevices."""
     command = [sys.executable, "-m", "jaxserve.cli.devices", str(count)]
     environment = {
@@ -63,7 +63,7 @@ def look(count: int, limit: float) -> Devices:
 
 
 def main(count: int) -> None:
-    """Prints them."""
+    """Prints the devices as JSON: what the process of `look` runs."""
     import jax
 
     from jaxserve.kernels.ops import hopper_unsupported

@@ -1,4 +1,4 @@
-"""How commands show things in a terminal: tables, and several streams of text at once."""
+"""Terminal output of commands: tables, and several streams of text at once."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import time
 from collections.abc import Sequence
 from typing import TextIO
 
-LINE = 76  # characters after which a line of a stream is written
-REDRAW = 0.1  # seconds between pictures
-ROWS = 2  # of text for each stream in the live view
+LINE_CHARS = 76  # of a line of a stream
+REDRAW_SECONDS = 0.1
+LIVE_ROWS = 2  # of text for each stream that is drawn in place
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns, the first one to the left and the others to the right."""
+    """Formats a table, its first column aligned to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(headers, *rows)]
     lines = [
         [h.ljust(w) if i == 0 else h.rjust(w) for i, (h, w) in enumerate(zip(row, widths))]
@@ -26,8 +26,8 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 class Streams:
-    """Texts that grow at the same time: drawn in place on a terminal, else written line by line
-    with the name of each."""
+    """Shows texts that grow at the same time: drawn in place on a terminal, else written line by
+    line after the name of each."""
 
     def __init__(self, names: Sequence[str], out: TextIO | None = None):
         self._out = sys.stdout if out is None else out
@@ -39,7 +39,7 @@ class Streams:
         self._at = 0.0
 
     def note(self, name: str, note: str) -> None:
-        """What a stream is doing."""
+        """Shows what a stream is doing."""
         self._notes[name] = note
         if self._live:
             self._draw()
@@ -47,6 +47,7 @@ class Streams:
             self._write(name, f"[{note}]")
 
     def add(self, name: str, text: str) -> None:
+        """Adds text to a stream."""
         self._texts[name] += text
         if self._live:
             self._draw()
@@ -57,13 +58,13 @@ class Streams:
         self._texts[name] = rest
 
     def end(self, name: str, note: str) -> None:
-        """A stream has ended: its last text, and a note."""
+        """Ends a stream: shows its last text and a note."""
         if not self._live and self._texts[name]:
             self._write(name, self._texts[name])
         self.note(name, note)
 
     def close(self) -> None:
-        """The last picture, with all of each text."""
+        """Draws all streams a last time, with all of each text."""
         if self._live:
             self._draw(last=True)
 
@@ -71,7 +72,7 @@ class Streams:
         print(f"{name:{self._width}} | {line}", file=self._out, flush=True)
 
     def _draw(self, last: bool = False) -> None:
-        if not last and time.monotonic() - self._at < REDRAW:
+        if not last and time.monotonic() - self._at < REDRAW_SECONDS:
             return
         self._at = time.monotonic()
         width = shutil.get_terminal_size().columns - self._width - 4
@@ -80,7 +81,7 @@ class Streams:
             body = textwrap.wrap(" ".join(text.split()), width)
             shown = [
                 self._notes[name],
-                *(body if last else body[-ROWS:] + [""] * (ROWS - len(body))),
+                *(body if last else body[-LIVE_ROWS:] + [""] * (LIVE_ROWS - len(body))),
             ]
             lines += [
                 f"{name if i == 0 else '':{self._width}} | {line}" for i, line in enumerate(shown)
@@ -92,13 +93,13 @@ class Streams:
 
 
 def _lines(text: str) -> list[str]:
-    """Whole lines of a text, long ones broken at a space, and what is left."""
+    """Splits a text into whole lines, long ones broken at a space, and the rest."""
     lines = []
     for line in (parts := text.split("\n"))[:-1]:
-        lines += textwrap.wrap(line, LINE) or [""]
+        lines += textwrap.wrap(line, LINE_CHARS) or [""]
     rest = parts[-1]
-    while len(rest) > LINE and " " in rest[1:LINE]:
-        cut = rest.rindex(" ", 1, LINE)
+    while len(rest) > LINE_CHARS and " " in rest[1:LINE_CHARS]:
+        cut = rest.rindex(" ", 1, LINE_CHARS)
         lines.append(rest[:cut])
         rest = rest[cut + 1 :]
     return [*lines, rest]

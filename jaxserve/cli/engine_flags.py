@@ -1,4 +1,5 @@
-"""Flags of the engine and of the server, from their config classes, and the way back."""
+"""Flags for the engine and the server, made from their config classes, and configs made from
+their values."""
 
 from __future__ import annotations
 
@@ -41,18 +42,18 @@ CONFIG = {
             "print_config",
             bool,
             False,
-            "print all settings as such a file, with where they are from, and end",
+            "print all settings as such a file, with where each is from, and exit",
         ),
     ]
 }
-# what servers do by default
+# defaults of servers, where they differ from those of the config
 SERVED: dict[str, Any] = dict(policy="slack", chunking="adaptive", admission="predict")
 SERVER = {"server": list(options_of(ServerConfig).values())}
 
 
 def engine_groups(**defaults: Any) -> dict[str, list[Option]]:
-    """The engine's flags, some of them with other defaults, and those that say where settings
-    are."""
+    """Returns the engine's flags and those about settings files, by group; defaults: those that
+    differ from the config's."""
     return {
         title: [dataclasses.replace(o, default=defaults.get(o.name, o.default)) for o in group]
         for title, group in {**ENGINE, **CONFIG}.items()

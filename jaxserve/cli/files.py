@@ -1,4 +1,4 @@
-"""What commands write: checked before the work begins, not after it."""
+"""Checks of output files, made before the work begins and not after it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxserve.settings.schema import ConfigError
 
 
 def check_writable(flag: str, name: str) -> None:
-    """The file that a flag names must be one that can be written. Errors: ConfigError."""
+    """Refuses a file that cannot be written. Errors: ConfigError for the flag."""
     try:
         open(name, "a").close()
     except OSError as error:
@@ -16,7 +16,7 @@ def check_writable(flag: str, name: str) -> None:
 
 
 def figure_class(flag: str = "plot", what: str = "needs") -> Any:
-    """Matplotlib's Figure. Errors: ConfigError for the flag where it is not installed."""
+    """Imports Matplotlib's Figure. Errors: ConfigError for the flag where it is not installed."""
     try:
         import matplotlib  # noqa: F401
         from matplotlib.figure import Figure

@@ -108,7 +108,7 @@ def read(values: dict[str, Any]) -> list[InputLine]:
 def parse(
     text: str, place: str, defaults: dict[str, Any], class_name: str | None = None
 ) -> InputLine:
-    """One line of input. Errors: RequestError with the place and the field."""
+    """Parses a line of input. Errors: RequestError that names place and field."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -134,7 +134,7 @@ def parse(
 
 
 def record(completion: Completion) -> dict[str, Any]:
-    """A completion as JSON."""
+    """Returns a completion as an object of JSON."""
     fields = {
         "prompt_ids": list(completion.prompt_ids),
         "output_ids": list(completion.ids),
@@ -151,7 +151,8 @@ def record(completion: Completion) -> dict[str, Any]:
 
 
 def _logprobs(name: str, logprobs: Sequence[Logprobs | None]) -> dict[str, Any]:
-    """The tokens' own, and where likeliest ones were asked for, these as [id, log-probability]."""
+    """Returns log-probabilities of the tokens, and of the likeliest ones, where these were asked
+    for, as [id, log-probability]."""
     fields: dict[str, Any] = {name: [None if p is None else p.chosen for p in logprobs]}
     if any(p is not None and p.top for p in logprobs):
         fields[f"top_{name}"] = [
@@ -177,7 +178,7 @@ def _at(place: str, error: RequestError) -> RequestError:
 
 
 class _Live:
-    """Writes the text of a single completion as it comes."""
+    """Prints the text of a single completion as it comes."""
 
     def __call__(self, number: int, delta: Delta) -> None:
         print(delta.text, end="", flush=True)

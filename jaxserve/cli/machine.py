@@ -1,4 +1,4 @@
-"""What a measurement belongs to: machine, versions, state of the sources."""
+"""Describes what was measured on: machine, versions, git commit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def machine() -> dict[str, Any]:
 
 
 def described(machine: dict[str, Any]) -> str:
-    """On one line."""
+    """Formats `machine()` as one line."""
     commit = f" (git {machine['git']})" if machine["git"] else ""
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; "

@@ -68,11 +68,8 @@ def _main(arguments: list[str]) -> int:
     name, rest = _named(arguments)
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
-        return _say(
-            "",
-            f"{name!r} is not a command; "
-            f"{f'did you mean {near[0]!r}?' if near else 'see jaxserve --help'}",
-        )
+        hint = f"did you mean {near[0]!r}?" if near else "see jaxserve --help"
+        return _fail("", f"{name!r} is not a command; {hint}")
     command = load(name)
     if any(argument in ("-h", "-help", "--help") for argument in rest):
         print(help_of(f"jaxserve {name}", COMMANDS[name][1], command))
@@ -81,11 +78,12 @@ def _main(arguments: list[str]) -> int:
 
 
 def load(name: str) -> Command:
+    """Imports a command; others, and what they import, are left alone."""
     return importlib.import_module(f"jaxserve.cli.{COMMANDS[name][0]}").COMMAND
 
 
 def overview() -> str:
-    """The help page of jaxserve itself."""
+    """Returns the help page of jaxserve itself."""
     lines = [f"  {name:14}{summary}" for name, (_, summary) in COMMANDS.items()]
     return "\n".join(
         [
@@ -114,17 +112,18 @@ def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
             return 0
         return command.run(values)
     except UsageError as error:
-        return _say(name, str(error))
+        return _fail(name, str(error))
     except (ConfigError, RequestError) as error:
-        return _say(name, _place(error.field, command, origins) + str(error))
+        return _fail(name, _place(error.field, command, origins) + str(error))
 
 
 def _place(field: str, command: Command, origins: dict[str, str]) -> str:
-    """Where the setting at fault is from: before its name."""
+    """What stands before the name of the setting at fault: '--' for a flag, else where it is
+    from."""
+    if field not in command.options:
+        return ""
     origin = origins.get(field, "--")
-    return (
-        "" if field not in command.options else "--" if origin.startswith("--") else f"{origin}: "
-    )
+    return "--" if origin.startswith("--") else f"{origin}: "
 
 
 def _named(arguments: list[str]) -> tuple[str, list[str]]:
@@ -143,7 +142,8 @@ def _page(arguments: list[str]) -> int:
     return 0
 
 
-def _say(name: str, message: str) -> int:
+def _fail(name: str, message: str) -> int:
+    """Prints a mistake on stderr, one line; returns the exit code."""
     print(f"jaxserve{f' {name}' if name else ''}: {message}", file=sys.stderr)
     return USAGE
 

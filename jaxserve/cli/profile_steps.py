@@ -80,8 +80,8 @@ def run(values: dict[str, Any]) -> int:
 
 
 def improvement(values: dict[str, Any], config: EngineConfig, plan: Any, max_len: int) -> Any:
-    """A search for the improvement rates with the least mean TTFT, at loads up to where all lanes
-    are busy, by simulation (Tetris, 5.1)."""
+    """Returns a search for the improvement rates with the least mean TTFT, by simulation, at loads
+    up to where all lanes are busy (Tetris, 5.1)."""
     from jaxserve.scheduling.planning.cdsp import POLICIES
     from jaxserve.simulate import tetris, workload
 

@@ -1,4 +1,4 @@
-"""Flags of the sampling parameters, from `SamplingParams`, and the way back."""
+"""Flags for the sampling parameters, made from the fields of `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.settings.options import Option
 
 HELP = {
-    "temperature": "0 is greedy: the likeliest token each time",
-    "top_k": "only among so many likeliest tokens; 0: all",
-    "top_p": "only among the likeliest tokens that together have this probability",
-    "min_p": "only tokens at least this probable, as a share of the likeliest one's probability",
-    "repetition_penalty": "divides the score of tokens that are there already",
-    "presence_penalty": "lowers the score of tokens that were generated",
-    "frequency_penalty": "the same, for each time",
-    "logit_bias": "changes to scores, as ID=BIAS,ID=BIAS",
-    "seed": "same seed, same tokens; drawn where not given",
+    "temperature": "0: greedy, the likeliest token each time",
+    "top_k": "sample among this many likeliest tokens; 0: all",
+    "top_p": "sample among the likeliest tokens that together have this probability",
+    "min_p": "smallest probability of a token, as a share of that of the likeliest one",
+    "repetition_penalty": "divides the logits of tokens of the prompt and the output",
+    "presence_penalty": "is subtracted from the logits of tokens of the output",
+    "frequency_penalty": "the same, for each time the token occurs",
+    "logit_bias": "added to the logits of tokens, as ID=BIAS,ID=BIAS",
+    "seed": "equal seeds give equal tokens; default: a random one",
     "n": "completions of each prompt",
-    "max_tokens": "most tokens of a completion",
-    "min_tokens": "tokens before it may end",
+    "max_tokens": "largest number of tokens in a completion",
+    "min_tokens": "tokens before a completion may end",
     "stop": "ends a completion before this text; may be repeated",
     "stop_token_ids": "ends a completion after one of these tokens, as ID,ID",
     "ignore_eos": "go on after the end token",
-    "logprobs": "log-probabilities of the tokens and of so many likeliest ones",
+    "logprobs": "return log-probabilities of the tokens and of this many likeliest ones",
     "prompt_logprobs": "the same for the prompt",
 }
 NAMES = tuple(HELP)
@@ -35,7 +35,7 @@ _LISTS = {"stop": (tuple, ()), "stop_token_ids": (str, None), "logit_bias": (str
 
 
 def sampling_options(**defaults: Any) -> list[Option]:
-    """A flag for each field, some of them with other defaults."""
+    """Returns a flag for each field; defaults: those that differ from the field's."""
     hints = typing.get_type_hints(SamplingParams)
     options = []
     for field in dataclasses.fields(SamplingParams):
@@ -48,7 +48,7 @@ def sampling_options(**defaults: Any) -> list[Option]:
 
 
 def sampling_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the flags say, as fields of `SamplingParams.make`. Errors: RequestError."""
+    """Returns the flags' values as fields of `SamplingParams.make`. Errors: RequestError."""
     fields = {name: values[name] for name in NAMES if values[name] not in (None, [])}
     if "stop_token_ids" in fields:
         fields["stop_token_ids"] = [

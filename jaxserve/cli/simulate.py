@@ -1,4 +1,4 @@
-"""`jaxserve simulate`: what a model on so many GPUs would make of a workload, without a GPU."""
+"""`jaxserve simulate`: runs a workload on simulated GPUs, with the scheduler that serves."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ OUTPUT = [
 
 
 def scheduling_options() -> list[Option]:
-    """Settings of scheduler and cache, with the defaults of a simulation; chunking is one word."""
+    """Returns the settings of scheduler and cache, with the defaults of a simulation; chunking
+    takes the size of chunks too, as static:N."""
     chunking = Option(
         "chunking",
         str,
@@ -133,7 +134,7 @@ def run(values: dict[str, Any]) -> int:
 
 
 def check(baselines: Sequence[str], values: Mapping[str, Any]) -> None:
-    """Finds what would only be noticed after the run. Errors: ConfigError."""
+    """Refuses before the run what would fail after it. Errors: ConfigError."""
     for name in baselines:
         if name not in BASELINES:
             raise ConfigError("baseline", f"{name!r} is not one of {', '.join(BASELINES)}")
@@ -144,8 +145,8 @@ def check(baselines: Sequence[str], values: Mapping[str, Any]) -> None:
 
 
 def shape_of(name: str) -> ModelShape:
-    """The shape of a model of the zoo; punctuation does not count: llama-3-8b is llama3-8b. Errors:
-    ConfigError."""
+    """Returns the shape of a model of the zoo; punctuation does not count: llama-3-8b is llama3-8b.
+    Errors: ConfigError."""
     plain = lambda text: re.sub(r"[-_. ]", "", text.lower())
     for known, config in MODELS.items():
         if plain(known) == plain(name):
@@ -166,7 +167,7 @@ def mesh_of(given: str | MeshConfig) -> MeshConfig:
 
 
 def configs(values: Mapping[str, Any]) -> tuple[SchedulerConfig, CacheConfig]:
-    """The scheduler's and the cache's settings. Errors: ConfigError."""
+    """Makes the configs of scheduler and cache. Errors: ConfigError."""
     kind, _, tokens = values["chunking"].partition(":")
     if tokens and not (kind == "static" and tokens.isdecimal()):
         raise ConfigError("chunking", f"{values['chunking']!r} is neither adaptive nor static:N")
@@ -201,7 +202,7 @@ def report_of(
 
 
 def shown(report: Mapping[str, Any]) -> str:
-    """A report as tables."""
+    """Formats a report as tables."""
     work = report["workload"]
     head = (
         f"simulated: {report['model']} on {report['gpu']}, {report['mesh']}, KV of "
@@ -261,7 +262,7 @@ def _cells(spread: Mapping[str, float], factor: float, digits: int) -> list[str]
 
 
 def write_csv(name: str, outcomes: Mapping[str, Outcome]) -> None:
-    """One row per request of each system, seconds."""
+    """Writes a row per request of each system; times in seconds."""
     fields = [field.name for field in dataclasses.fields(RequestRecord)]
     with open(name, "w", newline="") as file:
         out = csv.writer(file)
@@ -279,8 +280,8 @@ def write_csv(name: str, outcomes: Mapping[str, Outcome]) -> None:
 
 
 def draw(name: str, outcomes: Mapping[str, Outcome]) -> None:
-    """Each request as a line from its arrival to its first token (light) and on to its end (dark),
-    one picture per system."""
+    """Draws each request as a line from its arrival to its first token (light) and on to its end
+    (dark), one picture per system."""
     figure = figure_class()(figsize=(10, 3 * len(outcomes)), layout="constrained")
     for axes, (system, outcome) in zip(
         figure.subplots(len(outcomes), sharex=True, squeeze=False)[:, 0], outcomes.items()

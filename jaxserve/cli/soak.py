@@ -1,10 +1,9 @@
-"""`jaxserve soak`: hours of everything at once against a server, and what is left afterwards.
+"""`jaxserve soak`: puts hours of mixed load on a server and looks for leaks.
 
-Callers of every kind take turns at random: those who read to the end, over HTTP and gRPC, those who
-hang up or reset the connection in the middle, who send what is wrong, who want a schema obeyed, and
-now and then a crowd beyond what the server can take. Once a minute the server's memory, threads,
-descriptors and pages are written down. At the end, with nobody there, all pages must be free or
-cached.
+Callers of every kind are drawn at random: some read to the end, over HTTP and gRPC, some hang up or
+reset the connection in the middle, some send malformed requests, some want structured output, and
+now and then there are more than the server can take. Once a minute the server's memory, threads,
+descriptors and pages are recorded. At the end, without requests, all pages must be free or cached.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ LOAD = [
     Option("seed", int, 0, "of everything that is drawn", 0),
     Option("json", str, None, "file for all figures"),
 ]
-WARM_UP = 0.25  # of the run: what grows in it does not count
+WARM_UP = 0.25  # share of the run that is not judged: caches and pools fill
 RSS_MIB_PER_HOUR = 60.0  # growth that counts as a leak
 LONG_ENOUGH = 0.25  # hours after the warm-up: before, memory is not judged
-CROWD = 0.005  # of the turns bring one
+CROWD = 0.005  # probability that a caller brings eight times as many
 WORDS = (
     "the",
     "of",
@@ -130,7 +129,7 @@ def run(values: dict[str, Any]) -> int:
 
 
 def faults_of(samples: list[SoakSample]) -> list[str]:
-    """What was left behind. The last sample was taken when nobody was there."""
+    """Returns what was left behind. The last sample was taken without requests."""
     last = samples[-1]
     warm = _warm(samples)
     found = []
@@ -156,13 +155,14 @@ def _warm(samples: list[SoakSample]) -> list[SoakSample]:
 
 
 def growth_of(samples: list[SoakSample]) -> float:
-    """MiB an hour, after the warm-up and while there were callers."""
+    """Returns the growth of memory in MiB an hour, after the warm-up and while there were
+    callers."""
     busy = _warm(samples)[:-1]
     return slope([s.minute for s in busy], [s.rss_mib for s in busy]) * 60
 
 
 def slope(x: list[float], y: list[float]) -> float:
-    """Of the line that fits best; 0 for fewer than three points."""
+    """Returns the slope of the least-squares line; 0 for fewer than three points."""
     return float(np.polyfit(x, y, 1)[0]) if len(x) > 2 else 0.0
 
 

@@ -104,7 +104,7 @@ def test_a_class_has_the_servers_own_objectives_for_what_it_leaves_out():
         ("chat:ttft=0", "chat: ttft: 0.0 is below the limit 0.001"),
         ("fine;chat:tpot=-1", "chat: tpot: -1.0 is below the limit 0.0001"),
         ("chat:stretch=0.5", "chat: ttft_stretch: 0.5 is below the limit 1"),
-        ("chat:ttft=1;batch;chat:tpot=1", "chat is there twice"),
+        ("chat:ttft=1;batch;chat:tpot=1", "chat is given more than once"),
         ("default:ttft=1", "default stands for requests that name no class"),
         (
             "ttft=0.5,tpot=0.1",
