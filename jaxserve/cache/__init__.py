@@ -1,14 +1,23 @@
 """Which block of KV lies on which page of which lane: integers only, no device memory.
 
-A sequence that starts to run gets a slot. `CacheManager.match` finds cached pages for the blocks
-its prompt begins with, `admit` ties them to the slot and picks a home lane, `extend` adds a page
-per further block, on the lane the placement names. A block that is full is `publish`ed under its
-key, so that later sequences can share its page. `release` gives the slot's pages back: published
-ones stay cached until their lane needs the room, least recently used first. Every new page table
-entry is noted and travels to the device with the next batch (`take_deltas`).
+A page's life: `CacheManager.match` finds published pages for the blocks that a waiting sequence
+begins with; `admit` gives these to a slot, with a home lane; `extend` allocates a page per further
+block, on the lane that the placement names. A full block is `publish`ed under its key, so that
+later sequences can share its page. `release` gives the slot's pages back: published ones stay
+cached until their lane needs the room, least recently used first. What the device's page tables do
+not have yet travels with the next batch (`take_table_updates`, `take_moves`).
+
+    pages          PageAllocator: free, held and cached pages of each lane, keys of published blocks
+    hashes         BlockHashes: keys of a sequence's blocks
+    prefix_match   finds the pages of a sequence's first blocks
+    placement      chooses the lane of the next block
+    table_updates  TableUpdates: page table entries and moves for the device
+    manager        CacheManager: the pages of every slot, by all of these
 """
 
-from jaxserve.cache.manager import CacheManager
+from jaxserve.cache.manager import CacheManager, PageWatcher
+from jaxserve.cache.pages import PageCounts
 from jaxserve.cache.placement import PLACEMENTS
+from jaxserve.cache.prefix_match import NO_MATCH, PrefixMatch
 
-__all__ = ["PLACEMENTS", "CacheManager"]
+__all__ = ["NO_MATCH", "PLACEMENTS", "CacheManager", "PageCounts", "PageWatcher", "PrefixMatch"]

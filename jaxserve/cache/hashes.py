@@ -16,6 +16,7 @@ KEY_BYTES = 16
 
 
 def root_key(fingerprint: str, dtype: str, block_size: int, salt: str) -> bytes:
+    """The key before a sequence's first block."""
     return blake2b(
         repr((fingerprint, dtype, block_size, salt)).encode("utf-8", "surrogatepass"),
         digest_size=KEY_BYTES,
@@ -23,31 +24,28 @@ def root_key(fingerprint: str, dtype: str, block_size: int, salt: str) -> bytes:
 
 
 def block_key(parent: bytes, tokens: np.ndarray) -> bytes:
-    """Key of the block with these tokens [C] after the block with key `parent`."""
+    """The key of the block with these tokens [block_size] after the block with key `parent`."""
     return blake2b(
         parent + tokens.astype("<i4", copy=False).tobytes(), digest_size=KEY_BYTES
     ).digest()
 
 
 class BlockHashes:
-    """The keys of one sequence's blocks, each computed when it is first asked for. `tokens(a, b)`
-    gives the sequence's tokens [b - a].
+    """The keys of one sequence's blocks, each computed when it is first asked for.
 
-    `pages` [n] is what CacheManager.match found last, with the `stamps` [n] that these pages had
-    then.
+    `tokens(a, b)` gives the sequence's tokens [b - a] int32.
     """
 
     def __init__(self, root: bytes, block_size: int, tokens: Callable[[int, int], np.ndarray]):
-        self.tokens = tokens
-        self._size = block_size
+        self._tokens = tokens
+        self._block_size = block_size
         self._keys = [root]
-        self.pages = np.empty(0, np.intp)
-        self.generation = np.empty(0, np.int32)
 
     def __getitem__(self, block: int) -> bytes:
         while len(self._keys) < block + 2:
-            first = (len(self._keys) - 1) * self._size
-            self._keys.append(block_key(self._keys[-1], self.tokens(first, first + self._size)))
+            first = (len(self._keys) - 1) * self._block_size
+            tokens = self._tokens(first, first + self._block_size)
+            self._keys.append(block_key(self._keys[-1], tokens))
         return self._keys[block + 1]
 
     def copy_from(self, other: BlockHashes, blocks: int) -> None:

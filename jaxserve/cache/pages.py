@@ -1,42 +1,82 @@
-"""The pages of all lanes and who holds them.
+"""The pages of all lanes: which are free, held or cached, and which block each of them has.
 
-A page is known by one number, `lane * per_lane + page`. It is in one of three states: free; held,
-by as many sequences as `refs` says; or cached, which means that nobody holds it but its block is
-published and may be wanted again.
+A page is known on the host by one number, `lane * per_lane + page on that lane`; the device knows
+it by its lane and its number there. `PageAllocator.locate` converts, and nothing else does.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from enum import Enum
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+PageNumbers = TypeVar("PageNumbers", int, np.ndarray)
+
+
+class PageState(Enum):
+    """What a page is, at any time exactly one of these."""
+
+    FREE = "free"  # nobody needs what is on it
+    HELD = "held"  # by as many sequences as `PageAllocator.refs` says
+    CACHED = "cached"  # held by none, but its block is published: kept until the room is needed
+
+
+class PageCounts(NamedTuple):
+    """Numbers of pages by their state."""
+
+    free: int
+    cached: int
+    held: int
+
 
 class PageAllocator:
-    """free + held + cached == per_lane on every lane, at all times."""
+    """Allocates the pages of each lane, and finds published blocks by their keys.
+
+    `refs` [pages] counts the sequences that hold a page. `generation` [pages] counts how often a
+    page has lost its key: as long as it is the same, the page holds the block that it held.
+    """
 
     def __init__(self, lanes: int, per_lane: int):
         self.lanes = lanes
         self.per_lane = per_lane
         self.refs = np.zeros(lanes * per_lane, np.int32)
-        self.generation = np.zeros(lanes * per_lane, np.int32)  # how often a page has lost its key
-        self.free = [
-            list(range((lane + 1) * per_lane - 1, lane * per_lane - 1, -1)) for lane in range(lanes)
-        ]
+        self.generation = np.zeros(lanes * per_lane, np.int32)
+        # the last is allocated first: a new cache hands out ascending pages
+        self.free = [list(reversed(self.pages_of(lane))) for lane in range(lanes)]
         # least recently used first
         self.cached: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(lanes)]
         self.page_of: dict[bytes, int] = {}
         self.key_of: dict[int, bytes] = {}
 
+    def pages_of(self, lane: int) -> range:
+        """The numbers of a lane's pages."""
+        return range(lane * self.per_lane, (lane + 1) * self.per_lane)
+
+    def locate(self, pages: PageNumbers) -> tuple[PageNumbers, PageNumbers]:
+        """The lane of a page and its number on that lane, for one page or an array of them."""
+        return divmod(pages, self.per_lane)
+
+    def state(self, page: int) -> PageState:
+        if self.refs[page]:
+            return PageState.HELD
+        lane, _ = self.locate(page)
+        return PageState.CACHED if page in self.cached[lane] else PageState.FREE
+
+    def counts(self, lane: int) -> PageCounts:
+        free = len(self.free[lane])
+        cached = len(self.cached[lane])
+        return PageCounts(free, cached, self.per_lane - free - cached)
+
     def available(self) -> list[int]:
-        """PageAllocator that can be had on each lane, free or by eviction."""
+        """Pages that can be allocated on each lane: free ones, and cached ones by eviction."""
         return [len(free) + len(cached) for free, cached in zip(self.free, self.cached)]
 
     def allocate(self, lane: int) -> int:
-        """A page of `lane`, held once: a free one, else the least recently used cached one. Errors:
-        KeyError where there is neither."""
+        """Takes a page of `lane`, held once: a free one, else the least recently used cached one.
+        Errors: KeyError where there is neither."""
         if self.free[lane]:
             page = self.free[lane].pop()
         else:
@@ -45,27 +85,28 @@ class PageAllocator:
         self.refs[page] = 1
         return page
 
-    def ref(self, ids: np.ndarray) -> None:
-        """One more holder for each of these published pages [n], all different."""
-        for page in ids[self.refs[ids] == 0].tolist():
-            del self.cached[page // self.per_lane][page]
-        self.refs[ids] += 1
+    def ref(self, pages: np.ndarray) -> None:
+        """Adds a holder to each of these published pages [n], all different."""
+        for page in pages[self.refs[pages] == 0].tolist():
+            lane, _ = self.locate(page)
+            del self.cached[lane][page]
+        self.refs[pages] += 1
 
     def unref(self, pages: Sequence[int]) -> None:
-        """One holder less for each page of a sequence, given in the order of its blocks: the
-        deepest will be evicted first."""
-        ids = np.asarray(pages, np.intp)[::-1]
-        self.refs[ids] -= 1
-        for page in ids[self.refs[ids] == 0].tolist():
-            lane = page // self.per_lane
+        """Takes a holder from each page of a sequence, given in the order of its blocks. Pages that
+        nobody holds then are cached if published, else free; the deepest is evicted first."""
+        deepest_first = np.asarray(pages, np.intp)[::-1]
+        self.refs[deepest_first] -= 1
+        for page in deepest_first[self.refs[deepest_first] == 0].tolist():
+            lane, _ = self.locate(page)
             if page in self.key_of:
                 self.cached[lane][page] = None
             else:
                 self.free[lane].append(page)
 
     def move(self, page: int, lane: int) -> int:
-        """A page of `lane` in place of this one, which one sequence holds: it takes the key along,
-        and frees the old one. Errors: KeyError where there is none."""
+        """Allocates a page of `lane` in place of this one, which one sequence holds: it takes over
+        the key, and the old one becomes free. Errors: KeyError where there is no page."""
         assert self.refs[page] == 1, f"page {page} has {self.refs[page]} holders"
         new = self.allocate(lane)
         if key := self.key_of.get(page):
@@ -75,20 +116,20 @@ class PageAllocator:
         return new
 
     def publish(self, page: int, key: bytes) -> None:
-        """The block with this key is on this held page. Where another page has it already, that one
-        stays."""
+        """Lets the block on this held page be found by its key. Where another page has the key
+        already, that one stays."""
         if key not in self.page_of:
             self.page_of[key] = page
             self.key_of[page] = key
 
     def retract(self, pages: Iterable[int]) -> None:
-        """What is on these held pages must not be wanted again."""
+        """Takes the keys from these held pages, so that nobody finds them again."""
         for page in pages:
             if page in self.key_of:
                 self._lose_key(page)
 
     def flush(self) -> int:
-        """Frees the pages that nobody holds; how many."""
+        """Frees all cached pages; returns how many."""
         count = 0
         for free, cached in zip(self.free, self.cached):
             count += len(cached)
@@ -103,8 +144,8 @@ class PageAllocator:
         self.generation[page] += 1
 
     def check(self, holders: Iterable[int]) -> None:
-        """`holders` names each page once for every sequence that holds it. Errors: AssertionError
-        with what differs."""
+        """Compares with `holders`, which names each page once for every sequence that holds it.
+        Errors: AssertionError with what differs."""
         counted = Counter(holders)
         held = {page: int(self.refs[page]) for page in np.flatnonzero(self.refs).tolist()}
         assert held == counted, f"references {held} but holders {dict(counted)}"
@@ -112,15 +153,23 @@ class PageAllocator:
             "published keys and pages differ"
         )
         for lane in range(self.lanes):
-            own = range(lane * self.per_lane, (lane + 1) * self.per_lane)
-            parts = self.free[lane], self.cached[lane], [page for page in held if page in own]
-            count = " + ".join(str(len(part)) for part in parts)
-            assert sorted(chain(*parts)) == list(own), (
-                f"lane {lane}: free + cached + held = {count} are not the {self.per_lane} pages"
-            )
-            assert all(page in self.key_of for page in self.cached[lane]), (
-                f"lane {lane}: a cached page has no key"
-            )
-            assert not any(page in self.key_of for page in self.free[lane]), (
-                f"lane {lane}: a free page has a key"
-            )
+            self._check_lane(lane)
+
+    def _check_lane(self, lane: int) -> None:
+        pages: dict[PageState, list[int]] = {state: [] for state in PageState}
+        for page in self.pages_of(lane):
+            pages[self.state(page)].append(page)
+        assert sorted(self.free[lane]) == pages[PageState.FREE], (
+            f"lane {lane}: the free list has {sorted(self.free[lane])}, "
+            f"neither held nor cached are {pages[PageState.FREE]}"
+        )
+        assert sorted(self.cached[lane]) == pages[PageState.CACHED], (
+            f"lane {lane}: {sorted(self.cached[lane])} are cached, "
+            f"of these {pages[PageState.CACHED]} are not held"
+        )
+        assert all(page in self.key_of for page in self.cached[lane]), (
+            f"lane {lane}: a cached page has no key"
+        )
+        assert not any(page in self.key_of for page in self.free[lane]), (
+            f"lane {lane}: a free page has a key"
+        )

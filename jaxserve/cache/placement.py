@@ -1,7 +1,7 @@
-"""On which lane the next block of a sequence goes: one function per placement.
+"""Chooses the lane on which a sequence's next block goes: one function per placement policy.
 
-A placement gets what it may look at and names a lane that has a page available (the caller sees to
-it that there is one). Attention gives the same answer wherever a block lies, so a placement decides
+A placement sees a PlacementView and returns a lane that has a page available; the caller makes sure
+that there is one. Attention gives the same answer wherever a block lies, so a placement decides
 speed and room, never tokens.
 """
 
@@ -13,28 +13,27 @@ from typing import NamedTuple
 
 
 class PlacementView(NamedTuple):
-    """What a placement sees: `available` and `held` count pages per lane, `block` is the index of
-    the block to place."""
+    """What a placement may look at."""
 
-    available: list[int]
-    held: list[int]  # by this sequence
+    available: list[int]  # pages that can be had on each lane
+    held: list[int]  # blocks of this sequence on each lane
     lane: int  # of the block before, or the home lane
     limit: int  # blocks of a sequence on a lane before the next lane joins
-    block: int
+    block: int  # number of the block to place
     slot: int
-    home: int
-    blocks: int  # of the whole prompt
-    # lanes over which it shall be dealt out evenly; none: one lane may hold it
+    home: int  # lane that computes and samples the sequence's tokens
+    prompt_blocks: int  # of the whole prompt
+    # lanes over which the prompt is dealt out evenly; none: one lane may hold it
     group: tuple[int, ...]
-    stripe: int  # blocks that a prompt which is dealt out has in a row on a lane
+    stripe: int  # consecutive blocks on a lane, where a prompt is dealt out
 
 
 def grow(view: PlacementView) -> int:
-    """Stay on the lane until its share is full, then go to the lane with the most room (Medha's
-    dynamic growth, M5).
+    """Stays on a lane until the sequence's limit there is reached, then goes to the lane with the
+    most pages available (Medha's dynamic growth, M5).
 
-    Once every lane with room holds its share, blocks go on to where most room is: the limit says
-    when lanes join, not what fits.
+    Once every lane with room holds as many blocks as the limit says, blocks go on to where most
+    pages are available: the limit says when lanes join, not what fits.
     """
     if view.available[view.lane] and view.held[view.lane] < view.limit:
         return view.lane
@@ -53,32 +52,34 @@ def round_robin(view: PlacementView) -> int:
 
 
 def striped(view: PlacementView) -> int:
-    """Prompts that are dealt out: stripe by stripe over the lanes of the group. Others as
+    """Stripe by stripe over the lanes of the group, for prompts that are dealt out; others as
     `grow`."""
-    return _dealt(view, view.group)
+    return _dealt_out(view, view.group)
 
 
 def zigzag(view: PlacementView) -> int:
-    """As `striped`, but there and back again, so that lanes have as much of what comes early as of
-    what comes late and sees all before it: causal attention is even too (context parallel paper,
-    3.5.1)."""
-    return _dealt(view, view.group + view.group[::-1])
+    """Stripe by stripe over the lanes of the group and back again, for prompts that are dealt out;
+    others as `grow`.
+
+    So each lane has as many early tokens as late ones, which see all before them: causal attention
+    takes every lane equally long (context parallel paper, 3.5.1).
+    """
+    return _dealt_out(view, view.group + view.group[::-1])
 
 
-def _dealt(view: PlacementView, lanes: tuple[int, ...]) -> int:
-    """The prompt's last block is at home, where the token after it is sampled."""
-    if not lanes:
+def _dealt_out(view: PlacementView, order: tuple[int, ...]) -> int:
+    """Stripe by stripe over the lanes of `order`. The prompt's last block is at home, where the
+    token after it is sampled."""
+    if not order:
         return grow(view)
-    lane = (
-        view.home
-        if view.block == view.blocks - 1
-        else lanes[view.block // view.stripe % len(lanes)]
-    )
+    lane = order[view.block // view.stripe % len(order)]
+    if view.block == view.prompt_blocks - 1:
+        lane = view.home
     return lane if view.available[lane] else grow(view)
 
 
 def scatter(view: PlacementView) -> int:
-    """Anywhere, but the same anywhere in every run."""
+    """Any lane at random, but the same one in every run."""
     lanes = [lane for lane, pages in enumerate(view.available) if pages]
     return random.Random(view.slot * 1_000_003 + view.block).choice(lanes)
 

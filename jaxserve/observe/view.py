@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.cache import PageCounts
 from jaxserve.observe.journal import END_SECONDS, Journal, JournalEnd, JournalStep, Spans
 from jaxserve.scheduling.policies import relative_slack
 from jaxserve.scheduling.scheduler import Scheduler
@@ -67,7 +68,7 @@ class Snapshot:
     left_out: dict[str, int]  # running and waiting sequences that have no row
     counts: dict[str, int]  # running and waiting sequences
     ends: list[JournalEnd]
-    pages: list[tuple[int, int, int]]  # per lane: free, cached, held
+    pages: list[PageCounts]  # per lane: free, cached, held
     names: dict[int, tuple[str, int]]
 
     @classmethod

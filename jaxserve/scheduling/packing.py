@@ -199,7 +199,7 @@ class BatchPacker:
             ]
         elif hurry:
             ready = ready[slots.in_flight[ready] < 2]
-        short = ready[slots.issued[ready] == self.cache.room[ready]]
+        short = ready[slots.issued[ready] == self.cache.capacity[ready]]
         if short.size and short.size <= self.cache.available:
             for slot in short.tolist():
                 self.cache.extend(slot, 1)
@@ -208,7 +208,7 @@ class BatchPacker:
                 if slots.phase[slot] == DECODE:  # else it has left for an older one
                     self._claim(slot)
             ready = ready[
-                (slots.phase[ready] == DECODE) & (slots.issued[ready] < self.cache.room[ready])
+                (slots.phase[ready] == DECODE) & (slots.issued[ready] < self.cache.capacity[ready])
             ]
         return (
             ready
@@ -255,7 +255,7 @@ class BatchPacker:
         """Length of the sequence's next chunk, 0 where there are no pages."""
         spare = max(self.cache.available - reserve, 0)
         start = int(self.slots.issued[sequence.slot])
-        room = int(self.cache.room[sequence.slot])
+        room = int(self.cache.capacity[sequence.slot])
         return min(sequence.prefill_len - start, most, room + spare * self.cache.block_size - start)
 
     def issue(self, sequence: Sequence, length: int) -> PrefillChunk:

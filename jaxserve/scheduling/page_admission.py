@@ -17,7 +17,7 @@ from collections.abc import Sequence as Sequenced
 
 import numpy as np
 
-from jaxserve.cache import CacheManager
+from jaxserve.cache import NO_MATCH, CacheManager
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slots import SlotTable
 
@@ -140,10 +140,7 @@ class PageAdmission:
         cache = self.cache
         small = self.is_small(sequence)
         need = cache.blocks(sequence.prefill_len)
-        pages = cache.match(
-            sequence.block_hashes,
-            (sequence.prefill_len - 1) // cache.block_size if sequence.reads_cache else 0,
-        )
+        pages = self._cached_pages(sequence)
         reserve = self._reserve_for_small(self._claimant if small else sequence)
         left_to_small = max(0, reserve - self._of_small)
         takes = need - len(pages) + cache.evictable(pages)
@@ -161,6 +158,16 @@ class PageAdmission:
             self._claimant = sequence
             self._open = (False, self._open[1])
         return None
+
+    def _cached_pages(self, sequence: Sequence) -> np.ndarray:
+        """Pages of the sequence's first blocks; its last token is always computed."""
+        if not sequence.reads_cache:
+            return NO_MATCH.pages
+        blocks = (sequence.prefill_len - 1) // self.cache.block_size
+        sequence.prefix_match = self.cache.match(
+            sequence.block_hashes, blocks, sequence.prefix_match
+        )
+        return sequence.prefix_match.pages
 
     def admit(self, sequence: Sequence, pages: np.ndarray, home: int) -> None:
         """Gives a waiting sequence a slot, the home lane and the matched pages."""

@@ -9,7 +9,7 @@ import numpy as np
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished, Logprobs, Timing, Usage
 from jaxserve.api.request import Request
-from jaxserve.cache import CacheManager
+from jaxserve.cache import NO_MATCH, CacheManager
 
 NO_SLOT = -1
 
@@ -73,6 +73,7 @@ class Sequence:
         self.history = History(request.prompt)
         self.output = self.history.output
         self.block_hashes = cache.block_hashes(request.cache_salt, self.history)
+        self.prefix_match = NO_MATCH  # pages of its first blocks when that was last asked
         self.prefill_len = len(request.prompt)
         # the last part ends where the prompt does; none: lanes are chosen block by block
         self.plan: tuple[PlanPart, ...] = ()

@@ -150,8 +150,8 @@ class SlotTable:
             "a sequence that is out of flight keeps its slot"
         )
         taken = self.phase != EMPTY
-        assert (self.issued <= self.cache.room)[taken].all(), (
-            f"issued {self.issued} with room for {self.cache.room}"
+        assert (self.issued <= self.cache.capacity)[taken].all(), (
+            f"issued {self.issued} with room for {self.cache.capacity}"
         )
         assert (self.issued <= self.max_positions)[taken].all(), (
             f"issued {self.issued}, ends are {self.max_positions}"

@@ -18,7 +18,7 @@ def manager(lanes: int = 2, pages: int = 4, placement="grow", **fields) -> Cache
 
 
 def found(cache: CacheManager, tokens: BlockHashes, blocks: int) -> list[int]:
-    return cache.match(tokens, blocks).tolist()
+    return cache.match(tokens, blocks).pages.tolist()
 
 
 def lanes_of(cache: CacheManager, slot: int) -> list[int]:
@@ -86,8 +86,8 @@ def test_a_sequence_goes_where_its_prefix_lies_if_its_chunk_fits_there():
         and found(cache, tokens, 1) == [0]
         and found(cache, chain(range(1, 100)), 5) == []
     )
-    admit(cache, 1, cache.match(tokens, 5), 2)
-    admit(cache, 2, cache.match(tokens, 5), 3)
+    admit(cache, 1, cache.match(tokens, 5).pages, 2)
+    admit(cache, 2, cache.match(tokens, 5).pages, 3)
     assert cache.home[1:].tolist() == [0, 1] and cache.spread.tolist() == [False, False, True]
     cache.check()
 
@@ -143,7 +143,7 @@ def test_deltas_tell_what_is_new_once_and_list_a_prefix_hit_first():
     cache.publish(0, 0, 2, chain(range(8)))
     assert cache.take_table_updates().tolist() == [[0, 0, 0, 0, 0], [0, 0, 1, 1, 1]]
     assert cache.take_table_updates().shape == (0, 5)
-    cache.admit(1, cache.match(chain(range(8)), 2), 1)
+    cache.admit(1, cache.match(chain(range(8)), 2).pages, 1)
     cache.extend(1, 1)
     assert cache.take_table_updates().tolist() == [
         [0, 1, 0, 0, 0],

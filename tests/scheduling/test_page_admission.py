@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxserve.api.request import Request, Slo
 from jaxserve.api.sampling import SamplingParams
-from jaxserve.cache import CacheManager
+from jaxserve.cache import NO_MATCH, CacheManager, PrefixMatch
 from jaxserve.cache.hashes import BlockHashes
 from jaxserve.costs.predictor import Costs
 from jaxserve.scheduling import Batch, Scheduler
@@ -448,10 +448,8 @@ def test_by_slack_a_large_one_is_in_time_among_few_small_ones():
 class Forgetful(CacheManager):
     """Looks up every block anew."""
 
-    def match(self, chain: BlockHashes, blocks: int) -> np.ndarray:
-        chain.pages = chain.pages[:0]
-        chain.generation = chain.generation[:0]
-        return super().match(chain, blocks)
+    def match(self, hashes: BlockHashes, blocks: int, last: PrefixMatch = NO_MATCH) -> PrefixMatch:
+        return super().match(hashes, blocks)
 
 
 def same(one: Batch, other: Batch) -> bool:
