@@ -21,7 +21,7 @@ from jaxserve.scheduling.policies import relative_slack
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import DECODE
-from jaxserve.scheduling.waiting_queue import TOKENS, ranked
+from jaxserve.scheduling.waiting_queue import TOKENS, smallest_first
 
 STEPS = 128  # of one view; the next one goes on after them
 # of a step, named one by one
@@ -152,7 +152,7 @@ def _waiting(scheduler: Scheduler, now: float) -> list[list[Any]]:
     slack = relative_slack(now, *queue.fields[:TOKENS])
     return [
         _row(queue[place], "waiting", now, 0, None)
-        for place in islice(ranked(slack, WAITING), WAITING)
+        for place in islice(smallest_first(slack, WAITING), WAITING)
     ]
 
 

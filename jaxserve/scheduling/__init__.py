@@ -1,13 +1,22 @@
-"""What runs next: batches of chunks out of requests, with four verbs and time as an argument.
+"""The scheduler: makes batches of decodes and prefill chunks out of requests, with four verbs and
+time as an argument.
 
 A request is `add`ed and waits. `start` makes a batch: every decoding sequence, then prefill chunks
-of the oldest sequences, as far as the budget of each lane, the slots and the pages go. The device
-runs batches in the order they were started; `finish` takes the sampled tokens of the oldest one and
+in the order of the policy, as far as the step's time, the slots and the pages go. The device runs
+batches in the order they were started; `finish` takes the sampled tokens of the oldest one and
 turns them into events. `cancel` (and `expire`, for deadlines) ends what is not wanted any more.
 Several batches may be in flight; a sequence's slot and pages are given back when no batch in flight
-contains it.
+contains it. Nothing here knows text, devices or threads.
 
-Imports cache, request and config only; knows no text, no device and no threads.
+    scheduler        Scheduler: the four verbs
+    admission        AdmissionController: refuses requests that would be late, by `forecast`
+    sequence         Sequence: one completion of a request
+    slots            SlotTable: running sequences, and `waiting_queue` those that wait
+    packing          BatchPacker: decodes, preemption, and the batch as arrays
+    prefill_packing  PrefillPacker: prefill chunks, in the order of `prefill_order` and `policies`
+    page_admission   PageAdmission: whether there are pages for a waiting prompt
+    budget           StepBudget: tokens and seconds of a step, and how long a chunk may be
+    planning         which lanes compute which part of a long prompt
 """
 
 from jaxserve.api.batch import Batch

@@ -1,101 +1,132 @@
-"""Whether a request can have its first token in time, asked before anything of it is computed.
+"""Admission control: refuses a request that could not have its first token in time, or that would
+make another one late, before anything of it is computed.
 
-All prompts that are partly prefilled or wait are put in the order in which they are due, with the
-one that came among them, and it is worked out when each would have its first token: when it gets a
-slot and pages, and when the prefill before it is done, at the pace that decodes leave. Those ahead
-of it will be decodes by then, and some of those that run will have ended. The one that came is
-refused where its own first token would be late, or where it would make one late that was accepted
-before. Only so many get a slot as a step can have decodes within the tightest objective per token
-of those that run; one with a tighter objective is refused where more than that run already.
+All prompts that are partly prefilled or wait are put in the order in which they will be prefilled,
+with the new one among them, and the forecast says when each would have its first token. The new one
+is refused where its own would be late, or where it would make one late that was accepted before.
+Only so many get a slot as a step can have decodes within the tightest objective per token of those
+that run; a request with a tighter objective is refused where more than that run already.
 
-What such a model cannot know is learnt: how much prefill a step gets done in the time it has for
-it, how long completions last, and by how much, as a share of the time that was given, all but a few
-first tokens come later than they were predicted (`margin`).
+By how much first tokens come later than they were forecast is learnt (`LatenessMargins`).
 """
 
 from __future__ import annotations
 
 import math
 from heapq import heapify, heappop, heappush
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.api.batch import Batch
 from jaxserve.api.errors import RequestError
 from jaxserve.cache import CacheManager
-from jaxserve.costs.predictor import LaneLoad, Predictor
-from jaxserve.scheduling.budget import LEAST
+from jaxserve.costs.predictor import Predictor
 from jaxserve.scheduling.events import BatchPacked, EventBus, FirstToken, Tokens
-from jaxserve.scheduling.packing import SHORTER
+from jaxserve.scheduling.forecast import LoadForecast, LoadModel
+from jaxserve.scheduling.prefill_packing import SHARER_WORK_RATIO
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.scheduling.slots import DECODE, SlotTable
+from jaxserve.scheduling.slots import SlotTable
 from jaxserve.scheduling.waiting_queue import ARRIVAL, DUE, TOKENS, WORK
 from jaxserve.settings.schema import SchedulerConfig
 
-POINTS = 9  # numbers of decodes for which a step's time is predicted; in between, by a line
-TIGHT = 0.9  # of the objective per token: the most that decodes alone may take
-MISSED = 0.02  # share of first tokens that may come later than predicted and `margin`
-RATE = 0.03  # of the time given: by how much a late first token moves `margin`
-SPARE = 0.5  # of the time given: what a long prompt behind another leaves to short ones to come
-MARGIN = 0.05, 0.6  # its limits
-CALM = 0.8  # what one that finds no prompt before it leaves of it
-SIZES = 16  # prompts of 4^k to 4^(k + 1) tokens have a `margin` of their own
-MEMORY = 0.1  # weight of the last step in what is known of `yielded`
-YIELD = 0.05, 4.0  # its limits
-HURRY = 1.25  # times what steps have taken of late that they may take soon
-FORGET = 0.999  # what a decoded token leaves of the weight of those before, for how long they last
-BEHIND = 1e7  # seconds: more than any two deadlines are apart
-SPENT = 1024  # entries of sequences that have begun, before they are thrown away
-SOON = 0.05  # seconds: the shortest wait that is told
+# share of its TTFT budget that a long prompt behind another keeps free, for short ones to come
+LONG_PROMPT_RESERVE = 0.5
+MIN_MARGIN, MAX_MARGIN = 0.05, 0.6  # shares of the TTFT budget
+TARGET_MISSES = 0.02  # share of first tokens that may come later than forecast and margin say
+MARGIN_STEP = 0.03  # share of the TTFT budget by which a late first token raises the margin
+IDLE_DECAY = 0.8  # factor on the margins when a request finds no prompt before it
+SIZE_CLASSES = 16  # prompts of 4^k to 4^(k + 1) tokens have a margin of their own
+MAX_STALE = 1024  # entries of sequences that have begun, before they are thrown away
+RANK_GAP = 1e7  # seconds: more than any two deadlines are apart
+MIN_RETRY_AFTER = 0.05  # seconds
 
 
-class LoadForecast(NamedTuple):
-    """What runs, as seconds from now. `pace` [slots + 1]: seconds of prefill done per second beside
-    so many decodes. `ends` [decodes] and `slots` [at most slots]: when decodes end and slots come
-    free, soonest first; `lasts`: how long a completion that begins later takes."""
+class LatenessMargins:
+    """By how much, as a share of the TTFT budget, all but a few first tokens come later than they
+    were forecast: one margin for each class of prompt sizes."""
 
-    tpot: float  # the tightest objective per token
-    decodes: int
-    step: float  # of a step with these decodes and prompts, through all stages
-    room: float  # seconds of prefill done in such a step
-    pace: np.ndarray
-    curve: np.ndarray  # [slots + 1], of a step in a stage with so many decodes alone
-    ends: np.ndarray
-    slots: np.ndarray
-    lasts: float
-    most: int  # decodes that this objective allows
+    def __init__(self, slots: SlotTable):
+        self.slots = slots
+        self._margin = np.full(SIZE_CLASSES, MIN_MARGIN)
+        # clock second of the forecast first token, by number of a sequence that waits for it
+        self._forecast: dict[int, float] = {}
+        # a heap of deadlines and numbers of these sequences, and of some that have begun
+        self._due: list[tuple[float, int]] = []
+
+    def of(self, tokens: np.ndarray) -> np.ndarray:
+        """The margins of prompts of so many tokens [n]."""
+        return self._margin[_size_class(tokens)]
+
+    def promise(self, sequence: Sequence, first: float) -> None:
+        """Notes that a sequence was accepted, with its first token forecast for clock second
+        `first`."""
+        self._forecast[sequence.number] = first
+        heappush(self._due, (sequence.ttft_deadline, sequence.number))
+        if len(self._due) > 2 * len(self._forecast) + MAX_STALE:
+            self._due = [entry for entry in self._due if entry[1] in self._forecast]
+            heapify(self._due)
+
+    def first_token(self, sequence: Sequence, now: float) -> None:
+        """Learns from a first token that came at clock second `now`."""
+        forecast = self._forecast.pop(sequence.number, None)
+        if forecast is not None:
+            given = max(sequence.ttft_deadline - sequence.request.arrival, 1e-9)
+            self._learn(sequence, (now - forecast) / given)
+
+    def overdue(self, now: float) -> None:
+        """Learns from first tokens that were due before `now` and did not come: they are late,
+        whenever they come, and policies may put them off for long."""
+        while self._due and self._due[0][0] < now:
+            _, number = heappop(self._due)
+            late = self._forecast.pop(number, None) is not None
+            sequence = self.slots.by_number.get(number)
+            if late and sequence is not None:
+                self._learn(sequence, math.inf)
+
+    def relax(self) -> None:
+        """Lowers the margins at a request that finds no prompt before it: what was learnt in a
+        crowd says little of better times."""
+        self._margin = np.maximum(IDLE_DECAY * self._margin, MIN_MARGIN)
+
+    def _learn(self, sequence: Sequence, late: float) -> None:
+        """late: share of the TTFT budget by which a first token came later than forecast."""
+        size = int(_size_class(np.asarray(len(sequence.request.prompt))))
+        missed = late > self._margin[size]
+        margin = self._margin[size] + MARGIN_STEP * ((1 if missed else 0) - TARGET_MISSES)
+        self._margin[size] = min(max(margin, MIN_MARGIN), MAX_MARGIN)
+
+
+class RankedPrompts(NamedTuple):
+    """Prompts that are partly prefilled or wait, with the new one among them, in the order in which
+    they will be prefilled."""
+
+    fields: np.ndarray  # [4, n] as WaitingQueue.fields
+    waits: np.ndarray  # [n] bool, for a slot
+    place: int  # of the new one
+
+    def without_new(self) -> tuple[np.ndarray, np.ndarray]:
+        """The fields and `waits` of the others."""
+        others = np.arange(len(self.waits)) != self.place
+        return self.fields[:, others], self.waits[others]
 
 
 class AdmissionController:
-    """See the module. Refuses nothing while nobody knows what steps cost."""
+    """Accepts or refuses requests. Refuses nothing while nobody knows what steps cost."""
 
     def __init__(
         self, config: SchedulerConfig, cache: CacheManager, slots: SlotTable, predictor: Predictor
     ):
         self.config = config
-        self.cache = cache
         self.slots = slots
         self.predictor = predictor
-        self.margin = np.full(SIZES, MARGIN[0])  # by size of the prompt, see SIZES
-        # seconds of prefill alone that a step does in a second that it has for prefill
-        self.yielded = 1.0
-        self._mixed = math.inf  # seconds in a stage of steps with decodes and prompts
-        self._tokens = self._ended = 0.0  # decoded, and ends among them: recent ones
-        self._counts = np.unique(np.linspace(0, config.max_seqs, POINTS).astype(int))
-        self._seen: LoadForecast | None = None
-        # clock second of the first token, by number of a sequence that waits for it
-        self._promised: dict[int, float] = {}
-        # a heap: when these are due, and some that are no more
-        self._due: list[tuple[float, int]] = []
+        self.load = LoadModel(config, cache, slots, predictor)
+        self.margins = LatenessMargins(slots)
 
     def listen(self, bus: EventBus) -> None:
-        """Learns from what happens."""
-        bus.subscribe(BatchPacked, lambda event: self.issued(event.batch, event.backlog_before))
-        bus.subscribe(FirstToken, lambda event: self.began(event.sequence, event.now))
-        bus.subscribe(Tokens, lambda event: self.spoke(event.sampled, event.ended))
-
-    # --- the question
+        """Learns from what the scheduler publishes on this bus."""
+        bus.subscribe(BatchPacked, self._learn_batch)
+        bus.subscribe(FirstToken, self._learn_first_token)
+        bus.subscribe(Tokens, self._learn_tokens)
 
     def check(self, sequence: Sequence, now: float, begun: float, feasible: bool) -> float:
         """Clock second at which the sequence, which has come just now, should have its first token.
@@ -105,313 +136,178 @@ class AdmissionController:
         waits. Errors: RequestError where it is refused, with `retry_after`.
         """
         slots = self.slots
-        self._settle(now)
+        self.margins.overdue(now)
         if sequence.request.deadline is not None and sequence.request.deadline <= now:
             raise RequestError("deadline", "has passed", "DEADLINE_EXCEEDED")
         work = slots.work(0, sequence.prefill_len)
-        # what was learnt in a crowd says little of better times
-        if not slots.queue and not slots.prefilling:
-            self.margin = np.maximum(CALM * self.margin, MARGIN[0])
+        nobody_before = not slots.queue and not slots.prefilling
+        if nobody_before:
+            self.margins.relax()
         if not self.predictor.calibrated or not slots.by_number:
             return now + begun + work
-        view, tighter = self._view_for(sequence)
+        forecast, tighter = self.load.beside(sequence)
         if tighter:
-            self._check_decodes(sequence, view)
-        own = sequence.request.arrival, sequence.ttft_deadline, work, sequence.prefill_len
-        fields = np.concatenate([slots.policy_fields(), np.array(own)[:, None]], axis=1)
-        # the youngest goes after those that rank as it does
-        order = np.argsort(self._rank(fields, view, now), kind="stable")
-        place = int(np.argmax(order))
-        fields = fields[:, order]
-        waits = order >= len(slots.prefilling)
-        # its last chunk's step is shared with decodes: they are waited for
-        lag = begun + (view.step / 2 if view.decodes else 0.0)
-        first = self._firsts(fields, waits, view) + lag
-        before = np.empty(0)
-        if place + 1 < len(first):
-            others = np.arange(len(first)) != place
-            before = self._firsts(fields[:, others], waits[others], view)[place:] + lag
-        alone = not feasible and not len(slots.queue) and not slots.prefilling
-        self._check_time(sequence, now, place, before, first, fields, alone, view.room / SHORTER)
-        return now + float(first[place])
+            self._check_decodes(sequence, forecast)
+        prompts = self._ranked(sequence, work, forecast, now)
+        first, before = self._first_tokens(prompts, forecast, begun)
+        own = float(first[prompts.place])
+        self._check_deadline(sequence, now, own)
+        due = prompts.fields[DUE, prompts.place :] - now
+        latest = self._latest(prompts, due, forecast)
+        if feasible or not nobody_before:
+            self._check_own(own, due, latest)
+        self._check_others(prompts, due, latest, first, before)
+        return now + own
 
-    def _check_decodes(self, sequence: Sequence, view: LoadForecast) -> None:
+    def _check_decodes(self, sequence: Sequence, forecast: LoadForecast) -> None:
         """Errors: RequestError where too many run beside it for its objective per token, which is
         the tightest."""
-        count = view.decodes + len(self.slots.prefilling) + sequence.request.sampling.n
-        if count > max(view.most, 1):
-            after = (
-                float(view.ends[min(count - view.most, len(view.ends)) - 1])
-                if len(view.ends)
-                else view.step
-            )
-            raise _refused(
-                f"{count} sequences would run, {view.most} can within {sequence.tpot:g} s per token",
-                "tpot",
-                after,
-            )
+        most = forecast.most_decodes
+        count = forecast.decodes + len(self.slots.prefilling) + sequence.request.sampling.n
+        if count <= max(most, 1):
+            return
+        after = forecast.step
+        ends = forecast.decode_ends
+        if len(ends):
+            after = float(ends[min(count - most, len(ends)) - 1])
+        raise _refused(
+            f"{count} sequences would run, {most} can within {sequence.tpot:g} s per token",
+            "tpot",
+            after,
+        )
 
-    def _check_time(
-        self,
-        sequence: Sequence,
-        now: float,
-        place: int,
-        before: np.ndarray,
-        first: np.ndarray,
-        fields: np.ndarray,
-        alone: bool,
-        long: float,
-    ) -> None:
-        """Errors: RequestError where its own first token would be late (not asked where it is
-        served `alone`), or another one by it. before: when those behind it would have theirs
-        without it. long: seconds of work from which prompts count as long."""
-        due = fields[DUE, place:] - now
-        own = float(first[place])
-        given = fields[DUE, place:] - fields[ARRIVAL, place:]
-        lines = due - self.margin[_size(fields[TOKENS, place:])] * given
-        if fields[WORK, place] > long and np.count_nonzero(fields[WORK] > long) > 1:
-            lines[0] = min(lines[0], due[0] - SPARE * given[0])
+    # --- the order of prompts, and when their first tokens come
+
+    def _ranked(
+        self, sequence: Sequence, work: float, forecast: LoadForecast, now: float
+    ) -> RankedPrompts:
+        own = sequence.request.arrival, sequence.ttft_deadline, work, sequence.prefill_len
+        fields = np.concatenate([self.slots.policy_fields(), np.array(own)[:, None]], axis=1)
+        # the new one, which is the last, goes after those that rank as it does
+        order = np.argsort(self._rank(fields, forecast, now), kind="stable")
+        waits = order >= len(self.slots.prefilling)
+        return RankedPrompts(fields[:, order], waits, int(np.argmax(order)))
+
+    def _rank(self, fields: np.ndarray, forecast: LoadForecast, now: float) -> np.ndarray:
+        """The key [n] by which prompts are prefilled, smallest first. Policies that look at
+        deadlines end up with the first that is due, as long as there is time; prompts that need
+        several steps leave most of these to much shorter ones."""
+        config = self.config
+        arrival, due, work, _ = fields
+        rank = arrival - now if config.policy == "fcfs" else due - now
+        if config.chunking == "adaptive" and config.sharing > 0:
+            steps = np.maximum(work * (1 / forecast.prefill_per_step), 1.0)
+            classes = np.log(steps) * (1 / math.log(1 / SHARER_WORK_RATIO))
+            rank = rank + RANK_GAP * classes.astype(int)
+        if config.policy == "slack":  # what cannot be in time makes way
+            rank = np.where(due - now < work, rank + RANK_GAP**2, rank)
+        return rank
+
+    def _first_tokens(
+        self, prompts: RankedPrompts, forecast: LoadForecast, begun: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds to the first token of each prompt, and of those behind the new one if that were
+        not there."""
+        # the step of a prompt's last chunk is shared with decodes: they are waited for
+        lag = begun + (forecast.step / 2 if forecast.decodes else 0.0)
+        first = self.load.first_tokens(prompts.fields, prompts.waits, forecast) + lag
+        if prompts.place + 1 == len(first):
+            return first, np.empty(0)
+        before = self.load.first_tokens(*prompts.without_new(), forecast)[prompts.place :] + lag
+        return first, before
+
+    # --- whether these are in time
+
+    def _latest(
+        self, prompts: RankedPrompts, due: np.ndarray, forecast: LoadForecast
+    ) -> np.ndarray:
+        """Seconds at which first tokens may be forecast at the latest: the new one's, and those of
+        the prompts behind it, which are `due`."""
+        fields = prompts.fields
+        behind = fields[:, prompts.place :]
+        given = behind[DUE] - behind[ARRIVAL]
+        latest = due - self.margins.of(behind[TOKENS]) * given
+        is_long = fields[WORK] > forecast.prefill_per_step / SHARER_WORK_RATIO
+        if is_long[prompts.place] and np.count_nonzero(is_long) > 1:
+            latest[0] = min(latest[0], due[0] - LONG_PROMPT_RESERVE * given[0])
+        return latest
+
+    def _check_deadline(self, sequence: Sequence, now: float, own: float) -> None:
+        """Errors: RequestError where its first token would come after its deadline."""
         deadline = sequence.request.deadline
-        if deadline is not None and (after := own - (deadline - now)) > 0:
+        if deadline is None:
+            return
+        after = own - (deadline - now)
+        if after > 0:
             raise _refused(
                 f"its first token would come {after:.3g} s after its deadline", "deadline", after
             )
-        if not alone and (after := own - float(lines[0])) > 0:
+
+    def _check_own(self, own: float, due: np.ndarray, latest: np.ndarray) -> None:
+        """Errors: RequestError where its own first token would be late."""
+        after = own - float(latest[0])
+        if after > 0:
             raise _refused(
                 f"its first token is due in {due[0]:.3g} s and would come {after:.3g} s too late",
                 "ttft",
                 after,
             )
-        if before.size:
-            then = first[place + 1 :]
-            line = lines[1:]
-            last = (due - MARGIN[0] * given)[1:]
-            crosses = (before <= line) & (then > line)
-            # in time only if nobody comes before it
-            presses = (fields[WORK, place + 1 :] <= last) & (then > last)
-            after = float(np.where(crosses | presses, then - last, -math.inf).max())
-            if (crosses | presses).any():
-                raise _refused(
-                    "others, whose first tokens are due, would have to wait for it", "ttft", after
-                )
 
-    def _rank(self, fields: np.ndarray, view: LoadForecast, now: float) -> np.ndarray:
-        """By which prompts go, smallest first. Policies that look at deadlines end up with the
-        first that is due, as long as there is time; those that need several steps leave most of
-        these to much shorter ones."""
-        config, (arrival, due, work, _) = self.config, fields
-        rank = arrival - now if config.policy == "fcfs" else due - now
-        if config.chunking == "adaptive" and config.sharing > 0:
-            steps = np.log(np.maximum(work * (1 / view.room), 1.0)) * (1 / math.log(1 / SHORTER))
-            rank = rank + BEHIND * steps.astype(int)
-        return (
-            np.where(due - now < work, rank + BEHIND**2, rank) if config.policy == "slack" else rank
-        )
-
-    # --- the model
-
-    def _firsts(self, fields: np.ndarray, waits: np.ndarray, view: LoadForecast) -> np.ndarray:
-        """Seconds [n] to the first tokens of prompts that go in this order; `waits` [n] bool: for a
-        slot."""
-        slots = len(view.slots)
-        work = fields[WORK]
-        at = np.arange(len(waits))
-        # slots, each again and again
-        turns = (view.slots + view.lasts * np.arange(1 + len(waits) // slots)[:, None]).ravel()
-        ready = np.where(waits, turns[np.cumsum(waits) - 1], 0.0)
-        ready = np.maximum(ready, self._pages_ready(fields[TOKENS], waits, view))
-        about = np.maximum(ready, np.cumsum(work) * (1 / float(view.pace[view.decodes])))
-        ended = np.searchsorted(view.ends, about) + np.searchsorted(about + view.lasts, about)
-        seconds = work / view.pace[np.minimum(np.maximum(view.decodes + at - ended, 0), slots)]
-        before = np.cumsum(seconds) - seconds
-        if self.predictor.mesh.kvp > 1:  # lanes share the work of several, not that of one
-            before /= self.predictor.mesh.kvp
-        return np.maximum.accumulate(ready - before) + before + seconds
-
-    def _pages_ready(
-        self, tokens: np.ndarray, waits: np.ndarray, view: LoadForecast
-    ) -> np.ndarray | float:
-        """When there are pages for each, where there are not enough for all."""
-        slots = self.slots
-        cache = self.cache
-        spare = cache.available - sum(
-            cache.blocks(s.prefill_len) - len(cache.tables[s.slot]) for s in slots.prefilling
-        )
-        if cache.blocks(int(tokens.sum())) + len(tokens) <= spare:
-            return 0.0
-        short = np.cumsum(np.where(waits, np.ceil(tokens * (1 / cache.block_size)), 0.0)) - max(
-            spare, 0
-        )
-        last = float(view.slots[-1]) or view.lasts  # pages come back evenly until then
-        return np.maximum(short, 0.0) * (last / max(cache.total - cache.available, 1))
-
-    def _view_for(self, sequence: Sequence) -> tuple[LoadForecast, bool]:
-        """What runs as it is since the last batch came or went, and as if `sequence` were there
-        too; whether its objective per token is tighter than those of the others."""
-        view = self._running()
-        tighter = sequence.tpot < view.tpot
-        if tighter:
-            view = self._view(sequence.tpot, sequence.prefill_len)
-        return view._replace(
-            lasts=min(sequence.max_new_tokens - 1, self._lasting) * view.step
-        ), tighter
-
-    def _running(self) -> LoadForecast:
-        if self._seen is None:
-            coming = self.slots.policy_fields()[TOKENS]
-            self._seen = self._view(math.inf, float(coming.mean()) if coming.size else 0.0)
-        return self._seen
+    def _check_others(
+        self,
+        prompts: RankedPrompts,
+        due: np.ndarray,
+        latest: np.ndarray,
+        first: np.ndarray,
+        before: np.ndarray,
+    ) -> None:
+        """Errors: RequestError where it would make a first token behind it late that would be in
+        time `before` it came."""
+        if not before.size:
+            return
+        behind = prompts.fields[:, prompts.place + 1 :]
+        first = first[prompts.place + 1 :]
+        latest = latest[1:]
+        # the latest with the smallest margin, which is what is needed if nobody else comes
+        at_best = due[1:] - MIN_MARGIN * (behind[DUE] - behind[ARRIVAL])
+        made_late = (before <= latest) & (first > latest)
+        made_late |= (behind[WORK] <= at_best) & (first > at_best)
+        if made_late.any():
+            after = float(np.where(made_late, first - at_best, -math.inf).max())
+            raise _refused(
+                "others, whose first tokens are due, would have to wait for it", "ttft", after
+            )
 
     def most(self, tpot: float) -> int:
         """Sequences that may have a slot, so that a step of their decodes leaves some of `tpot` to
         prompts; one in any case."""
         if not self.predictor.calibrated:
             return self.config.max_seqs
-        return max(1, _fitting(self._running().curve, tpot / self.predictor.mesh.spp))
+        return max(1, self.load.most_decodes(tpot))
 
-    @property
-    def _lasting(self) -> float:
-        """Tokens that a completion may still be expected to put out, whenever one looks."""
-        return self._tokens / self._ended if self._ended else math.inf
-
-    def _view(self, tpot: float, context: float) -> LoadForecast:
-        """With a tightest objective of `tpot` at most; `context`: tokens, of decodes to come."""
-        slots = self.slots
-        stages = self.predictor.mesh.spp
-        lasting = self._lasting
-        running = slots.phase == DECODE
-        tpot = slots.tightest(tpot)
-        decodes = int(np.count_nonzero(running))
-        curve = self._curve(slots.issued[running], context)
-        step, share = self._step(curve, tpot / stages)
-        pace = np.maximum(share * self.yielded, 1e-3)
-        period = min(float(step[decodes]), HURRY * self._mixed) * stages
-        ends = np.minimum(slots.max_positions - slots.issued, lasting) * period
-        busy = np.where(running, ends, 0.0)
-        for other in slots.prefilling:
-            busy[other.slot] = (
-                other.prefill_seconds_left / pace[decodes]
-                + min(other.max_positions - other.prefill_len, lasting) * period
-            )
-        most = _fitting(curve, tpot / stages)
-        room = period / stages * float(pace[decodes])
-        free = np.sort(busy)[len(busy) - max(1, most) :]
-        return LoadForecast(
-            tpot, decodes, period, room, pace, curve, np.sort(ends[running]), free, 0.0, most
-        )
-
-    def _step(self, curve: np.ndarray, target: float) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of a step [slots + 1] in a stage beside so many decodes while prompts wait, and
-        the share of it that is theirs."""
-        config = self.config
-        if config.chunking == "static":
-            chunk = self.predictor.prefill(0, config.chunk_tokens, config.chunk_tokens)
-            chunk = min(chunk, self.slots.backlog or chunk)
-            return curve + chunk, chunk / (curve + chunk)
-        target = (
-            min(target, config.step_time / self.predictor.mesh.spp)
-            if target == math.inf
-            else target
-        )
-        step = np.where(target > curve, target, (1 + LEAST) * curve)
-        return step, 1 - curve / step
-
-    def _curve(self, contexts: np.ndarray, context: float) -> np.ndarray:
-        """Seconds of a step [slots + 1] in a stage with so many decodes alone: of these contexts,
-        and of `context` tokens the others."""
-        mesh = self.predictor.mesh
-        running = len(contexts)
-        mean, longest = (
-            (float(contexts.mean()), float(contexts.max())) if running else (0.0, context)
-        )
-        seconds = [0.0]
-        for count in self._counts[1:].tolist():
-            tokens = mean * min(count, running) + context * max(count - running, 0)
-            lanes = mesh.kvp * mesh.spp
-            each = -(-count // lanes)
-            seconds.append(
-                self.predictor.lane(LaneLoad(each, tokens / lanes, longest, samples=each))
-            )
-        return np.interp(
-            np.arange(self.config.max_seqs + 1), self._counts, np.maximum.accumulate(seconds)
-        )
-
-    # --- what is learnt
-
-    def issued(self, batch: Batch, before: float) -> None:
-        """A batch was packed; `before`: the backlog until then. It tells what a step gets done
-        where there is more than it can do."""
-        after = self.slots.backlog
-        self._seen = None
-        if not batch.tokens.size or after <= 0 or after >= before or not self.predictor.calibrated:
-            return
-        fed = batch.is_decode
-        lanes = self.predictor.decodes(
-            batch.start[fed], batch.lane[fed], batch.spread[fed], batch.blocks_per_lane[fed]
-        )
-        if fed.any():
-            self._mixed = (
-                batch.seconds
-                if self._mixed == math.inf
-                else self._mixed + MEMORY * (batch.seconds - self._mixed)
-            )
-        had = batch.seconds - (self.predictor.stage(lanes) if fed.any() else 0.0)
-        if had > 0:
-            ratio = min(max((before - after) / self.predictor.mesh.kvp / had, YIELD[0]), YIELD[1])
-            self.yielded += MEMORY * (ratio - self.yielded)
+    # --- what happens, to learn from
 
     def promise(self, sequence: Sequence, first: float) -> None:
-        """A sequence is accepted, with its first token at clock second `first`."""
-        self._promised[sequence.number] = first
-        heappush(self._due, (sequence.ttft_deadline, sequence.number))
-        if len(self._due) > 2 * len(self._promised) + SPENT:
-            self._due = [entry for entry in self._due if entry[1] in self._promised]
-            heapify(self._due)
+        """Notes that a sequence is accepted, with its first token at clock second `first`."""
+        self.margins.promise(sequence, first)
 
-    def began(self, sequence: Sequence, now: float) -> None:
-        """A sequence has its first token."""
-        first = self._promised.pop(sequence.number, None)
-        if first is not None:
-            self._learn(
-                sequence,
-                (now - first) / max(sequence.ttft_deadline - sequence.request.arrival, 1e-9),
-            )
+    def _learn_batch(self, event: BatchPacked) -> None:
+        if self.predictor.calibrated:
+            self.load.learn_step(event.batch, event.backlog_before)
 
-    def _settle(self, now: float) -> None:
-        """Those whose first token was due are late, whenever it comes: policies may put them off
-        for long."""
-        while self._due and self._due[0][0] < now:
-            _, number = heappop(self._due)
-            late = self._promised.pop(number, None) is not None
-            if late and (sequence := self.slots.by_number.get(number)) is not None:
-                self._learn(sequence, math.inf)
+    def _learn_first_token(self, event: FirstToken) -> None:
+        self.margins.first_token(event.sequence, event.now)
 
-    def _learn(self, sequence: Sequence, late: float) -> None:
-        """late: by which share of the time that was given its first token came later than
-        predicted."""
-        size = _size(len(sequence.request.prompt))
-        margin = self.margin[size] + RATE * ((1 - MISSED) if late > self.margin[size] else -MISSED)
-        self.margin[size] = min(max(margin, MARGIN[0]), MARGIN[1])
-
-    def spoke(self, count: int, ended: int) -> None:
-        """A batch gave `count` tokens, and so many completions ended by them."""
-        kept = FORGET**count
-        self._seen = None
-        self._tokens = kept * self._tokens + count
-        self._ended = kept * self._ended + ended
+    def _learn_tokens(self, event: Tokens) -> None:
+        self.load.learn_tokens(event.sampled, event.ended)
 
 
-def _fitting(curve: np.ndarray, target: float) -> int:
-    """The most decodes whose steps take little enough of the target."""
-    return int(np.searchsorted(curve, TIGHT * target, side="right")) - 1
+def _size_class(tokens: np.ndarray) -> np.ndarray:
+    return np.minimum(np.log2(tokens) * 0.5, SIZE_CLASSES - 1).astype(int)
 
 
-def _size(tokens: Any) -> Any:
-    return np.minimum(np.log2(tokens) * 0.5, SIZES - 1).astype(int)
-
-
-def _refused(said: str, reason: str, after: float) -> RequestError:
-    after = max(after, SOON)
+def _refused(message: str, reason: str, after: float) -> RequestError:
+    after = max(after, MIN_RETRY_AFTER)
     return RequestError(
-        "", f"{said}; try again in {after:.3g} s", "RESOURCE_EXHAUSTED", after, reason
+        "", f"{message}; try again in {after:.3g} s", "RESOURCE_EXHAUSTED", after, reason
     )

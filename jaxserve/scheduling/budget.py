@@ -4,17 +4,25 @@ allows (medha.md M2, M10)."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from jaxserve.costs.predictor import LaneLoad, Predictor
 
-LEAST = 0.25  # of the decodes' time that chunks get where decodes alone take all there is
+# share of the decodes' time that chunks get where decodes alone take all there is
+MIN_PREFILL_SHARE = 0.25
+
+BlocksPerLane = list[int] | None  # of a sequence, if it is spread over lanes
+Chunk = tuple[int, BlocksPerLane, int, int]  # home lane, blocks, cached tokens, new tokens
 
 
 class StepBudget:
-    """What a step has room for: per lane, tokens (`left`), what it does so far (`lanes`) and its
-    seconds (`pace`). Paces of the step in seconds: `target`, and `long`, which a prompt of several
-    steps may not exceed, since what arrives meanwhile waits for the step's end."""
+    """The tokens and seconds that a step has, and what of them is used.
+
+    `lanes`: what each lane does so far, at first its decodes. `decode_seconds` and `lane_seconds`
+    [lanes]: predicted seconds of each lane with the decodes alone, and with all so far.
+    `tokens_left` [lanes]: prefill tokens that a lane can still take. `target` and `long_target`:
+    predicted seconds that a step may take, the latter where it has a part of a prompt that needs
+    several steps: what arrives meanwhile waits for the step's end.
+    """
 
     def __init__(
         self,
@@ -23,34 +31,40 @@ class StepBudget:
         tokens: int,
         tile: int,
         target: float,
-        long: float,
+        long_target: float,
     ):
+        """tokens: most prefill tokens per lane; tile: prefill tokens are computed in multiples of
+        so many. The targets are raised where decodes alone take longer."""
         self.predictor = predictor
         self.lanes = lanes
         self.tile = tile
         self.tokens_left = [tokens] * len(lanes)
-        self.base = [predictor.lane(lane) for lane in lanes]  # seconds before any chunk
-        self.pace = self.base.copy()
-        # the last chunk asked about, and the lanes with it
-        self._tried: tuple[tuple, list[tuple[int, LaneLoad, float]]] = ((), [])
-        least = (1 + LEAST) * max(self.base)
-        self.target = target if target > max(self.base) else least
-        self.long = min(self.target, max(long, least))
+        self.decode_seconds = [predictor.lane(lane) for lane in lanes]
+        self.lane_seconds = self.decode_seconds.copy()
+        # the last chunk asked about, and the lanes that it bears on: number, load, seconds
+        self._tried: tuple[Chunk | None, list[tuple[int, LaneLoad, float]]] = (None, [])
+        slowest = max(self.decode_seconds)
+        least = (1 + MIN_PREFILL_SHARE) * slowest
+        self.target = target if target > slowest else least
+        self.long_target = min(self.target, max(long_target, least))
 
-    def until(self, home: int, share: float) -> float:
-        """The pace at which `share` of what the decodes leave of the target is used up."""
-        return self.base[home] + share * max(0.0, self.target - self.base[home])
+    def limit(self, home: int, share: float) -> float:
+        """The step time at which `share` of what the home lane's decodes leave of the target is
+        used up."""
+        decodes = self.decode_seconds[home]
+        return decodes + share * max(0.0, self.target - decodes)
 
-    def so_far(self, home: int, held: list[int] | None) -> float:
-        """Seconds of the lanes on which a chunk would bear."""
-        return self.pace[home] if held is None else max(self.pace)
+    def seconds(self, home: int, held: BlocksPerLane) -> float:
+        """Seconds so far of the lanes that a chunk would bear on: all, if its sequence is
+        spread."""
+        return self.lane_seconds[home] if held is None else max(self.lane_seconds)
 
-    def seconds(self, home: int, held: list[int] | None, cached: int, new: int) -> float:
-        """Seconds of these lanes with a chunk more."""
-        lanes = self._with(home, held, cached, new)
+    def seconds_with(self, home: int, held: BlocksPerLane, cached: int, new: int) -> float:
+        """Seconds of these lanes with a chunk of `new` tokens after `cached` ones."""
+        lanes = self._with((home, held, cached, new))
         return lanes[0][2] if held is None else max(seconds for _, _, seconds in lanes)
 
-    def _with(self, *chunk: Any) -> list[tuple[int, LaneLoad, float]]:
+    def _with(self, chunk: Chunk) -> list[tuple[int, LaneLoad, float]]:
         if self._tried[0] != chunk:
             joined = self.predictor.joined(self.lanes, *chunk)
             self._tried = (
@@ -59,58 +73,57 @@ class StepBudget:
             )
         return self._tried[1]
 
-    def take(self, home: int, held: list[int] | None, cached: int, new: int) -> None:
-        """A chunk joins the step. Its share of the tokens is in whole tiles, as the device computes
-        them."""
-        for index, lane, seconds in self._with(home, held, cached, new):
+    def add(self, home: int, held: BlocksPerLane, cached: int, new: int) -> None:
+        """Adds a chunk to the step. It takes whole tiles of the home lane's tokens, as the device
+        computes them."""
+        for index, lane, seconds in self._with((home, held, cached, new)):
             self.lanes[index] = lane
-            self.pace[index] = seconds
-        self._tried = (), []
+            self.lane_seconds[index] = seconds
+        self._tried = (None, [])
         self.tokens_left[home] = max(0, self.tokens_left[home] - -(-new // self.tile) * self.tile)
 
 
-Chunking = Callable[[StepBudget, int, "list[int] | None", int, int, float], int]
+# budget, home lane, blocks per lane, cached tokens, most new tokens, step time in seconds
+Chunking = Callable[[StepBudget, int, BlocksPerLane, int, int, float], int]
 
 
 def static(
-    room: StepBudget, home: int, held: list[int] | None, cached: int, most: int, until: float
+    budget: StepBudget, home: int, held: BlocksPerLane, cached: int, most: int, limit: float
 ) -> int:
-    """As many tokens as there is room for, whatever the time (Sarathi)."""
+    """As many tokens as the lane can take, whatever the time (Sarathi)."""
     return most
 
 
 def adaptive(
-    room: StepBudget, home: int, held: list[int] | None, cached: int, most: int, until: float
+    budget: StepBudget, home: int, held: BlocksPerLane, cached: int, most: int, limit: float
 ) -> int:
-    """The most tokens, in whole tiles or all that is left, with which the step is done by `until`;
-    0 where one tile is too much."""
-    below = room.so_far(home, held)
-    if until <= below:
+    """The most tokens, in whole tiles or all of `most`, with which the step takes no longer than
+    `limit`; 0 where one tile is too much."""
+    below = budget.seconds(home, held)
+    if limit <= below:
         return 0
-    above = room.seconds(home, held, cached, most)
-    if above <= until:
+    above = budget.seconds_with(home, held, cached, most)
+    if above <= limit:
         return most
-    # `low` tiles fit, `high` do not
+    # `low` tiles fit, `high` do not; try in turns where a line would cross, and half way
     low = 0
-    high = -(-most // room.tile)
-    even = False
+    high = -(-most // budget.tile)
+    halve = False
     while high - low > 1:
-        middle = (
-            (low + high) // 2
-            if even
-            else low + int((high - low) * (until - below) / (above - below))
-        )
-        # by turns where a line would cross, and half way
+        if halve:
+            middle = (low + high) // 2
+        else:
+            middle = low + int((high - low) * (limit - below) / (above - below))
+        halve = not halve
         middle = min(max(middle, low + 1), high - 1)
-        even = not even
-        seconds = room.seconds(home, held, cached, middle * room.tile)
-        if seconds <= until:
+        seconds = budget.seconds_with(home, held, cached, middle * budget.tile)
+        if seconds <= limit:
             low = middle
             below = seconds
         else:
             high = middle
             above = seconds
-    return low * room.tile
+    return low * budget.tile
 
 
 CHUNKING: dict[str, Chunking] = {"static": static, "adaptive": adaptive}

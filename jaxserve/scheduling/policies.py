@@ -1,19 +1,21 @@
-"""In what order requests are prefilled: one function per policy, smallest first, recomputed before
-every step.
+"""The order in which sequences are prefilled: one function per policy.
 
-A policy sees arrays over all sequences that wait or are partly prefilled: when they came, when
-their first token is due, and how long the rest of their prefill will take. Ties go to the older
-sequence.
+A policy returns a key per sequence; the smallest goes first, and of equal ones the older sequence.
+Keys are computed before every step, of all sequences that wait or are partly prefilled, from
+arrays [n]: clock seconds of their arrival, clock seconds at which their first token is due, and
+predicted seconds of the rest of their prefill (`work`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
-PATIENCE = 8.0  # times what it was given that a request waits behind those that can be in time
+# multiple of its TTFT budget after which a late request no longer waits for those in time
+PATIENCE = 8.0
+Numbers = TypeVar("Numbers", float, np.ndarray)
 Policy = Callable[[float, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -28,31 +30,31 @@ def edf(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) -> n
 
 
 def llf(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) -> np.ndarray:
-    """Least laxity first: by slack in seconds, what is left of the time to the deadline once the
-    work is done."""
+    """Least laxity first: by slack in seconds, the time that is left to the deadline once the work
+    is done."""
     return due - now - work
 
 
 def slack(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) -> np.ndarray:
-    """Least relative slack, the papers' LRS: slack as a share of all the time the request was given, so that a
-    long request, which is given much, and a short one, which is given little, press alike (Medha
-    4.2, Eq. 7).
+    """Least relative slack first (the papers' LRS): slack as a share of the TTFT budget, so that a
+    long request, whose budget is large, and a short one are equally urgent (Medha 4.2, Eq. 7).
 
-    One that can no longer be in time makes way for those that can: its slack counts against as much
-    time again, and twice that, behind all others. Once it needs `PATIENCE` times what it was given
-    it goes first, so that nothing starves.
+    A request that can no longer be in time goes behind those that can, by its slack against twice
+    the budget, then four times, and so on. Once it needs `PATIENCE` times its budget it goes first,
+    so that nothing starves.
     """
-    left = relative_slack(now, arrival, due, work)
-    if not left.size or left.min() >= 0:
-        return left
-    need = 1 - left  # of the time it was given
-    again, _ = np.frexp(need)  # need over a power of two, in [1/2, 1)
-    return np.where(left >= 0, left, np.where(need < PATIENCE, 2 - again, -need))
+    relative = relative_slack(now, arrival, due, work)
+    if not relative.size or relative.min() >= 0:
+        return relative
+    need = 1 - relative  # multiples of the budget until the first token
+    against, _ = np.frexp(need)  # need over the next power of two, in [1/2, 1)
+    late = np.where(need < PATIENCE, 2 - against, -need)
+    return np.where(relative >= 0, relative, late)
 
 
-def relative_slack(now: float, arrival: Any, due: Any, work: Any) -> Any:
-    """(due - now - work) / (due - arrival), of arrays or numbers: 1 with all time left, below 0
-    where it is too late (Medha, Eq. 7)."""
+def relative_slack(now: float, arrival: Numbers, due: Numbers, work: Numbers) -> Numbers:
+    """Slack as a share of the TTFT budget, (due - now - work) / (due - arrival): 1 with all time
+    left, below 0 where it is too late (Medha, Eq. 7)."""
     return (due - now - work) / np.maximum(due - arrival, 1e-9)
 
 

@@ -1,5 +1,5 @@
-"""Who is prefilled next: sequences that are partly prefilled and those that wait, as the policy
-ranks them."""
+"""Ranks the sequences that can be prefilled in a step: partly prefilled ones and waiting ones, by
+the policy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from jaxserve.scheduling.page_admission import PageAdmission
 from jaxserve.scheduling.policies import POLICIES
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import SlotTable
-from jaxserve.scheduling.waiting_queue import TOKENS, WORK, ranked
+from jaxserve.scheduling.waiting_queue import TOKENS, WORK, smallest_first
 
 
 class PrefillOrder:
-    """The order of one step. Each candidate comes once; who cannot come in is left out."""
+    """The order of one step. Each sequence comes once, in whichever pass reaches it first; waiting
+    ones that cannot be admitted any more are left out."""
 
     def __init__(self, policy: str, now: float, slots: SlotTable, admission: PageAdmission):
         self.admission = admission
@@ -28,22 +29,21 @@ class PrefillOrder:
         self._key = POLICIES[policy](now, *fields[:TOKENS])
         self._left = np.ones(self._key.size, bool)
 
-    def ranked(self, most: float = math.inf) -> Iterator[Sequence]:
-        """Those that have not come yet, of at most so many seconds of work, and the first large
-        prompt that waits: it may claim pages."""
-        some = (
-            self._left
-            if most == math.inf
-            else self._left & (self._work <= most) | self._first_large()
-        ).nonzero()[0]
+    def ranked(self, most_work: float = math.inf) -> Iterator[Sequence]:
+        """Sequences that have not come yet, of at most `most_work` seconds of prefill, and the
+        first large prompt that waits: it may claim pages."""
+        chosen = self._left
+        if most_work < math.inf:
+            chosen = self._left & (self._work <= most_work) | self._first_large()
+        indices = chosen.nonzero()[0]
         count = len(self._running)
-        runs = int(np.searchsorted(some, count))  # candidates that have a slot
-        for place in ranked(self._key[some]):
-            index = int(some[place])
+        running_left = int(np.searchsorted(indices, count))
+        for place in smallest_first(self._key[indices]):
+            index = int(indices[place])
             if index < count:
-                runs = runs - 1
+                running_left -= 1
                 sequence = self._running[index]
-            elif self.admission.open or runs:
+            elif self.admission.open or running_left:
                 sequence = self._waiting[index - count]
                 if not self.admission.may(sequence):
                     continue
@@ -53,10 +53,10 @@ class PrefillOrder:
             yield sequence
 
     def _first_large(self) -> np.ndarray:
-        """Where it is: [n] bool."""
+        """[n] bool: True for the first large prompt that waits, if there is any."""
         large = self._left & (self._tokens > self.admission.small_tokens)
         large[: len(self._running)] = False
-        out = np.zeros_like(large)
+        first = np.zeros_like(large)
         if large.any():
-            out[np.argmin(np.where(large, self._key, math.inf))] = True
-        return out
+            first[np.argmin(np.where(large, self._key, math.inf))] = True
+        return first

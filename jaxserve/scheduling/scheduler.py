@@ -28,9 +28,10 @@ from jaxserve.scheduling.events import (
     FirstToken,
     Tokens,
 )
-from jaxserve.scheduling.packing import SHORTER, BatchPacker, Planner
+from jaxserve.scheduling.packing import BatchPacker
 from jaxserve.scheduling.page_admission import PageAdmission
 from jaxserve.scheduling.policies import POLICIES
+from jaxserve.scheduling.prefill_packing import SHARER_WORK_RATIO, Planner
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slots import ENDED, LEAVING, SlotTable
 from jaxserve.scheduling.waiting_queue import TOKENS, WORK
@@ -101,8 +102,10 @@ class Scheduler:
             self.admission.listen(self.bus)
         self._planner = planner
         most = None if self.admission is None else self.admission.most
-        pages = PageAdmission(cache, self.slots, most)
-        self.packer = BatchPacker(config, mesh, cache, self.slots, self.predictor, pages, planner)
+        self._page_admission = PageAdmission(cache, self.slots, most)
+        self.packer = BatchPacker(
+            config, mesh, cache, self.slots, self.predictor, self._page_admission, planner
+        )
         self._entries: dict[str, LiveEntry] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         self._flight: deque[Batch] = deque()
@@ -234,7 +237,7 @@ class Scheduler:
         if config.chunking == "adaptive" and config.sharing > 0:
             # what a longer prompt takes of the steps that both are in
             beside = own * (1 - config.sharing) / config.sharing
-            ahead = np.where(SHORTER * ahead >= own, np.minimum(ahead, beside), ahead)
+            ahead = np.where(SHARER_WORK_RATIO * ahead >= own, np.minimum(ahead, beside), ahead)
         return (
             begun
             + float(ahead.sum()) / self.predictor.mesh.kvp
@@ -532,7 +535,7 @@ class Scheduler:
         """The invariants of scheduler, slots and cache. Errors: AssertionError with what
         differs."""
         self.cache.check()
-        self.packer.admission.check()
+        self._page_admission.check()
         self.slots.check(self._flight)
         alive = {
             sequence.number for entry in self._entries.values() for sequence in entry.alive.values()

@@ -1,4 +1,4 @@
-"""One completion of a request, from the queue to its end."""
+"""One completion of a request, from the queue to its end: its tokens, objectives and times."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ NO_SLOT = -1
 
 
 class PlanPart(NamedTuple):
-    """Part of a plan for a prompt: tokens up to before `stop` are computed by these lanes, which
-    hold all of its blocks by then. The lanes of the parts before are among them (Tetris, section
-    3.1)."""
+    """A part of a plan for a prompt: the tokens from the part before to before `stop` are computed
+    by these lanes, over which all blocks so far are dealt out by then. The lanes of the part before
+    are among them (Tetris, section 3.1)."""
 
     stop: int
     lanes: tuple[int, ...]
 
 
 class History:
-    """The tokens of a sequence: the prompt's and those put out so far."""
+    """The tokens of a sequence: those of the prompt, then those put out so far."""
 
     def __init__(self, prompt: np.ndarray):
         self.prompt = prompt
@@ -34,7 +34,7 @@ class History:
         return len(self.prompt) + len(self.output)
 
     def __call__(self, first: int, last: int) -> np.ndarray:
-        """Token ids [last - first] int32."""
+        """Ids of the tokens `first` to before `last`, int32."""
         prompt = len(self.prompt)
         if last <= prompt:
             return self.prompt[first:last]
@@ -43,11 +43,12 @@ class History:
 
 
 class Sequence:
-    """One completion. Only the scheduler changes it.
+    """One completion of a request. Only the scheduler changes it.
 
-    `limit` is the most tokens it may put out, `end` the most positions to compute: the last token
-    is never fed. `target` is how many tokens were known when it was last queued: these are
-    prefilled, and what is sampled after the last of them is fed on the device.
+    `number` counts all sequences of a scheduler, `index` those of the request. `max_positions` is
+    the most positions to compute: the last token is never fed. `prefill_len` is how many tokens
+    were known when it was last queued: these are prefilled, and what is sampled after the last of
+    them is fed on the device.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Sequence:
         self.block_hashes = cache.block_hashes(request.cache_salt, self.history)
         self.prefix_match = NO_MATCH  # pages of its first blocks when that was last asked
         self.prefill_len = len(request.prompt)
-        # the last part ends where the prompt does; none: lanes are chosen block by block
+        # the last part ends where the prompt does; empty: the cache chooses lanes block by block
         self.plan: tuple[PlanPart, ...] = ()
         self.prefill_seconds_left = 0.0  # predicted seconds of the rest of its prefill
         self.slot = NO_SLOT
@@ -90,25 +91,28 @@ class Sequence:
         )
 
     def plan_at(self, start: int) -> PlanPart:
-        """The part with the token at `start`; all of the prompt where there is no plan."""
+        """The part of the plan with the token at `start`; all of the prompt, without lanes, where
+        there is none."""
         return next(
             (part for part in self.plan if start < part.stop), PlanPart(self.prefill_len, ())
         )
 
     @property
     def reads_cache(self) -> bool:
+        """Whether its first blocks may be taken from the prefix cache: not where the request wants
+        log-probabilities of its prompt, which must be computed."""
         return not self.request.bypass_prefix_cache and self.prompt_logprobs is None
 
     def note_prompt_logprobs(self, start: int, entries: list[Logprobs]) -> None:
-        """`entries` belong to the tokens after position `start`; told again after a preemption,
-        they take the same places."""
+        """Notes log-probabilities of the prompt's tokens from position `start + 1` on; after a
+        preemption they replace those noted before."""
         if self.prompt_logprobs is not None:
             entries = entries[: max(len(self.prompt_logprobs) - start - 1, 0)]
             self.prompt_logprobs[start + 1 : start + 1 + len(entries)] = entries
 
     def append_token(self, token: int, now: float) -> str | None:
-        """One more token; the reason where it is the last. Errors: RequestError where the guide
-        cannot be followed any more."""
+        """Appends a token that came at clock second `now`; returns the reason where it is the last
+        one. Errors: RequestError where no token follows the structured output's grammar."""
         self.output.append(token)
         self.last_token_at = now
         if self.first_token_at is None:
@@ -122,13 +126,11 @@ class Sequence:
         return "length" if len(self.output) >= self.max_new_tokens else None
 
     def finished(self, reason: str, now: float, error: RequestError | None = None) -> Finished:
+        """The event that it ended at clock second `now`; what had not happened counts as then."""
         arrival = self.request.arrival
         started = now if self.started_at is None else self.started_at
-        timing = Timing(
-            started - arrival,
-            (now if self.first_token_at is None else self.first_token_at) - arrival,
-            now - arrival,
-        )
+        first_token = now if self.first_token_at is None else self.first_token_at
+        timing = Timing(started - arrival, first_token - arrival, now - arrival)
         usage = Usage(len(self.request.prompt), self.cached_tokens, len(self.output))
         logprobs = None if self.prompt_logprobs is None else tuple(self.prompt_logprobs)
         return Finished(self.index, reason, usage, timing, logprobs, error)

@@ -1,8 +1,9 @@
-"""Who waits and who runs: the queue, and the slots with what every step needs to know of them.
+"""The slots of running sequences, and the queue of waiting ones.
 
-The slots' state is arrays, so that a step over 256 running sequences costs a few numpy calls. A
-slot goes EMPTY -> PREFILL -> DECODE and from either to LEAVING (preempted: will wait again) or
-ENDED; it is given back when no batch in flight contains it any more.
+What every step needs to know of the slots is kept as arrays, so that a step over 256 running
+sequences costs a few numpy calls. A slot goes EMPTY -> PREFILL -> DECODE, and from either to
+LEAVING (its sequence was preempted and will wait again) or ENDED; it is EMPTY again when no batch
+in flight contains it any more.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ import numpy as np
 from jaxserve.api.batch import Batch
 from jaxserve.cache import CacheManager
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
-from jaxserve.scheduling.waiting_queue import WORK, WaitingQueue, age
+from jaxserve.scheduling.waiting_queue import WORK, WaitingQueue, age, fields_of
 
-EMPTY, PREFILL, DECODE, LEAVING, ENDED = range(5)  # from LEAVING on nothing more is issued
+# phases of a slot; from LEAVING on nothing more of its sequence is issued
+EMPTY, PREFILL, DECODE, LEAVING, ENDED = range(5)
 
 
 class SlotTable:
-    """Arrays by slot, the `queue` and the `prefilling` sequences, both by age, and `sequences`: by
-    number, all that wait or have a slot.
+    """All sequences that wait or have a slot.
 
-    work: seconds to prefill tokens a to before b.
+    `queue`: waiting sequences, `prefilling`: partly prefilled ones, both by age; `by_slot` and
+    `by_number`: sequences by their slot, and all of them by their number. Arrays are by slot.
+    work: predicted seconds to prefill tokens a to before b.
     """
 
     def __init__(self, slots: int, cache: CacheManager, work: Callable[[int, int], float]):
@@ -38,9 +41,9 @@ class SlotTable:
         self.tpot = np.zeros(slots)  # objective, seconds per output token
         self.in_flight = np.zeros(slots, np.int32)  # batches in flight that contain it
         self.last_batch = np.zeros(slots, np.int64)  # batch it was last part of
-        self.by_slot: dict[int, Sequence] = {}  # by slot
-        self.free = list(range(slots - 1, -1, -1))
-        self.unannounced: set[int] = set()  # slots of which no batch has told yet
+        self.by_slot: dict[int, Sequence] = {}
+        self.free = list(range(slots - 1, -1, -1))  # the last is taken first
+        self.unannounced: set[int] = set()  # slots whose sequence was in no batch yet
         self.queue = WaitingQueue()
         self.prefilling: list[Sequence] = []
         self.by_number: dict[int, Sequence] = {}
@@ -48,47 +51,41 @@ class SlotTable:
 
     @property
     def draining(self) -> bool:
-        """Whether slots and pages come back without anyone's doing, once batches in flight
-        finish."""
+        """Whether slots and pages will be given back once the batches in flight have finished."""
         return bool((self.phase >= LEAVING).any())
 
     @property
     def backlog(self) -> float:
-        """Seconds of prefill that are left to do."""
+        """Predicted seconds of prefill that are left to do."""
         return float(self.queue.fields[WORK].sum()) + sum(
             sequence.prefill_seconds_left for sequence in self.prefilling
         )
 
     def tightest(self, tpot: float = math.inf) -> float:
-        """The least objective per token, in seconds, of those that run, and this one."""
+        """The tightest objective per output token, in seconds, of the running sequences and
+        `tpot`."""
         return float(self.tpot[(self.phase == PREFILL) | (self.phase == DECODE)].min(initial=tpot))
 
     def wait(self, sequence: Sequence) -> None:
+        """Queues a sequence: what it has put out so far is part of what it prefills."""
         sequence.prefill_len = len(sequence.history)
         sequence.prefill_seconds_left = self.work(0, sequence.prefill_len)
         self.queue.add(sequence)
 
     def policy_fields(self) -> np.ndarray:
-        """What policies look at, [4, n] as in Line.fields: the prefilling sequences, then those
-        that wait."""
-        mine = [
-            (
-                sequence.request.arrival,
-                sequence.ttft_deadline,
-                sequence.prefill_seconds_left,
-                sequence.prefill_len,
-            )
-            for sequence in self.prefilling
-        ]
-        return np.concatenate([np.array(mine).reshape(-1, 4).T, self.queue.fields], 1)
+        """What policies look at, [4, n] as in WaitingQueue.fields: of the prefilling sequences,
+        then of those that wait."""
+        prefilling = np.array([fields_of(sequence) for sequence in self.prefilling])
+        return np.concatenate([prefilling.reshape(-1, 4).T, self.queue.fields], 1)
 
-    def forget(self, sequence: Sequence, line: WaitingQueue | list[Sequence]) -> None:
-        """A sequence that waits in `line` has ended."""
-        line.remove(sequence)
+    def forget(self, sequence: Sequence, queue: WaitingQueue | list[Sequence]) -> None:
+        """Removes a sequence that has ended from the queue in which it waits."""
+        queue.remove(sequence)
         del self.by_number[sequence.number]
 
     def admit(self, sequence: Sequence, issued: int) -> int:
-        """One of the queue gets a slot; its first `issued` positions are in the cache."""
+        """Gives a queued sequence a slot; its first `issued` positions are in the cache. Returns
+        the slot."""
         self.queue.remove(sequence)
         slot = self.free.pop()
         self.unannounced.add(slot)
@@ -103,8 +100,8 @@ class SlotTable:
         return slot
 
     def withdraw(self, sequence: Sequence, phase: int) -> None:
-        """Nothing more of a running sequence is issued: it has ENDED, or is LEAVING to wait
-        again."""
+        """Stops issuing a running sequence, which has ENDED, or is LEAVING to wait again. Its slot
+        and pages are given back at once if no batch in flight contains it."""
         slot = sequence.slot
         self.preemptions += phase == LEAVING
         if self.phase[slot] == PREFILL:
@@ -114,11 +111,13 @@ class SlotTable:
             self.vacate(slot)
 
     def finish(self, slots: np.ndarray) -> None:
-        """A batch with these slots is no longer in flight, and all about it is known."""
+        """Gives back those of the slots [n] of a batch that was read which no other batch in flight
+        contains and whose sequences have ended or leave."""
         for slot in slots[(self.in_flight[slots] == 0) & (self.phase[slots] >= LEAVING)].tolist():
             self.vacate(slot)
 
     def vacate(self, slot: int) -> None:
+        """Gives back a slot and its pages; its sequence is forgotten, or waits again."""
         sequence = self.by_slot.pop(slot)
         leaving = self.phase[slot] == LEAVING
         self.cache.release(slot)

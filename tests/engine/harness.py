@@ -22,7 +22,7 @@ from jaxserve.engine.shapes import StepShape
 from jaxserve.engine.stages import HiddenStates
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.events import StepIssued
-from jaxserve.scheduling.packing import Planner
+from jaxserve.scheduling.prefill_packing import Planner
 from jaxserve.scheduling.sequence import PlanPart
 from jaxserve.settings.schema import (
     CacheConfig,

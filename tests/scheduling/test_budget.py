@@ -37,23 +37,23 @@ def room(
 
 def test_without_decodes_all_prompts_have_the_same_time():
     made = room(0.25, 0.25)
-    assert (made.target, made.long) == (0.25, 0.25)
+    assert (made.target, made.long_target) == (0.25, 0.25)
     assert adaptive(made, 0, None, 0, 4096, made.target) == 250
 
 
 def test_a_prompt_of_several_steps_has_less_time_than_short_ones_that_fill_the_objective():
     """100 decodes, of which each may wait a second."""
     made = room(1.0, 0.25, 100)
-    assert (made.target, made.long) == (1.0, 0.25)
+    assert (made.target, made.long_target) == (1.0, 0.25)
     assert (
         adaptive(made, 0, None, 0, 4096, made.target) == 900
-        and adaptive(made, 0, None, 0, 4096, made.long) == 150
+        and adaptive(made, 0, None, 0, 4096, made.long_target) == 150
     )
 
 
 def test_it_has_no_more_than_the_objective_of_the_decodes():
     made = room(0.2, 0.25, 100)
-    assert (made.target, made.long) == (0.2, 0.2)
+    assert (made.target, made.long_target) == (0.2, 0.2)
 
 
 @pytest.mark.parametrize(
@@ -62,50 +62,52 @@ def test_it_has_no_more_than_the_objective_of_the_decodes():
 def test_where_decodes_take_all_the_time_there_is_chunks_get_a_quarter_of_theirs(objective, target):
     """100 decodes take 0.1 s."""
     made = room(objective, 0.01, 100)
-    assert (made.target, made.long) == pytest.approx((target, target))
-    assert adaptive(made, 0, None, 0, 4096, made.long) == pytest.approx(1000 * target - 100, abs=1)
+    assert (made.target, made.long_target) == pytest.approx((target, target))
+    assert adaptive(made, 0, None, 0, 4096, made.long_target) == pytest.approx(
+        1000 * target - 100, abs=1
+    )
 
 
 @pytest.mark.parametrize("long, then", [(0.05, 0.125), (0.12, 0.125), (0.13, 0.13)])
-def test_a_prompt_of_several_steps_has_a_quarter_of_the_decodes_time_however_short_its_steps_shall_be(
+def test_a_long_prompt_has_a_quarter_of_the_decodes_time_however_short_its_steps_shall_be(
     long, then
 ):
-    assert room(1.0, long, 100).long == pytest.approx(then)
+    assert room(1.0, long, 100).long_target == pytest.approx(then)
 
 
 def test_the_lane_with_most_decodes_tells_whether_they_take_all_the_time():
     made = room(0.1, 0.1, 20, 100)
-    assert (made.target, made.long) == pytest.approx((0.125, 0.125))
-    assert made.base == pytest.approx([0.02, 0.1]) and made.until(0, 0.5) == pytest.approx(
-        0.02 + 0.5 * 0.105
-    )
+    assert (made.target, made.long_target) == pytest.approx((0.125, 0.125))
+    assert made.decode_seconds == pytest.approx([0.02, 0.1]) and made.limit(
+        0, 0.5
+    ) == pytest.approx(0.02 + 0.5 * 0.105)
 
 
 def test_a_share_is_of_what_the_decodes_leave():
     made = room(1.0, 0.25, 100)
-    assert [made.until(0, share) for share in (0, 0.5, 1)] == pytest.approx([0.1, 0.55, 1.0])
+    assert [made.limit(0, share) for share in (0, 0.5, 1)] == pytest.approx([0.1, 0.55, 1.0])
 
 
 def test_what_was_taken_is_there_no_more():
     """50 tokens take one tile of 64."""
     made = room(0.25, 0.25, tile=64, tokens=256)
-    made.take(0, None, 0, 50)
-    assert made.tokens_left == [192] and made.pace == pytest.approx([0.05])
+    made.add(0, None, 0, 50)
+    assert made.tokens_left == [192] and made.lane_seconds == pytest.approx([0.05])
     assert adaptive(made, 0, None, 0, 192, made.target) == 192
-    made.take(0, None, 0, 192)
-    assert made.tokens_left == [0] and made.pace == pytest.approx([0.242])
+    made.add(0, None, 0, 192)
+    assert made.tokens_left == [0] and made.lane_seconds == pytest.approx([0.242])
 
 
 def test_a_spread_chunk_takes_time_on_all_lanes_and_tokens_of_its_home():
     made = room(0.25, 0.25, 0, 100, tile=4, tokens=256)
-    assert made.so_far(0, None) == 0 and made.so_far(0, [3, 1]) == made.so_far(
+    assert made.seconds(0, None) == 0 and made.seconds(0, [3, 1]) == made.seconds(
         1, None
     ) == pytest.approx(0.1)
-    assert made.seconds(0, [3, 1], 0, 40) == pytest.approx(0.12) and made.seconds(
+    assert made.seconds_with(0, [3, 1], 0, 40) == pytest.approx(0.12) and made.seconds_with(
         0, None, 0, 40
     ) == pytest.approx(0.04)
-    made.take(0, [3, 1], 0, 40)
-    assert made.pace == pytest.approx([0.02, 0.12]) and made.tokens_left == [216, 256]
+    made.add(0, [3, 1], 0, 40)
+    assert made.lane_seconds == pytest.approx([0.02, 0.12]) and made.tokens_left == [216, 256]
 
 
 @settings(max_examples=examples(300), deadline=None)
@@ -132,16 +134,16 @@ def test_an_adaptive_chunk_is_the_most_whole_tiles_that_are_in_time(
     """Or all there is, even if that ends within a tile."""
     made = room(1.0, 1.0, decodes, tile=tile, costs=costs)
     for chunk in before:
-        made.take(0, None, 0, chunk)
+        made.add(0, None, 0, chunk)
     lengths = [*range(tile, most, tile), most]
-    fitting = [length for length in lengths if made.seconds(0, None, cached, length) <= until]
+    fitting = [length for length in lengths if made.seconds_with(0, None, cached, length) <= until]
     chosen = adaptive(made, 0, None, cached, most, until)
-    assert chosen == (max(fitting, default=0) if until > made.so_far(0, None) else 0)
+    assert chosen == (max(fitting, default=0) if until > made.seconds(0, None) else 0)
     left = made.tokens_left[0]
-    pace = made.pace[0]
+    pace = made.lane_seconds[0]
     if chosen:
-        made.take(0, None, cached, chosen)
-        assert pace <= made.pace[0] <= until and made.tokens_left[0] == max(
+        made.add(0, None, cached, chosen)
+        assert pace <= made.lane_seconds[0] <= until and made.tokens_left[0] == max(
             0, left - math.ceil(chosen / tile) * tile
         )
 

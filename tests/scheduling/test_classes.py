@@ -159,7 +159,7 @@ def test_a_class_without_a_name_lies_between_a_tight_and_a_lax_one():
     assert scheduler.sequences[int(scheduler.start(0.0).seq[-1])].id == "plain"
 
 
-def test_the_objective_for_the_first_token_is_the_requests_own_else_its_classs_by_length_and_priority():
+def test_the_ttft_objective_is_the_requests_own_else_its_classs_by_length_and_priority():
     objective = made().ttft_objective
     assert (
         objective(request("a")) == 2.0

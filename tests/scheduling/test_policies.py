@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.scheduling.policies import PATIENCE, POLICIES, relative_slack, slack
-from jaxserve.scheduling.waiting_queue import WaitingQueue, ranked
+from jaxserve.scheduling.waiting_queue import WaitingQueue, smallest_first
 from jaxserve.settings.options import options_of
 from jaxserve.settings.schema import SchedulerConfig
 from tests.examples import examples
@@ -25,7 +25,7 @@ SECONDS = st.floats(0.001, 1000)
 
 
 def order(policy: str, now: float = 10.0) -> list[str]:
-    return [NAMES[index] for index in ranked(POLICIES[policy](now, ARRIVAL, DUE, WORK))]
+    return [NAMES[index] for index in smallest_first(POLICIES[policy](now, ARRIVAL, DUE, WORK))]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_beyond_patience_the_one_that_has_waited_most_goes_first():
     keys = slack(
         100.0, np.array([0.0, 50.0, 0.0]), np.array([1.0, 51.0, 200.0]), np.array([1.0, 1.0, 1.0])
     )
-    assert list(ranked(keys)) == [0, 1, 2]
+    assert list(smallest_first(keys)) == [0, 1, 2]
 
 
 @settings(deadline=None)
@@ -114,7 +114,10 @@ def test_whoever_waits_goes_first_in_the_end(arrival, given_, work):
     st.integers(1, 40),
 )
 def test_the_ranking_is_a_stable_sort(keys, few):
-    assert list(ranked(np.array(keys), few)) == np.argsort(np.array(keys), kind="stable").tolist()
+    assert (
+        list(smallest_first(np.array(keys), few))
+        == np.argsort(np.array(keys), kind="stable").tolist()
+    )
 
 
 def test_asking_for_the_first_few_sorts_only_these(monkeypatch):
@@ -124,7 +127,7 @@ def test_asking_for_the_first_few_sorts_only_these(monkeypatch):
     monkeypatch.setattr(
         np, "argsort", lambda values, **how: sorted_.append(len(values)) or argsort(values, **how)
     )
-    found = ranked(key, 16)
+    found = smallest_first(key, 16)
     assert [key[next(found)] for _ in range(17)] == list(range(17)) and sorted_ == [17]
     assert [key[index] for index in found] == list(range(17, 10_000))
 

@@ -60,7 +60,8 @@ def measure(scheduler: Scheduler, ahead: int, steps: int = 300) -> tuple[list[fl
 
 def main() -> None:
     print(
-        f"{'sequences':>9} {'context':>8} {'mesh':>20} {'start p50':>10} {'p99':>6} {'finish p50':>11} {'p99':>6}   us"
+        f"{'sequences':>9} {'context':>8} {'mesh':>20} {'start p50':>10} {'p99':>6} "
+        f"{'finish p50':>11} {'p99':>6}   us"
     )
     plain = MeshConfig()
     lanes = MeshConfig(kvp=4)

@@ -7,10 +7,12 @@ that are free now and is just long enough to end when more of them are; the next
 as well. A group never loses an instance, so KV only ever moves to those that join.
 
     Latency    seconds of a chunk after a history, on a group of one size (Eq. 1), and its inverse
-    (Alg. 3) Instances  what there is to plan with: a latency for each group size, how many
-    instances share a node, the length of a block cdsp       a plan in several chunks (Alg. 1);
-    `single` in one (Alg. 2); `fixed` on groups of one size that never change occupied   what a plan
-    leaves to the next one
+               (Alg. 3)
+    Instances  what there is to plan with: a latency for each group size, how many instances share
+               a node, the length of a block
+    cdsp       a plan in several chunks (Alg. 1); `single` in one (Alg. 2); `fixed` on groups of one
+               size that never change
+    occupied   queue times once a plan is under way, for the next one
 
 Planning is a function of the instances' queue times: seconds from now until each has done what it
 was given. Instances are numbered node by node. Instead of lowering all queue times after each chunk
@@ -271,7 +273,8 @@ def fixed(
     if size not in instances.latencies or len(queues) % size:
         raise ConfigError(
             "size",
-            f"{size} is no group size of {list(instances.latencies)} that divides {len(queues)} instances",
+            f"{size} is no group size of {list(instances.latencies)} "
+            f"that divides {len(queues)} instances",
         )
     waits = np.asarray(queues, float).reshape(-1, size).max(1)
     index = int(waits.argmin())

@@ -1,5 +1,5 @@
-"""How much a larger group must save, by load (Tetris, 5.1): little while instances idle, much when
-others wait for them.
+"""The improvement rate: how much time a larger group of instances must save, by load (Tetris, 5.1).
+It is small while instances idle, and large when other prompts wait for them.
 
 A table gives the improvement rate that was best at each arrival rate (`simulate.tetris.profile`
 makes one); online, the arrival rate is that of a sliding window, and the table is looked up at
@@ -15,9 +15,11 @@ from jaxserve.settings.schema import ConfigError
 
 
 class ImprovementRate:
-    """table: improvement rate by requests per second. load: requests per second for which it is
-    looked up at first; window: seconds over which arrivals are counted; every: seconds between
-    look-ups."""
+    """The improvement rate of a table, by the load of late.
+
+    table: improvement rate by requests per second. load: requests per second for which it is looked
+    up at first; window: seconds over which arrivals are counted; every: seconds between look-ups.
+    """
 
     def __init__(
         self,
@@ -31,7 +33,8 @@ class ImprovementRate:
         if not table or not all(load >= 0 and 0 <= rate < 1 for load, rate in table.items()):
             raise ConfigError(
                 "table",
-                f"must map requests per second to rates of at least 0 and below 1, not {dict(table)}",
+                "must map requests per second to rates of at least 0 and below 1, "
+                f"not {dict(table)}",
             )
         for name, value in (("window", window), ("every", every)):
             if not value > 0:
@@ -55,7 +58,7 @@ class ImprovementRate:
         return self.value
 
     def _best(self, load: float) -> float:
-        """That of the nearest load in the table."""
+        """The table's rate for the nearest load that it has."""
         return self.table[min(self.table, key=lambda known: abs(known - load))]
 
     def _load(self, now: float) -> float:

@@ -1,9 +1,8 @@
-"""Which lanes compute which part of a prompt: the lanes of a replica as the prefill instances of
-Tetris.
+"""Plans which lanes of a replica compute which part of a prompt, by `cdsp`.
 
-The planner of `cluster.cdsp` wants the seconds of a chunk on a group of lanes, for each size of
-group. They are what the engine's profile says: a share of the linear layers for each lane, and
-attention with the exchange that the steps would choose among so many.
+The lanes are the prefill instances of Tetris. The seconds of a chunk on a group of lanes come from
+the engine's profile: each lane computes a share of the linear layers, and attention takes as long
+as with the exchange that steps would choose among so many lanes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from jaxserve.scheduling.planning.cdsp import Instances
 from jaxserve.scheduling.planning.improvement import ImprovementRate
 from jaxserve.scheduling.sequence import PlanPart
 
-LENGTHS = 8  # at which a chunk is looked at, and histories, each twice the one before
+LENGTHS = 8  # lengths of chunks and of histories to predict, each twice the one before
 
 
 def instances_of(costs: Costs, exchange: ExchangeChooser, longest: int, block: int) -> Instances:
@@ -45,8 +44,8 @@ def _seconds(
 
 
 class LanePlanner:
-    """Plans by a policy of `cluster.cdsp`; the improvement rate follows the load, by a table of
-    rates by requests per second."""
+    """A Planner that follows a policy of `cdsp`. rates: improvement rate by requests per second;
+    the rate follows the load."""
 
     def __init__(self, policy: str, instances: Instances, rates: Mapping[float, float]):
         self.instances = instances
