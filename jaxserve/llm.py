@@ -80,7 +80,7 @@ class LLM:
         """
         config = make(EngineConfig, {"model": model, "mesh": mesh, **settings})
         self.engine, self.tokenizer = open_engine(config, progress, warm_up)
-        self._guides = Guides(self.tokenizer, self.engine.model.vocab, self.engine.model.eos_ids)
+        self._guides = Guides(self.tokenizer, self.engine.info.vocab, self.engine.info.eos_ids)
         self.engine.start()
         self._numbers = itertools.count()
 
@@ -157,9 +157,9 @@ class LLM:
             f"llm-{next(self._numbers)}",
             self._ids(prompt),
             sampling,
-            vocab=engine.model.vocab,
-            max_len=engine.max_len,
-            classes=engine.config.scheduler.class_names,
+            vocab=engine.info.vocab,
+            max_len=engine.info.max_model_len,
+            classes=engine.info.class_names,
             arrival=now,
             slo=Slo(class_name=class_name),
             guide=None if guided is None else self._guides.compile(guided),
@@ -188,7 +188,7 @@ class _Run:
         self._events: queue.SimpleQueue[tuple[int, Sequence[Event]]] = queue.SimpleQueue()
         stream = NoText if tokenizer is None else tokenizer.stream
         self._processors = [
-            OutputProcessor(r, engine.model.eos_ids, stream, functools.partial(engine.stop, r.id))
+            OutputProcessor(r, engine.info.eos_ids, stream, functools.partial(engine.stop, r.id))
             for r in requests
         ]
         self._collectors = [CompletionCollector(r.prompt.tolist()) for r in requests]
@@ -197,7 +197,7 @@ class _Run:
         """Runs all requests; calls `done` as each ends. Errors: RequestError of the engine."""
         submitted = 0
         running = 0
-        room = self._engine.config.scheduler.max_queue
+        room = self._engine.info.max_queue
         try:
             while submitted < len(self._requests) or running:
                 while submitted < len(self._requests) and running < room:

@@ -137,7 +137,9 @@ class CommandCodec:
         reader = _Reader(data, _HEAD.size)
         moves = reader.array().reshape(-1, 4)
         updates = reader.array().reshape(-1, 5)
-        masks = reader.array().reshape(self._lanes, samples, words) if samples else _NONE
+        masks = reader.array()
+        if samples:
+            masks = masks.reshape(self._lanes, samples, words)
         scores = reader.array()
         rows = _NONE
         if shape != NO_STEP:

@@ -46,7 +46,8 @@ class Option:
     """A setting.
 
     kind: int, float, bool, str, tuple (of texts; the flag may be repeated), or a config class with
-    `parse(text)`. default: None stands for 'not given'. low, high: limits, inclusive.
+    `parse(text)`. default: None stands for 'not given'. low, high: limits, inclusive. optional:
+    whether None may be given, in Python.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Option:
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()
+    optional: bool = False
 
     def parse(self, text: str) -> Any:
         """The value that a text stands for, checked. Errors: ValueError that says what is wrong."""
@@ -79,7 +81,7 @@ class Option:
         Errors: ValueError that says what is wrong, for a value of another type, beyond a limit or
         none of the choices.
         """
-        if value is None and self.default is None:
+        if value is None and (self.optional or self.default is None):
             return None
         if not self._is_of_kind(value):
             raise ValueError(f"must be {self._kind_name()}, not {value!a:.{QUOTED}}")
@@ -149,8 +151,15 @@ class Settings:
 def own_options(config: type) -> tuple[Option, ...]:
     """The settings that a config class declares itself, without those of configs inside it."""
     kinds = kinds_of(config)
+    hints = typing.get_type_hints(config)
     return tuple(
-        Option(field.name, kinds[field.name], field.default, **field.metadata)
+        Option(
+            field.name,
+            kinds[field.name],
+            field.default,
+            **field.metadata,
+            optional=isinstance(hints[field.name], types.UnionType),
+        )
         for field in dataclasses.fields(config)
         if field.metadata
     )

@@ -1,0 +1,238 @@
+"""Border B: what the host tells the devices is a list of commands; their bytes are all there is to
+tell, and as many as the batch asks for, however long the context is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.api.batch import Batch
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
+from jaxserve.cache import CacheManager
+from jaxserve.engine.arrays import to_arrays
+from jaxserve.engine.command import NO_SAMPLING, CommandCodec, CommandError, StepCommand
+from jaxserve.engine.dealing import StepDemand
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.sampling_rows import admissions
+from jaxserve.engine.shapes import shapes
+from jaxserve.engine.worker import Worker
+from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.sequence import PlanPart
+from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
+from tests.engine.harness import Plans, Runner, engine, fresh
+
+BLOCK = 16
+
+
+class Recording:
+    """Passes commands on to a worker, and keeps their bytes."""
+
+    def __init__(self, worker: Worker):
+        self.worker = worker
+        self.plan = worker.plan
+        self.messages: list[bytes] = []
+        self.tokens: list[np.ndarray] = []
+
+    def __getattr__(self, name: str):
+        return getattr(self.worker, name)
+
+    def execute(self, command: StepCommand) -> None:
+        self.messages.append(self.worker.codec().encode(command))
+        self.worker.execute(command)
+
+    def wait(self):
+        result = self.worker.wait()
+        if result.tokens is not None:
+            self.tokens.append(result.tokens)
+        return result
+
+
+def replay(worker: Worker, messages: list[bytes]) -> list[np.ndarray]:
+    """The tokens that a worker gives for recorded commands."""
+    codec = worker.codec()
+    found = []
+    for message in messages:
+        worker.execute(codec.decode(message))
+        while len(worker._pending) > worker.plan.mesh.spp:
+            found.append(worker.wait().tokens)
+    while worker._pending:
+        found.append(worker.wait().tokens)
+    return [tokens for tokens in found if tokens is not None]
+
+
+@pytest.mark.parametrize("mesh", ["", "kvp=2", "spp=2"])
+def test_a_recorded_run_replayed_by_a_fresh_worker_gives_equal_tokens(mesh):
+    size = dict(chunk=32, seqs=4, pages=60, max_len=512)
+    real = engine("random:tiny", mesh, **size)
+    recording = Recording(real.worker)
+    planner = Plans(3, lanes=2) if "kvp" in mesh else None
+    again = fresh(real, "striped" if planner else "grow", planner=planner)
+    recorded = Engine(again.config, recording, again.scheduler)
+    runner = Runner(recorded)
+    prompt = list(range(5, 105))
+    runner.submit(prompt, max_tokens=12)
+    runner.submit(prompt, max_tokens=9, temperature=1.0, seed=4, frequency_penalty=0.5)
+    runner.submit(prompt[:40], max_tokens=5, logprobs=2, prompt_logprobs=1)
+    runner.submit(prompt[:7], max_tokens=8, logit_bias={7: 3.5}, stop_token_ids=[9])
+    runner.run()
+    runner.submit(prompt, max_tokens=6)  # after a prefix hit
+    runner.run()
+    other = engine("random:tiny", mesh, **size)
+    found = replay(other.worker, recording.messages)
+    assert len(found) == len(recording.tokens) > 10
+    assert all(np.array_equal(a, b) for a, b in zip(found, recording.tokens))
+
+
+def same(a: StepCommand, b: StepCommand) -> bool:
+    """Whether two commands say the same, arrays compared by value and type."""
+    for field in dataclasses.fields(StepCommand):
+        one = getattr(a, field.name)
+        two = getattr(b, field.name)
+        if field.name == "admissions":
+            pairs = [
+                (getattr(x, name.name), getattr(y, name.name))
+                for x, y in zip(one, two, strict=True)
+                for name in dataclasses.fields(x)
+            ]
+        else:
+            pairs = [(one, two)]
+        for x, y in pairs:
+            equal = np.array_equal(x, y) and np.asarray(x).dtype == np.asarray(y).dtype
+            if not equal and np.size(x) + np.size(y):
+                return False
+    return True
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_bytes_give_the_command_back(data):
+    config = SchedulerConfig(max_seqs=4, chunk_tokens=32, planner="cdsp")
+    compiled = shapes(config, 2)
+    codec = CommandCodec(compiled, 2, BLOCK)
+    index = data.draw(st.integers(-1, len(compiled) - 1))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    ints = lambda *shape: rng.choice([0, 1, -1, 2**30, 7, 8, 9], shape).astype(np.int32)
+    rows = np.zeros((0, 1), np.int32)
+    if index >= 0:
+        from jaxserve.engine.shapes import layout
+
+        rows = ints(2, layout(compiled[index], 2, BLOCK).size)
+    params = SamplingParams.make(
+        temperature=0.5, logit_bias={3: 1.5, 9: -2.0}, frequency_penalty=0.25, stop_token_ids=[4]
+    )
+    launches = admissions(params, 1, 2, np.arange(1500), [5, 5], 7, (1,))
+    command = StepCommand(
+        number=data.draw(st.integers(0, 2**31 - 1)),
+        shape=index,
+        reads=3,
+        variant=data.draw(st.integers(-2, 3)),
+        reset=data.draw(st.booleans()),
+        admissions=tuple(launches[: data.draw(st.integers(0, 2))]),
+        moves=ints(data.draw(st.integers(0, 5)), 4),
+        table_updates=ints(data.draw(st.integers(0, 5)), 5),
+        rows=rows,
+        masks=ints(2, 2, 3) if data.draw(st.booleans()) else np.zeros((0, 1), np.int32),
+        scores=ints(data.draw(st.integers(0, 2)), 2, 2, 64),
+    )
+    message = codec.encode(command)
+    assert same(codec.decode(message), command)
+    cut = data.draw(st.integers(0, len(message) - 1))
+    with pytest.raises(CommandError):
+        codec.decode(message[:cut])
+
+
+def test_bytes_of_another_version_or_of_nothing_are_refused():
+    codec = CommandCodec([], 1, BLOCK)
+    message = codec.encode(StepCommand(number=1))
+    for wrong in (b"", b"\x00" + message[1:], message + b"\x00", message[:-1]):
+        with pytest.raises(CommandError):
+            codec.decode(wrong)
+
+
+# --- bytes by context
+
+
+def size_of(batch: Batch, config: SchedulerConfig, lanes: int) -> int:
+    """Bytes of a batch's command."""
+    compiled = shapes(config, lanes)
+    demand = StepDemand.of(batch, lanes)
+    moves = bool(len(batch.moves))
+    fits = [shape for shape in compiled if demand.fits(shape)]
+    shape = next((shape for shape in fits if bool(shape.moves) == moves), fits[0])
+    arrays = to_arrays(batch, demand, shape, lanes, BLOCK)
+    command = StepCommand(
+        number=batch.number,
+        shape=compiled.index(shape),
+        variant=0 if batch.sample.any() else NO_SAMPLING,
+        moves=arrays.early_moves,
+        table_updates=arrays.early_updates,
+        rows=arrays.rows,
+    )
+    return len(CommandCodec(compiled, lanes, BLOCK).encode(command))
+
+
+class OnePlan:
+    """Every prompt's tokens up to `stop` on lane 0, what follows on both lanes."""
+
+    def __init__(self, stop: int):
+        self.stop = stop
+
+    def arrived(self, now: float) -> None:
+        pass
+
+    def __call__(self, pending, start: int, target: int) -> tuple[PlanPart, ...]:
+        return PlanPart(self.stop, (0,)), PlanPart(target, (0, 1))
+
+
+def sizes(context: int) -> dict[str, list[int]]:
+    """Bytes of decode steps after so many tokens, of the first step after a prefix hit of them, and
+    of the step with which they go over two lanes."""
+    found: dict[str, list[int]] = {}
+    tail = 3 * BLOCK
+    params = SamplingParams(temperature=0, max_tokens=40)
+    prompt = np.arange(context + tail, dtype=np.int32) % 997
+
+    def run(lanes: int, planner: OnePlan | None, ids: list[str]) -> list[tuple[Batch, int]]:
+        config = SchedulerConfig(
+            max_seqs=4, chunk_tokens=8192, planner="cdsp" if planner else "none"
+        )
+        pages = 2 * context // BLOCK + 200
+        placement = "striped" if planner else "grow"
+        cache = CacheManager(
+            CacheConfig(block_size=BLOCK, pages=pages, placement=placement), lanes, 4
+        )
+        scheduler = Scheduler(
+            config, cache, MeshConfig(kvp=lanes), 2 * context + 1000, planner=planner
+        )
+        steps = []
+        for id in ids:
+            scheduler.add(Request(id, prompt, params))
+            while scheduler.sequences:
+                batch = scheduler.start(0.0)
+                steps.append((batch, size_of(batch, config, lanes)))
+                scheduler.finish(batch, np.ones(len(batch.slot), np.int32), 0.0)
+        return steps
+
+    plain = run(1, None, ["first", "second"])
+    found["plain"] = [size for batch, size in plain if batch.is_decode.all()][:32]
+    found["hit"] = [size for batch, size in plain if batch.admitted and batch.start[0]]
+    moved = run(2, OnePlan(context), ["first"])
+    found["regroup"] = [size for batch, size in moved if len(batch.moves)]
+    return found
+
+
+def test_a_command_at_a_million_tokens_is_as_long_as_at_a_thousand():
+    """Plain, after a prefix hit, and after a regroup: pages that a prompt got in a row are told as
+    a run."""
+    short, long, longest = (sizes(context) for context in (2**10, 2**17, 2**20))
+    print({name: (short[name][:3], long[name][:3], longest[name][:3]) for name in short})
+    assert all(len(short[name]) == len(longest[name]) > 0 for name in short)
+    assert sorted(short["plain"]) == sorted(long["plain"]) == sorted(longest["plain"])
+    for name in ("hit", "regroup"):
+        assert max(long[name]) <= short[name][0] + 64 and max(longest[name]) <= short[name][0] + 64
+    assert max(longest["plain"]) < 400 and max(longest["hit"]) < 1000
