@@ -76,7 +76,7 @@ def _attend(
     rows: Rows,
     pages: KVPages,
     table: jax.Array,
-    before: Any = None,
+    before: tuple[jax.Array, jax.Array] | None = None,
     *,
     scale: float,
     window: int | None,

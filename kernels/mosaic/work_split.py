@@ -15,8 +15,9 @@ from jaxserve.kernels.mosaic.config import KernelConfig
 from jaxserve.kernels.mosaic.tiles import ROWS
 from jaxserve.kernels.table import entries_below
 
-# Columns of WorkSplit.tiles: row of the page table, first key tile, number of key tiles, valid
-# entries, key tiles that no row masks, last position, units before this tile.
+# Columns of WorkSplit.tiles: row of the page table, first key tile, number of key tiles, page-table
+# entries that any of its rows sees, key tiles that none of its rows masks, last position, units
+# before this tile.
 SLOT, FIRST_KEY_TILE, KEY_TILES, ENTRIES, UNMASKED, LAST_POSITION, OFFSET = range(7)
 
 
