@@ -1,9 +1,9 @@
 """jaxserve: exact serving of language models with contexts from a hundred tokens to ten million, in
 JAX.
 
-Two towers. The host tower (api, settings, cache, scheduling) decides, in plain ints, and imports no
-JAX; the device tower (kernels, sharding, models, weights, engine) executes. `server` and `llm` stand
-on both.
+The host tower (api, settings, cache, scheduling) decides, in plain ints, and imports no JAX; the
+device tower (kernels, sharding, models, weights, engine) executes. `server` and `llm` stand on both.
+See docs/architecture.md.
 """
 
 from __future__ import annotations

@@ -288,7 +288,8 @@ def test_what_could_run_code_is_recognised(source, tmp_path):
 
 def test_the_safe_part_of_yaml_is_no_fault(tmp_path):
     (tmp_path / "m.py").write_text(
-        "import yaml\nyaml.safe_load(t)\ne = yaml.parse(t, Loader=yaml.SafeLoader)\nf = yaml.AliasEvent"
+        "import yaml\nyaml.safe_load(t)\n"
+        "e = yaml.parse(t, Loader=yaml.SafeLoader)\nf = yaml.AliasEvent"
     )
     assert not list(faults(Module("m", tmp_path / "m.py")))
 

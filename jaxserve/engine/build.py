@@ -139,7 +139,10 @@ def make_plan(config: EngineConfig, model: ModelConfig) -> StagePlan:
             int(config.cache.kv_memory_gib * 2**30) // page, blocks * config.scheduler.max_seqs
         )
         if pages < 2:
-            said = f"{config.cache.kv_memory_gib} GiB hold {pages} pages of {page} bytes; at least 2 are needed"
+            said = (
+                f"{config.cache.kv_memory_gib} GiB hold {pages} pages of {page} bytes; "
+                "at least 2 are needed"
+            )
             raise ConfigError("kv_memory_gib", said)
     return StagePlan(
         model,

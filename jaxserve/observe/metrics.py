@@ -256,17 +256,20 @@ class Metrics:
         )
         self._predicted = self._tally(
             "step_predicted_seconds",
-            "Predicted seconds of a step in the slowest stage (with --profile=none: work, not seconds)",
+            "Predicted seconds of a step in the slowest stage"
+            " (with --profile=none: work, not seconds)",
             STEPS,
         )
         self._seconds = self._tally(
             "step_seconds",
-            "Seconds a step took since the one before it was read, or since it was issued where that was later",
+            "Seconds a step took since the one before it was read,"
+            " or since it was issued where that was later",
             STEPS,
         )
         self._ratio = self._tally(
             "step_error_ratio",
-            "Seconds of a step by those predicted, without steps that compiled or that found idle stages",
+            "Seconds of a step by those predicted,"
+            " without steps that compiled or that found idle stages",
             RATIOS,
         )
         self._gaps = self._tally(

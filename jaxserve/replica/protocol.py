@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from prometheus_client import CollectorRegistry
+
 from jaxserve.api.events import Event
 from jaxserve.api.request import Request
 from jaxserve.replica.info import ReplicaInfo
@@ -69,8 +71,8 @@ class Replica(Protocol):
         """Counts a request that was refused before it got here, by the reason."""
 
     @property
-    def metrics_registry(self) -> Any:
-        """Its metrics, a prometheus_client.CollectorRegistry."""
+    def metrics_registry(self) -> CollectorRegistry:
+        """Its metrics, for Prometheus."""
 
     def flush_cache(self) -> int:
         """Forgets cached prefixes that no request uses; returns how many pages that frees."""

@@ -31,7 +31,10 @@ BYTES = {
     "u64": 8,
     "f64": 8,
 }
-COLLECTIVES = "all-gather|all-to-all|collective-permute|collective-broadcast|all-reduce|reduce-scatter|ragged-all-to-all"
+COLLECTIVES = (
+    "all-gather|all-to-all|collective-permute|collective-broadcast|all-reduce|reduce-scatter"
+    "|ragged-all-to-all"
+)
 
 
 def build(mesh: str, context: int, **more) -> Engine:

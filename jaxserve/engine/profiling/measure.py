@@ -201,6 +201,7 @@ def measure(
     for point in points:
         found.append(meter.measure(point))
         done(
-            f"{point.decodes} decodes, {point.chunks} chunks of {point.new}, {max(point.context, point.cached)} tokens before"
+            f"{point.decodes} decodes, {point.chunks} chunks of {point.new}, "
+            f"{max(point.context, point.cached)} tokens before"
         )
     return found
