@@ -2,8 +2,8 @@
 JAX.
 
 The host tower (api, settings, cache, scheduling) decides, in plain ints, and imports no JAX; the
-device tower (kernels, sharding, models, weights, engine) executes. `server` and `llm` stand on both.
-See docs/architecture.md.
+device tower (kernels, sharding, models, weights, engine) executes; `server` and `llm` stand on
+both. See docs/architecture.md.
 """
 
 from __future__ import annotations
