@@ -234,7 +234,7 @@ def test_moves_keep_their_order_over_launches():
         held[to, new] = held.pop((lane, page))
         moves.append((lane, page, to, new))
     all_launches = list(launches(np.array(moves, np.int32), 3))
-    for ints in all_launches:
+    for ints, _ in all_launches:
         places = list(itertools.product(range(3), range(3), range(MOVES)))
         read = {
             (lane, to, nth): device.get((lane, int(ints[lane, 0, to, nth])))
