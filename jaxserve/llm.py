@@ -20,7 +20,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished
 from jaxserve.api.request import Request, Slo
 from jaxserve.api.sampling import SamplingParams
-from jaxserve.clock import WallClock
+from jaxserve.replica.protocol import Replica
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig, MeshConfig
 from jaxserve.text import Tokenizer
@@ -33,7 +33,7 @@ Watch = Callable[[int, Delta], None]
 
 def open_engine(
     config: EngineConfig, progress: bool = True, warm_up: bool = True
-) -> tuple[Any, Tokenizer | None]:
+) -> tuple[Replica, Tokenizer | None]:
     """Builds an engine, without starting it; returns it with its model's tokenizer, None for a
     random model.
 
@@ -80,7 +80,8 @@ class LLM:
         """
         config = make(EngineConfig, {"model": model, "mesh": mesh, **settings})
         self.engine, self.tokenizer = open_engine(config, progress, warm_up)
-        self._guides = Guides(self.tokenizer, self.engine.info.vocab, self.engine.info.eos_ids)
+        info = self.engine.info
+        self._guides = Guides(self.tokenizer, info.vocab, info.eos_ids)
         self.engine.start()
         self._numbers = itertools.count()
 
@@ -130,7 +131,7 @@ class LLM:
         )
         guides = _for_each("guided", guided, Guided | None, len(prompts))
         names = _for_each("class_name", class_name, str | None, len(prompts))
-        now = WallClock().now()
+        now = self.engine.now()
         requests = []
         for number, prompt in enumerate(prompts):
             try:
@@ -152,14 +153,14 @@ class LLM:
         sampling.check()
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop", "stop strings need text, and this model has no tokenizer")
-        engine = self.engine
+        info = self.engine.info
         return Request.make(
             f"llm-{next(self._numbers)}",
             self._ids(prompt),
             sampling,
-            vocab=engine.info.vocab,
-            max_len=engine.info.max_model_len,
-            classes=engine.info.class_names,
+            vocab=info.vocab,
+            max_len=info.max_model_len,
+            classes=info.class_names,
             arrival=now,
             slo=Slo(class_name=class_name),
             guide=None if guided is None else self._guides.compile(guided),
@@ -180,7 +181,11 @@ class _Run:
     outputs."""
 
     def __init__(
-        self, engine: Any, tokenizer: Tokenizer | None, requests: list[Request], watch: Watch | None
+        self,
+        engine: Replica,
+        tokenizer: Tokenizer | None,
+        requests: list[Request],
+        watch: Watch | None,
     ):
         self._engine = engine
         self._requests = requests

@@ -11,40 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxserve.api.errors import RequestError, check_integer, internal_error
-from jaxserve.api.events import (
-    Accepted,
-    Event,
-    Finished,
-    Logprobs,
-    Progress,
-    Summary,
-    Timing,
-    Token,
-    Usage,
-)
+from jaxserve.api.errors import RequestError, check_integer
 from jaxserve.api.sampling import SamplingParams
-
-__all__ = [  # those of the other modules: until all branches import them from there
-    "Accepted",
-    "Event",
-    "Finished",
-    "Guide",
-    "Logprobs",
-    "Matcher",
-    "Progress",
-    "Request",
-    "RequestError",
-    "SamplingParams",
-    "Slo",
-    "Summary",
-    "Timing",
-    "Token",
-    "Usage",
-    "internal_error",
-    "prompt_ids",
-]
-
 
 MAX_PROMPT_LOGPROBS = 2**20  # of all tokens of a prompt and all completions together
 MAX_ID_CHARS = 256

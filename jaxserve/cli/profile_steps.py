@@ -56,7 +56,8 @@ def run(values: dict[str, Any]) -> int:
     found, points = profile_file.measure_costs(worker, longest, values["repeats"], progress)
     identity = profile_file.identity_of(worker, most)
     file = Path(values["out"]) if values["out"] else profile_file.safe_file(identity)
-    search = improvement(values, config, worker.plan, most) if worker.plan.moves else None
+    searched = worker.plan.moves and config.scheduler.planner in ("single", "cdsp")
+    search = improvement(values, config, worker.plan, most) if searched else None
     profile_file.write(file, identity, worker, found, points, search)
     rows = [
         [
