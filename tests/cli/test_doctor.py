@@ -189,7 +189,7 @@ def test_the_real_model_is_well(capsys, seen, smollm2_gguf, monkeypatch):
     [
         (["--mesh=tp=2"], H200, "mesh", "fault", "needs 2 of 1"),
         (["--mesh=tp=3"], CPU, "mesh", "fault", "tp=3 cannot split"),
-        (["--mesh=spp=3"], CPU, "mesh", "fault", "spp=3 needs 1 to 2 stages"),
+        (["--mesh=spp=3"], CPU, "mesh", "fault", "spp=3 must be from 1 to 2"),
         ([], H200, "memory", "ok", "in each device"),
         ([], dataclasses.replace(H200, memory=2**20), "memory", "fault", "of 1 MiB in each device"),
         ([], H200, "kernels", "ok", "Hopper"),
