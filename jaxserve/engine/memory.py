@@ -1,5 +1,5 @@
-"""How much memory a replica takes, worked out from its plan: nothing is allocated, and no device is
-asked."""
+"""Estimates the device memory of a replica from its plan, without allocating anything or asking a
+device."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ F32 = 4
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Bytes on the device that holds most. `tables`: page tables and what is kept for sampling.
-    `work`: about what the largest step needs beside all of these."""
+    """Bytes on the device that needs most. weights, kv (pages): exact. tables: page tables and
+    sampling state. work: estimate of the activations of the largest step."""
 
     weights: int
     kv: int
@@ -37,7 +37,7 @@ class Sizes:
 
 
 def sizes(plan: StagePlan) -> Sizes:
-    """Of a replica with this plan."""
+    """Bytes per device of a replica with this plan."""
     stages = layers_of(plan.model, plan.mesh.spp)
     weights = [
         sum(_part(d.shape, d.axes, plan) for d in declare(plan.model, part, plan.mesh.tp).values())
@@ -55,7 +55,7 @@ def sizes(plan: StagePlan) -> Sizes:
 
 
 def _part(shape: tuple[int, ...], axes: Iterable[str | None], plan: StagePlan) -> int:
-    """Elements on one device."""
+    """Elements of an array with these logical axes that one device holds."""
     degrees = {TP: plan.mesh.tp, KVP: plan.mesh.kvp}
     return math.prod(shape) // math.prod(
         degrees.get(RULES[axis] or "", 1) for axis in axes if axis is not None
@@ -63,7 +63,8 @@ def _part(shape: tuple[int, ...], axes: Iterable[str | None], plan: StagePlan) -
 
 
 def _tables(plan: StagePlan) -> int:
-    """Of the last stage, where tokens are sampled."""
+    """Bytes of page table and sampling state on a device of the last stage, where tokens are
+    sampled."""
     vocab = padded_vocab(plan.model, plan.mesh.tp) // plan.mesh.tp
     state = sum(
         math.prod(shape) * dtype.itemsize
@@ -73,8 +74,8 @@ def _tables(plan: StagePlan) -> int:
 
 
 def _work(plan: StagePlan) -> int:
-    """The hidden states of the largest step a few times over, the widest product of a layer, and
-    the logits in f32 a few times over."""
+    """Bytes of the largest step: four copies of its hidden states, three of the widest product of a
+    layer, and three of the logits in f32."""
     model = plan.model
     tp = plan.mesh.tp
     item = np.dtype(plan.dtype).itemsize

@@ -1,5 +1,5 @@
-"""Compiled programs: each has a name, each compile is counted, and what is compiled is kept on disk
-for the next start."""
+"""Compiles programs by name, counts compiles, and keeps compiled programs on disk for the next
+start."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Lower = Callable[[], Any]  # makes a lowered program: `jax.jit(f).lower(...)`
 
 
 class Programs:
-    """Programs by name, compiled once. `compiles` counts them: after warm-up it stays still;
-    `recompiles` counts those after it."""
+    """Compiled programs by name. compiles: how many; recompiles: how many of them after warm-up,
+    which should be none."""
 
     def __init__(self) -> None:
         self.compiled: dict[str, Any] = {}
@@ -35,15 +35,14 @@ class Programs:
         return 0 if self._warm is None else self.compiles - self._warm
 
     def get(self, name: str, lower: Lower) -> Any:
-        """The program of that name; compiled now if it was not before."""
+        """The program of that name; lowered and compiled now if it was not before."""
         if name not in self.compiled:
             log.info("compiling %s", name)
             self.compiled[name] = lower().compile()
         return self.compiled[name]
 
     def warm_up(self, programs: dict[str, Lower], done: Callable[[str], None]) -> None:
-        """Compiles all of these, as many at a time as there are cores; `done` hears the name of
-        each."""
+        """Compiles programs in parallel on all cores, and calls `done` with the name of each."""
 
         def one(name: str) -> str:
             self.get(name, programs[name])
@@ -56,9 +55,9 @@ class Programs:
 
 
 def keep_compiled(folder: str | None) -> None:
-    """Keep compiled programs in this folder (None: under the user's cache folder; '': nowhere).
+    """Makes JAX keep compiled programs in `folder` (None: in the cache folder; '': nowhere).
 
-    They are native code. Errors: ConfigError where others own the folder or may write to it.
+    They are native code. Errors: ConfigError if other users own the folder or can write to it.
     """
     if folder == "":
         return

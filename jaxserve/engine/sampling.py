@@ -1,9 +1,9 @@
-"""Sampling on the device, per sequence, and the state it needs: the program that runs beside the
-last stage.
+"""Samples tokens on the device, each by the parameters of its sequence.
 
-`SamplingState` lives in device tables with one row per slot, set once when a sequence gets its
-slot (`sampling_rows`); a step sends only which tokens to sample for which slots. Everything is a
-function of the sequence's own logits, seed and position: who shares the batch changes nothing.
+`SamplingState` is a set of device tables with one row per slot, written once when a sequence gets
+its slot (`sampling_rows`); a step sends only which tokens to sample for which slots. A sampled
+token depends only on its sequence's logits, parameters, seed and position, never on the rest of the
+batch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from jaxserve.api.sampling import MAX_LOGPROBS
 from jaxserve.engine.sampling_rows import FLOATS, INTS, STOPS, SamplingAdmission
 from jaxserve.sharding.mesh import KVP, TP
 
-BROKEN = -1  # in place of a token: the logits were not finite
-LEAST = 1e-6  # a temperature below is 0; a repetition penalty below is this
+BROKEN = -1  # in place of a token whose logits were not finite
+LEAST = 1e-6  # temperatures below count as 0; repetition penalties below are raised to it
 _STATE = ["floats", "ints", "stops", "bias", "prompt", "output"]
-Leaf = Any  # an array, or in its place what says where it lies
+Leaf = Any  # an array, or its PartitionSpec or shape
 
 jax.tree_util.register_dataclass(
     SamplingAdmission,
@@ -36,21 +36,22 @@ jax.tree_util.register_dataclass(
 @functools.partial(jax.tree_util.register_dataclass, data_fields=_STATE, meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class SamplingState:
-    """Per lane and slot; the last three are split over ranks by vocabulary."""
+    """Sampling parameters and token counts per lane and slot; `bias`, `prompt` and `output` are
+    split over ranks by vocabulary."""
 
     floats: Leaf  # [lanes, slots, 6] f32
     ints: Leaf  # [lanes, slots, 3] i32
     stops: Leaf  # [lanes, slots, STOPS] i32, ids; the vocabulary size where unused
     bias: Leaf  # [lanes, slots, V] f32
-    prompt: Leaf  # [lanes, slots, V] bool: in the prompt
-    output: Leaf  # [lanes, slots, V] i32: times in the output
+    prompt: Leaf  # [lanes, slots, V] bool: whether the id is in the prompt
+    output: Leaf  # [lanes, slots, V] i32: how often the id is in the output
 
 
 STATE_AXES = SamplingState(*[("lanes", None, None)] * 3, *[("lanes", None, "vocab")] * 3)
 
 
 def empty_state(lanes: int, slots: int, vocab: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Shape and type of each field of `SamplingState`."""
+    """Shape and dtype of each field of `SamplingState`."""
     f32 = np.dtype(np.float32)
     i32 = np.dtype(np.int32)
     table = (lanes, slots, vocab)
@@ -68,7 +69,7 @@ def empty_state(lanes: int, slots: int, vocab: int) -> dict[str, tuple[tuple[int
 
 
 def admit(state: SamplingState, new: SamplingAdmission) -> SamplingState:
-    """Sets a slot's rows on its lane; on the other lanes nothing changes."""
+    """Writes the rows of a slot on its lane; other lanes stay as they are."""
     here = new.lane == lax.axis_index(KVP)
     slot = jnp.where(here, new.slot, 2**30)
     reset = jnp.where(here & new.fresh, new.slot, 2**30)
@@ -85,14 +86,14 @@ def admit(state: SamplingState, new: SamplingAdmission) -> SamplingState:
 
 
 def _local(ids: jax.Array | np.ndarray, size: int) -> jax.Array:
-    """Ids of the whole vocabulary -> indices of this rank's part; others out of range."""
+    """Converts ids to indices into this rank's part of the vocabulary; out of range for others."""
     mine = ids - lax.axis_index(TP) * size
     return jnp.where((ids >= 0) & (mine >= 0) & (mine < size), mine, 2**30)
 
 
 def greedy(logits: jax.Array, vocab: int) -> jax.Array:
-    """logits [S, V / tp] -> ids [S]: the first of equals, as on one device. BROKEN where the
-    greatest is not finite."""
+    """Argmax of logits [S, V / tp] over all ranks -> ids [S]; the lowest id of equals, as on one
+    device. BROKEN where the maximum is not finite."""
     size = logits.shape[1]
     ids = lax.axis_index(TP) * size + jnp.arange(size, dtype=jnp.int32)
     if vocab != size * lax.axis_size(TP):
@@ -106,7 +107,7 @@ def greedy(logits: jax.Array, vocab: int) -> jax.Array:
 
 
 def _greatest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where the greatest of each row is [S], the first NaN if there is one, and what it is [S]."""
+    """Index [S] and value [S] of each row's maximum, or of its first NaN."""
     best = jnp.argmax(logits, -1).astype(jnp.int32)
     return best, jnp.take_along_axis(logits, best[:, None], 1)[:, 0]
 
@@ -119,9 +120,11 @@ def sample(
     vocab: int,
     mask: jax.Array | None = None,
 ) -> tuple[jax.Array, SamplingState]:
-    """logits [S, V / tp] of slots [S] (out of range: nobody's), position [S] of the token to sample
-    -> ids [S], state with them counted. mask: bits [S, mask_words(V)] of the ids that may be
-    sampled, in words of 32."""
+    """Samples ids [S] by the parameters of their slots, and counts them in the state.
+
+    logits [S, V / tp]. slot [S]: out of range for padding. position [S]: of the token to sample.
+    mask [S, mask_words(V)]: bits of the allowed ids, in words of 32; None: all are allowed.
+    """
     ranks = lax.axis_size(TP)
     size = logits.shape[1]
     row = jnp.minimum(slot, state.floats.shape[1] - 1)
@@ -146,7 +149,7 @@ def sample(
 def _penalise(
     logits: jax.Array, state: SamplingState, row: jax.Array, floats: jax.Array
 ) -> jax.Array:
-    """Repetition (Keskar et al., 2019), presence and frequency (OpenAI) penalties."""
+    """Applies repetition (Keskar et al., 2019), presence and frequency (OpenAI) penalties."""
     count = state.output[0, row]
     repetition = jnp.maximum(floats[:, 3:4], LEAST)
     presence = floats[:, 4:5]
@@ -157,7 +160,7 @@ def _penalise(
 
 
 def _bits(words: jax.Array) -> jax.Array:
-    """[S, W] int32 -> [S, 32 W] bool, the lowest bit of a word first."""
+    """Unpacks bits [S, W] int32 -> [S, 32 W] bool, the lowest bit of a word first."""
     return (
         ((words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1)
         .reshape(len(words), -1)
@@ -166,8 +169,8 @@ def _bits(words: jax.Array) -> jax.Array:
 
 
 def _deal(logits, others):
-    """Every rank has all rows of a part of the vocabulary -> a part of the rows, of the whole
-    vocabulary, and of `others` these rows."""
+    """Exchanges all rows of a part of the vocabulary, which each rank has, for a part of the rows
+    over the whole vocabulary (all-to-all); returns them and the same rows of `others`."""
     ranks = lax.axis_size(TP)
     rows = len(logits)
     pad = -rows % ranks
@@ -180,8 +183,8 @@ def _deal(logits, others):
 
 
 def _regather(tokens: jax.Array, rows: int) -> jax.Array:
-    """Each rank's tokens -> all of them on every rank, by a sum, whose result is known to be equal
-    on all ranks."""
+    """Gathers each rank's tokens on every rank; by a sum, whose result is known to shard_map to be
+    equal on all ranks."""
     share = len(tokens)
     spread = jnp.zeros(share * lax.axis_size(TP), tokens.dtype)
     return lax.psum(
@@ -192,8 +195,8 @@ def _regather(tokens: jax.Array, rows: int) -> jax.Array:
 def choose(
     logits: jax.Array, floats: jax.Array, ints: jax.Array, position: jax.Array, vocab: int
 ) -> jax.Array:
-    """logits [S, V] -> ids [S], by each row's temperature, top_k, top_p, min_p and seed. Ties at a
-    threshold all stay. BROKEN where the greatest logit is not finite."""
+    """Samples ids [S] from logits [S, V] by each row's temperature, top_k, top_p, min_p and seed.
+    Ties at a threshold are all kept. BROKEN where the maximum logit is not finite."""
     ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
     logits = jnp.where(ids < vocab, logits, -jnp.inf)
     temperature = floats[:, 0]
@@ -208,11 +211,11 @@ def choose(
 
 
 def _draw(logits, top, floats, ints, position, ids) -> jax.Array:
-    """ids [S] of rows that are not greedy."""
+    """Samples ids [S] by the Gumbel-max trick; for rows with a temperature."""
     temperature = floats[:, 0]
     top_p = floats[:, 1]
     min_p = floats[:, 2]
-    # first less the greatest: nothing overflows
+    # subtract the maximum first, so that nothing overflows
     scaled = (logits - top[:, None]) / jnp.maximum(temperature, LEAST)[:, None]
     scaled = lax.cond(
         jnp.any(ints[:, 0] > 0), lambda x: _keep_top_k(x, ints[:, 0]), lambda x: x, scaled
@@ -223,8 +226,8 @@ def _draw(logits, top, floats, ints, position, ids) -> jax.Array:
 
 
 def _gumbel(seed: jax.Array, position: jax.Array, ids: jax.Array) -> jax.Array:
-    """Noise [S, V]: a function of seed, position and token id alone (threefry), so equal on every
-    mesh and in every batch."""
+    """Gumbel noise [S, V], a function of seed, position and token id only (threefry), and so equal
+    on every mesh and in every batch."""
 
     def row(seed, position):
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
@@ -234,11 +237,14 @@ def _gumbel(seed: jax.Array, position: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _keep_top_k(x: jax.Array, k: jax.Array) -> jax.Array:
+    """x [S, V] with -inf outside each row's k largest; k <= 0: all."""
     k = jnp.where(k <= 0, x.shape[1], jnp.minimum(k, x.shape[1]))
     return _above(x, lambda keep: keep.sum(-1) >= k)
 
 
 def _keep_top_p(x: jax.Array, top_p: jax.Array) -> jax.Array:
+    """x [S, V] with -inf outside each row's nucleus of probability top_p (Holtzman et al.,
+    2020)."""
     weights = jnp.exp(x)
     goal = jnp.where(top_p >= 1, 0.0, top_p * weights.sum(-1))
     kept = _above(x, lambda keep: (weights * keep).sum(-1) >= goal)
@@ -246,10 +252,12 @@ def _keep_top_p(x: jax.Array, top_p: jax.Array) -> jax.Array:
 
 
 def _above(x: jax.Array, enough) -> jax.Array:
-    """x with -inf below the highest threshold per row at which what is kept is `enough`: a
-    bisection over the bits of x <= 0, with no sort and 31 passes. x [S, V], each row's greatest
-    entry 0; enough: [S, V] bool -> [S] bool, true when all is kept."""
-    # of numbers >= 0: ordered as the numbers are
+    """x with -inf below each row's highest threshold at which the kept entries are `enough`.
+
+    Bisects over the bits of x <= 0: 31 passes, no sort. x [S, V]: the maximum of each row is 0.
+    enough: [S, V] bool (kept) -> [S] bool; true when all are kept.
+    """
+    # the bits of numbers >= 0 are ordered as the numbers are
     bits = lax.bitcast_convert_type(-x + 0.0, jnp.int32)
 
     def halve(_, bounds):
@@ -267,8 +275,8 @@ def _above(x: jax.Array, enough) -> jax.Array:
 def log_probabilities(
     logits: jax.Array, token: jax.Array, vocab: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """logits [S, V / tp], token [S] -> its log-probability [S], those of the likeliest MAX_LOGPROBS
-    [S, k], and their ids [S, k]."""
+    """Log-probabilities under logits [S, V / tp]: of ids token [S], of the likeliest MAX_LOGPROBS
+    ids [S, k], and those ids [S, k]."""
     size = logits.shape[1]
     ids = lax.axis_index(TP) * size + jnp.arange(size, dtype=jnp.int32)
     logits = jnp.where(ids < vocab, logits, -jnp.inf)
@@ -285,7 +293,7 @@ def log_probabilities(
 
 
 def _top_of_all(value: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each rank's likeliest [S, k] -> the likeliest of all, on every rank."""
+    """Merges each rank's likeliest ids [S, k] into the likeliest of all, on every rank."""
     ranks = lax.axis_size(TP)
     k = value.shape[1]
     spread = lambda x: lax.psum(

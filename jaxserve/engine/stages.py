@@ -1,10 +1,10 @@
-"""The device side of a replica: its stages, each a sub-mesh with its weights, pages and page table,
-and the order in which they run.
+"""The pipeline stages of a replica, each a sub-mesh with its weights, KV pages and page table, and
+the programs that run on them.
 
-The host issues a step to the first stage, hands its activations on to the next, and so on: the
-wavefront of sequence pipeline parallelism (Medha 3.3). Nothing here waits. Tokens that a step feeds
-come from the `sampled` array of the last step that sampled for those slots, so a step depends on no
-other one, and prompt chunks follow each other through the stages without a gap.
+The host issues a step to the first stage, passes its hidden states to the next, and so on: sequence
+pipeline parallelism (Medha, section 3.3). Nothing here waits for a device. A step takes the tokens
+that it feeds from the `sampled` array of the last step that sampled for their slots, so chunks of a
+prompt follow each other through the stages without a gap.
 """
 
 from __future__ import annotations
@@ -36,16 +36,14 @@ from jaxserve.sharding.mesh import KVP, stage_meshes
 from jaxserve.sharding.page_moves import move_pages
 from jaxserve.sharding.rules import sharding, spec
 
-UPDATES = 1024  # page table entries set by one launch, where a step has no room for them
-KEPT = 16  # versions of `sampled` that are kept for steps to read
-
-
+UPDATES = 1024  # page-table entries set by one launch of the table program
+KEPT = 16  # versions of `sampled` that later steps can read
 POOL_AXES = ("lanes", None, "kv_heads")
 
 
 @dataclasses.dataclass
 class Stage:
-    """One stage: a sub-mesh of lanes and ranks, and what lives on it."""
+    """One pipeline stage: a sub-mesh of lanes and ranks, and the arrays on it."""
 
     index: int
     mesh: Mesh
@@ -59,8 +57,8 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class HiddenStates:
-    """What the last stage returned: hidden states of all tokens [lanes, T, D], of those to sample
-    after [lanes, S, D], and for whom."""
+    """Results of the last stage: hidden states of all tokens [lanes, T, D], those to sample from
+    [lanes, S, D], and the token, slot and position of each [lanes, S, 3]."""
 
     all: jax.Array
     picked: jax.Array
@@ -69,9 +67,9 @@ class HiddenStates:
 
 @dataclasses.dataclass(frozen=True)
 class SampledTokens:
-    """What a head program returned, still on its way: tokens [lanes, S], where wanted
-    log-probabilities (chosen [lanes, S]; the likeliest and their ids [lanes, S, k]), and the
-    version of `sampled` that holds the tokens."""
+    """Results of a head program, which may still be running: tokens [lanes, S]; log-probabilities
+    of them [lanes, S], of the likeliest ids and those ids [lanes, S, k], or (); and the version of
+    `sampled` that holds the tokens."""
 
     tokens: jax.Array
     logprobs: tuple[jax.Array, ...]
@@ -83,7 +81,10 @@ Loader = Callable[[dict, dict], dict[str, jax.Array]]
 
 
 class Stages:
-    """All stages of a replica. Every method issues work and returns at once."""
+    """All pipeline stages of a replica. Methods issue work to the devices and return at once.
+
+    plan: shapes and sizes. load: gives the arrays of declared parameters by path.
+    """
 
     def __init__(self, plan: StagePlan, load: Loader):
         self.plan = plan
@@ -98,7 +99,7 @@ class Stages:
         self._sampled: deque[tuple[int, jax.Array]] = deque(maxlen=KEPT)
         self.reset()
 
-    # --- what lives on the devices
+    # --- arrays on the devices
 
     def _stage(self, index: int, mesh: Mesh, part: range, load: Loader) -> Stage:
         plan = self.plan
@@ -114,8 +115,8 @@ class Stages:
         return Stage(index, mesh, sharding(mesh, "lanes"), Weights.of(module), values, part)
 
     def reset(self) -> None:
-        """Empty pages, page tables and sampling state in place of those there are, which may be
-        lost: nothing is issued any more."""
+        """Replaces pages, page tables and sampling state by empty ones; for when those on the
+        devices may be lost. No step may be in flight."""
         self._sampled.clear()
         self.sampling_state = None
         for stage in self.stages:
@@ -152,11 +153,11 @@ class Stages:
     # --- issuing work
 
     def step(self, shape: StepShape, rows: np.ndarray, reads: int) -> HiddenStates:
-        """Issues a step to all stages. rows [lanes, size]: see `shapes.layout`. reads: the version
-        of `sampled` with the newest token that this step feeds (0: none)."""
+        """Issues a step to all stages. rows [lanes, size] int32: see `shapes.layout`. reads: the
+        version of `sampled` with the newest token that this step feeds (0: none)."""
         x: Any = next(array for version, array in self._sampled if version >= reads)
         for stage in self.stages:
-            # from the stage before; sampled tokens from the last
+            # hidden states come from the stage before, sampled tokens from the last stage
             if len(self.stages) > 1:
                 x = jax.device_put(x, stage.lanes)
             program = self.programs.get(
@@ -169,8 +170,8 @@ class Stages:
     def sample(
         self, hidden: HiddenStates, variant: str, mask: np.ndarray | None = None
     ) -> SampledTokens:
-        """Samples a token for each chunk of the step that asked for one. Makes the next version of
-        `sampled`. mask [lanes, S, mask_words], for the guided variant: see `sampling.sample`."""
+        """Samples tokens from a step's hidden states, and makes the next version of `sampled`. mask
+        [lanes, S, mask_words]: for the guided variant, see `sampling.sample`."""
         program = self.programs.get(*self._head_program(variant, hidden.picked.shape[1]))
         arguments = (self.head_values, hidden.picked, hidden.ints, self._sampled[-1][1])
         if variant == "greedy":
@@ -186,19 +187,20 @@ class Stages:
     def score(
         self, hidden: HiddenStates, token: np.ndarray, target: np.ndarray
     ) -> tuple[jax.Array, ...]:
-        """Log-probabilities of ids target [lanes, SCORES], each after token [lanes, SCORES] of the
-        step: see `step.score`."""
+        """Log-probabilities of ids target [lanes, SCORES], each after the step's token number
+        `token` [lanes, SCORES]: see `step.score`."""
         token, target = jax.device_put((token, target), sharding(self.last_mesh, "lanes"))
         picked = self.programs.get(*self._pick_program(hidden.all.shape[1]))(hidden.all, token)
         return self.programs.get(*self._score_program())(self.head_values, picked, target)
 
     def admit(self, admission: sampling_rows.SamplingAdmission) -> None:
+        """Writes the sampling parameters of a slot."""
         self.sampling_state = self.programs.get(*self._admit_program())(
             self.sampling_state, admission
         )
 
     def set_table(self, updates: np.ndarray) -> None:
-        """Sets page-table entries [m, 5]: lane, slot, index, page, block."""
+        """Sets page-table entries. updates [m, 5]: lane, slot, index, page, block."""
         for at in range(0, len(updates), UPDATES):
             some = updates[at : at + UPDATES]
             ints = np.full((self.plan.mesh.kvp, UPDATES, 4), NOWHERE, np.int32)
@@ -212,7 +214,7 @@ class Stages:
                 )
 
     def move_pages(self, moves: np.ndarray) -> None:
-        """Moves pages in this order. moves [m, 4]: lane, page, to lane, page."""
+        """Moves KV pages between lanes, in order. moves [m, 4]: from lane, page, to lane, page."""
         for ints, _ in launches(moves, self.plan.mesh.kvp):
             for stage in self.stages:
                 program = self.programs.get(*self._move_program(stage))
@@ -224,12 +226,13 @@ class Stages:
     def warm_up(
         self, done: Callable[[str], None], variants: tuple[str, ...] = sampling_rows.VARIANTS
     ) -> None:
+        """Compiles all programs, and calls `done` with the name of each. variants: of sampling."""
         self.programs.warm_up(dict(self.all_programs(variants)), done)
 
     def all_programs(
         self, variants: tuple[str, ...] = sampling_rows.VARIANTS
     ) -> Iterator[tuple[str, Lower]]:
-        """Every program that requests can lead to."""
+        """Name and lowering of every program that a request can need."""
         for shape in self.plan.shapes:
             for stage in self.stages:
                 yield (

@@ -1,10 +1,11 @@
-"""The programs of a stage: pure functions of weights, pages and one row of int32 per lane.
+"""The device programs of a step, as pure functions of weights, KV pages and one array of int32 per
+lane.
 
-`layers` is the program of every stage: it brings the page table up to date, embeds (in the first
-stage) or takes what the stage before sent, and runs the stage's layers over the rows of the step.
-`head`, beside the last stage, turns the hidden states of chosen tokens into sampled ones. Both run
-inside shard_map over the stage's lanes and ranks; pages, tables and sampling state are donated and
-come back.
+`layers` is the program of every pipeline stage: it updates the page table, embeds tokens (in the
+first stage) or takes hidden states from the stage before, and runs the stage's layers. `head`,
+after the last stage, samples tokens from the hidden states of chosen positions, and `score` gives
+log-probabilities of prompt tokens. All run inside shard_map over the stage's lanes and ranks;
+pages, tables and sampling state are donated and returned.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from jaxserve.sharding.rows import Groups, all_gather_rows, local_rows, spread_r
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """A module apart from its values: what a traced program needs to put flat arrays back in."""
+    """A module without its values; rebuilds the module from a flat list of arrays inside a traced
+    program."""
 
     graphdef: Any
     flat: tuple[tuple[Any, nnx.Param], ...]
@@ -38,6 +40,7 @@ class Weights:
         return cls(graphdef, tuple(nnx.to_flat_state(state)))
 
     def module(self, values: list[jax.Array]) -> Any:
+        """The module with these values, in the order of `flat`."""
         state = nnx.from_flat_state(
             [(keys, param.replace(value)) for (keys, param), value in zip(self.flat, values)]
         )
@@ -55,10 +58,15 @@ def layers(
     ints: jax.Array,
     x: jax.Array,
 ) -> tuple[jax.Array | tuple, list[KVPages], jax.Array]:
-    """pages: per layer, with a first axis of 1; table [1, 2, slots, W]; ints [1, size]; x: hidden
-    states [1, T, D], in the first stage the tokens sampled last [1, slots]. Returns hidden states
-    [1, T, D], pages, table. The last stage returns, in place of hidden states, also those of the
-    tokens to sample after [1, S, D] and what says for whom [1, S, 3]."""
+    """Runs a step through the layers of one stage.
+
+    last: whether this is the last stage. values: the stage's weights. pages: KV pages per layer,
+    with a leading axis of 1. table [1, 2, slots, W]: page table. ints [1, size]: the step, see
+    `shapes.layout`. x: hidden states [1, T, D]; in the first stage the last sampled tokens [1,
+    slots]. Returns hidden states [1, T, D], pages and table; the last stage returns, in place of
+    the hidden states, (all of them, those to sample from [1, S, D], and for each its token, slot
+    and position [1, S, 3]).
+    """
     stage: Stage = weights.module(values)
     size = pages[0].kv.shape[4]
     count = pages[0].kv.shape[1]
@@ -85,8 +93,13 @@ def head(
     state: Any = None,
     mask: jax.Array | None = None,
 ) -> tuple:
-    """x [1, S, D], ints [1, S, 3], sampled [1, slots], guided also mask [1, S, W] -> tokens [1, S],
-    sampled, and (but for greedy) state, log-probabilities."""
+    """Samples tokens from hidden states.
+
+    x [1, S, D]: hidden states. ints [1, S, 3]: token, slot and position of each. sampled [1,
+    slots]: last token of each slot. state: `SamplingState`, except for the greedy variant. mask [1,
+    S, W]: allowed ids, for the guided variant. Returns tokens [1, S], sampled, and (except for
+    greedy) state and log-probabilities.
+    """
     _, slot, position = ints[0].T
     logits = weights.module(values)(x[0])
     if variant == "greedy":
@@ -107,8 +120,8 @@ def head(
 def score(
     weights: Weights, vocab: int, values: list[jax.Array], x: jax.Array, target: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Log-probabilities of target [1, S] after hidden states x [1, S, D]: chosen [1, S], the
-    likeliest and their ids [1, S, k]."""
+    """Log-probabilities of ids target [1, S] after hidden states x [1, S, D]: of the targets [1,
+    S], of the likeliest ids [1, S, k], and those ids [1, S, k]."""
     return tuple(
         part[None]
         for part in sampling.log_probabilities(weights.module(values)(x[0]), target[0], vocab)
@@ -116,14 +129,14 @@ def score(
 
 
 def write_table(table: jax.Array, deltas: jax.Array) -> jax.Array:
-    """table [1, 2, slots, W] with entries deltas [m, 4] (slot, index, page, block) set; a slot out
-    of range is dropped."""
+    """Sets page-table entries: table [1, 2, slots, W], deltas [m, 4] of (slot, index, page, block);
+    slots out of range are skipped."""
     slot, index, page, block = deltas.T
     return table.at[0, :, slot, index].set(jnp.stack([page, block], 1), mode="drop")
 
 
 def _expand(view: dict[str, jax.Array], shape: StepShape, column: int) -> jax.Array:
-    """A column of the rows, once per token [T]."""
+    """A column of the step's rows (slot, start, length), repeated for each token [T]."""
     out = []
     row = 0
     for rows, width in shape.local + shape.spread:
@@ -133,10 +146,12 @@ def _expand(view: dict[str, jax.Array], shape: StepShape, column: int) -> jax.Ar
 
 
 def _tokens(view: dict[str, jax.Array], shape: StepShape, sampled: jax.Array) -> jax.Array:
+    """Token ids [T] of the step; a negative one stands for the last sampled token of its slot."""
     return jnp.where(view["tokens"] < 0, sampled[_expand(view, shape, 0)], view["tokens"])
 
 
 def _positions(view: dict[str, jax.Array], shape: StepShape) -> jax.Array:
+    """Positions [T] of the step's tokens; -1: padding."""
     within = jnp.concatenate(
         [
             jnp.tile(jnp.arange(width, dtype=jnp.int32), rows)
@@ -149,6 +164,8 @@ def _positions(view: dict[str, jax.Array], shape: StepShape) -> jax.Array:
 def _groups(
     view: dict[str, jax.Array], shape: StepShape, table: jax.Array, pages: int, size: int
 ) -> Groups:
+    """The step's rows as `sharding.rows.Groups`. pages, size: number of pages and tokens per
+    page."""
     local = []
     spread = []
     row = 0
