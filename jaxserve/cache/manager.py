@@ -178,7 +178,8 @@ class CacheManager:
         if len(pages):
             self.pages.ref(pages)
             self._updates.add_all(self._entries(slot))
-            self._tell_taken(slot, self.tables[slot])
+            for watcher in self._watchers:
+                watcher.taken(slot, self.tables[slot])
         self._recount(slot)
 
     def extend(self, slot: int, blocks: int) -> None:
@@ -186,23 +187,37 @@ class CacheManager:
         table = self.tables[slot]
         held = self.blocks_per_lane[slot].tolist()
         lane = self._last_lane[slot]
-        home = int(self.home[slot])
-        prompt = home, self._prompt_blocks[slot], self._group[slot], self._stripe
-        for block in range(len(table), len(table) + blocks):
+        first = len(table)
+        for block in range(first, first + blocks):
             if len(held) > 1:
-                view = PlacementView(
-                    self.pages.available(), held, lane, self._lane_limit, block, slot, *prompt
-                )
-                lane = self._place(view)
+                lane = self._next_lane(slot, block, held, lane)
             page = self.pages.allocate(lane)
             self._updates.add(lane, slot, held[lane], self.pages.locate(page)[1], block)
             held[lane] += 1
             table.append(page)
-        self._last_lane[slot] = lane
-        self.blocks_per_lane[slot] = held
         self.capacity[slot] = len(table) * self.block_size
-        self.spread[slot] = held[home] < len(table)
-        self._tell_taken(slot, table[len(table) - blocks :])
+        self.blocks_per_lane[slot] = held
+        if len(held) > 1:
+            self._last_lane[slot] = lane
+            self.spread[slot] = held[self.home[slot]] < len(table)
+        for watcher in self._watchers:
+            watcher.taken(slot, table[first:])
+
+    def _next_lane(self, slot: int, block: int, held: list[int], lane: int) -> int:
+        """The lane for a block after those `held` per lane, of which the last is on `lane`."""
+        view = PlacementView(
+            self.pages.available(),
+            held,
+            lane,
+            self._lane_limit,
+            block,
+            slot,
+            int(self.home[slot]),
+            self._prompt_blocks[slot],
+            self._group[slot],
+            self._stripe,
+        )
+        return self._place(view)
 
     def regroup(self, slot: int, group: tuple[int, ...]) -> bool:
         """Deals the slot's blocks out over the lanes of `group`, those so far and those to come.
@@ -261,10 +276,6 @@ class CacheManager:
         self._recount(slot)
         for watcher in self._watchers:
             watcher.released(slot, pages)
-
-    def _tell_taken(self, slot: int, pages: list[int]) -> None:
-        for watcher in self._watchers:
-            watcher.taken(slot, pages)
 
     def _recount(self, slot: int) -> None:
         """Sets what is kept of the slot's page table."""
