@@ -1,4 +1,4 @@
-"""Ten thousand requests that are cancelled at random points leave everything as it was."""
+"""Thousands of requests that are cancelled at random points leave everything as it was."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from collections import Counter
 
 import jax
 import numpy as np
+import pytest
 
 from jaxserve.api.events import Accepted, Finished, Progress, Token
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.engine.engine import Engine
-from tests.engine.harness import assert_empty, engine
+from tests.engine.harness import assert_empty, shared
 
-REQUESTS = 10_000
-WARM = 1_000
+WARM = 500  # requests after which nothing grows any more
 KINDS = [
     SamplingParams.make(**{"max_tokens": 300, "ignore_eos": True, "temperature": 0, **fields})
     for fields in ({}, {}, dict(temperature=1.0, seed=1), dict(n=2), dict(frequency_penalty=0.5))
@@ -84,23 +84,24 @@ def census(real) -> tuple[int, int, int]:
     return len(gc.get_objects()), len(jax.live_arrays()), threading.active_count()
 
 
-def test_ten_thousand_cancelled_requests_leave_nothing_behind():
-    real = engine("random:tiny", chunk=32, seqs=8, pages=80, max_len=512)
+@pytest.mark.parametrize("requests", [2_000, pytest.param(10_000, marks=pytest.mark.matrix)])
+def test_thousands_of_cancelled_requests_leave_nothing_behind(requests):
+    real = shared(pages=80)
     traffic = Traffic(real)
     traffic.run(WARM)
     assert_empty(real)
     before = census(real)
     memory = resident()
-    traffic.run(REQUESTS)
+    traffic.run(requests)
     assert_empty(real)
     after = census(real)
     growth = resident() - memory
-    assert traffic.born == REQUESTS + WARM <= traffic.ended  # some had two completions
-    assert min(traffic.cancelled[kind] for kind in (Accepted, Progress, Token)) > 500, (
+    assert traffic.born == requests + WARM <= traffic.ended  # some had two completions
+    assert min(traffic.cancelled[kind] for kind in (Accepted, Progress, Token)) > requests / 20, (
         traffic.cancelled
     )
     assert traffic.cancelled.total() > 0.95 * traffic.born
-    assert not real.scheduler.sequences and len(real.scheduler.slots.free) == 8
+    assert not real.scheduler.sequences and len(real.scheduler.slots.free) == 4
     assert after[0] - before[0] < 2000, f"objects: {before[0]}, then {after[0]}"
     assert after[1] <= before[1] and after[2] <= before[2], (
         f"device arrays and threads: {before[1:]}, then {after[1:]}"
