@@ -3,6 +3,7 @@ real model in its forms with what it must say."""
 
 import json
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import hypothesis
@@ -33,6 +34,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Two processes for the whole suite; none for a part of it, which is over sooner without."""
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     return min(2, os.cpu_count() or 1) if whole else 0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What a test printed goes from process to process, also where it is no UTF-8."""
+    report = yield
+    report.sections = [
+        (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
+    ]
+    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
