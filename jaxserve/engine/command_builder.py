@@ -49,6 +49,7 @@ class CommandBuilder:
         self._registry = registry
         self._chooser = chooser
         self._shape_index = {shape: index for index, shape in enumerate(plan.shapes)}
+        self._begins = True  # the first command has the devices forget what they did before
         self._version = 0  # of the tokens that were sampled last
         # per slot: the version with its last token, and what its sampling needs (of VARIANTS)
         self._sampled_at = np.zeros(plan.slots, np.int64)
@@ -78,12 +79,14 @@ class CommandBuilder:
             shape=self._shape_index[shape],
             reads=reads,
             variant=SAMPLE_LATER if variant == GUIDED else variant,
+            reset=self._begins,
             admissions=tuple(admissions),
             moves=arrays.early_moves,
             table_updates=arrays.early_updates,
             rows=arrays.rows,
             scores=scores,
         )
+        self._begins = False
         if variant not in (NO_SAMPLING, GUIDED):
             self._note_sampled(batch)
         return command, InFlightBatch(batch, arrays, pending, variant == GUIDED)

@@ -129,7 +129,6 @@ class Engine:
         self._builder = CommandBuilder(
             worker.plan, config.scheduler, scheduler, self._registry, chooser
         )
-        worker.execute(self._builder.reset())  # whatever it did before is forgotten
         self._flights: deque[InFlightBatch] = deque()
         self._read_at = -1.0  # clock seconds at which the last batch was read
         self._free_at = 0.0  # clock seconds at which the first stage should be free again

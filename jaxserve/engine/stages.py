@@ -375,7 +375,15 @@ def _jit(
 
 
 def _zeros(where: jax.sharding.Sharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=where)()
+    return _zeros_program(where, shape, np.dtype(dtype))()
+
+
+@functools.cache
+def _zeros_program(
+    where: jax.sharding.Sharding, shape: tuple[int, ...], dtype: np.dtype
+) -> Callable[[], jax.Array]:
+    """Compiled once for all arrays alike: a replica has many, and a reset makes them anew."""
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=where)
 
 
 def _state_specs() -> sampling.SamplingState:

@@ -127,22 +127,22 @@ class Snapshot:
 
 def _running(scheduler: Scheduler, now: float) -> list[list[Any]]:
     """Rows of sequences with a slot, those that are prefilled first."""
-    roster = scheduler.slots
-    rows = [
+    slots = scheduler.slots
+    home = scheduler.cache.home
+    prefilling = [
         _row(
             sequence,
             "prefilling",
             now,
-            int(roster.issued[sequence.slot]),
-            int(scheduler.cache.home[sequence.slot]),
+            int(slots.issued[sequence.slot]),
+            int(home[sequence.slot]),
         )
-        for sequence in roster.prefilling[:RUNNING]
+        for sequence in slots.prefilling[:RUNNING]
     ]
-    slots = np.flatnonzero(roster.phase == DECODE)[: RUNNING - len(rows)]
-    homes = scheduler.cache.home[slots].tolist()
-    return rows + [
-        _row(roster.by_slot[slot], "decoding", now, None, home)
-        for slot, home in zip(slots.tolist(), homes)
+    decoding = np.flatnonzero(slots.phase == DECODE)[: RUNNING - len(prefilling)]
+    return prefilling + [
+        _row(slots.by_slot[slot], "decoding", now, None, int(home[slot]))
+        for slot in decoding.tolist()
     ]
 
 

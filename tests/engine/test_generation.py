@@ -61,12 +61,9 @@ def with_pages(old: Engine, pages: int) -> Engine:
     cache = CacheManager(
         dataclasses.replace(old.config.cache, pages=pages), plan.mesh.kvp, plan.slots
     )
-    return Engine(
-        old.config,
-        old.worker.stages,
-        Scheduler(old.config.scheduler, cache, plan.mesh, old.info.max_model_len, (EOS,)),
-        (EOS,),
-    )
+    max_len = old.info.max_model_len
+    scheduler = Scheduler(old.config.scheduler, cache, plan.mesh, max_len, (EOS,))
+    return Engine(old.config, old.worker, scheduler)
 
 
 def say(real: Engine, requests: list[tuple[list[int], dict]], chunks=(), **rest) -> list[list[int]]:

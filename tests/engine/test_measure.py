@@ -37,7 +37,7 @@ def real():
 
 @pytest.fixture(scope="module")
 def found(real):
-    return profile.profiled(real, 600, 1, False)
+    return profile.measure_costs(real.worker, 600, 1, False)
 
 
 def test_every_compiled_shape_is_measured_and_the_engine_is_left_as_it_was(real, found):
@@ -74,15 +74,16 @@ def test_a_point_that_fits_nowhere_is_refused(real):
 
 def test_a_profile_is_written_read_and_refused_by_another_engine(real, found, tmp_path):
     file = tmp_path / "deep" / "profile.json"
-    profile.write(file, real, *found)
-    assert profile.read(file, profile.identity_of(real)) == profile.EngineProfile(
-        found[0].costs, {}
-    )
+    identity = profile.identity_of(real.worker, real.info.max_model_len)
+    profile.write(file, identity, real.worker, *found)
+    assert profile.read(
+        file, profile.identity_of(real.worker, real.info.max_model_len)
+    ) == profile.EngineProfile(found[0].costs, {})
     assert not [left for left in file.parent.iterdir() if left != file]
     other = json.loads(file.read_text()) | {"model": "another"}
     file.write_text(json.dumps(other))
     with pytest.raises(ConfigError, match="measured with model 'another'; here it is 'tiny'"):
-        profile.read(file, profile.identity_of(real))
+        profile.read(file, profile.identity_of(real.worker, real.info.max_model_len))
     for text, said in (
         ("{", "not a profile"),
         ("[]", "not a profile"),
@@ -90,9 +91,11 @@ def test_a_profile_is_written_read_and_refused_by_another_engine(real, found, tm
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=said):
-            profile.read(file, profile.identity_of(real))
+            profile.read(file, profile.identity_of(real.worker, real.info.max_model_len))
     with pytest.raises(ConfigError, match="No such file"):
-        profile.read(tmp_path / "none.json", profile.identity_of(real))
+        profile.read(
+            tmp_path / "none.json", profile.identity_of(real.worker, real.info.max_model_len)
+        )
 
 
 def test_slack_scheduling_measures_once_and_keeps_it(tmp_path, monkeypatch):
@@ -108,7 +111,7 @@ def test_slack_scheduling_measures_once_and_keeps_it(tmp_path, monkeypatch):
     first = build(config, progress=False, warm_up=False)
     kept = list((tmp_path / "profiles").iterdir())
     assert len(kept) == 1 and first.scheduler.predictor.costs.shapes
-    monkeypatch.setattr(profile, "profiled", None)  # a second measurement would fail
+    monkeypatch.setattr(profile, "measure_costs", None)  # a second measurement would fail
     second = build(config, progress=False, warm_up=False)
     assert second.scheduler.predictor.costs == first.scheduler.predictor.costs
     plain = build(dataclasses.replace(config, profile="none"), progress=False, warm_up=False)

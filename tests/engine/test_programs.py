@@ -96,7 +96,7 @@ def test_what_crosses_lanes_does_not_depend_on_the_context(lanes):
         crossed = collectives(program_of(short, shape))
         assert crossed == collectives(program_of(long, shape)), shape
         if shape.spread:
-            model = short.model
+            model = short.worker.plan.model
             tokens = sum(rows * width for rows, width in shape.spread)
             # q, k, v; partials
             per_token = (
@@ -131,7 +131,7 @@ def test_pages_are_donated_and_never_copied_in_any_shape(which, request):
         temporary = [
             program_of(real, shape).memory_analysis().temp_size_in_bytes for real in (small, large)
         ]
-        assert temporary[1] - temporary[0] < (other - one) / small.model.layers / 20, (
+        assert temporary[1] - temporary[0] < (other - one) / small.worker.plan.model.layers / 20, (
             f"{shape}: {temporary} for pools of {one}, {other}"
         )
 
@@ -215,7 +215,7 @@ def test_nothing_is_compiled_after_warm_up_whatever_is_asked(lanes, compiled):
         assert len(runner.events) == 201
     assert not compiled
     assert programs.compiles == len(names)
-    assert base.info()["compiles"] == len(names)
+    assert base.worker.compiles == len(names)
 
 
 def test_every_program_has_a_name_of_its_own(lanes):

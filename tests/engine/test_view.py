@@ -62,9 +62,9 @@ def test_a_view_can_be_had_at_any_time_and_misses_no_step(live):
         "r",
         prompt,
         sampling,
-        vocab=live.model.vocab,
-        max_len=live.max_len,
-        arrival=live.clock.now(),
+        vocab=live.info.vocab,
+        max_len=live.info.max_model_len,
+        arrival=live.now(),
     )
     live.submit(
         request,

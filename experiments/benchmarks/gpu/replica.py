@@ -386,14 +386,14 @@ def _requests(replica: Replica) -> Row:
     length, output = (40, 6) if replica.run.rehearse else (2048, 64)
     sampling = SamplingParams.make(temperature=0, max_tokens=output, ignore_eos=True)
     for number in range(2):  # the first one may compile
-        prompt = np.random.default_rng(number).integers(0, built.model.vocab, length)
+        prompt = np.random.default_rng(number).integers(0, built.info.vocab, length)
         request = Request.make(
             str(number),
             prompt,
             sampling,
-            vocab=built.model.vocab,
-            max_len=built.max_len,
-            arrival=built.clock.now(),
+            vocab=built.info.vocab,
+            max_len=built.info.max_model_len,
+            arrival=built.now(),
         )
         built.submit(
             request,
