@@ -166,7 +166,7 @@ def test_who_ended_is_told_for_a_minute():
     replica.submit("done", 40, tokens=5, tpot=0.05)
     replica.submit("gone", 40, tokens=1000)
     replica.run(8)
-    replica.end(replica.scheduler.cancel("gone", replica.now))
+    replica.scheduler.cancel("gone", replica.now)
     found = rows(replica.view())
     assert found["done"]["state"] == "length" and found["done"]["generated"] == 5
     assert found["done"]["ttft"] == pytest.approx(0.1)
@@ -184,7 +184,7 @@ def test_one_that_ended_while_it_waited_has_no_time_to_its_first_token():
     replica.submit("runs", 8, tokens=100)
     replica.submit("waits", 8)
     replica.run(2)
-    replica.end(replica.scheduler.cancel("waits", replica.now))
+    replica.scheduler.cancel("waits", replica.now)
     row = rows(replica.view())["waits"]
     assert (row["number"], row["ttft"], row["tpot"], row["state"]) == (
         journal.NO_NUMBER,
