@@ -100,12 +100,13 @@ def test_tokens_do_not_depend_on_the_plan(lanes, right, seed):
     assert_empty(real)
 
 
+@pytest.mark.parametrize("seeds", [1, pytest.param(3, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("pages", [60, 9])
-def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right, pages):
+def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right, pages, seeds):
     """Cancelled at random moments, or short of pages: then a group stays as it was, and what runs
     says what it says alone."""
     refused = 0
-    for seed in range(3):
+    for seed in range(seeds):
         rng = random.Random(seed)
         real = fresh(lanes, "striped", pages, planner=Plans(seed))
         watched(real)
@@ -120,7 +121,7 @@ def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right, 
 
         cache.regroup = counted
         runner = Runner(real)
-        for lap in range(4):
+        for lap in range(1 + seeds):
             ids = [
                 runner.submit(prompt, max_tokens=12, rest=dict(cache_salt=str(lap % 2)))
                 for prompt in PROMPTS * 2
