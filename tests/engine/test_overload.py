@@ -17,7 +17,7 @@ from jaxserve.scheduling import Scheduler
 from jaxserve.settings.schema import SchedulerConfig
 from tests.engine.harness import assert_empty, shared
 from tests.engine.test_engine import ask
-from tests.waiting import eventually
+from tests.waiting import eventually, tried
 
 LONG = 480
 SHORT = 16
@@ -71,6 +71,7 @@ def guarded(built: Engine, **settings) -> Engine:
     return real
 
 
+@tried(3)
 def test_one_who_sends_the_longest_prompts_takes_nothing_from_others(built):
     real = guarded(built)
     due = real.config.scheduler.ttft

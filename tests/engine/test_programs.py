@@ -142,9 +142,11 @@ def test_pages_stay_where_they_are_while_steps_run(alone):
         pool.addressable_shards[0].data.unsafe_buffer_pointer()
         for pool in jax.tree.leaves(real.worker.stages.stages[0].pages)
     ]
+    runner = Runner(real)
+    runner.submit(range(3, 10), max_tokens=1)
+    runner.run()  # the first step begins with pages of its own
     before = places()
     pools = jax.tree.leaves(real.worker.stages.stages[0].pages)
-    runner = Runner(real)
     runner.submit(range(3, 100), max_tokens=5)
     runner.submit(range(3, 20), max_tokens=5)
     runner.run()
