@@ -150,7 +150,7 @@ def test_what_is_called_the_truth_is_attention(tmp_path):
     shape = checks.Shape(3, G=2, H=64, C=16, W=4, window=20)
     inputs = checks.make(shape, np.random.default_rng(0))
     out, lse = cases.truth(inputs, 0.1, shape.window)
-    pages, blocks = inputs.table[:, inputs.rows[0], : inputs.count[0]]
+    pages, blocks = inputs.table[:, inputs.slot[0], : inputs.entries[0]]
     position = inputs.q_pos[0, 2]
     weights = []
     values = []
