@@ -16,7 +16,6 @@ HERE = Path(__file__).parent
 # milliseconds. `XLA_FLAGS=` (empty) gives programs as they are served; `.ci/matrix` does.
 QUICK_COMPILES = (
     "--xla_backend_optimization_level=0",
-    "--xla_cpu_use_fusion_emitters=false",
     "--xla_cpu_parallel_codegen_split_count=1",
 )
 # Files that take longest: they start first, so that no process is left with one at the end.
