@@ -78,7 +78,7 @@ def brief(model, server) -> dict:
     """Fields by which the first layers come to an end of JSON: no blanks, which they like best."""
     if model == WHOLE:
         return {}
-    tokenizer = server.server.front.tokenizer
+    tokenizer = server.server.frontend.tokenizer
     blanks = [id for id in range(tokenizer.vocab) if tokenizer.decode([id]).isspace()]
     return {"logit_bias": {str(id): -100 for id in blanks}}
 
