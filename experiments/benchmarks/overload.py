@@ -31,6 +31,7 @@ from jaxserve.cli.display import table
 from jaxserve.cli.machine import described, machine
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import open_engine
+from jaxserve.scheduling.events import StepIssued
 from jaxserve.server.client import Client
 from jaxserve.server.supervisor import Background
 from jaxserve.settings.flags import Command
@@ -303,13 +304,10 @@ class Computed:
 
     def __init__(self, engine: Engine):
         self.tokens = 0
-        self._start = engine.scheduler.start
-        engine.scheduler.start = self._counting  # type: ignore[method-assign]
+        engine.bus.subscribe(StepIssued, self._count)
 
-    def _counting(self, now: float) -> Any:
-        batch = self._start(now)
-        self.tokens += 0 if batch is None else batch.tokens.size
-        return batch
+    def _count(self, event: StepIssued) -> None:
+        self.tokens += event.batch.tokens.size
 
 
 def phases(load: LoadGenerator, computed: Computed) -> dict[str, Any]:
