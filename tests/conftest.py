@@ -4,6 +4,7 @@ real model in its forms with what it must say."""
 import json
 import os
 from collections.abc import Generator
+from importlib import metadata
 from pathlib import Path
 
 import hypothesis
@@ -14,10 +15,13 @@ from tests.examples import examples
 HERE = Path(__file__).parent
 # XLA's optimising passes take most of the suite's time, and a program of a test runs for
 # milliseconds. `XLA_FLAGS=` (empty) gives programs as they are served; `.ci/matrix` does.
-QUICK_COMPILES = (
+QUICK_COMPILES: tuple[str, ...] = (
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",
 )
+# A third of the time of each compile; later releases of jaxlib end the process over this flag.
+if metadata.version("jaxlib").startswith("0.10."):
+    QUICK_COMPILES += ("--xla_cpu_use_fusion_emitters=false",)
 # Files that take longest: they start first, so that no process is left with one at the end.
 LONGEST = ("engine/test_golden.py", "cli", "engine", "models", "simulate", "server")
 

@@ -82,9 +82,13 @@ def fresh(
     return Engine(config, old.worker, scheduler)
 
 
+# sizes of `shared` engines; others of these sizes have the same programs, which are compiled once
+SHARED = dict(chunk=32, seqs=4, pages=400, max_len=512)
+
+
 @functools.cache
 def _tiny(mesh: str) -> Engine:
-    return engine(mesh=mesh, chunk=32, seqs=4, pages=400, max_len=512)
+    return engine(mesh=mesh, **SHARED)
 
 
 def shared(mesh: str = "", placement: str = "grow", pages: int | None = None) -> Engine:

@@ -39,8 +39,14 @@ PROMPTS = [list(range(3, 3 + n)) for n in (5, 90, 200, 333, 450, 17)]
 
 
 @pytest.fixture(scope="module")
-def right():
-    return generate(engine(max_len=1024), PROMPTS, max_tokens=12)
+def alone():
+    """One lane, to which there is no plan."""
+    return engine(max_len=1024)
+
+
+@pytest.fixture(scope="module")
+def right(alone):
+    return generate(alone, PROMPTS, max_tokens=12)
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +106,9 @@ def test_tokens_do_not_depend_on_the_plan(lanes, right, seed):
     assert_empty(real)
 
 
-@pytest.mark.parametrize("seeds", [1, pytest.param(3, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("seeds, laps", [(1, 2), pytest.param(3, 4, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("pages", [60, 9])
-def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right, pages, seeds):
+def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right, pages, seeds, laps):
     """Cancelled at random moments, or short of pages: then a group stays as it was, and what runs
     says what it says alone."""
     refused = 0
@@ -121,7 +127,7 @@ def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right, 
 
         cache.regroup = counted
         runner = Runner(real)
-        for lap in range(4):
+        for lap in range(laps):
             ids = [
                 runner.submit(prompt, max_tokens=12, rest=dict(cache_salt=str(lap % 2)))
                 for prompt in PROMPTS * 2
@@ -144,15 +150,16 @@ def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right, 
     assert (refused > 0) == (pages < 60)
 
 
-def test_the_planner_gives_long_prompts_more_lanes(tmp_path, monkeypatch):
-    """As the engine is built: profile, latencies by size of group, plans."""
+@pytest.mark.parametrize("tokens", [32, pytest.param(128, marks=pytest.mark.matrix)])
+def test_the_planner_gives_long_prompts_more_lanes(tokens, alone, tmp_path, monkeypatch):
+    """As the engine is built: profile, latencies by size of group, plans. tokens: of a step."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
     config = EngineConfig(
         ModelSource("random:tiny", max_model_len=1024),
         MeshConfig(kvp=4),
         CacheConfig(pages=100, placement="striped"),
         SchedulerConfig(
-            max_seqs=2, chunk_tokens=128, exchange="pass_q", planner="cdsp", improvement=0.05
+            max_seqs=2, chunk_tokens=tokens, exchange="pass_q", planner="cdsp", improvement=0.05
         ),
         compile_cache=str(tmp_path),
     )
@@ -171,7 +178,7 @@ def test_the_planner_gives_long_prompts_more_lanes(tmp_path, monkeypatch):
     always = LanePlanner("fixed-2", plan.instances, {0.0: 0.0})
     assert always([9.0, 9.0, 0.0, 1.0], 32, 1000) == (PlanPart(1000, (2, 3)),)
     said = generate(real, [PROMPTS[3]], max_tokens=4)
-    assert said == generate(engine(max_len=1024), [PROMPTS[3]], max_tokens=4)
+    assert said == generate(alone, [PROMPTS[3]], max_tokens=4)
 
     # pages move in the programs of steps, beside layers
     real = fresh(real, "striped", planner=Plans(5, lanes=4))
@@ -179,9 +186,7 @@ def test_the_planner_gives_long_prompts_more_lanes(tmp_path, monkeypatch):
     moves: list[int] = []
     watch_batches(real, lambda batch: moves.append(len(batch.moves)))
     prompts = [list(reversed(prompt)) for prompt in PROMPTS]
-    assert generate(real, prompts, max_tokens=6) == generate(
-        engine(max_len=1024), prompts, max_tokens=6
-    )
+    assert generate(real, prompts, max_tokens=6) == generate(alone, prompts, max_tokens=6)
     assert sum(count for shape, count in zip(shapes, moves) if shape.moves) > 10
     program = next(
         program.as_text()

@@ -24,7 +24,7 @@ from jaxserve.engine.worker import Worker
 from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.sequence import PlanPart
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
-from tests.engine.harness import Plans, Runner, engine, fresh
+from tests.engine.harness import SHARED, Plans, Runner, engine, fresh, shared
 
 BLOCK = 16
 
@@ -65,13 +65,12 @@ def replay(worker: Worker, messages: list[bytes]) -> list[np.ndarray]:
     return [tokens for tokens in found if tokens is not None]
 
 
-@pytest.mark.parametrize("mesh", ["", "kvp=2", "spp=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("", marks=pytest.mark.matrix), "kvp=2", "spp=2"])
 def test_a_recorded_run_replayed_by_a_fresh_worker_gives_equal_tokens(mesh):
-    size = dict(chunk=32, seqs=4, pages=60, max_len=512)
-    real = engine("random:tiny", mesh, **size)
+    real = shared(mesh)
     recording = Recording(real.worker)
     planner = Plans(3, lanes=2) if "kvp" in mesh else None
-    again = fresh(real, "striped" if planner else "grow", planner=planner)
+    again = fresh(real, "striped" if planner else "grow", pages=60, planner=planner)
     recorded = Engine(again.config, recording, again.scheduler)
     runner = Runner(recorded)
     prompt = list(range(5, 105))
@@ -82,7 +81,7 @@ def test_a_recorded_run_replayed_by_a_fresh_worker_gives_equal_tokens(mesh):
     runner.run()
     runner.submit(prompt, max_tokens=6)  # after a prefix hit
     runner.run()
-    other = engine("random:tiny", mesh, **size)
+    other = engine(mesh=mesh, **SHARED)
     found = replay(other.worker, recording.messages)
     assert len(found) == len(recording.tokens) > 10
     assert all(np.array_equal(a, b) for a, b in zip(found, recording.tokens))

@@ -11,7 +11,7 @@ import pytest
 from jaxserve.cache import CacheManager
 from jaxserve.engine.engine import Engine
 from jaxserve.scheduling import Scheduler
-from tests.engine.harness import Runner, assert_empty, engine, fresh
+from tests.engine.harness import SHARED, Runner, assert_empty, engine, fresh
 from tests.models.reference import random_weights
 from tests.weights.models import TINY, write_folder
 
@@ -40,7 +40,7 @@ def prompt(seed: int, length: int) -> list[int]:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> dict[str, Engine]:
     model = write_folder(tmp_path_factory.mktemp("model"), TINY, random_weights(TINY, 0))
-    return {mesh: engine(model, mesh, chunk=32, seqs=4, pages=400, max_len=512) for mesh in MESHES}
+    return {mesh: engine(model, mesh, **SHARED) for mesh in MESHES}
 
 
 @pytest.fixture
@@ -81,7 +81,10 @@ def say(real: Engine, requests: list[tuple[list[int], dict]], chunks=(), **rest)
 # --- the same tokens
 
 
-def test_a_request_says_the_same_alone_and_in_any_company_on_any_mesh_in_any_chunks(engines):
+@pytest.mark.parametrize("orders", [1, pytest.param(2, marks=pytest.mark.matrix)])
+def test_a_request_says_the_same_alone_and_in_any_company_on_any_mesh_in_any_chunks(
+    engines, orders
+):
     requests = [(prompt(i, 20 + 23 * i), fields) for i, fields in enumerate(KINDS.values())]
     alone = [say(engines[""], [request])[0] for request in requests]
     assert len({tuple(tokens) for tokens in alone}) == len(alone)
@@ -91,7 +94,7 @@ def test_a_request_says_the_same_alone_and_in_any_company_on_any_mesh_in_any_chu
             ((1, 7, 32), "random" if "kvp" in mesh else "grow"),
         ]:
             real = fresh(real, placement)
-            for order in (requests, requests[::-1]):
+            for order in (requests[::-1], requests)[:orders]:
                 together = say(real, order, chunks)
                 assert together[:: 1 if order is requests else -1] == alone, (
                     f"{mesh or 'one device'}, chunks {chunks}, {placement}"

@@ -47,7 +47,9 @@ def alone() -> Engine:
     return shared()
 
 
-@pytest.fixture(scope="module", params=["tp=3", "spp=2,tp=2"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("tp=3", marks=pytest.mark.matrix), "spp=2,tp=2"]
+)
 def split(request, tmp_path_factory) -> Engine:
     if request.param != "tp=3":
         return shared(request.param)
@@ -90,7 +92,7 @@ def check(spec: Guided, completion) -> None:
             assert text in CHOICES
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 3])
+@pytest.mark.parametrize("lookahead", [0, pytest.param(1, marks=pytest.mark.matrix), 3])
 def test_random_completions_are_valid_and_do_not_depend_on_how_far_the_engine_runs_ahead(
     alone, lookahead
 ):

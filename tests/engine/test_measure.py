@@ -22,14 +22,16 @@ from jaxserve.settings.schema import (
 from tests.engine.harness import Runner, assert_empty, engine
 
 SETTINGS = dict(max_seqs=4, chunk_tokens=32, min_chunk=8)
+MAX_LEN = 300
+PAGES = 80
 
 
 @pytest.fixture(scope="module")
 def real():
     config = EngineConfig(
-        ModelSource("random:tiny", max_model_len=600),
+        ModelSource("random:tiny", max_model_len=MAX_LEN),
         MeshConfig(),
-        CacheConfig(pages=160),
+        CacheConfig(pages=PAGES),
         SchedulerConfig(**SETTINGS),
     )
     return build(config, progress=False, warm_up=False)
@@ -37,7 +39,7 @@ def real():
 
 @pytest.fixture(scope="module")
 def found(real):
-    return profile.measure_costs(real.worker, 600, 1, False)
+    return profile.measure_costs(real.worker, MAX_LEN, 1, False)
 
 
 def test_every_compiled_shape_is_measured_and_the_engine_is_left_as_it_was(real, found):
@@ -49,7 +51,7 @@ def test_every_compiled_shape_is_measured_and_the_engine_is_left_as_it_was(real,
         and fit.costs.layers == 2
         and fit.costs.tile == 8
     )
-    before = Runner(engine("random:tiny", chunk=32, seqs=4, pages=160, max_len=600))
+    before = Runner(engine("random:tiny", chunk=32, seqs=4, pages=PAGES, max_len=MAX_LEN))
     after = Runner(real)
     for runner in (before, after):
         runner.submit(range(1, 60), "r", max_tokens=8, ignore_eos=True)
@@ -102,9 +104,9 @@ def test_slack_scheduling_measures_once_and_keeps_it(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
     scheduler = SchedulerConfig(policy="slack", chunking="adaptive", **SETTINGS)
     config = EngineConfig(
-        ModelSource("random:tiny", max_model_len=300),
+        ModelSource("random:tiny", max_model_len=MAX_LEN),
         MeshConfig(),
-        CacheConfig(pages=80),
+        CacheConfig(pages=PAGES),
         scheduler,
         compile_cache="",
     )

@@ -19,7 +19,7 @@ CHUNKS = 64
 MANY = 192  # prefill tokens of a step in which several prompts may start
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.matrix), 3])
 def piped(request) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(zoo.MODELS, "tiny-3", zoo.replace(zoo.MODELS["tiny"], layers=3))

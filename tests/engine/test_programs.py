@@ -116,7 +116,9 @@ def test_shapes_without_spread_rows_need_no_other_lane(lanes):
             assert collectives(program_of(real, shape)) == []
 
 
-@pytest.mark.parametrize("which", ["alone", "lanes", "ring_q", "ring_kv"])
+@pytest.mark.parametrize(
+    "which", ["alone", "lanes", "ring_kv", pytest.param("ring_q", marks=pytest.mark.matrix)]
+)
 def test_pages_are_donated_and_never_copied_in_any_shape(which, request):
     small, large = request.getfixturevalue(which)
     held = lambda real: (

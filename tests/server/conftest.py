@@ -1,4 +1,6 @@
 import contextlib
+import functools
+import gc
 
 import grpc
 import pytest
@@ -39,22 +41,32 @@ class Served:
         return grpc.StatusCode.OK, ""
 
 
+def started(stack: contextlib.ExitStack, engine=None, tokenizer=FakeTokenizer, **config) -> Served:
+    """A served fake engine, until the stack is closed."""
+    # A server collects all garbage when it starts, and thaws what is frozen when it ends. The tests
+    # before this one left millions of objects, which would take it a second.
+    gc.freeze()
+    engine = engine or FakeReplica()
+    ports = ServerConfig(**{"port": 0, "http_port": 0, **config})
+    server = stack.enter_context(Background(ports, lambda: (engine, tokenizer and tokenizer())))
+    served = Served(engine, server)
+    stack.callback(served.channel.close)
+    stack.callback(served.client.close)
+    return served
+
+
 @pytest.fixture
 def serve():
+    """Starts a server of the test's own, of any engine and settings."""
     with contextlib.ExitStack() as stack:
+        yield functools.partial(started, stack)
 
-        def start(engine=None, tokenizer=FakeTokenizer, **config):
-            engine = engine or FakeReplica()
-            ports = ServerConfig(**{"port": 0, "http_port": 0, **config})
-            server = stack.enter_context(
-                Background(ports, lambda: (engine, tokenizer and tokenizer()))
-            )
-            served = Served(engine, server)
-            stack.callback(served.channel.close)
-            stack.callback(served.client.close)
-            return served
 
-        yield start
+@pytest.fixture(scope="module")
+def common():
+    """A server that the tests of a file share, which only ask it."""
+    with contextlib.ExitStack() as stack:
+        yield started(stack)
 
 
 @pytest.fixture

@@ -39,6 +39,14 @@ def http(serve):
         client.close()
 
 
+@pytest.fixture(scope="module")
+def asked(common):
+    """Posts to a server that others have asked before; `.served` is it."""
+    with httpx.Client(base_url=common.server.url, timeout=10) as client:
+        client.served = common
+        yield client
+
+
 def post(client, path, body, **headers):
     data = body if isinstance(body, (bytes, str)) else json.dumps(body)
     return client.post(path, content=data, headers={"content-type": "application/json", **headers})
@@ -109,8 +117,8 @@ def test_many_prompts_and_completions_have_indexes_in_order(http):
 
 
 @pytest.mark.parametrize("prompt", [[104, 105], [[104, 105]], "hi", ["hi"]])
-def test_prompts_are_texts_or_ids(http, prompt):
-    (choice,) = post(http(), "/v1/completions", {"prompt": prompt, "max_tokens": 2}).json()[
+def test_prompts_are_texts_or_ids(asked, prompt):
+    (choice,) = post(asked, "/v1/completions", {"prompt": prompt, "max_tokens": 2}).json()[
         "choices"
     ]
     assert choice["text"] == text(expected(b"hi", 2))
@@ -378,8 +386,8 @@ CHAT_BAD = [
 
 
 @pytest.mark.parametrize("field,value", CHAT_BAD)
-def test_bad_chats_are_refused_by_name(http, field, value):
-    answer = post(http(), "/v1/chat/completions", {**CHAT, field: value})
+def test_bad_chats_are_refused_by_name(asked, field, value):
+    answer = post(asked, "/v1/chat/completions", {**CHAT, field: value})
     assert answer.status_code == 400 and field in answer.json()["error"]["param"]
 
 
@@ -397,8 +405,8 @@ def test_bad_chats_are_refused_by_name(http, field, value):
         b"\x80\x04K\x01.",
     ],
 )
-def test_what_is_no_json_object_is_refused(http, body):
-    answer = post(http(), "/v1/completions", body)
+def test_what_is_no_json_object_is_refused(asked, body):
+    answer = post(asked, "/v1/completions", body)
     assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
@@ -440,8 +448,8 @@ def test_a_full_queue_is_429_with_when_to_come_again(http):
 
 
 @pytest.mark.parametrize("id", ["\u0100", "a\r\nset-cookie: x=1", "\0", "%41", "\U0001f600" * 50])
-def test_an_id_of_any_characters_comes_back_in_a_header_that_it_cannot_leave(http, id):
-    answer = post(http(), "/v1/completions", {"prompt": "x", "request_id": id})
+def test_an_id_of_any_characters_comes_back_in_a_header_that_it_cannot_leave(asked, id):
+    answer = post(asked, "/v1/completions", {"prompt": "x", "request_id": id})
     assert (
         answer.status_code == 200
         and answer.json()["id"] == id
@@ -593,16 +601,15 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         ("response_format", {"type": "text"}, None),
     ],
 )
-def test_what_outputs_must_look_like_reaches_the_engine(http, monkeypatch, field, value, kind):
-    client = http()
+def test_what_outputs_must_look_like_reaches_the_engine(asked, monkeypatch, field, value, kind):
     seen = []
-    guides = client.served.server.server.frontend.guides
+    guides = asked.served.server.server.frontend.guides
     submit = guides.submit
     monkeypatch.setattr(
         guides, "submit", lambda spec, name: (seen.append((spec.kind, name)), submit(spec, name))[1]
     )
     for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", CHAT)):
-        assert post(client, path, {**body, field: value}).status_code == 200
+        assert post(asked, path, {**body, field: value}).status_code == 200
     assert len(seen) == (0 if kind is None else 2) and all(
         found == kind and name.startswith(field) for found, name in seen
     )
@@ -637,15 +644,16 @@ DEEP = json.loads('{"items":' * 100 + "{}" + "}" * 100)
         ("structured_outputs", {"json": "not a schema"}),
     ],
 )
-def test_what_cannot_be_obeyed_is_refused_by_name_and_in_time(http, field, value):
-    client = http()
+def test_what_cannot_be_obeyed_is_refused_by_name_and_in_time(asked, field, value):
+    engine = asked.served.engine
+    computed = engine.prefill_steps
     began = time.monotonic()
-    answer = post(client, "/v1/completions", {"prompt": "x", field: value})
+    answer = post(asked, "/v1/completions", {"prompt": "x", field: value})
     assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(field), (
         answer.text
     )
-    assert time.monotonic() - began < 3 and client.served.engine.prefill_steps == 0
-    assert post(client, "/v1/completions", {"prompt": "x"}).status_code == 200
+    assert time.monotonic() - began < 3 and engine.prefill_steps == computed
+    assert post(asked, "/v1/completions", {"prompt": "x"}).status_code == 200
 
 
 def test_a_forced_call_is_the_only_output_there_can_be(http, monkeypatch):
@@ -687,10 +695,9 @@ def test_a_forced_call_is_the_only_output_there_can_be(http, monkeypatch):
         ("metadata", {str(i): 1 for i in range(50_000)}),
     ],
 )
-def test_a_small_body_of_many_values_is_refused_without_work(http, field, value):
-    client = http()
+def test_a_small_body_of_many_values_is_refused_without_work(asked, field, value):
     began = time.monotonic()
-    answer = post(client, "/v1/chat/completions", {**CHAT, field: value})
+    answer = post(asked, "/v1/chat/completions", {**CHAT, field: value})
     assert (
         answer.status_code == 400
         and field in answer.json()["error"]["param"]
@@ -724,8 +731,8 @@ def test_texts_of_tools_and_of_calls_count_as_part_of_the_prompt(http):
         {"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]},
     ],
 )
-def test_what_looks_like_tools_but_is_not_is_no_fault_of_ours(http, body):
-    assert post(http(), "/v1/chat/completions", {**CHAT, **body}).status_code in (200, 400)
+def test_what_looks_like_tools_but_is_not_is_no_fault_of_ours(asked, body):
+    assert post(asked, "/v1/chat/completions", {**CHAT, **body}).status_code in (200, 400)
 
 
 def test_offsets_are_those_of_tokens_though_their_text_is_held_back(http):

@@ -147,8 +147,8 @@ def test_unset_sampling_takes_the_defaults_not_zero(serve):
 @pytest.mark.parametrize(
     "data", [b"\xf8\x07\x01", b"\x22\x01x\x32\x03\xf8\x07\x01", b"\x2a\x05\x0a\x03\xf8\x07\x01"]
 )
-def test_unknown_fields_are_refused_by_number_however_deep(serve, data):
-    code, details = serve().status_of("Inference/Generate", data)
+def test_unknown_fields_are_refused_by_number_however_deep(common, data):
+    code, details = common.status_of("Inference/Generate", data)
     assert code == INVALID and "unknown field number 127" in details
 
 

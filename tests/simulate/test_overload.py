@@ -67,10 +67,10 @@ def between(records: list[RequestRecord], first: float, last: float) -> list[Req
     "mix, capacity, settings, again",
     [
         (CHATS, 7, {}, 1.0),
-        (CHATS, 7, dict(policy="edf"), 1.0),
+        pytest.param(CHATS, 7, dict(policy="edf"), 1.0, marks=pytest.mark.matrix),
         (CHATS, 7, dict(policy="fcfs", chunking="static", chunk_tokens=512), 1.0),
         (CHATS, 5, dict(max_seqs=8), 1.0),
-        (ANSWERS, 3, dict(max_seqs=8), 1.0),
+        pytest.param(ANSWERS, 3, dict(max_seqs=8), 1.0, marks=pytest.mark.matrix),
         (MIXED, 2, {}, 0.6),
     ],
     ids=[
