@@ -79,7 +79,7 @@ def test_a_short_soak_leaves_nothing(tmp_path, capfd):
     model = write_folder(tmp_path / "model", TINY, random_weights(TINY, 0))
     tokenizer().save(model)
     few = "--max_seqs=4", "--chunk_tokens=32", "--pages=400"  # few programs, which are tiny
-    out = soaked(model, 0.08, tmp_path / "soak.json", capfd, *few)
+    out = soaked(model, 0.1, tmp_path / "soak.json", capfd, *few)
     assert "left behind: nothing" in out and "http 200" in out
 
 
