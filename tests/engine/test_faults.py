@@ -37,7 +37,7 @@ def lose(real: Engine) -> None:
 
 
 def no_memory(*args) -> None:
-    jax.jit(lambda: jnp.zeros(TOO_MUCH, jnp.int8))()
+    jax.jit(lambda: jnp.zeros(TOO_MUCH, jnp.int8))().block_until_ready()
 
 
 def once(real: Engine, monkeypatch, name: str, fault) -> None:
