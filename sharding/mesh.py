@@ -4,11 +4,13 @@ here only."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jaxserve.group.layout import layout
 from jaxserve.settings.schema import ConfigError, MeshConfig
 
 SPP, KVP, TP = AXES = ("spp", "kvp", "tp")
@@ -27,14 +29,21 @@ def axis_sum(x: jax.Array, axis: str) -> jax.Array:
 
 
 def stage_meshes(config: MeshConfig) -> list[Mesh]:
-    """Makes one mesh of lanes and ranks per stage, over the first devices. Errors: ConfigError if
-    there are too few devices."""
-    devices = jax.devices()
+    """Makes one mesh of lanes and ranks per stage, over the first devices of each process. Errors:
+    ConfigError if there are too few devices."""
+    processes = jax.process_count()
+    each = -(-config.devices // processes)
+    devices = [
+        device
+        for _, some in itertools.groupby(jax.devices(), lambda device: device.process_index)
+        for device in list(some)[:each]
+    ]
     if len(devices) < config.devices:
         raise ConfigError(
             "mesh",
             f"{config} needs {config.devices} devices; "
-            f"there are {len(devices)} ({devices[0].platform})",
+            f"there are {len(devices)} ({devices[0].platform})"
+            + (f" in {processes} processes of {each}" if processes > 1 else ""),
         )
-    grid = np.array(devices[: config.devices]).reshape(config.spp, config.kvp, config.tp)
+    grid = np.array(devices)[layout(config, processes)]
     return [Mesh(stage, (KVP, TP), axis_types=(AxisType.Auto, AxisType.Auto)) for stage in grid]

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 
 import jax
 import ml_dtypes
 import numpy as np
 
+import jaxserve
 from jaxserve.cache import CacheManager
+from jaxserve.checkpoint.fetch import local_files
+from jaxserve.checkpoint.fingerprint import fingerprint
 from jaxserve.checkpoint.zoo import ModelConfig, layers_of
 from jaxserve.costs.predictor import NOMINAL
-from jaxserve.engine.engine import CommandExecutor, Engine
+from jaxserve.engine.distributed import free_port
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.profiling.profile_file import EngineProfile, profile_for
 from jaxserve.engine.programs import keep_compiled
 from jaxserve.engine.shapes import sample_sizes, shapes
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.worker import Worker
+from jaxserve.engine.worker_group import WorkerGroup
+from jaxserve.group.layout import described
+from jaxserve.group.member import LEADER, Member, Pulse, this_member
+from jaxserve.group.messages import Hello, shared_settings
 from jaxserve.kernels.kv_pages import FP8, pool_shapes
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling import Scheduler
@@ -26,7 +36,10 @@ from jaxserve.settings.schema import ConfigError, EngineConfig, SchedulerConfig
 from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.mesh import ensure_devices
 from jaxserve.weights import load, open_checkpoint
+from jaxserve.weights.checkpoint import Checkpoint
+from jaxserve.weights.store import OrbaxFolder
 
+log = logging.getLogger(__name__)
 IMPROVEMENT = 0.1  # share of a prompt's time that more lanes must save, where nobody knows better
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -44,33 +57,87 @@ def build(
     Errors: ConfigError for settings that cannot work, CheckpointError for a checkpoint that cannot
     be read.
     """
-    worker, model = open_worker(config, progress, warm_up)
+    worker, model = open_executor(config, progress, warm_up)
     profile = None
     if profiled:
         profile = profile_for(config, worker, max_length(config, worker.plan.model), progress)
     return make_engine(config, worker, model, profile)
 
 
+def open_executor(
+    config: EngineConfig, progress: bool = True, warm_up: bool = True
+) -> tuple[CommandExecutor, ModelConfig]:
+    """The devices of a replica: those of this process, or of the workers that this process leads
+    (see `jaxserve.group`). In a process that is a worker itself this does not return."""
+    member = this_member()
+    if member is None:
+        return open_worker(config, progress, warm_up)
+    if member.leads:
+        return open_group(config, member, progress, warm_up)
+    from jaxserve.engine.worker_process import work
+
+    work(config, member)
+
+
+def open_group(
+    config: EngineConfig, member: Member, progress: bool = True, warm_up: bool = True
+) -> tuple[WorkerGroup, ModelConfig]:
+    """Waits for the workers of this leader's group, and until they make tokens."""
+    pulse = Pulse(member)
+    for line in described(config.mesh, member.workers):
+        log.info(line)
+    checkpoint = open_checkpoint(config.source.model)
+    plan = make_plan(config, checkpoint.config.with_tp(config.mesh.tp))
+    with progress_bar("compiling", None, progress and warm_up) as step:
+        group = WorkerGroup(
+            plan,
+            member,
+            hello_of(config, LEADER),
+            warm_up=warm_up,
+            progress=step,
+            tell_state=lambda state: pulse.tell(state=state),
+        )
+        group.formed()
+    return group, checkpoint.config
+
+
+def hello_of(config: EngineConfig, worker: int, host: str = "") -> Hello:
+    """What a member with these settings says when it joins. Errors: ConfigError."""
+    source = config.source.model
+    weights = source
+    if not source.startswith("random:"):
+        weights = fingerprint(local_files(source, progress=False))
+    versions = {"jaxserve": jaxserve.__version__, "jax": jax.__version__}
+    return Hello(worker, versions, shared_settings(config), weights, free_port(host))
+
+
 def open_worker(
     config: EngineConfig, progress: bool = True, warm_up: bool = True
 ) -> tuple[Worker, ModelConfig]:
-    """Loads the weights and compiles the programs of a replica. Also returns what the checkpoint
-    says of its model."""
+    """Loads the weights and compiles the programs of a replica, in this process. Also returns what
+    the checkpoint says of its model."""
     checkpoint = open_checkpoint(config.source.model)
+    ensure_devices(config.mesh.devices)
+    worker = load_worker(config, checkpoint, progress)
+    if warm_up:
+        with progress_bar("compiling", worker.program_count(), progress) as step:
+            worker.warm_up(step)
+    return worker, checkpoint.config
+
+
+def load_worker(
+    config: EngineConfig, checkpoint: Checkpoint | OrbaxFolder, progress: bool
+) -> Worker:
+    """Loads the weights of the stages that have devices in this process."""
     model = checkpoint.config.with_tp(config.mesh.tp)
     plan = make_plan(config, model)
-    ensure_devices(config.mesh.devices)
     keep_compiled(config.compile_cache)
-    worker = Worker(
+    return Worker(
         plan,
         lambda declared, shardings: load(
             checkpoint, model, declared, shardings, plan.dtype, progress
         ),
     )
-    if warm_up:
-        with progress_bar("compiling", worker.program_count(), progress) as step:
-            worker.warm_up(step)
-    return worker, checkpoint.config
 
 
 def make_engine(

@@ -28,6 +28,7 @@ _ARRAY = struct.Struct("<BBI")  # kind of number, how it is written, bytes
 _RAW, _RUNS = 0, 1
 _KINDS = (np.dtype("<i4"), np.dtype("<f4"), np.dtype("<u1"))
 _MOST_ROWS = 1 << 24  # of an array that bytes may unfold to
+_RESULT = struct.Struct("<BiBH")
 _SCALARS = ("lane", "slot", "fresh")  # fields of an admission
 _NONE = np.zeros((0, 1), np.int32)
 
@@ -38,6 +39,11 @@ class CommandError(ValueError):
 
 class DeviceError(Exception):
     """A step failed on the devices; what they held is lost."""
+
+
+class WorkersLost(Exception):
+    """Processes with devices are gone, and with them all that was computed; others may take their
+    place."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,6 +132,35 @@ class CommandCodec:
         except (struct.error, IndexError, ValueError) as error:
             raise CommandError(f"not a command of version {VERSION}: {error}") from None
 
+    def encode_result(self, result: StepResult) -> bytes:
+        """The result's bytes."""
+        tokens = () if result.tokens is None else (result.tokens,)
+        arrays = [*tokens, *result.logprobs, *(part for parts in result.scores for part in parts)]
+        head = _RESULT.pack(VERSION, result.number, len(tokens), len(result.logprobs))
+        return head + b"".join(_shape(array) + _encoded(_as_rows(array)) for array in arrays)
+
+    def decode_result(self, data: bytes) -> StepResult:
+        """A result of its bytes. Errors: CommandError."""
+        try:
+            version, number, sampled, scored = _RESULT.unpack_from(data)
+            if version != VERSION:
+                raise CommandError(f"version {version} is not {VERSION}")
+            reader = _Reader(memoryview(data), _RESULT.size)
+            arrays = []
+            while not reader.ended:
+                shape = reader.shape()
+                arrays.append(reader.array().reshape(shape))
+        except (struct.error, IndexError, ValueError) as error:
+            raise CommandError(f"not a result of version {VERSION}: {error}") from None
+        first = sampled + scored
+        rest = arrays[first:]
+        return StepResult(
+            number,
+            arrays[0] if sampled else None,
+            tuple(arrays[sampled:first]),
+            tuple(tuple(rest[at : at + 3]) for at in range(0, len(rest), 3)),
+        )
+
     def _decode(self, data: memoryview) -> StepCommand:
         version, reset, number, shape, reads, variant, count, samples, words = _HEAD.unpack_from(
             data
@@ -209,6 +244,14 @@ def _runs(rows: np.ndarray) -> bytes:
     return struct.pack("<I", rows.shape[1]) + rows[0].astype("<i4").tobytes() + table.tobytes()
 
 
+def _shape(array: np.ndarray) -> bytes:
+    return struct.pack(f"<B{array.ndim}I", array.ndim, *array.shape)
+
+
+def _as_rows(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1, 1)
+
+
 class _Reader:
     """Arrays one after the other."""
 
@@ -236,6 +279,17 @@ class _Reader:
         with np.errstate(over="ignore"):
             steps = np.concatenate([ints[None, :width], np.repeat(table[:, 1:], counts, axis=0)])
             return np.cumsum(steps, axis=0, dtype=np.int32).view(dtype)
+
+    def shape(self) -> tuple[int, ...]:
+        """The next array's shape, where one is written."""
+        (count,) = struct.unpack_from("<B", self._data, self._at)
+        shape = struct.unpack_from(f"<{count}I", self._data, self._at + 1)
+        self._at += 1 + 4 * count
+        return shape
+
+    @property
+    def ended(self) -> bool:
+        return self._at >= len(self._data)
 
     def end(self) -> None:
         """Errors: CommandError where there is more."""

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -29,10 +29,10 @@ from jaxserve.api.request import Request
 from jaxserve.clock import Clock, WallClock
 from jaxserve.costs.exchange_choice import ExchangeChooser
 from jaxserve.engine import results
-from jaxserve.engine.command import DeviceError, StepCommand, StepResult
+from jaxserve.engine.command import DeviceError
 from jaxserve.engine.command_builder import CommandBuilder
+from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.results import InFlightBatch
-from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.watchdog import Watchdog, request_error
 from jaxserve.observe.journal import Journal
 from jaxserve.observe.metrics import Metrics
@@ -51,27 +51,6 @@ LOCK_WAIT = 1.0
 LOCK_WAITS = 10
 IDLE_WAIT = 0.5  # seconds between looks at deadlines while nothing runs
 log = logging.getLogger(__name__)
-
-
-class CommandExecutor(Protocol):
-    """What executes commands for an engine: a `Worker`, or whatever passes them on to some."""
-
-    plan: StagePlan
-
-    @property
-    def platform(self) -> str: ...
-
-    @property
-    def compiles(self) -> int: ...
-
-    @property
-    def recompiles(self) -> int: ...
-
-    def execute(self, command: StepCommand) -> None: ...
-
-    def ready(self) -> bool: ...
-
-    def wait(self) -> StepResult: ...
 
 
 def replica_info(config: EngineConfig, worker: CommandExecutor, max_model_len: int) -> ReplicaInfo:

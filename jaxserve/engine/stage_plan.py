@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from jaxserve.checkpoint.zoo import ModelConfig
+from jaxserve.engine.command import CommandCodec
 from jaxserve.engine.dealing import StepDemand
 from jaxserve.engine.sampling_rows import mask_words
 from jaxserve.engine.shapes import StepShape
@@ -44,6 +45,10 @@ class StagePlan:
                     return shape
                 first = first or shape
         return first
+
+    def codec(self) -> CommandCodec:
+        """Makes bytes of commands for workers with this plan."""
+        return CommandCodec(self.shapes, self.mesh.kvp, self.block_size)
 
     @property
     def mask_words(self) -> int:

@@ -5,6 +5,10 @@ The host issues a step to the first stage, passes its hidden states to the next,
 pipeline parallelism (Medha, section 3.3). Nothing here waits for a device. A step takes the tokens
 that it feeds from the `sampled` array of the last step that sampled for their slots, so chunks of a
 prompt follow each other through the stages without a gap.
+
+Where a replica has several processes, each has the stages in whose mesh it has devices, and all
+make the same calls in the same order: arrays pass between stages on devices (`hand_over`), and what
+belongs to the last stage is None in processes that have no part of it.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.zoo import layers_of
 from jaxserve.engine import sampling, sampling_rows
@@ -89,14 +93,19 @@ class Stages:
     def __init__(self, plan: StagePlan, load: Loader):
         self.plan = plan
         self.programs = Programs()
-        meshes = stage_meshes(plan.mesh)
-        self.last_mesh = meshes[-1]
+        self.meshes = stage_meshes(plan.mesh)
+        self.last_mesh = self.meshes[-1]
+        self.has_last = bool(self.last_mesh.local_devices)
+        # what the host reads is on the devices of each process that has a part of the last stage
+        self._read = PartitionSpec() if self.last_mesh.is_multi_process else spec("lanes")
         self.sampling_state: Any = None
-        self.stages = [
-            self._stage(i, mesh, part, load)
-            for i, (mesh, part) in enumerate(zip(meshes, layers_of(plan.model, plan.mesh.spp)))
-        ]
-        self._sampled: deque[tuple[int, jax.Array]] = deque(maxlen=KEPT)
+        parts = enumerate(zip(self.meshes, layers_of(plan.model, plan.mesh.spp)))
+        self._local = {  # stages by index, where this process has devices
+            i: self._stage(i, mesh, part, load) for i, (mesh, part) in parts if mesh.local_devices
+        }
+        self.stages = list(self._local.values())
+        self._sampled: deque[tuple[int, jax.Array | None]] = deque(maxlen=KEPT)
+        self._fed: tuple[int, jax.Array | None] | None = None
         self.reset()
 
     # --- arrays on the devices
@@ -124,6 +133,10 @@ class Stages:
             stage.table = None
         for stage in self.stages:
             self._empty(stage)
+        self._fed = None
+        if not self.has_last:
+            self._sampled.append((0, None))
+            return
         lanes = sharding(self.last_mesh, "lanes")
         self._sampled.append((0, _zeros(lanes, (self.plan.mesh.kvp, self.plan.slots), jnp.int32)))
         self.sampling_state = self._empty_sampling_state()
@@ -152,26 +165,53 @@ class Stages:
 
     # --- issuing work
 
-    def step(self, shape: StepShape, rows: np.ndarray, reads: int) -> HiddenStates:
+    def step(
+        self, shape: StepShape, rows: np.ndarray, reads: int
+    ) -> tuple[jax.Array, HiddenStates | None]:
         """Issues a step to all stages. rows [lanes, size] int32: see `shapes.layout`. reads: the
-        version of `sampled` with the newest token that this step feeds (0: none)."""
-        x: Any = next(array for version, array in self._sampled if version >= reads)
-        for stage in self.stages:
-            # hidden states come from the stage before, sampled tokens from the last stage
-            if len(self.stages) > 1:
-                x = jax.device_put(x, stage.lanes)
+        version of `sampled` with the newest token that this step feeds (0: none). Returns an array
+        that is ready once the last stage here has computed, and what the last of all returned."""
+        x: Any = self._feed(reads)
+        extent = (self.plan.mesh.kvp, shape.tokens, self.plan.model.d_model)
+        for index in range(self.plan.mesh.spp):
+            if index > 0:
+                before, here = self.meshes[index - 1], self.meshes[index]
+                x = hand_over(x, before, here, extent, self.plan.dtype)
+            stage = self._local.get(index)
+            if stage is None:
+                x = None
+                continue
             program = self.programs.get(
-                f"layers_{stage.index}_{shape}",
+                f"layers_{index}_{shape}",
                 functools.partial(self._lower_layers, stage, shape),
             )
             x, stage.pages, stage.table = program(stage.values, stage.pages, stage.table, rows, x)
-        return HiddenStates(*x)
+            done = x
+        if not self.has_last:
+            return done, None
+        hidden = HiddenStates(*x)
+        return hidden.ints, hidden
+
+    def _feed(self, reads: int) -> jax.Array | None:
+        """The sampled tokens on the first stage, of the version `reads` or a later one. What came
+        there for a step before serves this one too, if it is new enough."""
+        version, x = next(entry for entry in self._sampled if entry[0] >= reads)
+        if self.plan.mesh.spp == 1:
+            return x
+        if self._fed is None or self._fed[0] < reads:
+            tokens = (self.plan.mesh.kvp, self.plan.slots)
+            self._fed = version, hand_over(x, self.last_mesh, self.meshes[0], tokens, np.int32)
+        return self._fed[1]
 
     def sample(
-        self, hidden: HiddenStates, variant: str, mask: np.ndarray | None = None
-    ) -> SampledTokens:
+        self, hidden: HiddenStates | None, variant: str, mask: np.ndarray | None = None
+    ) -> SampledTokens | None:
         """Samples tokens from a step's hidden states, and makes the next version of `sampled`. mask
         [lanes, S, mask_words]: for the guided variant, see `sampling.sample`."""
+        version = self._sampled[-1][0] + 1
+        if hidden is None:
+            self._sampled.append((version, None))
+            return None
         program = self.programs.get(*self._head_program(variant, hidden.picked.shape[1]))
         arguments = (self.head_values, hidden.picked, hidden.ints, self._sampled[-1][1])
         if variant == "greedy":
@@ -180,7 +220,6 @@ class Stages:
             tokens, sampled, self.sampling_state, logprobs = program(
                 *arguments, self.sampling_state, *([] if mask is None else [mask])
             )
-        version = self._sampled[-1][0] + 1
         self._sampled.append((version, sampled))
         return SampledTokens(tokens, logprobs, version)
 
@@ -189,12 +228,13 @@ class Stages:
     ) -> tuple[jax.Array, ...]:
         """Log-probabilities of ids target [lanes, SCORES], each after the step's token number
         `token` [lanes, SCORES]: see `step.score`."""
-        token, target = jax.device_put((token, target), sharding(self.last_mesh, "lanes"))
         picked = self.programs.get(*self._pick_program(hidden.all.shape[1]))(hidden.all, token)
         return self.programs.get(*self._score_program())(self.head_values, picked, target)
 
     def admit(self, admission: sampling_rows.SamplingAdmission) -> None:
         """Writes the sampling parameters of a slot."""
+        if not self.has_last:
+            return
         self.sampling_state = self.programs.get(*self._admit_program())(
             self.sampling_state, admission
         )
@@ -209,17 +249,14 @@ class Stages:
                 ints[lane, : len(mine)] = mine[:, 1:]
             for stage in self.stages:
                 program = self.programs.get(*self._table_program(stage))
-                stage.table = program(
-                    stage.table, jax.device_put(ints, sharding(stage.mesh, "lanes"))
-                )
+                stage.table = program(stage.table, ints)
 
     def move_pages(self, moves: np.ndarray) -> None:
         """Moves KV pages between lanes, in order. moves [m, 4]: from lane, page, to lane, page."""
         for ints, _ in launches(moves, self.plan.mesh.kvp):
             for stage in self.stages:
                 program = self.programs.get(*self._move_program(stage))
-                lanes = sharding(stage.mesh, "lanes")
-                stage.pages = program(stage.pages, jax.device_put(ints, lanes))
+                stage.pages = program(stage.pages, ints)
 
     # --- programs: name, and how to lower it
 
@@ -239,16 +276,20 @@ class Stages:
                     f"layers_{stage.index}_{shape}",
                     functools.partial(self._lower_layers, stage, shape),
                 )
+        if self.has_last:
+            yield from self._sampling_programs(variants)
+        for stage in self.stages:
+            yield self._table_program(stage)
+            if self.plan.moves:
+                yield self._move_program(stage)
+
+    def _sampling_programs(self, variants: tuple[str, ...]) -> Iterator[tuple[str, Lower]]:
         for size, variant in itertools.product(self.plan.samples, variants):
             yield self._head_program(variant, size)
         for tokens in sorted({shape.tokens for shape in self.plan.shapes}):
             yield self._pick_program(tokens)
         yield self._score_program()
         yield self._admit_program()
-        for stage in self.stages:
-            yield self._table_program(stage)
-            if self.plan.moves:
-                yield self._move_program(stage)
 
     def _lower_layers(self, stage: Stage, shape: StepShape) -> Any:
         plan = self.plan
@@ -260,7 +301,7 @@ class Stages:
         ints = self._last(
             (layout(shape, plan.mesh.kvp, plan.block_size).size,), jnp.int32, stage.mesh
         )
-        last = stage is self.stages[-1]
+        last = stage.index == plan.mesh.spp - 1
         f = functools.partial(layers, stage.weights, plan.model, shape, last)
         return _jit(
             f,
@@ -278,19 +319,22 @@ class Stages:
     def _head_program(self, variant: str, size: int) -> tuple[str, Lower]:
         def lower() -> Any:
             lane = spec("lanes")
+            read = self._read
             values = [spec(*param.axes) for _, param in self.head.flat]
             ints = self._last((size, 3), jnp.int32, self.last_mesh)
             arguments = (self.head_values, self._hidden(size), ints, self._sampled[-1][1])
-            f = functools.partial(head, self.head, self.plan.model.vocab, variant)
+            f = functools.partial(
+                head, self.head, self.plan.model.vocab, variant, read == PartitionSpec()
+            )
             if variant == "greedy":
-                return _jit(f, self.last_mesh, (values, lane, lane, lane), (lane, lane)).lower(
+                return _jit(f, self.last_mesh, (values, lane, lane, lane), (read, lane)).lower(
                     *arguments
                 )
             out = (
-                lane,
+                read,
                 lane,
                 _state_specs(),
-                (lane,) * 3 if variant in sampling_rows.SCORED else (),
+                (read,) * 3 if variant in sampling_rows.SCORED else (),
             )
             mask = (
                 [self._last((size, self.plan.mask_words), jnp.int32, self.last_mesh)]
@@ -311,9 +355,10 @@ class Stages:
         def lower() -> Any:
             lane = spec("lanes")
             values = [spec(*param.axes) for _, param in self.head.flat]
-            f = functools.partial(score, self.head, self.plan.model.vocab)
+            read = self._read
+            f = functools.partial(score, self.head, self.plan.model.vocab, read == PartitionSpec())
             target = self._last((SCORES,), jnp.int32, self.last_mesh)
-            return _jit(f, self.last_mesh, (values, lane, lane), (lane,) * 3).lower(
+            return _jit(f, self.last_mesh, (values, lane, lane), (read,) * 3).lower(
                 self.head_values, self._hidden(SCORES), target
             )
 
@@ -362,6 +407,20 @@ class Stages:
             )
 
         return f"table_{stage.index}", lower
+
+
+def hand_over(
+    x: jax.Array | None, source: Mesh, target: Mesh, shape: tuple[int, ...], dtype: Any
+) -> jax.Array | None:
+    """Passes an array [lanes, ...] of this shape from the devices of one stage to those of another.
+    x: None in a process that has no device of the source. Returns None in one that has none of the
+    target. Across processes all must call it in the same order, also those with no part in it: XLA
+    counts the transfers between them."""
+    if x is None:
+        lanes = sharding(source, "lanes")
+        x = jax.make_array_from_single_device_arrays(shape, lanes, [], dtype=dtype)
+    there = jax.device_put(x, sharding(target, "lanes"))
+    return there if target.local_devices else None
 
 
 def _jit(

@@ -86,6 +86,7 @@ def head(
     weights: Weights,
     vocab: int,
     variant: str,
+    to_all: bool,
     values: list[jax.Array],
     x: jax.Array,
     ints: jax.Array,
@@ -98,7 +99,8 @@ def head(
     x [1, S, D]: hidden states. ints [1, S, 3]: token, slot and position of each. sampled [1,
     slots]: last token of each slot. state: `SamplingState`, except for the greedy variant. mask [1,
     S, W]: allowed ids, for the guided variant. Returns tokens [1, S], sampled, and (except for
-    greedy) state and log-probabilities.
+    greedy) state and log-probabilities. to_all: tokens and log-probabilities of all lanes
+    [lanes, S], on every lane.
     """
     _, slot, position = ints[0].T
     logits = weights.module(values)(x[0])
@@ -110,22 +112,31 @@ def head(
         )
     sampled = sampled.at[0, slot].set(token, mode="drop")
     if variant == "greedy":
-        return token[None], sampled
+        return _read_by_host(token, to_all), sampled
     logprobs = (
         sampling.log_probabilities(logits, token, vocab) if variant in sampling_rows.SCORED else ()
     )
-    return token[None], sampled, state, tuple(part[None] for part in logprobs)
+    scored = tuple(_read_by_host(part, to_all) for part in logprobs)
+    return _read_by_host(token, to_all), sampled, state, scored
 
 
 def score(
-    weights: Weights, vocab: int, values: list[jax.Array], x: jax.Array, target: jax.Array
+    weights: Weights,
+    vocab: int,
+    to_all: bool,
+    values: list[jax.Array],
+    x: jax.Array,
+    target: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """Log-probabilities of ids target [1, S] after hidden states x [1, S, D]: of the targets [1,
-    S], of the likeliest ids [1, S, k], and those ids [1, S, k]."""
-    return tuple(
-        part[None]
-        for part in sampling.log_probabilities(weights.module(values)(x[0]), target[0], vocab)
-    )
+    S], of the likeliest ids [1, S, k], and those ids [1, S, k]. to_all: see `head`."""
+    parts = sampling.log_probabilities(weights.module(values)(x[0]), target[0], vocab)
+    return tuple(_read_by_host(part, to_all) for part in parts)
+
+
+def _read_by_host(x: jax.Array, to_all: bool) -> jax.Array:
+    """x [S, ...] of this lane as [1, S, ...]; or of all lanes [lanes, S, ...], on each of them."""
+    return jax.lax.all_gather(x, KVP) if to_all else x[None]
 
 
 def write_table(table: jax.Array, deltas: jax.Array) -> jax.Array:

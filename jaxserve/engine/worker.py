@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
+from jaxserve.costs.profiles import Link
 from jaxserve.engine.command import (
     NO_SAMPLING,
     NO_STEP,
@@ -24,6 +25,7 @@ from jaxserve.engine.command import (
     StepCommand,
     StepResult,
 )
+from jaxserve.engine.profiling.links import measure_links
 from jaxserve.engine.sampling_rows import VARIANTS
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stages import HiddenStates, Loader, SampledTokens, Stages
@@ -31,7 +33,8 @@ from jaxserve.engine.stages import HiddenStates, Loader, SampledTokens, Stages
 
 @dataclasses.dataclass
 class _Pending:
-    """A step that was issued and not yet fetched. done: ready when it has left the last stage."""
+    """A step that was issued and not yet fetched. done: ready when it has left the last stage that
+    has devices here."""
 
     number: int
     done: jax.Array
@@ -64,6 +67,11 @@ class Worker:
         return self.device.platform
 
     @property
+    def device_kind(self) -> str:
+        """As the makers of the devices call them."""
+        return self.device.device_kind
+
+    @property
     def compiles(self) -> int:
         """Programs compiled, or read from the folder of compiled ones."""
         return self.stages.programs.compiles
@@ -75,7 +83,7 @@ class Worker:
 
     def codec(self) -> CommandCodec:
         """Makes bytes of commands for workers with the same plan."""
-        return CommandCodec(self.plan.shapes, self.plan.mesh.kvp, self.plan.block_size)
+        return self.plan.codec()
 
     def warm_up(self, done: Callable[[str], None], variants: tuple[str, ...] = VARIANTS) -> None:
         """Compiles all programs that commands can need; `done` hears the name of each."""
@@ -104,21 +112,23 @@ class Worker:
 
     def _run_layers(self, command: StepCommand) -> None:
         shape = self.plan.shapes[command.shape]
-        hidden = self.stages.step(shape, command.rows, command.reads)
+        done, hidden = self.stages.step(shape, command.rows, command.reads)
         unsampled = None if command.variant == NO_SAMPLING else hidden
-        step = _Pending(command.number, hidden.ints, unsampled)
+        step = _Pending(command.number, done, unsampled)
         self._pending.append(step)
         if command.variant not in (NO_SAMPLING, SAMPLE_LATER):
             self._sample(step, command)
-        for token, target in command.scores:
-            step.scores.append(self.stages.score(hidden, token, target))
+        if hidden is not None:
+            for token, target in command.scores:
+                step.scores.append(self.stages.score(hidden, token, target))
 
     def _sample(self, step: _Pending, command: StepCommand) -> None:
-        assert step.unsampled is not None, f"step {step.number} has nothing to sample from"
+        has_last = self.stages.has_last
+        assert step.unsampled is not None or not has_last, f"step {step.number} is sampled already"
         masks = command.masks if command.masks.size else None
         step.sampled = self.stages.sample(step.unsampled, VARIANTS[command.variant], masks)
         step.unsampled = None
-        if self.platform != "cpu":  # there tokens are read in place
+        if step.sampled is not None and self.platform != "cpu":  # there tokens are read in place
             step.sampled.tokens.copy_to_host_async()
 
     # --- what comes of it
@@ -140,6 +150,16 @@ class Worker:
                 logprobs = tuple(np.asarray(part) for part in step.sampled.logprobs)
             scores = tuple(tuple(np.asarray(part) for part in parts) for parts in step.scores)
         return StepResult(step.number, tokens, logprobs, scores)
+
+    def formed(self, timeout: float | None = None) -> bool:
+        """True: the devices of this process are there while it is."""
+        return True
+
+    def measure_links(self) -> dict[str, Link]:
+        """How fast the lanes of the last stage talk to each other; {} where there is one, or where
+        another process has them all."""
+        mesh = self.stages.last_mesh
+        return measure_links(mesh) if self.plan.mesh.kvp > 1 and self.stages.has_last else {}
 
     def settle(self) -> None:
         """Waits until all that was issued is done; nobody wants the results."""

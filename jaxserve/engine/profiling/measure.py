@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.engine.arrays import StepArrays, to_arrays
-from jaxserve.engine.command import NO_SAMPLING, StepCommand
+from jaxserve.engine.command import NO_SAMPLING, StepCommand, StepResult
 from jaxserve.engine.command_builder import GREEDY
 from jaxserve.engine.dealing import StepDemand
+from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.shapes import StepShape
-from jaxserve.engine.worker import Worker
+from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.scheduling import Batch
 
 STEPS = 3  # whose time is taken at once
@@ -58,10 +59,58 @@ class MeasuredStep:
     seconds: float
 
 
+def batch_of(point: MeasurePoint, lanes: int, block_size: int) -> Batch:
+    """The point on every lane."""
+    each = point.decodes + point.chunks
+    start = np.array([point.context] * point.decodes + [point.cached] * point.chunks, np.int32)
+    length = np.array([1] * point.decodes + [point.new] * point.chunks, np.int32)
+    tile = lambda row: np.tile(row, lanes)
+    lane = np.repeat(np.arange(lanes, dtype=np.int32), each)
+    held = np.zeros((lanes * each, lanes), np.int32)
+    held[np.arange(lanes * each), lane] = tile(-(-(start + length) // block_size))
+    feed = tile(np.arange(each) < point.decodes)
+    return Batch(
+        number=0,
+        seq=np.arange(lanes * each),
+        slot=np.arange(lanes * each, dtype=np.int32),
+        lane=lane,
+        start=tile(start),
+        length=tile(length),
+        is_decode=feed,
+        sample=np.full(lanes * each, point.sample),
+        spread=np.zeros(lanes * each, bool),
+        blocks_per_lane=held,
+        block_lane=np.empty(0, np.int32),
+        tokens=np.ones(int(tile(length)[~feed].sum()), np.int32),
+        moves=np.empty((0, 4), np.int32),
+        table_updates=np.empty((0, 5), np.int32),
+        seconds=0.0,
+        admitted=(),
+    )
+
+
+def first_token(
+    plan: StagePlan, execute: Callable[[StepCommand], None], wait: Callable[[], StepResult]
+) -> None:
+    """Has devices make one token, through all stages, of made-up state: they need a reset
+    afterwards. Errors: as of `execute` and `wait`, where none comes."""
+    batch = batch_of(MeasurePoint(decodes=1, context=1), plan.mesh.kvp, plan.block_size)
+    demand = StepDemand.of(batch, plan.mesh.kvp)
+    shape = plan.shape_for(demand)
+    assert shape is not None, "no compiled shape holds a decode"
+    arrays = to_arrays(batch, demand, shape, plan.mesh.kvp, plan.block_size)
+    execute(
+        StepCommand(
+            number=0, shape=plan.shapes.index(shape), variant=GREEDY, rows=arrays.rows, reset=True
+        )
+    )
+    assert wait().tokens is not None, "a step that samples left no token"
+
+
 class StepTimer:
     """Measures points on a worker that serves nobody."""
 
-    def __init__(self, worker: Worker, repeats: int = 3):
+    def __init__(self, worker: CommandExecutor, repeats: int = 3):
         self._worker = worker
         self._plan = worker.plan
         self._mesh = worker.plan.mesh
@@ -90,7 +139,7 @@ class StepTimer:
     def arrays(self, point: MeasurePoint) -> StepArrays:
         """A point as the rows of a compiled shape; its page table is written. Errors: ValueError
         for a point that no compiled shape or no page table holds."""
-        batch = self._batch(point)
+        batch = batch_of(point, self._mesh.kvp, self._plan.block_size)
         demand = StepDemand.of(batch, self._mesh.kvp)
         shape = self._plan.shape_for(demand)
         if shape is None or point.longest() > self._longest:
@@ -107,36 +156,6 @@ class StepTimer:
             self._worker.execute(command)
         self._worker.settle()
         return time.perf_counter() - began
-
-    def _batch(self, point: MeasurePoint) -> Batch:
-        """The point on every lane."""
-        lanes = self._mesh.kvp
-        each = point.decodes + point.chunks
-        start = np.array([point.context] * point.decodes + [point.cached] * point.chunks, np.int32)
-        length = np.array([1] * point.decodes + [point.new] * point.chunks, np.int32)
-        tile = lambda row: np.tile(row, lanes)
-        lane = np.repeat(np.arange(lanes, dtype=np.int32), each)
-        held = np.zeros((lanes * each, lanes), np.int32)
-        held[np.arange(lanes * each), lane] = tile(-(-(start + length) // self._plan.block_size))
-        feed = tile(np.arange(each) < point.decodes)
-        return Batch(
-            number=0,
-            seq=np.arange(lanes * each),
-            slot=np.arange(lanes * each, dtype=np.int32),
-            lane=lane,
-            start=tile(start),
-            length=tile(length),
-            is_decode=feed,
-            sample=np.full(lanes * each, point.sample),
-            spread=np.zeros(lanes * each, bool),
-            blocks_per_lane=held,
-            block_lane=np.empty(0, np.int32),
-            tokens=np.ones(int(tile(length)[~feed].sum()), np.int32),
-            moves=np.empty((0, 4), np.int32),
-            table_updates=np.empty((0, 5), np.int32),
-            seconds=0.0,
-            admitted=(),
-        )
 
     def _write_table(self, slots: int) -> None:
         """Rows of the page table with pages from all over the pool, as after hours of serving."""
@@ -193,7 +212,10 @@ def _full(shape: StepShape, longest: int, slots: int) -> MeasurePoint:
 
 
 def measure(
-    worker: Worker, points: list[MeasurePoint], done: Callable[[str], None], repeats: int = 3
+    worker: CommandExecutor,
+    points: list[MeasurePoint],
+    done: Callable[[str], None],
+    repeats: int = 3,
 ) -> list[MeasuredStep]:
     """All points, the first ones first; `done` hears of each."""
     meter = StepTimer(worker, repeats)

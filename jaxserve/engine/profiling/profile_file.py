@@ -22,10 +22,9 @@ from jaxserve.costs.exchange_choice import CHOOSERS, ExchangeChooser, Heads, rat
 from jaxserve.costs.fit import CostsFit, StepSample, fit_costs, from_json, to_json
 from jaxserve.costs.predictor import Costs
 from jaxserve.costs.profiles import Link
-from jaxserve.engine.profiling.links import measure_links
+from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.profiling.measure import MeasuredStep, grid, measure
 from jaxserve.engine.stage_plan import StagePlan
-from jaxserve.engine.worker import Worker
 from jaxserve.folders import cache_folder, private_folder
 from jaxserve.kernels.kv_pages import FP8, SCALE_DTYPE
 from jaxserve.progress import progress_bar
@@ -75,7 +74,7 @@ class EngineProfile:
 
 
 def profile_for(
-    config: EngineConfig, worker: Worker, max_len: int, progress: bool
+    config: EngineConfig, worker: CommandExecutor, max_len: int, progress: bool
 ) -> EngineProfile | None:
     """The profile that the settings ask for; None where the scheduler does without. max_len: tokens
     of the longest sequence. Errors: ConfigError."""
@@ -99,7 +98,7 @@ def _needs_no_times(config: EngineConfig) -> bool:
 
 
 def measure_costs(
-    worker: Worker, longest: int, repeats: int, progress: bool, pairs: float = float("inf")
+    worker: CommandExecutor, longest: int, repeats: int, progress: bool, pairs: float = float("inf")
 ) -> tuple[CostsFit, list[MeasuredStep]]:
     """Measures steps on a worker that serves nobody, with sequences of up to `longest` tokens and
     steps of up to so many `pairs` of tokens that attend and are attended to, and fits its costs."""
@@ -130,9 +129,9 @@ def _sample(one: MeasuredStep) -> StepSample:
     )
 
 
-def identity_of(worker: Worker, max_len: int) -> dict[str, Any]:
+def identity_of(worker: CommandExecutor, max_len: int) -> dict[str, Any]:
     """What the profile of this worker belongs to."""
-    return identity(worker.plan, max_len, worker.device.device_kind)
+    return identity(worker.plan, max_len, worker.device_kind)
 
 
 def identity(plan: StagePlan, max_len: int, device_kind: str) -> dict[str, Any]:
@@ -174,7 +173,7 @@ def safe_file(identity: dict[str, Any]) -> Path:
 def write(
     file: Path,
     identity: dict[str, Any],
-    worker: Worker,
+    worker: CommandExecutor,
     found: CostsFit,
     points: list[MeasuredStep],
     search: Search | None = None,
@@ -182,7 +181,7 @@ def write(
     """Writes a profile, whole or not at all; lanes are timed for it. search: finds improvement
     rates by planner, given the profile without them. Errors: ConfigError where it cannot be
     written."""
-    links = measure_links(worker.stages.last_mesh) if worker.plan.mesh.kvp > 1 else {}
+    links = worker.measure_links()
     profile = EngineProfile(found.costs, links)
     if search is not None:
         profile = dataclasses.replace(profile, improvement=search(profile))

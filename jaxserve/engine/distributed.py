@@ -1,0 +1,69 @@
+"""The processes of a replica as JAX sees them (`jax.distributed`): NCCL between GPUs, gloo and
+sockets between CPUs. The only room that knows their addresses and private names."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import jax
+
+HEARTBEAT_SECONDS = 30  # the supervisor notices earlier; this is for when it is gone too
+CLIENT_THREADS = "32"
+
+
+def free_port(host: str = "") -> int:
+    """A port that nobody listens on just now."""
+    with socket.create_server((host, 0)) as server:
+        return server.getsockname()[1]
+
+
+def join(
+    coordinator: str, process: int, processes: int, devices: int, first: int, host: str
+) -> None:
+    """Joins the processes of a replica; before anything else of JAX.
+
+    coordinator: HOST:PORT where process 0 lets the others meet. devices: how many this process
+    has, on a GPU machine from number `first` on. host: this machine's address for the others.
+    Errors: RuntimeError where the others do not come.
+    """
+    # XLA's CPU client has a thread per core, and collectives that wait block some of them
+    os.environ.setdefault("PJRT_NPROC", CLIENT_THREADS)
+    # else JAX takes SIGTERM for itself and the process does not end
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_num_cpu_devices", devices)
+    # the way of CPUs for `jax.device_put` between processes; it hangs with port 0
+    address = f"{host}:{free_port(host)}"
+    jax.config.update("jax_cross_host_transfer_socket_address", address)
+    jax.config.update("jax_cross_host_transport_addresses", f"{host}:0,{host}:0")
+    # with the autotuning of a program split over all processes, those that compile it would wait
+    # for those that do not
+    flags = os.environ.get("XLA_FLAGS", "")
+    if on_gpu() and "xla_gpu_shard_autotuning" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_shard_autotuning=false".strip()
+    jax.distributed.initialize(
+        coordinator,
+        processes,
+        process,
+        local_device_ids=list(range(first, first + devices)) if on_gpu() else None,
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        shutdown_timeout_seconds=5,
+    )
+    found = len(jax.local_devices())
+    if found < devices:
+        raise RuntimeError(f"process {process} has {found} devices; the mesh needs {devices} of it")
+    _keep_own_programs()
+
+
+def on_gpu() -> bool:
+    """Whether this machine's devices are GPUs, without asking JAX for them."""
+    wanted = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
+    return "cpu" not in wanted.split(",")[:1] and os.path.exists("/proc/driver/nvidia")
+
+
+def _keep_own_programs() -> None:
+    """Has this process keep what it compiles on disk. JAX lets only process 0 do so, for it takes
+    all programs for equal; here each process has the programs of its own stages."""
+    from jax._src import distributed
+
+    distributed.global_state.process_id = 0

@@ -1,0 +1,51 @@
+"""What executes step commands: the interface of a `Worker` in this process, and of a `WorkerGroup`
+that passes them on to several."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from jaxserve.costs.profiles import Link
+from jaxserve.engine.command import StepCommand, StepResult
+from jaxserve.engine.stage_plan import StagePlan
+
+
+class CommandExecutor(Protocol):
+    """Devices behind commands. Errors of any method: DeviceError, where the devices fail and can be
+    used again after a reset; WorkersLost, where processes are gone."""
+
+    plan: StagePlan
+
+    @property
+    def platform(self) -> str: ...
+
+    @property
+    def device_kind(self) -> str:
+        """As the makers of the devices call them."""
+
+    @property
+    def compiles(self) -> int:
+        """Programs compiled, or read from the folder of compiled ones."""
+
+    @property
+    def recompiles(self) -> int:
+        """Programs compiled after the warm-up."""
+
+    def execute(self, command: StepCommand) -> None:
+        """Issues all that a command says; waits for nothing."""
+
+    def ready(self) -> bool:
+        """Whether the oldest step is done."""
+
+    def wait(self) -> StepResult:
+        """Waits for the oldest step and fetches what it left."""
+
+    def settle(self) -> None:
+        """Waits until all that was issued is done; nobody wants the results."""
+
+    def measure_links(self) -> dict[str, Link]:
+        """How fast the lanes of the last stage talk to each other; {} where there is one."""
+
+    def formed(self, timeout: float | None = None) -> bool:
+        """Waits, after WorkersLost, until there are devices again; False where that takes longer
+        than `timeout` seconds."""

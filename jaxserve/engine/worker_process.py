@@ -1,0 +1,252 @@
+"""A worker in a process of its own: joins the leader's group, loads its part of the weights, and
+executes the leader's commands until the leader is gone.
+
+Commands are issued to the devices as they come. A second thread waits for the steps, one after the
+other: worker 0, which has the last stage, sends what they left; and in every worker that is where
+it comes to light that a step failed. Whatever fails ends the process: the group shares one fate,
+and its supervisor starts it anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import jax
+
+from jaxserve.engine import distributed
+from jaxserve.engine.build import hello_of, load_worker
+from jaxserve.engine.command import NO_STEP, SAMPLE_LATER, CommandError, DeviceError, StepCommand
+from jaxserve.engine.worker import Worker
+from jaxserve.group.channel import Channel, ChannelError, connect
+from jaxserve.group.layout import devices_each
+from jaxserve.group.member import LOST, REFUSED, Member, Pulse
+from jaxserve.group.messages import Kind
+from jaxserve.settings.schema import ConfigError, EngineConfig
+from jaxserve.weights import open_checkpoint
+
+JOIN_SECONDS = 600.0  # that the leader may take to listen
+RETRY_SECONDS = 0.2
+STATUS_SECONDS = 1.0
+log = logging.getLogger(__name__)
+
+
+def work(config: EngineConfig, member: Member) -> NoReturn:
+    """Is this worker of the group until it ends, and the process with it."""
+    pulse = Pulse(member)
+    try:
+        channel = _join(config, member)
+        _Process(config, member, channel, pulse).run()
+        code = 0
+    except ConfigError as error:
+        print(f"{member.name}: {error}", file=sys.stderr, flush=True)
+        code = REFUSED
+    except ChannelError as error:
+        log.warning("%s ends: the leader is gone (%s)", member.name, error)
+        code = LOST
+    except (DeviceError, CommandError, RuntimeError):
+        log.exception("%s failed", member.name)
+        code = LOST
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no collective that hangs, and no handler of JAX, may hold the process
+
+
+def _join(config: EngineConfig, member: Member) -> Channel:
+    """Finds the leader and asks to join. Errors: ConfigError where the leader refuses;
+    ChannelError where there is none."""
+    channel = _connected(member)
+    channel.send(Kind.HELLO, hello_of(config, member.worker).encode())
+    return channel
+
+
+def _connected(member: Member) -> Channel:
+    deadline = time.monotonic() + JOIN_SECONDS
+    while True:
+        try:
+            return connect((member.host, member.port), member.secret, member.tls)
+        except ChannelError as error:
+            if time.monotonic() > deadline:
+                raise ChannelError(f"no leader at {member.host}:{member.port} ({error})") from None
+        time.sleep(RETRY_SECONDS)
+
+
+class _Process:
+    def __init__(self, config: EngineConfig, member: Member, channel: Channel, pulse: Pulse):
+        self._config = config
+        self._member = member
+        self._channel = channel
+        self._pulse = pulse
+        self._steps: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._issued = 0
+        self._finished = 0
+        self._news = threading.Condition()
+        self._worker: Worker | None = None
+
+    def run(self) -> None:
+        """Errors: as `work` handles."""
+        begin = self._begin()
+        with self._told():
+            self._worker = self._load(begin)
+        codec = self._worker.codec()
+        self._channel.send(Kind.LOADED, json.dumps(self._facts()).encode())
+        self._start_thread(self._wait_for_steps)
+        self._start_thread(self._send_status)
+        self._pulse.tell(state="ready")
+        while True:
+            frame = self._channel.receive()
+            if frame.kind == Kind.COMMAND:
+                with self._told():
+                    self._execute(codec.decode(frame.content))
+            elif frame.kind == Kind.ASK:
+                with self._told():
+                    self._answer(**json.loads(frame.content))
+            elif frame.kind == Kind.END:
+                return
+            else:
+                raise ChannelError(f"the leader said {frame.kind}")
+
+    # --- joining
+
+    def _begin(self) -> dict[str, Any]:
+        """Waits until all have come. Errors: ConfigError where the leader refuses this worker."""
+        self._pulse.tell(state="joining")
+        frame = self._channel.receive()
+        said = json.loads(frame.content)
+        if frame.kind == Kind.REFUSED:
+            raise ConfigError("group", f"refused by the leader: {said['reason']}")
+        return said
+
+    def _load(self, begin: dict[str, Any]) -> Worker:
+        member = self._member
+        each = devices_each(self._config.mesh, member.workers, member.ranks_across_hosts)
+        self._pulse.tell(state="loading")
+        distributed.join(
+            begin["coordinator"],
+            member.worker,
+            member.workers,
+            each,
+            member.local * each,
+            self._channel.own_host,
+        )
+        return load_worker(self._config, open_checkpoint(self._config.source.model), False)
+
+    def _facts(self) -> dict[str, Any]:
+        assert self._worker is not None
+        return {
+            "platform": self._worker.platform,
+            "device_kind": self._worker.device_kind,
+            "programs": self._worker.program_count(),
+            "process": os.getpid(),
+        }
+
+    # --- what the leader says
+
+    def _execute(self, command: StepCommand) -> None:
+        assert self._worker is not None
+        self._worker.execute(command)
+        later = command.variant == SAMPLE_LATER
+        sampled_now = command.shape == NO_STEP and command.variant >= 0
+        if (command.shape != NO_STEP and not later) or sampled_now:
+            self._issued += 1
+            self._steps.put(command.number)
+
+    def _answer(self, what: str, **arguments: Any) -> None:
+        answers: dict[str, Callable[..., Any]] = {
+            "warm_up": self._warm_up,
+            "settle": self._settle,
+            "links": self._links,
+        }
+        answer = answers[what](**arguments)
+        self._channel.send(Kind.ANSWER, json.dumps(answer).encode())
+
+    def _warm_up(self, variants: list[str]) -> dict[str, int]:
+        assert self._worker is not None
+        self._pulse.tell(state="compiling")
+        self._worker.warm_up(self._progress, tuple(variants))
+        self._pulse.tell(state="ready")
+        return self._counts()
+
+    def _progress(self, name: str) -> None:
+        self._channel.send(Kind.PROGRESS, json.dumps({"name": name}).encode())
+
+    def _settle(self) -> None:
+        with self._news:
+            self._news.wait_for(lambda: self._finished == self._issued)
+
+    def _links(self) -> dict[str, Any]:
+        assert self._worker is not None
+        self._settle()
+        links = self._worker.measure_links()
+        return {name: dataclasses.astuple(link) for name, link in links.items()}
+
+    # --- beside it
+
+    def _start_thread(self, run: Callable[[], None]) -> None:
+        threading.Thread(target=self._or_end, args=(run,), daemon=True).start()
+
+    def _or_end(self, run: Callable[[], None]) -> None:
+        """Runs a thread that the process cannot be without."""
+        try:
+            with self._told():
+                run()
+        except ChannelError:
+            pass  # the main thread hears of it too
+        except Exception:
+            log.exception("%s failed", self._member.name)
+            os._exit(LOST)
+
+    def _wait_for_steps(self) -> None:
+        """Waits for each step; worker 0 sends what it left."""
+        assert self._worker is not None
+        codec = self._worker.codec()
+        while True:
+            self._steps.get()
+            result = self._worker.wait()
+            if self._member.worker == 0:
+                self._channel.send(Kind.RESULT, codec.encode_result(result))
+            with self._news:
+                self._finished += 1
+                self._news.notify_all()
+
+    def _send_status(self) -> None:
+        while True:
+            self._channel.send(Kind.STATUS, json.dumps(self._counts()).encode())
+            time.sleep(STATUS_SECONDS)
+
+    def _counts(self) -> dict[str, int]:
+        """How far this worker is; see `WorkerGroup.members`."""
+        assert self._worker is not None
+        memory = [device.memory_stats() or {} for device in jax.local_devices()]
+        return {
+            "issued": self._issued,
+            "finished": self._finished,
+            "compiles": self._worker.compiles,
+            "recompiles": self._worker.recompiles,
+            "device_bytes": sum(stats.get("bytes_in_use", 0) for stats in memory),
+        }
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Tells the leader of what goes wrong inside."""
+        try:
+            yield
+        except ChannelError:
+            raise
+        except Exception as error:
+            if isinstance(error, ConfigError):
+                said: dict[str, str | None] = {"field": error.field, "error": error.message}
+            else:
+                said = {"field": None, "error": f"{type(error).__name__}: {error}"}
+            with contextlib.suppress(ChannelError):
+                self._channel.send(Kind.FAULT, json.dumps(said).encode())
+            raise

@@ -1,0 +1,115 @@
+"""Who a process is in its group, as its supervisor told it, and what it tells the supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jaxserve.settings.schema import ConfigError
+
+VARIABLE = "JAXSERVE_GROUP"  # set by the supervisor, JSON
+SECRET_VARIABLE = "JAXSERVE_GROUP_SECRET"
+BEAT_SECONDS = 1.0
+LEADER = -1  # in place of a worker's number
+REFUSED = 2  # exit code of a member that must not be started again as it is
+LOST = 70  # of one that ends because another is gone: to be started again
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of a group. worker: its number, or LEADER. workers: how many there are. host, port:
+    where the leader listens for them. local, locals: its number on this machine, of how many.
+    pipe: file descriptor to the supervisor."""
+
+    worker: int
+    workers: int
+    host: str
+    port: int
+    local: int = 0
+    locals: int = 1
+    pipe: int = -1
+    ranks_across_hosts: bool = False
+    tls: bool = False
+
+    @property
+    def leads(self) -> bool:
+        return self.worker == LEADER
+
+    @property
+    def name(self) -> str:
+        return "leader" if self.leads else f"worker {self.worker}"
+
+    @property
+    def secret(self) -> bytes:
+        """The group's. Errors: ConfigError where there is none."""
+        secret = os.environ.get(SECRET_VARIABLE, "")
+        if len(secret) < 16:
+            raise ConfigError("secret", f"{SECRET_VARIABLE} must have at least 16 characters")
+        return secret.encode()
+
+    def environment(self, secret: str) -> dict[str, str]:
+        """Variables for this member's process."""
+        return {VARIABLE: json.dumps(asdict(self)), SECRET_VARIABLE: secret}
+
+
+def this_member() -> Member | None:
+    """This process in its group; None outside of groups. Errors: ConfigError."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return None
+    try:
+        return Member(**json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "group", f"{VARIABLE} is not what `jaxserve launch` sets: {error}"
+        ) from None
+
+
+class Pulse:
+    """Tells the supervisor each second that this process lives, and what it does; ends the process
+    when the supervisor is gone."""
+
+    def __init__(self, member: Member):
+        self._member = member
+        self._state: dict[str, Any] = {"state": "starting"}
+        if member.pipe < 0:
+            return
+        os.set_blocking(member.pipe, False)
+        _die_with_parent()
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+
+    def tell(self, **state: Any) -> None:
+        """Changes what the next beats say, and beats at once."""
+        self._state = {**self._state, **state}
+        self._write()
+
+    def _beat(self) -> None:
+        while True:
+            self._write()
+            time.sleep(BEAT_SECONDS)
+
+    def _write(self) -> None:
+        if self._member.pipe < 0:
+            return
+        try:
+            os.write(self._member.pipe, json.dumps(self._state).encode() + b"\n")
+        except BlockingIOError:  # the supervisor is stopped: it reads later, or never
+            pass
+        except OSError:
+            print(f"{self._member.name}: the supervisor is gone", file=sys.stderr, flush=True)
+            os._exit(LOST)
+
+
+def _die_with_parent() -> None:
+    """Has the kernel kill this process when its parent dies, also while it is stopped."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,87 @@
+"""What the leader of a group and its workers say to each other, and the check of who may join."""
+
+from __future__ import annotations
+
+import enum
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jaxserve.settings.schema import EngineConfig
+
+# of no consequence for what is computed: members may differ in them
+LOCAL_SETTINGS = {"compile_cache", "profile", "hang_timeout", "replay"}
+
+
+class Kind(enum.IntEnum):
+    """Kinds of frames. All but COMMAND and RESULT have JSON in them."""
+
+    HELLO = 1  # a worker: who it is
+    REFUSED = 2  # the leader: why it may not join
+    BEGIN = 3  # the leader, once all have come: where JAX's processes meet
+    LOADED = 4  # a worker: its weights are on its devices
+    COMMAND = 5  # the leader: a step command, see `engine.command`
+    RESULT = 6  # worker 0: what a step left
+    ASK = 7  # the leader: something else to do
+    ANSWER = 8  # a worker: it is done, and what came of it
+    PROGRESS = 9  # a worker: a part of that is done
+    STATUS = 10  # a worker, each second: how far it is
+    FAULT = 11  # a worker: why it ends
+    END = 12  # the leader: nothing more will come
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A worker that asks to join. port: free on its machine, for JAX's processes to meet if it is
+    worker 0. weights: a fingerprint of the checkpoint."""
+
+    worker: int
+    versions: dict[str, str]
+    settings: dict[str, Any]
+    weights: str
+    port: int
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, content: bytes) -> Hello:
+        """Errors: ValueError."""
+        try:
+            return cls(**json.loads(content))
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+
+
+def shared_settings(config: EngineConfig) -> dict[str, Any]:
+    """The settings that all members of a group must have, by name. The model is compared by its
+    weights, not by where they lie."""
+    flat = {"mesh": str(config.mesh), "lookahead": config.lookahead, "dtype": config.source.dtype}
+    flat["max_model_len"] = config.source.max_model_len
+    for part in (config.cache, config.scheduler):
+        flat.update({name: _plain(value) for name, value in asdict(part).items()})
+    return {name: value for name, value in flat.items() if name not in LOCAL_SETTINGS}
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from JSON."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def difference(leader: Hello, worker: Hello) -> str | None:
+    """Why a worker cannot join this leader's group; None where it can."""
+    for what, ours, theirs in (
+        ("version of", leader.versions, worker.versions),
+        ("setting", leader.settings, worker.settings),
+    ):
+        for name in sorted({*ours, *theirs}):
+            if ours.get(name) != theirs.get(name):
+                return (
+                    f"{what} {name} is {theirs.get(name)!r}, and {ours.get(name)!r} at the leader"
+                )
+    if leader.weights != worker.weights:
+        return (
+            f"its weights are other ones (fingerprint {worker.weights[:12]}, and "
+            f"{leader.weights[:12]} at the leader)"
+        )
+    return None
