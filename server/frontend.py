@@ -47,6 +47,7 @@ SERVING = "serving"
 DRAINING = "draining"
 STOPPING = "stopping"
 STUCK = "stuck"
+RESTARTING = "waiting for its workers, which start anew"
 BROKEN = "broken"
 FAULTS = {BROKEN: "the engine stopped", STUCK: "the devices do not answer"}  # by state
 T = TypeVar("T")
@@ -224,6 +225,12 @@ class Frontend:
             self._state_before_stuck = self.state
             self.state = STUCK
             self.abort_all(RequestError("", FAULTS[STUCK], "UNAVAILABLE"))
+        elif not replica.available and self.state == SERVING:
+            log.error("workers were lost: requests are refused until there are new ones")
+            self.state = RESTARTING
+        elif replica.available and self.state == RESTARTING:
+            log.warning("the workers have started anew")
+            self.state = SERVING
         elif overdue is None and self.state == STUCK:
             log.warning("the step that was overdue has ended")
             self.state = self._state_before_stuck

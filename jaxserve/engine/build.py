@@ -94,6 +94,7 @@ def open_group(
             member,
             hello_of(config, LEADER),
             warm_up=warm_up,
+            hang_timeout=config.hang_timeout,
             progress=step,
             tell_state=lambda state: pulse.tell(state=state),
         )

@@ -29,11 +29,11 @@ from jaxserve.api.request import Request
 from jaxserve.clock import Clock, WallClock
 from jaxserve.costs.exchange_choice import ExchangeChooser
 from jaxserve.engine import results
-from jaxserve.engine.command import DeviceError
+from jaxserve.engine.command import DeviceError, WorkersLost
 from jaxserve.engine.command_builder import CommandBuilder
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.results import InFlightBatch
-from jaxserve.engine.watchdog import Watchdog, request_error
+from jaxserve.engine.watchdog import STARTING_ANEW, Watchdog, lost_error, request_error
 from jaxserve.observe.journal import Journal
 from jaxserve.observe.metrics import Metrics
 from jaxserve.observe.view import Snapshot
@@ -43,6 +43,7 @@ from jaxserve.replica.registry import Registry
 from jaxserve.scheduling import Load, Scheduler
 from jaxserve.scheduling.events import Rejected, StepFinished, StepIssued, StepRead, StepsLost
 from jaxserve.scheduling.scheduler import Events
+from jaxserve.scheduling.sequence import Sequence
 from jaxserve.settings.schema import EngineConfig
 
 TICK = 0.001  # seconds between looks at a step that may end early
@@ -103,6 +104,7 @@ class Engine:
         self.bus = scheduler.bus
         self.clock = clock or WallClock()
         self.alive = True
+        self.available = True
         self.info = replica_info(config, worker, scheduler.max_len)
         self._registry = Registry()
         self._builder = CommandBuilder(
@@ -176,6 +178,8 @@ class Engine:
         with self._lock:
             if self._draining or self._closing or not self.alive:
                 raise RequestError("", "the engine is not running", "UNAVAILABLE")
+            if not self.available:
+                raise RequestError("", STARTING_ANEW, "UNAVAILABLE")
             events = self.scheduler.add(request, self.clock.now())
             seed = request.sampling.seed
             self._registry.add(request, sink, random.getrandbits(63) if seed is None else seed)
@@ -264,6 +268,7 @@ class Engine:
             "model": self.info.model,
             "mesh": str(self.info.mesh),
             "alive": self.alive,
+            "workers": self.worker.members(),
             **snapshot.shown(),
         }
 
@@ -310,14 +315,41 @@ class Engine:
             if batch is None:
                 raise
             log.exception("step %d failed", batch.number)
-            fault = request_error(error)
-        with self._lock:  # what was on the devices is lost: steps that failed had it
+            numbers = set(batch.seq.tolist())
+            self._begin_anew(lambda sequence: sequence.number in numbers, request_error(error))
+        except WorkersLost as lost:
+            self._watchdog.clear()
+            self._begin_anew(self._ended_by_loss, lost_error(lost))
+        self._wait_for_workers()
+        return True
+
+    def _begin_anew(self, ends: Callable[[Sequence], bool], error: RequestError) -> None:
+        """What was on the devices is lost: steps that failed had it. Sequences that `ends` names
+        end with the error, the others begin anew."""
+        with self._lock:
+            self.available = False
             self._flights.clear()
             self.bus.publish(StepsLost())
             self._free_at = 0.0
-            self.worker.execute(self._builder.reset())
-            self._notify(self.scheduler.reset(batch, self.clock.now(), fault))
-        return True
+            self._notify(self.scheduler.reset(ends, self.clock.now(), error))
+
+    def _ended_by_loss(self, sequence: Sequence) -> bool:
+        """Whether a request ends when workers are lost: see the setting `replay`."""
+        if self.config.replay == "unsent":
+            return self.scheduler.had_token(sequence)
+        return self.config.replay == "none"
+
+    def _wait_for_workers(self) -> None:
+        """Until there are devices to go on with; cancellations and deadlines are heeded."""
+        while not self._closing:
+            if self.worker.formed(IDLE_WAIT):
+                with contextlib.suppress(WorkersLost):
+                    self.worker.execute(self._builder.reset())
+                    self.available = True
+                    return
+            with self._lock:
+                self._run_posted()
+                self._notify(self.scheduler.expire(self.clock.now()))
 
     def step(self) -> bool:
         """Issues what can be issued and reads at most one batch. False where there was nothing to

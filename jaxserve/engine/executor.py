@@ -3,7 +3,7 @@ that passes them on to several."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxserve.costs.profiles import Link
 from jaxserve.engine.command import StepCommand, StepResult
@@ -45,6 +45,9 @@ class CommandExecutor(Protocol):
 
     def measure_links(self) -> dict[str, Link]:
         """How fast the lanes of the last stage talk to each other; {} where there is one."""
+
+    def members(self) -> list[dict[str, Any]]:
+        """For people: the processes that have the devices, if there are several."""
 
     def formed(self, timeout: float | None = None) -> bool:
         """Waits, after WorkersLost, until there are devices again; False where that takes longer

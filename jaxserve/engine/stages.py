@@ -105,6 +105,7 @@ class Stages:
         }
         self.stages = list(self._local.values())
         self._sampled: deque[tuple[int, jax.Array | None]] = deque(maxlen=KEPT)
+        self.newest: Any = None  # what the last stage here returned in the newest step
         self._fed: tuple[int, jax.Array | None] | None = None
         self.reset()
 
@@ -165,12 +166,9 @@ class Stages:
 
     # --- issuing work
 
-    def step(
-        self, shape: StepShape, rows: np.ndarray, reads: int
-    ) -> tuple[jax.Array, HiddenStates | None]:
+    def step(self, shape: StepShape, rows: np.ndarray, reads: int) -> HiddenStates | None:
         """Issues a step to all stages. rows [lanes, size] int32: see `shapes.layout`. reads: the
-        version of `sampled` with the newest token that this step feeds (0: none). Returns an array
-        that is ready once the last stage here has computed, and what the last of all returned."""
+        version of `sampled` with the newest token that this step feeds (0: none)."""
         x: Any = self._feed(reads)
         extent = (self.plan.mesh.kvp, shape.tokens, self.plan.model.d_model)
         for index in range(self.plan.mesh.spp):
@@ -186,11 +184,8 @@ class Stages:
                 functools.partial(self._lower_layers, stage, shape),
             )
             x, stage.pages, stage.table = program(stage.values, stage.pages, stage.table, rows, x)
-            done = x
-        if not self.has_last:
-            return done, None
-        hidden = HiddenStates(*x)
-        return hidden.ints, hidden
+            self.newest = x
+        return HiddenStates(*x) if self.has_last else None
 
     def _feed(self, reads: int) -> jax.Array | None:
         """The sampled tokens on the first stage, of the version `reads` or a later one. What came

@@ -4,8 +4,10 @@ that failed."""
 from __future__ import annotations
 
 from jaxserve.api.errors import RequestError
+from jaxserve.engine.command import WorkersLost
 from jaxserve.scheduling import Batch
 
+STARTING_ANEW = "the workers start anew: send the request again in a moment"
 SLOW = 10  # times its predicted seconds that a step may take in any case
 FAULTS = 3  # failed steps in a row, with none that was read, after which the engine gives up
 
@@ -44,6 +46,11 @@ class Watchdog:
         held = self._held
         self._held = None
         return None if held is None or self._faults >= FAULTS else held[0]
+
+
+def lost_error(error: WorkersLost) -> RequestError:
+    """What the callers hear whose requests end because workers are lost."""
+    return RequestError("", f"{error}; {STARTING_ANEW}", "UNAVAILABLE", reason="workers")
 
 
 def request_error(error: Exception) -> RequestError:

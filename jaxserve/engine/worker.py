@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -112,7 +113,8 @@ class Worker:
 
     def _run_layers(self, command: StepCommand) -> None:
         shape = self.plan.shapes[command.shape]
-        done, hidden = self.stages.step(shape, command.rows, command.reads)
+        hidden = self.stages.step(shape, command.rows, command.reads)
+        done = self.stages.newest if hidden is None else hidden.ints
         unsampled = None if command.variant == NO_SAMPLING else hidden
         step = _Pending(command.number, done, unsampled)
         self._pending.append(step)
@@ -150,6 +152,10 @@ class Worker:
                 logprobs = tuple(np.asarray(part) for part in step.sampled.logprobs)
             scores = tuple(tuple(np.asarray(part) for part in parts) for parts in step.scores)
         return StepResult(step.number, tokens, logprobs, scores)
+
+    def members(self) -> list[dict[str, Any]]:
+        """None: there is this process."""
+        return []
 
     def formed(self, timeout: float | None = None) -> bool:
         """True: the devices of this process are there while it is."""

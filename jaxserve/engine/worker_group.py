@@ -31,6 +31,7 @@ from jaxserve.settings.schema import ConfigError
 
 MAX_HANDSHAKES = 16  # at a time: strangers wait
 MAX_HELLO_BYTES = 1 << 16
+HANGS = 3  # times hang_timeout that a step may take before the workers are given up
 END_SECONDS = 5.0  # for workers to end by themselves
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class WorkerGroup:
         leader: Hello,
         *,
         warm_up: bool = True,
+        hang_timeout: float = 60.0,
         progress: Callable[[str], None] = lambda name: None,
         tell_state: Callable[[str], None] = lambda state: None,
         tls: Certificate | None = None,
@@ -77,6 +79,7 @@ class WorkerGroup:
         self._news = threading.Condition()
         self._peers: dict[int, _Peer] = {}
         self._warm = warm_up
+        self._hang_timeout = hang_timeout
         self._formed = False  # all workers have begun
         self._ready = False  # and made a token
         self._torn = True  # lost since `formed` was last asked
@@ -316,7 +319,12 @@ class WorkerGroup:
         return self._wait()
 
     def _wait(self) -> StepResult:
-        result = self._results.get()
+        try:
+            result = self._results.get(timeout=HANGS * self._hang_timeout)
+        except queue.Empty:
+            with self._news:
+                self._disband(f"no step ended for {HANGS * self._hang_timeout:g} s")
+            result = None
         if result is None:
             raise WorkersLost(self._lost)
         return result

@@ -9,9 +9,6 @@ from typing import Any
 
 from jaxserve.settings.schema import EngineConfig
 
-# of no consequence for what is computed: members may differ in them
-LOCAL_SETTINGS = {"compile_cache", "profile", "hang_timeout", "replay"}
-
 
 class Kind(enum.IntEnum):
     """Kinds of frames. All but COMMAND and RESULT have JSON in them."""
@@ -60,7 +57,7 @@ def shared_settings(config: EngineConfig) -> dict[str, Any]:
     flat["max_model_len"] = config.source.max_model_len
     for part in (config.cache, config.scheduler):
         flat.update({name: _plain(value) for name, value in asdict(part).items()})
-    return {name: value for name, value in flat.items() if name not in LOCAL_SETTINGS}
+    return flat
 
 
 def _plain(value: Any) -> Any:

@@ -32,6 +32,10 @@ class Replica(Protocol):
     def alive(self) -> bool:
         """False once it has failed for good."""
 
+    @property
+    def available(self) -> bool:
+        """False while its devices start anew: requests are refused until then."""
+
     def start(self) -> None:
         """Begins to run what was submitted."""
 

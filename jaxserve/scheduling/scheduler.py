@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -510,26 +510,37 @@ class Scheduler:
             self.slots.wait(sequence)
         entry.later = []
 
-    def reset(self, batch: Batch, now: float, error: RequestError) -> Events:
-        """All that was computed is lost, by this batch: its sequences end with the error, all
-        others that have a slot wait again, with the tokens they have put out. No batch is in flight
-        any more, and no prefix is known."""
+    def reset(self, ends: Callable[[Sequence], bool], now: float, error: RequestError) -> Events:
+        """All that was computed is lost. Sequences that `ends` names end with the error, all others
+        that have a slot wait again, with the tokens they have put out. No batch is in flight any
+        more, and no prefix is known."""
         slots = self.slots
         events: Events = []
         self._flight.clear()
         slots.in_flight[:] = 0
-        ended = set(batch.seq.tolist())
         for slot, sequence in sorted(slots.by_slot.items()):
             if slots.phase[slot] >= LEAVING:
                 slots.vacate(slot)
-            elif sequence.number in ended:
+            elif ends(sequence):
                 events.append((sequence.id, self._end(sequence, "error", now, error)))
             else:
                 slots.withdraw(sequence, LEAVING)
+        waiting = [
+            sequence
+            for entry in self._entries.values()
+            for sequence in entry.alive.values()
+            if ends(sequence)
+        ]
+        for sequence in waiting:
+            events.append((sequence.id, self._end(sequence, "error", now, error)))
         self.cache.flush()
         self.cache.take_table_updates()
         self.cache.take_moves()
         return events
+
+    def had_token(self, sequence: Sequence) -> bool:
+        """Whether its request has put out a token."""
+        return self._entries[sequence.id].had_token
 
     def check(self) -> None:
         """The invariants of scheduler, slots and cache. Errors: AssertionError with what

@@ -98,6 +98,7 @@ class VirtualReplica:
         self.clock = VirtualClock()
         self.info = _info(scheduler, cache, mesh, lookahead, name, shape, platform)
         self.alive = True
+        self.available = True
         self.listeners: list[StepListener] = []
         config = scheduler.config
         self._depth = mesh.spp + lookahead  # batches in flight

@@ -121,10 +121,9 @@ def hidden_states_of(real: Engine) -> list[HiddenStates]:
     stages = real.worker.stages
     step = stages.step
 
-    def kept(*work: Any) -> Any:
-        done, states = step(*work)
-        hidden.append(states)
-        return done, states
+    def kept(*work: Any) -> HiddenStates:
+        hidden.append(step(*work))
+        return hidden[-1]
 
     stages.step = kept  # type: ignore[method-assign]
     return hidden

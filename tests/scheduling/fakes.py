@@ -257,7 +257,11 @@ class Replica:
         self.flight.clear()
         self.device.pages.clear()
         self.hear(
-            self.scheduler.reset(batch, self.now, RequestError("", "a step failed", "INTERNAL"))
+            self.scheduler.reset(
+                lambda sequence: sequence.number in batch.seq,
+                self.now,
+                RequestError("", "a step failed", "INTERNAL"),
+            )
         )
 
     def hear(self, events: list[tuple[str, Event]]) -> None:

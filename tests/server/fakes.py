@@ -134,6 +134,7 @@ class FakeReplica:
         self.model = FakeModel()
         self.max_len = MAX_LEN
         self.alive = True
+        self.available = True
         self.paused = False
         self.fault: Exception | None = None
         self.overdue_seconds: float | None = None

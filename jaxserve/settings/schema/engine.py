@@ -33,6 +33,12 @@ class EngineConfig(Settings):
         "predicted",
         low=0.01,
     )
+    replay: str = option(
+        "none",
+        "which requests begin anew when workers are lost, and do not end with UNAVAILABLE: unsent: "
+        "those that no token was sent of; all: also the others, which go on where they were",
+        choices=("none", "unsent", "all"),
+    )
     compile_cache: str | None = option(
         None, "folder of compiled programs; default: under the user's cache folder; '' for none"
     )
