@@ -316,22 +316,24 @@ class Engine:
                 raise
             log.exception("step %d failed", batch.number)
             numbers = set(batch.seq.tolist())
-            self._begin_anew(lambda sequence: sequence.number in numbers, request_error(error))
+            with self._lock:
+                self.worker.execute(self._builder.reset())
+                self._begin_anew(lambda sequence: sequence.number in numbers, request_error(error))
         except WorkersLost as lost:
             self._watchdog.clear()
-            self._begin_anew(self._ended_by_loss, lost_error(lost))
-        self._wait_for_workers()
+            with self._lock:
+                self.available = False
+                self._begin_anew(self._ended_by_loss, lost_error(lost))
+            self._wait_for_workers()
         return True
 
     def _begin_anew(self, ends: Callable[[Sequence], bool], error: RequestError) -> None:
         """What was on the devices is lost: steps that failed had it. Sequences that `ends` names
-        end with the error, the others begin anew."""
-        with self._lock:
-            self.available = False
-            self._flights.clear()
-            self.bus.publish(StepsLost())
-            self._free_at = 0.0
-            self._notify(self.scheduler.reset(ends, self.clock.now(), error))
+        end with the error, the others begin anew. The caller holds the lock."""
+        self._flights.clear()
+        self.bus.publish(StepsLost())
+        self._free_at = 0.0
+        self._notify(self.scheduler.reset(ends, self.clock.now(), error))
 
     def _ended_by_loss(self, sequence: Sequence) -> bool:
         """Whether a request ends when workers are lost: see the setting `replay`."""
