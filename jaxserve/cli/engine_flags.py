@@ -26,7 +26,9 @@ def _of(config: type, *others: str) -> list[Option]:
 ENGINE = {
     "model": _of(ModelSource, "mesh"),
     "cache": _of(CacheConfig),
-    "scheduling": _of(SchedulerConfig, "profile", "lookahead", "hang_timeout", "compile_cache"),
+    "scheduling": _of(
+        SchedulerConfig, "profile", "lookahead", "hang_timeout", "replay", "compile_cache"
+    ),
 }
 CONFIG = {
     "settings": [

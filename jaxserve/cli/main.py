@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import jaxserve
 from jaxserve.api.errors import RequestError
+from jaxserve.cli.engine_flags import engine_config
+from jaxserve.group.member import this_member
 from jaxserve.server import logs
 from jaxserve.settings.flags import Command, UsageError, help_of, parse
 from jaxserve.settings.schema import ConfigError
@@ -22,6 +24,7 @@ COMMANDS = {  # name -> module in `cli`, summary
     "serve": ("serve", "serve a model over gRPC and the OpenAI protocol"),
     "generate": ("generate", "complete prompts in this process"),
     "demo": ("demo", "serve a small model on a mesh of twelve CPU devices and talk to it"),
+    "launch": ("launch", "run a command as a group of processes, on this host or on several"),
     "fetch": ("fetch", "download a model into the cache folder"),
     "doctor": (
         "doctor.command",
@@ -110,6 +113,11 @@ def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
         if values.get("print_config"):
             print(printed(command.options, values, origins))
             return 0
+        member = this_member()
+        if member is not None and not member.leads and "mesh" in command.options:
+            from jaxserve.engine.worker_process import work
+
+            work(engine_config(values), member)
         return command.run(values)
     except UsageError as error:
         return _fail(name, str(error))

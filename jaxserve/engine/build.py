@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import sys
 
 import jax
 import ml_dtypes
@@ -25,7 +26,8 @@ from jaxserve.engine.shapes import sample_sizes, shapes
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.worker import Worker
 from jaxserve.engine.worker_group import WorkerGroup
-from jaxserve.group.layout import described
+from jaxserve.group.channel import Certificate
+from jaxserve.group.layout import described, devices_each
 from jaxserve.group.member import LEADER, Member, Pulse, this_member
 from jaxserve.group.messages import Hello, shared_settings
 from jaxserve.kernels.kv_pages import FP8, pool_shapes
@@ -84,8 +86,9 @@ def open_group(
 ) -> tuple[WorkerGroup, ModelConfig]:
     """Waits for the workers of this leader's group, and until they make tokens."""
     pulse = Pulse(member)
+    devices_each(config.mesh, member.workers, member.ranks_across_hosts)
     for line in described(config.mesh, member.workers):
-        log.info(line)
+        print(line, file=sys.stderr)
     checkpoint = open_checkpoint(config.source.model)
     plan = make_plan(config, checkpoint.config.with_tp(config.mesh.tp))
     with progress_bar("compiling", None, progress and warm_up) as step:
@@ -97,9 +100,19 @@ def open_group(
             hang_timeout=config.hang_timeout,
             progress=step,
             tell_state=lambda state: pulse.tell(state=state),
+            tls=_certificate(member),
         )
         group.formed()
     return group, checkpoint.config
+
+
+def _certificate(member: Member) -> Certificate | None:
+    if not member.tls_cert:
+        return None
+    try:
+        return Certificate.load(member.tls_cert, member.tls_key)
+    except (OSError, ValueError) as error:
+        raise ConfigError("tls_cert", f"{member.tls_cert}: {error}") from None
 
 
 def hello_of(config: EngineConfig, worker: int, host: str = "") -> Hello:

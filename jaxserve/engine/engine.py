@@ -288,6 +288,7 @@ class Engine:
                 return
             self._thread.join(0.1)
         self._fail(RequestError("", "the engine was closed", "UNAVAILABLE"))
+        self.worker.close()
 
     # --- the loop
 

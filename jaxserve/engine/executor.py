@@ -49,6 +49,9 @@ class CommandExecutor(Protocol):
     def members(self) -> list[dict[str, Any]]:
         """For people: the processes that have the devices, if there are several."""
 
+    def close(self) -> None:
+        """Ends the processes that have the devices, if they are others."""
+
     def formed(self, timeout: float | None = None) -> bool:
         """Waits, after WorkersLost, until there are devices again; False where that takes longer
         than `timeout` seconds."""

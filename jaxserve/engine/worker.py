@@ -157,6 +157,9 @@ class Worker:
         """None: there is this process."""
         return []
 
+    def close(self) -> None:
+        """Nothing to end: the devices are this process's."""
+
     def formed(self, timeout: float | None = None) -> bool:
         """True: the devices of this process are there while it is."""
         return True

@@ -73,7 +73,7 @@ def _connected(member: Member) -> Channel:
     deadline = time.monotonic() + JOIN_SECONDS
     while True:
         try:
-            return connect((member.host, member.port), member.secret, member.tls)
+            return connect((member.host, member.port), member.secret, bool(member.tls_cert))
         except ChannelError as error:
             if time.monotonic() > deadline:
                 raise ChannelError(f"no leader at {member.host}:{member.port} ({error})") from None

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -21,24 +18,23 @@ BEAT_SECONDS = 1.0
 LEADER = -1  # in place of a worker's number
 REFUSED = 2  # exit code of a member that must not be started again as it is
 LOST = 70  # of one that ends because another is gone: to be started again
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Member:
     """A process of a group. worker: its number, or LEADER. workers: how many there are. host, port:
-    where the leader listens for them. local, locals: its number on this machine, of how many.
-    pipe: file descriptor to the supervisor."""
+    where the leader listens for them. local: its number on this machine. pipe: file descriptor to
+    the supervisor. tls_cert, tls_key: files of the leader's certificate, where it has one."""
 
     worker: int
     workers: int
     host: str
     port: int
     local: int = 0
-    locals: int = 1
     pipe: int = -1
     ranks_across_hosts: bool = False
-    tls: bool = False
+    tls_cert: str = ""
+    tls_key: str = ""
 
     @property
     def leads(self) -> bool:
@@ -56,9 +52,9 @@ class Member:
             raise ConfigError("secret", f"{SECRET_VARIABLE} must have at least 16 characters")
         return secret.encode()
 
-    def environment(self, secret: str) -> dict[str, str]:
-        """Variables for this member's process."""
-        return {VARIABLE: json.dumps(asdict(self)), SECRET_VARIABLE: secret}
+    def environment(self) -> dict[str, str]:
+        """Variables for this member's process, beside the secret."""
+        return {VARIABLE: json.dumps(asdict(self))}
 
 
 def this_member() -> Member | None:
@@ -84,7 +80,6 @@ class Pulse:
         if member.pipe < 0:
             return
         os.set_blocking(member.pipe, False)
-        _die_with_parent()
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     def tell(self, **state: Any) -> None:
@@ -107,9 +102,3 @@ class Pulse:
         except OSError:
             print(f"{self._member.name}: the supervisor is gone", file=sys.stderr, flush=True)
             os._exit(LOST)
-
-
-def _die_with_parent() -> None:
-    """Has the kernel kill this process when its parent dies, also while it is stopped."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

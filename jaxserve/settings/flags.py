@@ -36,7 +36,8 @@ class Command:
 
     groups: its flags by title of their section in the help page. run: gets the flags' values,
     returns an exit code. about: further paragraphs of the help page. argument: the name of its one
-    argument that is not a flag, '' for none; its value is under that name in lower case.
+    argument that is not a flag, '' for none; its value is under that name in lower case. One that
+    ends in '...' is all that stands behind '--', as a list.
     """
 
     groups: Mapping[str, Sequence[Option]]
@@ -90,11 +91,16 @@ def _parsed(command: Command, arguments: Sequence[str]) -> Values:
         raise UsageError(f"unknown flag --{error.flagname}{hint}") from None
     except flags.Error as error:
         raise UsageError(str(error).removeprefix("flag ").rstrip(".")) from None
+    origins = {name: f"--{name}" for name in command.options if values[name].present}
+    if command.argument.endswith("..."):
+        if not rest or "--" not in arguments:
+            raise UsageError("give a command behind --")
+        name = command.argument.removesuffix("...").lower()
+        return Values(values.flag_values_dict() | {name: rest}, origins)
     if command.argument and len(rest) != 1:
         raise UsageError(f"give one {command.argument}" + (f", not {len(rest)}" if rest else ""))
     if rest and not command.argument:
         raise UsageError(f"{rest[0]!r} is not a flag; flags begin with --")
-    origins = {name: f"--{name}" for name in command.options if values[name].present}
     return Values(
         values.flag_values_dict() | ({command.argument.lower(): rest[0]} if rest else {}), origins
     )
@@ -103,9 +109,7 @@ def _parsed(command: Command, arguments: Sequence[str]) -> Values:
 def help_of(name: str, summary: str, command: Command, width: int | None = None) -> str:
     """The help page of a command; name: as it is called, such as jaxserve serve."""
     width = min(width or shutil.get_terminal_size().columns, 110)
-    usage = " ".join(
-        ["usage:", name, *filter(None, [command.argument, "[flags]" if command.groups else ""])]
-    )
+    usage = " ".join(["usage:", name, *_arguments(command)])
     parts = [f"{name}: {summary}", usage]
     if command.about:
         parts += [
@@ -115,6 +119,13 @@ def help_of(name: str, summary: str, command: Command, width: int | None = None)
     for title, group in command.groups.items():
         parts.append("\n".join([f"{title}:", *(_line(option, width) for option in group)]))
     return "\n\n".join(parts)
+
+
+def _arguments(command: Command) -> list[str]:
+    flags = ["[flags]"] if command.groups else []
+    if command.argument.endswith("..."):
+        return [*flags, "--", command.argument]
+    return [*([command.argument] if command.argument else []), *flags]
 
 
 def _current(argument: str) -> str:

@@ -28,7 +28,13 @@ PREFIX = "JAXSERVE_"
 MAX_FILE_BYTES = 64 * 1024
 OWN = ("config", "print_config")  # flags that are about settings, and none themselves
 # variables that are no settings
-OTHER_VARIABLES = {"JAXSERVE_CACHE", "JAXSERVE_DATA", "JAXSERVE_CONFIG"}
+OTHER_VARIABLES = {
+    "JAXSERVE_CACHE",
+    "JAXSERVE_DATA",
+    "JAXSERVE_CONFIG",
+    "JAXSERVE_GROUP",
+    "JAXSERVE_GROUP_SECRET",
+}
 # what Kubernetes sets beside a service called jaxserve
 SERVICE_LINKS = re.compile(r"JAXSERVE_(\w+_)?(SERVICE_HOST|(SERVICE_)?PORT)(_\w+)?")
 SCIENTIFIC = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")  # YAML reads 1e-3 as a text

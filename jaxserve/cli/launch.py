@@ -1,0 +1,157 @@
+"""`jaxserve launch`: a command as a group of processes, with a supervisor that starts them anew."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxserve.folders import cache_folder, private_folder
+from jaxserve.group.environment import PORT, Place, place_of
+from jaxserve.group.member import LEADER, SECRET_VARIABLE, Member
+from jaxserve.group.supervisor import Supervisor
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option
+from jaxserve.settings.schema import ConfigError
+
+SECRET_SECONDS = 60.0  # for the first host to write the group's secret
+ABOUT = """\
+COMMAND is one of jaxserve (serve, generate, bench ...) or any other, such as python script.py, in
+which LLM(...) is made. It runs once, as the leader, which has no devices; beside it run the
+workers, each with its share of the devices of --mesh. Stages go across hosts, lanes where they fit;
+the ranks of a lane stay on one.
+
+On several hosts start the same line on each: with --hosts, with srun (one task per node), with
+mpirun, or as the pods of a LeaderWorkerSet; the last three need no --hosts. All of them must know
+the same JAXSERVE_GROUP_SECRET; under Slurm and Open MPI, where hosts share the cache folder, it is
+made there.
+
+When a worker ends or hangs, all workers start anew and the leader goes on: --replay of COMMAND says
+which requests begin anew. SIGTERM lets running requests finish.
+
+  jaxserve launch --processes=2 -- serve --mesh=spp=2,kvp=2,tp=3
+  srun -N2 --ntasks-per-node=1 jaxserve launch -- serve --mesh=spp=2,tp=8 --dtype=bfloat16
+"""
+OPTIONS = [
+    Option("processes", int, 1, "workers on each host", low=1, high=4096),
+    Option("hosts", str, None, "all hosts of the group, the leader's first: A,B,..."),
+    Option(
+        "group_port", int, None, f"where the leader listens for workers; on several hosts {PORT}"
+    ),
+    Option("tls_cert", str, "", "PEM file: what leader and workers say is encrypted with it"),
+    Option("tls_key", str, "", "PEM file with its key"),
+    Option("ranks_across_hosts", bool, False, "let the ranks of a lane be on several hosts"),
+]
+
+
+def run(values: dict[str, Any]) -> int:
+    place = _place(values)
+    secret = os.environ.get(SECRET_VARIABLE) or _secret(place)
+    members = _members(values, place)
+    say = lambda text: print(f"launch: {text}", file=sys.stderr, flush=True)
+    if place.source:
+        say(f"{place.source}: number {place.index} of {place.count}, leader on {place.leader}")
+    command = _command(values["command"])
+    return Supervisor(members, command, {**os.environ, SECRET_VARIABLE: secret}, say).run()
+
+
+def _place(values: dict[str, Any]) -> Place:
+    """Errors: ConfigError."""
+    if values["hosts"]:
+        hosts = [host.strip() for host in values["hosts"].split(",")]
+        own = [number for number, host in enumerate(hosts) if _is_here(host)]
+        if len(own) != 1:
+            raise ConfigError(
+                "hosts",
+                f"{values['hosts']}: {len(own)} of them are this machine ({socket.gethostname()})",
+            )
+        return Place(own[0], len(hosts), hosts[0], source="--hosts")
+    place = place_of(os.environ) or Place(0, 1, "127.0.0.1")
+    if not place.leader:
+        raise ConfigError("hosts", f"{place.source} does not tell the first host: give --hosts")
+    return place
+
+
+def _is_here(host: str) -> bool:
+    if host.split(".")[0] == socket.gethostname().split(".")[0]:
+        return True
+    try:
+        address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
+        with socket.socket(socket.AF_INET6 if ":" in str(address) else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _members(values: dict[str, Any], place: Place) -> list[Member]:
+    """Those of this call; the leader is in the first."""
+    each = values["processes"]
+    port = values["group_port"] or (PORT if place.count > 1 else _free_port())
+    common = {
+        "workers": place.count * each,
+        "host": place.leader,
+        "port": port,
+        "ranks_across_hosts": values["ranks_across_hosts"],
+        "tls_cert": values["tls_cert"],
+        "tls_key": values["tls_key"],
+    }
+    leaders = [Member(LEADER, **common)] if place.index == 0 else []
+    return leaders + [
+        Member(place.index * each + number, local=place.local * each + number, **common)
+        for number in range(each)
+    ]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def _secret(place: Place) -> str:
+    """Of a group on one machine: a new one. Of a job on several: the one in the cache folder, which
+    the first host writes. Errors: ConfigError."""
+    if place.count == 1:
+        return secrets.token_hex(32)
+    if not place.job:
+        raise ConfigError(
+            "secret",
+            f"{SECRET_VARIABLE} must be set, to the same text of at least 16 characters on all "
+            "hosts",
+        )
+    file = private_folder(cache_folder() / "groups", "secret") / place.job
+    if place.index == 0 and not file.exists():
+        _write_whole(file, secrets.token_hex(32))
+    deadline = time.monotonic() + SECRET_SECONDS
+    while not file.exists():
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                "secret",
+                f"{file} was not written by the first host: share the cache folder "
+                f"(JAXSERVE_CACHE), or set {SECRET_VARIABLE} on all hosts",
+            )
+        time.sleep(0.2)
+    return file.read_text()
+
+
+def _write_whole(file: Path, text: str) -> None:
+    part = file.with_suffix(f".{os.getpid()}")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as out:
+        out.write(text)
+    os.replace(part, file)
+
+
+def _command(words: list[str]) -> list[str]:
+    """Of one of our commands, how Python runs it; others as they are."""
+    from jaxserve.cli.main import COMMANDS
+
+    names = {words[0], " ".join(words[:2])}
+    return [sys.executable, "-m", "jaxserve", *words] if names & set(COMMANDS) else words
+
+
+COMMAND = Command({"group": OPTIONS}, run, ABOUT, "COMMAND...")

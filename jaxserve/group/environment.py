@@ -1,0 +1,128 @@
+"""Where this process stands among its like, as Slurm, mpirun or Kubernetes tell by variables."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from jaxserve.settings.schema import ConfigError
+
+PORT = 7713  # where the leader listens for workers of other hosts
+
+
+@dataclass(frozen=True)
+class Place:
+    """One of `count` calls of `jaxserve launch` that make a group. leader: host of number 0.
+    local: its number among those on this machine. job: a name that all of them know, '' where there
+    is none. source: who says so."""
+
+    index: int
+    count: int
+    leader: str
+    local: int = 0
+    job: str = ""
+    source: str = ""
+
+
+def place_of(environment: Mapping[str, str]) -> Place | None:
+    """The place that the environment tells; None where this call is alone. Errors: ConfigError."""
+    for read in (_leader_worker_set, _slurm, _open_mpi, _mpich):
+        place = read(environment)
+        if place is not None and place.count > 1:
+            return place
+    return None
+
+
+def _leader_worker_set(environment: Mapping[str, str]) -> Place | None:
+    """A pod of a Kubernetes LeaderWorkerSet."""
+    if "LWS_LEADER_ADDRESS" not in environment:
+        return None
+    return Place(
+        _number(environment, "LWS_WORKER_INDEX"),
+        _number(environment, "LWS_GROUP_SIZE"),
+        environment["LWS_LEADER_ADDRESS"],
+        source="LeaderWorkerSet",
+    )
+
+
+def _slurm(environment: Mapping[str, str]) -> Place | None:
+    """A task of srun, one on each node."""
+    if "SLURM_PROCID" not in environment or "SLURM_STEP_NODELIST" not in environment:
+        return None
+    hosts = expand(environment["SLURM_STEP_NODELIST"])
+    job = f"slurm-{environment.get('SLURM_JOB_ID', '')}.{environment.get('SLURM_STEP_ID', '')}"
+    return Place(
+        _number(environment, "SLURM_PROCID"),
+        _number(environment, "SLURM_NTASKS"),
+        hosts[0],
+        _number(environment, "SLURM_LOCALID"),
+        job,
+        "Slurm",
+    )
+
+
+def _open_mpi(environment: Mapping[str, str]) -> Place | None:
+    """A rank of Open MPI's mpirun. Its launcher's address is that of rank 0, as long as mpirun is
+    called on the first host."""
+    if "OMPI_COMM_WORLD_RANK" not in environment:
+        return None
+    count = _number(environment, "OMPI_COMM_WORLD_SIZE")
+    uri = environment.get("PMIX_SERVER_URI41", "") or environment.get("OMPI_MCA_orte_hnp_uri", "")
+    address = re.search(r"tcp[46]?://([0-9.]+)", uri)
+    here = _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE") == count
+    return Place(
+        _number(environment, "OMPI_COMM_WORLD_RANK"),
+        count,
+        "127.0.0.1" if here else address[1] if address else "",
+        _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        f"mpi-{environment.get('PMIX_NAMESPACE', environment.get('OMPI_MCA_ess_base_jobid', ''))}",
+        "Open MPI",
+    )
+
+
+def _mpich(environment: Mapping[str, str]) -> Place | None:
+    """A rank of MPICH's or Intel's mpirun, on one machine: they do not tell where rank 0 is."""
+    if "PMI_RANK" not in environment:
+        return None
+    count = _number(environment, "PMI_SIZE")
+    local = environment.get("MPI_LOCALNRANKS", "")
+    return Place(
+        _number(environment, "PMI_RANK"),
+        count,
+        "127.0.0.1" if local == str(count) else "",
+        int(environment.get("MPI_LOCALRANKID", "0")),
+        source="MPICH",
+    )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    if not text.isdigit():
+        raise ConfigError("group", f"{name} is {text!r}, not a number")
+    return int(text)
+
+
+def expand(hosts: str) -> list[str]:
+    """Slurm's lists of hosts: 'a[01-03,7],b' -> a01, a02, a03, a7, b. Errors: ConfigError."""
+    found = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
+        pieces = re.split(r"\[([^\]]*)\]", part)  # every second one stood in brackets
+        choices = [list(_range(piece)) if at % 2 else [piece] for at, piece in enumerate(pieces)]
+        found += ["".join(chosen) for chosen in itertools.product(*choices)]
+    if not found or any(set("[]") & set(host) for host in found):
+        raise ConfigError("group", f"{hosts!r} is not a list of hosts")
+    return found
+
+
+def _range(text: str) -> Iterator[str]:
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not last:
+            yield first
+            continue
+        if not (first.isdigit() and last.isdigit()):
+            raise ConfigError("group", f"{text!r} is not a range of hosts")
+        for number in range(int(first), int(last) + 1):
+            yield str(number).zfill(len(first))

@@ -1,0 +1,260 @@
+"""Starts the members of a group on this machine, watches them, and starts them anew.
+
+A member is dead when its process has ended, and when it says nothing for a while: it tells each
+second that it lives. When a worker dies, the other workers on this machine are killed, for they
+would wait for it in a collective, and all start anew; the leader goes on and takes them in. When
+the leader dies, all start anew. No member outlives the supervisor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxserve.group.member import LOST, REFUSED, Member
+
+SILENT_SECONDS = 7.0  # after its first word, that a member may say nothing
+POLL_SECONDS = 0.05
+END_SECONDS = 10.0  # for members to end by themselves
+MAX_PAUSE_SECONDS = 30.0  # between starts that fail
+MAX_FAILURES = 6  # starts in a row after which no token came
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_PR_SET_PDEATHSIG = 1
+
+
+class Process:
+    """A member's process."""
+
+    def __init__(self, member: Member, command: Sequence[str], environment: Mapping[str, str]):
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        self.member = dataclasses.replace(member, pipe=writing)
+        self.pipe = reading
+        self.state = ""
+        self.heard: float | None = None
+        self._text = b""
+        inner = subprocess.DEVNULL if not member.leads else None
+        out = None if member.leads else sys.stderr.fileno()
+        self._process = subprocess.Popen(
+            command,
+            env={**environment, **self.member.environment()},
+            stdin=inner,
+            stdout=out,
+            pass_fds=[writing],
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        os.close(writing)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.poll()
+
+    def listen(self, now: float) -> None:
+        """Reads what the member said."""
+        with contextlib.suppress(OSError):
+            while part := os.read(self.pipe, 1 << 16):
+                self.heard = now
+                self._text += part
+        *lines, self._text = self._text.split(b"\n")
+        if lines:
+            self.state = json.loads(lines[-1]).get("state", "")
+
+    def silent(self, now: float) -> bool:
+        """Whether it has said nothing for too long."""
+        return self.heard is not None and now - self.heard > SILENT_SECONDS
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Ends it, and what it started, now."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        with contextlib.suppress(OSError):
+            os.close(self.pipe)
+        self.pipe = -1
+
+
+class Supervisor:
+    """Runs the members of a group on this machine until its command has ended.
+
+    members: those of this machine; the leader first, where it is here. command: what each runs.
+    environment: variables for all. say: hears what happens, for people.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        say: Callable[[str], None],
+    ):
+        self._members = members
+        self._command = list(command)
+        self._environment = dict(environment)
+        self._say = say
+        self._processes: dict[int, Process] = {}
+        self._failures = 0
+        self._began = time.monotonic()
+        self._waits = True  # for a token since the last start
+        self._signals: list[int] = []
+
+    def run(self) -> int:
+        """Returns the command's exit code, or that of a worker that was refused."""
+        previous = {number: signal.signal(number, self._signalled) for number in SIGNALS}
+        try:
+            self._start(self._members)
+            while True:
+                code = self._look()
+                if code is not None:
+                    return code
+                self._sleep()
+        finally:
+            for process in self._processes.values():
+                process.kill()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _signalled(self, number: int, frame: Any) -> None:
+        self._signals.append(number)
+
+    def _start(self, members: Sequence[Member]) -> None:
+        self._began = time.monotonic()
+        self._waits = True
+        for member in members:
+            self._processes[member.worker] = Process(member, self._command, self._environment)
+
+    def _sleep(self) -> None:
+        """Waits for a while, or until somebody says something."""
+        with selectors.DefaultSelector() as selector:
+            for process in self._processes.values():
+                selector.register(process.pipe, selectors.EVENT_READ)
+            selector.select(POLL_SECONDS)
+        time.sleep(POLL_SECONDS / 5)
+
+    # --- what has happened
+
+    def _look(self) -> int | None:
+        """Looks at all members once; returns an exit code when all is over."""
+        now = time.monotonic()
+        for process in self._processes.values():
+            process.listen(now)
+        if self._signals:
+            return self._end()
+        leader = next((p for p in self._processes.values() if p.member.leads), None)
+        if leader is not None and self._waits and leader.state == "ready":
+            self._say(f"ready: tokens come {now - self._began:.1f} s after the start")
+            self._waits = False
+            self._failures = 0
+        ended = {p: self._fate(p, now) for p in self._processes.values()}
+        dead = {process: fate for process, fate in ended.items() if fate is not None}
+        if not dead:
+            return None
+        for process, fate in dead.items():
+            if process.code == REFUSED:
+                return REFUSED  # it has said why
+            if process.member.leads and (process.code or 0) > 0 and process.code != LOST:
+                return process.code
+            self._report(process, fate or "")
+        if leader is None:
+            return self._without_leader(dead)
+        if leader in dead:
+            if leader.code == 0:
+                return self._wait_for_workers()
+            return self._again(self._members)
+        if all(process.code == 0 for process in dead):  # the leader has told them to end
+            return None
+        return self._again([member for member in self._members if not member.leads])
+
+    def _fate(self, process: Process, now: float) -> str | None:
+        """Why a member is to be given up; None where it is not."""
+        if process.code is not None:
+            return f"ended with {_code(process.code)}"
+        return f"has said nothing for {SILENT_SECONDS:g} s" if process.silent(now) else None
+
+    def _report(self, process: Process, fate: str) -> None:
+        if process.code != 0:
+            self._say(f"{process.member.name} (process {process.pid}) {fate}")
+
+    def _without_leader(self, dead: Mapping[Process, str | None]) -> int | None:
+        """On a machine that has workers only: they end when the leader does."""
+        if all(process.code == 0 for process in self._processes.values()):
+            return 0
+        if all(process.code == 0 for process in dead):
+            return None
+        return self._again(self._members)
+
+    def _again(self, members: Sequence[Member]) -> int | None:
+        """Starts members anew; an exit code where that has failed too often."""
+        for member in members:
+            self._processes.pop(member.worker).kill()
+        self._failures += self._waits
+        if self._failures >= MAX_FAILURES:
+            self._say(f"{self._failures} starts in a row without a token: given up")
+            return LOST
+        pause = min(MAX_PAUSE_SECONDS, 2.0 ** (self._failures - 1)) if self._failures else 0.0
+        self._say(
+            f"starting {', '.join(member.name for member in members)} anew"
+            + (f" in {pause:g} s" if pause else "")
+        )
+        deadline = time.monotonic() + pause
+        while time.monotonic() < deadline and not self._signals:
+            time.sleep(POLL_SECONDS)
+        self._start(members)
+        return None
+
+    # --- the end
+
+    def _end(self) -> int:
+        """A signal came: the leader drains and ends, then the workers do."""
+        leaders = [process for process in self._processes.values() if process.member.leads]
+        for process in leaders or self._processes.values():
+            process.signal(self._signals[0])
+        heard = len(self._signals)
+        while any(process.code is None for process in leaders) and len(self._signals) == heard:
+            now = time.monotonic()
+            for process in leaders:
+                process.listen(now)
+                if process.silent(now):
+                    return 128 + self._signals[0]
+            time.sleep(POLL_SECONDS)
+        codes = [process.code for process in leaders]
+        self._wait_for_workers()
+        return 128 + self._signals[0] if None in codes else max([abs(c or 0) for c in codes] or [0])
+
+    def _wait_for_workers(self) -> int:
+        deadline = time.monotonic() + END_SECONDS
+        while time.monotonic() < deadline and any(p.code is None for p in self._processes.values()):
+            time.sleep(POLL_SECONDS)
+        return 0
+
+
+def _code(code: int) -> str:
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return signal.Signals(-code).name
+    return f"exit code {code}"
+
+
+def _die_with_parent() -> None:
+    """Has the kernel kill this process when its parent dies, also while it is stopped."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
