@@ -285,6 +285,7 @@ class Engine:
         self._wake.set()
         while self._thread.is_alive():
             if self.overdue() is not None:
+                self.worker.close()
                 return
             self._thread.join(0.1)
         self._fail(RequestError("", "the engine was closed", "UNAVAILABLE"))
@@ -359,6 +360,7 @@ class Engine:
         do."""
         with self._lock:
             self._run_posted()
+            self.worker.check()
             now = self.clock.now()
             self._notify(self.scheduler.expire(now))
             pause = self._pause(now)

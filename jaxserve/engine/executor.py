@@ -31,6 +31,9 @@ class CommandExecutor(Protocol):
     def recompiles(self) -> int:
         """Programs compiled after the warm-up."""
 
+    def check(self) -> None:
+        """Raises WorkersLost where what was computed is lost."""
+
     def execute(self, command: StepCommand) -> None:
         """Issues all that a command says; waits for nothing."""
 

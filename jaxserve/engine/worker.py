@@ -94,6 +94,9 @@ class Worker:
         """How many programs a warm-up compiles."""
         return len(dict(self.stages.all_programs()))
 
+    def check(self) -> None:
+        """Nothing is lost while this process is there."""
+
     # --- what it does
 
     def execute(self, command: StepCommand) -> None:

@@ -299,9 +299,14 @@ class WorkerGroup:
     def _sum(self, name: str) -> int:
         return sum(peer.status.get(name, 0) for peer in list(self._peers.values()))
 
+    def check(self) -> None:
+        """Errors: WorkersLost where what was computed is lost, also if there is a new group."""
+        if self._torn:
+            raise WorkersLost(self._lost)
+
     def execute(self, command: StepCommand) -> None:
         """Tells all workers of a command. Errors: WorkersLost."""
-        self._check_whole()
+        self.check()
         self._execute(command)
 
     def _execute(self, command: StepCommand) -> None:
@@ -315,7 +320,7 @@ class WorkerGroup:
 
     def wait(self) -> StepResult:
         """Waits for what the oldest step left. Errors: WorkersLost."""
-        self._check_whole()
+        self.check()
         return self._wait()
 
     def _wait(self) -> StepResult:
@@ -328,11 +333,6 @@ class WorkerGroup:
         if result is None:
             raise WorkersLost(self._lost)
         return result
-
-    def _check_whole(self) -> None:
-        """Errors: WorkersLost where what was computed is lost, also if there is a new group."""
-        if self._torn:
-            raise WorkersLost(self._lost)
 
     def settle(self) -> None:
         """Waits until all that was issued is done; nobody wants the results. Errors:

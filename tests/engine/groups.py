@@ -1,0 +1,102 @@
+"""A replica over several processes, led by the test's own: its workers are started by hand, with a
+supervisor's variables and without a supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from jaxserve.engine.build import make_engine, open_group
+from jaxserve.engine.engine import Engine
+from jaxserve.group.member import LEADER, SECRET_VARIABLE, Member
+from jaxserve.settings.options import make
+from jaxserve.settings.schema import EngineConfig
+
+WORKER = """
+import json, sys
+from jaxserve.engine.worker_process import work
+from jaxserve.group.member import this_member
+from jaxserve.settings.options import make
+from jaxserve.settings.schema import EngineConfig
+work(make(EngineConfig, json.loads(sys.argv[1])), this_member())
+"""
+END_SECONDS = 30
+SETTINGS = dict(dtype="float32", block_size=16, max_seqs=8, chunk_tokens=64, profile="none")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+class Workers:
+    """The worker processes of a group."""
+
+    def __init__(self, settings: dict[str, Any], count: int, secret: str | None = None):
+        self.settings = settings
+        self.secret = secret or secrets.token_hex(16)
+        self.leader = Member(LEADER, count, "127.0.0.1", free_port())
+        self.processes: dict[int, subprocess.Popen] = {}
+
+    def start(self, number: int, secret: str | None = None, **settings: Any) -> subprocess.Popen:
+        """Starts a worker; settings: those in which it differs."""
+        leader = self.leader
+        member = Member(number, leader.workers, leader.host, leader.port, local=number)
+        self.processes[number] = subprocess.Popen(
+            [sys.executable, "-c", WORKER, json.dumps({**self.settings, **settings})],
+            env={
+                **os.environ,
+                **member.environment(),
+                SECRET_VARIABLE: secret or self.secret,
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return self.processes[number]
+
+    def end(self) -> list[int]:
+        """Waits for all processes and returns their exit codes; kills those that do not end."""
+        for process in self.processes.values():
+            try:
+                process.communicate(timeout=END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+        return [process.returncode for process in self.processes.values()]
+
+    def kill(self) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def led(
+    monkeypatch, model: str, mesh: str, processes: int, **settings: Any
+) -> Iterator[tuple[Engine, Workers]]:
+    """An engine whose workers are `processes` others; all have ended afterwards."""
+    every = {**SETTINGS, "model": str(model), "mesh": mesh, **settings}
+    workers = Workers(every, processes)
+    monkeypatch.setenv(SECRET_VARIABLE, workers.secret)
+    config = make(EngineConfig, every)
+    for number in range(processes):
+        workers.start(number)
+    engine = None
+    try:
+        group, found = open_group(config, workers.leader, progress=False, warm_up=False)
+        group.formed()
+        engine = make_engine(config, group, found)
+        yield engine, workers
+        group.close()
+        assert workers.end() == [0] * processes
+    finally:
+        workers.kill()
+        workers.end()
