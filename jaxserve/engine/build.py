@@ -34,6 +34,7 @@ from jaxserve.kernels.kv_pages import FP8, pool_shapes
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.planning.lanes import LanePlanner
+from jaxserve.settings.options import values_of
 from jaxserve.settings.schema import ConfigError, EngineConfig, SchedulerConfig
 from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.mesh import ensure_devices
@@ -96,6 +97,7 @@ def open_group(
             plan,
             member,
             hello_of(config, LEADER),
+            values_of(config),
             warm_up=warm_up,
             hang_timeout=config.hang_timeout,
             progress=step,

@@ -21,7 +21,6 @@ from jaxserve.engine.command import (
     NO_SAMPLING,
     NO_STEP,
     SAMPLE_LATER,
-    CommandCodec,
     DeviceError,
     StepCommand,
     StepResult,
@@ -81,10 +80,6 @@ class Worker:
     def recompiles(self) -> int:
         """Programs compiled after the warm-up."""
         return self.stages.programs.recompiles
-
-    def codec(self) -> CommandCodec:
-        """Makes bytes of commands for workers with the same plan."""
-        return self.plan.codec()
 
     def warm_up(self, done: Callable[[str], None], variants: tuple[str, ...] = VARIANTS) -> None:
         """Compiles all programs that commands can need; `done` hears the name of each."""

@@ -53,9 +53,10 @@ class WorkerGroup:
     """Executes commands on the workers of a group. Implements `engine.CommandExecutor`.
 
     plan: what the stages of all workers together are made of. leader: what this side is, which
-    workers must equal. warm_up: have workers compile all programs first; progress: hears of each.
-    tell_state: hears what the group is doing. Listens for workers from the start, and forms groups
-    of them by itself. Errors: ConfigError where the address cannot be had.
+    workers must equal. settings: by name, for workers to follow. warm_up: have workers compile all
+    programs first; progress: hears of each. tell_state: hears what the group is doing. Listens for
+    workers from the start, and forms groups of them by itself. Errors: ConfigError where the
+    address cannot be had.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class WorkerGroup:
         plan: StagePlan,
         member: Member,
         leader: Hello,
+        settings: dict[str, Any],
         *,
         warm_up: bool = True,
         hang_timeout: float = 60.0,
@@ -73,6 +75,7 @@ class WorkerGroup:
         self.plan = plan
         self._member = member
         self._leader = leader
+        self._settings = settings
         self._tls = tls
         self._secret = member.secret
         self._codec = plan.codec()
@@ -233,7 +236,8 @@ class WorkerGroup:
             self._formed = True
             self._results = queue.SimpleQueue()
             self._issued = 0
-            begin = {"coordinator": f"{self._member.host}:{self._peers[0].hello.port}"}
+            coordinator = f"{self._member.host}:{self._peers[0].hello.port}"
+            begin = {"coordinator": coordinator, "settings": self._settings}
             self._tell(Kind.BEGIN, json.dumps(begin).encode())
             self._news.wait_for(lambda: not self._formed or self._loaded)
             if self._refused is not None:

@@ -30,7 +30,7 @@ from jaxserve.engine.worker import Worker
 from jaxserve.group.channel import Channel, ChannelError, connect
 from jaxserve.group.layout import devices_each
 from jaxserve.group.member import LOST, REFUSED, Member, Pulse
-from jaxserve.group.messages import Kind
+from jaxserve.group.messages import Kind, led_by
 from jaxserve.settings.schema import ConfigError, EngineConfig
 from jaxserve.weights import open_checkpoint
 
@@ -96,8 +96,9 @@ class _Process:
         """Errors: as `work` handles."""
         begin = self._begin()
         with self._told():
+            self._config = led_by(begin["settings"], self._config)
             self._worker = self._load(begin)
-        codec = self._worker.codec()
+        codec = self._worker.plan.codec()
         self._channel.send(Kind.LOADED, json.dumps(self._facts()).encode())
         self._start_thread(self._wait_for_steps)
         self._start_thread(self._send_status)
@@ -208,7 +209,7 @@ class _Process:
     def _wait_for_steps(self) -> None:
         """Waits for each step; worker 0 sends what it left."""
         assert self._worker is not None
-        codec = self._worker.codec()
+        codec = self._worker.plan.codec()
         while True:
             self._steps.get()
             result = self._worker.wait()

@@ -7,7 +7,11 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jaxserve.settings.options import make, values_of
 from jaxserve.settings.schema import EngineConfig
+
+SHARED = ("mesh", "dtype", "kv_cache_dtype")
+LOCAL = ("model", "compile_cache")  # where they lie on a worker's machine
 
 
 class Kind(enum.IntEnum):
@@ -15,7 +19,7 @@ class Kind(enum.IntEnum):
 
     HELLO = 1  # a worker: who it is
     REFUSED = 2  # the leader: why it may not join
-    BEGIN = 3  # the leader, once all have come: where JAX's processes meet
+    BEGIN = 3  # the leader, once all have come: its settings, and where JAX's processes meet
     LOADED = 4  # a worker: its weights are on its devices
     COMMAND = 5  # the leader: a step command, see `engine.command`
     RESULT = 6  # worker 0: what a step left
@@ -51,18 +55,15 @@ class Hello:
 
 
 def shared_settings(config: EngineConfig) -> dict[str, Any]:
-    """The settings that all members of a group must have, by name. The model is compared by its
-    weights, not by where they lie."""
-    flat = {"mesh": str(config.mesh), "lookahead": config.lookahead, "dtype": config.source.dtype}
-    flat["max_model_len"] = config.source.max_model_len
-    for part in (config.cache, config.scheduler):
-        flat.update({name: _plain(value) for name, value in asdict(part).items()})
-    return flat
+    """The settings by which members of different groups are told apart. In all others workers
+    follow the leader; see `led_by`."""
+    return {name: values_of(config)[name] for name in SHARED}
 
 
-def _plain(value: Any) -> Any:
-    """As it comes back from JSON."""
-    return json.loads(json.dumps(value, default=str))
+def led_by(leader: dict[str, Any], own: EngineConfig) -> EngineConfig:
+    """A worker's settings: the leader's, but for what is a matter of its machine. Errors:
+    ConfigError."""
+    return make(EngineConfig, leader | {name: values_of(own)[name] for name in LOCAL})
 
 
 def difference(leader: Hello, worker: Hello) -> str | None:

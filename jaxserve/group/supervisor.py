@@ -25,7 +25,8 @@ from jaxserve.group.member import LOST, REFUSED, Member
 
 SILENT_SECONDS = 7.0  # after its first word, that a member may say nothing
 POLL_SECONDS = 0.05
-END_SECONDS = 10.0  # for members to end by themselves
+END_SECONDS = 3.0  # for members to end by themselves
+AFTER_SECONDS = 1.0  # that a leader whose engine was closed may take to end
 MAX_PAUSE_SECONDS = 30.0  # between starts that fail
 MAX_FAILURES = 6  # starts in a row after which no token came
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -115,6 +116,7 @@ class Supervisor:
         self._failures = 0
         self._began = time.monotonic()
         self._waits = True  # for a token since the last start
+        self._ended: float | None = None  # when the leader's engine was closed
         self._signals: list[int] = []
 
     def run(self) -> int:
@@ -181,7 +183,7 @@ class Supervisor:
                 return self._wait_for_workers()
             return self._again(self._members)
         if all(process.code == 0 for process in dead):  # the leader has told them to end
-            return None
+            return self._after_the_end(now)
         return self._again([member for member in self._members if not member.leads])
 
     def _fate(self, process: Process, now: float) -> str | None:
@@ -220,6 +222,14 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
         self._start(members)
         return None
+
+    def _after_the_end(self, now: float) -> int | None:
+        """The leader has closed its engine: it ends now, or makes another."""
+        self._ended = self._ended or now
+        if now - self._ended < AFTER_SECONDS:
+            return None
+        self._ended = None
+        return self._again([member for member in self._members if not member.leads])
 
     # --- the end
 

@@ -11,7 +11,7 @@ from jaxserve.settings import renamed
 from jaxserve.settings.fields import ConfigError, Option, kinds_of, own_options, parsed
 from jaxserve.settings.schema import MeshConfig
 
-__all__ = ["Option", "make", "near", "options_of"]
+__all__ = ["Option", "make", "near", "options_of", "values_of"]
 
 Config = TypeVar("Config")
 
@@ -47,6 +47,20 @@ def make(config: type[Config], values: Mapping[str, Any]) -> Config:
         except ValueError as error:
             raise ConfigError(today, str(error)) from None
     return _made(config, given)
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """The inverse of `make`: all settings by name, a mesh as text."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, MeshConfig):
+            found[field.name] = str(value)
+        elif dataclasses.is_dataclass(value):
+            found |= values_of(value)
+        else:
+            found[field.name] = value
+    return found
 
 
 def _made(config: type[Config], values: Mapping[str, Any]) -> Config:

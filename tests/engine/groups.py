@@ -46,30 +46,43 @@ class Workers:
         self.leader = Member(LEADER, count, "127.0.0.1", free_port())
         self.processes: dict[int, subprocess.Popen] = {}
 
-    def start(self, number: int, secret: str | None = None, **settings: Any) -> subprocess.Popen:
-        """Starts a worker; settings: those in which it differs."""
+    def start(self, number: int) -> None:
+        """Starts a worker."""
+        self.processes[number] = self._process(number, self.secret, self.settings)
+
+    def stranger(self, number: int, secret: str = "", **settings: Any) -> tuple[int, str]:
+        """A worker with another secret, or settings in which it differs: its exit code and what it
+        printed."""
+        process = self._process(
+            number, secret or self.secret, {**self.settings, **settings}, stderr=subprocess.PIPE
+        )
+        try:
+            _, said = process.communicate(timeout=END_SECONDS)
+        finally:
+            process.kill()
+            process.wait()
+        return process.returncode, said
+
+    def _process(
+        self, number: int, secret: str, settings: dict[str, Any], **streams: Any
+    ) -> subprocess.Popen:
         leader = self.leader
         member = Member(number, leader.workers, leader.host, leader.port, local=number)
-        self.processes[number] = subprocess.Popen(
-            [sys.executable, "-c", WORKER, json.dumps({**self.settings, **settings})],
-            env={
-                **os.environ,
-                **member.environment(),
-                SECRET_VARIABLE: secret or self.secret,
-            },
-            stderr=subprocess.PIPE,
+        return subprocess.Popen(
+            [sys.executable, "-c", WORKER, json.dumps(settings)],
+            env={**os.environ, **member.environment(), SECRET_VARIABLE: secret},
             text=True,
+            **streams,
         )
-        return self.processes[number]
 
     def end(self) -> list[int]:
         """Waits for all processes and returns their exit codes; kills those that do not end."""
         for process in self.processes.values():
             try:
-                process.communicate(timeout=END_SECONDS)
+                process.wait(END_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.communicate()
+                process.wait()
         return [process.returncode for process in self.processes.values()]
 
     def kill(self) -> None:

@@ -42,7 +42,7 @@ class Recording:
         return getattr(self.worker, name)
 
     def execute(self, command: StepCommand) -> None:
-        self.messages.append(self.worker.codec().encode(command))
+        self.messages.append(self.worker.plan.codec().encode(command))
         self.worker.execute(command)
 
     def wait(self):
@@ -54,7 +54,7 @@ class Recording:
 
 def replay(worker: Worker, messages: list[bytes]) -> list[np.ndarray]:
     """The tokens that a worker gives for recorded commands."""
-    codec = worker.codec()
+    codec = worker.plan.codec()
     found = []
     for message in messages:
         worker.execute(codec.decode(message))

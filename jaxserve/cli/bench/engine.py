@@ -190,10 +190,9 @@ def _build(config: EngineConfig) -> Any:
 
 
 def _info(engine: Any) -> dict[str, Any]:
-    device = engine.worker.device
     return {
         **engine.info.summary(),
-        "device": device.device_kind,
+        "device": engine.worker.device_kind,
         "chunk_tokens": engine.info.chunk_tokens,
     }
 

@@ -57,7 +57,7 @@ class Stopwatch:
     """Hears from an engine's bus how long the host took over each step, and sizes its commands."""
 
     def __init__(self, engine: Any):
-        self._codec = engine.worker.codec()
+        self._codec = engine.worker.plan.codec()
         self.issued: list[StepIssued] = []
         self.finished: list[StepFinished] = []
         self.bytes: list[int] = []
