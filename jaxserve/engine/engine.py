@@ -130,7 +130,9 @@ class Engine:
     def _make_metrics(self) -> Metrics:
         config = self.config
         plan = self.worker.plan
-        metrics = Metrics(plan.slots, config.scheduler.class_names, self._readings)
+        metrics = Metrics(
+            plan.slots, config.scheduler.class_names, self._readings, self.worker.members
+        )
         metrics.configured(
             block_size=plan.block_size,
             num_gpu_blocks=plan.pages * plan.mesh.kvp,

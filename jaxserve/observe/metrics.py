@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
@@ -116,6 +117,11 @@ RATIOS = [
 SIZES = [float(2**power) for power in range(17)]
 LENGTHS = [float(2**power) for power in range(25)]
 LANES = [1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0]
+OF_WORKERS = {
+    "alive": "Whether the process is there that has these devices, 0 or 1",
+    "lag": "Steps that were issued and that the process has not finished",
+    "device_bytes": "Bytes in use on the process's devices",
+}
 
 
 class Tally:
@@ -151,12 +157,20 @@ class Metrics:
 
     slots: sequences that run at once. classes: names of classes of requests; what names none is
     counted as of class `default`. read: the values that READ describes, asked for at each scrape,
-    from the scraper's thread.
+    from the scraper's thread. workers: the same for OF_WORKERS, of each process that has devices,
+    where they are others.
     """
 
-    def __init__(self, slots: int, classes: Iterable[str], read: Callable[[], Mapping[str, float]]):
+    def __init__(
+        self,
+        slots: int,
+        classes: Iterable[str],
+        read: Callable[[], Mapping[str, float]],
+        workers: Callable[[], Sequence[Mapping[str, Any]]] = lambda: (),
+    ):
         self.registry = CollectorRegistry(auto_describe=True)
         self._read = read
+        self._workers = workers
         labels = [DEFAULT_CLASS, *classes]
         self._class = {label: index for index, label in enumerate(labels)}
         # per slot: clock seconds of the last token, infinity before the first
@@ -306,6 +320,12 @@ class Metrics:
         values = self._read()
         for name, (family, help) in READ.items():
             yield family(PREFIX + name, help, value=values[name])
+        workers = self._workers()
+        for name, help in OF_WORKERS.items() if workers else ():
+            gauge = GaugeMetricFamily(f"{PREFIX}worker_{name}", help, labels=["worker"])
+            for worker in workers:
+                gauge.add_metric([str(worker["worker"])], float(worker.get(name, 0)))
+            yield gauge
 
     # --- what happens
 

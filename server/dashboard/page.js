@@ -187,10 +187,26 @@ class Page {
       drawStrip(find(id), theme, points, now);
       tell(find(`${id}-share`), find(`${id}-note`), points, what);
     }
+    drawWorkers(view.workers ?? []);
     this.table.draw(feed.requests, feed.leftOut, selected);
     this.detail.draw(feed, selected);
     document.body.dataset.drawn = (performance.now() - began).toFixed(2);
   }
+}
+
+function drawWorkers(workers) {
+  // The processes that have the devices, where they are others than the engine's own.
+  find("workers").hidden = workers.length === 0;
+  const alive = workers.filter((worker) => worker.alive).length;
+  set(find("workers-note"), `${alive} of ${workers.length} are there`);
+  const rows = workers.map((worker) => {
+    const row = document.createElement("tr");
+    const memory = worker.device_bytes ? `${(worker.device_bytes / 2 ** 30).toFixed(1)} GiB` : "–";
+    const cells = [[worker.worker, "n"], [worker.host ?? "–"], [worker.alive ? "alive" : "gone"], [count(worker.lag), "n"], [memory, "n"]];
+    for (const [text, kind] of cells) set(row.insertCell(), String(text), kind);
+    return row;
+  });
+  find("worker-rows").replaceChildren(...rows);
 }
 
 new Page().again(0);
