@@ -1,0 +1,288 @@
+"""Kills and stops the members of a group of processes, one after the other, while it serves: what
+becomes of the requests, and how long until tokens come again.
+
+    python -m experiments.benchmarks.group_faults --rounds=30 --json=group_faults.json
+
+`jaxserve launch` serves; callers ask all the time, and every answer is compared with what the same
+prompt gave before the first fault. Victims are the leader, each worker and the supervisor; a signal
+is SIGKILL or SIGSTOP. When the supervisor is killed this script starts it again, as systemd or
+Kubernetes would, once it has seen that no member is left; when it is stopped it goes on after a
+while. At the end there must be no process, no listener and no file in /dev/shm left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from experiments.script import command_line, keep
+from jaxserve.api.sampling import SamplingParams
+from jaxserve.cli.display import table
+from jaxserve.cli.machine import described, machine
+from jaxserve.group.member import VARIABLE
+from jaxserve.server.client import Client, ServerError
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option
+
+OPTIONS = {
+    "faults": [
+        Option("model", str, "smollm2-135m", "model: a fetched name, a folder or a .gguf file"),
+        Option("mesh", str, "spp=2", "degrees of the mesh axes"),
+        Option("processes", int, 2, "workers", 1),
+        Option("rounds", int, 30, "faults", 1),
+        Option("callers", int, 4, "that ask at the same time", 1),
+        Option("replay", str, "none", "see jaxserve serve", choices=("none", "unsent", "all")),
+        Option("seed", int, 0, "of victims and moments"),
+        Option("limit", float, 240.0, "seconds that a request and a new start may take"),
+        Option("json", str, None, "file for all figures"),
+    ]
+}
+PROMPTS = [(5, 24), (40, 40), (300, 16), (90, 30), (12, 60)]  # tokens of prompt and answer
+STOPPED_SECONDS = 3.0  # that a stopped supervisor stays so
+LEFT_SECONDS = 5.0  # for members to end after their supervisor
+
+
+def processes() -> list[tuple[str, int]]:
+    """All processes of the group, by what they are, from their environment; what the leader
+    started goes by its name too."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, StopIteration):
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            text = next(v for v in variables if v.startswith(f"{VARIABLE}=".encode()))
+            worker = json.loads(text.partition(b"=")[2])["worker"]
+            name = "leader" if worker < 0 else f"worker {worker}"
+            found.append((name, int(folder.name)))
+    return sorted(found, key=lambda each: each[1])
+
+
+def member(name: str) -> int | None:
+    """The process that the supervisor started; None while there is none."""
+    return next((pid for found, pid in processes() if found == name), None)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+class Group:
+    """`jaxserve launch -- serve`, with one address however often it is started."""
+
+    def __init__(self, values: dict[str, Any], log: Path):
+        self.port = free_port()
+        serve = [f"--{name}={values[name]}" for name in ("model", "mesh", "replay")] + [
+            f"--port={self.port}",
+            f"--http_port={free_port()}",
+            f"--admin_port={free_port()}",
+            "--dtype=float32",
+            "--max_model_len=1024",
+            "--max_seqs=4",
+            "--chunk_tokens=64",
+            "--profile=none",
+            "--policy=fcfs",
+            "--chunking=static",
+            "--admission=queue",
+        ]
+        launch = [sys.executable, "-m", "jaxserve", "launch", f"--processes={values['processes']}"]
+        self._command = [*launch, "--", "serve", *serve]
+        self._log = log
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("ab") as out:
+            self.process = subprocess.Popen(self._command, stdout=out, stderr=out)
+
+    def pid(self, victim: str) -> int | None:
+        return self.process.pid if victim == "supervisor" else member(victim)
+
+
+class Callers:
+    """Ask all the time, and note what becomes of each request: (second, what, how long)."""
+
+    def __init__(self, target: str, count: int, limit: float):
+        self._target = target
+        self._limit = limit
+        self.right: dict[int, list[int]] = {}
+        self.ends: list[tuple[float, str, float]] = []
+        self.token_at = 0.0
+        self.asked_at = 0.0  # when the newest request with a token was sent
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask_again, args=(number,)) for number in range(count)
+        ]
+
+    def learn(self) -> None:
+        """What each prompt gives while nothing fails."""
+        with Client(self._target) as client:
+            client.wait_ready(self._limit)
+            for number in range(len(PROMPTS)):
+                self.right[number] = self._ask(client, number)
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, client: Client, number: int) -> list[int]:
+        size, tokens = PROMPTS[number]
+        prompt = [5 + (number * 7919 + at * 131) % 40000 for at in range(size)]
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        sent = time.monotonic()
+        ids: list[int] = []
+        for output in client.generate(prompt, sampling, timeout=self._limit, ids_only=True):
+            new = getattr(output, "ids", ())
+            if new:
+                self.token_at = time.monotonic()
+                self.asked_at = max(self.asked_at, sent)
+                ids += new
+        return ids
+
+    def _ask_again(self, number: int) -> None:
+        dice = random.Random(number)
+        with Client(self._target) as client:
+            while not self._stop.is_set():
+                which = dice.randrange(len(PROMPTS))
+                began = time.monotonic()
+                try:
+                    what = "right" if self._ask(client, which) == self.right[which] else "WRONG"
+                except ServerError as error:
+                    what = error.status
+                    self._stop.wait(0.2)
+                self.ends.append((began, what, time.monotonic() - began))
+
+
+def hit(group: Group, callers: Callers, victim: str, number: int, limit: float) -> dict[str, Any]:
+    """One fault; returns how long until a token came of a request that was sent after it."""
+    pid = group.pid(victim)
+    assert pid is not None, f"there is no {victim}"
+    before = {pid for _, pid in processes()}
+    at = time.monotonic()
+    os.kill(pid, number)
+    if victim == "supervisor" and number == signal.SIGSTOP:
+        time.sleep(STOPPED_SECONDS)
+        os.kill(pid, signal.SIGCONT)
+    left = 0
+    if victim == "supervisor" and number == signal.SIGKILL:
+        group.process.wait()
+        deadline = time.monotonic() + LEFT_SECONDS
+        while before & {pid for _, pid in processes()} and time.monotonic() < deadline:
+            time.sleep(0.05)
+        left = len(before & {pid for _, pid in processes()})
+        group.start()
+    while callers.asked_at < at and time.monotonic() < at + limit:
+        time.sleep(0.02)
+    again = callers.token_at - at if callers.asked_at >= at else None
+    name = signal.Signals(number).name
+    return {"victim": victim, "signal": name, "seconds_to_token": again, "left": left}
+
+
+def run(values: dict[str, Any]) -> int:
+    dice = random.Random(values["seed"])
+    shared = set(os.listdir("/dev/shm"))
+    victims = ["leader", *(f"worker {n}" for n in range(values["processes"])), "supervisor"]
+    both = list(itertools.product(victims, (signal.SIGKILL, signal.SIGSTOP)))
+    log = Path(tempfile.mkdtemp(prefix="group-faults-")) / "launch.log"
+    print(f"{described(machine())}; log: {log}", file=sys.stderr)
+    began = time.monotonic()
+    group = Group(values, log)
+    callers = Callers(f"127.0.0.1:{group.port}", values["callers"], values["limit"])
+    faults = []
+    try:
+        callers.learn()
+        first = time.monotonic() - began
+        print(f"first tokens after {first:.1f} s", file=sys.stderr)
+        callers.start()
+        for victim, number in _order(both, values["rounds"], dice):
+            time.sleep(dice.uniform(0.5, 4.0))
+            fault = hit(group, callers, victim, number, values["limit"])
+            faults.append(fault)
+            print(len(faults), fault, Counter(end[1] for end in callers.ends), file=sys.stderr)
+            if fault["seconds_to_token"] is None:
+                break
+        callers.stop()
+        ended = time.monotonic()
+        group.process.send_signal(signal.SIGTERM)
+        code = group.process.wait(60)
+        left = {
+            "exit_code": code,
+            "seconds_to_end": time.monotonic() - ended,
+            "processes": len(processes()),
+            "listeners": _listens(group.port),
+            "shared_memory": len(set(os.listdir("/dev/shm")) - shared),
+        }
+    finally:
+        for pid in [group.process.pid, *(pid for _, pid in processes())]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    _show(faults, callers, left)
+    ends = Counter(what for _, what, _ in callers.ends)
+    keep(values, first_seconds=first, faults=faults, ends=ends, left=left)
+    good = not ends["WRONG"] and not any(left[name] for name in ("processes", "listeners"))
+    return 0 if good and all(f["seconds_to_token"] is not None for f in faults) else 1
+
+
+def _order(both: list, rounds: int, dice: random.Random) -> Iterator[tuple[str, int]]:
+    """All pairs before any comes again."""
+    for start in range(0, rounds, len(both)):
+        yield from dice.sample(both, len(both))[: rounds - start]
+
+
+def _listens(port: int) -> int:
+    with socket.socket() as probe:
+        return int(probe.connect_ex(("127.0.0.1", port)) == 0)
+
+
+def _show(faults: list[dict[str, Any]], callers: Callers, left: dict[str, Any]) -> None:
+    rows = []
+    for key in sorted({(fault["victim"], fault["signal"]) for fault in faults}):
+        seconds = [
+            fault["seconds_to_token"]
+            for fault in faults
+            if (fault["victim"], fault["signal"]) == key and fault["seconds_to_token"] is not None
+        ]
+        if seconds:
+            rows.append(
+                [
+                    *key,
+                    str(len(seconds)),
+                    f"{statistics.median(seconds):.1f}",
+                    f"{max(seconds):.1f}",
+                ]
+            )
+    print(table(["victim", "signal", "rounds", "s to a token, median", "most"], rows))
+    ends = Counter(what for _, what, _ in callers.ends)
+    longest = max((seconds for _, _, seconds in callers.ends), default=0.0)
+    print(f"requests: {dict(ends)}; the longest took {longest:.1f} s")
+    print(f"left at the end: {left}")
+
+
+COMMAND = Command(OPTIONS, run, __doc__.partition("\n\n")[2] if __doc__ else "")
+if __name__ == "__main__":
+    sys.exit(
+        command_line(
+            "experiments.benchmarks.group_faults",
+            "faults of a group of processes",
+            COMMAND,
+            sys.argv[1:],
+        )
+    )
