@@ -10,6 +10,7 @@ whose entries follow each other, take the room of one entry.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import struct
 from collections.abc import Iterator, Sequence
 
@@ -25,6 +26,7 @@ SAMPLE_LATER = -2  # tokens are sampled by a later command, once their masks are
 SCORES = 64  # prompt tokens whose log-probabilities one launch computes
 _HEAD = struct.Struct("<BBiiiiHHH")
 _ARRAY = struct.Struct("<BBI")  # kind of number, how it is written, bytes
+_WIDTH = struct.Struct("<I")
 _RAW, _RUNS = 0, 1
 _KINDS = (np.dtype("<i4"), np.dtype("<f4"), np.dtype("<u1"))
 _MOST_ROWS = 1 << 24  # of an array that bytes may unfold to
@@ -215,15 +217,20 @@ def _admission(reader: _Reader) -> SamplingAdmission:
 def _encoded(array: np.ndarray) -> bytes:
     """Rows [n, k] of one kind of number, whole or as runs of rows with equal differences."""
     kind = _kind(array)
+    if not array.size:
+        return _empty(kind, array.shape[1])
     raw = np.ascontiguousarray(array, _KINDS[kind])
-    written = _RAW
-    body = struct.pack("<I", raw.shape[1]) + raw.tobytes()
-    if len(raw) > 2 and kind != 2:
-        runs = _runs(raw.view(np.int32))
-        if len(runs) < len(body):
-            written = _RUNS
-            body = runs
+    body = _runs(raw.view(np.int32)) if len(raw) > 2 and kind != 2 else None
+    written = _RUNS
+    if body is None:
+        written = _RAW
+        body = _WIDTH.pack(raw.shape[1]) + raw.tobytes()
     return _ARRAY.pack(kind, written, len(body)) + body
+
+
+@functools.cache
+def _empty(kind: int, width: int) -> bytes:
+    return _ARRAY.pack(kind, _RAW, _WIDTH.size) + _WIDTH.pack(width)
 
 
 def _kind(array: np.ndarray) -> int:
@@ -232,16 +239,29 @@ def _kind(array: np.ndarray) -> int:
     return 2 if array.dtype in (np.bool_, np.uint8) else 0
 
 
-def _runs(rows: np.ndarray) -> bytes:
+def _runs(rows: np.ndarray) -> bytes | None:
     """The first row, then runs: how many rows follow by the same difference, and that difference.
-    Sums wrap as int32 does, so that floats' bits come back too."""
-    with np.errstate(over="ignore"):
-        steps = np.diff(rows, axis=0)
-    starts = np.flatnonzero((steps[1:] != steps[:-1]).any(1)) + 1
-    starts = np.concatenate([[0], starts])
-    counts = np.diff(np.append(starts, len(steps))).astype("<i4")
-    table = np.concatenate([counts[:, None], steps[starts]], axis=1).astype("<i4")
-    return struct.pack("<I", rows.shape[1]) + rows[0].astype("<i4").tobytes() + table.tobytes()
+    None where the rows as they are take fewer bytes. Differences wrap as int32 does, so that
+    floats' bits come back too."""
+    width = rows.shape[1]
+    flat = rows.reshape(-1)
+    steps = flat[width:] - flat[:-width]
+    changed = np.flatnonzero(steps[width:] != steps[:-width])
+    changed //= width
+    if (len(changed) // width + 1) * (width + 1) >= flat.size:
+        return None
+    starts = np.empty(len(changed) + 1, np.int64)
+    starts[0] = 0
+    np.add(changed, 1, out=starts[1:])
+    if width > 1:  # a row that changes in several columns was found several times
+        starts = starts[np.flatnonzero(np.diff(starts, prepend=-1))]
+    if len(starts) * (width + 1) + width >= flat.size:
+        return None
+    table = np.empty((len(starts), 1 + width), "<i4")
+    table[:-1, 0] = starts[1:] - starts[:-1]
+    table[-1, 0] = len(rows) - 1 - starts[-1]
+    table[:, 1:] = steps.reshape(-1, width)[starts]
+    return _WIDTH.pack(width) + flat[:width].tobytes() + table.tobytes()
 
 
 def _shape(array: np.ndarray) -> bytes:
@@ -267,7 +287,7 @@ class _Reader:
         if len(body) != size or kind >= len(_KINDS):
             raise CommandError("it ends in the middle of an array")
         self._at += size
-        (width,) = struct.unpack_from("<I", body)
+        (width,) = _WIDTH.unpack_from(body)
         dtype = _KINDS[kind]
         if written == _RAW:
             return np.frombuffer(body[4:], dtype).reshape(-1, width).copy()
