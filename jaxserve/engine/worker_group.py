@@ -398,6 +398,9 @@ class WorkerGroup:
             self._tell(Kind.END, b"{}")
         with self._news:
             self._closed = True
+            self._news.notify_all()
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
             self._listener.close()
             deadline = time.monotonic() + END_SECONDS
             self._news.wait_for(lambda: not self._peers, deadline - time.monotonic())
