@@ -15,7 +15,7 @@ from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.engine.arrays import to_arrays
-from jaxserve.engine.command import NO_SAMPLING, CommandCodec, CommandError, StepCommand
+from jaxserve.engine.command import NO_SAMPLING, CommandCodec, CommandError, StepCommand, StepResult
 from jaxserve.engine.dealing import StepDemand
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.sampling_rows import admissions
@@ -105,6 +105,36 @@ def same(a: StepCommand, b: StepCommand) -> bool:
             if not equal and np.size(x) + np.size(y):
                 return False
     return True
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_bytes_give_the_result_back(data):
+    codec = CommandCodec(shapes(SchedulerConfig(max_seqs=4, chunk_tokens=32), 2), 2, BLOCK)
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    lanes, samples, k = 2, data.draw(st.integers(1, 5)), data.draw(st.integers(0, 3))
+    floats = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    ints = lambda *shape: rng.integers(-5, 50000, shape).astype(np.int32)
+    scored = lambda n: (floats(lanes, n), floats(lanes, n, k), ints(lanes, n, k))
+    result = StepResult(
+        data.draw(st.integers(0, 2**31 - 1)),
+        ints(lanes, samples) if data.draw(st.booleans()) else None,
+        scored(samples) if data.draw(st.booleans()) else (),
+        tuple(scored(64) for _ in range(data.draw(st.integers(0, 2)))),
+    )
+    found = codec.decode_result(codec.encode_result(result))
+    assert found.number == result.number
+    assert (found.tokens is None) == (result.tokens is None)
+    pairs = [(found.tokens, result.tokens)] if result.tokens is not None else []
+    pairs += list(zip(found.logprobs, result.logprobs, strict=True))
+    for ours, theirs in zip(found.scores, result.scores, strict=True):
+        pairs += list(zip(ours, theirs, strict=True))
+    for ours, theirs in pairs:
+        assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
+    whole = codec.encode_result(result)
+    for damaged in (whole[:-1], b"\x07" + whole[1:], b""):
+        with pytest.raises(CommandError):
+            codec.decode_result(damaged)
 
 
 @settings(max_examples=60, deadline=None)
