@@ -17,9 +17,7 @@ def devices_each(mesh: MeshConfig, processes: int, ranks_across: bool = False) -
     several processes. Errors: ConfigError, with the processes that would do, where stages, lanes or
     ranks cannot be dealt out evenly."""
     fits = [
-        count
-        for count in range(1, mesh.devices + 1)
-        if _fault(mesh, count, ranks_across) is None and count <= mesh.devices
+        count for count in range(1, mesh.devices + 1) if _fault(mesh, count, ranks_across) is None
     ]
     fault = _fault(mesh, processes, ranks_across)
     if fault is not None:
@@ -39,6 +37,10 @@ def _fault(mesh: MeshConfig, processes: int, ranks_across: bool) -> str | None:
         return (
             f"each would have {each} devices, so the {mesh.tp} ranks of a lane would be on several "
             "hosts, whose links are slow; --ranks_across_hosts permits that"
+        )
+    if each % mesh.tp and mesh.tp % each:
+        return (
+            f"each would have {each} devices, neither whole lanes of {mesh.tp} nor a share of one"
         )
     stage = mesh.kvp * mesh.tp
     if each % stage and stage % each:
