@@ -49,7 +49,8 @@ class Frame:
 
 class Channel:
     """One connection. `send` may be called by any thread, `receive` by one at a time; neither
-    waits for the other. It is closed by the first error."""
+    waits for the other. After an error of `send` no more can be sent, but what the other side said
+    last can be received; an error of `receive` closes the channel."""
 
     def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes):
         connection.setblocking(False)
@@ -59,6 +60,7 @@ class Channel:
         self._receiving = receiving
         self._sent = 0
         self._received = 0
+        self._torn = False  # a part of a frame was sent
         self._closed = False
         self._order = threading.Lock()  # of frames: one is sent at a time
         self._lock = threading.Lock()  # of the socket, never held while waiting
@@ -69,6 +71,8 @@ class Channel:
             raise ChannelError(f"a frame of {len(content)} bytes; the limit is {MAX_FRAME_BYTES}")
         head = _HEAD.pack(len(content), kind)
         with self._order:
+            if self._torn:
+                raise ChannelError("the other side is gone")
             code = _code(self._sending, self._sent, head, content)
             self._sent += 1
             left = memoryview(b"".join((head, content, code)))
@@ -77,12 +81,14 @@ class Channel:
                     taken = self._do(self._socket.send, left[:PART_BYTES], select.POLLOUT)
                     left = left[taken:]
             except OSError as error:
-                self.close()  # a part of the frame may be on its way
+                self._torn = True
                 raise ChannelError(str(error)) from None
 
     def receive(self) -> Frame:
         """Waits for the next frame. Errors: ChannelError."""
         try:
+            if self._closed:
+                raise ChannelError("the connection was closed")
             head = self._exactly(_HEAD.size)
             size, kind = _HEAD.unpack(head)
             if size > MAX_FRAME_BYTES:
