@@ -39,7 +39,7 @@ def test_every_device_has_one_place_and_every_process_a_part_that_fits(mesh, pro
     for process in range(processes):
         stages, lanes, ranks = (set(axis.tolist()) for axis in np.nonzero(owner == process))
         assert len(stages) * len(lanes) * len(ranks) == each, "no part has a ragged edge"
-        assert len(stages) == 1 or len(lanes) == mesh.kvp and len(ranks) == mesh.tp
+        assert len(stages) == 1 or (len(lanes) == mesh.kvp and len(ranks) == mesh.tp)
         assert len(lanes) == 1 or len(ranks) == mesh.tp
         for numbers in (stages, lanes, ranks):
             assert sorted(numbers) == list(range(min(numbers), max(numbers) + 1))
