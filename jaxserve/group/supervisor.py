@@ -31,10 +31,13 @@ MAX_PAUSE_SECONDS = 30.0  # between starts that fail
 MAX_FAILURES = 6  # starts in a row after which no token came
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PR_SET_PDEATHSIG = 1
+# found here, for between fork and exec little may be called; only Linux has it
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 class Process:
-    """A member's process."""
+    """A member's process. state: what it says it does; ready: whether it has become ready since
+    this was last set to False. Errors: OSError where the command cannot be run."""
 
     def __init__(self, member: Member, command: Sequence[str], environment: Mapping[str, str]):
         reading, writing = os.pipe()
@@ -42,20 +45,28 @@ class Process:
         self.member = dataclasses.replace(member, pipe=writing)
         self.pipe = reading
         self.state = ""
+        self.ready = False
         self.heard: float | None = None
         self._text = b""
+        self._code: int | None = None
         inner = subprocess.DEVNULL if not member.leads else None
         out = None if member.leads else sys.stderr.fileno()
-        self._process = subprocess.Popen(
-            command,
-            env={**environment, **self.member.environment()},
-            stdin=inner,
-            stdout=out,
-            pass_fds=[writing],
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
-        os.close(writing)
+        parent = os.getpid()
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env={**environment, **self.member.environment()},
+                stdin=inner,
+                stdout=out,
+                pass_fds=[writing],
+                start_new_session=True,
+                preexec_fn=lambda: _die_with(parent),
+            )
+        except OSError:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
 
     @property
     def pid(self) -> int:
@@ -63,8 +74,16 @@ class Process:
 
     @property
     def code(self) -> int | None:
-        """Its exit code; None while it runs."""
-        return self._process.poll()
+        """Its exit code; None while it runs. The kernel keeps its number until `kill`, so that no
+        other process is taken for it."""
+        if self._code is None and hasattr(os, "waitid"):
+            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is not None:
+                ended = found.si_code == os.CLD_EXITED
+                self._code = found.si_status if ended else -found.si_status
+        elif self._code is None:
+            self._code = self._process.poll()
+        return self._code
 
     def listen(self, now: float) -> None:
         """Reads what the member said."""
@@ -73,8 +92,10 @@ class Process:
                 self.heard = now
                 self._text += part
         *lines, self._text = self._text.split(b"\n")
-        if lines:
-            self.state = json.loads(lines[-1]).get("state", "")
+        for line in lines:
+            state = _state(line)
+            self.ready = self.ready or (state == "ready" and self.state != "ready")
+            self.state = state
 
     def silent(self, now: float) -> bool:
         """Whether it has said nothing for too long."""
@@ -86,11 +107,12 @@ class Process:
 
     def kill(self) -> None:
         """Ends it, and what it started, now."""
+        if self.pipe < 0:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
-        with contextlib.suppress(OSError):
-            os.close(self.pipe)
+        self._code = self._process.wait()
+        os.close(self.pipe)
         self.pipe = -1
 
 
@@ -120,8 +142,12 @@ class Supervisor:
         self._signals: list[int] = []
 
     def run(self) -> int:
-        """Returns the command's exit code, or that of a worker that was refused."""
+        """Returns the command's exit code, or that of a worker that was refused; as in shells 128
+        more than the number of the signal that has ended the leader. Errors: OSError where the
+        command cannot be run."""
         previous = {number: signal.signal(number, self._signalled) for number in SIGNALS}
+        # where a parent ignores it, exit codes are lost
+        previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
             self._start(self._members)
             while True:
@@ -141,6 +167,8 @@ class Supervisor:
     def _start(self, members: Sequence[Member]) -> None:
         self._began = time.monotonic()
         self._waits = True
+        for process in self._processes.values():  # the leader's word from before counts no more
+            process.ready = False
         for member in members:
             self._processes[member.worker] = Process(member, self._command, self._environment)
 
@@ -162,8 +190,10 @@ class Supervisor:
         if self._signals:
             return self._end()
         leader = next((p for p in self._processes.values() if p.member.leads), None)
-        if leader is not None and self._waits and leader.state == "ready":
-            self._say(f"ready: tokens come {now - self._began:.1f} s after the start")
+        told = [leader] if leader is not None else self._processes.values()
+        if self._waits and all(process.ready for process in told):
+            what = "weights are loaded" if leader is None else "tokens come"
+            self._say(f"ready: {what} {now - self._began:.1f} s after the start")
             self._waits = False
             self._failures = 0
         ended = {p: self._fate(p, now) for p in self._processes.values()}
@@ -207,7 +237,8 @@ class Supervisor:
     def _again(self, members: Sequence[Member]) -> int | None:
         """Starts members anew; an exit code where that has failed too often."""
         for member in members:
-            self._processes.pop(member.worker).kill()
+            if member.worker in self._processes:
+                self._processes.pop(member.worker).kill()
         self._failures += self._waits
         if self._failures >= MAX_FAILURES:
             self._say(f"{self._failures} starts in a row without a token: given up")
@@ -219,6 +250,8 @@ class Supervisor:
         )
         deadline = time.monotonic() + pause
         while time.monotonic() < deadline and not self._signals:
+            if any(process.code is not None for process in self._processes.values()):
+                return None  # the leader has ended meanwhile
             time.sleep(POLL_SECONDS)
         self._start(members)
         return None
@@ -234,27 +267,42 @@ class Supervisor:
     # --- the end
 
     def _end(self) -> int:
-        """A signal came: the leader drains and ends, then the workers do."""
+        """A signal came: the leader drains and ends, then the workers do. At a second signal all
+        end at once."""
         leaders = [process for process in self._processes.values() if process.member.leads]
         for process in leaders or self._processes.values():
             process.signal(self._signals[0])
         heard = len(self._signals)
-        while any(process.code is None for process in leaders) and len(self._signals) == heard:
+        while any(process.code is None for process in leaders):
             now = time.monotonic()
             for process in leaders:
                 process.listen(now)
-                if process.silent(now):
-                    return 128 + self._signals[0]
+            if len(self._signals) > heard or any(process.silent(now) for process in leaders):
+                return 128 + self._signals[0]
             time.sleep(POLL_SECONDS)
-        codes = [process.code for process in leaders]
         self._wait_for_workers()
-        return 128 + self._signals[0] if None in codes else max([abs(c or 0) for c in codes] or [0])
+        return max([_exit_code(process.code or 0) for process in leaders], default=0)
 
     def _wait_for_workers(self) -> int:
         deadline = time.monotonic() + END_SECONDS
-        while time.monotonic() < deadline and any(p.code is None for p in self._processes.values()):
+        heard = len(self._signals)
+        while time.monotonic() < deadline and len(self._signals) == heard:
+            if all(process.code is not None for process in self._processes.values()):
+                break
             time.sleep(POLL_SECONDS)
         return 0
+
+
+def _state(line: bytes) -> str:
+    """What a member says it does; '' where its line is not understood."""
+    try:
+        return str(json.loads(line).get("state", ""))
+    except (ValueError, AttributeError):
+        return ""
+
+
+def _exit_code(code: int) -> int:
+    return 128 - code if code < 0 else code
 
 
 def _code(code: int) -> str:
@@ -264,7 +312,9 @@ def _code(code: int) -> str:
     return f"exit code {code}"
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> None:
     """Has the kernel kill this process when its parent dies, also while it is stopped."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if _PRCTL is not None:
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it is dead already
+        os._exit(LOST)
