@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from jaxserve.settings.schema import ConfigError
 
 PORT = 7713  # where the leader listens for workers of other hosts
+NUMBER = re.compile(r"[0-9]+")
+# of a list of hosts: what stands before brackets, the brackets, what stands behind
+HOSTS = re.compile(r"(?:[^,\[\]]|\[[^\[\]]+\])+")
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,18 @@ class Place:
 
 def place_of(environment: Mapping[str, str]) -> Place | None:
     """The place that the environment tells; None where this call is alone. Errors: ConfigError."""
-    for read in (_leader_worker_set, _slurm, _open_mpi, _mpich):
+    # mpirun before Slurm, by which it starts its own daemons; MPICH's after, whose variables srun
+    # sets too
+    for read in (_leader_worker_set, _open_mpi, _slurm, _mpich):
         place = read(environment)
-        if place is not None and place.count > 1:
-            return place
+        if place is None or place.count < 2:
+            continue
+        if place.index >= place.count:
+            raise ConfigError(
+                "group",
+                f"{place.source} tells number {place.index} of {place.count}; they begin with 0",
+            )
+        return place
     return None
 
 
@@ -64,20 +75,21 @@ def _slurm(environment: Mapping[str, str]) -> Place | None:
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Place | None:
-    """A rank of Open MPI's mpirun. Its launcher's address is that of rank 0, as long as mpirun is
-    called on the first host."""
+    """A rank of Open MPI's mpirun. Version 4 tells the address of its launcher, which is that of
+    rank 0 as long as mpirun is called on the first host; version 5 does not."""
     if "OMPI_COMM_WORLD_RANK" not in environment:
         return None
     count = _number(environment, "OMPI_COMM_WORLD_SIZE")
-    uri = environment.get("PMIX_SERVER_URI41", "") or environment.get("OMPI_MCA_orte_hnp_uri", "")
-    address = re.search(r"tcp[46]?://([0-9.]+)", uri)
     here = _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE") == count
+    address = re.search(r"tcp[46]?://([0-9.]+)", environment.get("OMPI_MCA_orte_hnp_uri", ""))
+    leader = "127.0.0.1" if here else address[1] if address else ""
+    job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid")
     return Place(
         _number(environment, "OMPI_COMM_WORLD_RANK"),
         count,
-        "127.0.0.1" if here else address[1] if address else "",
+        leader if here or not leader.startswith("127.") else "",
         _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        f"mpi-{environment.get('PMIX_NAMESPACE', environment.get('OMPI_MCA_ess_base_jobid', ''))}",
+        f"mpi-{job}" if job else "",
         "Open MPI",
     )
 
@@ -87,19 +99,19 @@ def _mpich(environment: Mapping[str, str]) -> Place | None:
     if "PMI_RANK" not in environment:
         return None
     count = _number(environment, "PMI_SIZE")
-    local = environment.get("MPI_LOCALNRANKS", "")
+    here = environment.get("MPI_LOCALNRANKS", "") == str(count)
     return Place(
         _number(environment, "PMI_RANK"),
         count,
-        "127.0.0.1" if local == str(count) else "",
-        int(environment.get("MPI_LOCALRANKID", "0")),
+        "127.0.0.1" if here else "",
+        _number({"MPI_LOCALRANKID": "0", **environment}, "MPI_LOCALRANKID"),
         source="MPICH",
     )
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
-    if not text.isdigit():
+    if not NUMBER.fullmatch(text):
         raise ConfigError("group", f"{name} is {text!r}, not a number")
     return int(text)
 
@@ -107,22 +119,24 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 def expand(hosts: str) -> list[str]:
     """Slurm's lists of hosts: 'a[01-03,7],b' -> a01, a02, a03, a7, b. Errors: ConfigError."""
     found = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
-        pieces = re.split(r"\[([^\]]*)\]", part)  # every second one stood in brackets
+    rest = hosts + ","
+    while rest:
+        match = HOSTS.match(rest)
+        if match is None or rest[match.end()] != ",":
+            raise ConfigError("group", f"{hosts!r} is not a list of hosts")
+        pieces = re.split(r"\[(.*?)\]", match[0])  # every second one stood in brackets
         choices = [list(_range(piece)) if at % 2 else [piece] for at, piece in enumerate(pieces)]
         found += ["".join(chosen) for chosen in itertools.product(*choices)]
-    if not found or any(set("[]") & set(host) for host in found):
-        raise ConfigError("group", f"{hosts!r} is not a list of hosts")
+        rest = rest[match.end() + 1 :]
     return found
 
 
 def _range(text: str) -> Iterator[str]:
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not last:
-            yield first
-            continue
-        if not (first.isdigit() and last.isdigit()):
+        first, dash, last = part.partition("-")
+        last = last if dash else first
+        numbers = NUMBER.fullmatch(first) and NUMBER.fullmatch(last)
+        if not numbers or int(first) > int(last):
             raise ConfigError("group", f"{text!r} is not a range of hosts")
         for number in range(int(first), int(last) + 1):
             yield str(number).zfill(len(first))
