@@ -30,6 +30,8 @@ def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     files = [file for file in path.rglob("*") if file.is_file()]
+    if not files:
+        raise FileNotFoundError(f"{path}: no such file")
     known = [file for file in files if file.suffix in WEIGHTS or file.name == "config.json"]
     weights = [file for file in known if file.suffix in WEIGHTS]
     return sorted(known if weights else files)  # a saved (orbax) folder: all of it

@@ -49,9 +49,18 @@ class Hello:
     def decode(cls, content: bytes) -> Hello:
         """Errors: ValueError."""
         try:
-            return cls(**json.loads(content))
-        except TypeError as error:
+            hello = cls(**json.loads(content))
+        except (TypeError, RecursionError) as error:
             raise ValueError(str(error)) from None
+        whole = (
+            type(hello.worker) is type(hello.port) is int
+            and isinstance(hello.versions, dict)
+            and isinstance(hello.settings, dict)
+            and isinstance(hello.weights, str)
+        )
+        if not whole:
+            raise ValueError("it does not say who it is")
+        return hello
 
 
 def shared_settings(config: EngineConfig) -> dict[str, Any]:
