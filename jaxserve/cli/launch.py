@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxserve.folders import cache_folder, private_folder
+from jaxserve.group.channel import Certificate
 from jaxserve.group.environment import PORT, Place, place_of
-from jaxserve.group.member import LEADER, SECRET_VARIABLE, Member
+from jaxserve.group.member import LEADER, MIN_SECRET, SECRET_VARIABLE, Member
 from jaxserve.group.supervisor import Supervisor
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
@@ -50,19 +53,43 @@ OPTIONS = [
 
 def run(values: dict[str, Any]) -> int:
     place = _place(values)
-    secret = os.environ.get(SECRET_VARIABLE) or _secret(place)
+    _check_certificate(values, place)
     members = _members(values, place)
     say = lambda text: print(f"launch: {text}", file=sys.stderr, flush=True)
     if place.source:
         say(f"{place.source}: number {place.index} of {place.count}, leader on {place.leader}")
     command = _command(values["command"])
-    return Supervisor(members, command, {**os.environ, SECRET_VARIABLE: secret}, say).run()
+    with _secret(place) as secret:
+        environment = {**os.environ, SECRET_VARIABLE: secret}
+        try:
+            return Supervisor(members, command, environment, say).run()
+        except OSError as error:
+            raise ConfigError("command", f"{command[0]}: {error.strerror}") from None
+
+
+def _check_certificate(values: dict[str, Any], place: Place) -> None:
+    """Errors: ConfigError where the leader could not use it. Workers need to know only that there
+    is one."""
+    certificate, key = values["tls_cert"], values["tls_key"]
+    if bool(certificate) != bool(key):
+        raise ConfigError("tls_cert" if certificate else "tls_key", "tls_cert needs tls_key too")
+    if not certificate or place.index > 0:
+        return
+    for field in ("tls_cert", "tls_key"):
+        if not os.access(values[field], os.R_OK):
+            raise ConfigError(field, f"{values[field]}: no such file, or it cannot be read")
+    try:
+        Certificate.load(certificate, key)
+    except (OSError, ValueError) as error:
+        raise ConfigError("tls_cert", f"{certificate}, {key}: {error}") from None
 
 
 def _place(values: dict[str, Any]) -> Place:
     """Errors: ConfigError."""
     if values["hosts"]:
         hosts = [host.strip() for host in values["hosts"].split(",")]
+        if "" in hosts:
+            raise ConfigError("hosts", f"{values['hosts']!r} is not a list of hosts")
         own = [number for number, host in enumerate(hosts) if _is_here(host)]
         if len(own) != 1:
             raise ConfigError(
@@ -83,7 +110,7 @@ def _is_here(host: str) -> bool:
         address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
         with socket.socket(socket.AF_INET6 if ":" in str(address) else socket.AF_INET) as probe:
             probe.bind((address, 0))
-    except OSError:
+    except (OSError, UnicodeError):  # the latter for what cannot be a host's name
         return False
     return True
 
@@ -112,22 +139,45 @@ def _free_port() -> int:
         return server.getsockname()[1]
 
 
-def _secret(place: Place) -> str:
+@contextlib.contextmanager
+def _secret(place: Place) -> Iterator[str]:
     """Of a group on one machine: a new one. Of a job on several: the one in the cache folder, which
-    the first host writes. Errors: ConfigError."""
+    the first host writes, and takes away when its command has ended. Errors: ConfigError."""
+    given = os.environ.get(SECRET_VARIABLE)
+    if given:
+        if len(given) < MIN_SECRET:
+            raise ConfigError(
+                "secret", f"{SECRET_VARIABLE} must have at least {MIN_SECRET} characters"
+            )
+        yield given
+        return
     if place.count == 1:
-        return secrets.token_hex(32)
+        yield secrets.token_hex(32)
+        return
     if not place.job:
         raise ConfigError(
             "secret",
-            f"{SECRET_VARIABLE} must be set, to the same text of at least 16 characters on all "
-            "hosts",
+            f"{SECRET_VARIABLE} must be set, to the same text of at least {MIN_SECRET} characters "
+            "on all hosts",
         )
     file = private_folder(cache_folder() / "groups", "secret") / place.job
-    if place.index == 0 and not file.exists():
+    if place.index > 0:
+        yield _awaited(file)
+        return
+    if not file.exists():
         _write_whole(file, secrets.token_hex(32))
+    try:
+        yield file.read_text()
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _awaited(file: Path) -> str:
+    """Errors: ConfigError where nobody writes it."""
     deadline = time.monotonic() + SECRET_SECONDS
-    while not file.exists():
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            return file.read_text()
         if time.monotonic() > deadline:
             raise ConfigError(
                 "secret",
@@ -135,11 +185,10 @@ def _secret(place: Place) -> str:
                 f"(JAXSERVE_CACHE), or set {SECRET_VARIABLE} on all hosts",
             )
         time.sleep(0.2)
-    return file.read_text()
 
 
 def _write_whole(file: Path, text: str) -> None:
-    part = file.with_suffix(f".{os.getpid()}")
+    part = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as out:
         out.write(text)

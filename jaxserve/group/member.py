@@ -14,6 +14,7 @@ from jaxserve.settings.schema import ConfigError
 
 VARIABLE = "JAXSERVE_GROUP"  # set by the supervisor, JSON
 SECRET_VARIABLE = "JAXSERVE_GROUP_SECRET"
+MIN_SECRET = 16  # characters
 BEAT_SECONDS = 1.0
 LEADER = -1  # in place of a worker's number
 REFUSED = 2  # exit code of a member that must not be started again as it is
@@ -48,8 +49,10 @@ class Member:
     def secret(self) -> bytes:
         """The group's. Errors: ConfigError where there is none."""
         secret = os.environ.get(SECRET_VARIABLE, "")
-        if len(secret) < 16:
-            raise ConfigError("secret", f"{SECRET_VARIABLE} must have at least 16 characters")
+        if len(secret) < MIN_SECRET:
+            raise ConfigError(
+                "secret", f"{SECRET_VARIABLE} must have at least {MIN_SECRET} characters"
+            )
         return secret.encode()
 
     def environment(self) -> dict[str, str]:
