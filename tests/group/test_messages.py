@@ -1,0 +1,150 @@
+"""Who may join a group."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.group.messages import Hello, difference, shared_settings
+from jaxserve.settings.options import make
+from jaxserve.settings.schema import CacheConfig, EngineConfig, SchedulerConfig
+from tests.examples import examples
+
+BASE = dict(mesh="spp=2,kvp=2,tp=3", profile="p.json", pages=100)
+
+
+def hello(worker=0, versions=None, weights="f" * 64, **changes):
+    """What a member with these settings says, as the other side reads it."""
+    config = make(EngineConfig, {**BASE, **changes})
+    versions = versions or {"jaxserve": "1.0", "jax": "0.10.2"}
+    made = Hello(worker, versions, shared_settings(config), weights, 4000 + worker)
+    return Hello.decode(made.encode())
+
+
+def test_a_worker_with_the_same_of_all_may_join():
+    assert difference(hello(-1), hello(3)) is None
+
+
+@pytest.mark.parametrize(
+    "name, ours, theirs",
+    [
+        ("mesh", "spp=2,kvp=2,tp=3", "spp=1,kvp=4,tp=3"),
+        ("lookahead", 1, 2),
+        ("dtype", "float32", "bfloat16"),
+        ("max_model_len", None, 4096),
+        ("block_size", 16, 32),
+        ("pages", 100, 101),
+        ("kv_memory_gib", 1.0, 2.0),
+        ("lane_tokens", None, 512),
+        ("placement", "grow", "random"),
+        ("prefix_caching", True, False),
+        ("kv_cache_dtype", "auto", "fp8"),
+        ("policy", SchedulerConfig.policy, "llf"),
+        ("max_seqs", 16, 17),
+        ("chunk_tokens", SchedulerConfig.chunk_tokens, 96),
+        ("exchange", SchedulerConfig.exchange, "alg1"),
+    ],
+)
+def test_a_setting_that_differs_is_named_with_both_values(name, ours, theirs):
+    refused = difference(hello(-1), hello(**{name: theirs}))
+    assert refused == f"setting {name} is {theirs!r}, and {ours!r} at the leader"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(model="/somewhere/else"),
+        dict(hang_timeout=5.0),
+        dict(replay="all"),
+        dict(compile_cache="/another/folder"),
+        dict(profile="another.json"),
+    ],
+)
+def test_what_concerns_one_process_alone_may_differ(changes):
+    assert difference(hello(-1), hello(**changes)) is None
+
+
+def test_every_setting_of_cache_and_scheduler_is_compared():
+    """Those of one do not hide those of the other."""
+    names = [f.name for part in (CacheConfig, SchedulerConfig) for f in dataclasses.fields(part)]
+    assert len(set(names)) == len(names)
+    assert set(shared_settings(make(EngineConfig, BASE))) >= {*names, "mesh", "dtype", "lookahead"}
+
+
+@pytest.mark.parametrize("what", ["jax", "jaxserve"])
+def test_another_version_is_named(what):
+    versions = {"jaxserve": "1.0", "jax": "0.10.2", what: "9.9"}
+    refused = difference(hello(-1), hello(versions=versions))
+    assert refused is not None and refused.startswith(f"version of {what} is '9.9', and '")
+
+
+def test_a_version_that_only_one_side_knows_is_a_difference():
+    versions = {"jaxserve": "1.0", "jax": "0.10.2", "cuda": "13"}
+    assert difference(hello(-1), hello(versions=versions)) == (
+        "version of cuda is '13', and None at the leader"
+    )
+    assert "cuda is None" in str(difference(hello(-1, versions=versions), hello()))
+
+
+def test_other_weights_are_told_by_their_fingerprints():
+    refused = difference(hello(-1), hello(weights="a" * 64))
+    assert refused == (
+        "its weights are other ones (fingerprint aaaaaaaaaaaa, and ffffffffffff at the leader)"
+    )
+
+
+GOOD = json.loads(hello().encode())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"{",
+        b"null",
+        b"[]",
+        b"3",
+        b"{}",
+        b"[" * 60_000,
+        *(
+            json.dumps(said).encode()
+            for said in [
+                {**GOOD, "more": 1},
+                {name: value for name, value in GOOD.items() if name != "port"},
+                {**GOOD, "worker": "0"},
+                {**GOOD, "worker": True},
+                {**GOOD, "worker": 0.5},
+                {**GOOD, "worker": None},
+                {**GOOD, "port": "22"},
+                {**GOOD, "versions": []},
+                {**GOOD, "versions": None},
+                {**GOOD, "settings": "all"},
+                {**GOOD, "weights": 5},
+            ]
+        ),
+    ],
+)
+def test_what_is_no_hello_is_a_value_error(content):
+    with pytest.raises(ValueError):
+        Hello.decode(content)
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(st.sampled_from(sorted(GOOD)), plain)
+def test_any_hello_is_read_and_compared_or_is_a_value_error(name, value):
+    try:
+        read = Hello.decode(json.dumps({**GOOD, name: value}).encode())
+    except ValueError:
+        return
+    refused = difference(hello(-1), read)
+    assert refused is None or isinstance(refused, str)
