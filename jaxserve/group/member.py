@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -75,33 +77,44 @@ def this_member() -> Member | None:
 
 class Pulse:
     """Tells the supervisor each second that this process lives, and what it does; ends the process
-    when the supervisor is gone."""
+    when the supervisor is gone. Does nothing where there is no supervisor, and in a process that a
+    member has started without its pipe, such as the server of `bench serve`."""
 
     def __init__(self, member: Member):
         self._member = member
         self._state: dict[str, Any] = {"state": "starting"}
-        if member.pipe < 0:
+        self._lock = threading.Lock()  # of the state and the pipe: no old word after a new one
+        self._pipe = member.pipe if _is_pipe(member.pipe) else -1
+        if self._pipe < 0:
             return
-        os.set_blocking(member.pipe, False)
+        os.set_blocking(self._pipe, False)
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     def tell(self, **state: Any) -> None:
         """Changes what the next beats say, and beats at once."""
-        self._state = {**self._state, **state}
-        self._write()
+        self._write(state)
 
     def _beat(self) -> None:
         while True:
             self._write()
             time.sleep(BEAT_SECONDS)
 
-    def _write(self) -> None:
-        if self._member.pipe < 0:
+    def _write(self, change: Mapping[str, Any] | None = None) -> None:
+        if self._pipe < 0:
             return
         try:
-            os.write(self._member.pipe, json.dumps(self._state).encode() + b"\n")
+            with self._lock:
+                self._state.update(change or {})
+                os.write(self._pipe, json.dumps(self._state).encode() + b"\n")
         except BlockingIOError:  # the supervisor is stopped: it reads later, or never
             pass
         except OSError:
             print(f"{self._member.name}: the supervisor is gone", file=sys.stderr, flush=True)
             os._exit(LOST)
+
+
+def _is_pipe(descriptor: int) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+    except (OSError, OverflowError):
+        return False
