@@ -202,16 +202,16 @@ def test_jobs_have_secrets_of_their_own():
 def test_a_folder_that_others_can_write_to_holds_no_secret(tmp_path):
     (tmp_path / "cache" / "groups").mkdir(parents=True)
     (tmp_path / "cache" / "groups").chmod(0o777)
-    with pytest.raises(ConfigError, match="writable by other users"):
-        with launch._secret(Place(0, 2, "a", job="slurm-7.0")):
-            pass
+    held = launch._secret(Place(0, 2, "a", job="slurm-7.0"))
+    with pytest.raises(ConfigError, match="writable by other users"), held:
+        pass
 
 
 def test_hosts_that_do_not_share_the_folder_are_told(monkeypatch):
     monkeypatch.setattr(launch, "SECRET_SECONDS", 0.3)
-    with pytest.raises(ConfigError, match="share the cache folder"):
-        with launch._secret(Place(1, 2, "a", job="slurm-7.0")):
-            pass
+    held = launch._secret(Place(1, 2, "a", job="slurm-7.0"))
+    with pytest.raises(ConfigError, match="share the cache folder"), held:
+        pass
 
 
 # --- from the command line
