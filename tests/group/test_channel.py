@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import psutil
 import pytest
@@ -171,7 +172,7 @@ def through(listen):
 
 def in_thread(run):
     """Runs something beside the test; returns a list that gets what it raised, or None."""
-    ends = []
+    ends: list[Exception | None] = []
 
     def body():
         try:
@@ -341,7 +342,7 @@ def test_a_host_that_vanishes_without_a_word_is_noticed():
     """Two network namespaces, and the cable between them is cut."""
     names = [f"jaxserve-test-{os.getpid()}-{end}" for end in "ab"]
     ip = lambda *words: subprocess.run(["ip", *words], check=True, capture_output=True)
-    processes = []
+    processes: list[Any] = []
     try:
         try:
             for name in names:
@@ -434,9 +435,13 @@ def test_a_recorded_handshake_opens_nothing(listen):
     def change(up, frame, number):
         return frame
 
-    between = Between(listener.address, change)
-    original = between._exactly
-    between._exactly = lambda source, size: recorded.append(original(source, size)) or recorded[-1]
+    class Recorder(Between):
+        @staticmethod
+        def _exactly(source, size):
+            recorded.append(Between._exactly(source, size))
+            return recorded[-1]
+
+    between = Recorder(listener.address, change)
     connect(between.address, SECRET).close()
     between.close()
     eventually(lambda: len(recorded) >= 3 and listener.accepted, SOON)
@@ -572,7 +577,13 @@ def test_two_frames_do_not_change_places(through):
 def test_what_one_side_said_does_not_count_as_the_others(through):
     """A frame sent back to its sender."""
     box = []
-    leader, worker = through(lambda up, frame, number: box.append(frame) or b"" if up else box[0])
+
+    def change(up, frame, number):
+        if up:
+            box.append(frame)
+        return b"" if up else box[0]
+
+    leader, worker = through(change)
     worker.send(1, b"do this")
     eventually(lambda: box, SOON)
     leader.send(1, b"do that")
