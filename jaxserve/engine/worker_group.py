@@ -20,16 +20,24 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve.costs.profiles import Link
-from jaxserve.engine.command import NO_STEP, CommandError, StepCommand, StepResult, WorkersLost
+from jaxserve.engine.command import NO_STEP, StepCommand, StepResult, WorkersLost
 from jaxserve.engine.profiling.measure import first_token
 from jaxserve.engine.sampling_rows import VARIANTS
 from jaxserve.engine.stage_plan import StagePlan
-from jaxserve.group.channel import Certificate, Channel, ChannelError, Frame, accept
+from jaxserve.group.channel import (
+    HANDSHAKE_SECONDS,
+    Certificate,
+    Channel,
+    ChannelError,
+    Frame,
+    accept,
+)
 from jaxserve.group.member import Member
 from jaxserve.group.messages import Hello, Kind, difference
 from jaxserve.settings.schema import ConfigError
 
-MAX_HANDSHAKES = 16  # at a time: strangers wait
+MAX_HANDSHAKES = 64  # at a time: strangers wait
+RETRY_SECONDS = 0.2
 MAX_HELLO_BYTES = 1 << 16
 HANGS = 3  # times hang_timeout that a step may take before the workers are given up
 END_SECONDS = 5.0  # for workers to end by themselves
@@ -111,8 +119,12 @@ class WorkerGroup:
         while True:
             try:
                 connection, address = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._closed:
+                    return
+                log.warning("no worker can join just now: %s", error)  # too many open files
+                time.sleep(RETRY_SECONDS)
+                continue
             self._handshakes.acquire()
             threading.Thread(
                 target=self._welcome, args=(connection, address[0]), daemon=True
@@ -130,37 +142,44 @@ class WorkerGroup:
         finally:
             self._handshakes.release()
         number = peer.hello.worker
-        reason = self._enter(peer)
-        if reason is not None:
-            log.error("worker %d at %s was refused: %s", number, host, reason)
+        refused = self._enter(peer)
+        if refused is not None:
+            log.error("worker %d at %s was refused: %s", number, host, refused["reason"])
             with contextlib.suppress(ChannelError):
-                channel.send(Kind.REFUSED, json.dumps({"reason": reason}).encode())
+                channel.send(Kind.REFUSED, json.dumps(refused).encode())
             channel.close()
             return
         log.info("worker %d has come from %s", number, host)
         try:
             while True:
                 self._hear(peer, channel.receive())
-        except (ChannelError, CommandError, ValueError) as error:
-            self._leave(peer, f"worker {number} is gone ({error})")
+        except Exception as error:  # also one that says what nobody understands
+            self._leave(peer, f"worker {number} is gone ({type(error).__name__}: {error})")
 
-    def _enter(self, peer: _Peer) -> str | None:
-        """Notes a worker that has come; returns why it cannot join, None where it can."""
+    def _enter(self, peer: _Peer) -> dict[str, Any] | None:
+        """Notes a worker that has come. Returns None, or why it cannot join and whether it may try
+        again."""
         reason = difference(self._leader, peer.hello)
+        again = False
         with self._news:
             number = peer.hello.worker
             if reason is None and not 0 <= number < self._member.workers:
                 reason = f"there is no worker {number} among {self._member.workers}"
             if reason is None and number in self._peers:
                 reason = f"worker {number} is here already"
+                again = True  # its host may have vanished, which takes a while to notice
             if reason is None:
                 self._peers[number] = peer
                 self._news.notify_all()
-        return reason
+                return None
+        return {"reason": reason, "again": again}
 
     def _hear(self, peer: _Peer, frame: Frame) -> None:
         if frame.kind == Kind.RESULT:
-            self._results.put(self._codec.decode_result(frame.content))
+            result = self._codec.decode_result(frame.content)
+            with self._news:
+                if self._peers.get(0) is peer:
+                    self._results.put(result)
             return
         said = json.loads(frame.content)
         if frame.kind == Kind.STATUS:
@@ -236,7 +255,9 @@ class WorkerGroup:
             self._formed = True
             self._results = queue.SimpleQueue()
             self._issued = 0
-            coordinator = f"{self._member.host}:{self._peers[0].hello.port}"
+            host = self._member.host
+            host = f"[{host}]" if ":" in host else host
+            coordinator = f"{host}:{self._peers[0].hello.port}"
             begin = {"coordinator": coordinator, "settings": self._settings}
             self._tell(Kind.BEGIN, json.dumps(begin).encode())
             self._news.wait_for(lambda: not self._formed or self._loaded)
@@ -265,7 +286,7 @@ class WorkerGroup:
         """Waits until there is a group that makes tokens; False where that takes longer than
         `timeout` seconds. Errors: ConfigError where a worker cannot work with its settings."""
         with self._news:
-            done = lambda: self._ready or self._closed or self._refused is not None
+            done = lambda: self._ready or self._refused is not None
             found = self._news.wait_for(done, timeout)
             if self._refused is not None:
                 raise self._refused
@@ -285,10 +306,10 @@ class WorkerGroup:
         return self._fact("device_kind")
 
     def _fact(self, name: str) -> Any:
-        facts = self._peers[0].facts if 0 in self._peers else None
-        if facts is None:
+        peer = self._peers.get(0)
+        if peer is None or peer.facts is None:
             raise WorkersLost(self._lost)
-        return facts[name]
+        return peer.facts[name]
 
     @property
     def compiles(self) -> int:
@@ -374,7 +395,7 @@ class WorkerGroup:
     def members(self) -> list[dict[str, Any]]:
         """For people: which workers are here, and how far behind. lag: commands that were sent and
         whose step is not finished."""
-        peers = self._peers
+        peers = dict(self._peers)
         return [
             {
                 "worker": number,
@@ -408,7 +429,13 @@ class WorkerGroup:
 
 
 def _hello(channel: Channel) -> bytes:
-    frame = channel.receive()
+    """Errors: ChannelError where nothing comes in time."""
+    timer = threading.Timer(HANDSHAKE_SECONDS, channel.close)
+    timer.start()
+    try:
+        frame = channel.receive()
+    finally:
+        timer.cancel()
     if frame.kind != Kind.HELLO or len(frame.content) > MAX_HELLO_BYTES:
         raise ChannelError("it does not say who it is")
     return frame.content

@@ -25,11 +25,11 @@ import jax
 
 from jaxserve.engine import distributed
 from jaxserve.engine.build import hello_of, load_worker
-from jaxserve.engine.command import NO_STEP, SAMPLE_LATER, CommandError, DeviceError, StepCommand
+from jaxserve.engine.command import NO_STEP, SAMPLE_LATER, StepCommand
 from jaxserve.engine.worker import Worker
-from jaxserve.group.channel import Channel, ChannelError, connect
+from jaxserve.group.channel import Channel, ChannelError, StrangerError, connect
 from jaxserve.group.layout import devices_each
-from jaxserve.group.member import LOST, REFUSED, Member, Pulse
+from jaxserve.group.member import LOST, REFUSED, SECRET_VARIABLE, Member, Pulse
 from jaxserve.group.messages import Kind, led_by
 from jaxserve.settings.schema import ConfigError, EngineConfig
 from jaxserve.weights import open_checkpoint
@@ -53,7 +53,7 @@ def work(config: EngineConfig, member: Member) -> NoReturn:
     except ChannelError as error:
         log.warning("%s ends: the leader is gone (%s)", member.name, error)
         code = LOST
-    except (DeviceError, CommandError, RuntimeError):
+    except Exception:
         log.exception("%s failed", member.name)
         code = LOST
     sys.stdout.flush()
@@ -74,6 +74,8 @@ def _connected(member: Member) -> Channel:
     while True:
         try:
             return connect((member.host, member.port), member.secret, bool(member.tls_cert))
+        except StrangerError as error:
+            raise ConfigError("secret", f"{error}: see {SECRET_VARIABLE}") from None
         except ChannelError as error:
             if time.monotonic() > deadline:
                 raise ChannelError(f"no leader at {member.host}:{member.port} ({error})") from None
@@ -123,6 +125,8 @@ class _Process:
         self._pulse.tell(state="joining")
         frame = self._channel.receive()
         said = json.loads(frame.content)
+        if frame.kind == Kind.REFUSED and said["again"]:
+            raise ChannelError(f"refused for now: {said['reason']}")
         if frame.kind == Kind.REFUSED:
             raise ConfigError("group", f"refused by the leader: {said['reason']}")
         return said

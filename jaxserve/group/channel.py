@@ -24,6 +24,7 @@ from typing import TypeVar
 
 MAGIC = b"jaxserve group 1"  # changes with the form of frames
 NONCE_BYTES = 32
+STRANGER = bytes(32)  # in place of the leader's proof, for who does not know the secret
 CODE_BYTES = 16
 MAX_FRAME_BYTES = 1 << 28  # a mask of the largest batch and vocabulary has a tenth of that
 HANDSHAKE_SECONDS = 10.0
@@ -37,6 +38,10 @@ Done = TypeVar("Done")
 
 class ChannelError(OSError):
     """The other side is gone, does not know the secret, or said what is no frame."""
+
+
+class StrangerError(ChannelError):
+    """The leader has another secret: it is of no use to try again."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +200,7 @@ def accept(connection: socket.socket, secret: bytes, tls: Certificate | None = N
         theirs = _read(connection, NONCE_BYTES, deadline)
         code = _read(connection, 32, deadline)
         if not hmac.compare_digest(code, _proof(secret, b"worker", mine, theirs, certificate)):
+            connection.sendall(STRANGER)
             raise ChannelError("it does not know the group's secret")
         connection.sendall(_proof(secret, b"leader", mine, theirs, certificate))
         return _channel(connection, secret, mine, theirs, leads=True)
@@ -226,9 +232,14 @@ def connect(address: tuple[str, int], secret: bytes, tls: bool = False) -> Chann
         mine = secrets.token_bytes(NONCE_BYTES)
         connection.sendall(mine + _proof(secret, b"worker", theirs, mine, certificate))
         code = _read(connection, 32, deadline)
+        if code == STRANGER:
+            raise StrangerError("the leader's secret is another one")
         if not hmac.compare_digest(code, _proof(secret, b"leader", theirs, mine, certificate)):
             raise ChannelError("it does not know the group's secret")
         return _channel(connection, secret, theirs, mine, leads=False)
+    except StrangerError:
+        connection.close()
+        raise
     except OSError as error:
         connection.close()
         raise ChannelError(str(error)) from None

@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.api.errors import RequestError
 from jaxserve.engine.engine import Engine
-from jaxserve.group.member import REFUSED
+from jaxserve.group.member import LOST, REFUSED
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig
 from tests.engine import test_guides
@@ -189,8 +189,10 @@ def test_a_worker_of_another_group_is_refused_before_it_computes_anything(monkey
         for difference, told in DIFFERENCES:
             code, said = workers.stranger(1, **difference)
             assert code == REFUSED and told in said, said
+        code, said = workers.stranger(1, secret="another one of enough characters")
+        assert code == REFUSED and "secret: the leader's secret is another one" in said
         code, said = workers.stranger(1)
-        assert code == REFUSED and "worker 1 is here already" in said
+        assert code == LOST and "worker 1 is here already" in said
         runner = Runner(real)
         id = runner.submit([1, 2, 3], max_tokens=3)
         runner.run()

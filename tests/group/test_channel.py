@@ -388,7 +388,7 @@ def test_a_host_that_vanishes_without_a_word_is_noticed():
 
 def test_a_worker_with_another_secret_is_refused_on_both_sides(tls, listen):
     listener = listen(tls)
-    with pytest.raises(ChannelError):
+    with pytest.raises(StrangerError, match="the leader's secret is another one"):
         connect(listener.address, b"another secret of some length", tls is not None)
     assert "does not know the group's secret" in str(listener.result())
 
@@ -401,7 +401,7 @@ def test_a_leader_with_another_secret_is_refused_by_the_worker(listen):
         connection, _ = server.accept()
         connection.sendall(channels.MAGIC + bytes(32))
         connection.recv(64, socket.MSG_WAITALL)
-        connection.sendall(bytes(32))
+        connection.sendall(b"x" * 32)
 
     in_thread(lie)
     with server, pytest.raises(ChannelError, match="does not know the group's secret"):

@@ -1,15 +1,14 @@
 """Who may join a group."""
 
-import dataclasses
 import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.group.messages import Hello, difference, shared_settings
-from jaxserve.settings.options import make
-from jaxserve.settings.schema import CacheConfig, EngineConfig, SchedulerConfig
+from jaxserve.group.messages import Hello, difference, led_by, shared_settings
+from jaxserve.settings.options import make, values_of
+from jaxserve.settings.schema import EngineConfig
 from tests.examples import examples
 
 BASE = dict(mesh="spp=2,kvp=2,tp=3", profile="p.json", pages=100)
@@ -31,20 +30,8 @@ def test_a_worker_with_the_same_of_all_may_join():
     "name, ours, theirs",
     [
         ("mesh", "spp=2,kvp=2,tp=3", "spp=1,kvp=4,tp=3"),
-        ("lookahead", 1, 2),
         ("dtype", "float32", "bfloat16"),
-        ("max_model_len", None, 4096),
-        ("block_size", 16, 32),
-        ("pages", 100, 101),
-        ("kv_memory_gib", 1.0, 2.0),
-        ("lane_tokens", None, 512),
-        ("placement", "grow", "random"),
-        ("prefix_caching", True, False),
         ("kv_cache_dtype", "auto", "fp8"),
-        ("policy", SchedulerConfig.policy, "llf"),
-        ("max_seqs", 16, 17),
-        ("chunk_tokens", SchedulerConfig.chunk_tokens, 96),
-        ("exchange", SchedulerConfig.exchange, "alg1"),
     ],
 )
 def test_a_setting_that_differs_is_named_with_both_values(name, ours, theirs):
@@ -52,25 +39,15 @@ def test_a_setting_that_differs_is_named_with_both_values(name, ours, theirs):
     assert refused == f"setting {name} is {theirs!r}, and {ours!r} at the leader"
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(model="/somewhere/else"),
-        dict(hang_timeout=5.0),
-        dict(replay="all"),
-        dict(compile_cache="/another/folder"),
-        dict(profile="another.json"),
-    ],
-)
-def test_what_concerns_one_process_alone_may_differ(changes):
-    assert difference(hello(-1), hello(**changes)) is None
-
-
-def test_every_setting_of_cache_and_scheduler_is_compared():
-    """Those of one do not hide those of the other."""
-    names = [f.name for part in (CacheConfig, SchedulerConfig) for f in dataclasses.fields(part)]
-    assert len(set(names)) == len(names)
-    assert set(shared_settings(make(EngineConfig, BASE))) >= {*names, "mesh", "dtype", "lookahead"}
+def test_in_all_other_settings_a_worker_follows_the_leader():
+    """But for where the model and compiled programs lie on its machine."""
+    leader = make(EngineConfig, {**BASE, "model": "/a", "max_seqs": 17, "block_size": 32})
+    told = json.loads(json.dumps(values_of(leader)))
+    own = make(EngineConfig, {"model": "/b", "compile_cache": "/c", "chunk_tokens": 96})
+    found = led_by(told, own)
+    assert (found.source.model, found.compile_cache) == ("/b", "/c")
+    there = values_of(leader) | {"model": "/b", "compile_cache": "/c"}
+    assert values_of(found) == there and make(EngineConfig, values_of(leader)) == leader
 
 
 @pytest.mark.parametrize("what", ["jax", "jaxserve"])
