@@ -104,7 +104,7 @@ def assert_same(found: Runner, right: Runner) -> None:
 @pytest.mark.parametrize(
     "mesh, processes",
     [
-        pytest.param("spp=2", 2, id="a stage each"),
+        pytest.param("spp=2", 2, id="a stage each", marks=pytest.mark.matrix),
         pytest.param("spp=2,kvp=2", 2, id="lanes of a stage each", marks=pytest.mark.matrix),
         pytest.param("kvp=2", 2, id="a lane each", marks=pytest.mark.matrix),
         pytest.param("spp=2,kvp=2", 4, id="a lane of a stage each", marks=pytest.mark.matrix),

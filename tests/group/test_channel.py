@@ -18,7 +18,14 @@ import pytest
 import trustme
 
 from jaxserve.group import channel as channels
-from jaxserve.group.channel import Certificate, ChannelError, Frame, accept, connect
+from jaxserve.group.channel import (
+    Certificate,
+    ChannelError,
+    Frame,
+    StrangerError,
+    accept,
+    connect,
+)
 from tests.waiting import eventually
 
 SECRET = b"a secret of some length"
