@@ -127,13 +127,11 @@ def compile(
             str(job),
             str(result),
         ]
-        # Mosaic looks for it in the working directory
-        (libdevice,) = folder().glob("**/libdevice.10.bc")
         try:
             run = subprocess.run(
                 command,
-                cwd=libdevice.parent,
-                env=_environment(),
+                cwd=working_folder(),
+                env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -158,6 +156,21 @@ def folder() -> Path:
     return (
         cache_folder() / "compilers" / f"cuda13-jax{jax.__version__}-{sys.implementation.cache_tag}"
     )
+
+
+def working_folder() -> Path:
+    """Where a process that compiles must run: Mosaic looks for libdevice there."""
+    (libdevice,) = folder().glob("**/libdevice.10.bc")
+    return libdevice.parent
+
+
+def topology(hosts: int, devices: int) -> list[Any]:
+    """H200s that are not there: so many `devices` on each of so many hosts. In a process with
+    `environment`."""
+    described = topologies.get_topology_desc(
+        "h200", "cuda", topology=f"1x{hosts}x{devices}", target_config=TARGET.read_text()
+    )
+    return list(described.devices)
 
 
 def lacking() -> str | None:
@@ -231,7 +244,8 @@ def _unpack(wheel: Path, to: Path) -> None:
             os.chmod(archive.extract(member, to), (member.external_attr >> 16) & 0o777 or 0o644)
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Variables for a process that compiles."""
     (assembler,) = folder().glob("**/bin/ptxas")
     # jax finds plugins on the module path
     path = [str(ROOT), str(folder()), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -249,11 +263,8 @@ def _environment() -> dict[str, str]:
 
 def _child(job: str, result: str) -> None:
     f, arguments, donate, shape, options = pickle.loads(Path(job).read_bytes())
-    target = topologies.get_topology_desc(
-        "h200", "cuda", topology=f"1x1x{shape[0] * shape[1]}", target_config=TARGET.read_text()
-    )
     mesh = Mesh(
-        np.array(target.devices).reshape(shape),
+        np.array(topology(1, shape[0] * shape[1])).reshape(shape),
         (KVP, TP),
         axis_types=(AxisType.Auto, AxisType.Auto),
     )
