@@ -4,8 +4,8 @@
 
 Compiles the programs of a replica for GPUs that are not there (H200s, which compile as H100s do),
 or only lowers them where the compiler was not fetched (`python -m tests.kernels.cuda` does that),
-and reads the collectives out of them. Nothing is allocated: weights and pages are shapes. What passes
-between stages is no collective of a program; its bytes follow from the same shapes.
+and reads the collectives out of them. Nothing is allocated: weights and pages are shapes. What
+passes between stages is no collective of a program; its bytes follow from the same shapes.
 """
 
 from __future__ import annotations
@@ -88,6 +88,10 @@ class Replica:
     whole: bool = False
     only: str = ""
 
+    def wants(self, step: str) -> bool:
+        """Whether a step is asked about."""
+        return not self.only or step in self.only.split(",")
+
     @property
     def config(self) -> ModelConfig:
         """Errors: ConfigError for a name that is not known."""
@@ -136,10 +140,6 @@ class Program:
     crosses: bool
     across: dict[int, float]  # bytes that leave each host when it runs once
     within: float  # bytes that the busiest device sends within its host when it runs once
-
-    def wants(self, step: str) -> bool:
-        """Whether a step is asked about."""
-        return not self.only or step in self.only.split(",")
 
 
 # --- the programs, as shapes

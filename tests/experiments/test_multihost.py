@@ -82,7 +82,7 @@ def test_the_command_prints_a_table_and_writes_every_figure(tmp_path, capsys):
 @pytest.mark.skipif(cuda.lacking() is not None, reason=str(cuda.lacking()))
 def test_compiled_programs_send_as_much_between_lanes_as_lowered_ones():
     both = [
-        collectives.measured(replica("kvp=2", 2, only="spread decode"), lowered=lowered)[1]
+        collectives.measured(replica("kvp=2", 2, only="spread decode", whole=True), lowered=lowered)[1]
         for lowered in (True, False)
     ]
     sums = [
