@@ -81,10 +81,8 @@ def test_the_command_prints_a_table_and_writes_every_figure(tmp_path, capsys):
 
 @pytest.mark.skipif(cuda.lacking() is not None, reason=str(cuda.lacking()))
 def test_compiled_programs_send_as_much_between_lanes_as_lowered_ones():
-    both = [
-        collectives.measured(replica("kvp=2", 2, only="spread decode", whole=True), lowered=lowered)[1]
-        for lowered in (True, False)
-    ]
+    asked = replica("kvp=2", 2, only="spread decode", whole=True)
+    both = [collectives.measured(asked, lowered=lowered)[1] for lowered in (True, False)]
     sums = [
         sum(one.times * sum(one.across.values()) for one in programs if one.step == "spread decode")
         for programs in both
