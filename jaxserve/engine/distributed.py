@@ -19,12 +19,19 @@ def free_port(host: str = "") -> int:
 
 
 def join(
-    coordinator: str, process: int, processes: int, devices: int, first: int, host: str
+    coordinator: str,
+    process: int,
+    processes: int,
+    devices: int,
+    first: int,
+    host: str,
+    shared_stage: bool = False,
 ) -> None:
     """Joins the processes of a replica; before anything else of JAX.
 
     coordinator: HOST:PORT where process 0 lets the others meet. devices: how many this process
     has, on a GPU machine from number `first` on. host: this machine's address for the others.
+    shared_stage: whether a stage has devices in several processes.
     Errors: RuntimeError where the others do not come.
     """
     # XLA's CPU client has a thread per core, and collectives that wait block some of them
@@ -36,11 +43,8 @@ def join(
     address = f"{host}:{free_port(host)}"
     jax.config.update("jax_cross_host_transfer_socket_address", address)
     jax.config.update("jax_cross_host_transport_addresses", f"{host}:0,{host}:0")
-    # with the autotuning of a program split over all processes, those that compile it would wait
-    # for those that do not
-    flags = os.environ.get("XLA_FLAGS", "")
-    if on_gpu() and "xla_gpu_shard_autotuning" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_shard_autotuning=false".strip()
+    if on_gpu():
+        _set_autotuning(shared_stage)
     jax.distributed.initialize(
         coordinator,
         processes,
@@ -59,6 +63,18 @@ def on_gpu() -> bool:
     """Whether this machine's devices are GPUs, without asking JAX for them."""
     wanted = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
     return "cpu" not in wanted.split(",")[:1] and os.path.exists("/proc/driver/nvidia")
+
+
+def _set_autotuning(shared_stage: bool) -> None:
+    """Processes that share a stage must run the same program: none is tuned, for each would tune
+    its own, and with the work shared out one would wait for another that found its program on
+    disk."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    wanted = ["--xla_gpu_shard_autotuning=false"]
+    wanted += ["--xla_gpu_autotune_level=0"] if shared_stage else []
+    given = {flag.partition("=")[0] for flag in flags}
+    flags += [flag for flag in wanted if flag.partition("=")[0] not in given]
+    os.environ["XLA_FLAGS"] = " ".join(flags)
 
 
 def _keep_own_programs() -> None:

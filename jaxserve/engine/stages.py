@@ -411,11 +411,20 @@ def hand_over(
     x: None in a process that has no device of the source. Returns None in one that has none of the
     target. Across processes all must call it in the same order, also those with no part in it: XLA
     counts the transfers between them."""
+    lanes = sharding(target, "lanes")
+    if _processes(source) == _processes(target):  # nothing crosses
+        return None if x is None else jax.device_put(x, lanes)
     if x is None:
-        lanes = sharding(source, "lanes")
-        x = jax.make_array_from_single_device_arrays(shape, lanes, [], dtype=dtype)
-    there = jax.device_put(x, sharding(target, "lanes"))
+        x = jax.make_array_from_single_device_arrays(
+            shape, sharding(source, "lanes"), [], dtype=dtype
+        )
+    there = jax.device_put(x, lanes)
     return there if target.local_devices else None
+
+
+@functools.cache
+def _processes(mesh: Mesh) -> frozenset[int]:
+    return frozenset(device.process_index for device in mesh.devices.flat)
 
 
 def _jit(

@@ -142,6 +142,7 @@ class _Process:
             each,
             member.local * each,
             self._channel.own_host,
+            shared_stage=each < self._config.mesh.kvp * self._config.mesh.tp,
         )
         return load_worker(self._config, open_checkpoint(self._config.source.model), False)
 

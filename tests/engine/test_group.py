@@ -22,6 +22,7 @@ from tests.engine.test_golden import assert_golden, short, submit
 TINY = "random:tiny"
 LAYOUTS = [
     pytest.param("spp=2,kvp=2,tp=3", 2, id="a stage each"),
+    pytest.param("spp=4", 2, id="two stages each"),
     pytest.param("kvp=2,tp=3", 2, id="a lane each"),
     pytest.param("spp=2,kvp=2,tp=3", 4, id="a lane of a stage each"),
 ]
@@ -106,6 +107,7 @@ def assert_same(found: Runner, right: Runner) -> None:
     [
         pytest.param("spp=2", 2, id="a stage each", marks=pytest.mark.matrix),
         pytest.param("spp=2,kvp=2", 2, id="lanes of a stage each", marks=pytest.mark.matrix),
+        pytest.param("spp=2,tp=2", 1, id="all in one", marks=pytest.mark.matrix),
         pytest.param("kvp=2", 2, id="a lane each", marks=pytest.mark.matrix),
         pytest.param("spp=2,kvp=2", 4, id="a lane of a stage each", marks=pytest.mark.matrix),
     ],
