@@ -67,7 +67,8 @@ def test_the_first_round_does_not_count():
 
 
 def test_host_times_are_split_into_parts_that_add_up():
-    watch = host_time.Stopwatch(SimpleNamespace(worker=SimpleNamespace(codec=lambda: CODEC)))
+    plan = SimpleNamespace(codec=lambda: CODEC)
+    watch = host_time.Stopwatch(SimpleNamespace(worker=SimpleNamespace(plan=plan)))
     for _ in range(host_time.WARM + 4):
         command = StepCommand(number=1)
         watch.step_issued(StepIssued(None, command, 0.0, "", 1e-6, 2e-6, 3e-6))
