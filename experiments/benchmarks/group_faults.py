@@ -145,7 +145,7 @@ class Callers:
 
     def _ask(self, client: Client, number: int) -> list[int]:
         size, tokens = PROMPTS[number]
-        prompt = [5 + (number * 7919 + at * 131) % 40000 for at in range(size)]
+        prompt = [5 + (number * 7919 + at * 131) % 490 for at in range(size)]
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         sent = time.monotonic()
         ids: list[int] = []
