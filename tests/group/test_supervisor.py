@@ -16,6 +16,7 @@ from tests.waiting import eventually
 
 WORKERS = ("worker0", "worker1")
 ALL = ("leader", *WORKERS)
+BEATS = 0.5  # seconds in which a fake member beats several times
 
 
 @pytest.fixture
@@ -266,6 +267,7 @@ def test_a_start_that_made_a_token_makes_good_for_those_that_failed(group):
     running.ready()
     for times in range(2, 6):
         running.order("leader", "state", "waiting")
+        time.sleep(BEATS)  # else new workers may have started before the leader says so
         running.kill("worker1")
         running.started(times, *WORKERS)
         running.order("leader", "state", "ready")
