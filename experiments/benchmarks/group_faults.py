@@ -34,6 +34,7 @@ from experiments.script import command_line, keep
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import table
 from jaxserve.cli.machine import described, machine
+from jaxserve.group.channel import free_port
 from jaxserve.group.member import VARIABLE
 from jaxserve.server.client import Client, ServerError
 from jaxserve.settings.flags import Command
@@ -76,20 +77,15 @@ def member(name: str) -> int | None:
     return next((pid for found, pid in processes() if found == name), None)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 class Group:
     """`jaxserve launch -- serve`, with one address however often it is started."""
 
     def __init__(self, values: dict[str, Any], log: Path):
-        self.port = free_port()
+        self.port = free_port("127.0.0.1")
         serve = [f"--{name}={values[name]}" for name in ("model", "mesh", "replay")] + [
             f"--port={self.port}",
-            f"--http_port={free_port()}",
-            f"--admin_port={free_port()}",
+            f"--http_port={free_port('127.0.0.1')}",
+            f"--admin_port={free_port('127.0.0.1')}",
             "--dtype=float32",
             "--max_model_len=1024",
             "--max_seqs=4",

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.folders import cache_folder, private_folder
-from jaxserve.group.channel import Certificate
+from jaxserve.group.channel import Certificate, free_port
 from jaxserve.group.environment import PORT, Place, place_of
-from jaxserve.group.member import LEADER, MIN_SECRET, SECRET_VARIABLE, Member
+from jaxserve.group.member import LEADER, MIN_SECRET, SECRET_VARIABLE, Member, checked_secret
 from jaxserve.group.supervisor import Supervisor
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
@@ -78,10 +78,7 @@ def _check_certificate(values: dict[str, Any], place: Place) -> None:
     for field in ("tls_cert", "tls_key"):
         if not os.access(values[field], os.R_OK):
             raise ConfigError(field, f"{values[field]}: no such file, or it cannot be read")
-    try:
-        Certificate.load(certificate, key)
-    except (OSError, ValueError) as error:
-        raise ConfigError("tls_cert", f"{certificate}, {key}: {error}") from None
+    Certificate.given(certificate, key)
 
 
 def _place(values: dict[str, Any]) -> Place:
@@ -118,7 +115,7 @@ def _is_here(host: str) -> bool:
 def _members(values: dict[str, Any], place: Place) -> list[Member]:
     """Those of this call; the leader is in the first."""
     each = values["processes"]
-    port = values["group_port"] or (PORT if place.count > 1 else _free_port())
+    port = values["group_port"] or (PORT if place.count > 1 else free_port("127.0.0.1"))
     common = {
         "workers": place.count * each,
         "host": place.leader,
@@ -134,22 +131,13 @@ def _members(values: dict[str, Any], place: Place) -> list[Member]:
     ]
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 @contextlib.contextmanager
 def _secret(place: Place) -> Iterator[str]:
     """Of a group on one machine: a new one. Of a job on several: the one in the cache folder, which
     the first host writes, and takes away when its command has ended. Errors: ConfigError."""
     given = os.environ.get(SECRET_VARIABLE)
     if given:
-        if len(given) < MIN_SECRET:
-            raise ConfigError(
-                "secret", f"{SECRET_VARIABLE} must have at least {MIN_SECRET} characters"
-            )
-        yield given
+        yield checked_secret(given)
         return
     if place.count == 1:
         yield secrets.token_hex(32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import sys
 
@@ -17,7 +16,6 @@ from jaxserve.checkpoint.fetch import local_files
 from jaxserve.checkpoint.fingerprint import fingerprint
 from jaxserve.checkpoint.zoo import ModelConfig, layers_of
 from jaxserve.costs.predictor import NOMINAL
-from jaxserve.engine.distributed import free_port
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.profiling.profile_file import EngineProfile, profile_for
@@ -26,7 +24,7 @@ from jaxserve.engine.shapes import sample_sizes, shapes
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.worker import Worker
 from jaxserve.engine.worker_group import WorkerGroup
-from jaxserve.group.channel import Certificate
+from jaxserve.group.channel import Certificate, free_port
 from jaxserve.group.layout import described, devices_each
 from jaxserve.group.member import LEADER, Member, Pulse, this_member
 from jaxserve.group.messages import Hello, shared_settings
@@ -42,7 +40,6 @@ from jaxserve.weights import load, open_checkpoint
 from jaxserve.weights.checkpoint import Checkpoint
 from jaxserve.weights.store import OrbaxFolder
 
-log = logging.getLogger(__name__)
 IMPROVEMENT = 0.1  # share of a prompt's time that more lanes must save, where nobody knows better
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -102,19 +99,10 @@ def open_group(
             hang_timeout=config.hang_timeout,
             progress=step,
             tell_state=lambda state: pulse.tell(state=state),
-            tls=_certificate(member),
+            tls=Certificate.given(member.tls_cert, member.tls_key) if member.tls_cert else None,
         )
         group.formed()
     return group, checkpoint.config
-
-
-def _certificate(member: Member) -> Certificate | None:
-    if not member.tls_cert:
-        return None
-    try:
-        return Certificate.load(member.tls_cert, member.tls_key)
-    except (OSError, ValueError) as error:
-        raise ConfigError("tls_cert", f"{member.tls_cert}: {error}") from None
 
 
 def hello_of(config: EngineConfig, worker: int, host: str = "") -> Hello:

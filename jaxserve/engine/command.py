@@ -139,7 +139,7 @@ class CommandCodec:
         tokens = () if result.tokens is None else (result.tokens,)
         arrays = [*tokens, *result.logprobs, *(part for parts in result.scores for part in parts)]
         head = _RESULT.pack(VERSION, result.number, len(tokens), len(result.logprobs))
-        return head + b"".join(_shape(array) + _encoded(_as_rows(array)) for array in arrays)
+        return head + b"".join(_shape(array) + _encoded(array.reshape(-1, 1)) for array in arrays)
 
     def decode_result(self, data: bytes) -> StepResult:
         """A result of its bytes. Errors: CommandError."""
@@ -266,10 +266,6 @@ def _runs(rows: np.ndarray) -> bytes | None:
 
 def _shape(array: np.ndarray) -> bytes:
     return struct.pack(f"<B{array.ndim}I", array.ndim, *array.shape)
-
-
-def _as_rows(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1, 1)
 
 
 class _Reader:

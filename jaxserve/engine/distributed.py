@@ -4,18 +4,13 @@ sockets between CPUs. The only room that knows their addresses and private names
 from __future__ import annotations
 
 import os
-import socket
 
 import jax
 
+from jaxserve.group.channel import free_port
+
 HEARTBEAT_SECONDS = 30  # the supervisor notices earlier; this is for when it is gone too
 CLIENT_THREADS = "32"
-
-
-def free_port(host: str = "") -> int:
-    """A port that nobody listens on just now."""
-    with socket.create_server((host, 0)) as server:
-        return server.getsockname()[1]
 
 
 def join(

@@ -97,7 +97,8 @@ class Stages:
         self.last_mesh = self.meshes[-1]
         self.has_last = bool(self.last_mesh.local_devices)
         # what the host reads is on the devices of each process that has a part of the last stage
-        self._read = PartitionSpec() if self.last_mesh.is_multi_process else spec("lanes")
+        self._to_all = self.last_mesh.is_multi_process
+        self._read = PartitionSpec() if self._to_all else spec("lanes")
         self.sampling_state: Any = None
         parts = enumerate(zip(self.meshes, layers_of(plan.model, plan.mesh.spp)))
         self._local = {  # stages by index, where this process has devices
@@ -318,9 +319,7 @@ class Stages:
             values = [spec(*param.axes) for _, param in self.head.flat]
             ints = self._last((size, 3), jnp.int32, self.last_mesh)
             arguments = (self.head_values, self._hidden(size), ints, self._sampled[-1][1])
-            f = functools.partial(
-                head, self.head, self.plan.model.vocab, variant, read == PartitionSpec()
-            )
+            f = functools.partial(head, self.head, self.plan.model.vocab, variant, self._to_all)
             if variant == "greedy":
                 return _jit(f, self.last_mesh, (values, lane, lane, lane), (read, lane)).lower(
                     *arguments
@@ -351,7 +350,7 @@ class Stages:
             lane = spec("lanes")
             values = [spec(*param.axes) for _, param in self.head.flat]
             read = self._read
-            f = functools.partial(score, self.head, self.plan.model.vocab, read == PartitionSpec())
+            f = functools.partial(score, self.head, self.plan.model.vocab, self._to_all)
             target = self._last((SCORES,), jnp.int32, self.last_mesh)
             return _jit(f, self.last_mesh, (values, lane, lane), (read,) * 3).lower(
                 self.head_values, self._hidden(SCORES), target
@@ -411,15 +410,19 @@ def hand_over(
     x: None in a process that has no device of the source. Returns None in one that has none of the
     target. Across processes all must call it in the same order, also those with no part in it: XLA
     counts the transfers between them."""
-    lanes = sharding(target, "lanes")
+    lanes = _lanes(target)
     if _processes(source) == _processes(target):  # nothing crosses
         return None if x is None else jax.device_put(x, lanes)
     if x is None:
-        x = jax.make_array_from_single_device_arrays(
-            shape, sharding(source, "lanes"), [], dtype=dtype
-        )
+        x = jax.make_array_from_single_device_arrays(shape, _lanes(source), [], dtype=dtype)
     there = jax.device_put(x, lanes)
     return there if target.local_devices else None
+
+
+@functools.cache
+def _lanes(mesh: Mesh) -> NamedSharding:
+    """Made once: every step hands over."""
+    return sharding(mesh, "lanes")
 
 
 @functools.cache

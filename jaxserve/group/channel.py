@@ -22,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from jaxserve.settings.schema import ConfigError
+
 MAGIC = b"jaxserve group 1"  # changes with the form of frames
 NONCE_BYTES = 32
 STRANGER = bytes(32)  # in place of the leader's proof, for who does not know the secret
@@ -184,6 +186,20 @@ class Certificate:
         with open(certificate, errors="replace") as file:
             first = file.read().partition(begin)[2].partition(end)[0]
         return cls(context, ssl.PEM_cert_to_DER_cert(begin + first + end))
+
+    @classmethod
+    def given(cls, certificate: str, key: str) -> Certificate:
+        """As `load`, for files that a setting names. Errors: ConfigError."""
+        try:
+            return cls.load(certificate, key)
+        except (OSError, ValueError) as error:
+            raise ConfigError("tls_cert", f"{certificate}, {key}: {error}") from None
+
+
+def free_port(host: str = "") -> int:
+    """A port that nobody listens on just now."""
+    with socket.create_server((host, 0)) as server:
+        return server.getsockname()[1]
 
 
 def accept(connection: socket.socket, secret: bytes, tls: Certificate | None = None) -> Channel:

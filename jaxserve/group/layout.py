@@ -16,11 +16,10 @@ def devices_each(mesh: MeshConfig, processes: int, ranks_across: bool = False) -
     """How many devices of the mesh each process has. ranks_across: let the ranks of a lane be on
     several processes. Errors: ConfigError, with the processes that would do, where stages, lanes or
     ranks cannot be dealt out evenly."""
-    fits = [
-        count for count in range(1, mesh.devices + 1) if _fault(mesh, count, ranks_across) is None
-    ]
     fault = _fault(mesh, processes, ranks_across)
     if fault is not None:
+        counts = range(1, mesh.devices + 1)
+        fits = [count for count in counts if _fault(mesh, count, ranks_across) is None]
         raise ConfigError(
             "mesh",
             f"{mesh} cannot be dealt out to {processes} processes: {fault}; it can to "

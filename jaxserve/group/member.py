@@ -50,16 +50,18 @@ class Member:
     @property
     def secret(self) -> bytes:
         """The group's. Errors: ConfigError where there is none."""
-        secret = os.environ.get(SECRET_VARIABLE, "")
-        if len(secret) < MIN_SECRET:
-            raise ConfigError(
-                "secret", f"{SECRET_VARIABLE} must have at least {MIN_SECRET} characters"
-            )
-        return secret.encode()
+        return checked_secret(os.environ.get(SECRET_VARIABLE, "")).encode()
 
     def environment(self) -> dict[str, str]:
         """Variables for this member's process, beside the secret."""
         return {VARIABLE: json.dumps(asdict(self))}
+
+
+def checked_secret(secret: str) -> str:
+    """Errors: ConfigError for a secret that is too short."""
+    if len(secret) < MIN_SECRET:
+        raise ConfigError("secret", f"{SECRET_VARIABLE} must have at least {MIN_SECRET} characters")
+    return secret
 
 
 def this_member() -> Member | None:

@@ -66,13 +66,15 @@ class Hello:
 def shared_settings(config: EngineConfig) -> dict[str, Any]:
     """The settings by which members of different groups are told apart. In all others workers
     follow the leader; see `led_by`."""
-    return {name: values_of(config)[name] for name in SHARED}
+    values = values_of(config)
+    return {name: values[name] for name in SHARED}
 
 
 def led_by(leader: dict[str, Any], own: EngineConfig) -> EngineConfig:
     """A worker's settings: the leader's, but for what is a matter of its machine. Errors:
     ConfigError."""
-    return make(EngineConfig, leader | {name: values_of(own)[name] for name in LOCAL})
+    values = values_of(own)
+    return make(EngineConfig, leader | {name: values[name] for name in LOCAL})
 
 
 def difference(leader: Hello, worker: Hello) -> str | None:

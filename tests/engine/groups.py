@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 from jaxserve.engine.build import make_engine, open_group
 from jaxserve.engine.engine import Engine
+from jaxserve.group.channel import free_port
 from jaxserve.group.member import LEADER, SECRET_VARIABLE, Member
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig
@@ -23,6 +23,7 @@ from jaxserve.settings.schema import EngineConfig
 WORKER = """
 import json, sys
 from jaxserve.engine.worker_process import work
+from jaxserve.group.channel import free_port
 from jaxserve.group.member import this_member
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig
@@ -32,18 +33,13 @@ END_SECONDS = 30
 SETTINGS = dict(dtype="float32", block_size=16, max_seqs=8, chunk_tokens=64, profile="none")
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 class Workers:
     """The worker processes of a group."""
 
     def __init__(self, settings: dict[str, Any], count: int, secret: str | None = None):
         self.settings = settings
         self.secret = secret or secrets.token_hex(16)
-        self.leader = Member(LEADER, count, "127.0.0.1", free_port())
+        self.leader = Member(LEADER, count, "127.0.0.1", free_port("127.0.0.1"))
         self.processes: dict[int, subprocess.Popen] = {}
 
     def start(self, number: int) -> None:
