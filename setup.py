@@ -12,6 +12,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "jaxserve" / "__init__.py")
 TEST = [
     "pytest>=8",
     "pytest-xdist>=3.7",
+    "pytest-timeout>=2.3",
     "hypothesis>=6.100",
     "psutil>=5.9",
     "ruff>=0.6",
