@@ -23,7 +23,7 @@ from unittest import mock
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
 from experiments.multihost.hlo import Collective, collectives
 from experiments.script import command_line, keep
@@ -177,15 +177,15 @@ def abstract_stages(plan: StagePlan, devices: Sequence[Any], hosts: int) -> Stag
         path: shape_of(shardings[path], one.shape, plan.dtype) for path, one in declared.items()
     }
     here = property(lambda mesh: list(mesh.devices.flat))  # all devices are this process's
+    owner = {device: at // (plan.mesh.devices // hosts) for at, device in enumerate(devices)}
+    spans_hosts = property(lambda mesh: len({owner[each] for each in mesh.devices.flat}) > 1)
     with (
         mock.patch.object(stages_module, "stage_meshes", lambda config: meshes),
         mock.patch.object(stages_module, "_zeros", shape_of),
         mock.patch.object(Mesh, "local_devices", here),
+        mock.patch.object(Mesh, "is_multi_process", spans_hosts),
     ):
-        stages = Stages(plan, load)
-    last = layout(plan.mesh, hosts)[-1] // (plan.mesh.devices // hosts)
-    stages._read = PartitionSpec(KVP) if len(set(last.flat)) == 1 else PartitionSpec()
-    return stages
+        return Stages(plan, load)
 
 
 def read_programs(replica: Replica, devices: Sequence[Any], compiles: bool) -> list[Program]:
