@@ -191,4 +191,4 @@ class Group:
             for process in self.left():
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-            self.process.communicate()
+            self.process.communicate(timeout=SOON)
