@@ -52,6 +52,7 @@ setup(
         "orbax-checkpoint>=0.11",
         "numpy>=1.26",
         "ml_dtypes>=0.4",
+        "google-crc32c>=1.5",
         "grpcio>=1.67.1",
         "grpcio-health-checking>=1.67.1",
         "grpcio-reflection>=1.67.1",

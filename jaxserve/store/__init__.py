@@ -1,0 +1,10 @@
+"""Where blocks of KV lie outside the devices.
+
+Everything here is bytes under keys; which block goes where, and when, is decided elsewhere. A
+store may lose a block at any time and never gives wrong bytes: each block has a checksum over
+its key and its bytes, which is made when the block comes and compared when it leaves. What does
+not match is a miss, and so is every error of a device or a network.
+
+    checksum      crc32c of a block under its key
+    host_memory   HostBlocks: numbered slots of one allocation
+"""
