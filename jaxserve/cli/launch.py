@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.folders import cache_folder, private_folder
-from jaxserve.group.channel import Certificate, free_port
+from jaxserve.group.channel import free_port
 from jaxserve.group.environment import PORT, Place, place_of
+from jaxserve.group.handshake import Certificate
 from jaxserve.group.member import LEADER, MIN_SECRET, SECRET_VARIABLE, Member, checked_secret
 from jaxserve.group.supervisor import Supervisor
 from jaxserve.settings.flags import Command

@@ -24,7 +24,8 @@ from jaxserve.engine.shapes import sample_sizes, shapes
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.worker import Worker
 from jaxserve.engine.worker_group import WorkerGroup
-from jaxserve.group.channel import Certificate, free_port
+from jaxserve.group.channel import free_port
+from jaxserve.group.handshake import Certificate
 from jaxserve.group.layout import described, devices_each
 from jaxserve.group.member import LEADER, Member, Pulse, this_member
 from jaxserve.group.messages import Hello, shared_settings

@@ -24,14 +24,9 @@ from jaxserve.engine.command import NO_STEP, StepCommand, StepResult, WorkersLos
 from jaxserve.engine.profiling.measure import first_token
 from jaxserve.engine.sampling_rows import VARIANTS
 from jaxserve.engine.stage_plan import StagePlan
-from jaxserve.group.channel import (
-    HANDSHAKE_SECONDS,
-    Certificate,
-    Channel,
-    ChannelError,
-    Frame,
-    accept,
-)
+from jaxserve.group.channel import Channel, Frame, accept
+from jaxserve.group.connection import ChannelError
+from jaxserve.group.handshake import HANDSHAKE_SECONDS, Certificate
 from jaxserve.group.member import Member
 from jaxserve.group.messages import Hello, Kind, difference
 from jaxserve.settings.schema import ConfigError

@@ -27,7 +27,9 @@ from jaxserve.engine import distributed
 from jaxserve.engine.build import hello_of, load_worker
 from jaxserve.engine.command import NO_STEP, SAMPLE_LATER, StepCommand
 from jaxserve.engine.worker import Worker
-from jaxserve.group.channel import Channel, ChannelError, StrangerError, connect
+from jaxserve.group.channel import Channel, connect
+from jaxserve.group.connection import ChannelError
+from jaxserve.group.handshake import StrangerError
 from jaxserve.group.layout import devices_each
 from jaxserve.group.member import LOST, REFUSED, SECRET_VARIABLE, Member, Pulse
 from jaxserve.group.messages import Kind, led_by
