@@ -1,4 +1,4 @@
-"""Where blocks of KV lie outside the devices.
+"""Where blocks of KV lie outside the devices: host memory and a local disk.
 
 Everything here is bytes under keys; which block goes where, and when, is decided elsewhere. A
 store may lose a block at any time and never gives wrong bytes: each block has a checksum over
@@ -7,4 +7,8 @@ not match is a miss, and so is every error of a device or a network.
 
     checksum      crc32c of a block under its key
     host_memory   HostBlocks: numbered slots of one allocation
+    disk          DiskBlocks: a file of records, overwritten in the order of writing
+    ring          Ring: which block is in which record, and which is overwritten next
+    block_file    BlockFile: records read and written beside the page cache
+    record        RecordHeader: what is written before each block
 """
