@@ -12,6 +12,7 @@ not have yet travels with the next batch (`take_table_updates`, `take_moves`).
     prefix_match   finds the pages of a sequence's first blocks
     placement      chooses the lane of the next block
     table_updates  TableUpdates: page table entries and moves for the device
+    block_events   BlockEvents: tells listeners which blocks can be found and which no more
     manager        CacheManager: the pages of every slot, by all of these
 """
 

@@ -33,10 +33,17 @@ def block_key(parent: bytes, tokens: np.ndarray) -> bytes:
 class BlockHashes:
     """The keys of one sequence's blocks, each computed when it is first asked for.
 
-    `tokens(a, b)` gives the sequence's tokens [b - a] int32.
+    `tokens(a, b)` gives the sequence's tokens [b - a] int32. salt: the one that `root` covers.
     """
 
-    def __init__(self, root: bytes, block_size: int, tokens: Callable[[int, int], np.ndarray]):
+    def __init__(
+        self,
+        root: bytes,
+        block_size: int,
+        tokens: Callable[[int, int], np.ndarray],
+        salt: str = "",
+    ):
+        self.salt = salt
         self._tokens = tokens
         self._block_size = block_size
         self._keys = [root]
@@ -47,6 +54,10 @@ class BlockHashes:
             tokens = self._tokens(first, first + self._block_size)
             self._keys.append(block_key(self._keys[-1], tokens))
         return self._keys[block + 1]
+
+    def tokens(self, first: int, last: int) -> np.ndarray:
+        """The tokens of the blocks `first` to before `last`, which are full; int32."""
+        return self._tokens(first * self._block_size, last * self._block_size)
 
     def copy_from(self, other: BlockHashes, blocks: int) -> None:
         """Takes over the keys of the first blocks, which are the same in both sequences."""

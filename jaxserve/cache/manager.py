@@ -7,11 +7,12 @@ device keeps a row of pages per slot and lane (see `table_updates`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 
+from jaxserve.cache.block_events import BlockEvents, StoredBlocks
 from jaxserve.cache.hashes import BlockHashes, root_key
 from jaxserve.cache.pages import PageAllocator, PageCounts
 from jaxserve.cache.placement import PLACEMENTS, Placement, PlacementView
@@ -41,7 +42,7 @@ class CacheManager:
 
     To be read by all, by slot: `tables` (the page of every block, in order), `home` (lane),
     `spread` (whether any block is on another lane than home), `blocks_per_lane` [slots, lanes] and
-    `capacity` (tokens for which the slot has pages).
+    `capacity` (tokens for which the slot has pages). `events` tells what is stored and lost.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class CacheManager:
             raise ConfigError("pages", "must be known before the cache is made")
         self.block_size = config.block_size
         self.prefix_caching = config.prefix_caching
-        self.pages = PageAllocator(lanes, config.pages)
+        self.events = BlockEvents(self._present)
+        self.pages = PageAllocator(lanes, config.pages, self.events)
         self.tables: list[list[int]] = [[] for _ in range(slots)]
         self.home = np.zeros(slots, np.int32)
         self.spread = np.zeros(slots, bool)
@@ -116,7 +118,7 @@ class CacheManager:
     def block_hashes(self, salt: str, tokens: Callable[[int, int], np.ndarray]) -> BlockHashes:
         """Block keys of a sequence, in this cache and under this salt. `tokens(a, b)` gives its
         tokens [b - a] int32."""
-        return BlockHashes(root_key(*self._identity, salt), self.block_size, tokens)
+        return BlockHashes(root_key(*self._identity, salt), self.block_size, tokens, salt)
 
     def match(self, hashes: BlockHashes, blocks: int, last: PrefixMatch = NO_MATCH) -> PrefixMatch:
         """Pages that hold the first blocks of a sequence, at most `blocks`. `last`: what was found
@@ -132,9 +134,31 @@ class CacheManager:
     def publish(self, slot: int, first: int, last: int, hashes: BlockHashes) -> None:
         """Lets later batches share the slot's blocks `first` to before `last`, which are full and
         part of an issued batch."""
-        if self.prefix_caching:
-            for block in range(first, last):
-                self.pages.publish(self.tables[slot][block], hashes[block])
+        if not self.prefix_caching:
+            return
+        table = self.tables[slot]
+        new = [
+            block for block in range(first, last) if self.pages.publish(table[block], hashes[block])
+        ]
+        if new and self.events:
+            self._tell_stored(new, hashes)
+
+    def _tell_stored(self, blocks: list[int], hashes: BlockHashes) -> None:
+        """Tells of these blocks of a sequence, which were published just now."""
+        for first, last in _runs(blocks):
+            self.events.stored(
+                StoredBlocks(
+                    [hashes[block] for block in range(first, last)],
+                    parent=hashes[first - 1] if first else None,
+                    tokens=hashes.tokens(first, last),
+                    salt=hashes.salt,
+                )
+            )
+
+    def _present(self) -> Iterator[StoredBlocks]:
+        """The blocks that can be found now; of which sequences is not known any more."""
+        if self.pages.page_of:
+            yield StoredBlocks(list(self.pages.page_of))
 
     def retract(self, slot: int) -> None:
         """Lets nobody share the slot's blocks from now on: what its pages hold is damaged."""
@@ -350,3 +374,12 @@ def _even(group: tuple[int, ...], fixed: list[int], own: list[int]) -> list[int]
     for place, lane in enumerate(fullest_first):
         wanted[lane] = share - fixed[lane] + (place < odd)
     return wanted
+
+
+def _runs(blocks: list[int]) -> Iterator[tuple[int, int]]:
+    """The first and the one after the last of each run of consecutive numbers in ascending ones."""
+    first = 0
+    for place in range(1, len(blocks) + 1):
+        if place == len(blocks) or blocks[place] != blocks[place - 1] + 1:
+            yield blocks[first], blocks[place - 1] + 1
+            first = place

@@ -13,6 +13,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from jaxserve.cache.block_events import BlockEvents, Medium
+
 PageNumbers = TypeVar("PageNumbers", int, np.ndarray)
 
 
@@ -37,9 +39,10 @@ class PageAllocator:
 
     `refs` [pages] counts the sequences that hold a page. `generation` [pages] counts how often a
     page has lost its key: as long as it is the same, the page holds the block that it held.
+    events: told of keys that are lost; who publishes tells what is stored.
     """
 
-    def __init__(self, lanes: int, per_lane: int):
+    def __init__(self, lanes: int, per_lane: int, events: BlockEvents | None = None):
         self.lanes = lanes
         self.per_lane = per_lane
         self.refs = np.zeros(lanes * per_lane, np.int32)
@@ -50,6 +53,7 @@ class PageAllocator:
         self.cached: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(lanes)]
         self.page_of: dict[bytes, int] = {}
         self.key_of: dict[int, bytes] = {}
+        self._events = BlockEvents() if events is None else events
 
     def pages_of(self, lane: int) -> range:
         """The numbers of a lane's pages."""
@@ -109,18 +113,19 @@ class PageAllocator:
         the key, and the old one becomes free. Errors: KeyError where there is no page."""
         assert self.refs[page] == 1, f"page {page} has {self.refs[page]} holders"
         new = self.allocate(lane)
-        if key := self.key_of.get(page):
-            self._lose_key(page)
-            self.publish(new, key)
+        if page in self.key_of:
+            self.publish(new, self._take_key(page))
         self.unref([page])
         return new
 
-    def publish(self, page: int, key: bytes) -> None:
+    def publish(self, page: int, key: bytes) -> bool:
         """Lets the block on this held page be found by its key. Where another page has the key
-        already, that one stays."""
-        if key not in self.page_of:
-            self.page_of[key] = page
-            self.key_of[page] = key
+        already, that one stays, and False is returned."""
+        if key in self.page_of:
+            return False
+        self.page_of[key] = page
+        self.key_of[page] = key
+        return True
 
     def retract(self, pages: Iterable[int]) -> None:
         """Takes the keys from these held pages, so that nobody finds them again."""
@@ -130,18 +135,28 @@ class PageAllocator:
 
     def flush(self) -> int:
         """Frees all cached pages; returns how many."""
-        count = 0
+        lost: list[bytes] = []
         for free, cached in zip(self.free, self.cached):
-            count += len(cached)
-            for page in cached:
-                self._lose_key(page)
+            lost.extend(map(self._take_key, cached))
             free.extend(cached)
             cached.clear()
-        return count
+        if lost and self.page_of:
+            self._events.removed(lost, Medium.DEVICE)
+        elif lost:
+            self._events.cleared(Medium.DEVICE)
+        return len(lost)
 
     def _lose_key(self, page: int) -> None:
-        del self.page_of[self.key_of.pop(page)]
+        key = self._take_key(page)
+        if self._events:
+            self._events.removed((key,), Medium.DEVICE)
+
+    def _take_key(self, page: int) -> bytes:
+        """Takes the key from a page that has one, and tells nobody."""
+        key = self.key_of.pop(page)
+        del self.page_of[key]
         self.generation[page] += 1
+        return key
 
     def check(self, holders: Iterable[int]) -> None:
         """Compares with `holders`, which names each page once for every sequence that holds it.

@@ -26,6 +26,7 @@ from prometheus_client import CollectorRegistry
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request
+from jaxserve.cache.block_events import BlockEvents
 from jaxserve.clock import Clock, WallClock
 from jaxserve.costs.exchange_choice import ExchangeChooser
 from jaxserve.engine import results
@@ -236,6 +237,11 @@ class Engine:
         """Forgets the prefixes that no request uses just now; returns how many pages that frees."""
         with self._bounded_lock():
             return self.scheduler.cache.flush()
+
+    @property
+    def block_events(self) -> BlockEvents:
+        """Tells which blocks of KV the cache stores and loses."""
+        return self.scheduler.cache.events
 
     @property
     def metrics_registry(self) -> CollectorRegistry:

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from jaxserve.api.events import Event
 from jaxserve.api.request import Request
+from jaxserve.cache.block_events import BlockEvents
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.scheduling import Load
 
@@ -77,6 +78,11 @@ class Replica(Protocol):
     @property
     def metrics_registry(self) -> CollectorRegistry:
         """Its metrics, for Prometheus."""
+
+    @property
+    def block_events(self) -> BlockEvents:
+        """Tells which blocks of KV it stores and loses. Listeners subscribe by way of `post`, and
+        hear on the replica's thread."""
 
     def flush_cache(self) -> int:
         """Forgets cached prefixes that no request uses; returns how many pages that frees."""

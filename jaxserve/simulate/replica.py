@@ -20,6 +20,7 @@ from jaxserve.api.batch import Batch
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event
 from jaxserve.api.request import Request
+from jaxserve.cache.block_events import BlockEvents
 from jaxserve.clock import VirtualClock
 from jaxserve.costs.predictor import Predictor
 from jaxserve.costs.profiles import ModelShape
@@ -263,6 +264,10 @@ class VirtualReplica:
             "predictor_scale": self.scheduler.predictor.scale,
             "num_preemptions": self.scheduler.preemptions,
         }
+
+    @property
+    def block_events(self) -> BlockEvents:
+        return self.scheduler.cache.events
 
     def flush_cache(self) -> int:
         return self.scheduler.cache.flush()

@@ -397,3 +397,28 @@ def test_what_was_never_started_can_be_closed(idle):
     idle.replica.close()
     assert [end.reason for end in heard.ends] == ["error"] * 2
     assert {end.error.status for end in heard.ends} == {"UNAVAILABLE"}
+
+
+# --- what is cached
+
+
+@pytest.mark.parametrize("idle", sorted(SCHEDULED), indirect=True)
+def test_a_listener_hears_which_blocks_are_stored_and_lost(held):
+    keys: set[bytes] = set()
+
+    class Listener:
+        def stored(self, blocks):
+            keys.update(blocks.keys)
+
+        def removed(self, lost, medium):
+            keys.difference_update(lost)
+
+        def cleared(self, medium):
+            keys.clear()
+
+    replica = held.replica
+    replica.post(lambda: replica.block_events.subscribe(Listener()))
+    size = replica.info.block_size
+    held.wait_ended(held.submit(prompt=3 * size, tokens=2))
+    assert len(keys) == 3
+    assert replica.flush_cache() == 3 and not keys

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Event, Finished, Logprobs, Progress, Timing, Token, Usage
 from jaxserve.api.request import Request
+from jaxserve.cache.block_events import BlockEvents
 from jaxserve.observe.metrics import READ, Metrics
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.protocol import Sink
@@ -135,6 +136,7 @@ class FakeReplica:
         self.max_len = MAX_LEN
         self.alive = True
         self.available = True
+        self.block_events = BlockEvents()
         self.paused = False
         self.fault: Exception | None = None
         self.overdue_seconds: float | None = None

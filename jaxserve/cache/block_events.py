@@ -1,0 +1,92 @@
+"""What a cache stores and loses, block by block, for whoever keeps a picture of it elsewhere.
+
+Routers send requests to the replica that has most of their prefix: the conductor's directory and
+the KV events for other people's routers are fed from here. A block is named by its key. Where
+nobody listens, the cache pays one look at an empty list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+
+
+class Medium(Enum):
+    """What a block is on."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """Consecutive blocks of one sequence, in order, that can be found by their keys from now on.
+
+    parent: key of the block before the first; None where that begins the sequence. tokens
+    [len(keys) * block_size]: their tokens; None where listeners were told before, as of blocks that
+    are now on one more medium, or where the cache does not know them. salt: what keeps prefixes of
+    tenants apart; '' for none.
+    """
+
+    keys: Sequence[bytes]
+    medium: Medium = Medium.DEVICE
+    parent: bytes | None = None
+    tokens: np.ndarray | None = None
+    salt: str = ""
+
+
+class BlockListener(Protocol):
+    """Hears what a cache stores and loses. Called on the thread that changes the cache: it must be
+    short, must not block and must not raise."""
+
+    def stored(self, blocks: StoredBlocks) -> None:
+        """These blocks are there now."""
+
+    def removed(self, keys: Sequence[bytes], medium: Medium) -> None:
+        """These blocks are no longer on this medium."""
+
+    def cleared(self, medium: Medium) -> None:
+        """No block is on this medium any more."""
+
+
+class BlockEvents:
+    """The listeners of one cache.
+
+    present: gives the blocks that can be found now, of which a new listener hears first.
+    """
+
+    def __init__(self, present: Callable[[], Iterable[StoredBlocks]] = tuple):
+        self._present = present
+        self._listeners: list[BlockListener] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._listeners)
+
+    def subscribe(self, listener: BlockListener) -> None:
+        """Tells `listener` what is there, and from now on what changes. To be called on the thread
+        that changes the cache (see `Replica.post`)."""
+        for blocks in self._present():
+            listener.stored(blocks)
+        self._listeners.append(listener)
+
+    def unsubscribe(self, listener: BlockListener) -> None:
+        """Tells `listener` nothing more. To be called on the thread that changes the cache. Errors:
+        ValueError where it does not listen."""
+        self._listeners.remove(listener)
+
+    def stored(self, blocks: StoredBlocks) -> None:
+        for listener in self._listeners:
+            listener.stored(blocks)
+
+    def removed(self, keys: Sequence[bytes], medium: Medium) -> None:
+        for listener in self._listeners:
+            listener.removed(keys, medium)
+
+    def cleared(self, medium: Medium) -> None:
+        for listener in self._listeners:
+            listener.cleared(medium)
