@@ -60,11 +60,16 @@ def lognormal(median: float, sigma: float, low: float = 1, high: float = MOST_TO
 
 # --- mixes
 
+# requests from one turn of a conversation to its next, Mooncake conversation
+FOLLOW_UP_LAG = curve(5, 99, 141, 229, 422, 901, 1660, 2129, 5104, 10514)
+# prompts on either side of the lag, of which the longest possible is continued
+FOLLOW_UP_WINDOW = 32
+
 
 @dataclass(frozen=True)
 class MixPart:
     """One class of requests in a mix. All its prompts begin with the same `system` blocks; a share
-    of `follows` continues another of its prompts, FOLLOW_UP_LAG before it."""
+    of `follows` continues another of its prompts, `lag` prompts of the class before it."""
 
     prompt: Lengths
     output: Lengths
@@ -72,6 +77,7 @@ class MixPart:
     share: float = 1.0
     system: int = 0
     follows: float = 0.0
+    lag: Lengths = FOLLOW_UP_LAG
 
 
 # Quantiles at QUANTILES, measured in the files that data/README 1.1 names.
@@ -86,11 +92,6 @@ LARGE = (
 CHAT = (
     curve(891, 901, 964, 2306, 6909, 15367, 27367, 39550, 85400, 126195),
     curve(1, 10, 24, 156, 350, 472, 597, 698, 1119, 2000),
-)
-# requests from one turn of a conversation to its next, Mooncake conversation
-FOLLOW_UP_LAG = curve(5, 99, 141, 229, 422, 901, 1660, 2129, 5104, 10514)
-FOLLOW_UP_WINDOW = (
-    32  # prompts on either side of the lag, of which the longest possible is continued
 )
 
 
@@ -126,7 +127,14 @@ MIXES: dict[str, tuple[MixPart, ...]] = {
     ),
     "mooncake-conversation": (MixPart(*CHAT, system=1, follows=0.44),),
     "mooncake-toolagent": (  # tools as in the slice that 1.3 describes, shares fitted to Table 3
-        MixPart(*CHAT, kind="chat", share=0.49, system=1, follows=0.58),
+        MixPart(
+            *CHAT,
+            kind="chat",
+            share=0.49,
+            system=1,
+            follows=0.58,
+            lag=curve(5, 69, 99, 160, 295, 631, 1162, 1490, 3573, 7360),
+        ),
         MixPart(
             curve(6150, 6168, 6169, 6175, 6400, 7094, 7677, 7751, 8180, 9000),
             curve(3, 3, 3, 3, 3, 28, 35, 45, 60, 80),
@@ -140,6 +148,37 @@ MIXES: dict[str, tuple[MixPart, ...]] = {
             "agent",
             0.16,
             5,
+        ),
+    ),
+    # ShareGPT, L-Eval and LooGLE: short ones, and questions about shared documents
+    "mooncake-synthetic": (
+        MixPart(
+            curve(13, 17, 20, 27, 51, 201, 686, 1023, 1383, 1491),
+            curve(1, 10, 28, 114, 253, 389, 584, 715, 788, 842),
+            kind="chat",
+            share=0.32,
+        ),
+        MixPart(
+            curve(1509, 2832, 3840, 11100, 17866, 31718, 42427, 53980, 66765, 191378),
+            curve(1, 2, 3, 7, 25, 122, 278, 348, 503, 893),
+            kind="document",
+            share=0.68,
+            follows=0.9,
+            lag=curve(1, 12, 23, 82, 262, 650, 1170, 1560, 2350, 3050),
+        ),
+    ),
+    # Kimi's sessions: searches that never recur, conversations, and contexts that come back after
+    # long pauses. Only the shares of the first and the last are published (Mooncake, 7.3.4).
+    "mooncake-sessions": (
+        MixPart(*SHORT, kind="ephemeral", share=0.62),
+        MixPart(*CHAT, kind="normal", share=0.30, system=1, follows=0.85),
+        MixPart(
+            curve(24000, 28000, 32000, 44000, 64000, 84000, 100000, 110000, 124000, 131072),
+            CHAT[1],
+            kind="context",
+            share=0.08,
+            follows=0.98,
+            lag=curve(1, 20, 40, 100, 200, 400, 600, 800, 1000, 1200),
         ),
     ),
     "tetris-short": _tetris(9.8126, 4e3, 95e3),
@@ -166,7 +205,7 @@ def drawn(options: dict[str, str], count: int, seed: int) -> list[Arrival]:
     prompts, outputs = lengths.tolist()
     blocks = (
         _blocks(parts, which.tolist(), prompts, rng)
-        if any(part.system for part in parts)
+        if any(part.system or part.follows for part in parts)
         else [None] * count
     )
     return [
@@ -238,7 +277,7 @@ def _blocks(
     continues, then new ones."""
     ends = np.cumsum([part.system for part in parts]).tolist()
     system = [np.arange(end - part.system, end, dtype=np.int32) for part, end in zip(parts, ends)]
-    lags = FOLLOW_UP_LAG(rng, len(prompts))
+    lags = [part.lag(rng, len(prompts)) for part in parts]
     follows = rng.random(len(prompts))
     earlier: list[list[int]] = [[] for _ in parts]
     continued: set[int] = set()
@@ -248,7 +287,7 @@ def _blocks(
         part = parts[index]
         head = system[index]
         if follows[number] < part.follows:
-            place = len(earlier[index]) - round(lags[number])
+            place = len(earlier[index]) - round(lags[index][number])
             around = earlier[index][
                 max(place - FOLLOW_UP_WINDOW, 0) : max(place + FOLLOW_UP_WINDOW, 0)
             ]

@@ -5,6 +5,7 @@ import contextlib
 import gzip
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -208,6 +209,7 @@ MEANS = [  # mix, mean prompt and output of its requests that are not long: data
     ("azure-conv", 1155, 211),
     ("mooncake-conversation", 12035, 343),
     ("mooncake-toolagent", 8596, 182),
+    ("mooncake-synthetic", 15325, 149),
     ("tetris-short", 23600, None),
     ("tetris-medium", 32800, None),
     ("tetris-long", 50100, None),
@@ -224,7 +226,16 @@ def test_a_mix_has_the_published_means(mix, prompt, output):
 
 
 def test_every_mix_is_held_against_published_numbers():
-    assert {mix for mix, *_ in MEANS} == set(MIXES)
+    assert {mix for mix, *_ in MEANS} | {"mooncake-sessions"} == set(MIXES)
+
+
+def test_sessions_have_the_published_shares_of_their_kinds():
+    found = parse("poisson:mix=mooncake-sessions", qps=1.0, requests=20_000)
+    kinds = Counter(arrival.kind for arrival in found)
+    assert kinds["ephemeral"] / len(found) == pytest.approx(0.62, abs=0.02)
+    assert kinds["context"] / len(found) == pytest.approx(0.08, abs=0.01)
+    searches = [set(arrival.blocks) for arrival in found if arrival.kind == "ephemeral"]
+    assert sum(map(len, searches)) == len(set.union(*searches))  # none recurs
 
 
 @pytest.mark.parametrize(
@@ -248,7 +259,11 @@ def test_medha_mixes_have_their_long_requests(percent, prompt, output):
 
 @pytest.mark.parametrize(
     "mix, requests, hit",
-    [("mooncake-conversation", 12031, 0.366), ("mooncake-toolagent", 23608, 0.59)],
+    [
+        ("mooncake-conversation", 12031, 0.366),
+        ("mooncake-toolagent", 23608, 0.59),
+        ("mooncake-synthetic", 3993, 0.64),
+    ],
 )
 def test_mooncake_mixes_share_prefixes_as_published(mix, requests, hit):
     hits = []
