@@ -93,7 +93,7 @@ def accept(
         connection.sendall(purpose.magic + mine)
         theirs = _read(connection, NONCE_BYTES, deadline)
         code = _read(connection, 32, deadline)
-        proofs = _Proofs(secret, purpose, mine, theirs, certificate)
+        proofs = Proofs(secret, purpose, mine, theirs, certificate)
         if not hmac.compare_digest(code, proofs.of(b"worker")):
             connection.sendall(STRANGER)
             raise ChannelError(f"it does not know the {purpose.scope}'s secret")
@@ -133,7 +133,7 @@ def connect(
             raise ChannelError(f"it is no {purpose.listener} of this version")
         theirs = _read(connection, NONCE_BYTES, deadline)
         mine = secrets.token_bytes(NONCE_BYTES)
-        proofs = _Proofs(secret, purpose, theirs, mine, certificate)
+        proofs = Proofs(secret, purpose, theirs, mine, certificate)
         connection.sendall(mine + proofs.of(b"worker"))
         code = _read(connection, 32, deadline)
         if code == STRANGER:
@@ -150,7 +150,7 @@ def connect(
 
 
 @dataclass(frozen=True)
-class _Proofs:
+class Proofs:
     """What both sides know of a connection: the secret and the fresh numbers of the listener and of
     the other one."""
 

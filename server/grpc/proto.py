@@ -128,10 +128,10 @@ def event_message(id: str, prompt_tokens: int, output: Output) -> pb.GenerateEve
                 )
             )
         case Finished():
-            return pb.GenerateEvent(finished=_finished_message(output))
+            return pb.GenerateEvent(finished=finished_message(output))
 
 
-def _finished_message(event: Finished) -> pb.Finished:
+def finished_message(event: Finished) -> pb.Finished:
     usage = event.usage
     timing = event.timing
     return pb.Finished(
@@ -162,7 +162,7 @@ def output_of(event: pb.GenerateEvent) -> Output:
                 token.index,
                 list(token.ids),
                 token.text,
-                [_logprobs_of(p) or Logprobs(math.nan) for p in token.logprobs],
+                [logprobs_of(p) or Logprobs(math.nan) for p in token.logprobs],
             )
         case "progress":
             return Progress(
@@ -174,13 +174,13 @@ def output_of(event: pb.GenerateEvent) -> Output:
         case "accepted":
             return Accepted(event.accepted.queue_position, event.accepted.predicted_ttft)
         case "finished":
-            return _finished_of(event.finished)
+            return finished_of(event.finished)
     raise RequestError(
         "event", "the server sent an event that this client does not know", "UNIMPLEMENTED"
     )
 
 
-def _finished_of(message: pb.Finished) -> Finished:
+def finished_of(message: pb.Finished) -> Finished:
     usage = message.usage
     timing = message.timing
     return Finished(
@@ -188,11 +188,11 @@ def _finished_of(message: pb.Finished) -> Finished:
         message.reason,
         Usage(usage.prompt, usage.cached, usage.completion),
         Timing(timing.queued, timing.first_token, timing.total),
-        tuple(map(_logprobs_of, message.prompt_logprobs)) or None,
+        tuple(map(logprobs_of, message.prompt_logprobs)) or None,
     )
 
 
-def _logprobs_of(message: pb.Logprobs) -> Logprobs | None:
+def logprobs_of(message: pb.Logprobs) -> Logprobs | None:
     if not message.HasField("chosen"):
         return None
     return Logprobs(message.chosen, tuple((top.id, top.logprob) for top in message.top))

@@ -17,6 +17,8 @@ from jaxserve.costs.predictor import Costs
 from jaxserve.costs.profiles import ModelShape
 from jaxserve.replica.protocol import Replica
 from jaxserve.scheduling import Scheduler
+from jaxserve.server.remote_replica import RemoteReplica
+from jaxserve.server.replica_service import ReplicaService
 from jaxserve.settings.schema import (
     CacheConfig,
     EngineConfig,
@@ -30,6 +32,7 @@ from tests.waiting import eventually
 
 SECONDS = 120.0  # most that a test waits for a live replica, which may have to compile
 MAX_LEN = 512
+SECRET = b"of the tests of replicas"
 LONG = 400  # tokens of an output that is still running when a test looks
 CACHE = CacheConfig(block_size=16, pages=60)
 SCHEDULER = SchedulerConfig(max_seqs=4, max_queue=6, chunk_tokens=32)
@@ -135,5 +138,36 @@ def fake() -> Holder:
     return Holder(FakeReplica(step_seconds=0.005, max_queue=12))
 
 
-SCHEDULED = {"live": live, "virtual": virtual}
+class RemoteHolder(Holder):
+    """Holds a replica that a service offers on a port of this machine."""
+
+    def __init__(self, behind: Replica):
+        self.service = ReplicaService(behind, SECRET)
+        port = self.service.start("127.0.0.1:0")
+        super().__init__(_ReachedReplica(behind, self.service, f"127.0.0.1:{port}"))
+
+
+class _ReachedReplica(RemoteReplica):
+    """Starts and closes what it reaches as well, which other processes do by themselves."""
+
+    def __init__(self, behind: Replica, service: ReplicaService, target: str):
+        super().__init__(target, SECRET)
+        assert self.wait_connected(10)
+        self._behind = behind
+        self._service = service
+
+    def start(self) -> None:
+        self._behind.start()
+
+    def close(self) -> None:
+        super().close()
+        self._service.stop()
+        self._behind.close()
+
+
+def remote() -> Holder:
+    return RemoteHolder(live().replica)
+
+
+SCHEDULED = {"live": live, "remote": remote, "virtual": virtual}
 HOLDERS = {**SCHEDULED, "fake": fake}

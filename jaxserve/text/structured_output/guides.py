@@ -71,9 +71,13 @@ class Matcher:
 
 
 class Guide:
-    """A compiled `Guided`, for the completions of one request: makes a matcher for each."""
+    """A compiled `Guided`, for the completions of one request: makes a matcher for each.
 
-    def __init__(self, native: Any):
+    spec: what was compiled, for whoever compiles it again elsewhere.
+    """
+
+    def __init__(self, spec: Guided, native: Any):
+        self.spec = spec
         self._native = native
 
     def matcher(self) -> Matcher:
@@ -155,7 +159,7 @@ class Guides:
                 self._idle.appendleft(sandbox)
         if error:
             raise RequestError(field, _one_line(error))
-        return Guide(native)
+        return Guide(spec, native)
 
     def _made(self) -> llguidance.LLTokenizer | str:
         if self._tokenizer is None or not self._eos_ids:

@@ -1,0 +1,185 @@
+"""Converts what crosses border A between processes to messages of replica.proto and back.
+
+Clocks of two processes differ: moments cross as seconds before or after now. Guides cross as what
+they were compiled from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Accepted, Event, Finished, Progress, Token
+from jaxserve.api.request import Request, Slo
+from jaxserve.replica.info import ReplicaInfo
+from jaxserve.scheduling import Load
+from jaxserve.server import jaxserve_pb2 as users
+from jaxserve.server import replica_pb2 as pb
+from jaxserve.server.grpc.proto import (
+    finished_message,
+    finished_of,
+    guided_message,
+    logprobs_message,
+    logprobs_of,
+    sampling_message,
+    sampling_of,
+)
+from jaxserve.settings.schema import MeshConfig
+from jaxserve.text.structured_output import Guide
+
+PROMPT_TYPE = np.dtype("<i4")
+
+
+def submit_message(number: int, request: Request, now: float) -> pb.Submit:
+    """A request as it crosses; now: on the clock of its arrival. Errors: RequestError for a guide
+    that does not say what it was compiled from."""
+    message = pb.Submit(
+        number=number,
+        request_id=request.id,
+        prompt=np.ascontiguousarray(request.prompt, PROMPT_TYPE).tobytes(),
+        sampling=sampling_message(request.sampling),
+        age=now - request.arrival,
+        ttft=request.slo.ttft,
+        tpot=request.slo.tpot,
+        class_name=request.slo.class_name,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        bypass_prefix_cache=request.bypass_prefix_cache,
+    )
+    if request.deadline is not None:
+        message.time_left = request.deadline - now
+    if request.guide is not None:
+        if not isinstance(request.guide, Guide):
+            raise RequestError("guided", "this guide cannot be sent to another process")
+        message.guided.CopyFrom(guided_message(request.guide.spec))
+    return message
+
+
+def request_of(message: pb.Submit, info: ReplicaInfo, now: float) -> Request:
+    """The request of a message, without its guide; now: on the replica's clock. Errors:
+    RequestError for what this replica's model cannot take."""
+    if len(message.prompt) % PROMPT_TYPE.itemsize:
+        raise RequestError("prompt", f"has {len(message.prompt)} bytes, not 4 for each token")
+    return Request.make(
+        message.request_id,
+        np.frombuffer(message.prompt, PROMPT_TYPE),
+        sampling_of(message.sampling),
+        vocab=info.vocab,
+        max_len=info.max_model_len,
+        classes=info.class_names,
+        arrival=now - message.age,
+        deadline=now + message.time_left if message.HasField("time_left") else None,
+        slo=Slo(
+            message.ttft if message.HasField("ttft") else None,
+            message.tpot if message.HasField("tpot") else None,
+            message.class_name if message.HasField("class_name") else None,
+        ),
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        bypass_prefix_cache=message.bypass_prefix_cache,
+    )
+
+
+def event_message(event: Event) -> pb.Event:
+    match event:
+        case Token():
+            token = users.Token(index=event.index, ids=[event.id])
+            if event.logprobs is not None:
+                token.logprobs.append(logprobs_message(event.logprobs))
+            return pb.Event(token=token)
+        case Accepted():
+            return pb.Event(
+                accepted=users.Accepted(
+                    queue_position=event.queue_position, predicted_ttft=event.predicted_ttft
+                )
+            )
+        case Progress():
+            return pb.Event(
+                progress=users.Progress(
+                    index=event.index,
+                    prefilled=event.prefilled,
+                    total=event.total,
+                    predicted_ttft=event.ttft,
+                )
+            )
+        case Finished():
+            error = None if event.error is None else error_message(event.error)
+            return pb.Event(finished=finished_message(event), error=error)
+
+
+def event_of(message: pb.Event) -> Event:
+    """The inverse of `event_message`. Errors: RequestError for an event that is not known."""
+    match message.WhichOneof("kind"):
+        case "token":
+            token = message.token
+            logprobs = logprobs_of(token.logprobs[0]) if token.logprobs else None
+            return Token(token.index, token.ids[0], logprobs)
+        case "accepted":
+            return Accepted(message.accepted.queue_position, message.accepted.predicted_ttft)
+        case "progress":
+            progress = message.progress
+            return Progress(
+                progress.index, progress.prefilled, progress.total, progress.predicted_ttft
+            )
+        case "finished":
+            error = error_of(message.error) if message.HasField("error") else None
+            return dataclasses.replace(finished_of(message.finished), error=error)
+    raise RequestError("event", "the replica sent an event of another version", "UNIMPLEMENTED")
+
+
+def events_message(number: int, events: Iterable[Event]) -> pb.RequestEvents:
+    return pb.RequestEvents(number=number, events=map(event_message, events))
+
+
+def error_message(error: RequestError) -> pb.Error:
+    prefix = f"{error.field}: " if error.field else ""
+    return pb.Error(
+        field=error.field,
+        message=str(error).removeprefix(prefix),
+        status=error.status,
+        retry_after=error.retry_after,
+        reason=error.reason,
+    )
+
+
+def error_of(message: pb.Error) -> RequestError:
+    return RequestError(
+        message.field,
+        message.message,
+        message.status,
+        message.retry_after if message.HasField("retry_after") else None,
+        message.reason,
+    )
+
+
+def load_message(load: Load) -> pb.Load:
+    return pb.Load(**{name.name: getattr(load, name.name) for name in pb.Load.DESCRIPTOR.fields})
+
+
+def load_of(message: pb.Load) -> Load:
+    return Load(**{name.name: getattr(message, name.name) for name in pb.Load.DESCRIPTOR.fields})
+
+
+def info_text(info: ReplicaInfo) -> str:
+    """A replica's facts as JSON."""
+    return json.dumps(dataclasses.asdict(info))
+
+
+def info_of(text: str) -> ReplicaInfo:
+    """The inverse of `info_text`. Errors: RequestError for facts of another version."""
+    try:
+        values = json.loads(text)
+        return ReplicaInfo(
+            **{
+                **values,
+                "mesh": MeshConfig(**values["mesh"]),
+                "eos_ids": tuple(values["eos_ids"]),
+                "class_names": tuple(values["class_names"]),
+            }
+        )
+    except (TypeError, ValueError, KeyError) as error:
+        raise RequestError("info", f"of another version: {error}", "UNIMPLEMENTED") from None

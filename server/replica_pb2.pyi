@@ -1,0 +1,235 @@
+from jaxserve.server import jaxserve_pb2 as _jaxserve_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Command(_message.Message):
+    __slots__ = ("hello", "proof", "alive", "submit", "cancel", "stop", "question", "rejected")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    QUESTION_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    proof: Proof
+    alive: Alive
+    submit: Submit
+    cancel: Cancel
+    stop: Stop
+    question: Question
+    rejected: Rejected
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proof: _Optional[_Union[Proof, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., question: _Optional[_Union[Question, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ...) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ("challenge", "welcome", "heartbeat", "step", "answer")
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    challenge: Challenge
+    welcome: Welcome
+    heartbeat: Heartbeat
+    step: Step
+    answer: Answer
+    def __init__(self, challenge: _Optional[_Union[Challenge, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("nonce",)
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    nonce: bytes
+    def __init__(self, nonce: _Optional[bytes] = ...) -> None: ...
+
+class Challenge(_message.Message):
+    __slots__ = ("nonce",)
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    nonce: bytes
+    def __init__(self, nonce: _Optional[bytes] = ...) -> None: ...
+
+class Proof(_message.Message):
+    __slots__ = ("proof",)
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    proof: bytes
+    def __init__(self, proof: _Optional[bytes] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("proof", "info", "max_message_bytes")
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    proof: bytes
+    info: str
+    max_message_bytes: int
+    def __init__(self, proof: _Optional[bytes] = ..., info: _Optional[str] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
+
+class Alive(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Submit(_message.Message):
+    __slots__ = ("number", "request_id", "prompt", "sampling", "age", "time_left", "ttft", "tpot", "class_name", "priority", "cache_salt", "bypass_prefix_cache", "guided")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    TIME_LEFT_FIELD_NUMBER: _ClassVar[int]
+    TTFT_FIELD_NUMBER: _ClassVar[int]
+    TPOT_FIELD_NUMBER: _ClassVar[int]
+    CLASS_NAME_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    BYPASS_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    GUIDED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    request_id: str
+    prompt: bytes
+    sampling: _jaxserve_pb2.SamplingParams
+    age: float
+    time_left: float
+    ttft: float
+    tpot: float
+    class_name: str
+    priority: int
+    cache_salt: str
+    bypass_prefix_cache: bool
+    guided: _jaxserve_pb2.Guided
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[bytes] = ..., sampling: _Optional[_Union[_jaxserve_pb2.SamplingParams, _Mapping]] = ..., age: _Optional[float] = ..., time_left: _Optional[float] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., class_name: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., bypass_prefix_cache: bool = ..., guided: _Optional[_Union[_jaxserve_pb2.Guided, _Mapping]] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("call", "number", "reason")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    number: int
+    reason: str
+    def __init__(self, call: _Optional[int] = ..., number: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Stop(_message.Message):
+    __slots__ = ("call", "number", "index")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    number: int
+    index: int
+    def __init__(self, call: _Optional[int] = ..., number: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
+
+class Question(_message.Message):
+    __slots__ = ("call", "load", "view_since", "flush_cache", "metrics")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    VIEW_SINCE_FIELD_NUMBER: _ClassVar[int]
+    FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    load: bool
+    view_since: int
+    flush_cache: bool
+    metrics: bool
+    def __init__(self, call: _Optional[int] = ..., load: bool = ..., view_since: _Optional[int] = ..., flush_cache: bool = ..., metrics: bool = ...) -> None: ...
+
+class Rejected(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Answer(_message.Message):
+    __slots__ = ("call", "error", "done", "load", "view", "flushed_pages", "metrics")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    FLUSHED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    error: Error
+    done: bool
+    load: Load
+    view: str
+    flushed_pages: int
+    metrics: bytes
+    def __init__(self, call: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., done: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., view: _Optional[str] = ..., flushed_pages: _Optional[int] = ..., metrics: _Optional[bytes] = ...) -> None: ...
+
+class Error(_message.Message):
+    __slots__ = ("field", "message", "status", "retry_after", "reason")
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    field: str
+    message: str
+    status: str
+    retry_after: float
+    reason: str
+    def __init__(self, field: _Optional[str] = ..., message: _Optional[str] = ..., status: _Optional[str] = ..., retry_after: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("running", "waiting", "queued_prefill_tokens", "queued_prefill_seconds", "pages_free", "pages_total", "pages_cached")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    waiting: int
+    queued_prefill_tokens: int
+    queued_prefill_seconds: float
+    pages_free: int
+    pages_total: int
+    pages_cached: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., queued_prefill_seconds: _Optional[float] = ..., pages_free: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_cached: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("alive", "available", "overdue", "load")
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
+    AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    OVERDUE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    alive: bool
+    available: bool
+    overdue: float
+    load: Load
+    def __init__(self, alive: bool = ..., available: bool = ..., overdue: _Optional[float] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+
+class Step(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RequestEvents]
+    def __init__(self, requests: _Optional[_Iterable[_Union[RequestEvents, _Mapping]]] = ...) -> None: ...
+
+class RequestEvents(_message.Message):
+    __slots__ = ("number", "events", "refused")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    events: _containers.RepeatedCompositeFieldContainer[Event]
+    refused: Error
+    def __init__(self, number: _Optional[int] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., refused: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+
+class Event(_message.Message):
+    __slots__ = ("accepted", "progress", "token", "finished", "error")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    accepted: _jaxserve_pb2.Accepted
+    progress: _jaxserve_pb2.Progress
+    token: _jaxserve_pb2.Token
+    finished: _jaxserve_pb2.Finished
+    error: Error
+    def __init__(self, accepted: _Optional[_Union[_jaxserve_pb2.Accepted, _Mapping]] = ..., progress: _Optional[_Union[_jaxserve_pb2.Progress, _Mapping]] = ..., token: _Optional[_Union[_jaxserve_pb2.Token, _Mapping]] = ..., finished: _Optional[_Union[_jaxserve_pb2.Finished, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...

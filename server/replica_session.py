@@ -1,0 +1,72 @@
+"""A caller's side of a session with a replica on another process: see replica.proto."""
+
+from __future__ import annotations
+
+import queue
+import time
+
+import grpc
+
+from jaxserve.api.errors import RequestError
+from jaxserve.server import replica_pb2 as pb
+from jaxserve.server import replica_pb2_grpc as rpc
+from jaxserve.server.replica_auth import CALLER, REPLICA, new_nonce, proof, proves
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),  # the replica is trusted: it knows the secret
+    ("grpc.max_send_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),  # each session has a connection of its own
+]
+
+
+class ReplicaSession:
+    """One session. `say` and `end` may be called by any thread, `open` and `next` by one.
+
+    heard_at: monotonic seconds of the replica's last word, of the beginning before there was one.
+    """
+
+    def __init__(
+        self, target: str, secret: bytes, credentials: grpc.ChannelCredentials | None = None
+    ):
+        if credentials is None:
+            self._channel = grpc.insecure_channel(target, CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(target, credentials, CHANNEL_OPTIONS)
+        self._secret = secret
+        self._commands: queue.SimpleQueue[pb.Command | None] = queue.SimpleQueue()
+        self._reports = rpc.ReplicaStub(self._channel).Session(iter(self._commands.get, None))
+        self.heard_at = time.monotonic()
+
+    def open(self) -> pb.Welcome:
+        """Proves to the replica that this side knows the secret, and has it prove the same.
+        Errors: RequestError."""
+        mine = new_nonce()
+        self.say(pb.Command(hello=pb.Hello(nonce=mine)))
+        theirs = self.next().challenge.nonce
+        own_proof = proof(self._secret, CALLER, theirs, mine)
+        self.say(pb.Command(proof=pb.Proof(proof=own_proof)))
+        welcome = self.next().welcome
+        if not proves(welcome.proof, self._secret, REPLICA, theirs, mine):
+            raise RequestError("", "it does not know the cluster's secret", "UNAUTHENTICATED")
+        return welcome
+
+    def say(self, command: pb.Command) -> None:
+        """Sends a command, without waiting."""
+        self._commands.put(command)
+
+    def next(self) -> pb.Report:
+        """Waits for the next report. Errors: RequestError where the session has ended."""
+        try:
+            report = next(self._reports)
+        except StopIteration:
+            raise RequestError("", "it has ended the session", "UNAVAILABLE") from None
+        except grpc.RpcError as error:
+            raise RequestError("", error.details() or "", error.code().name) from None
+        self.heard_at = time.monotonic()
+        return report
+
+    def end(self) -> None:
+        """Ends the session; a `next` that waits fails."""
+        self._reports.cancel()
+        self._commands.put(None)
+        self._channel.close()
