@@ -23,7 +23,7 @@ HOST = {
     2: ("cache", "store"),
     3: ("scheduling",),
     4: ("observe", "replica"),
-    5: ("simulate",),
+    5: ("cluster", "simulate"),
 }
 DEVICE = {1: ("kernels",), 2: ("sharding",), 3: ("models",), 4: ("weights",), 5: ("engine",)}
 DOORS = {6: ("server", "llm", "cli", "__main__")}

@@ -139,7 +139,7 @@ class AdmissionController:
         self.margins.overdue(now)
         if sequence.request.deadline is not None and sequence.request.deadline <= now:
             raise RequestError("deadline", "has passed", "DEADLINE_EXCEEDED")
-        work = slots.work(0, sequence.prefill_len)
+        work = slots.work(sequence.received, sequence.prefill_len)
         nobody_before = not slots.queue and not slots.prefilling
         if nobody_before:
             self.margins.relax()

@@ -177,9 +177,10 @@ class PageAdmission:
         self._spare -= blocks - len(pages) + cache.evictable(pages)
         if small:
             self._of_small += blocks - self._held_by_small.among(pages)
-        slot = self.slots.admit(sequence, len(pages) * cache.block_size)
+        slot = self.slots.admit(sequence, max(len(pages) * cache.block_size, sequence.received))
         self._held_by_small.is_small[slot] = small
         cache.admit(slot, pages, home, blocks)
+        cache.extend(slot, max(cache.blocks(sequence.received) - len(pages), 0))
         self._tpot = min(self._tpot, sequence.tpot)
         if not self._has_slot:
             self._open = NONE

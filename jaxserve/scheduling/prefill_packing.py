@@ -222,7 +222,7 @@ class PrefillPacker:
         pages = self.admission.match(sequence) if self.admission.open and lanes else None
         if pages is None:
             return None
-        start = len(pages) * self.cache.block_size
+        start = max(len(pages) * self.cache.block_size, sequence.received)
         if self.planner is not None:
             sequence.plan = self._plan(self.planner, step, start, sequence.prefill_len)
             if sequence.plan:

@@ -138,10 +138,14 @@ class Scheduler:
             self.running, self.waiting, tokens, self.slots.backlog, free, self.cache.total, cached
         )
 
-    def add(self, request: Request, now: float | None = None) -> list[Event]:
-        """Queues a request that comes now (None: at its arrival). Errors: RequestError for an id in
-        use, a full queue, a request that can never fit, and, with admission control, one that could
-        not be in time."""
+    def add(self, request: Request, now: float | None = None, received: int = 0) -> list[Event]:
+        """Queues a request that comes now (None: at its arrival).
+
+        received: tokens of its prompt, not all, whose KV comes with it: its first completion gets
+        pages for them, and they are not computed unless it is preempted. Errors: RequestError for
+        an id in use, a full queue, a request that can never fit, and, with admission control, one
+        that could not be in time.
+        """
         if request.id in self._entries:
             raise RequestError("request_id", f"{request.id!r} is in use", "ALREADY_EXISTS")
         ahead = len(self.slots.queue)
@@ -154,7 +158,7 @@ class Scheduler:
                 after,
                 "queue",
             )
-        group = self._sequences(request)
+        group = self._sequences(request, received)
         first = None
         if self.admission is not None:
             begun = sum(batch.seconds for batch in self._flight) - (
@@ -186,7 +190,7 @@ class Scheduler:
             )
         ]
 
-    def _sequences(self, request: Request) -> list[Sequence]:
+    def _sequences(self, request: Request, received: int) -> list[Sequence]:
         sampling = request.sampling
         prompt = len(request.prompt)
         limit = min(sampling.max_tokens, self.max_len - prompt)
@@ -195,6 +199,8 @@ class Scheduler:
                 "prompt",
                 f"has {prompt} tokens; with one token to generate the limit is {self.max_len - 1}",
             )
+        if not 0 <= received < prompt:
+            raise RequestError("received", f"{received} tokens of a prompt of {prompt}")
         need = self.cache.blocks(prompt + limit - 1)
         if need > self.cache.total:
             raise RequestError(
@@ -218,6 +224,7 @@ class Scheduler:
                 self.cache,
                 due + index * turn,
                 tpot,
+                0 if index else received,
             )
             for index in range(sampling.n)
         ]

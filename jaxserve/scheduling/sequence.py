@@ -48,7 +48,7 @@ class Sequence:
     `number` counts all sequences of a scheduler, `index` those of the request. `max_positions` is
     the most positions to compute: the last token is never fed. `prefill_len` is how many tokens
     were known when it was last queued: these are prefilled, and what is sampled after the last of
-    them is fed on the device.
+    them is fed on the device. The KV of the first `received` of them comes with the request, once.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Sequence:
         cache: CacheManager,
         due: float,
         tpot: float,
+        received: int = 0,
     ):
         self.number = number
         self.index = index
@@ -76,6 +77,7 @@ class Sequence:
         self.block_hashes = cache.block_hashes(request.cache_salt, self.history)
         self.prefix_match = NO_MATCH  # pages of its first blocks when that was last asked
         self.prefill_len = len(request.prompt)
+        self.received = received
         # the last part ends where the prompt does; empty: the cache chooses lanes block by block
         self.plan: tuple[PlanPart, ...] = ()
         self.prefill_seconds_left = 0.0  # predicted seconds of the rest of its prefill

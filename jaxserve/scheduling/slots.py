@@ -69,7 +69,7 @@ class SlotTable:
     def wait(self, sequence: Sequence) -> None:
         """Queues a sequence: what it has put out so far is part of what it prefills."""
         sequence.prefill_len = len(sequence.history)
-        sequence.prefill_seconds_left = self.work(0, sequence.prefill_len)
+        sequence.prefill_seconds_left = self.work(sequence.received, sequence.prefill_len)
         self.queue.add(sequence)
 
     def policy_fields(self) -> np.ndarray:
@@ -122,6 +122,7 @@ class SlotTable:
         leaving = self.phase[slot] == LEAVING
         self.cache.release(slot)
         sequence.slot = NO_SLOT
+        sequence.received = 0  # what came with it is gone with its pages
         self.unannounced.discard(slot)
         self.phase[slot] = EMPTY
         self.number[slot] = -1

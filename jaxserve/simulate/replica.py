@@ -194,10 +194,15 @@ class VirtualReplica:
         self._issue()
 
     def submit(self, request: Request, sink: Sink) -> None:
+        self.submit_prefilled(request, sink, 0)
+
+    def submit_prefilled(self, request: Request, sink: Sink, received: int) -> None:
+        """Takes a request as `submit` does, with the KV of its first `received` tokens, not all of
+        its prompt: these are not computed here."""
         if self._draining or self._closed:
             raise RequestError("", "the replica takes no requests", "UNAVAILABLE")
         try:
-            events = self.scheduler.add(request, self.clock.now())
+            events = self.scheduler.add(request, self.clock.now(), received)
             self._registry.add(request, sink, seed=0)
             self._send([(request.id, event) for event in events])
         finally:

@@ -1,0 +1,133 @@
+"""Which blocks of KV are on which replica, and in which tier there: a shadow of what the replicas
+hold, for choosing among them.
+
+Each block key has a bit set of members. What a member holds is closed under prefixes, up to what it
+evicts out of order: so the members that hold a chain's block b are found among those that hold the
+blocks before it, and one search over the chain, in steps that double, finds the depth of all
+members at once. It asks for few keys, and a chain's keys are hashed as they are asked for.
+
+The directory may be out of date: a replica knows best what it has, and computes what it lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+DEVICE = "device"
+
+
+class Chain(Protocol):
+    """Keys of the blocks of one prompt, by number."""
+
+    def __getitem__(self, block: int, /) -> bytes: ...
+
+
+class Directory:
+    """Members by the keys of the blocks that they hold. Members are numbers from 0 on.
+
+    It has no lock of its own.
+    """
+
+    def __init__(self) -> None:
+        self._members: dict[str, dict[bytes, int]] = {}  # by tier: bit sets of members by key
+        self._keys: dict[tuple[int, str], set[bytes]] = {}  # by member and tier
+
+    def stored(self, member: int, keys: Iterable[bytes], tier: str = DEVICE) -> None:
+        """Notes that a member holds these blocks in a tier."""
+        members = self._members.setdefault(tier, {})
+        held = self._keys.setdefault((member, tier), set())
+        bit = 1 << member
+        for key in keys:
+            members[key] = members.get(key, 0) | bit
+            held.add(key)
+
+    def removed(self, member: int, keys: Iterable[bytes], tier: str = DEVICE) -> None:
+        """Notes that a member no longer holds these blocks in a tier; unknown ones are ignored."""
+        members = self._members.get(tier, {})
+        held = self._keys.get((member, tier), set())
+        for key in keys:
+            if key in held:
+                held.discard(key)
+                self._clear_bit(members, key, member)
+
+    def cleared(self, member: int) -> None:
+        """Notes that a member holds nothing, in no tier: it was flushed, or is gone."""
+        for (holder, tier), keys in list(self._keys.items()):
+            if holder == member:
+                for key in keys:
+                    self._clear_bit(self._members[tier], key, member)
+                del self._keys[holder, tier]
+
+    def rebuild(self, member: int, keys: Iterable[bytes], tier: str = DEVICE) -> None:
+        """Takes over what a member says it holds in a tier, in place of what was noted."""
+        held = self._keys.get((member, tier), set())
+        new = set(keys)
+        self.removed(member, held - new, tier)
+        self.stored(member, new - held, tier)
+
+    @staticmethod
+    def _clear_bit(members: dict[bytes, int], key: bytes, member: int) -> None:
+        left = members[key] & ~(1 << member)
+        if left:
+            members[key] = left
+        else:
+            del members[key]
+
+    # --- questions
+
+    def holders(self, key: bytes) -> int:
+        """The members that hold a block in any tier, as a bit set."""
+        found = 0
+        for members in self._members.values():
+            found |= members.get(key, 0)
+        return found
+
+    def count(self, member: int) -> int:
+        """Blocks that a member holds, once for each tier."""
+        return sum(len(keys) for (holder, _), keys in self._keys.items() if holder == member)
+
+    def __len__(self) -> int:
+        """Blocks that any member holds, once for each tier."""
+        return sum(len(members) for members in self._members.values())
+
+    def prefix_blocks(self, chain: Chain, blocks: int, members: int) -> list[int]:
+        """How many of a chain's first `blocks` blocks each of `members` members holds [members]."""
+        depths = [0] * members
+        low = 0
+        holding = (1 << members) - 1
+        step = 1
+        while low < blocks and holding:
+            high = min(low + step, blocks)
+            still = holding & self.holders(chain[high - 1])
+            self._search(chain, low, holding, high, still, depths)
+            low = high
+            holding = still
+            step *= 2
+        _note(depths, holding, blocks)
+        return depths
+
+    def _search(
+        self, chain: Chain, low: int, holding: int, high: int, still: int, depths: list[int]
+    ) -> None:
+        """Finds the depths of the members that hold `low` blocks (`holding`) and not `high`
+        (`still` do)."""
+        if holding == still:
+            return
+        if high - low == 1:
+            _note(depths, holding & ~still, low)
+            return
+        middle = (low + high) // 2
+        between = holding & self.holders(chain[middle - 1])
+        # whoever holds the end counts as holding the middle: chains have no gaps but by accident
+        between |= still
+        self._search(chain, low, holding, middle, between, depths)
+        self._search(chain, middle, between, high, still, depths)
+
+
+def _note(depths: list[int], members: int, blocks: int) -> None:
+    """Sets the depth of each member of a bit set."""
+    while members:
+        lowest = members & -members
+        depths[lowest.bit_length() - 1] = blocks
+        members ^= lowest
