@@ -22,8 +22,9 @@ errors, http_errors, grpc/errors                errors as callers see them
 auth/              access (callers and their limits), keys (the key file), tls (certificates)
 grpc/              auth, handlers, inference, control, health, proto (messages to plain data)
 openai/            the OpenAI protocol; see there
-replica_service    offers the replica to conductors on other processes
-remote_replica     a replica on another process; replica_session, replica_messages, replica_auth
+replica_service    offers the replica to conductors on other processes, in a caller_session each
+remote_replica     a replica on another process, by a replica_session; remote_blocks: its cache
+replica_messages, replica_auth    what crosses between both, and who may
 dashboard/         the live page
 files              checks of files with secrets
 client             clients for Python

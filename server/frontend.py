@@ -312,6 +312,8 @@ class Frontend:
 
     def _enter(self, replica: Replica, stream: Stream) -> None:
         """Hands a request to the replica. Runs on the replica's thread."""
+        if stream.closed:  # its caller went away meanwhile
+            return
         try:
             replica.submit(stream.request, functools.partial(self._mailbox.put, stream))
             return

@@ -30,6 +30,7 @@ from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.protocol import Sink
 from jaxserve.scheduling import Load
 from jaxserve.server import replica_pb2 as pb
+from jaxserve.server.remote_blocks import RemoteBlocks
 from jaxserve.server.replica_messages import error_of, event_of, info_of, load_of, submit_message
 from jaxserve.server.replica_session import ReplicaSession
 
@@ -131,6 +132,7 @@ class RemoteReplica:
         self._closing = threading.Event()
         self._ended = False
         self._posted: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self.block_events = RemoteBlocks()
         self._metrics = CollectorRegistry(auto_describe=False)
         self._metrics.register(_RemoteMetrics(self))
         self._thread = threading.Thread(target=self._run, name=f"replica {target}", daemon=True)
@@ -365,7 +367,7 @@ class RemoteReplica:
             others = [one for one in report.step.requests if one.number != pending.request]
             if own:
                 self._take(pb.Report(step=pb.Step(requests=own)))
-                report = pb.Report(step=pb.Step(requests=others))
+                report = pb.Report(step=pb.Step(requests=others, blocks=report.step.blocks))
         self._deferred.append(report)
 
     # --- the thread
@@ -435,6 +437,7 @@ class RemoteReplica:
         error = (
             RequestError("", "closed", "UNAVAILABLE") if self._closing.is_set() else self._lost()
         )
+        self.block_events.forget()
         for one in pending:
             one.set(error=error)
         for request in live:
@@ -464,6 +467,8 @@ class RemoteReplica:
             case "heartbeat":
                 self._heartbeat = report.heartbeat
             case "step":
+                for change in report.step.blocks:
+                    self.block_events.take(change)
                 for one in report.step.requests:
                     self._hear(one)
             case "answer":

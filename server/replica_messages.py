@@ -15,6 +15,7 @@ import numpy as np
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Event, Finished, Progress, Token
 from jaxserve.api.request import Request, Slo
+from jaxserve.cache.block_events import Medium, StoredBlocks
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.scheduling import Load
 from jaxserve.server import jaxserve_pb2 as users
@@ -133,6 +134,16 @@ def event_of(message: pb.Event) -> Event:
 
 def events_message(number: int, events: Iterable[Event]) -> pb.RequestEvents:
     return pb.RequestEvents(number=number, events=map(event_message, events))
+
+
+def stored_message(blocks: StoredBlocks) -> pb.StoredBlocks:
+    """Blocks that a cache has stored, without their tokens."""
+    return pb.StoredBlocks(keys=blocks.keys, parent=blocks.parent, salt=blocks.salt)
+
+
+def stored_of(message: pb.StoredBlocks, medium: Medium) -> StoredBlocks:
+    parent = message.parent if message.HasField("parent") else None
+    return StoredBlocks(tuple(message.keys), medium, parent, salt=message.salt)
 
 
 def error_message(error: RequestError) -> pb.Error:

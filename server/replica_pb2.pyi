@@ -205,10 +205,40 @@ class Heartbeat(_message.Message):
     def __init__(self, alive: bool = ..., available: bool = ..., overdue: _Optional[float] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("requests",)
+    __slots__ = ("requests", "blocks")
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     requests: _containers.RepeatedCompositeFieldContainer[RequestEvents]
-    def __init__(self, requests: _Optional[_Iterable[_Union[RequestEvents, _Mapping]]] = ...) -> None: ...
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockChange]
+    def __init__(self, requests: _Optional[_Iterable[_Union[RequestEvents, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[BlockChange, _Mapping]]] = ...) -> None: ...
+
+class BlockChange(_message.Message):
+    __slots__ = ("medium", "stored", "removed", "cleared")
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    medium: str
+    stored: StoredBlocks
+    removed: BlockKeys
+    cleared: bool
+    def __init__(self, medium: _Optional[str] = ..., stored: _Optional[_Union[StoredBlocks, _Mapping]] = ..., removed: _Optional[_Union[BlockKeys, _Mapping]] = ..., cleared: bool = ...) -> None: ...
+
+class StoredBlocks(_message.Message):
+    __slots__ = ("keys", "parent", "salt")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    parent: bytes
+    salt: str
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., parent: _Optional[bytes] = ..., salt: _Optional[str] = ...) -> None: ...
+
+class BlockKeys(_message.Message):
+    __slots__ = ("keys",)
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class RequestEvents(_message.Message):
     __slots__ = ("number", "events", "refused")

@@ -38,6 +38,8 @@ from jaxserve.server.grpc.inference import Inference
 from jaxserve.server.http_server import HttpGuard, Listener, is_loopback
 from jaxserve.server.openai.app import OPEN_PATHS, users_app
 from jaxserve.server.readiness import Readiness
+from jaxserve.server.replica_auth import cluster_secret
+from jaxserve.server.replica_service import ReplicaService
 from jaxserve.settings.schema import ConfigError, ServerConfig
 from jaxserve.text import Tokenizer
 from jaxserve.text.structured_output import Guides
@@ -71,6 +73,18 @@ def check_host(config: ServerConfig) -> None:
         raise ConfigError(
             "admin_port",
             f"on {config.host!r} it needs --api_keys: operators have keys of their own",
+        )
+
+
+def check_replica_port(config: ServerConfig) -> None:
+    """Errors: ConfigError if others on the network could read or change what a conductor says."""
+    if config.replica_port is None or is_loopback(config.host):
+        return
+    if config.tls_cert is None and not config.insecure:
+        raise ConfigError(
+            "replica_port",
+            f"on {config.host!r} it needs --tls_cert and --tls_key, or --insecure where nobody "
+            "else can reach the network between conductors and replicas",
         )
 
 
@@ -117,6 +131,7 @@ class Server:
 
     def __init__(self, config: ServerConfig):
         check_host(config)
+        check_replica_port(config)
         warn_of_host(config)
         self.authenticator = Authenticator(config)
         self.tls = Tls.from_config(config)
@@ -129,6 +144,11 @@ class Server:
         self._grpc_server = grpc.aio.server(
             interceptors=(GrpcGuard(self.authenticator, self.frontend.metrics),),
             options=channel_options(config),
+        )
+        self._replica_service = (
+            None
+            if config.replica_port is None
+            else ReplicaService(cluster_secret(), max_message_bytes=config.max_message_mib << 20)
         )
         inference = Inference(self.frontend)
         control = Control(self.frontend)
@@ -158,6 +178,11 @@ class Server:
             self._add_http_port("http", self.config.http_port, self._users_guard())
         if self.config.admin_port is not None:
             self._add_http_port("admin", self.config.admin_port, self._operators_guard())
+        if self._replica_service is not None:
+            self.ports["replica"] = self._replica_service.start(
+                f"{self._host}:{self.config.replica_port}",
+                None if self.tls is None else self.tls.credentials(clients=False),
+            )
         for listener in self._listeners:
             await listener.start()
         await self._grpc_server.start()
@@ -192,9 +217,9 @@ class Server:
         self.ports[name] = listener.port
 
     def address(self, name: str) -> str:
-        """The address of one of `ports`: HOST:PORT for grpc, a URL for the others."""
+        """The address of one of `ports`: HOST:PORT for grpc and replica, a URL for the others."""
         address = f"{self._host}:{self.ports[name]}"
-        if name == "grpc":
+        if name in ("grpc", "replica"):
             return address
         return f"http://{address}" if self.tls is None else f"https://{address}"
 
@@ -207,6 +232,8 @@ class Server:
     def open(self, replica: Replica, tokenizer: Tokenizer | None, guides: Guides) -> None:
         """Begins to serve. Arguments as for `Frontend.open`."""
         self.frontend.open(replica, tokenizer, guides)
+        if self._replica_service is not None:
+            self._replica_service.open(replica, guides)
         self._watchers.append(asyncio.create_task(self.frontend.metrics.watch_loop()))
         self._health.set_serving(True)
         log.info(
@@ -220,14 +247,16 @@ class Server:
         UNAVAILABLE."""
         self.frontend.state = STOPPING
         self._health.set_serving(False)
-        if self.frontend.streams:
+        if self._replica_service is not None:
+            self._replica_service.drain()
+        if self._requests:
             log.info(
                 "draining: %d requests have %g s to finish",
-                len(self.frontend.streams),
+                self._requests,
                 self.config.drain_timeout,
             )
         deadline = asyncio.get_running_loop().time() + self.config.drain_timeout
-        while self.frontend.streams and asyncio.get_running_loop().time() < deadline:
+        while self._requests and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         left = self.frontend.abort_all(
             RequestError("", "the server is shutting down", "UNAVAILABLE")
@@ -235,10 +264,18 @@ class Server:
         if left:
             log.warning("%d requests were aborted", left)
 
+    @property
+    def _requests(self) -> int:
+        """Requests that have not ended, of users and of conductors."""
+        conductors = self._replica_service
+        return len(self.frontend.streams) + (0 if conductors is None else conductors.requests)
+
     async def stop(self) -> None:
         """Closes all ports and connections."""
         for watcher in self._watchers:
             watcher.cancel()
+        if self._replica_service is not None:
+            await asyncio.to_thread(self._replica_service.stop)
         await self._grpc_server.stop(STOP_SECONDS)
         for listener in self._listeners:
             await listener.stop()

@@ -27,7 +27,7 @@ ENGINE = {
     "model": _of(ModelSource, "mesh"),
     "cache": _of(CacheConfig),
     "scheduling": _of(
-        SchedulerConfig, "profile", "lookahead", "hang_timeout", "replay", "compile_cache"
+        SchedulerConfig, "profile", "lookahead", "hang_timeout", "replay", "role", "compile_cache"
     ),
 }
 CONFIG = {

@@ -81,6 +81,7 @@ def replica_info(config: EngineConfig, worker: CommandExecutor, max_model_len: i
         chunk_tokens=config.scheduler.chunk_tokens,
         class_names=tuple(config.scheduler.class_names),
         settings=dataclasses.asdict(config),
+        role=config.role,
     )
 
 

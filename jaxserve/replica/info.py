@@ -18,6 +18,7 @@ class ReplicaInfo:
     pages_per_lane: pages of KV cache on each lane, of `block_size` tokens. max_seqs: sequences that
     run at once; max_queue: requests that may wait. class_names: of request classes, see
     `SchedulerConfig.classes`. settings: all that was configured, group by group, without secrets.
+    role: prefill, decode or mixed: what a conductor has it do.
     """
 
     served_name: str
@@ -41,6 +42,7 @@ class ReplicaInfo:
     chunk_tokens: int
     class_names: tuple[str, ...]
     settings: Mapping[str, Any]
+    role: str = "mixed"
 
     @property
     def capacity_tokens(self) -> int:

@@ -43,7 +43,6 @@ class Tls:
         self._contexts: list[ssl.SSLContext] = []
         self._signature = file_signature(self._cert, self._key)
         self._pair = self._read()
-        self._grpc_pair: tuple[bytes, bytes] | None = None  # what gRPC was given last
 
     @classmethod
     def from_config(cls, config: ServerConfig) -> Tls | None:
@@ -74,16 +73,24 @@ class Tls:
         self._contexts.append(context)
         return context
 
-    def credentials(self) -> grpc.ServerCredentials:
-        """Credentials for gRPC servers. They stay current as long as `refresh` is called."""
-        if self._authorities is not None:
+    def credentials(self, clients: bool = True) -> grpc.ServerCredentials:
+        """Credentials for one gRPC server. They stay current as long as `refresh` is called.
+        clients: whether those need certificates, where there are authorities for these."""
+        authorities = self._authorities if clients else None
+        if authorities is not None:
             self.context()  # raises for authorities that gRPC would silently fail to read
-        self._grpc_pair = self._pair
-        return grpc.dynamic_ssl_server_credentials(
-            self._grpc_configuration(),
-            self._newer_grpc_configuration,
-            self._authorities is not None,
-        )
+        given = self._pair
+
+        def newer() -> grpc.ServerCertificateConfiguration | None:
+            """Called by gRPC before each handshake, on its own threads; None means unchanged."""
+            nonlocal given
+            if given is self._pair:
+                return None
+            given = self._pair
+            return grpc.ssl_server_certificate_configuration([given], authorities)
+
+        first = grpc.ssl_server_certificate_configuration([given], authorities)
+        return grpc.dynamic_ssl_server_credentials(first, newer, authorities is not None)
 
     def refresh(self) -> None:
         """Reads the files again if they have changed. To be called periodically."""
@@ -106,16 +113,6 @@ class Tls:
         check_private("tls_key", self._key, self._key.stat())
         _warn_of_expiry(self._cert, _expiry(_context(self._cert, self._key), pair[1]))
         return pair
-
-    def _grpc_configuration(self) -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration([self._pair], self._authorities)
-
-    def _newer_grpc_configuration(self) -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC before each handshake, on its own threads; None means unchanged."""
-        if self._grpc_pair is self._pair:
-            return None
-        self._grpc_pair = self._pair
-        return self._grpc_configuration()
 
 
 def _read_pem(field: str, file: Path) -> bytes:

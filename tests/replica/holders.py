@@ -142,8 +142,9 @@ class RemoteHolder(Holder):
     """Holds a replica that a service offers on a port of this machine."""
 
     def __init__(self, behind: Replica):
-        self.service = ReplicaService(behind, SECRET)
+        self.service = ReplicaService(SECRET)
         port = self.service.start("127.0.0.1:0")
+        self.service.open(behind)
         super().__init__(_ReachedReplica(behind, self.service, f"127.0.0.1:{port}"))
 
 

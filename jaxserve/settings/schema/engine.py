@@ -39,6 +39,11 @@ class EngineConfig(Settings):
         "those that no token was sent of; all: also the others, which go on where they were",
         choices=("none", "unsent", "all"),
     )
+    role: str = option(
+        "mixed",
+        "what a conductor has this replica do with requests",
+        choices=("mixed", "prefill", "decode"),
+    )
     compile_cache: str | None = option(
         None, "folder of compiled programs; default: under the user's cache folder; '' for none"
     )

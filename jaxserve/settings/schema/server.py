@@ -29,6 +29,13 @@ class ServerConfig(Settings):
         low=0,
         high=65535,
     )
+    replica_port: int | None = option(
+        None,
+        "port on which conductors reach this replica, with JAXSERVE_CLUSTER_SECRET; 0 takes a free "
+        "one; default: none",
+        low=0,
+        high=65535,
+    )
     insecure: bool = option(
         False,
         "serve everybody who can connect, on any address and by any name, without keys and without "
