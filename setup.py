@@ -78,6 +78,8 @@ setup(
         "test": TEST,
         "dev": [*TEST, "mypy>=1.11"],
         "traces": ["opentelemetry-sdk>=1.25", "opentelemetry-exporter-otlp>=1.25"],
+        # with Debian's libibverbs1 and libnuma1, or the like
+        "mooncake": ["mooncake-transfer-engine-non-cuda>=0.3.13"],
         "hub": ["huggingface_hub>=0.24"],
         "experiments": [
             "matplotlib>=3.8",

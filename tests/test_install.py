@@ -33,6 +33,7 @@ RUNS: dict[str, list[list[str]]] = {
         ["-m", "experiments.examples.offline", "--help"],
         ["-m", "experiments.examples.structured_output", "--help"],
     ],
+    "mooncake": [["-c", "import google_crc32c, jaxserve.store.mooncake"]],
     "hub": [["-c", "import huggingface_hub"], ["-m", "jaxserve", "fetch", "--help"]],
     "traces": [["-c", TRACES]],
     "examples": [["-m", "experiments.examples.client", "--help"]],

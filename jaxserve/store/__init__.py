@@ -1,4 +1,4 @@
-"""Where blocks of KV lie outside the devices: host memory and a local disk.
+"""Where blocks of KV lie outside the devices: host memory, a local disk, a Mooncake Store.
 
 Everything here is bytes under keys; which block goes where, and when, is decided elsewhere. A
 store may lose a block at any time and never gives wrong bytes: each block has a checksum over
@@ -11,4 +11,6 @@ not match is a miss, and so is every error of a device or a network.
     ring          Ring: which block is in which record, and which is overwritten next
     block_file    BlockFile: records read and written beside the page cache
     record        RecordHeader: what is written before each block
+    mooncake      MooncakeBlocks: a client of a Mooncake Store, under deadlines
+    call_threads  CallThreads: threads and staging memory for calls that may hang
 """

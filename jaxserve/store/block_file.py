@@ -64,7 +64,7 @@ class BlockFile:
             os.ftruncate(self._file, begin)  # gives back what was reserved of it
             raise
 
-    def write(self, slot: int, sector: bytes, payload: np.ndarray) -> None:
+    def write(self, record: int, sector: bytes, payload: np.ndarray) -> None:
         """Writes a whole record. payload: uint8 [block_bytes]; where it lies on pages and fills
         sectors, it is written from where it is."""
         head = self._sector()
@@ -73,34 +73,34 @@ class BlockFile:
         if not self._suits(payload):
             source = self._payload()
             source[: self._block_bytes] = payload
-        done = os.pwritev(self._file, [head.data, source.data], slot * self.record_bytes)
+        done = os.pwritev(self._file, [head.data, source.data], record * self.record_bytes)
         if done != self.record_bytes:
             raise OSError(errno.EIO, f"{done} of {self.record_bytes} bytes were written")
 
-    def read(self, slot: int, into: np.ndarray) -> np.ndarray:
+    def read(self, record: int, into: np.ndarray) -> np.ndarray:
         """Reads a record: its bytes to `into` uint8 [block_bytes], and its sector as the return
         value, which the next call on this thread overwrites."""
         head = self._sector()
         target = into if self._suits(into) else self._payload()
-        done = os.preadv(self._file, [head.data, target.data], slot * self.record_bytes)
+        done = os.preadv(self._file, [head.data, target.data], record * self.record_bytes)
         if done != self.record_bytes:
             raise OSError(errno.EIO, f"{done} of {self.record_bytes} bytes were read")
         if target is not into:
             into[:] = target[: self._block_bytes]
         return head
 
-    def read_sector(self, slot: int) -> np.ndarray:
+    def read_sector(self, record: int) -> np.ndarray:
         """Reads the first sector of a record; the next call on this thread overwrites it."""
         head = self._sector()
-        if os.preadv(self._file, [head.data], slot * self.record_bytes) != SECTOR:
+        if os.preadv(self._file, [head.data], record * self.record_bytes) != SECTOR:
             raise OSError(errno.EIO, "the file is shorter than it was")
         return head
 
-    def erase(self, slot: int) -> None:
+    def erase(self, record: int) -> None:
         """Overwrites the first sector of a record, so that it is none any more."""
         head = self._sector()
         head[:] = 0
-        if os.pwritev(self._file, [head.data], slot * self.record_bytes) != SECTOR:
+        if os.pwritev(self._file, [head.data], record * self.record_bytes) != SECTOR:
             raise OSError(errno.EIO, "a sector was written in part")
 
     def close(self) -> None:

@@ -206,12 +206,12 @@ class DiskBlocks:
             there = self._ring.find(key, now)
             if there is not None and (there.expires, there.keep) == (expires, keep):
                 return True
-            slot = self._ring.take(now, lambda: self._grow(file))
-            if slot is None:
+            record = self._ring.take(now, lambda: self._grow(file))
+            if record is None:
                 self._counts["refused"] += 1
                 return False
             self._sequence += 1
-            entry = Entry(key, slot, self._sequence, expires, keep)
+            entry = Entry(key, record, self._sequence, expires, keep)
         written = self._write(file, entry, payload)
         with self._lock:
             older = None
@@ -219,7 +219,7 @@ class DiskBlocks:
                 older = self._ring.settle(entry)
                 self._counts["put"] += 1
             else:
-                self._ring.release(slot)
+                self._ring.release(record)
                 self._counts["refused"] += 1
         if older is not None:
             self._erase(file, older)
@@ -228,14 +228,14 @@ class DiskBlocks:
     def _write(self, file: BlockFile, entry: Entry, payload: np.ndarray) -> bool:
         header = RecordHeader(
             entry.key,
-            entry.slot,
+            entry.record,
             entry.sequence,
             entry.expires,
             entry.keep,
             block_checksum(entry.key, payload),
         )
         try:
-            file.write(entry.slot, self._format.pack(header), payload)
+            file.write(entry.record, self._format.pack(header), payload)
         except OSError as error:
             self._tell("written to", error)
             return False
@@ -263,7 +263,7 @@ class DiskBlocks:
     def _read(self, file: BlockFile, entry: Entry, target: np.ndarray) -> bool:
         """Reads a block; whether it is the whole block that the entry names."""
         try:
-            header = self._format.parse(file.read(entry.slot, target), entry.slot)
+            header = self._format.parse(file.read(entry.record, target), entry.record)
         except OSError as error:
             self._tell("read", error)
             return False
@@ -274,11 +274,11 @@ class DiskBlocks:
     def _erase(self, file: BlockFile, entry: Entry) -> None:
         """Erases the record of a block that was dropped, so that no later start finds it."""
         try:
-            file.erase(entry.slot)
+            file.erase(entry.record)
         except OSError as error:
             self._tell("written to", error)
         with self._lock:
-            self._ring.release(entry.slot)
+            self._ring.release(entry.record)
 
     def _grow(self, file: BlockFile) -> int:
         try:
@@ -299,14 +299,16 @@ class DiskBlocks:
 
     def _scan(self, file: BlockFile, start: int) -> list[Entry]:
         found = []
-        for slot in range(start, min(start + SCAN_RECORDS, file.records)):
+        for record in range(start, min(start + SCAN_RECORDS, file.records)):
             try:
-                header = self._format.parse(file.read_sector(slot), slot)
+                header = self._format.parse(file.read_sector(record), record)
             except OSError as error:
                 self._tell("read", error)
                 continue
             if header is not None:
-                found.append(Entry(header.key, slot, header.sequence, header.expires, header.keep))
+                found.append(
+                    Entry(header.key, record, header.sequence, header.expires, header.keep)
+                )
         return found
 
     def _tell(self, what: str, error: OSError) -> None:

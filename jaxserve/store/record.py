@@ -19,7 +19,7 @@ SECTOR = 4096  # direct I/O is in multiples of it, on every common device and fi
 MAX_KEY_BYTES = 512
 _MAGIC = b"jaxkv001"
 _KEEP = 1
-# magic, layout, slot, sequence, expiry, checksum of the block, flags, bytes of the key
+# magic, layout, record's number, sequence, expiry, checksum of the block, flags, bytes of the key
 _FIELDS = struct.Struct("<8s16sQQdIHH")
 _OWN_CHECKSUM = struct.Struct("<I")  # in the last bytes of the sector
 
@@ -30,12 +30,12 @@ def record_bytes(block_bytes: int) -> int:
 
 
 class RecordHeader(NamedTuple):
-    """key: of the block. slot: number of the record in the file. sequence: counts the records
+    """key: of the block. record: its number in the file. sequence: counts the records
     written, so that of two with one key the later is known. expires: unix seconds, 0 for never.
     keep: whether the block is among the last to be evicted. checksum: over key and bytes."""
 
     key: bytes
-    slot: int
+    record: int
     sequence: int
     expires: float
     keep: bool
@@ -56,7 +56,7 @@ class RecordFormat:
         fields = _FIELDS.pack(
             _MAGIC,
             self._layout,
-            header.slot,
+            header.record,
             header.sequence,
             header.expires,
             header.checksum,
@@ -66,13 +66,13 @@ class RecordFormat:
         text = (fields + header.key).ljust(SECTOR - _OWN_CHECKSUM.size, b"\0")
         return text + _OWN_CHECKSUM.pack(crc32c(text))
 
-    def parse(self, sector: np.ndarray, slot: int) -> RecordHeader | None:
-        """Returns the header in a sector [SECTOR] read at a slot; None where it is not whole, or
-        was written for another slot or layout."""
+    def parse(self, sector: np.ndarray, record: int) -> RecordHeader | None:
+        """Returns the header in the sector [SECTOR] that a record begins with; None where it is
+        not whole, or was written for another record or layout."""
         magic, layout, place, sequence, expires, checksum, flags, size = _FIELDS.unpack_from(
             sector.data
         )
-        if (magic, layout, place) != (_MAGIC, self._layout, slot) or size > MAX_KEY_BYTES:
+        if (magic, layout, place) != (_MAGIC, self._layout, record) or size > MAX_KEY_BYTES:
             return None
         end = SECTOR - _OWN_CHECKSUM.size
         if _OWN_CHECKSUM.unpack_from(sector.data, end)[0] != crc32c(sector[:end]):

@@ -22,7 +22,7 @@ class Entry:
     """A block on disk; see `RecordHeader`. read: whether it was, since its last turn."""
 
     key: bytes
-    slot: int
+    record: int
     sequence: int
     expires: float
     keep: bool
@@ -79,7 +79,7 @@ class Ring:
         newest = max(self._entries.values(), key=lambda entry: entry.sequence, default=None)
         if newest is None:
             return 0
-        self._hand = newest.slot + 1
+        self._hand = newest.record + 1
         return newest.sequence
 
     def take(self, now: float, grow: Callable[[], int]) -> int | None:
@@ -92,19 +92,19 @@ class Ring:
                 return None
             if self._hand >= len(self._records):
                 self._hand = 0
-            slot = self._hand
+            record = self._hand
             self._hand += 1
-            if slot in self._busy:
+            if record in self._busy:
                 continue
-            entry = self._records[slot]
+            entry = self._records[record]
             if entry is not None and self._passes_over(entry, now):
                 continue
             if entry is not None:
                 self._forget(entry)
                 self.evicted += 1
             self._passes = min(self._most_passes, self._passes + 1)
-            self._busy.add(slot)
-            return slot
+            self._busy.add(record)
+            return record
 
     def settle(self, entry: Entry) -> Entry | None:
         """Adds a block whose record was written, and ends its being busy. Returns the older block
@@ -112,7 +112,7 @@ class Ring:
         older = self._entries.get(entry.key)
         if older is not None:
             self.drop(older)
-        self._busy.discard(entry.slot)
+        self._busy.discard(entry.record)
         self._add(entry)
         return older
 
@@ -122,12 +122,12 @@ class Ring:
         if self._entries.get(entry.key) is not entry:
             return False
         self._forget(entry)
-        self._busy.add(entry.slot)
+        self._busy.add(entry.record)
         return True
 
-    def release(self, slot: int) -> None:
+    def release(self, record: int) -> None:
         """Ends a record's being busy; it holds no block."""
-        self._busy.discard(slot)
+        self._busy.discard(record)
 
     @property
     def _most_passes(self) -> int:
@@ -147,8 +147,8 @@ class Ring:
 
     def _add(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
-        self._records[entry.slot] = entry
+        self._records[entry.record] = entry
 
     def _forget(self, entry: Entry) -> None:
         del self._entries[entry.key]
-        self._records[entry.slot] = None
+        self._records[entry.record] = None

@@ -19,13 +19,13 @@ class Written:
         return min(2, self.records - self.ring.records)
 
     def put(self, name: str, expires: float = 0.0, keep: bool = False, now: float = 1.0) -> int:
-        slot = self.ring.take(now, self.grow)
-        assert slot is not None
+        record = self.ring.take(now, self.grow)
+        assert record is not None
         self.count += 1
-        older = self.ring.settle(Entry(name.encode(), slot, self.count, expires, keep))
+        older = self.ring.settle(Entry(name.encode(), record, self.count, expires, keep))
         if older is not None:
-            self.ring.release(older.slot)
-        return slot
+            self.ring.release(older.record)
+        return record
 
     def read(self, name: str) -> None:
         self.ring.find(name.encode(), 1.0).read = True
@@ -110,12 +110,12 @@ def test_the_ring_is_as_long_as_there_is_room():
     ring = Ring(0)
     assert ring.take(1.0, lambda: 0) is None
     room = iter([2, 0, 3])
-    slots = []
+    taken = []
     for _ in range(6):
-        slot = ring.take(1.0, lambda: next(room, 0))
-        ring.release(slot)
-        slots.append(slot)
-    assert slots == [0, 1, 0, 1, 2, 3]
+        record = ring.take(1.0, lambda: next(room, 0))
+        ring.release(record)
+        taken.append(record)
+    assert taken == [0, 1, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
@@ -123,7 +123,7 @@ def test_of_two_records_of_one_block_the_later_counts_after_a_start(order):
     ring = Ring(4)
     for sequence in order:
         ring.restore(Entry(b"a", sequence, sequence, 0.0, False))
-    assert ring.find(b"a", 1.0).slot == 2
+    assert ring.find(b"a", 1.0).record == 2
     assert ring.resume() == 2
     assert ring.take(1.0, lambda: 0) == 3
 
@@ -144,7 +144,7 @@ def test_no_more_blocks_than_records_and_the_last_put_is_there(records, actions)
             else:
                 entry = written.ring.find(str(name).encode(), 1.0)
                 written.ring.drop(entry)
-                written.ring.release(entry.slot)
+                written.ring.release(entry.record)
         assert len(written.names) == len(written.ring) <= records
-        slots = [written.ring.find(name.encode(), 1.0).slot for name in written.names]
-        assert len(set(slots)) == len(slots)
+        used = [written.ring.find(name.encode(), 1.0).record for name in written.names]
+        assert len(set(used)) == len(used)
