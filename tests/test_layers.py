@@ -20,7 +20,7 @@ LINKED = ("kernels", "sharding", "server")
 # Rooms by floor. A room may import rooms of lower floors and, on its own floor, those before it.
 HOST = {
     1: ("clock", "api", "progress", "settings", "folders", "group", "checkpoint", "text", "costs"),
-    2: ("cache", "store"),
+    2: ("cache", "store", "transfer"),
     3: ("scheduling",),
     4: ("observe", "replica"),
     5: ("cluster", "simulate"),

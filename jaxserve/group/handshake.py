@@ -105,23 +105,31 @@ def accept(
 
 
 def connect(
-    address: tuple[str, int],
+    address: tuple[str, int], secret: bytes, purpose: Purpose, tls: bool = False
+) -> Session:
+    """Connects, and does as `introduce`. Errors: ChannelError."""
+    try:
+        connection = socket.create_connection(address, HANDSHAKE_SECONDS)
+    except OSError as error:
+        raise ChannelError(str(error)) from None
+    return introduce(connection, secret, purpose, tls)
+
+
+def introduce(
+    connection: socket.socket,
     secret: bytes,
     purpose: Purpose,
     tls: bool = False,
-    seconds: float | None = None,
+    seconds: float = HANDSHAKE_SECONDS,
 ) -> Session:
     """The other side. tls: whether the listener has a certificate; it need not be signed by anybody
-    known, for the proof of the secret covers it. seconds: for all of it, HANDSHAKE_SECONDS at most.
-    Errors: ChannelError."""
+    known, for the proof of the secret covers it. Closes the connection where that fails. Errors:
+    ChannelError."""
     certificate = b""
-    seconds = HANDSHAKE_SECONDS if seconds is None else min(seconds, HANDSHAKE_SECONDS)
+    seconds = min(seconds, HANDSHAKE_SECONDS)
     deadline = time.monotonic() + seconds
     try:
-        connection = socket.create_connection(address, seconds)
-    except OSError as error:
-        raise ChannelError(str(error)) from None
-    try:
+        connection.settimeout(seconds)
         if tls:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.check_hostname = False

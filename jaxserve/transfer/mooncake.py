@@ -1,0 +1,223 @@
+"""Transfers by the Mooncake Transfer Engine, over TCP or RDMA, where it is installed
+(`pip install jaxserve[mooncake]`).
+
+The engine has no authentication, no encryption, no tokens and no deadlines: whoever reaches its
+ports reads and writes all memory that is registered with it, and it listens on all interfaces. So
+only staging memory is registered, its network must be private, and a window is fenced by agreement
+alone: `end` returns False, and neither side uses the memory again before the ticket is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.transfer.frames import decode_token
+from jaxserve.transfer.protocol import (
+    MAX_TICKETS,
+    Ticket,
+    TransferCounts,
+    TransferError,
+    Window,
+    check_memory,
+    check_pieces,
+    check_range,
+    check_seconds,
+    join_address,
+)
+from jaxserve.transfer.windows import Windows
+
+# for the engine, unless the operator has set them
+ENVIRONMENT = {
+    "MC_TCP_ENABLE_CONNECTION_POOL": "1",
+    "MC_TCP_SLICE_SIZE": str(1 << 20),
+    "MC_TCP_STATUS_TIMEOUT_SEC": "10",  # after which a write to a peer that is stopped has failed
+}
+PROTOCOLS = ("tcp", "rdma")
+DONE = 1  # of the engine's states; 0 is under way, below 0 failed
+FIRST_SLEEP = 5e-5  # seconds between two looks at a ticket, doubled each time
+LONGEST_SLEEP = 2e-3
+CLOSE_SECONDS = 15.0  # that `close` waits for tickets under way
+TOKEN = re.compile(r"([0-9a-f]+)@([0-9a-f]{1,16})")  # ours, and the memory's address
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Write:
+    """moving: numbers of the engine's transfers that are not over. An engine's number must not be
+    asked after its last answer: it is freed memory by then."""
+
+    moving: list[int]
+    error: str
+    size: int
+
+
+class MooncakeTransfer:
+    """A `Transfer`. `write` takes data inside the staging memory only, and its `seconds` bound
+    nothing: the engine gives up by itself (MC_TCP_STATUS_TIMEOUT_SEC).
+
+    host: by which peers reach this process. protocol: 'tcp' or 'rdma'. devices: RDMA devices,
+    comma-separated; '' for all. Errors: TransferError where the engine is not installed or does not
+    start.
+    """
+
+    def __init__(
+        self, memory: np.ndarray, host: str = "127.0.0.1", protocol: str = "tcp", devices: str = ""
+    ):
+        check_memory(memory)
+        if protocol not in PROTOCOLS:
+            raise TransferError("protocol", f"must be one of {', '.join(PROTOCOLS)}")
+        self.memory = memory
+        self._start: int = memory.ctypes.data
+        self._engine = _engine(host, protocol, devices)
+        if self._engine.register_memory(self._start, memory.nbytes):
+            raise TransferError("memory", "the Mooncake Transfer Engine cannot register it")
+        self.address = join_address(host, self._engine.get_rpc_port())
+        self._windows = Windows()
+        self._lock = threading.Lock()  # of all below, and of the engine's numbers
+        self._writes: dict[int, _Write] = {}
+        self._last = 0
+        self._sent_bytes = 0
+        self._closed = False
+
+    def lend(self, base: int, size: int, seconds: float) -> Window:
+        check_range("base", base, size, self.memory.size)
+        check_seconds(seconds)
+        if self._closed:
+            raise TransferError("transfer", "it was closed")
+        token, epoch = self._windows.lend(base, size, time.monotonic() + seconds)
+        return Window(self.address, f"{token.hex()}@{self._start + base:x}", size, epoch)
+
+    def end(self, window: Window) -> bool:
+        token, _ = _parts_of(window)
+        self._windows.end(token, window.epoch)
+        return False
+
+    def write(self, window: Window, offset: int, data: np.ndarray, seconds: float) -> Ticket:
+        return self.write_many(window, [(offset, data)], seconds)
+
+    def write_many(
+        self, window: Window, pieces: Sequence[tuple[int, np.ndarray]], seconds: float
+    ) -> Ticket:
+        checked = check_pieces(window, pieces)
+        check_seconds(seconds)
+        _, address = _parts_of(window)
+        for _, data in pieces:
+            check_range("data", data.ctypes.data - self._start, data.nbytes, self.memory.size)
+        size = sum(len(data) for _, data in checked)
+        with self._lock:
+            if self._closed:
+                raise TransferError("transfer", "it was closed")
+            if len(self._writes) >= MAX_TICKETS:
+                raise TransferError("tickets", f"{MAX_TICKETS} are not released: the limit")
+            write = _Write([], "", size)
+            for offset, data in pieces:
+                number = self._engine.transfer_submit_write(
+                    window.peer, data.ctypes.data, address + offset, data.nbytes
+                )
+                if number:
+                    write.moving.append(number)
+                else:
+                    write.error = "peer: the write could not be submitted"
+                    break
+            self._last += 1
+            self._writes[self._last] = write
+            return Ticket(self._last, size)
+
+    def status(self, ticket: Ticket) -> str | None:
+        with self._lock:
+            write = self._writes.get(ticket.number)
+            if write is None:
+                raise TransferError("ticket", f"number {ticket.number} was released or never given")
+            if write.moving:
+                self._look(write)
+            return None if write.moving else write.error
+
+    def _look(self, write: _Write) -> None:
+        """Asks the engine what is still under way."""
+        moving = []
+        for number in write.moving:
+            state = self._engine.transfer_check_status(number)
+            if state == 0:
+                moving.append(number)
+            elif state != DONE:
+                write.error = write.error or f"the Mooncake Transfer Engine failed with {state}"
+        write.moving = moving
+        if not moving and not write.error:
+            self._sent_bytes += write.size
+
+    def wait(self, ticket: Ticket, seconds: float) -> str | None:
+        until = time.monotonic() + seconds
+        sleep = FIRST_SLEEP
+        while (status := self.status(ticket)) is None:
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            time.sleep(min(sleep, left))
+            sleep = min(2 * sleep, LONGEST_SLEEP)
+        return status
+
+    def release(self, ticket: Ticket) -> None:
+        if self.status(ticket) is None:
+            raise TransferError("ticket", "is under way")
+        with self._lock:
+            self._writes.pop(ticket.number, None)
+
+    def counts(self) -> TransferCounts:
+        """The engine counts neither its connections nor what it receives."""
+        return TransferCounts(len(self._windows), len(self._writes), 0, self._sent_bytes, 0, 0, 0)
+
+    def close(self) -> None:
+        """Waits for tickets under way, CLOSE_SECONDS at most; where some are left, the memory stays
+        registered as long as the process lives."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            tickets = [Ticket(number, write.size) for number, write in self._writes.items()]
+        until = time.monotonic() + CLOSE_SECONDS
+        moving = [
+            ticket
+            for ticket in tickets
+            if self.wait(ticket, max(0.0, until - time.monotonic())) is None
+        ]
+        self._windows.end_all()
+        if moving:
+            _KEPT.append(self)
+            log.warning("transfer: %d tickets were under way at the end", len(moving))
+        else:
+            self._engine.unregister_memory(self._start)
+            self._engine = None  # ends its threads
+
+
+_KEPT: list[MooncakeTransfer] = []  # whose engines may still read and write their memory
+
+
+def _engine(host: str, protocol: str, devices: str) -> Any:
+    """A started Transfer Engine. Errors: TransferError."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        from mooncake.engine import TransferEngine
+    except ImportError as error:
+        raise TransferError("mooncake", f"needs pip install jaxserve[mooncake]: {error}") from None
+    engine = TransferEngine()
+    if engine.initialize(host, "P2PHANDSHAKE", protocol, devices):
+        raise TransferError("mooncake", f"the Transfer Engine does not start on {host}, {protocol}")
+    return engine
+
+
+def _parts_of(window: Window) -> tuple[bytes, int]:
+    """Token and address of a window of this transport. Errors: TransferError."""
+    found = TOKEN.fullmatch(window.token)
+    if found is None:
+        raise TransferError("token", "is none of a Mooncake window")
+    return decode_token(found[1]), int(found[2], 16)
