@@ -68,7 +68,8 @@ class CacheManager:
         self.capacity = np.zeros(slots, np.int32)
         self._updates = TableUpdates()
         self._watchers: list[PageWatcher] = []
-        self._identity = (fingerprint, dtype, config.block_size)
+        self.fingerprint = fingerprint
+        self.dtype = dtype
         placement = config.placement if placement is None else placement
         self._place = PLACEMENTS[placement] if isinstance(placement, str) else placement
         self._stripe = stripe
@@ -118,7 +119,8 @@ class CacheManager:
     def block_hashes(self, salt: str, tokens: Callable[[int, int], np.ndarray]) -> BlockHashes:
         """Block keys of a sequence, in this cache and under this salt. `tokens(a, b)` gives its
         tokens [b - a] int32."""
-        return BlockHashes(root_key(*self._identity, salt), self.block_size, tokens, salt)
+        root = root_key(self.fingerprint, self.dtype, self.block_size, salt)
+        return BlockHashes(root, self.block_size, tokens, salt)
 
     def match(self, hashes: BlockHashes, blocks: int, last: PrefixMatch = NO_MATCH) -> PrefixMatch:
         """Pages that hold the first blocks of a sequence, at most `blocks`. `last`: what was found

@@ -1,4 +1,4 @@
-"""Which blocks of KV are on which replica, and in which tier there: a shadow of what the replicas
+"""Which blocks of KV are on which replica, and on which medium there: a shadow of what the replicas
 hold, for choosing among them.
 
 Each block key has a bit set of members. What a member holds is closed under prefixes, up to what it
@@ -11,10 +11,11 @@ The directory may be out of date: a replica knows best what it has, and computes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-DEVICE = "device"
+from jaxserve.cache.block_events import Medium, StoredBlocks
 
 
 class Chain(Protocol):
@@ -30,41 +31,39 @@ class Directory:
     """
 
     def __init__(self) -> None:
-        self._members: dict[str, dict[bytes, int]] = {}  # by tier: bit sets of members by key
-        self._keys: dict[tuple[int, str], set[bytes]] = {}  # by member and tier
+        self._members: dict[Medium, dict[bytes, int]] = {}  # by medium: bit sets of members by key
+        self._keys: dict[tuple[int, Medium], set[bytes]] = {}  # by member and medium
 
-    def stored(self, member: int, keys: Iterable[bytes], tier: str = DEVICE) -> None:
-        """Notes that a member holds these blocks in a tier."""
-        members = self._members.setdefault(tier, {})
-        held = self._keys.setdefault((member, tier), set())
+    def stored(self, member: int, keys: Iterable[bytes], medium: Medium = Medium.DEVICE) -> None:
+        """Notes that a member holds these blocks on a medium."""
+        members = self._members.setdefault(medium, {})
+        held = self._keys.setdefault((member, medium), set())
         bit = 1 << member
         for key in keys:
             members[key] = members.get(key, 0) | bit
             held.add(key)
 
-    def removed(self, member: int, keys: Iterable[bytes], tier: str = DEVICE) -> None:
-        """Notes that a member no longer holds these blocks in a tier; unknown ones are ignored."""
-        members = self._members.get(tier, {})
-        held = self._keys.get((member, tier), set())
+    def removed(self, member: int, keys: Iterable[bytes], medium: Medium = Medium.DEVICE) -> None:
+        """Notes that a member lost these blocks from a medium; unknown ones are ignored."""
+        members = self._members.get(medium, {})
+        held = self._keys.get((member, medium), set())
         for key in keys:
             if key in held:
                 held.discard(key)
                 self._clear_bit(members, key, member)
 
-    def cleared(self, member: int) -> None:
-        """Notes that a member holds nothing, in no tier: it was flushed, or is gone."""
-        for (holder, tier), keys in list(self._keys.items()):
-            if holder == member:
-                for key in keys:
-                    self._clear_bit(self._members[tier], key, member)
-                del self._keys[holder, tier]
+    def cleared(self, member: int, medium: Medium | None = None) -> None:
+        """Notes that a member holds nothing on a medium, or, without one, nothing at all."""
+        for known in Medium if medium is None else (medium,):
+            for key in self._keys.pop((member, known), ()):
+                self._clear_bit(self._members[known], key, member)
 
-    def rebuild(self, member: int, keys: Iterable[bytes], tier: str = DEVICE) -> None:
-        """Takes over what a member says it holds in a tier, in place of what was noted."""
-        held = self._keys.get((member, tier), set())
+    def rebuild(self, member: int, keys: Iterable[bytes], medium: Medium = Medium.DEVICE) -> None:
+        """Takes over what a member says it holds on a medium, in place of what was noted."""
+        held = self._keys.get((member, medium), set())
         new = set(keys)
-        self.removed(member, held - new, tier)
-        self.stored(member, new - held, tier)
+        self.removed(member, held - new, medium)
+        self.stored(member, new - held, medium)
 
     @staticmethod
     def _clear_bit(members: dict[bytes, int], key: bytes, member: int) -> None:
@@ -77,18 +76,18 @@ class Directory:
     # --- questions
 
     def holders(self, key: bytes) -> int:
-        """The members that hold a block in any tier, as a bit set."""
+        """The members that hold a block on any medium, as a bit set."""
         found = 0
         for members in self._members.values():
             found |= members.get(key, 0)
         return found
 
     def count(self, member: int) -> int:
-        """Blocks that a member holds, once for each tier."""
+        """Blocks that a member holds, once for each medium."""
         return sum(len(keys) for (holder, _), keys in self._keys.items() if holder == member)
 
     def __len__(self) -> int:
-        """Blocks that any member holds, once for each tier."""
+        """Blocks that any member holds, once for each medium."""
         return sum(len(members) for members in self._members.values())
 
     def prefix_blocks(self, chain: Chain, blocks: int, members: int) -> list[int]:
@@ -131,3 +130,25 @@ def _note(depths: list[int], members: int, blocks: int) -> None:
         lowest = members & -members
         depths[lowest.bit_length() - 1] = blocks
         members ^= lowest
+
+
+class DirectoryFeed:
+    """Tells a directory what one member says that it stores and loses; see
+    `cache.block_events.BlockListener`. lock: held while the directory changes."""
+
+    def __init__(self, directory: Directory, member: int, lock: threading.Lock):
+        self._directory = directory
+        self._member = member
+        self._lock = lock
+
+    def stored(self, blocks: StoredBlocks) -> None:
+        with self._lock:
+            self._directory.stored(self._member, blocks.keys, blocks.medium)
+
+    def removed(self, keys: Sequence[bytes], medium: Medium) -> None:
+        with self._lock:
+            self._directory.removed(self._member, keys, medium)
+
+    def cleared(self, medium: Medium) -> None:
+        with self._lock:
+            self._directory.cleared(self._member, medium)

@@ -107,7 +107,11 @@ class Engine:
         self.clock = clock or WallClock()
         self.alive = True
         self.available = True
-        self.info = replica_info(config, worker, scheduler.max_len)
+        self.info = dataclasses.replace(
+            replica_info(config, worker, scheduler.max_len),
+            cache_fingerprint=scheduler.cache.fingerprint,
+            cache_dtype=scheduler.cache.dtype,
+        )
         self._registry = Registry()
         self._builder = CommandBuilder(
             worker.plan, config.scheduler, scheduler, self._registry, chooser

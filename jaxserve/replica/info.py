@@ -19,6 +19,8 @@ class ReplicaInfo:
     run at once; max_queue: requests that may wait. class_names: of request classes, see
     `SchedulerConfig.classes`. settings: all that was configured, group by group, without secrets.
     role: prefill, decode or mixed: what a conductor has it do.
+    cache_fingerprint, cache_dtype: what the keys of its blocks of KV cover besides tokens and salt,
+    see `cache.hashes.root_key`.
     """
 
     served_name: str
@@ -43,6 +45,8 @@ class ReplicaInfo:
     class_names: tuple[str, ...]
     settings: Mapping[str, Any]
     role: str = "mixed"
+    cache_fingerprint: str = ""
+    cache_dtype: str = ""
 
     @property
     def capacity_tokens(self) -> int:

@@ -332,4 +332,6 @@ def _info(
             "scheduler": dataclasses.asdict(config),
             "lookahead": lookahead,
         },
+        cache_fingerprint=scheduler.cache.fingerprint,
+        cache_dtype=scheduler.cache.dtype,
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.cache.block_events import Medium
 from jaxserve.cluster.directory import Directory
 
 MEMBERS = 5
@@ -32,7 +33,7 @@ def test_depths_are_those_of_each_member(depths, asked):
     directory = Directory()
     chain = Keys("a")
     for member, depth in enumerate(depths):
-        directory.stored(member, chain.first(depth), "host" if member % 2 else "device")
+        directory.stored(member, chain.first(depth), Medium.HOST if member % 2 else Medium.DEVICE)
     found = directory.prefix_blocks(chain, asked, MEMBERS)
     assert found == [min(depth, asked) for depth in depths]
 
@@ -49,7 +50,7 @@ def test_few_keys_of_a_long_chain_are_asked_for():
 change = st.tuples(
     st.sampled_from(["stored", "removed", "cleared", "rebuild"]),
     st.integers(0, MEMBERS - 1),
-    st.sampled_from(["device", "host"]),
+    st.sampled_from([Medium.DEVICE, Medium.HOST]),
     st.sets(st.integers(0, 9)),
 )
 
@@ -57,21 +58,21 @@ change = st.tuples(
 @given(st.lists(change, max_size=30))
 def test_holders_are_those_that_were_told(changes):
     directory = Directory()
-    held: dict[tuple[int, str], set[bytes]] = {}
-    for kind, member, tier, numbers in changes:
+    held: dict[tuple[int, Medium], set[bytes]] = {}
+    for kind, member, medium, numbers in changes:
         keys = {bytes([number]) for number in numbers}
-        mine = held.setdefault((member, tier), set())
+        mine = held.setdefault((member, medium), set())
         if kind == "cleared":
             directory.cleared(member)
             for place in held:
                 if place[0] == member:
                     held[place] = set()
             continue
-        getattr(directory, kind)(member, keys, tier)
+        getattr(directory, kind)(member, keys, medium)
         if kind == "rebuild":
-            held[member, tier] = keys
+            held[member, medium] = keys
         else:
-            held[member, tier] = mine | keys if kind == "stored" else mine - keys
+            held[member, medium] = mine | keys if kind == "stored" else mine - keys
     for number in range(10):
         key = bytes([number])
         members = {member for (member, _), keys in held.items() if key in keys}

@@ -13,6 +13,8 @@ from jaxserve.api.events import Accepted, Event, Finished, Token
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
+from jaxserve.cluster.conductor import Conductor
+from jaxserve.cluster.member import Member
 from jaxserve.costs.predictor import Costs
 from jaxserve.costs.profiles import ModelShape
 from jaxserve.replica.protocol import Replica
@@ -170,5 +172,40 @@ def remote() -> Holder:
     return RemoteHolder(live().replica)
 
 
+def conductor_of_fakes() -> Holder:
+    """Holds a conductor with a thread of its own, over fakes with theirs."""
+    fakes = [FakeReplica(step_seconds=0.005, max_queue=6) for _ in range(2)]
+    members = [Member(f"fake {number}", one) for number, one in enumerate(fakes)]
+    return Holder(Conductor(members, owns_members=True))
+
+
+class VirtualConductorHolder(Holder):
+    """Moves the clocks of a conductor's virtual members together while it waits."""
+
+    def __init__(self, members: list[VirtualReplica], routing: str = "local_cache_aware"):
+        self.members = members
+        named = [Member(f"virtual {number}", one) for number, one in enumerate(members)]
+        clock = members[0].clock
+        super().__init__(
+            Conductor(named, routing=routing, clock=clock, threaded=False, owns_members=True)
+        )
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            at = min(member.next_event() for member in self.members)
+            assert at < math.inf, "it did not happen, and nothing is left to happen"
+            for member in self.members:
+                member.advance(at)
+
+
+def conductor_of_virtuals() -> Holder:
+    return VirtualConductorHolder([virtual().replica for _ in range(2)])
+
+
 SCHEDULED = {"live": live, "remote": remote, "virtual": virtual}
-HOLDERS = {**SCHEDULED, "fake": fake}
+HOLDERS = {
+    **SCHEDULED,
+    "fake": fake,
+    "conductor of fakes": conductor_of_fakes,
+    "conductor of virtuals": conductor_of_virtuals,
+}

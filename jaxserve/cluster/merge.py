@@ -1,0 +1,124 @@
+"""What a conductor says of itself, made of what its members say: facts, load, view, metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from jaxserve.cluster.member import Member
+from jaxserve.replica.info import ReplicaInfo
+from jaxserve.replica.protocol import Replica
+from jaxserve.scheduling import Load
+from jaxserve.settings.schema import ConfigError
+
+SAME = ("served_name", "model", "vocab", "eos_ids", "cache_fingerprint")  # in all members
+SHOWN_REQUESTS = 256  # of all members together, in a view
+AVERAGED = ("_perc", "_scale")  # ends of the names of gauges that are means, not sums
+
+
+def merged_info(infos: Sequence[ReplicaInfo]) -> ReplicaInfo:
+    """The facts of a cluster: what all members have together, and the least length that each takes.
+    Errors: ConfigError where they do not serve the same model."""
+    first = infos[0]
+    for info in infos:
+        for name in SAME:
+            if getattr(info, name) != getattr(first, name):
+                said = f"{getattr(first, name)!r:.80} and {getattr(info, name)!r:.80}"
+                raise ConfigError("replicas", f"differ in {name}: {said}")
+    pages = sum(info.pages_per_lane * info.mesh.kvp for info in infos)
+    return dataclasses.replace(
+        first,
+        max_model_len=min(info.max_model_len for info in infos),
+        pages_per_lane=pages // first.mesh.kvp,
+        max_seqs=sum(info.max_seqs for info in infos),
+        max_queue=sum(info.max_queue for info in infos),
+    )
+
+
+def merged_load(loads: Iterable[Load]) -> Load:
+    """The sums of loads; the queue's seconds as if members shared them."""
+    loads = list(loads)
+    totals = [sum(values) for values in zip(*map(dataclasses.astuple, loads))]
+    if not loads:
+        return Load(0, 0, 0, 0.0, 0, 0, 0)
+    load = Load(*totals)
+    return dataclasses.replace(
+        load, queued_prefill_seconds=load.queued_prefill_seconds / len(loads)
+    )
+
+
+def member_view(member: Member) -> dict[str, Any]:
+    """A row of the view's table of members. load: None where it cannot be reached."""
+    load = member.ask(lambda replica: dataclasses.asdict(replica.load()))
+    return {
+        "name": member.name,
+        "role": member.role.value,
+        "alive": member.alive,
+        "usable": member.usable,
+        "prefills": member.work.prefills,
+        "load": load,
+    }
+
+
+def merged_view(info: ReplicaInfo, members: Sequence[Member], views: Sequence[dict]) -> dict:
+    """A view of a cluster: the members, and the requests of all of them with the same columns. It
+    has no steps, which are those of one replica."""
+    shown: dict[str, Any] = {
+        "model": info.model,
+        "mesh": str(info.mesh),
+        "alive": True,
+        "members": [member_view(member) for member in members],
+    }
+    full = [view for view in views if "columns" in view]
+    if not full:
+        return shown
+    for name in ("columns", "end_columns", "now", "born"):
+        shown[name] = full[0][name]
+    for name in ("requests", "ended"):
+        shown[name] = [row for view in full for row in view[name]][:SHOWN_REQUESTS]
+    for name in ("running", "waiting"):
+        shown[name] = sum(view[name] for view in full)
+    shown["pages"] = [lane for view in full for lane in view["pages"]]
+    shown.update({"steps": [], "flying": [], "names": {}, "next": 0, "more": False})
+    left = {name: sum(view["left_out"][name] for view in full) for name in full[0]["left_out"]}
+    return {**shown, "left_out": left}
+
+
+class MergedMetrics(Collector):
+    """The metrics of all members: sums of counters, histograms and gauges, means of shares."""
+
+    def __init__(self, members: Callable[[], Sequence[Member]]):
+        self._members = members
+
+    def collect(self) -> Iterator[Metric]:
+        merged: dict[str, Metric] = {}
+        values: dict[str, dict[tuple, list[float]]] = {}
+        for member in self._members():
+            for family in member.ask(_families) or ():
+                merged.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                known = values.setdefault(family.name, {})
+                for sample in family.samples:
+                    place = sample.name, tuple(sorted(sample.labels.items()))
+                    known.setdefault(place, []).append(sample.value)
+        for name, family in merged.items():
+            for (sample, labels), found in values[name].items():
+                family.add_sample(sample, dict(labels), _together(family, sample, found))
+            yield family
+
+
+def _together(family: Metric, sample: str, values: list[float]) -> float:
+    if family.type == "info" or sample.endswith("_created"):
+        return values[0]
+    total = sum(values)
+    mean = family.type == "gauge" and family.name.endswith(AVERAGED)
+    return total / len(values) if mean else total
+
+
+def _families(replica: Replica) -> list[Metric]:
+    return list(replica.metrics_registry.collect())

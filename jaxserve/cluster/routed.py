@@ -1,0 +1,101 @@
+"""A request that a conductor has taken: which member has it, and what its caller has heard.
+
+A request may be tried on one member after another. Each try has a number; what a member says of an
+earlier try is dropped. Events reach the caller one call at a time and in their order, whichever
+thread they come from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Accepted, Event, Finished, Progress, Timing, Token, Usage
+from jaxserve.api.request import Request
+from jaxserve.replica.protocol import Sink
+
+
+@dataclasses.dataclass(eq=False)
+class RoutedRequest:
+    """A request that has not ended. Its fields change under the conductor's lock only.
+
+    member: number of the one that has it, None while it has none. attempt: number of the try.
+    tried: members that have failed it or refused it. tokens: that the caller was sent, by
+    completion. ending: with which all completions end, whatever the member says. prefill_seconds:
+    as predicted.
+    """
+
+    request: Request
+    sink: Sink
+    member: int | None = None
+    attempt: int = 0
+    tried: set[int] = dataclasses.field(default_factory=set)
+    tokens: dict[int, int] = dataclasses.field(default_factory=dict)
+    unfinished: set[int] = dataclasses.field(default_factory=set)
+    ending: tuple[str, RequestError | None] | None = None
+    accepted: bool = False
+    prefilled: dict[int, int] = dataclasses.field(default_factory=dict)
+    first_token_at: float | None = None
+    silent: bool = False  # its sink raised: it hears no more
+    outbox: deque[list[Event]] = dataclasses.field(default_factory=deque)
+    delivering: bool = False
+
+    def __post_init__(self) -> None:
+        self.unfinished = set(range(self.request.sampling.n))
+
+    @property
+    def sent_nothing(self) -> bool:
+        """Whether the caller has neither a token nor an end of any completion, so that another
+        member can begin anew."""
+        return not self.tokens and len(self.unfinished) == self.request.sampling.n
+
+    def take(self, events: Sequence[Event], now: float) -> list[Event]:
+        """What of a member's events the caller is to hear: no second Accepted, and no progress
+        that it has heard of, where an earlier try said so."""
+        heard = []
+        for event in events:
+            if isinstance(event, Finished):
+                if event.index not in self.unfinished:
+                    continue
+                self.unfinished.discard(event.index)
+                event = self._ended(event)
+            elif isinstance(event, Token):
+                self.tokens[event.index] = self.tokens.get(event.index, 0) + 1
+                if self.first_token_at is None:
+                    self.first_token_at = now
+            elif isinstance(event, Accepted):
+                if self.accepted:
+                    continue
+                self.accepted = True
+            elif isinstance(event, Progress):
+                if event.prefilled < self.prefilled.get(event.index, 0):
+                    continue
+                self.prefilled[event.index] = event.prefilled
+            heard.append(event)
+        return heard
+
+    def _ended(self, event: Finished) -> Finished:
+        if self.ending is None:
+            return event
+        reason, error = self.ending
+        return dataclasses.replace(event, reason=reason, error=error)
+
+    def end(self, reason: str, error: RequestError | None, now: float) -> list[Event]:
+        """Ends of all completions that have none, where no member tells of them."""
+        total = max(now - self.request.arrival, 0.0)
+        first = total if self.first_token_at is None else self.first_token_at - self.request.arrival
+        first = min(max(first, 0.0), total)
+        ends: list[Event] = [
+            Finished(
+                index,
+                reason,
+                Usage(len(self.request.prompt), 0, self.tokens.get(index, 0)),
+                Timing(first, first, total),
+                error=error,
+            )
+            for index in sorted(self.unfinished)
+        ]
+        self.unfinished.clear()
+        return ends
