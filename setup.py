@@ -26,6 +26,9 @@ TEST = [
     "jsonschema-rs>=0.30",
     "grpcio-tools>=1.67.1",
     "opentelemetry-sdk>=1.25",
+    "pyzmq>=25",
+    "msgpack>=1.0",
+    "msgspec>=0.18",
 ]
 
 setup(
@@ -80,6 +83,7 @@ setup(
         "traces": ["opentelemetry-sdk>=1.25", "opentelemetry-exporter-otlp>=1.25"],
         # with Debian's libibverbs1 and libnuma1, or the like
         "mooncake": ["mooncake-transfer-engine-non-cuda>=0.3.13"],
+        "cluster": ["pyzmq>=25", "msgpack>=1.0"],
         "hub": ["huggingface_hub>=0.24"],
         "experiments": [
             "matplotlib>=3.8",

@@ -36,6 +36,7 @@ from jaxserve.server.grpc.handlers import MAX_CONTROL_BYTES, method_handlers
 from jaxserve.server.grpc.health import Health
 from jaxserve.server.grpc.inference import Inference
 from jaxserve.server.http_server import HttpGuard, Listener, is_loopback
+from jaxserve.server.kv_events import KvEvents, check_kv_events
 from jaxserve.server.openai.app import OPEN_PATHS, users_app
 from jaxserve.server.readiness import Readiness
 from jaxserve.server.replica_auth import cluster_secret
@@ -74,6 +75,7 @@ def check_host(config: ServerConfig) -> None:
             "admin_port",
             f"on {config.host!r} it needs --api_keys: operators have keys of their own",
         )
+    check_kv_events(config)
 
 
 def check_replica_port(config: ServerConfig) -> None:
@@ -140,6 +142,7 @@ class Server:
         self.ports: dict[str, int] = {}
         self._host = f"[{config.host.strip('[]')}]" if ":" in config.host else config.host
         self._listeners: list[Listener] = []
+        self._kv_events: KvEvents | None = None
         self._health = Health([service.full_name for service in SERVICES.values()])
         self._grpc_server = grpc.aio.server(
             interceptors=(GrpcGuard(self.authenticator, self.frontend.metrics),),
@@ -185,11 +188,18 @@ class Server:
             )
         for listener in self._listeners:
             await listener.start()
+        if self.config.kv_events is not None:
+            self._kv_events = KvEvents(self.config)
         await self._grpc_server.start()
         self._watchers = [
             asyncio.create_task(self._poll()),
             asyncio.create_task(self._watch_files()),
         ]
+
+    @property
+    def kv_events(self) -> KvEvents | None:
+        """The publisher of KV events, where they are configured."""
+        return self._kv_events
 
     def _users_guard(self) -> HttpGuard:
         readiness = Readiness(self.frontend, self.authenticator.anonymous)
@@ -234,6 +244,8 @@ class Server:
         self.frontend.open(replica, tokenizer, guides)
         if self._replica_service is not None:
             self._replica_service.open(replica, guides)
+        if self._kv_events is not None:
+            self._kv_events.open(replica, f"{self._host}:{self.ports.get('http', 0)}")
         self._watchers.append(asyncio.create_task(self.frontend.metrics.watch_loop()))
         self._health.set_serving(True)
         log.info(
@@ -279,6 +291,8 @@ class Server:
         await self._grpc_server.stop(STOP_SECONDS)
         for listener in self._listeners:
             await listener.stop()
+        if self._kv_events is not None:
+            await asyncio.to_thread(self._kv_events.close)
         await asyncio.to_thread(self.frontend.close)
 
     async def _poll(self) -> None:

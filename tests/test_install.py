@@ -20,6 +20,10 @@ TRACES = (
     "from jaxserve.server.tracing import EXPORTERS; import importlib\n"
     "for name in EXPORTERS.values(): importlib.import_module(name)"
 )
+KV_EVENTS = (
+    "from jaxserve.observe.kv_event_publisher import KvEventPublisher\n"
+    "KvEventPublisher('tcp://127.0.0.1:0').close()"
+)
 # by extra: commands after `python`
 RUNS: dict[str, list[list[str]]] = {
     "": [
@@ -34,6 +38,7 @@ RUNS: dict[str, list[list[str]]] = {
         ["-m", "experiments.examples.structured_output", "--help"],
     ],
     "mooncake": [["-c", "import google_crc32c, jaxserve.store.mooncake"]],
+    "cluster": [["-c", KV_EVENTS]],
     "hub": [["-c", "import huggingface_hub"], ["-m", "jaxserve", "fetch", "--help"]],
     "traces": [["-c", TRACES]],
     "examples": [["-m", "experiments.examples.client", "--help"]],

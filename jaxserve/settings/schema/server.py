@@ -85,6 +85,27 @@ class ServerConfig(Settings):
         "lowest level of jaxserve's own log lines",
         choices=("debug", "info", "warning", "error"),
     )
+    kv_events: str | None = option(
+        None,
+        "endpoint such as tcp://127.0.0.1:5557 on which routers hear which blocks of KV are here, "
+        "in vLLM's format over ZeroMQ, tokens of prompts included; beyond loopback it needs "
+        "insecure; default: none",
+    )
+    kv_events_replay: str | None = option(
+        None,
+        "endpoint such as tcp://127.0.0.1:5558 that resends KV events which a router missed; "
+        "default: none",
+    )
+    kv_events_address: str | None = option(
+        None,
+        "HOST:PORT by which routers know this replica, for the topic of its KV events; default: "
+        "host and http_port",
+    )
+    metrics_aliases: str = option(
+        "none",
+        "names under which metrics are exported a second time: vLLM's, for what reads those",
+        choices=("none", "vllm"),
+    )
     traces_endpoint: str | None = option(
         None,
         "OTLP endpoint that gets a span of each request, such as http://localhost:4317; default: "
