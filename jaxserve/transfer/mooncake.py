@@ -15,7 +15,8 @@ import re
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from queue import Queue
 from typing import Any
 
 import numpy as np
@@ -52,17 +53,25 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Write:
-    """moving: numbers of the engine's transfers that are not over. An engine's number must not be
-    asked after its last answer: it is freed memory by then."""
+    """deadline: the moment after which it is not begun any more. size: bytes. moving: numbers of
+    the engine's transfers that are not over. An engine's number must not be asked after its last
+    answer: it is freed memory by then. submitted: nothing more of it will be begun."""
 
-    moving: list[int]
-    error: str
+    deadline: float
     size: int
+    moving: list[int] = field(default_factory=list)
+    error: str = ""
+    submitted: bool = False
+
+
+_Job = tuple[_Write, list[tuple[int, int, int]]]  # source, target and size of each piece
 
 
 class MooncakeTransfer:
     """A `Transfer`. `write` takes data inside the staging memory only, and its `seconds` bound
-    nothing: the engine gives up by itself (MC_TCP_STATUS_TIMEOUT_SEC).
+    only how late a write begins: from then on the engine gives up when it likes
+    (MC_TCP_STATUS_TIMEOUT_SEC for a peer that was there once). One for each process: its threads
+    end with the process.
 
     host: by which peers reach this process. protocol: 'tcp' or 'rdma'. devices: RDMA devices,
     comma-separated; '' for all. Errors: TransferError where the engine is not installed or does not
@@ -84,6 +93,8 @@ class MooncakeTransfer:
         self._windows = Windows()
         self._lock = threading.Lock()  # of all below, and of the engine's numbers
         self._writes: dict[int, _Write] = {}
+        self._queues: dict[str, Queue[_Job | None]] = {}
+        self._threads: list[threading.Thread] = []
         self._last = 0
         self._sent_bytes = 0
         self._closed = False
@@ -113,24 +124,54 @@ class MooncakeTransfer:
         for _, data in pieces:
             check_range("data", data.ctypes.data - self._start, data.nbytes, self.memory.size)
         size = sum(len(data) for _, data in checked)
+        write = _Write(time.monotonic() + seconds, size)
+        parts = [(data.ctypes.data, address + offset, data.nbytes) for offset, data in pieces]
         with self._lock:
             if self._closed:
                 raise TransferError("transfer", "it was closed")
             if len(self._writes) >= MAX_TICKETS:
                 raise TransferError("tickets", f"{MAX_TICKETS} are not released: the limit")
-            write = _Write([], "", size)
-            for offset, data in pieces:
-                number = self._engine.transfer_submit_write(
-                    window.peer, data.ctypes.data, address + offset, data.nbytes
-                )
-                if number:
-                    write.moving.append(number)
-                else:
-                    write.error = "peer: the write could not be submitted"
-                    break
             self._last += 1
             self._writes[self._last] = write
+            self._queue_of(window.peer).put((write, parts))
             return Ticket(self._last, size)
+
+    def _queue_of(self, peer: str) -> Queue[_Job | None]:
+        """The jobs of the thread that submits to a peer: the first time the engine asks the peer
+        for its memory, and waits for the answer without a bound."""
+        if peer not in self._queues:
+            jobs: Queue[_Job | None] = Queue()
+            thread = threading.Thread(
+                target=self._submit_all, args=(peer, jobs), name="transfer-submit", daemon=True
+            )
+            self._queues[peer] = jobs
+            self._threads.append(thread)
+            thread.start()
+        return self._queues[peer]
+
+    def _submit_all(self, peer: str, jobs: Queue[_Job | None]) -> None:
+        """The thread of one peer."""
+        while (job := jobs.get()) is not None:
+            write, parts = job
+            for part in parts:
+                if not self._submit(peer, write, *part):
+                    break
+            with self._lock:
+                write.submitted = True
+
+    def _submit(self, peer: str, write: _Write, source: int, target: int, size: int) -> bool:
+        """Begins one piece. False where the write has failed."""
+        if self._closed or time.monotonic() >= write.deadline:
+            with self._lock:
+                write.error = "seconds: its time was over before it could be submitted"
+            return False
+        number = self._engine.transfer_submit_write(peer, source, target, size)
+        with self._lock:
+            if number:
+                write.moving.append(number)
+            else:
+                write.error = write.error or "peer: the write could not be submitted"
+        return bool(number)
 
     def status(self, ticket: Ticket) -> str | None:
         with self._lock:
@@ -139,7 +180,7 @@ class MooncakeTransfer:
                 raise TransferError("ticket", f"number {ticket.number} was released or never given")
             if write.moving:
                 self._look(write)
-            return None if write.moving else write.error
+            return write.error if write.submitted and not write.moving else None
 
     def _look(self, write: _Write) -> None:
         """Asks the engine what is still under way."""
@@ -183,22 +224,24 @@ class MooncakeTransfer:
                 return
             self._closed = True
             tickets = [Ticket(number, write.size) for number, write in self._writes.items()]
+            for jobs in self._queues.values():
+                jobs.put(None)
         until = time.monotonic() + CLOSE_SECONDS
-        moving = [
-            ticket
-            for ticket in tickets
-            if self.wait(ticket, max(0.0, until - time.monotonic())) is None
-        ]
+        left = lambda: max(0.0, until - time.monotonic())
+        for thread in self._threads:
+            thread.join(left())
+        moving = [ticket for ticket in tickets if self.wait(ticket, left()) is None]
         self._windows.end_all()
         if moving:
-            _KEPT.append(self)
             log.warning("transfer: %d tickets were under way at the end", len(moving))
         else:
             self._engine.unregister_memory(self._start)
-            self._engine = None  # ends its threads
+        _KEPT.append(self)
 
 
-_KEPT: list[MooncakeTransfer] = []  # whose engines may still read and write their memory
+# An engine whose object is destroyed while others of the process run can hang; and one with tickets
+# under way may still read and write its memory.
+_KEPT: list[MooncakeTransfer] = []
 
 
 def _engine(host: str, protocol: str, devices: str) -> Any:
