@@ -87,15 +87,10 @@ class RemoteRequest:
         """The ends of what has not ended, with an error."""
         total = now - self.request.arrival
         first = total if self.first_token is None else self.first_token
+        timing = Timing(queued=min(first, total), first_token=first, total=total)
         prompt = len(self.request.prompt)
         return [
-            Finished(
-                index,
-                "error",
-                Usage(prompt=prompt, cached=0, completion=count),
-                Timing(queued=min(first, total), first_token=first, total=total),
-                error=error,
-            )
+            Finished(index, "error", Usage(prompt, 0, count), timing, error=error)
             for index, count in self.tokens.items()
         ]
 

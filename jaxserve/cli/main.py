@@ -25,6 +25,8 @@ COMMANDS = {  # name -> module in `cli`, summary
     "generate": ("generate", "complete prompts in this process"),
     "demo": ("demo", "serve a small model on a mesh of twelve CPU devices and talk to it"),
     "launch": ("launch", "run a command as a group of processes, on this host or on several"),
+    "conductor": ("conductor", "serve with the replicas of a cluster, without devices"),
+    "cluster": ("cluster", "replicas and a conductor as processes of this machine"),
     "fetch": ("fetch", "download a model into the cache folder"),
     "doctor": (
         "doctor.command",

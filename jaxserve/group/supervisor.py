@@ -9,7 +9,6 @@ the leader dies, all start anew. No member outlives the supervisor.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
@@ -21,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxserve.group.child import Child, code_text
 from jaxserve.group.member import LOST, REFUSED, Member
 
 SILENT_SECONDS = 7.0  # after its first word, that a member may say nothing
@@ -30,12 +30,9 @@ AFTER_SECONDS = 1.0  # that a leader whose engine was closed may take to end
 MAX_PAUSE_SECONDS = 30.0  # between starts that fail
 MAX_FAILURES = 6  # starts in a row after which no token came
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_PR_SET_PDEATHSIG = 1
-# found here, for between fork and exec little may be called; only Linux has it
-_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
 
 
-class Process:
+class Process(Child):
     """A member's process. state: what it says it does; ready: whether it has become ready since
     this was last set to False. Errors: OSError where the command cannot be run."""
 
@@ -48,42 +45,19 @@ class Process:
         self.ready = False
         self.heard: float | None = None
         self._text = b""
-        self._code: int | None = None
-        inner = subprocess.DEVNULL if not member.leads else None
-        out = None if member.leads else sys.stderr.fileno()
-        parent = os.getpid()
         try:
-            self._process = subprocess.Popen(
+            super().__init__(
                 command,
-                env={**environment, **self.member.environment()},
-                stdin=inner,
-                stdout=out,
+                {**environment, **self.member.environment()},
+                stdin=None if member.leads else subprocess.DEVNULL,
+                stdout=None if member.leads else sys.stderr.fileno(),
                 pass_fds=[writing],
-                start_new_session=True,
-                preexec_fn=lambda: _die_with(parent),
             )
         except OSError:
             os.close(reading)
             raise
         finally:
             os.close(writing)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def code(self) -> int | None:
-        """Its exit code; None while it runs. The kernel keeps its number until `kill`, so that no
-        other process is taken for it."""
-        if self._code is None and hasattr(os, "waitid"):
-            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if found is not None:
-                ended = found.si_code == os.CLD_EXITED
-                self._code = found.si_status if ended else -found.si_status
-        elif self._code is None:
-            self._code = self._process.poll()
-        return self._code
 
     def listen(self, now: float) -> None:
         """Reads what the member said."""
@@ -101,17 +75,11 @@ class Process:
         """Whether it has said nothing for too long."""
         return self.heard is not None and now - self.heard > SILENT_SECONDS
 
-    def signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(self.pid, number)
-
     def kill(self) -> None:
         """Ends it, and what it started, now."""
         if self.pipe < 0:
             return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._code = self._process.wait()
+        super().kill()
         os.close(self.pipe)
         self.pipe = -1
 
@@ -219,7 +187,7 @@ class Supervisor:
     def _fate(self, process: Process, now: float) -> str | None:
         """Why a member is to be given up; None where it is not."""
         if process.code is not None:
-            return f"ended with {_code(process.code)}"
+            return f"ended with {code_text(process.code)}"
         return f"has said nothing for {SILENT_SECONDS:g} s" if process.silent(now) else None
 
     def _report(self, process: Process, fate: str) -> None:
@@ -303,18 +271,3 @@ def _state(line: bytes) -> str:
 
 def _exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
-
-
-def _code(code: int) -> str:
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return signal.Signals(-code).name
-    return f"exit code {code}"
-
-
-def _die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent dies, also while it is stopped."""
-    if _PRCTL is not None:
-        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it is dead already
-        os._exit(LOST)

@@ -34,6 +34,7 @@ OTHER_VARIABLES = {
     "JAXSERVE_CONFIG",
     "JAXSERVE_GROUP",
     "JAXSERVE_GROUP_SECRET",
+    "JAXSERVE_CLUSTER_SECRET",
 }
 # what Kubernetes sets beside a service called jaxserve
 SERVICE_LINKS = re.compile(r"JAXSERVE_(\w+_)?(SERVICE_HOST|(SERVICE_)?PORT)(_\w+)?")

@@ -1,0 +1,187 @@
+"""`jaxserve cluster`: replicas and a conductor as processes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxserve.cli.conductor import COMMAND as CONDUCTOR
+from jaxserve.cli.engine_flags import (
+    SERVED,
+    SERVER,
+    engine_config,
+    engine_groups,
+    server_config,
+)
+from jaxserve.cli.own_server import flag
+from jaxserve.group.channel import free_port
+from jaxserve.group.cluster import ProcessSet, Task
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option
+from jaxserve.settings.schema import ConfigError
+
+ABOUT = """\
+Starts replicas (`jaxserve serve`) and a conductor on this machine, starts them anew when they end,
+and ends them all at SIGTERM and Ctrl-C: for trying out, for tests, for one big machine. Clients use
+--port and --http_port, which are the conductor's; the replicas listen on free ports of loopback.
+Without --prefill, --decode and --mixed there are two replicas that do both. On machines with GPUs
+each replica gets as many as --mesh has, in the order of CUDA_VISIBLE_DEVICES.
+
+  jaxserve cluster --mixed=2 --model=smollm2-135m
+"""
+MAX_REPLICAS = 64  # on one machine
+OPTIONS = [
+    Option("prefill", int, 0, "replicas that prefill", low=0, high=MAX_REPLICAS),
+    Option("decode", int, 0, "replicas that decode", low=0, high=MAX_REPLICAS),
+    Option(
+        "mixed",
+        int,
+        None,
+        "replicas that do both; default: 2, or 0 beside others",
+        low=0,
+        high=MAX_REPLICAS,
+    ),
+    Option(
+        "port_file",
+        str,
+        None,
+        "file that tells clients' addresses as JSON, grpc and http, once they can connect; removed "
+        "at the end",
+    ),
+]
+SECRET_VARIABLE = "JAXSERVE_CLUSTER_SECRET"
+OF_CLUSTER = {option.name for option in OPTIONS} | {"config", "print_config", "role"}
+# a replica's own; the rest of the server's settings are the conductor's
+OF_REPLICA = {"log_format", "log_level", "drain_timeout", "max_message_mib"}
+
+
+def run(values: dict[str, Any]) -> int:
+    engine_config(values)
+    server_config(values)
+    roles = _roles(values)
+    host = values["host"]
+    local = {**values}
+    for name in ("port", "http_port"):
+        if local[name] == 0:  # it is the same one when the conductor starts anew
+            local[name] = free_port(host)
+    ports = [free_port("127.0.0.1") for _ in roles]
+    tasks = [
+        _replica(number, role, port, values, devices)
+        for number, (role, port, devices) in enumerate(zip(roles, ports, _devices(values, roles)))
+    ]
+    tasks.append(_conductor(local, ports))
+    environment = {name: text for name, text in os.environ.items() if name != "JAXSERVE_CONFIG"}
+    environment[SECRET_VARIABLE] = secrets.token_hex(32)
+    with _port_file(local) as poll:
+        processes = ProcessSet(tasks, environment, values["drain_timeout"], _say, poll)
+        return processes.run()
+
+
+def _say(text: str) -> None:
+    print(f"cluster: {text}", file=sys.stderr, flush=True)
+
+
+def _roles(values: Mapping[str, Any]) -> list[str]:
+    """The role of each replica. Errors: ConfigError."""
+    prefill, decode, mixed = (values[name] for name in ("prefill", "decode", "mixed"))
+    if mixed is None:
+        mixed = 0 if prefill or decode else 2
+    if not mixed and not (prefill and decode):
+        name = "decode" if prefill else "prefill"
+        raise ConfigError(name, "is 0: requests need replicas that prefill and that decode")
+    if prefill + decode + mixed > MAX_REPLICAS:
+        raise ConfigError("mixed", f"more than {MAX_REPLICAS} replicas on one machine")
+    return ["prefill"] * prefill + ["decode"] * decode + ["mixed"] * mixed
+
+
+def _devices(values: Mapping[str, Any], roles: list[str]) -> list[Mapping[str, str]]:
+    """Variables that give each replica its GPUs; none where there are none. Errors: ConfigError."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is not None:
+        gpus = [gpu.strip() for gpu in shown.split(",") if gpu.strip()]
+    else:
+        found = (re.fullmatch(r"nvidia([0-9]+)", name) for name in os.listdir("/dev"))
+        gpus = [str(number) for number in sorted(int(match[1]) for match in found if match)]
+    if not gpus:
+        return [{} for _ in roles]
+    each = engine_config(values).mesh.devices
+    if len(gpus) < each * len(roles):
+        raise ConfigError(
+            "mesh", f"{len(roles)} replicas of {each} GPUs each; there are {len(gpus)}"
+        )
+    shares = (gpus[number * each : (number + 1) * each] for number in range(len(roles)))
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
+
+
+def _replica(
+    number: int, role: str, port: int, values: Mapping[str, Any], environment: Mapping[str, str]
+) -> Task:
+    conductors = {option.name for option in SERVER["server"]} - OF_REPLICA
+    flags = _flags(COMMAND, values, OF_CLUSTER | conductors)
+    own = ["--port=0", "--http_port=0", f"--replica_port={port}", f"--role={role}"]
+    return Task(f"replica {number}", _jaxserve("serve", *own, *flags), 1, environment)
+
+
+def _conductor(values: Mapping[str, Any], ports: list[int]) -> Task:
+    flags = _flags(CONDUCTOR, values, {"replicas", "replicas_file", "replicas_ca", "replica_port"})
+    replicas = ",".join(f"127.0.0.1:{port}" for port in ports)
+    return Task("conductor", _jaxserve("conductor", f"--replicas={replicas}", *flags), 0)
+
+
+def _jaxserve(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "jaxserve", *arguments]
+
+
+def _flags(command: Command, values: Mapping[str, Any], without: set[str]) -> list[str]:
+    """The settings of a command among these values, as arguments."""
+    names = [name for name in command.options if name not in without | OF_CLUSTER]
+    return [flag(name, values[name]) for name in names if values[name] is not None]
+
+
+@contextlib.contextmanager
+def _port_file(values: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
+    """Gives what writes the file once clients can connect; removes it at the end."""
+    if values["port_file"] is None:
+        yield lambda: None
+        return
+    file = Path(values["port_file"])
+    file.unlink(missing_ok=True)
+    text = json.dumps(_addresses(values)) + "\n"
+
+    def poll() -> None:
+        if not file.exists() and _listens(values):
+            part = file.with_name(f".{file.name}.{os.getpid()}")
+            part.write_text(text)
+            os.replace(part, file)
+
+    try:
+        yield poll
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _addresses(values: Mapping[str, Any]) -> dict[str, str]:
+    host = f"[{values['host']}]" if ":" in values["host"] else values["host"]
+    scheme = "http" if values["tls_cert"] is None else "https"
+    found = {"grpc": f"{host}:{values['port']}"}
+    if values["http_port"] is not None:
+        found["http"] = f"{scheme}://{host}:{values['http_port']}"
+    return found
+
+
+def _listens(values: Mapping[str, Any]) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection((values["host"], values["port"]), 0.2).close()
+        return True
+    return False
+
+
+COMMAND = Command({"cluster": OPTIONS, **SERVER, **engine_groups(**SERVED)}, run, ABOUT)

@@ -1,0 +1,126 @@
+"""The replicas of a cluster, as a list of addresses names them: given once, or in a file that may
+change while it is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import grpc
+
+from jaxserve.server.files import file_signature
+from jaxserve.server.remote_replica import SAME_MODEL, RemoteReplica
+from jaxserve.settings.schema import ConfigError
+
+log = logging.getLogger(__name__)
+MAX_MEMBERS = 1024
+ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+FILE_SECONDS = 1.0  # between looks at the file
+FIRST_SECONDS = 0.1  # between looks for a first replica that answers
+
+
+def addresses(text: str, field: str) -> list[str]:
+    """Addresses HOST:PORT, apart by commas or white space; '#' begins a comment. Errors:
+    ConfigError that names `field`."""
+    lines = (line.partition("#")[0] for line in text.splitlines())
+    found = " ".join(lines).replace(",", " ").split()
+    for address in found:
+        match = ADDRESS.fullmatch(address)
+        if match is None or not 0 < int(match[2]) < 65536:
+            raise ConfigError(field, f"{address[:100]!r} is not HOST:PORT")
+    if len(set(found)) < len(found):
+        raise ConfigError(field, "names a replica more than once")
+    if len(found) > MAX_MEMBERS:
+        raise ConfigError(field, f"has {len(found)} replicas; the limit is {MAX_MEMBERS}")
+    return found
+
+
+class Members:
+    """Replicas by address, each with a session that is kept up.
+
+    file: with their addresses, read again when it changes; one that cannot be read changes nothing.
+    on_change: called after changes, with all that there are now and those that were taken out,
+    which whoever uses them closes.
+    """
+
+    def __init__(
+        self,
+        targets: Iterable[str],
+        secret: bytes,
+        credentials: grpc.ChannelCredentials | None = None,
+        file: Path | None = None,
+    ):
+        self._secret = secret
+        self._credentials = credentials
+        self._file = file
+        self._signature = None if file is None else file_signature(file)
+        self._closed = threading.Event()
+        self._members: dict[str, RemoteReplica] = {}
+        self.on_change: Callable[[list[RemoteReplica], list[RemoteReplica]], None] | None = None
+        self._set(targets if file is None else self._read(file))
+        self._watching = threading.Thread(target=self._watch, name="members", daemon=True)
+        self._watching.start()
+
+    @property
+    def all(self) -> list[RemoteReplica]:
+        return list(self._members.values())
+
+    def serving(self) -> list[RemoteReplica]:
+        """Those that can take requests, all of one model: that of the first which answered."""
+        alive = [member for member in self.all if member.available]
+        if not alive:
+            return []
+        return [member for member in alive if _same_model(alive[0], member)]
+
+    def wait_for_one(self) -> RemoteReplica:
+        """Waits for the first replica that answers. Errors: ConfigError once this was closed."""
+        while not self._closed.is_set():
+            for member in self.serving():
+                return member
+            time.sleep(FIRST_SECONDS)
+        raise ConfigError("replicas", "none has answered")
+
+    def close(self) -> None:
+        """Ends all sessions; the replicas go on."""
+        self._closed.set()
+        self._watching.join()
+        for member in self.all:
+            member.close()
+
+    def _read(self, file: Path) -> list[str]:
+        try:
+            return addresses(file.read_text(), "replicas_file")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError("replicas_file", f"{file}: {error}") from None
+
+    def _watch(self) -> None:
+        while not self._closed.wait(FILE_SECONDS):
+            if self._file is None:
+                continue
+            signature = file_signature(self._file)
+            if signature == self._signature:
+                continue
+            self._signature = signature
+            try:
+                self._set(self._read(self._file))
+            except ConfigError as error:
+                log.error("%s; the replicas stay as they were", error)
+
+    def _set(self, targets: Iterable[str]) -> None:
+        targets = list(targets)
+        removed = [self._members.pop(old) for old in set(self._members) - set(targets)]
+        for target in targets:
+            if target not in self._members:
+                member = RemoteReplica(target, self._secret, self._credentials)
+                self._members[target] = member
+        if self.on_change is not None:
+            self.on_change(self.all, removed)
+
+
+def _same_model(first: RemoteReplica, other: RemoteReplica) -> bool:
+    return all(getattr(first.info, name) == getattr(other.info, name) for name in SAME_MODEL)
