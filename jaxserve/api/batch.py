@@ -7,9 +7,11 @@ sent once, when it is new.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
+
+NO_STORES = np.zeros((0, 7), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,9 @@ class Batch:
     seconds: float  # predicted time in the slowest stage
     # rows of this batch whose sequence has just got its slot: set its sampling state
     admitted: tuple[int, ...]
+    # [m, 7] pages whose blocks lower tiers are to keep, read before the step: lane, page, seconds
+    # to keep the block, its key as four integers
+    stores: np.ndarray = field(default_factory=lambda: NO_STORES)
 
     @property
     def nbytes(self) -> int:

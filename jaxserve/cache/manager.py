@@ -7,6 +7,7 @@ device keeps a row of pages per slot and lane (see `table_updates`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -17,7 +18,9 @@ from jaxserve.cache.hashes import BlockHashes, root_key
 from jaxserve.cache.pages import PageAllocator, PageCounts
 from jaxserve.cache.placement import PLACEMENTS, Placement, PlacementView
 from jaxserve.cache.prefix_match import NO_MATCH, PrefixMatch, find_prefix
+from jaxserve.cache.stores import PendingStores
 from jaxserve.cache.table_updates import BLOCK, INDEX, LANE, PAGE, SLOT, TableUpdates
+from jaxserve.cache.tiers import Fetch, LowerTiers
 from jaxserve.settings.schema import CacheConfig, ConfigError
 
 UNLIMITED = 2**31  # blocks of a sequence on a lane
@@ -38,7 +41,8 @@ class CacheManager:
 
     config: `pages`, which is per lane, must be given. fingerprint, dtype: what besides tokens tells
     the blocks of one model from another's. placement: instead of the config's, by name or as a
-    function. stripe: see PlacementView.
+    function. stripe: see PlacementView. lower: where blocks that leave the devices are kept, and
+    fetched from.
 
     To be read by all, by slot: `tables` (the page of every block, in order), `home` (lane),
     `spread` (whether any block is on another lane than home), `blocks_per_lane` [slots, lanes] and
@@ -54,6 +58,7 @@ class CacheManager:
         dtype: str = "",
         placement: str | Placement | None = None,
         stripe: int = 1,
+        lower: LowerTiers | None = None,
     ):
         if config.pages is None:
             raise ConfigError("pages", "must be known before the cache is made")
@@ -66,7 +71,13 @@ class CacheManager:
         self.spread = np.zeros(slots, bool)
         self.blocks_per_lane = np.zeros((slots, lanes), np.int32)
         self.capacity = np.zeros(slots, np.int32)
+        self.lower = lower
         self._updates = TableUpdates()
+        self._stores = PendingStores(self.pages)
+        if lower is not None:
+            self.pages.on_evict = self._stores.add
+        self._tickets = itertools.count()
+        self._fetches: list[Fetch] = []
         self._watchers: list[PageWatcher] = []
         self.fingerprint = fingerprint
         self.dtype = dtype
@@ -170,6 +181,39 @@ class CacheManager:
         """Forgets the blocks that no slot holds; returns how many pages are free by that."""
         return self.pages.flush()
 
+    # --- lower tiers
+
+    def fetchable(self, hashes: BlockHashes, first: int, last: int) -> list[bytes]:
+        """Keys of the blocks from `first` on, to before `last`, that lower tiers hold without a
+        gap."""
+        if self.lower is None or not self.prefix_caching:
+            return []
+        keys: list[bytes] = []
+        while first + len(keys) < last and self.lower.holds(hashes[first + len(keys)]):
+            keys.append(hashes[first + len(keys)])
+        return keys
+
+    def fetch(self, slot: int, keys: list[bytes]) -> int:
+        """Gives the slot pages for its next blocks, which have these keys, and asks lower tiers to
+        fill them; so many must be available. Returns the fetch's ticket."""
+        first = len(self.tables[slot])
+        self.extend(slot, len(keys))
+        places = np.stack(self.pages.locate(np.array(self.tables[slot][first:], np.int32)), axis=1)
+        ticket = next(self._tickets)
+        self._fetches.append(Fetch(ticket, keys, places))
+        return ticket
+
+    def take_fetches(self) -> list[Fetch]:
+        """Fetches that were asked for since the last call."""
+        fetches = self._fetches
+        self._fetches = []
+        return fetches
+
+    def take_stores(self) -> np.ndarray:
+        """Pages [m, 7] whose blocks leave the devices, see `Batch.stores`: to be read before
+        anything else is done to them."""
+        return self._stores.take()
+
     # --- the pages of a slot
 
     def choose_home(
@@ -218,6 +262,7 @@ class CacheManager:
             if len(held) > 1:
                 lane = self._next_lane(slot, block, held, lane)
             page = self.pages.allocate(lane)
+            self._stores.renewed(page)
             self._updates.add(lane, slot, held[lane], self.pages.locate(page)[1], block)
             held[lane] += 1
             table.append(page)
@@ -278,6 +323,7 @@ class CacheManager:
         """Moves a block of the slot to a page of `lane`; returns that."""
         new = self.pages.move(page, lane)
         self._updates.add_move(*self.pages.locate(page), *self.pages.locate(new))
+        self._stores.renewed(new)
         for watcher in self._watchers:
             watcher.released(slot, [page])
             watcher.taken(slot, [new])

@@ -7,7 +7,7 @@ it by its lane and its number there. `PageAllocator.locate` converts, and nothin
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple, TypeVar
 
@@ -54,6 +54,8 @@ class PageAllocator:
         self.page_of: dict[bytes, int] = {}
         self.key_of: dict[int, bytes] = {}
         self._events = BlockEvents() if events is None else events
+        # hears which block is about to leave which page
+        self.on_evict: Callable[[int, bytes], None] | None = None
 
     def pages_of(self, lane: int) -> range:
         """The numbers of a lane's pages."""
@@ -85,6 +87,8 @@ class PageAllocator:
             page = self.free[lane].pop()
         else:
             page, _ = self.cached[lane].popitem(last=False)
+            if self.on_evict is not None:
+                self.on_evict(page, self.key_of[page])
             self._lose_key(page)
         self.refs[page] = 1
         return page

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from collections.abc import Callable
 
 import jax
 import ml_dtypes
@@ -12,9 +13,11 @@ import numpy as np
 
 import jaxserve
 from jaxserve.cache import CacheManager
+from jaxserve.cache.tiers import LowerTiers
 from jaxserve.checkpoint.fetch import local_files
 from jaxserve.checkpoint.fingerprint import fingerprint
 from jaxserve.checkpoint.zoo import ModelConfig, layers_of
+from jaxserve.clock import WallClock
 from jaxserve.costs.predictor import NOMINAL
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.executor import CommandExecutor
@@ -37,6 +40,7 @@ from jaxserve.settings.options import values_of
 from jaxserve.settings.schema import ConfigError, EngineConfig, SchedulerConfig
 from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.mesh import ensure_devices
+from jaxserve.store.tiered import TieredBlocks
 from jaxserve.weights import load, open_checkpoint
 from jaxserve.weights.checkpoint import Checkpoint
 from jaxserve.weights.store import OrbaxFolder
@@ -84,6 +88,8 @@ def open_group(
     config: EngineConfig, member: Member, progress: bool = True, warm_up: bool = True
 ) -> tuple[WorkerGroup, ModelConfig]:
     """Waits for the workers of this leader's group, and until they make tokens."""
+    if config.cache.host_cache_gib:
+        raise ConfigError("host_cache_gib", "is for a replica in one process, without launch")
     pulse = Pulse(member)
     devices_each(config.mesh, member.workers, member.ranks_across_hosts)
     for line in described(config.mesh, member.workers):
@@ -108,10 +114,7 @@ def open_group(
 
 def hello_of(config: EngineConfig, worker: int, host: str = "") -> Hello:
     """What a member with these settings says when it joins. Errors: ConfigError."""
-    source = config.source.model
-    weights = source
-    if not source.startswith("random:"):
-        weights = fingerprint(local_files(source, progress=False))
+    weights = weights_id(config)
     versions = {"jaxserve": jaxserve.__version__, "jax": jax.__version__}
     return Hello(worker, versions, shared_settings(config), weights, free_port(host))
 
@@ -142,7 +145,22 @@ def load_worker(
         lambda declared, shardings: load(
             checkpoint, model, declared, shardings, plan.dtype, progress
         ),
+        _tiers(config) if config.cache.host_cache_gib else None,
+        checkpoint.config.kv_heads,
     )
+
+
+def _tiers(config: EngineConfig) -> Callable[[int], TieredBlocks]:
+    """Makes the tiers below the devices, for blocks of so many bytes. Errors: ConfigError."""
+
+    def make(block_bytes: int) -> TieredBlocks:
+        slots = int(config.cache.host_cache_gib * 2**30) // block_bytes
+        if slots < 2:
+            said = f"{config.cache.host_cache_gib} GiB hold {slots} blocks of {block_bytes} bytes"
+            raise ConfigError("host_cache_gib", f"{said}; at least 2 are needed")
+        return TieredBlocks(slots, block_bytes, WallClock())
+
+    return make
 
 
 def make_engine(
@@ -157,7 +175,7 @@ def make_engine(
     most = max_length(config, plan.model)
     scheduler = Scheduler(
         config.scheduler,
-        make_cache(config, plan, model),
+        make_cache(config, plan, model, worker.lower_tiers),
         config.mesh,
         most,
         plan.model.eos_ids,
@@ -170,17 +188,28 @@ def make_engine(
     return Engine(config, worker, scheduler, chooser)
 
 
-def make_cache(config: EngineConfig, plan: StagePlan, model: ModelConfig) -> CacheManager:
-    """An empty cache for the pages of a plan. model: as the checkpoint says; what block keys
-    cover."""
+def make_cache(
+    config: EngineConfig, plan: StagePlan, model: ModelConfig, lower: LowerTiers | None = None
+) -> CacheManager:
+    """An empty cache for the pages of a plan. model: as the checkpoint says; what block keys cover.
+    lower: the tiers below the devices."""
     return CacheManager(
         dataclasses.replace(config.cache, pages=plan.pages),
         config.mesh.kvp,
         plan.slots,
-        str(model),
+        f"{model} {weights_id(config)}",
         f"{config.source.dtype} {plan.kv_dtype}",
         stripe=config.scheduler.stripe(config.cache.block_size),
+        lower=lower,
     )
+
+
+def weights_id(config: EngineConfig) -> str:
+    """A fingerprint of the weights; where they are random, what they are made of."""
+    source = config.source.model
+    if source.startswith("random:"):
+        return source
+    return fingerprint(local_files(source, progress=False))
 
 
 def _planner(

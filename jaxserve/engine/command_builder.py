@@ -81,6 +81,7 @@ class CommandBuilder:
             variant=SAMPLE_LATER if variant == GUIDED else variant,
             reset=self._begins,
             admissions=tuple(admissions),
+            stores=batch.stores,
             moves=arrays.early_moves,
             table_updates=arrays.early_updates,
             rows=arrays.rows,

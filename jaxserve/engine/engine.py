@@ -30,7 +30,8 @@ from jaxserve.cache.block_events import BlockEvents
 from jaxserve.clock import Clock, WallClock
 from jaxserve.costs.exchange_choice import ExchangeChooser
 from jaxserve.engine import results
-from jaxserve.engine.command import DeviceError, WorkersLost
+from jaxserve.engine.block_mover import Arrival
+from jaxserve.engine.command import NO_STEP, DeviceError, StepCommand, WorkersLost
 from jaxserve.engine.command_builder import CommandBuilder
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.results import InFlightBatch
@@ -132,6 +133,7 @@ class Engine:
         self.journal.listen(self.bus)
         self._metrics = self._make_metrics()
         self.bus.subscribe(StepRead, self._correct_predictor)
+        worker.on_arrival(lambda arrival: self.post(lambda: self._load(arrival)))
 
     def _make_metrics(self) -> Metrics:
         config = self.config
@@ -310,8 +312,8 @@ class Engine:
         try:
             while not self._closing:
                 self._wake.clear()
-                if not self._safe_step() and not self.scheduler.waiting:
-                    self._wake.wait(timeout=IDLE_WAIT)
+                if not self._safe_step():
+                    self._wake.wait(timeout=TICK if self.scheduler.waiting else IDLE_WAIT)
         except Exception:
             log.exception("the engine's loop failed")
             self.alive = False
@@ -417,6 +419,8 @@ class Engine:
         """Has the scheduler decide the next batch, and issues it. False where there is none."""
         began = time.perf_counter()
         batch = self.scheduler.start(now)
+        for fetch in self.scheduler.cache.take_fetches():
+            self.worker.fetch(fetch)
         if batch is None:
             return False
         self._watchdog.watch(batch, now)
@@ -443,6 +447,16 @@ class Engine:
         )
         self._free_at = max(now, self._free_at) + batch.seconds
         return True
+
+    def _load(self, arrival: Arrival) -> None:
+        """Has blocks that were fetched written to their pages, if somebody waits for them still."""
+        if self._closing or not self.scheduler.awaits(arrival.ticket):
+            self.worker.drop(arrival)
+            return
+        stores = self.scheduler.cache.take_stores()
+        loads = np.array([[arrival.ticket, arrival.piece]], np.int32)
+        self.worker.execute(StepCommand(number=NO_STEP, stores=stores, loads=loads))
+        self.scheduler.fetched(arrival.ticket, arrival.blocks, arrival.last)
 
     def _sample_with_masks(self, flight: InFlightBatch) -> None:
         """Samples the newest batch, unless a guide has to hear first of a token that was not

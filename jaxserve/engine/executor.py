@@ -3,9 +3,12 @@ that passes them on to several."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
+from jaxserve.cache.tiers import Fetch, LowerTiers
 from jaxserve.costs.profiles import Link
+from jaxserve.engine.block_mover import Arrival
 from jaxserve.engine.command import StepCommand, StepResult
 from jaxserve.engine.stage_plan import StagePlan
 
@@ -36,6 +39,19 @@ class CommandExecutor(Protocol):
 
     def execute(self, command: StepCommand) -> None:
         """Issues all that a command says; waits for nothing."""
+
+    @property
+    def lower_tiers(self) -> LowerTiers | None:
+        """Where blocks that leave the devices are kept, if anywhere."""
+
+    def on_arrival(self, hear: Callable[[Arrival], None]) -> None:
+        """Tells `hear` from now on, on another thread, of blocks that `fetch` has brought."""
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Has blocks brought from lower tiers; a later command loads what arrived."""
+
+    def drop(self, arrival: Arrival) -> None:
+        """Forgets what arrived, and what else was to come of its fetch."""
 
     def ready(self) -> bool:
         """Whether the oldest step is done."""

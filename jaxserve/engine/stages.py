@@ -256,12 +256,6 @@ class Stages:
 
     # --- programs: name, and how to lower it
 
-    def warm_up(
-        self, done: Callable[[str], None], variants: tuple[str, ...] = sampling_rows.VARIANTS
-    ) -> None:
-        """Compiles all programs, and calls `done` with the name of each. variants: of sampling."""
-        self.programs.warm_up(dict(self.all_programs(variants)), done)
-
     def all_programs(
         self, variants: tuple[str, ...] = sampling_rows.VARIANTS
     ) -> Iterator[tuple[str, Lower]]:
@@ -299,7 +293,7 @@ class Stages:
         )
         last = stage.index == plan.mesh.spp - 1
         f = functools.partial(layers, stage.weights, plan.model, shape, last)
-        return _jit(
+        return compiled(
             f,
             stage.mesh,
             (values, pool, lane, lane, lane),
@@ -321,7 +315,7 @@ class Stages:
             arguments = (self.head_values, self._hidden(size), ints, self._sampled[-1][1])
             f = functools.partial(head, self.head, self.plan.model.vocab, variant, self._to_all)
             if variant == "greedy":
-                return _jit(f, self.last_mesh, (values, lane, lane, lane), (read, lane)).lower(
+                return compiled(f, self.last_mesh, (values, lane, lane, lane), (read, lane)).lower(
                     *arguments
                 )
             out = (
@@ -336,7 +330,7 @@ class Stages:
                 else []
             )
             specs = (values, lane, lane, lane, _state_specs(), *[lane] * len(mask))
-            return _jit(f, self.last_mesh, specs, out, donate=(4,)).lower(
+            return compiled(f, self.last_mesh, specs, out, donate=(4,)).lower(
                 *arguments, self.sampling_state, *mask
             )
 
@@ -352,7 +346,7 @@ class Stages:
             read = self._read
             f = functools.partial(score, self.head, self.plan.model.vocab, self._to_all)
             target = self._last((SCORES,), jnp.int32, self.last_mesh)
-            return _jit(f, self.last_mesh, (values, lane, lane), (read,) * 3).lower(
+            return compiled(f, self.last_mesh, (values, lane, lane), (read,) * 3).lower(
                 self.head_values, self._hidden(SCORES), target
             )
 
@@ -362,7 +356,7 @@ class Stages:
         def lower() -> Any:
             lane = spec("lanes")
             index = self._last((SCORES,), jnp.int32, self.last_mesh)
-            return _jit(
+            return compiled(
                 lambda x, index: x[0][index[0]][None], self.last_mesh, (lane, lane), lane
             ).lower(self._hidden(tokens), index)
 
@@ -371,7 +365,7 @@ class Stages:
     def _admit_program(self) -> tuple[str, Lower]:
         def lower() -> Any:
             blank = sampling_rows.blank_admission()
-            program = _jit(
+            program = compiled(
                 sampling.admit,
                 self.last_mesh,
                 (_state_specs(), spec()),
@@ -388,7 +382,7 @@ class Stages:
             pool = [spec(*POOL_AXES)] * len(stage.pages)
             f = lambda pages, ints: move_pages(pages, ints[0])
             ints = self._last((2, self.plan.mesh.kvp, MOVES), jnp.int32, stage.mesh)
-            return _jit(f, stage.mesh, (pool, lane), pool, donate=(0,)).lower(stage.pages, ints)
+            return compiled(f, stage.mesh, (pool, lane), pool, donate=(0,)).lower(stage.pages, ints)
 
         return f"move_{stage.index}", lower
 
@@ -396,7 +390,7 @@ class Stages:
         def lower() -> Any:
             lane = spec("lanes")
             f = lambda table, deltas: write_table(table, deltas[0])
-            return _jit(f, stage.mesh, (lane, lane), lane, donate=(0,)).lower(
+            return compiled(f, stage.mesh, (lane, lane), lane, donate=(0,)).lower(
                 stage.table, self._last((UPDATES, 4), jnp.int32, stage.mesh)
             )
 
@@ -430,9 +424,10 @@ def _processes(mesh: Mesh) -> frozenset[int]:
     return frozenset(device.process_index for device in mesh.devices.flat)
 
 
-def _jit(
+def compiled(
     f: Callable, mesh: Mesh, in_specs: Any, out_specs: Any, donate: tuple[int, ...] = ()
 ) -> Any:
+    """`f` over the mesh, jitted. donate: arguments whose memory the results may take."""
     options = (
         COMPILER_OPTIONS if mesh.shape[KVP] > 1 and mesh.devices.flat[0].platform == "gpu" else None
     )

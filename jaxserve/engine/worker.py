@@ -16,7 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxserve.cache.tiers import Fetch
 from jaxserve.costs.profiles import Link
+from jaxserve.engine.block_mover import Arrival, BlockMover
 from jaxserve.engine.command import (
     NO_SAMPLING,
     NO_STEP,
@@ -25,10 +27,13 @@ from jaxserve.engine.command import (
     StepCommand,
     StepResult,
 )
+from jaxserve.engine.page_io import PageIo
 from jaxserve.engine.profiling.links import measure_links
+from jaxserve.engine.programs import Lower
 from jaxserve.engine.sampling_rows import VARIANTS
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stages import HiddenStates, Loader, SampledTokens, Stages
+from jaxserve.store.tiered import TieredBlocks
 
 
 @dataclasses.dataclass
@@ -46,14 +51,27 @@ class _Pending:
 class Worker:
     """The devices of a replica, behind commands.
 
-    plan: what the stages are made of. load: reads their weights. Errors of the devices come as
-    DeviceError from every method.
+    plan: what the stages are made of. load: reads their weights. tiers: makes the tiers below the
+    devices, for blocks of so many bytes, where there are any; kv_heads: the model's own. Errors of
+    the devices come as DeviceError from every method.
     """
 
-    def __init__(self, plan: StagePlan, load: Loader):
+    def __init__(
+        self,
+        plan: StagePlan,
+        load: Loader,
+        tiers: Callable[[int], TieredBlocks] | None = None,
+        kv_heads: int | None = None,
+    ):
         self.plan = plan
         self.stages = Stages(plan, load)
         self._pending: deque[_Pending] = deque()
+        self._arrived: Callable[[Arrival], None] = lambda arrival: None
+        self.mover: BlockMover | None = None
+        if tiers is not None:
+            io = PageIo(self.stages, plan.model.kv_heads if kv_heads is None else kv_heads)
+            blocks = tiers(io.layout.bytes)
+            self.mover = BlockMover(io, blocks, lambda arrival: self._arrived(arrival))
 
     # --- what it is
 
@@ -81,13 +99,24 @@ class Worker:
         """Programs compiled after the warm-up."""
         return self.stages.programs.recompiles
 
+    @property
+    def lower_tiers(self) -> TieredBlocks | None:
+        """Where blocks that leave the devices are kept."""
+        return None if self.mover is None else self.mover.tiers
+
     def warm_up(self, done: Callable[[str], None], variants: tuple[str, ...] = VARIANTS) -> None:
         """Compiles all programs that commands can need; `done` hears the name of each."""
-        self.stages.warm_up(done, variants)
+        self.stages.programs.warm_up(self._all_programs(variants), done)
 
     def program_count(self) -> int:
         """How many programs a warm-up compiles."""
-        return len(dict(self.stages.all_programs()))
+        return len(self._all_programs())
+
+    def _all_programs(self, variants: tuple[str, ...] = VARIANTS) -> dict[str, Lower]:
+        programs = dict(self.stages.all_programs(variants))
+        if self.mover is not None:
+            programs |= dict(self.mover.io.programs())
+        return programs
 
     def check(self) -> None:
         """Nothing is lost while this process is there."""
@@ -102,7 +131,11 @@ class Worker:
                 self.stages.reset()
             for admission in command.admissions:
                 self.stages.admit(admission)
+            if self.mover is not None:
+                self.mover.store(command.stores)
             self.stages.move_pages(command.moves)
+            for ticket, piece in command.loads.tolist():
+                self._mover.load(ticket, piece)
             self.stages.set_table(command.table_updates)
             if command.shape != NO_STEP:
                 self._run_layers(command)
@@ -131,6 +164,25 @@ class Worker:
         if step.sampled is not None and self.platform != "cpu":  # there tokens are read in place
             step.sampled.tokens.copy_to_host_async()
 
+    # --- blocks of lower tiers
+
+    @property
+    def _mover(self) -> BlockMover:
+        assert self.mover is not None, "there are no tiers below the devices"
+        return self.mover
+
+    def on_arrival(self, hear: Callable[[Arrival], None]) -> None:
+        """Tells `hear` from now on, on another thread, of blocks that `fetch` has brought."""
+        self._arrived = hear
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Has blocks brought from lower tiers; a later command loads what arrived."""
+        self._mover.fetch(fetch)
+
+    def drop(self, arrival: Arrival) -> None:
+        """Forgets what arrived, and what else was to come of its fetch."""
+        self._mover.drop(arrival.ticket, arrival.piece)
+
     # --- what comes of it
 
     def ready(self) -> bool:
@@ -156,7 +208,9 @@ class Worker:
         return []
 
     def close(self) -> None:
-        """Nothing to end: the devices are this process's."""
+        """Ends what moves blocks; the devices are this process's."""
+        if self.mover is not None:
+            self.mover.close()
 
     def formed(self, timeout: float | None = None) -> bool:
         """True: the devices of this process are there while it is."""

@@ -19,7 +19,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from jaxserve.cache.tiers import Fetch
 from jaxserve.costs.profiles import Link
+from jaxserve.engine.block_mover import Arrival
 from jaxserve.engine.command import NO_STEP, StepCommand, StepResult, WorkersLost
 from jaxserve.engine.profiling.measure import first_token
 from jaxserve.engine.sampling_rows import VARIANTS
@@ -333,6 +335,20 @@ class WorkerGroup:
         content = self._codec.encode(command)
         self._issued += command.shape != NO_STEP
         self._tell(Kind.COMMAND, content)
+
+    @property
+    def lower_tiers(self) -> None:
+        """None: workers keep no blocks (`build` refuses the settings that ask for it)."""
+        return None
+
+    def on_arrival(self, hear: Callable[[Arrival], None]) -> None:
+        """Nothing is fetched, so nothing arrives."""
+
+    def fetch(self, fetch: Fetch) -> None:
+        raise NotImplementedError("workers have no tiers below their devices")
+
+    def drop(self, arrival: Arrival) -> None:
+        raise NotImplementedError("workers have no tiers below their devices")
 
     def ready(self) -> bool:
         """Whether something is there for `wait`: a result, or the news that none will come."""

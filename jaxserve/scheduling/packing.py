@@ -183,6 +183,7 @@ class BatchPacker:
             table_updates=cache.take_table_updates(),
             seconds=seconds,
             admitted=tuple(row for row, chunk in enumerate(chunks, decodes.size) if chunk.admitted),
+            stores=cache.take_stores(),
         )
 
     def _block_lane(self, chunks: list[PrefillChunk]) -> np.ndarray:

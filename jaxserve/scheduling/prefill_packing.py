@@ -208,7 +208,7 @@ class PrefillPacker:
             return self._candidate_to_admit(step, sequence)
         slot = sequence.slot
         home = int(self.cache.home[slot])
-        if not step.budget.tokens_left[home]:
+        if sequence.ticket is not None or not step.budget.tokens_left[home]:
             return None
         spread = self.cache.spread[slot]
         held = self.cache.blocks_per_lane[slot].tolist() if spread else None
@@ -216,7 +216,8 @@ class PrefillPacker:
 
     def _candidate_to_admit(self, step: PrefillStep, sequence: Sequence) -> ChunkCandidate | None:
         """Where the first chunk of a waiting sequence would run, by the plan that it gets, or on
-        the home lane that the cache chooses."""
+        the home lane that the cache chooses. None also where its next blocks come from lower tiers:
+        then it gets its slot now, and waits for them there."""
         tokens_left = step.budget.tokens_left
         lanes = [lane for lane, left in enumerate(tokens_left) if left]
         pages = self.admission.match(sequence) if self.admission.open and lanes else None
@@ -227,11 +228,35 @@ class PrefillPacker:
             sequence.plan = self._plan(self.planner, step, start, sequence.prefill_len)
             if sequence.plan:
                 lanes = [lane for lane in sequence.plan[0].lanes if tokens_left[lane]]
-                return ChunkCandidate(lanes[0], None, start, pages) if lanes else None
-        stop = min(start + step.config.chunk_tokens, sequence.prefill_len)
-        need = self.cache.blocks(stop) - len(pages)
-        home = self.cache.choose_home(pages, lanes, need, step.pending)
-        return ChunkCandidate(home, None, start, pages)
+                if not lanes:
+                    return None
+        if sequence.plan:
+            home = lanes[0]
+        else:
+            stop = min(start + step.config.chunk_tokens, sequence.prefill_len)
+            need = self.cache.blocks(stop) - len(pages)
+            home = self.cache.choose_home(pages, lanes, need, step.pending)
+        candidate = ChunkCandidate(home, None, start, pages)
+        keys = self._worth_fetching(sequence, len(pages))
+        if not keys:
+            return candidate
+        self._admit(step, sequence, candidate)
+        sequence.ticket = self.cache.fetch(sequence.slot, keys)
+        return None
+
+    def _worth_fetching(self, sequence: Sequence, first: int) -> list[bytes]:
+        """Keys of the sequence's blocks from `first` on that lower tiers hold, where bringing them
+        takes less time than computing them (Mooncake, Eq. 2); else none."""
+        cache = self.cache
+        if cache.lower is None or not sequence.reads_cache:
+            return []
+        last = (sequence.prefill_len - 1) // cache.block_size
+        keys = cache.fetchable(sequence.block_hashes, first, last)
+        if not keys:
+            return []
+        start = first * cache.block_size
+        computing = self.slots.work(start, start + len(keys) * cache.block_size)
+        return keys if cache.lower.seconds(keys) < computing else []
 
     def _plan(
         self, planner: Planner, step: PrefillStep, start: int, stop: int

@@ -321,6 +321,30 @@ class Scheduler:
                 self._call_later(sequence)
         return batch
 
+    def fetched(self, ticket: int, blocks: int, last: bool) -> bool:
+        """The next blocks of a fetch are on their pages, by a command that was issued; with the
+        last ones the sequence goes on, and computes what was not found. False where nobody waits
+        for this fetch any more."""
+        sequence = next((s for s in self.slots.prefilling if s.ticket == ticket), None)
+        if sequence is None:
+            return False
+        slot = sequence.slot
+        start = int(self.slots.issued[slot])
+        first = start // self.cache.block_size
+        self.cache.publish(slot, first, first + blocks, sequence.block_hashes)
+        tokens = blocks * self.cache.block_size
+        self.slots.issued[slot] = start + tokens
+        if sequence.cached_tokens == start:  # else it was preempted: the first time counts
+            sequence.cached_tokens += tokens
+        sequence.prefill_seconds_left = self._work(start + tokens, sequence.prefill_len)
+        if last:
+            sequence.ticket = None
+        return True
+
+    def awaits(self, ticket: int) -> bool:
+        """Whether a sequence waits for this fetch."""
+        return any(sequence.ticket == ticket for sequence in self.slots.prefilling)
+
     def finish(
         self,
         batch: Batch,

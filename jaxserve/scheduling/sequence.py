@@ -83,6 +83,7 @@ class Sequence:
         self.prefill_seconds_left = 0.0  # predicted seconds of the rest of its prefill
         self.slot = NO_SLOT
         self.cached_tokens = 0
+        self.ticket: int | None = None  # of the fetch that it waits for, in its slot
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None  # clock seconds at which its last token came

@@ -123,6 +123,7 @@ class SlotTable:
         self.cache.release(slot)
         sequence.slot = NO_SLOT
         sequence.received = 0  # what came with it is gone with its pages
+        sequence.ticket = None
         self.unannounced.discard(slot)
         self.phase[slot] = EMPTY
         self.number[slot] = -1

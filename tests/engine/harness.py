@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -171,7 +172,9 @@ class Runner:
             if chunks:
                 scheduler.packer.config = dataclasses.replace(own, chunk_tokens=rng.choice(chunks))
             if not self.engine.step():
-                break
+                if not any(sequence.ticket is not None for sequence in scheduler.slots.prefilling):
+                    break
+                time.sleep(0.001)  # blocks are on their way from lower tiers
             scheduler.check()
         scheduler.packer.config = own
 

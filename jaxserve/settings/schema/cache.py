@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxserve.settings.fields import Settings, option
+from jaxserve.settings.fields import ConfigError, Settings, option
 
 
 @dataclass(frozen=True)
@@ -36,3 +36,14 @@ class CacheConfig(Settings):
         "the bytes of bfloat16 and 4 significant bits",
         choices=("auto", "fp8"),
     )
+    host_cache_gib: float = option(
+        0.0,
+        "host memory (GiB) for KV blocks that leave the devices; they come back from there where "
+        "that is faster than computing them; 0: none",
+        low=0.0,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.host_cache_gib and not self.prefix_caching:
+            raise ConfigError("host_cache_gib", "has no effect without prefix_caching")

@@ -1,0 +1,44 @@
+"""Pages whose blocks leave the devices and are to be kept in lower tiers.
+
+Such a page is read by the devices before the step that gives it to another block, so what is
+pending must be taken with the next command. A page that was itself filled by what is pending, a
+move or a new block, holds nothing yet: its block is not kept.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.api.batch import NO_STORES
+from jaxserve.cache.pages import PageAllocator
+from jaxserve.cache.tiers import STORE_COLUMNS, key_words
+
+
+class PendingStores:
+    """What was evicted since the last command. pages: of which the pages are."""
+
+    def __init__(self, pages: PageAllocator):
+        self._pages = pages
+        self._keys: dict[int, bytes] = {}  # by page
+        self._renewed: set[int] = set()  # pages whose content the next command changes
+
+    def add(self, page: int, key: bytes) -> None:
+        """The block with this key is about to leave the page."""
+        if page not in self._renewed:
+            self._keys[page] = key
+
+    def renewed(self, page: int) -> None:
+        """The page is given to another block from the next command on."""
+        self._renewed.add(page)
+
+    def take(self) -> np.ndarray:
+        """Stores [m, 7] int32 since the last call, see `Batch.stores`."""
+        keys = self._keys
+        self._keys = {}
+        self._renewed.clear()
+        if not keys:
+            return NO_STORES
+        stores = np.zeros((len(keys), STORE_COLUMNS), np.int32)
+        stores[:, 0], stores[:, 1] = self._pages.locate(np.fromiter(keys, np.int32))
+        stores[:, 3:] = [key_words(key) for key in keys.values()]
+        return stores

@@ -1,0 +1,200 @@
+"""Blocks of KV below the devices: in host memory and, where a folder is given, on disk behind it.
+
+A block that comes from a device is put into host memory; the one that makes room for it goes to
+disk. A block is read from wherever it lies, and one that is wrong or gone is a miss, never wrong
+bytes. All methods may be called from any thread; none holds a lock while bytes are copied, checked
+or written.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from jaxserve.cache.tiers import HostTier, Placed
+from jaxserve.clock import Clock
+from jaxserve.store.host_memory import HostBlocks
+
+# bytes per second that are believed until something was read
+HOST_BANDWIDTH = 2e9
+DISK_BANDWIDTH = 3e8
+FILL_SECONDS = 5.0  # to wait for a block that is being put
+FORGETTING = 0.2  # weight of the newest measurement
+
+
+@dataclass(frozen=True, slots=True)
+class TierCounts:
+    """What came and went since the start, in blocks. wrong: whose bytes were not what was put."""
+
+    stored: int = 0
+    to_disk: int = 0
+    host_reads: int = 0
+    disk_reads: int = 0
+    missed: int = 0
+    wrong: int = 0
+    host_blocks: int = 0
+    disk_blocks: int = 0
+
+
+class SlowTier(Protocol):
+    """A tier behind host memory, as a disk. Errors of what it lies on are misses."""
+
+    def __contains__(self, key: bytes) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+    def put(self, key: bytes, data: np.ndarray, keep_seconds: float = 0.0) -> bool: ...
+
+    def get(self, key: bytes, into: np.ndarray) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class Bandwidth:
+    """Bytes per second of a tier, learnt from what was read."""
+
+    def __init__(self, believed: float):
+        self.value = believed
+
+    def seen(self, size: int, seconds: float) -> None:
+        self.value += FORGETTING * (size / max(seconds, 1e-9) - self.value)
+
+
+class TieredBlocks:
+    """Blocks of `block_bytes` bytes each by their keys: `slots` of them in host memory, others on
+    `disk`. clock: for how long blocks are kept."""
+
+    def __init__(self, slots: int, block_bytes: int, clock: Clock, disk: SlowTier | None = None):
+        self.block_bytes = block_bytes
+        self._clock = clock
+        self._disk = disk
+        self._host = HostBlocks(slots, block_bytes)
+        self._index = HostTier(slots)
+        self._lock = threading.Lock()
+        self._put = threading.Condition(self._lock)  # notified when a block was put, or was not
+        self._count: dict[str, int] = dict.fromkeys(TierCounts.__slots__, 0)
+        self._host_bandwidth = Bandwidth(HOST_BANDWIDTH)
+        self._disk_bandwidth = Bandwidth(DISK_BANDWIDTH)
+
+    # --- what there is
+
+    def holds(self, key: bytes) -> bool:
+        """Whether the block is believed to be there."""
+        return key in self._index or (self._disk is not None and key in self._disk)
+
+    def seconds(self, keys: Sequence[bytes]) -> float:
+        """How long it should take to read these blocks."""
+        near = sum(key in self._index for key in keys)
+        far = len(keys) - near
+        return self.block_bytes * (
+            near / self._host_bandwidth.value + far / self._disk_bandwidth.value
+        )
+
+    def counts(self) -> TierCounts:
+        with self._lock:
+            counts = dict(self._count, host_blocks=len(self._index))
+        if self._disk is not None:
+            counts["disk_blocks"] = len(self._disk)
+        return TierCounts(**counts)
+
+    # --- what comes
+
+    def put(
+        self, key: bytes, fill: Callable[[np.ndarray], None], keep_seconds: float = 0.0
+    ) -> bool:
+        """Stores a block that `fill` writes to the array [block_bytes] uint8 that it is given.
+        keep_seconds: how long it should stay even where others were used later. False where it is
+        there already or there is no room. Errors: those of `fill`; then it is not stored."""
+        now = self._clock.now()
+        with self._lock:
+            placed = self._index.reserve(key, now, now + keep_seconds if keep_seconds else 0.0)
+        if placed is None:
+            return False
+        try:
+            self._make_room(placed, now)
+            fill(self._host.view(placed.slot))
+            self._host.seal(placed.slot, key)
+        except BaseException:
+            with self._put:
+                self._index.forget(key)
+                self._put.notify_all()
+            raise
+        with self._put:
+            self._index.commit(key)
+            self._count["stored"] += 1
+            self._put.notify_all()
+        return True
+
+    def _make_room(self, placed: Placed, now: float) -> None:
+        """Writes the block that leaves host memory to disk, if it is right and not there yet."""
+        if placed.leaves is None or self._disk is None:
+            return
+        key, keep_until = placed.leaves
+        if key in self._disk or not self._host.verify(placed.slot, key):
+            return
+        left = max(0.0, keep_until - now)
+        if self._disk.put(key, self._host.view(placed.slot), keep_seconds=left):
+            self._add("to_disk")
+
+    # --- what goes
+
+    def read(self, key: bytes, into: np.ndarray) -> bool:
+        """Copies a block to `into` [block_bytes] uint8; False where it is not there, or was not
+        what was put: then it is forgotten."""
+        began = self._clock.now()
+        if self._read_host(key, into):
+            self._host_bandwidth.seen(self.block_bytes, self._clock.now() - began)
+            self._add("host_reads")
+            return True
+        if self._disk is not None and self._disk.get(key, into):
+            self._disk_bandwidth.seen(self.block_bytes, self._clock.now() - began)
+            self._add("disk_reads")
+            self.put(key, lambda view: np.copyto(view, into))
+            return True
+        self._add("missed")
+        return False
+
+    def _read_host(self, key: bytes, into: np.ndarray) -> bool:
+        with self._put:
+            self._put.wait_for(lambda: not self._index.filling(key), FILL_SECONDS)
+            slot = self._index.pin(key)
+        if slot is None:
+            return False
+        np.copyto(into, self._host.view(slot))
+        right = self._host.verify(slot, key)
+        with self._lock:
+            self._index.unpin(key)
+            if not right:
+                self._count["wrong"] += 1
+                self._index.forget(key)
+        return right
+
+    def _add(self, name: str) -> None:
+        with self._lock:
+            self._count[name] += 1
+
+    def flush_to_disk(self) -> None:
+        """Writes what is in host memory to disk, for the next start."""
+        if self._disk is None:
+            return
+        with self._lock:
+            keys = [key for key in self._index.whole() if key not in self._disk]
+        for key in keys:
+            with self._lock:
+                slot = self._index.pin(key)
+            if slot is None:
+                continue
+            if self._host.verify(slot, key) and self._disk.put(key, self._host.view(slot)):
+                self._add("to_disk")
+            with self._lock:
+                self._index.unpin(key)
+
+    def close(self) -> None:
+        """Writes what should outlast this process to disk, and closes it."""
+        if self._disk is not None:
+            self.flush_to_disk()
+            self._disk.close()

@@ -1,0 +1,193 @@
+"""Which blocks are in host memory, and which of them leave it first."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.cache import CacheManager
+from jaxserve.cache.hashes import block_key, root_key
+from jaxserve.cache.tiers import HostTier, key_of, key_words
+from jaxserve.settings.schema import CacheConfig
+from tests.cache.test_hashes import chain
+from tests.examples import examples
+
+WHAT = ("reserve", "commit", "pin", "unpin", "forget")
+
+
+def key(number: int) -> bytes:
+    return block_key(root_key("", "", 4, ""), np.array([number] * 4))
+
+
+def put(tier: HostTier, number: int, now: float = 0.0, keep_until: float = 0.0) -> bool:
+    placed = tier.reserve(key(number), now, keep_until)
+    if placed is not None:
+        tier.commit(key(number))
+    return placed is not None
+
+
+def test_the_least_recently_used_leaves_first():
+    tier = HostTier(2)
+    assert put(tier, 1) and put(tier, 2)
+    tier.touch(key(1))
+    placed = tier.reserve(key(3), 0.0)
+    assert placed is not None and placed.leaves == (key(2), 0.0)
+    assert key(1) in tier and key(2) not in tier
+
+
+def test_what_is_there_gets_no_second_slot_and_counts_as_used():
+    tier = HostTier(2)
+    assert put(tier, 1) and put(tier, 2)
+    assert not put(tier, 1)
+    put(tier, 3)
+    assert key(1) in tier and key(2) not in tier
+
+
+def test_what_is_to_be_kept_stays_while_others_come_and_go():
+    tier = HostTier(3)
+    put(tier, 0, keep_until=100.0)
+    for number in range(1, 50):
+        put(tier, number, now=float(number))
+    assert key(0) in tier
+
+
+def test_of_those_to_be_kept_one_whose_time_is_over_leaves_first():
+    tier = HostTier(2)
+    put(tier, 0, keep_until=100.0)
+    put(tier, 1, keep_until=10.0)
+    assert tier.reserve(key(2), 20.0).leaves == (key(1), 10.0)
+    tier.commit(key(2))
+    tier.pin(key(2))
+    assert tier.reserve(key(3), 20.0).leaves == (key(0), 100.0)  # nothing else can
+
+
+def test_what_is_pinned_or_being_filled_stays():
+    tier = HostTier(2)
+    put(tier, 1)
+    tier.pin(key(1))
+    assert tier.reserve(key(2), 0.0) is not None  # filling from now on
+    assert tier.pin(key(2)) is None
+    assert tier.reserve(key(3), 0.0) is None
+    tier.commit(key(2))
+    assert tier.reserve(key(3), 0.0).leaves == (key(2), 0.0)
+    tier.forget(key(1))
+    assert key(1) in tier
+    tier.unpin(key(1))
+    tier.forget(key(1))
+    assert key(1) not in tier
+
+
+@settings(max_examples=examples(200))
+@given(
+    st.integers(1, 5),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["reserve", "commit", "pin", "unpin", "forget"]), st.integers(0, 9)
+        )
+    ),
+)
+def test_slots_and_blocks_fit_each_other_whatever_happens(slots, steps):
+    tier = HostTier(slots)
+    pinned: list[bytes] = []
+    for at, (what, number) in enumerate(steps):
+        name = key(number)
+        if what == "reserve":
+            tier.reserve(name, float(at), float(number % 2 * (at + 3)))
+        elif what == "commit" and tier.filling(name):
+            tier.commit(name)
+        elif what == "pin" and tier.pin(name) is not None:
+            pinned.append(name)
+        elif what == "unpin" and name in pinned:
+            pinned.remove(name)
+            tier.unpin(name)
+        elif what == "forget":
+            tier.forget(name)
+        assert all(each in tier for each in pinned)
+        tier.check(slots)
+
+
+@given(st.binary(min_size=16, max_size=16))
+def test_keys_come_back_from_their_words(name):
+    assert key_of(key_words(name)) == name
+
+
+# --- what the cache asks of lower tiers
+
+
+class Lower:
+    """Holds what it is told to."""
+
+    def __init__(self):
+        self.keys: set[bytes] = set()
+
+    def holds(self, name: bytes) -> bool:
+        return name in self.keys
+
+    def seconds(self, keys) -> float:
+        return 0.0
+
+
+@pytest.fixture
+def lower() -> Lower:
+    return Lower()
+
+
+@pytest.fixture
+def cache(lower) -> CacheManager:
+    return CacheManager(CacheConfig(block_size=4, pages=4), 1, 3, lower=lower)
+
+
+def run(cache: CacheManager, slot: int, hashes, blocks: int) -> None:
+    cache.admit(slot, cache.match(hashes, 0).pages, 0)
+    cache.extend(slot, blocks)
+    cache.take_stores()
+    cache.publish(slot, 0, blocks, hashes)
+    cache.release(slot)
+
+
+def test_a_block_that_leaves_a_page_is_named_with_that_page_before_the_page_is_used(cache):
+    first, second = chain([1] * 16), chain([2] * 16)
+    run(cache, 0, first, 4)
+    assert not len(cache.take_stores())
+    cache.admit(1, cache.match(second, 0).pages, 0)
+    cache.extend(1, 2)
+    stores = cache.take_stores()
+    assert [key_of(row[3:]) for row in stores] == [first[3], first[2]]  # the deepest leave first
+    assert stores[:, 1].tolist() == cache.tables[1] and not stores[:, 0].any()
+    assert not len(cache.take_stores())
+
+
+def test_a_page_that_was_given_away_in_this_step_has_nothing_to_store_yet(cache):
+    run(cache, 0, chain([1] * 16), 4)
+    cache.admit(1, cache.match(chain([2] * 16), 0).pages, 0)
+    cache.extend(1, 4)
+    cache.publish(1, 0, 4, chain([2] * 16))
+    cache.release(1)
+    cache.admit(2, cache.match(chain([3] * 16), 0).pages, 0)
+    cache.extend(2, 4)
+    assert {key_of(row[3:]) for row in cache.take_stores()} == {
+        chain([1] * 16)[n] for n in range(4)
+    }
+
+
+def test_blocks_are_fetched_up_to_the_first_gap(cache, lower):
+    hashes = chain([1] * 16)
+    lower.keys = {hashes[0], hashes[1], hashes[3]}
+    assert cache.fetchable(hashes, 0, 4) == [hashes[0], hashes[1]]
+    assert cache.fetchable(hashes, 1, 4) == [hashes[1]]
+    assert cache.fetchable(hashes, 0, 1) == [hashes[0]]
+    assert cache.fetchable(hashes, 2, 4) == []
+
+
+def test_a_fetch_names_pages_that_the_slot_holds(cache, lower):
+    hashes = chain([1] * 16)
+    cache.admit(0, cache.match(hashes, 0).pages, 0)
+    ticket = cache.fetch(0, [hashes[0], hashes[1]])
+    (fetch,) = cache.take_fetches()
+    assert fetch.ticket == ticket and fetch.keys == [hashes[0], hashes[1]]
+    assert fetch.places.tolist() == [[0, page] for page in cache.tables[0]]
+    assert cache.take_fetches() == []
+    assert cache.fetch(0, [hashes[2]]) != ticket
+    cache.check()

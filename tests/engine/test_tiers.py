@@ -1,0 +1,184 @@
+"""Blocks that left the devices come back from the tiers below, and change no token."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from tests.engine.harness import Runner, assert_empty, engine, generate, shared
+from tests.waiting import eventually
+
+# pages for few prompts at a time, host memory for all: what is asked again was evicted
+SMALL = dict(chunk=32, seqs=4, pages=40, max_len=512, host_cache_gib=0.02)
+LENGTHS = (200, 37, 333, 130, 256, 90, 400)
+
+
+def prompts(seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(1, 200) for _ in range(length)] for length in LENGTHS]
+
+
+def ask(real, asked, **fields) -> list[list[int]]:
+    """Tokens of the prompts, each run alone, so that the next one evicts its blocks."""
+    return [generate(real, [prompt], max_tokens=6, **fields)[0] for prompt in asked]
+
+
+def settled(real) -> None:
+    """Waits until all blocks that left the devices are stored."""
+    stores = real.worker.mover._stores
+    eventually(lambda: stores.empty(), 20)
+
+
+@pytest.fixture(scope="module")
+def tiered():
+    real = engine(mesh="", **SMALL)
+    yield real
+    real.close()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return ask(shared(), prompts())
+
+
+def test_blocks_that_were_evicted_come_back_and_give_the_same_tokens(tiered, expected):
+    assert ask(tiered, prompts()) == expected
+    settled(tiered)
+    runner = Runner(tiered)
+    ids = [runner.submit(prompt, max_tokens=6) for prompt in prompts()]
+    runner.run()
+    assert [runner.ids(id) for id in ids] == expected
+    cached = [runner.completion(id).finished.usage.cached for id in ids]
+    assert cached == [(length - 1) // 16 * 16 for length in LENGTHS]
+    counts = tiered.worker.lower_tiers.counts()
+    assert counts.host_reads > 20 and not counts.missed and not counts.wrong
+    assert tiered.worker.recompiles == 0
+    assert_empty(tiered)
+
+
+def test_a_request_that_does_not_read_the_cache_fetches_nothing(tiered, expected):
+    ask(tiered, prompts())
+    settled(tiered)
+    before = tiered.worker.lower_tiers.counts().host_reads
+    rest = dict(bypass_prefix_cache=True)
+    assert ask(tiered, prompts()[:1], rest=rest) == expected[:1]
+    assert tiered.worker.lower_tiers.counts().host_reads == before
+
+
+def test_another_salt_finds_nothing(tiered, expected):
+    ask(tiered, prompts())
+    settled(tiered)
+    before = tiered.worker.lower_tiers.counts()
+    assert ask(tiered, prompts()[:1], rest=dict(cache_salt="another")) == expected[:1]
+    assert tiered.worker.lower_tiers.counts().host_reads == before.host_reads
+
+
+def test_flipped_bits_in_host_memory_are_computed_anew(tiered, expected):
+    ask(tiered, prompts())
+    settled(tiered)
+    tiers = tiered.worker.lower_tiers
+    rng = random.Random(1)
+    for slot in list(tiers._index._slot.values()):
+        if rng.random() < 0.3:
+            tiers._host.view(slot)[rng.randrange(tiers.block_bytes)] ^= 1 << rng.randrange(8)
+    assert ask(tiered, prompts()) == expected
+    assert tiers.counts().wrong > 0
+    assert_empty(tiered)
+
+
+def test_who_is_cancelled_while_its_blocks_come_leaves_nothing_behind(tiered, expected):
+    ask(tiered, prompts())
+    settled(tiered)
+    runner = Runner(tiered)
+    id = runner.submit(prompts()[2], max_tokens=6)
+    tiered.step()
+    assert tiered.scheduler.slots.prefilling[0].ticket is not None
+    tiered.cancel(id)
+    tiered.scheduler.check()
+    assert runner.completion(id).finished.reason == "cancelled"
+    eventually(lambda: (tiered.step(), not tiered.worker.mover._pieces)[1], 20)
+    assert ask(tiered, prompts()) == expected
+    assert_empty(tiered)
+
+
+def test_a_reset_of_the_devices_loses_no_block_below_them(tiered, expected):
+    ask(tiered, prompts())
+    settled(tiered)
+    tiered.worker.execute(tiered._builder.reset())
+    tiered._begin_anew(lambda sequence: False, None)
+    before = tiered.worker.lower_tiers.counts().host_reads
+    assert ask(tiered, prompts()) == expected
+    assert tiered.worker.lower_tiers.counts().host_reads > before
+
+
+def test_programs_of_the_warm_up_are_all_that_is_needed():
+    real = engine(mesh="", **SMALL)
+    real.worker.warm_up(lambda name: None, ("greedy",))
+    ask(real, prompts())
+    settled(real)
+    ask(real, prompts())
+    assert real.worker.lower_tiers.counts().host_reads and not real.worker.recompiles
+    real.close()
+    assert not any(thread.is_alive() for thread in real.worker.mover._threads)
+
+
+@pytest.mark.parametrize(
+    "mesh, fields",
+    [
+        ("kvp=2", dict(lane_tokens=64)),
+        pytest.param("spp=2,kvp=2,tp=2", dict(lane_tokens=64), marks=pytest.mark.matrix),
+        pytest.param("kvp=3", dict(placement="round_robin"), marks=pytest.mark.matrix),
+        pytest.param("tp=4", {}, marks=pytest.mark.matrix),  # more ranks than kv heads
+        pytest.param("", dict(kv_cache_dtype="fp8"), marks=pytest.mark.matrix),
+        pytest.param("spp=2", dict(block=7), marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
+def test_on_every_mesh_and_placement(mesh, fields, expected):
+    real = engine(mesh=mesh, **{**SMALL, "pages": 30, **fields})
+    first = ask(real, prompts())
+    if "kv_cache_dtype" not in fields:
+        assert first == expected
+    settled(real)
+    assert generate(real, prompts(), max_tokens=6) == first
+    assert real.worker.lower_tiers.counts().host_reads > 20
+    assert_empty(real)
+    real.close()
+
+
+@pytest.mark.matrix
+def test_the_real_model_says_the_same_from_host_memory(golden, smollm2_gguf):
+    real = engine(str(smollm2_gguf), chunk=256, seqs=2, pages=140, max_len=2200, host_cache_gib=2.0)
+    cases = [case for case in golden["cases"] if len(case["prompt_ids"]) <= 2000]
+    for _ in range(2):
+        for case in cases:
+            count = len(case["output_ids"])
+            asked = [case["prompt_ids"]]
+            found = generate(real, asked, max_tokens=count, ignore_eos=True)
+            assert found == [case["output_ids"]], f"prompt of {len(case['prompt_ids'])} tokens"
+        settled(real)
+    assert real.worker.lower_tiers.counts().host_reads > 100
+    real.close()
+
+
+@pytest.mark.matrix
+def test_under_random_traffic(expected):
+    """Prompts that share prefixes, asked at once and one by one, with cancellations and flips."""
+    real = engine(mesh="", **SMALL)
+    rng = random.Random(3)
+    plain = shared()
+    tiers = real.worker.lower_tiers
+    for _ in range(60):
+        asked = []
+        for _ in range(rng.randint(1, 6)):
+            prompt = rng.choice(prompts())
+            asked.append(prompt[: rng.randint(1, len(prompt))] + [7] * rng.randint(0, 40))
+        assert generate(real, asked, max_tokens=4) == generate(plain, asked, max_tokens=4)
+        for slot in list(tiers._index._slot.values()):
+            if rng.random() < 0.05:
+                tiers._host.view(slot)[rng.randrange(tiers.block_bytes)] ^= np.uint8(1)
+    assert tiers.counts().host_reads > 100 and tiers.counts().wrong
+    assert_empty(real)
+    real.close()

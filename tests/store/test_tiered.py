@@ -1,0 +1,161 @@
+"""Blocks in host memory and on a slower tier behind it: what was put comes back, or is a miss."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from jaxserve.clock import VirtualClock
+from jaxserve.store.tiered import TieredBlocks
+
+SIZE = 4096
+
+
+class Shelf:
+    """A slow tier in a dict."""
+
+    def __init__(self):
+        self.blocks: dict[bytes, bytes] = {}
+        self.closed = False
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.blocks
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def put(self, key: bytes, data: np.ndarray, keep_seconds: float = 0.0) -> bool:
+        self.blocks[key] = data.tobytes()
+        return True
+
+    def get(self, key: bytes, into: np.ndarray) -> bool:
+        if key in self.blocks:
+            into[:] = np.frombuffer(self.blocks[key], np.uint8)
+        return key in self.blocks
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def block(number: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, SIZE, dtype=np.uint8)
+
+
+def put(tiers: TieredBlocks, number: int) -> bool:
+    return tiers.put(name(number), lambda out: np.copyto(out, block(number)))
+
+
+def read(tiers: TieredBlocks, number: int) -> bool:
+    """Whether the block is there; fails where other bytes are."""
+    into = np.empty(SIZE, np.uint8)
+    found = tiers.read(name(number), into)
+    assert not found or (into == block(number)).all(), f"block {number} has other bytes"
+    return found
+
+
+@pytest.fixture
+def shelf() -> Shelf:
+    return Shelf()
+
+
+@pytest.fixture
+def tiers(shelf) -> TieredBlocks:
+    return TieredBlocks(4, SIZE, VirtualClock(), shelf)
+
+
+def test_what_was_put_comes_back(tiers):
+    assert put(tiers, 1) and read(tiers, 1) and not read(tiers, 2)
+    assert tiers.holds(name(1)) and not tiers.holds(name(2))
+    assert (tiers.counts().stored, tiers.counts().host_reads, tiers.counts().missed) == (1, 1, 1)
+
+
+def test_what_leaves_host_memory_is_found_behind_it_and_comes_up_again(tiers, shelf):
+    for number in range(8):
+        put(tiers, number)
+    assert sorted(shelf.blocks) == sorted(map(name, range(4)))
+    assert all(read(tiers, number) for number in range(8))
+    assert tiers.counts().disk_reads >= 4 and tiers.counts().host_blocks == 4
+
+
+def test_without_a_tier_behind_it_what_leaves_is_gone():
+    tiers = TieredBlocks(2, SIZE, VirtualClock())
+    for number in range(3):
+        put(tiers, number)
+    assert not tiers.holds(name(0)) and not read(tiers, 0) and read(tiers, 2)
+
+
+@pytest.mark.parametrize("bit", [0, 5, 8 * SIZE - 1])
+def test_a_flipped_bit_in_host_memory_is_a_miss_and_is_forgotten(bit):
+    tiers = TieredBlocks(2, SIZE, VirtualClock())
+    put(tiers, 1)
+    slot = tiers._index._slot[name(1)]
+    tiers._host.view(slot)[bit // 8] ^= 1 << bit % 8
+    assert not read(tiers, 1) and not tiers.holds(name(1)) and tiers.counts().wrong == 1
+    assert put(tiers, 1) and read(tiers, 1)
+
+
+def test_a_wrong_block_does_not_go_to_the_tier_behind(tiers, shelf):
+    for number in range(4):
+        put(tiers, number)
+    tiers._host.view(tiers._index._slot[name(0)])[7] ^= 1
+    put(tiers, 4)
+    assert not shelf.blocks and not read(tiers, 0)
+
+
+def test_a_block_that_could_not_be_written_is_not_there(tiers):
+    def fail(out: np.ndarray) -> None:
+        raise OSError("the device failed")
+
+    with pytest.raises(OSError):
+        tiers.put(name(1), fail)
+    assert not tiers.holds(name(1)) and put(tiers, 1) and read(tiers, 1)
+
+
+def test_who_reads_a_block_that_is_being_put_waits_for_it(tiers):
+    begun, go = threading.Event(), threading.Event()
+
+    def slowly(out: np.ndarray) -> None:
+        begun.set()
+        go.wait(5)
+        np.copyto(out, block(1))
+
+    thread = threading.Thread(target=tiers.put, args=(name(1), slowly))
+    thread.start()
+    assert begun.wait(5)
+    threading.Timer(0.1, go.set).start()
+    assert read(tiers, 1)
+    thread.join(5)
+
+
+def test_at_the_end_all_goes_to_the_tier_behind(tiers, shelf):
+    for number in range(3):
+        put(tiers, number)
+    tiers.close()
+    assert sorted(shelf.blocks) == sorted(map(name, range(3))) and shelf.closed
+
+
+def test_many_threads_never_get_other_bytes(tiers):
+    wrong = []
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            for number in rng.integers(0, 12, 200).tolist():
+                put(tiers, number) if rng.random() < 0.5 else read(tiers, number)
+        except AssertionError as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not wrong
+    tiers._index.check(4)
+    assert not tiers._index._pins
