@@ -1,5 +1,5 @@
-"""Copies whole KV pages out of a pool and into one, for transfers, cache tiers and rebalancing. Not
-called by the engine yet. The platform decides, as in `ops`, whether XLA or a Hopper kernel
+"""Copies whole KV pages out of a pool and into one, for the tiers below the devices
+(`engine.page_io`). The platform decides, as in `ops`, whether XLA or a Hopper kernel
 copies."""
 
 from __future__ import annotations

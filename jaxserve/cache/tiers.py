@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,6 +22,20 @@ KEY_WORDS = KEY_BYTES // 4
 STORE_COLUMNS = 3 + KEY_WORDS
 
 
+@dataclass(frozen=True, slots=True)
+class TierCounts:
+    """What came and went since the start, in blocks. wrong: whose bytes were not what was put."""
+
+    stored: int = 0
+    to_disk: int = 0
+    host_reads: int = 0
+    disk_reads: int = 0
+    missed: int = 0
+    wrong: int = 0
+    host_blocks: int = 0
+    disk_blocks: int = 0
+
+
 class LowerTiers(Protocol):
     """What the cache asks of the tiers below the devices."""
 
@@ -29,6 +44,9 @@ class LowerTiers(Protocol):
 
     def seconds(self, keys: Sequence[bytes]) -> float:
         """How long it should take to bring these blocks to the devices."""
+
+    def counts(self) -> TierCounts:
+        """What came and went."""
 
 
 class Fetch(NamedTuple):

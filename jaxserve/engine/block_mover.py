@@ -79,6 +79,11 @@ class BlockMover:
             self._stores.put((blocks, keys, part[:, 2].tolist()))
             at += len(blocks)
 
+    @property
+    def stored(self) -> bool:
+        """Whether all that was read is stored."""
+        return not self._stores.unfinished_tasks
+
     def fetch(self, fetch: Fetch) -> None:
         """Has the blocks of a fetch brought to the devices; `arrived` will hear of them."""
         self._fetches.put(fetch)
@@ -114,6 +119,7 @@ class BlockMover:
                 do(job)
             except Exception:
                 log.exception("blocks of KV could not be moved")
+            jobs.task_done()
 
     def _store(self, job: tuple[BlocksRead, list[bytes], list[int]]) -> None:
         blocks, keys, keep = job

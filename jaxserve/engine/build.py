@@ -13,6 +13,7 @@ import numpy as np
 
 import jaxserve
 from jaxserve.cache import CacheManager
+from jaxserve.cache.hashes import root_key
 from jaxserve.cache.tiers import LowerTiers
 from jaxserve.checkpoint.fetch import local_files
 from jaxserve.checkpoint.fingerprint import fingerprint
@@ -40,6 +41,7 @@ from jaxserve.settings.options import values_of
 from jaxserve.settings.schema import ConfigError, EngineConfig, SchedulerConfig
 from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.mesh import ensure_devices
+from jaxserve.store.disk import DiskBlocks
 from jaxserve.store.tiered import TieredBlocks
 from jaxserve.weights import load, open_checkpoint
 from jaxserve.weights.checkpoint import Checkpoint
@@ -145,12 +147,12 @@ def load_worker(
         lambda declared, shardings: load(
             checkpoint, model, declared, shardings, plan.dtype, progress
         ),
-        _tiers(config) if config.cache.host_cache_gib else None,
+        _tiers(config, checkpoint.config) if config.cache.host_cache_gib else None,
         checkpoint.config.kv_heads,
     )
 
 
-def _tiers(config: EngineConfig) -> Callable[[int], TieredBlocks]:
+def _tiers(config: EngineConfig, model: ModelConfig) -> Callable[[int], TieredBlocks]:
     """Makes the tiers below the devices, for blocks of so many bytes. Errors: ConfigError."""
 
     def make(block_bytes: int) -> TieredBlocks:
@@ -158,7 +160,7 @@ def _tiers(config: EngineConfig) -> Callable[[int], TieredBlocks]:
         if slots < 2:
             said = f"{config.cache.host_cache_gib} GiB hold {slots} blocks of {block_bytes} bytes"
             raise ConfigError("host_cache_gib", f"{said}; at least 2 are needed")
-        return TieredBlocks(slots, block_bytes, WallClock())
+        return TieredBlocks(slots, block_bytes, WallClock(), _disk(config, model, block_bytes))
 
     return make
 
@@ -197,11 +199,26 @@ def make_cache(
         dataclasses.replace(config.cache, pages=plan.pages),
         config.mesh.kvp,
         plan.slots,
-        f"{model} {weights_id(config)}",
-        f"{config.source.dtype} {plan.kv_dtype}",
+        *cache_identity(config, model),
         stripe=config.scheduler.stripe(config.cache.block_size),
         lower=lower,
     )
+
+
+def _disk(config: EngineConfig, model: ModelConfig, block_bytes: int) -> DiskBlocks | None:
+    """The blocks on disk, where a folder is given. Errors: ConfigError."""
+    if config.cache.disk_folder is None:
+        return None
+    folder, gib = config.cache.disk_folder
+    identity = root_key(*cache_identity(config, model), config.cache.block_size, "")
+    return DiskBlocks(folder, int(gib * 2**30), block_bytes, identity)
+
+
+def cache_identity(config: EngineConfig, model: ModelConfig) -> tuple[str, str]:
+    """What tells the blocks of one replica from another's besides tokens: weights and model, and
+    the types of numbers. model: as the checkpoint says."""
+    types = f"{config.source.dtype} {config.cache.kv_cache_dtype}"
+    return f"{model} {weights_id(config)}", types
 
 
 def weights_id(config: EngineConfig) -> str:

@@ -16,7 +16,7 @@ from jaxserve.api.batch import Batch
 from jaxserve.costs.exchange_choice import ExchangeChooser
 from jaxserve.engine import sampling_rows, token_masks
 from jaxserve.engine.arrays import to_arrays
-from jaxserve.engine.command import NO_SAMPLING, SAMPLE_LATER, StepCommand
+from jaxserve.engine.command import NO_SAMPLING, NO_STEP, SAMPLE_LATER, StepCommand
 from jaxserve.engine.dealing import RingSlice, StepDemand, fullest, ring_rows
 from jaxserve.engine.results import InFlightBatch, score_rows
 from jaxserve.engine.sampling_rows import VARIANTS, SamplingAdmission
@@ -91,6 +91,18 @@ class CommandBuilder:
         if variant not in (NO_SAMPLING, GUIDED):
             self._note_sampled(batch)
         return command, InFlightBatch(batch, arrays, pending, variant == GUIDED)
+
+    def load(self, ticket: int, piece: int, stores: np.ndarray) -> StepCommand:
+        """The command that writes a piece of a fetch to its pages, after what is on pages that are
+        given away was read (see `Batch.stores`)."""
+        command = StepCommand(
+            number=NO_STEP,
+            reset=self._begins,
+            stores=stores,
+            loads=np.array([[ticket, piece]], np.int32),
+        )
+        self._begins = False
+        return command
 
     def masked_sampling(
         self, flight: InFlightBatch, unread: Iterable[Batch], now: float

@@ -27,11 +27,12 @@ from prometheus_client import CollectorRegistry
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request
 from jaxserve.cache.block_events import BlockEvents
+from jaxserve.cache.tiers import LowerTiers, TierCounts
 from jaxserve.clock import Clock, WallClock
 from jaxserve.costs.exchange_choice import ExchangeChooser
 from jaxserve.engine import results
 from jaxserve.engine.block_mover import Arrival
-from jaxserve.engine.command import NO_STEP, DeviceError, StepCommand, WorkersLost
+from jaxserve.engine.command import DeviceError, WorkersLost
 from jaxserve.engine.command_builder import CommandBuilder
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.results import InFlightBatch
@@ -84,6 +85,19 @@ def replica_info(config: EngineConfig, worker: CommandExecutor, max_model_len: i
         settings=dataclasses.asdict(config),
         role=config.role,
     )
+
+
+def _tier_readings(tiers: LowerTiers | None) -> dict[str, float]:
+    """See metrics.READ."""
+    counts = tiers.counts() if tiers is not None else TierCounts()
+    return {
+        "kv_blocks_stored": counts.stored,
+        "kv_blocks_from_host": counts.host_reads,
+        "kv_blocks_from_disk": counts.disk_reads,
+        "kv_blocks_wrong": counts.wrong,
+        "kv_blocks_in_host": counts.host_blocks,
+        "kv_blocks_on_disk": counts.disk_blocks,
+    }
 
 
 class Engine:
@@ -270,6 +284,7 @@ class Engine:
             "queued_prefill_seconds": load.queued_prefill_seconds,
             "predictor_scale": self.scheduler.predictor.scale,
             "num_preemptions": self.scheduler.preemptions,
+            **_tier_readings(self.worker.lower_tiers),
             "xla_compiles": self.worker.compiles,
             "xla_recompiles": self.worker.recompiles,
         }
@@ -454,8 +469,7 @@ class Engine:
             self.worker.drop(arrival)
             return
         stores = self.scheduler.cache.take_stores()
-        loads = np.array([[arrival.ticket, arrival.piece]], np.int32)
-        self.worker.execute(StepCommand(number=NO_STEP, stores=stores, loads=loads))
+        self.worker.execute(self._builder.load(arrival.ticket, arrival.piece, stores))
         self.scheduler.fetched(arrival.ticket, arrival.blocks, arrival.last)
 
     def _sample_with_masks(self, flight: InFlightBatch) -> None:

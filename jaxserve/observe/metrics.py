@@ -71,6 +71,18 @@ READ: dict[str, tuple[Callable[..., Metric], str]] = {
         CounterMetricFamily,
         "Sequences that lost their slot to others and had to wait again",
     ),
+    "kv_blocks_stored": (
+        CounterMetricFamily,
+        "KV blocks that left the devices and were kept in host memory",
+    ),
+    "kv_blocks_from_host": (CounterMetricFamily, "KV blocks read from host memory"),
+    "kv_blocks_from_disk": (CounterMetricFamily, "KV blocks read from disk"),
+    "kv_blocks_wrong": (
+        CounterMetricFamily,
+        "KV blocks in host memory whose checksum was wrong; they were computed anew",
+    ),
+    "kv_blocks_in_host": (GaugeMetricFamily, "KV blocks in host memory"),
+    "kv_blocks_on_disk": (GaugeMetricFamily, "KV blocks on disk"),
     "xla_compiles": (
         CounterMetricFamily,
         "XLA programs compiled, or read from the folder of compiled ones",

@@ -9,13 +9,13 @@ or written.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from jaxserve.cache.tiers import HostTier, Placed
+from jaxserve.cache.tiers import HostTier, Placed, TierCounts
 from jaxserve.clock import Clock
 from jaxserve.store.host_memory import HostBlocks
 
@@ -26,28 +26,16 @@ FILL_SECONDS = 5.0  # to wait for a block that is being put
 FORGETTING = 0.2  # weight of the newest measurement
 
 
-@dataclass(frozen=True, slots=True)
-class TierCounts:
-    """What came and went since the start, in blocks. wrong: whose bytes were not what was put."""
-
-    stored: int = 0
-    to_disk: int = 0
-    host_reads: int = 0
-    disk_reads: int = 0
-    missed: int = 0
-    wrong: int = 0
-    host_blocks: int = 0
-    disk_blocks: int = 0
-
-
 class SlowTier(Protocol):
     """A tier behind host memory, as a disk. Errors of what it lies on are misses."""
 
     def __contains__(self, key: bytes) -> bool: ...
 
-    def __len__(self) -> int: ...
+    def keys(self) -> list[bytes]: ...
 
-    def put(self, key: bytes, data: np.ndarray, keep_seconds: float = 0.0) -> bool: ...
+    def put(
+        self, key: bytes, data: np.ndarray, expires: float = 0.0, keep: bool = False
+    ) -> bool: ...
 
     def get(self, key: bytes, into: np.ndarray) -> bool: ...
 
@@ -94,11 +82,15 @@ class TieredBlocks:
             near / self._host_bandwidth.value + far / self._disk_bandwidth.value
         )
 
+    def bandwidths(self) -> tuple[float, float]:
+        """Bytes per second of host memory and of disk, as learnt so far."""
+        return self._host_bandwidth.value, self._disk_bandwidth.value
+
     def counts(self) -> TierCounts:
         with self._lock:
             counts = dict(self._count, host_blocks=len(self._index))
         if self._disk is not None:
-            counts["disk_blocks"] = len(self._disk)
+            counts["disk_blocks"] = len(self._disk.keys())
         return TierCounts(**counts)
 
     # --- what comes
@@ -136,8 +128,8 @@ class TieredBlocks:
         key, keep_until = placed.leaves
         if key in self._disk or not self._host.verify(placed.slot, key):
             return
-        left = max(0.0, keep_until - now)
-        if self._disk.put(key, self._host.view(placed.slot), keep_seconds=left):
+        expires = time.time() + keep_until - now if keep_until > now else 0.0
+        if self._disk.put(key, self._host.view(placed.slot), expires, keep=bool(expires)):
             self._add("to_disk")
 
     # --- what goes

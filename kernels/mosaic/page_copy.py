@@ -1,5 +1,5 @@
 """Copies whole pages between pools with the copy engine (TMA) of many thread blocks, through shared
-memory, several copies in flight. Not called by the engine yet; `ring_send` uses `relay`."""
+memory, several copies in flight. `ring_send` uses `relay` too."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxserve.cache import CacheManager
 from jaxserve.cache.hashes import block_key, root_key
-from jaxserve.cache.tiers import HostTier, key_of, key_words
+from jaxserve.cache.tiers import HostTier, TierCounts, key_of, key_words
 from jaxserve.settings.schema import CacheConfig
 from tests.cache.test_hashes import chain
 from tests.examples import examples
@@ -127,6 +127,9 @@ class Lower:
 
     def seconds(self, keys) -> float:
         return 0.0
+
+    def counts(self) -> TierCounts:
+        return TierCounts()
 
 
 @pytest.fixture

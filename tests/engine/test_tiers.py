@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from jaxserve.settings.schema import CacheConfig, ConfigError
 from tests.engine.harness import Runner, assert_empty, engine, generate, shared
 from tests.waiting import eventually
 
@@ -27,8 +28,7 @@ def ask(real, asked, **fields) -> list[list[int]]:
 
 def settled(real) -> None:
     """Waits until all blocks that left the devices are stored."""
-    stores = real.worker.mover._stores
-    eventually(lambda: stores.empty(), 20)
+    eventually(lambda: real.worker.mover.stored, 20)
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +182,65 @@ def test_under_random_traffic(expected):
     assert tiers.counts().host_reads > 100 and tiers.counts().wrong
     assert_empty(real)
     real.close()
+
+
+# --- on disk
+
+
+def on_disk(folder, **fields):
+    return engine(mesh="", **{**SMALL, "disk_cache": f"{folder}:0.05", **fields})
+
+
+def test_blocks_on_disk_outlast_a_restart_and_damage_is_computed_anew(tmp_path, expected):
+    real = on_disk(tmp_path)
+    assert ask(real, prompts()) == expected
+    settled(real)
+    real.close()
+    again = on_disk(tmp_path)
+    assert again.worker.lower_tiers.counts().disk_blocks > 20
+    assert ask(again, prompts()[:3]) == expected[:3]
+    assert again.worker.lower_tiers.counts().disk_reads > 10
+    again.close()
+    rng = random.Random(5)
+    for file in tmp_path.iterdir():
+        damage(file, rng)
+    last = on_disk(tmp_path)
+    assert ask(last, prompts()) == expected
+    last.close()
+
+
+def damage(file, rng: random.Random, share: float = 0.002) -> None:
+    """Flips bits of sectors here and there."""
+    size = file.stat().st_size
+    with open(file, "r+b") as opened:
+        for _ in range(int(size / 4096 * share) + 1 if size else 0):
+            at = rng.randrange(size)
+            opened.seek(at)
+            (byte,) = opened.read(1)
+            opened.seek(at)
+            opened.write(bytes([byte ^ 1 << rng.randrange(8)]))
+
+
+def test_blocks_of_another_model_on_disk_are_misses(tmp_path, expected):
+    real = on_disk(tmp_path)
+    ask(real, prompts())
+    settled(real)
+    real.close()
+    other = on_disk(tmp_path, model="random:tiny-window")
+    assert other.worker.lower_tiers.counts().disk_blocks == 0
+    other.close()
+
+
+@pytest.mark.parametrize("given", ["", ":1", "/tmp", "/tmp:x", "/tmp:0", "/tmp:-1", "/tmp:nan"])
+def test_a_disk_cache_that_is_none_is_named(given):
+    with pytest.raises(ConfigError, match="disk_cache"):
+        CacheConfig(host_cache_gib=1.0, disk_cache=given)
+
+
+def test_lower_tiers_that_have_no_effect_are_refused():
+    with pytest.raises(ConfigError, match="needs host_cache_gib"):
+        CacheConfig(disk_cache="/tmp:1")
+    with pytest.raises(ConfigError, match="without prefix_caching"):
+        CacheConfig(host_cache_gib=1.0, prefix_caching=False)
+    with pytest.raises(ConfigError, match="host_cache_gib"):
+        engine(mesh="", **{**SMALL, "host_cache_gib": 1e-6})

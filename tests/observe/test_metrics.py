@@ -44,10 +44,16 @@ COUNTERS = {
     "xla_compiles",
     "xla_recompiles",
     "num_preemptions",
+    "kv_blocks_stored",
+    "kv_blocks_from_host",
+    "kv_blocks_from_disk",
+    "kv_blocks_wrong",
     "early_rejections",
     "goodput_requests",
 }
 GAUGES = {
+    "kv_blocks_in_host",
+    "kv_blocks_on_disk",
     "num_requests_running",
     "num_requests_waiting",
     "kv_cache_usage_perc",

@@ -23,10 +23,10 @@ class Shelf:
     def __contains__(self, key: bytes) -> bool:
         return key in self.blocks
 
-    def __len__(self) -> int:
-        return len(self.blocks)
+    def keys(self) -> list[bytes]:
+        return list(self.blocks)
 
-    def put(self, key: bytes, data: np.ndarray, keep_seconds: float = 0.0) -> bool:
+    def put(self, key: bytes, data: np.ndarray, expires: float = 0.0, keep: bool = False) -> bool:
         self.blocks[key] = data.tobytes()
         return True
 

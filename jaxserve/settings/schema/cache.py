@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from jaxserve.settings.fields import ConfigError, Settings, option
 
@@ -42,8 +44,29 @@ class CacheConfig(Settings):
         "that is faster than computing them; 0: none",
         low=0.0,
     )
+    disk_cache: str | None = option(
+        None,
+        "FOLDER:GIB, a folder on a local disk and how much of it, for KV blocks that leave host "
+        "memory (host_cache_gib); they outlast a restart",
+    )
+
+    @property
+    def disk_folder(self) -> tuple[Path, float] | None:
+        """Folder and GiB of `disk_cache`. Errors: ConfigError."""
+        if self.disk_cache is None:
+            return None
+        folder, _, size = self.disk_cache.rpartition(":")
+        try:
+            gib = float(size)
+        except ValueError:
+            gib = 0.0
+        if not folder or not 0 < gib < math.inf:
+            raise ConfigError("disk_cache", f"{self.disk_cache!r} is not FOLDER:GIB")
+        return Path(folder), gib
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.disk_folder is not None and not self.host_cache_gib:
+            raise ConfigError("disk_cache", "needs host_cache_gib: blocks pass through host memory")
         if self.host_cache_gib and not self.prefix_caching:
             raise ConfigError("host_cache_gib", "has no effect without prefix_caching")

@@ -1,0 +1,203 @@
+"""A long prefix from each tier beside computing it: time to the first token, bytes, CPU.
+
+    python -m experiments.benchmarks.tiers --tokens=8000 --rounds=3 --json=tiers.json
+
+One replica whose pages hold one document at a time. In each round two documents are asked in turn
+so that each time the other one is on the devices: the answer is computed, comes from pages that are
+there still, from host memory, and, by a replica that was started anew on the same folder, from
+disk. Beside each time is what Eq. 2 of the Mooncake paper predicts: bytes over bandwidth for what
+is loaded, the profile's prefill for what is computed.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+
+from experiments.script import command_line, keep
+from jaxserve.api.events import Finished, Token
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
+from jaxserve.cli.display import table
+from jaxserve.cli.machine import described, machine
+from jaxserve.engine.build import build
+from jaxserve.engine.engine import Engine
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option
+from jaxserve.settings.schema import CacheConfig, EngineConfig, ModelSource, SchedulerConfig
+
+OPTIONS = {
+    "tiers": [
+        Option("model", str, "smollm2-135m", "model: a fetched name, a folder or a .gguf file"),
+        Option("tokens", int, 8000, "of the prefix", 64),
+        Option("question", int, 32, "tokens after the prefix", 1),
+        Option("rounds", int, 3, "of all ways", 1),
+        Option("block", int, 16, "tokens of a block", 1),
+        Option("json", str, None, "file for all figures"),
+    ]
+}
+WAYS = ("computed", "device", "host", "disk")
+
+
+class Asked:
+    """One request, run to its end. seconds: to its first token; cpu: of this process meanwhile."""
+
+    def __init__(self, engine: Engine, prompt: np.ndarray, bypass: bool = False):
+        self.tokens: list[int] = []
+        self.ended: Finished | None = None
+        began, cpu = time.perf_counter(), cpu_seconds()
+        self.seconds = 0.0
+        info = engine.info
+        request = Request.make(
+            f"{began}",
+            prompt,
+            SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
+            vocab=info.vocab,
+            max_len=info.max_model_len,
+            arrival=engine.now(),
+            bypass_prefix_cache=bypass,
+        )
+        engine.submit(request, self._hear)
+        while self.ended is None:
+            engine.step()
+            if self.tokens and not self.seconds:
+                self.seconds = time.perf_counter() - began
+        self.cpu = cpu_seconds() - cpu
+        self.cached = self.ended.usage.cached
+
+    def _hear(self, events: Any) -> None:
+        for event in events:
+            if isinstance(event, Token):
+                self.tokens.append(event.id)
+            elif isinstance(event, Finished):
+                self.ended = event
+
+
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def replica(values: dict[str, Any], folder: str) -> Engine:
+    """A replica with pages for one document, host memory for four, and a folder on disk."""
+    length = values["tokens"] + values["question"] + 8
+    block = values["block"]
+    config = EngineConfig(
+        ModelSource(model=values["model"], dtype="float32", max_model_len=length),
+        cache=CacheConfig(
+            block_size=block,
+            pages=-(-length // block) + 4,
+            host_cache_gib=6.0,
+            disk_cache=f"{folder}:6",
+        ),
+        scheduler=SchedulerConfig(max_seqs=1, chunk_tokens=512),
+    )
+    return build(config, progress=False)
+
+
+def measure(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """All rounds. Errors: AssertionError where an answer differs from the computed one."""
+    rng = np.random.default_rng(0)
+    rows: list[dict[str, Any]] = []
+    for number in range(values["rounds"]):
+        with tempfile.TemporaryDirectory() as folder:
+            size = values["tokens"] + values["question"]
+            first, second = rng.integers(20, 500, (2, size)).astype(np.int32)
+            engine = replica(values, folder)
+            Asked(engine, second[:200], bypass=True)  # what is first used is slow
+            bytes_of = engine.worker.lower_tiers.block_bytes
+            asked = {"computed": Asked(engine, first), "device": Asked(engine, first)}
+            Asked(engine, second)
+            predicted = predictions(engine, size)
+            asked["host"] = Asked(engine, first)
+            Asked(engine, second)
+            wait_for_stores(engine)
+            engine.close()
+            engine = replica(values, folder)
+            Asked(engine, second[:200], bypass=True)
+            asked["disk"] = Asked(engine, first)
+            engine.close()
+        for way, one in asked.items():
+            assert one.tokens == asked["computed"].tokens, f"{way}: other tokens"
+            moved = 0 if way in ("computed", "device") else one.cached // values["block"] * bytes_of
+            rows.append(
+                {
+                    "way": way,
+                    "round": number,
+                    "ttft": one.seconds,
+                    "cpu": one.cpu,
+                    "cached": one.cached,
+                    "bytes": moved,
+                    "predicted": predicted[way],
+                }
+            )
+            print(f"round {number}: {way} {one.seconds:.3f} s", file=sys.stderr, flush=True)
+    return rows
+
+
+def predictions(engine: Engine, size: int) -> dict[str, float]:
+    """Seconds of each way: by the profile what is to be computed, by the bandwidths that are
+    believed before anything was loaded what is to be loaded."""
+    work = engine.scheduler.slots.work
+    block = engine.info.block_size
+    hit = (size - 1) // block * block
+    rest = work(hit, size)
+    tiers = engine.worker.lower_tiers
+    size_of_hit = hit // block * tiers.block_bytes
+    host, disk = (size_of_hit / bandwidth for bandwidth in tiers.bandwidths())
+    return {"computed": work(0, size), "device": rest, "host": host + rest, "disk": disk + rest}
+
+
+def wait_for_stores(engine: Engine) -> None:
+    """Until what left the devices is stored."""
+    while not engine.worker.mover.stored:
+        time.sleep(0.01)
+
+
+def shown(found: list[dict[str, Any]]) -> str:
+    by_way = {way: [row for row in found if row["way"] == way] for way in WAYS}
+    rows = []
+    for way, mine in by_way.items():
+        times = [row["ttft"] for row in mine]
+        ratio = statistics.median(
+            row["ttft"] / computed["ttft"] for row, computed in zip(mine, by_way["computed"])
+        )
+        rows.append(
+            [
+                way,
+                f"{statistics.median(times):.2f}",
+                f"{min(times):.2f} to {max(times):.2f}",
+                f"{ratio:.3f}",
+                f"{statistics.median(row['predicted'] for row in mine):.2f}",
+                f"{mine[0]['bytes'] / 2**20:.0f}",
+                f"{statistics.median(row['cpu'] for row in mine):.2f}",
+            ]
+        )
+    head = ["prefix", "TTFT s", "spread", "of computed", "predicted s", "MiB moved", "CPU s"]
+    return table(head, rows)
+
+
+def run(values: dict[str, Any]) -> int:
+    found = measure(values)
+    print(described(machine()))
+    print(shown(found))
+    keep(values, rows=found)
+    return 0
+
+
+COMMAND = Command(OPTIONS, run, __doc__.partition("\n\n")[2] if __doc__ else "")
+if __name__ == "__main__":
+    sys.exit(
+        command_line(
+            "experiments.benchmarks.tiers",
+            "a long prefix from each tier beside computing it",
+            COMMAND,
+            sys.argv[1:],
+        )
+    )
