@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import fastapi
-from prometheus_client.registry import Collector
+from prometheus_client.registry import Collector, CollectorRegistry
 from starlette.responses import PlainTextResponse, Response
 
 import jaxserve
 from jaxserve.api.errors import RequestError
+from jaxserve.observe.metric_aliases import VllmAliases
 from jaxserve.server import dashboard
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.frontend_metrics import CONTENT_TYPE, exposition
+from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.http_app import JsonRoute, make_app
 from jaxserve.server.json_body import JsonObject, dump_in_thread_if
 from jaxserve.server.openai import chat, completions
@@ -83,6 +85,24 @@ def _model_routes(frontend: Frontend) -> fastapi.APIRouter:
         call = chat.generate_call(body, _request_id(body, request), request.headers)
         writer = chat.ChatWriter(frontend, body)
         return await respond(frontend, [call], writer, request, body.stream_mode())
+
+    @router.post("/v1/completions/render")
+    async def render_completion(body: CompletionRequest, request: fastapi.Request) -> Response:
+        """The token ids of each prompt: for routers, which find the replica that has most of
+        them."""
+        calls = completions.generate_calls(body, _request_id(body, request), request.headers)
+        return await _rendered([await _ids(call, request) for call in calls])
+
+    @router.post("/v1/chat/completions/render")
+    async def render_chat(body: ChatRequest, request: fastapi.Request) -> Response:
+        """The token ids that the model would be given."""
+        call = chat.generate_call(body, _request_id(body, request), request.headers)
+        return await _rendered(await _ids(call, request))
+
+    async def _ids(call: GenerateCall, request: fastapi.Request) -> JsonObject:
+        frontend.check_model(call.model)
+        ids = await frontend.tokenize(call.prompt, request.state.caller)
+        return {"token_ids": ids.tolist()}
 
     @router.get("/v1/models")
     async def models() -> JsonObject:
@@ -154,10 +174,14 @@ def _health_routes(frontend: Frontend, readiness: Readiness) -> fastapi.APIRoute
     async def metrics(request: fastapi.Request) -> Response:
         """In the text format of Prometheus; name[]=... selects some. Without the replica's while it
         is built."""
-        registries = [frontend.metrics.registry]
+        registries: list[CollectorRegistry | VllmAliases] = [frontend.metrics.registry]
         if frontend.replica is not None:
             registries.append(frontend.replica.metrics_registry)
-        chosen: list[Collector] = [*registries]
+        if frontend.replica is not None and frontend.config.metrics_aliases == "vllm":
+            replica = frontend.replica
+            aliases = VllmAliases(replica.metrics_registry, replica.info.served_name)
+            registries.append(aliases)
+        chosen: Sequence[Collector] = registries
         if names := request.query_params.getlist("name[]"):
             chosen = [registry.restricted_registry(names) for registry in registries]
         text = await frontend.ask_replica(functools.partial(exposition, chosen))
@@ -187,6 +211,13 @@ def _model(frontend: Frontend) -> JsonObject:
         "parent": None,
         "max_model_len": frontend.info.max_model_len,
     }
+
+
+async def _rendered(content: JsonObject | list[JsonObject]) -> Response:
+    """Writes token ids, in a thread if there are many."""
+    prompts = content if isinstance(content, list) else [content]
+    count = sum(len(prompt["token_ids"]) for prompt in prompts)
+    return _json_response(await dump_in_thread_if(count > INLINE_TOKENS, lambda: content))
 
 
 def _json_response(body: bytes) -> Response:

@@ -12,6 +12,7 @@ from jaxserve.api.events import Finished
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.json_body import JsonObject
+from jaxserve.server.openai import kv_transfer
 from jaxserve.server.openai.responses import TokenWriter, usage_of
 from jaxserve.server.openai.schemas import UNLIMITED_TOKENS, ChatRequest, NamedTool, Tool
 from jaxserve.server.prompts import Chat
@@ -26,6 +27,7 @@ FORCED_CALL = ToolFormat("forced", "\0", "", bare=True)
 
 def generate_call(body: ChatRequest, id: str, headers: Mapping[str, str]) -> GenerateCall:
     """The call that a body asks for. Errors: RequestError."""
+    kv_transfer.check(body.kv_transfer_params)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs", "needs logprobs=true")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -128,6 +130,7 @@ class ChatWriter:
             **self.head,
             "choices": [self._choice(completion) for completion in completions[0]],
             "usage": usage_of(completions[0]),
+            **kv_transfer.answer(self._body.kv_transfer_params),
         }
 
     def _chunk(

@@ -15,6 +15,7 @@ from jaxserve.api.request import MAX_PROMPT_LOGPROBS
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.json_body import JsonObject
+from jaxserve.server.openai import kv_transfer
 from jaxserve.server.openai.responses import TokenWriter, usage_of
 from jaxserve.server.openai.schemas import COMPLETION_TOKENS, MAX_PROMPTS, CompletionRequest
 from jaxserve.server.prompts import Prompt, Text
@@ -28,6 +29,7 @@ def generate_calls(
     body: CompletionRequest, id: str, headers: Mapping[str, str]
 ) -> list[GenerateCall]:
     """The calls that a body asks for, one for each prompt. Errors: RequestError."""
+    kv_transfer.check(body.kv_transfer_params)
     if body.best_of not in (None, body.n or 1):
         raise RequestError("best_of", "is not supported beyond n")
     if body.echo and body.stream and body.logprobs is not None:
@@ -155,7 +157,8 @@ class CompletionWriter:
             for completion in group
         ]
         usage = usage_of(completion for group in completions for completion in group)
-        return {**self.head, "choices": choices, "usage": usage}
+        extra = kv_transfer.answer(self._body.kv_transfer_params)
+        return {**self.head, "choices": choices, "usage": usage, **extra}
 
     def _chunk(
         self,

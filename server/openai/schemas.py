@@ -145,6 +145,9 @@ class GenerateRequest(StrictModel):
         None, description="cached prefixes are shared between requests of equal salt only"
     )
     bypass_prefix_cache: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = Field(
+        None, description="what a router passes between prefill and decode replicas"
+    )
     user: str | None = _IGNORED
     metadata: dict[str, Any] | None = _IGNORED
     store: bool | None = _IGNORED

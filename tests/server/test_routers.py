@@ -1,0 +1,135 @@
+"""What routers of other people ask of a replica: rendered prompts, metrics under vLLM's names, and
+parameters of KV transfers."""
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families as parse
+
+from jaxserve.observe.metric_aliases import VLLM_NAMES
+from tests.server.fakes import FakeReplica
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+TEXT = {"prompt": "abc", "max_tokens": 3}
+ROUTES = {"/v1/completions": TEXT, "/v1/chat/completions": CHAT}
+
+
+@pytest.fixture(scope="module")
+def client(common):
+    with httpx.Client(base_url=common.server.url, timeout=10) as client:
+        yield client
+
+
+@pytest.fixture
+def start(serve):
+    """Starts a server of its own settings, and gives a client of it."""
+    clients = []
+
+    def connect(**config) -> httpx.Client:
+        clients.append(httpx.Client(base_url=serve(**config).server.url, timeout=10))
+        return clients[-1]
+
+    yield connect
+    for one in clients:
+        one.close()
+
+
+# --- rendering
+
+
+def test_completions_are_rendered_to_the_ids_that_the_model_gets(client):
+    body = {"prompt": ["abc", "de"], "max_tokens": 3}
+    rendered = client.post("/v1/completions/render", json=body).json()
+    assert rendered == [{"token_ids": [97, 98, 99]}, {"token_ids": [100, 101]}]
+    given = client.post("/v1/completions/render", json={"prompt": [1, 2]}).json()
+    assert given == [{"token_ids": [1, 2]}]
+
+
+def test_chats_are_rendered_by_the_template(client):
+    rendered = client.post("/v1/chat/completions/render", json=CHAT).json()
+    assert bytes(rendered["token_ids"]).decode() == "<user>hi"
+    whole = client.post("/v1/chat/completions", json=CHAT).json()
+    assert whole["usage"]["prompt_tokens"] == len(rendered["token_ids"])
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_rendering_refuses_what_generating_refuses(client, path):
+    for wrong in ({"model": "other"}, {"temperature": -1}, {"unknown": 1}):
+        body = {**ROUTES[path], **wrong}
+        rendered = client.post(f"{path}/render", json=body)
+        generated = client.post(path, json=body)
+        assert rendered.status_code == generated.status_code >= 400
+        assert rendered.json()["error"]["param"] == generated.json()["error"]["param"]
+
+
+def test_a_long_prompt_is_rendered_whole(client):
+    rendered = client.post("/v1/completions/render", json={"prompt": "x" * 3000}).json()
+    assert rendered == [{"token_ids": [120] * 3000}]
+
+
+# --- metrics
+
+
+def families(client: httpx.Client, query: str = "") -> dict:
+    text = client.get(f"/metrics{query}").text
+    return {family.name: family for family in parse(text)}
+
+
+def test_metrics_have_vllm_s_names_too_where_that_is_asked_for(start):
+    found = families(start(metrics_aliases="vllm"))
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        (ours,) = found[f"jaxserve:{name}"].samples
+        (alias,) = found[f"vllm:{name}"].samples
+        assert alias.value == ours.value and "model_name" in alias.labels
+    aliases = {name.removeprefix("vllm:") for name in found if name.startswith("vllm:")}
+    assert {name.removesuffix("_created") for name in aliases} <= VLLM_NAMES
+    assert len(found["vllm:time_to_first_token_seconds"].samples) == len(
+        found["jaxserve:time_to_first_token_seconds"].samples
+    )
+
+
+def test_aliases_can_be_selected_by_name(start):
+    found = families(start(metrics_aliases="vllm"), "?name[]=vllm:num_requests_waiting")
+    assert set(found) == {"vllm:num_requests_waiting"}
+
+
+def test_a_picker_finds_block_size_and_number_of_blocks(start):
+    engine = FakeReplica()
+    engine._metrics.configured(block_size=16, num_gpu_blocks=10)
+    found = families(start(engine=engine, metrics_aliases="vllm"))
+    for name in ("jaxserve", "vllm"):
+        (sample,) = found[f"{name}:cache_config_info"].samples
+        assert (sample.labels["block_size"], sample.labels["num_gpu_blocks"]) == ("16", "10")
+
+
+def test_without_the_flag_there_are_no_aliases(client):
+    assert not [name for name in families(client) if name.startswith("vllm:")]
+
+
+# --- KV transfers
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_parameters_that_ask_for_nothing_are_answered_with_null(client, path):
+    params = {"do_remote_decode": False, "do_remote_prefill": False, "remote_block_ids": None}
+    answer = client.post(path, json={**ROUTES[path], "kv_transfer_params": params})
+    assert answer.status_code == 200 and answer.json()["kv_transfer_params"] is None
+    assert "kv_transfer_params" not in client.post(path, json=ROUTES[path]).json()
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("name", ["do_remote_decode", "do_remote_prefill"])
+def test_a_leg_that_this_replica_cannot_serve_is_refused_by_name(client, path, name):
+    body = {**ROUTES[path], "kv_transfer_params": {name: True}}
+    answer = client.post(path, json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == f"kv_transfer_params.{name}"
+    assert "not supported by this replica" in error["message"]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_parameters_have_a_limit(client, path):
+    body = {**ROUTES[path], "kv_transfer_params": {"x": "y" * 70_000}}
+    answer = client.post(path, json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "kv_transfer_params"
+    assert "the limit is 65536" in error["message"]
