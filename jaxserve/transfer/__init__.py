@@ -8,7 +8,10 @@ ticket. What the bytes mean, and whether they are right (a checksum), is the cal
     tcp        `TcpTransfer`, the default: sockets, authenticated, windows fenced
     mooncake   `MooncakeTransfer`: the Mooncake Transfer Engine (TCP, RDMA), where it is installed
     buffers    `ReceiveBuffers`: who may send next where receive memory is short; integers and time
-    sender     TCP: slices, queues and connections of each peer, retries
+    sender     TCP: cuts writes into slices, makes connections, sends again what failed
+    peers      TCP: the slices that wait for each receiver
+    writes     TCP: how a ticket ends
+    link       TCP: one connection to a receiver
     receiver   TCP: the port, and the threads that fill windows
     windows    TCP: what is lent to whom, and until when
     frames     TCP: the bytes of requests and answers

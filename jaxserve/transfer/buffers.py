@@ -50,9 +50,9 @@ class ReceiveBuffers:
     lease: most seconds for which a transfer may keep buffers that were not filled. patience: a
     transfer that waits and has not asked again for so many seconds has left the line.
 
-    With all leases at most L, and at most C seconds from a transfer's last part to its release,
-    a transfer that keeps asking and has n transfers before it waits at most (n + 1) (L + C) seconds
-    plus the time between two calls of `expired`.
+    A transfer that keeps asking, with n before it in the line, waits at most (n + 1) (L + C + 2 t)
+    seconds: L is the longest lease and at least the patience, C the time from a transfer's last
+    part to its release, t the time between two askings and between two calls of `expired`.
     """
 
     def __init__(self, count: int, lease: float, patience: float):

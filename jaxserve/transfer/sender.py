@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -22,6 +21,7 @@ import numpy as np
 from jaxserve.group.handshake import StrangerError
 from jaxserve.transfer.frames import REFUSALS, SLICE_BYTES, Answer, Request, decode_token
 from jaxserve.transfer.link import SendingLink
+from jaxserve.transfer.peers import Peer, PeerLink
 from jaxserve.transfer.protocol import (
     MAX_TICKETS,
     Ticket,
@@ -33,53 +33,10 @@ from jaxserve.transfer.protocol import (
 from jaxserve.transfer.sieve import Sieve
 from jaxserve.transfer.writes import Slice, Write
 
-BURST_BYTES = 1 << 20  # that a connection sends before it waits for answers
-BURST_SLICES = 64
 IDLE_SECONDS = 120.0  # after which a connection without work is closed
 JOIN_SECONDS = 10.0  # for a thread to end: it may be connecting
 MIN_WAIT_SECONDS = 0.01
 log = logging.getLogger(__name__)
-
-
-class _Peer:
-    """One receiver, as host:port: its queue and its connections."""
-
-    def __init__(self, address: str, lock: threading.Lock):
-        self.address = address
-        self.queue: deque[Slice] = deque()
-        self.links: set[_Link] = set()
-        self.wake = threading.Condition(lock)
-
-    def burst(self, now: float) -> list[Slice]:
-        """Takes slices for one connection; those whose write has failed are dropped."""
-        taken: list[Slice] = []
-        size = 0
-        while self.queue and len(taken) < BURST_SLICES and size < BURST_BYTES:
-            part = self.queue.popleft()
-            if part.write.take(now):
-                taken.append(part)
-                size += len(part.data)
-        return taken
-
-    def bursts(self) -> int:
-        """How many connections the queue deserves."""
-        return -(-sum(len(part.data) for part in self.queue) // BURST_BYTES)
-
-    def wanted(self, paths: int) -> int:
-        """How many more connections than there are."""
-        waiting = sum(link.idle or link.fresh for link in self.links)
-        return min(self.bursts() - waiting, paths - len(self.links))
-
-
-class _Link:
-    """A connection's thread, as the others see it."""
-
-    def __init__(self, peer: _Peer, link: SendingLink):
-        self.peer = peer
-        self.link = link
-        self.fresh = True  # it has not looked for work yet
-        self.idle = False
-        self.evicted = False
 
 
 class Sender:
@@ -98,8 +55,8 @@ class Sender:
         self._lock = threading.Lock()  # of all below
         self._writes: dict[int, Write] = {}
         self._last = 0
-        self._peers: dict[str, _Peer] = {}
-        self._links: Sieve[_Link] = Sieve()
+        self._peers: dict[str, Peer] = {}
+        self._links: Sieve[PeerLink] = Sieve()
         self._threads: set[threading.Thread] = set()
         self._closing = False
 
@@ -128,7 +85,7 @@ class Sender:
             self._last += 1
             self._writes[self._last] = write
             peer = self._peer(window.peer)
-            peer.queue.extend(slices)
+            peer.put(slices)
             self._work(peer)
             return Ticket(self._last, sum(len(data) for _, data in checked))
 
@@ -176,21 +133,21 @@ class Sender:
             raise TransferError("ticket", f"number {ticket.number} was released or never given")
         return write
 
-    def _peer(self, address: str) -> _Peer:
+    def _peer(self, address: str) -> Peer:
         if address not in self._peers:
-            self._peers[address] = _Peer(address, self._lock)
+            self._peers[address] = Peer(address, self._lock)
         return self._peers[address]
 
     # --- under the lock: which connections there are
 
-    def _work(self, peer: _Peer) -> None:
+    def _work(self, peer: Peer) -> None:
         """Wakes or makes connections for what is in a peer's queue."""
         peer.wake.notify(peer.bursts())
         for _ in range(peer.wanted(self._paths)):
             if not self._connect(peer):
                 break
 
-    def _connect(self, peer: _Peer) -> bool:
+    def _connect(self, peer: Peer) -> bool:
         """Adds a connection, another one's room if need be. False where all are busy: the first
         that has no more to do makes room (`_next_burst`)."""
         if len(self._links) >= self._max_connections:
@@ -198,7 +155,7 @@ class Sender:
             if evicted is None:
                 return False
             self._retire(evicted)
-        made = _Link(peer, SendingLink(peer.address, self._secret, self._tls))
+        made = PeerLink(peer, SendingLink(peer.address, self._secret, self._tls))
         self._links.add(made)
         peer.links.add(made)
         thread = threading.Thread(target=self._run, args=(made,), name="transfer-send", daemon=True)
@@ -206,7 +163,7 @@ class Sender:
         thread.start()
         return True
 
-    def _retire(self, link: _Link) -> None:
+    def _retire(self, link: PeerLink) -> None:
         """Takes an idle connection out of use; its thread ends."""
         link.evicted = True
         link.idle = False
@@ -217,12 +174,12 @@ class Sender:
     def _serve_hungry(self) -> None:
         """Gives peers with work and without a connection one, at the cost of an idle one."""
         for peer in self._peers.values():
-            if peer.queue and not peer.links and not self._connect(peer):
+            if peer.busy and not peer.links and not self._connect(peer):
                 return
 
     # --- a connection's thread
 
-    def _run(self, link: _Link) -> None:
+    def _run(self, link: PeerLink) -> None:
         try:
             while burst := self._next_burst(link):
                 if not self._carry(link, burst):
@@ -232,7 +189,7 @@ class Sender:
             with self._lock:
                 self._forget(link)
 
-    def _forget(self, link: _Link) -> None:
+    def _forget(self, link: PeerLink) -> None:
         """At a connection's end, under the lock: what its peer still has to do goes to others."""
         peer = link.peer
         self._links.remove(link)
@@ -240,13 +197,13 @@ class Sender:
         self._threads.discard(threading.current_thread())
         if self._closing:
             return
-        if peer.queue:
+        if peer.busy:
             self._work(peer)
         elif not peer.links:
             self._peers.pop(peer.address, None)
         self._serve_hungry()
 
-    def _next_burst(self, link: _Link) -> list[Slice]:
+    def _next_burst(self, link: PeerLink) -> list[Slice]:
         """Waits for work; none where the connection is to end."""
         peer = link.peer
         with self._lock:
@@ -261,11 +218,11 @@ class Sender:
                     break
                 woken = peer.wake.wait(IDLE_SECONDS)
                 link.idle = False
-                if not woken and not peer.queue:
+                if not woken and not peer.busy:
                     break
             return []
 
-    def _carry(self, link: _Link, burst: list[Slice]) -> bool:
+    def _carry(self, link: PeerLink, burst: list[Slice]) -> bool:
         """Sends a burst and settles what became of each slice. False where the connection failed:
         it is closed by then, and nothing reads the slices' memory."""
         answers: list[Answer] = []
@@ -288,7 +245,7 @@ class Sender:
         return not reason
 
     def _failed(
-        self, peer: _Peer, parts: Iterable[Slice], reason: str, until: float, final: bool
+        self, peer: Peer, parts: Iterable[Slice], reason: str, until: float, final: bool
     ) -> None:
         """Puts slices back to be sent once more, unless their time or tries are over. until: the
         deadline of the burst that they were part of. final: it is of no use to try again."""
@@ -300,7 +257,7 @@ class Sender:
             exhausted = final or part.tries > self._paths
             if part.write.given_back(now, reason if exhausted else ""):
                 again.append(part)
-        peer.queue.extendleft(reversed(again))
+        peer.put_back(again)
         self.retries += len(again)
         if again:
             log.info("transfer: %d slices again to %s: %s", len(again), peer.address, reason)

@@ -170,7 +170,7 @@ class Line(RuleBasedStateMachine):
             del self.waiting[name]
             self.filling[name] = parts
             self.granted.append(name)
-            bound = (before + 1) * (LEASE + CONSUME + 2 * TICK) + PATIENCE
+            bound = (before + 1) * (LEASE + CONSUME + 2 * TICK)
             assert self.now - since <= bound, f"{name} waited {self.now - since} s"
 
     @rule(data=st.data())
