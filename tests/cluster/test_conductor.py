@@ -1,0 +1,355 @@
+"""What callers of a conductor rely on when its members fail, fill up, or have prefixes cached.
+Members are fakes with threads of their own, which die and hang as real ones do, or virtual ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+
+import numpy as np
+import pytest
+from prometheus_client import generate_latest
+
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Accepted, Token
+from jaxserve.api.request import Request
+from jaxserve.api.sampling import SamplingParams
+from jaxserve.cluster.conductor import Conductor
+from jaxserve.cluster.member import Member
+from jaxserve.settings.schema import ConfigError
+from tests.replica.holders import Heard, VirtualConductorHolder, virtual
+from tests.server.fakes import FakeReplica, expected
+from tests.waiting import eventually
+
+PROMPT = list(range(3, 23))
+
+
+class Cluster:
+    """A conductor over fakes."""
+
+    def __init__(self, *fakes: FakeReplica):
+        self.fakes = list(fakes)
+        members = [Member(f"fake {number}", fake) for number, fake in enumerate(fakes)]
+        self.conductor = Conductor(members, owns_members=True)
+
+    def submit(self, id: str = "r", tokens: int = 5, n: int = 1, **rest) -> Heard:
+        heard = Heard()
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, n=n)
+        prompt = np.array(PROMPT, np.int32)
+        arrival = self.conductor.now()
+        self.conductor.submit(Request(id, prompt, sampling, arrival=arrival, **rest), heard)
+        return heard
+
+    def holder_of(self, id: str) -> FakeReplica:
+        return next(fake for fake in self.fakes if id in fake.requests)
+
+    def idle(self) -> bool:
+        """Whether nothing is left of any request."""
+        books = not self.conductor._live and not any(
+            member.work.prefills for member in self.conductor.members
+        )
+        return books and not any(fake.requests for fake in self.fakes if fake.alive)
+
+
+@pytest.fixture
+def make():
+    """Makes started clusters that are closed at the end."""
+    made = []
+
+    def start(*fakes: FakeReplica) -> Cluster:
+        made.append(Cluster(*fakes))
+        made[-1].conductor.start()
+        return made[-1]
+
+    yield start
+    for cluster in made:
+        cluster.conductor.close()
+
+
+def paused(**rest) -> FakeReplica:
+    fake = FakeReplica(**rest)
+    fake.paused = True
+    return fake
+
+
+def assert_served(heard: Heard, tokens: int) -> None:
+    """It has heard one acceptance, the right tokens and one end."""
+    assert [type(event) for event in heard.events].count(Accepted) == 1
+    assert [event.id for event in heard.tokens] == expected(PROMPT, tokens)
+    assert heard.end.reason == "length" and heard.end.usage.completion == tokens
+
+
+# --- members that fail
+
+
+def test_a_request_without_tokens_is_redone_where_its_member_dies(make):
+    cluster = make(paused(), paused())
+    heard = cluster.submit(tokens=6)
+    dying = cluster.holder_of("r")
+    dying.die()
+    for fake in cluster.fakes:
+        fake.paused = False
+    eventually(lambda: heard.ends)
+    assert_served(heard, 6)
+    assert cluster.idle()
+
+
+def test_all_completions_are_redone_together(make):
+    cluster = make(paused(), paused())
+    heard = cluster.submit(tokens=4, n=3)
+    cluster.holder_of("r").die()
+    for fake in cluster.fakes:
+        fake.paused = False
+    eventually(lambda: len(heard.ends) == 3)
+    assert {end.reason for end in heard.ends} == {"length"} and len(heard.tokens) == 12
+
+
+def test_a_request_with_tokens_ends_with_the_cause(make):
+    cluster = make(FakeReplica(step_seconds=0.01), FakeReplica(step_seconds=0.01))
+    heard = cluster.submit(tokens=1000)
+    eventually(lambda: len(heard.tokens) > 2)
+    cluster.holder_of("r").die()
+    eventually(lambda: heard.ends)
+    assert heard.end.reason == "error" and heard.end.error.status in ("INTERNAL", "UNAVAILABLE")
+    assert heard.end.usage.completion == len(heard.tokens)
+    assert cluster.idle()
+
+
+def test_a_member_that_falls_silent_loses_its_requests_and_is_not_heard_later(make):
+    """As one that is stopped by SIGSTOP: it ends nothing, and goes on when it wakes."""
+    cluster = make(FakeReplica(), FakeReplica())
+    for fake in cluster.fakes:
+        fake.paused = True
+    heard = cluster.submit(tokens=6)
+    silent = cluster.holder_of("r")
+    silent.alive = False
+    other = next(fake for fake in cluster.fakes if fake is not silent)
+    eventually(lambda: "r" in other.requests)
+    silent.paused = False  # it wakes, and tells its tokens
+    eventually(lambda: not silent.requests)
+    assert not heard.tokens
+    other.paused = False
+    eventually(lambda: heard.ends)
+    assert_served(heard, 6)
+    silent.alive = True
+    eventually(lambda: not cluster.conductor.members[cluster.fakes.index(silent)].lost)
+    again = [cluster.submit(f"again {number}") for number in range(4)]
+    eventually(lambda: all(one.ends for one in again))
+
+
+def test_a_silent_member_with_tokens_sent_ends_the_request_within_a_bound(make):
+    cluster = make(FakeReplica(step_seconds=0.01), FakeReplica())
+    cluster.fakes[1].available = False
+    heard = cluster.submit(tokens=1000)
+    eventually(lambda: len(heard.tokens) > 2)
+    cluster.fakes[0].paused = True
+    cluster.fakes[0].alive = False
+    eventually(lambda: heard.ends)
+    assert heard.end.reason == "error" and heard.end.error.status == "UNAVAILABLE"
+    assert "fake 0" in str(heard.end.error)
+    timing = heard.end.timing
+    assert 0 <= timing.queued <= timing.first_token <= timing.total
+    assert heard.end.usage.completion == len(heard.tokens)
+
+
+def test_nobody_left_to_redo_it_ends_it(make):
+    cluster = make(paused(), paused())
+    heard = cluster.submit()
+    for fake in cluster.fakes:
+        fake.die()
+    eventually(lambda: heard.ends)
+    assert heard.end.error.status in ("UNAVAILABLE", "INTERNAL")
+    assert not cluster.conductor.available
+    with pytest.raises(RequestError) as refused:
+        cluster.submit("new")
+    assert refused.value.status == "UNAVAILABLE" and refused.value.retry_after
+    assert cluster.idle()
+
+
+def test_a_member_that_cannot_be_reached_is_passed_over_and_tried_again_later(make):
+    cluster = make(FakeReplica(), FakeReplica())
+    cluster.fakes[0].fault = OSError("connection reset")
+    heard = [cluster.submit(f"{number}") for number in range(4)]
+    eventually(lambda: all(one.ends for one in heard))
+    assert {one.end.reason for one in heard} == {"length"}
+    cluster.fakes[0].fault = None
+    eventually(lambda: cluster.conductor.members[0].usable)
+
+
+def test_a_member_that_is_drained_is_passed_over(make):
+    cluster = make(FakeReplica(), FakeReplica())
+    cluster.fakes[0].drain()
+    heard = [cluster.submit(f"{number}") for number in range(4)]
+    eventually(lambda: all(one.ends for one in heard))
+    assert {one.end.reason for one in heard} == {"length"}
+
+
+def test_a_hung_member_is_sent_nothing(make):
+    cluster = make(FakeReplica(), FakeReplica())
+    cluster.fakes[0].overdue_seconds = 3.0
+    assert cluster.conductor.overdue() is None
+    for number in range(4):
+        cluster.submit(f"{number}", tokens=1000)
+    assert not cluster.fakes[0].requests
+    cluster.fakes[1].overdue_seconds = 2.0
+    assert cluster.conductor.overdue() == 2.0 and not cluster.conductor.available
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_members_that_die_at_random_leave_every_request_ended_once(make, seed):
+    rng = random.Random(seed)
+    cluster = make(*(FakeReplica(step_seconds=0.002, chunk=7) for _ in range(4)))
+    heard: dict[str, tuple[Heard, int]] = {}
+    for number in range(60):
+        tokens = rng.randint(1, 12)
+        heard[str(number)] = cluster.submit(str(number), tokens=tokens), tokens
+        if number in (15, 30, 45):
+            rng.choice([fake for fake in cluster.fakes if fake.alive]).die()
+        time.sleep(0.001)
+    eventually(lambda: all(one.ends for one, _ in heard.values()))
+    for one, tokens in heard.values():
+        if one.end.reason == "length":
+            assert_served(one, tokens)
+        else:
+            assert one.end.error.status in ("INTERNAL", "UNAVAILABLE") and one.tokens
+        assert one.events[-1] is one.end
+    eventually(cluster.idle)
+
+
+# --- ends that are asked for while a member is gone
+
+
+class Unreachable(FakeReplica):
+    """A fake that answers no call once `cut` is set."""
+
+    cut = False
+
+    def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
+        if self.cut:
+            raise ConnectionError("cut")
+        return super().cancel(request_id, reason)
+
+
+def test_what_an_unreachable_member_has_is_ended_at_the_close_within_a_bound(make, monkeypatch):
+    monkeypatch.setattr("jaxserve.cluster.conductor.CLOSE_SECONDS", 0.5)
+    fake = Unreachable()
+    fake.paused = fake.cut = True
+    cluster = make(fake)
+    heard = cluster.submit()
+    started = time.monotonic()
+    cluster.conductor.close()
+    assert time.monotonic() - started < 3
+    assert heard.end.error.status == "UNAVAILABLE"
+
+
+def test_what_a_lost_member_has_can_be_cancelled():
+    fake = Unreachable()
+    fake.paused = fake.cut = True
+    cluster = Cluster(fake)  # not started: nobody checks
+    heard = cluster.submit()
+    fake.alive = False
+    assert cluster.conductor.cancel("r") is True
+    assert heard.end.reason == "cancelled"
+    assert cluster.conductor.cancel("r") is False
+
+
+# --- queues and caches
+
+
+def test_a_full_member_is_passed_over_and_all_full_refuse():
+    cluster = Cluster(paused(max_queue=2), paused(max_queue=3))
+    for number in range(5):
+        cluster.submit(str(number))
+    with pytest.raises(RequestError) as refused:
+        cluster.submit("one too many")
+    assert (refused.value.status, refused.value.reason) == ("RESOURCE_EXHAUSTED", "queue")
+    assert [len(fake.requests) for fake in cluster.fakes] == [2, 3]
+    assert cluster.conductor.load().running == 5
+
+
+def test_a_prompt_goes_to_the_member_that_has_its_prefix():
+    holder = VirtualConductorHolder([virtual().replica for _ in range(3)])
+    holder.replica.start()
+    size = holder.replica.info.block_size
+    first = holder.submit("first", prompt=6 * size, tokens=2)
+    holder.wait_ended(first)
+    for number in range(4):
+        again = holder.submit(f"again {number}", prompt=6 * size, tokens=2)
+        holder.wait_ended(again)
+        assert again.end.usage.cached == 5 * size
+    assert holder.replica.flush_cache() == 6
+    fresh = holder.submit("fresh", prompt=6 * size, tokens=2)
+    holder.wait_ended(fresh)
+    assert fresh.end.usage.cached == 0
+    holder.replica.close()
+
+
+def test_another_tenants_prefix_is_none():
+    holder = VirtualConductorHolder([virtual().replica for _ in range(2)])
+    holder.replica.start()
+    holder.wait_ended(holder.submit("a", prompt=100, cache_salt="one"))
+    other = holder.submit("b", prompt=100, cache_salt="two")
+    holder.wait_ended(other)
+    assert other.end.usage.cached == 0
+    holder.replica.close()
+
+
+def test_requests_that_come_at_once_are_spread():
+    holder = VirtualConductorHolder([virtual().replica for _ in range(3)])
+    for number in range(9):
+        holder.submit(str(number), prompt=100 + number)
+    assert [member.load().waiting for member in holder.members] == [3, 3, 3]
+    holder.replica.close()
+
+
+# --- what it says of itself
+
+
+def test_metrics_are_those_of_all_members():
+    holder = VirtualConductorHolder([virtual().replica for _ in range(2)])
+    holder.replica.start()
+    holder.wait_ended(*(holder.submit(str(number), prompt=40, tokens=9) for number in range(4)))
+    text = generate_latest(holder.replica.metrics_registry).decode()
+    assert 'jaxserve:request_success_total{finished_reason="length"} 4.0' in text
+    assert "jaxserve:generation_tokens_total 36.0" in text
+    assert "jaxserve:predictor_scale 1.0" in text, "a mean, no sum"
+    holder.replica.close()
+
+
+def test_the_view_lists_members_and_the_requests_of_all(make):
+    holder = VirtualConductorHolder([virtual().replica for _ in range(2)])
+    for number in range(4):
+        holder.submit(str(number))
+    shown = holder.replica.view()
+    assert [row["name"] for row in shown["members"]] == ["virtual 0", "virtual 1"]
+    assert sum(row["load"]["waiting"] for row in shown["members"]) == 4 == shown["waiting"]
+    column = shown["columns"].index("id")
+    assert sorted(row[column] for row in shown["requests"]) == ["0", "1", "2", "3"]
+    holder.replica.close()
+
+
+class Renamed(FakeReplica):
+    """A fake of another model."""
+
+    @property
+    def info(self):
+        return dataclasses.replace(super().info, model="another")
+
+
+def test_members_that_cannot_serve_together_are_refused():
+    with pytest.raises(ConfigError, match="differ in model"):
+        Cluster(FakeReplica(), Renamed())
+    with pytest.raises(ConfigError, match="there are none"):
+        Conductor([])
+    with pytest.raises(ConfigError, match="local_cache_aware"):
+        Conductor([Member("a", FakeReplica())], routing="cache_aware")
+
+
+def test_tokens_come_in_order_and_not_after_the_end(make):
+    cluster = make(FakeReplica(), FakeReplica())
+    heard = [cluster.submit(str(number), tokens=50) for number in range(20)]
+    eventually(lambda: all(one.ends for one in heard))
+    for one in heard:
+        assert_served(one, 50)
+        assert not isinstance(one.events[-1], Token)
