@@ -5,6 +5,7 @@ has cached, how long its queue is, and what a transfer takes (Mooncake, sections
     routing      Algorithm 1 and its baselines, as functions of frozen views of replicas
     admission    who is refused at overload: on arrival, or when decoding would begin
     assignments  Assignments: the work that was routed to a replica and has not ended
+    allocation   BlockLedger: blocks that a node allocates and locks for conductors
     conductor    Conductor: a Replica made of replicas (`member`, `routed`, `merge`)
     roles        roles of replicas, and the controller of how many have which
 
