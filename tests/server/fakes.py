@@ -121,7 +121,8 @@ class FakeReplica:
     token. A prompt takes one step per `chunk` tokens.
 
     Tests may set `alive`, `paused`, `fault` (raised by `submit`) and `overdue_seconds` (of a step
-    that hangs), and read what was asked for: `requests`, `stopped`, `cancelled`, `prefill_steps`.
+    that hangs), and read what was asked for: `requests`, `stopped`, `cancelled`, `prefill_steps`,
+    `guides_seen`.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class FakeReplica:
         self.overdue_seconds: float | None = None
         self._metrics = Metrics(4, ("chat",), lambda: dict.fromkeys(READ, 3.0))
         self.requests: dict[str, Running] = {}
+        self.guides_seen: list[Any] = []
         self.stopped: list[tuple[str, int]] = []
         self.cancelled: list[str] = []
         self.prefill_steps = 0
@@ -226,6 +228,8 @@ class FakeReplica:
             if len(request.prompt) >= MAX_LEN:
                 raise RequestError("prompt", f"has {len(request.prompt)} tokens")
             self.requests[request.id] = running = Running(request, sink)
+            if request.guide is not None:
+                self.guides_seen.append(request.guide)
             self._tell(running, Accepted(len(self.requests) - 1))
         self._work.set()
 

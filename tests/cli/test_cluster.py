@@ -1,0 +1,156 @@
+"""`jaxserve cluster`: a conductor and two replicas of a real engine, end to end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.api.sampling import SamplingParams
+from jaxserve.server.client import Client
+from tests.waiting import eventually
+
+MARK = f"CLUSTER_OF_TEST={os.getpid()}"  # tells our processes from others on this machine
+ENVIRONMENT = {**os.environ, **dict([MARK.split("=")])}
+TINY = [
+    "--model=random:tiny", "--max_model_len=256", "--profile=none", "--policy=fcfs",
+    "--chunking=static", "--admission=queue", "--max_seqs=2", "--chunk_tokens=32", "--pages=40",
+]  # fmt: skip
+START_SECONDS = 200.0
+RESTART_SECONDS = 100.0
+
+
+def processes(word: str = "") -> list[int]:
+    """Those of our clusters with this word on their command line."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            ours = MARK.encode() in (folder / "environ").read_bytes().split(b"\0")
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if ours and (not word or word.encode() in words):
+                found.append(int(folder.name))
+    return found
+
+
+def secret_of(number: int) -> bytes:
+    variables = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
+    (found,) = [text for text in variables if text.startswith(b"JAXSERVE_CLUSTER_SECRET=")]
+    return found.partition(b"=")[2]
+
+
+def serving(url: str) -> int:
+    """Replicas that the conductor can send requests to."""
+    text = urllib.request.urlopen(f"{url}/metrics", timeout=20).read().decode()
+    return len(re.findall(r"^jaxserve:replica_alive\{.*\} 1\.0$", text, re.M))
+
+
+@contextlib.contextmanager
+def cluster(tmp_path: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], Client]]:
+    """Runs a cluster until the block ends, and what there is of it after."""
+    port_file = tmp_path / "ports.json"
+    command = [sys.executable, "-m", "jaxserve", "cluster", "--port=0", "--http_port=0"]
+    with open(tmp_path / "log", "w+") as log:
+        process = subprocess.Popen(
+            [*command, f"--port_file={port_file}", *flags],
+            stdout=log,
+            stderr=log,
+            env=ENVIRONMENT,
+        )
+        try:
+            eventually(lambda: port_file.exists() or process.poll() is not None, START_SECONDS)
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            with Client(json.loads(port_file.read_text())["grpc"]) as client:
+                client.wait_ready(START_SECONDS)
+                yield process, client
+        finally:
+            process.kill()
+            process.wait()
+    eventually(lambda: not processes())
+
+
+def test_tokens_are_one_processs_a_killed_replica_begins_anew_and_nothing_is_left(tmp_path):
+    from jaxserve.llm import LLM
+
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, 500, size).tolist() for size in (3, 20, 50, 90)]
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM("random:tiny", max_model_len=256, profile="none", pages=40, max_seqs=2) as llm:
+        golden = [list(done.ids) for done in llm.generate(prompts, sampling)]
+    with cluster(tmp_path, *TINY) as (process, client):
+
+        def ask() -> list[list[int]]:
+            return [list(client.complete(p, sampling, ids_only=True)[0].ids) for p in prompts]
+
+        assert ask() == golden
+        assert len(processes("serve")) == 2 and len(processes("conductor")) == 1
+        url = json.loads((tmp_path / "ports.json").read_text())["http"]
+        eventually(lambda: serving(url) == 2, START_SECONDS)
+        first = processes("serve")[0]
+        os.kill(first, signal.SIGKILL)
+        assert ask() == golden, "by the other one"
+        anew = lambda: len(processes("serve")) == 2 and first not in processes("serve")
+        eventually(anew, RESTART_SECONDS)
+        (secret,) = {secret_of(number) for number in processes("serve")}
+        for number in processes():
+            assert secret not in Path(f"/proc/{number}/cmdline").read_bytes()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert not (tmp_path / "ports.json").exists()
+        assert not processes()
+
+
+@pytest.mark.matrix
+def test_the_real_model_says_what_the_reference_says(golden, smollm2_gguf, tmp_path):
+    flags = [
+        f"--model={smollm2_gguf}", "--max_model_len=512", "--max_seqs=4", "--pages=160",
+        "--profile=none", "--policy=fcfs", "--chunking=static", "--admission=queue",
+    ]  # fmt: skip
+    cases = [case for case in golden["cases"] if len(case["prompt_ids"]) < 400]
+    with cluster(tmp_path, *flags) as (_, client):
+        for case in cases * 2:
+            count = len(case["output_ids"])
+            sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+            found = client.complete(case["prompt_ids"], sampling, ids_only=True)[0].ids
+            assert list(found) == case["output_ids"]
+
+
+@pytest.mark.parametrize(
+    "flags, fault",
+    [
+        (["--prefill=1"], "--decode"),
+        (["--mixed=0"], "--prefill"),
+        (["--mixed=65"], "--mixed"),
+        (["--mixed=40", "--prefill=40", "--decode=1"], "--mixed"),
+    ],
+)
+def test_a_cluster_that_could_serve_nothing_is_refused(flags, fault):
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxserve", "cluster", *flags], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.startswith("jaxserve cluster:")
+    assert fault in done.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, fault",
+    [
+        ([], "replicas: give either"),
+        (["--replicas=x"], "'x' is not HOST:PORT"),
+        (["--replicas=a:1"], "JAXSERVE_CLUSTER_SECRET must be set"),
+    ],
+)
+def test_a_conductor_says_what_it_lacks(flags, fault):
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxserve", "conductor", *flags], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and fault in done.stderr

@@ -1,0 +1,316 @@
+"""A replica on another process, beside what the suite of replicas says: who may hold a session,
+what crosses, and what is left when a side is gone. The replica behind is the tests' fake."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Accepted, Finished, Logprobs, Progress, Timing, Token, Usage
+from jaxserve.api.request import Request, Slo
+from jaxserve.api.sampling import SamplingParams
+from jaxserve.group.channel import free_port
+from jaxserve.server import replica_pb2 as pb
+from jaxserve.server.members import Members, addresses
+from jaxserve.server.remote_replica import RemoteReplica
+from jaxserve.server.replica_messages import (
+    error_message,
+    error_of,
+    event_message,
+    event_of,
+    info_of,
+    info_text,
+    request_of,
+    submit_message,
+)
+from jaxserve.server.replica_service import ReplicaService
+from jaxserve.settings.schema import ConfigError
+from jaxserve.text.structured_output import Guided, Guides
+from tests.replica.holders import Heard
+from tests.server.fakes import EOS, VOCAB, FakeReplica, FakeTokenizer, expected
+from tests.waiting import eventually
+
+SECRET = b"of the tests of remote replicas"
+
+
+@pytest.fixture
+def offered():
+    """Offers a fake replica, and reaches it."""
+    with contextlib.ExitStack() as stack:
+        yield Offered(stack)
+
+
+class Offered:
+    def __init__(self, stack: contextlib.ExitStack):
+        self._stack = stack
+        self.port = free_port("127.0.0.1")
+        self.behind = FakeReplica(step_seconds=0.002)
+        self.behind.start()
+        stack.callback(self.behind.close)
+        self.guides = Guides(FakeTokenizer(), VOCAB, (EOS,))
+        stack.callback(self.guides.close)
+        self.service = self.offer()
+
+    def offer(self, silent_seconds: float = 4.0) -> ReplicaService:
+        service = ReplicaService(SECRET, silent_seconds=silent_seconds, max_message_bytes=1 << 16)
+        service.start(f"127.0.0.1:{self.port}")
+        service.open(self.behind, self.guides)
+        self._stack.callback(service.stop)
+        return service
+
+    def reach(self, secret: bytes = SECRET) -> RemoteReplica:
+        remote = RemoteReplica(f"127.0.0.1:{self.port}", secret)
+        self._stack.callback(remote.close)
+        return remote
+
+    def reached(self) -> RemoteReplica:
+        remote = self.reach()
+        assert remote.wait_connected(5)
+        return remote
+
+
+def request(remote: RemoteReplica, id: str = "r", tokens: int = 5, **rest) -> Request:
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    return Request(id, np.arange(1, 8, dtype=np.int32), sampling, arrival=remote.now(), **rest)
+
+
+def test_who_does_not_know_the_secret_is_refused_and_told_nothing(offered):
+    stranger = offered.reach(b"another secret of some length")
+    eventually(lambda: "another secret" in stranger.fault)
+    assert not stranger.alive and not stranger.wait_connected(0)
+    with pytest.raises(RequestError, match="another secret") as error:
+        _ = stranger.info
+    assert error.value.status == "UNAVAILABLE"
+    assert offered.reached().alive
+
+
+def test_a_replica_that_does_not_know_the_secret_is_not_used(offered, monkeypatch):
+    offered.service._secret = b"of somebody in between"
+    monkeypatch.setattr("jaxserve.server.replica_service.proves", lambda *_: True)
+    remote = offered.reach()
+    eventually(lambda: "does not know the cluster's secret" in remote.fault)
+    assert not remote.alive
+
+
+def test_a_refusal_crosses_with_its_field_reason_and_time(offered):
+    remote = offered.reached()
+    offered.behind.fault = RequestError("queue", "is full", "RESOURCE_EXHAUSTED", 2.5, "queue")
+    with pytest.raises(RequestError) as refusal:
+        remote.submit(request(remote), Heard())
+    error = refusal.value
+    assert (error.field, str(error), error.status) == (
+        "queue",
+        "queue: is full",
+        "RESOURCE_EXHAUSTED",
+    )
+    assert (error.retry_after, error.reason) == (2.5, "queue")
+
+
+def test_what_is_too_large_for_a_message_is_refused_and_the_session_goes_on(offered):
+    remote = offered.reached()
+    large = dataclasses.replace(request(remote), prompt=np.zeros(1 << 15, np.int32))
+    with pytest.raises(RequestError, match="messages of at most 65536 bytes") as refusal:
+        remote.submit(large, Heard())
+    assert refusal.value.field == "prompt"
+    heard = Heard()
+    remote.submit(request(remote), heard)
+    eventually(lambda: heard.ends)
+    assert [token.id for token in heard.tokens] == expected(range(1, 8), 5)
+
+
+def test_a_guide_is_compiled_by_the_replica(offered):
+    remote = offered.reached()
+    guide = offered.guides.compile(Guided("regex", "ab|cd"))
+    heard = Heard()
+    remote.submit(dataclasses.replace(request(remote), guide=guide), heard)
+    eventually(lambda: heard.ends)
+    (compiled,) = offered.behind.guides_seen
+    assert compiled.spec == guide.spec and compiled is not guide
+
+
+def test_a_lost_session_ends_requests_and_the_replica_comes_back(offered):
+    remote = offered.reached()
+    heard = Heard()
+    remote.submit(request(remote, tokens=4000), heard)
+    eventually(lambda: len(heard.tokens) > 3)
+    offered.service.stop()
+    eventually(lambda: heard.ends)
+    end = heard.end
+    assert (end.reason, end.error.status) == ("error", "UNAVAILABLE")
+    assert end.usage.completion == len(heard.tokens)
+    assert not remote.alive
+    with pytest.raises(RequestError, match="lost"):
+        remote.submit(request(remote, "other"), Heard())
+    eventually(lambda: not offered.behind.requests)
+    offered.offer()
+    assert remote.wait_connected(5)
+    again = Heard()
+    remote.submit(request(remote), again)
+    eventually(lambda: again.ends)
+    assert again.end.reason == "length"
+
+
+def test_requests_of_a_caller_that_says_nothing_are_cancelled(offered, monkeypatch):
+    offered.service.stop()
+    offered.offer(silent_seconds=0.6)
+    monkeypatch.setattr("jaxserve.server.remote_replica.ALIVE_SECONDS", 60)
+    remote = offered.reached()
+    remote.submit(request(remote, tokens=4000), Heard())
+    assert offered.behind.requests
+    eventually(lambda: not offered.behind.requests)
+
+
+def test_requests_of_a_caller_that_closes_are_cancelled(offered):
+    remote = offered.reached()
+    heard = Heard()
+    remote.submit(request(remote, tokens=4000), heard)
+    remote.close()
+    assert heard.end.error.status == "UNAVAILABLE"
+    eventually(lambda: not offered.behind.requests)
+
+
+def test_two_callers_have_sessions_of_their_own(offered):
+    one, two = offered.reached(), offered.reached()
+    heard = Heard(), Heard()
+    one.submit(request(one, "one", tokens=200), heard[0])
+    two.submit(request(two, "two", tokens=20), heard[1])
+    two_end = two.cancel("one")
+    one.close()
+    eventually(lambda: heard[1].ends)
+    assert two_end is False and heard[1].end.reason == "length" and two.alive
+
+
+def test_a_session_is_kept_up_without_requests(offered):
+    remote = offered.reached()
+    time.sleep(1.0)
+    assert remote.alive and remote.recent_load is not None
+
+
+# --- what crosses
+
+
+numbers = st.integers(0, 2**31 - 1)
+seconds = st.floats(0, 1e6)
+logprobs = st.builds(
+    Logprobs,
+    st.floats(-100, 0),
+    st.lists(st.tuples(numbers, st.floats(-100, 0)), max_size=3).map(tuple),
+)
+errors = st.builds(
+    RequestError,
+    st.sampled_from(["", "prompt"]),
+    st.text(max_size=20),
+    st.sampled_from(["UNAVAILABLE", "INTERNAL"]),
+    st.none() | seconds,
+    st.sampled_from(["", "queue"]),
+)
+events = st.one_of(
+    st.builds(Accepted, numbers, seconds),
+    st.builds(Progress, numbers, numbers, numbers, seconds),
+    st.builds(Token, numbers, numbers, st.none() | logprobs),
+    st.builds(
+        Finished,
+        numbers,
+        st.sampled_from(["stop", "length", "error"]),
+        st.builds(Usage, numbers, numbers, numbers),
+        st.builds(Timing, seconds, seconds, seconds),
+        st.none() | st.lists(st.none() | logprobs, min_size=1, max_size=3).map(tuple),
+    ),
+)
+
+
+@hypothesis.given(events)
+def test_events_cross_unchanged(event):
+    assert event_of(pb.Event.FromString(event_message(event).SerializeToString())) == event
+
+
+@hypothesis.given(errors)
+@hypothesis.settings(max_examples=25)
+def test_errors_cross_unchanged(error):
+    copy = error_of(pb.Error.FromString(error_message(error).SerializeToString()))
+    assert str(copy) == str(error)
+    names = ("field", "status", "retry_after", "reason")
+    assert [getattr(copy, name) for name in names] == [getattr(error, name) for name in names]
+
+
+def test_info_crosses_unchanged():
+    info = dataclasses.replace(FakeReplica().info, role="decode", settings={"a": {"b": 1}})
+    assert info_of(info_text(info)) == info
+
+
+@hypothesis.given(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=50),
+    st.floats(0, 100),
+    st.none() | st.floats(0, 100),
+    st.builds(Slo, st.none() | st.floats(0.1, 9), st.none() | st.floats(0.1, 9)),
+    st.builds(
+        SamplingParams,
+        temperature=st.floats(0, 2),
+        seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+        n=st.integers(1, 4),
+        max_tokens=st.integers(1, 100),
+        stop=st.lists(st.text(min_size=1, max_size=5), max_size=2).map(tuple),
+        logprobs=st.none() | st.integers(0, 5),
+        ignore_eos=st.booleans(),
+    ),
+    st.integers(-8, 8),
+    st.booleans(),
+)
+def test_requests_cross_with_moments_on_the_replicas_clock(
+    prompt, age, left, slo, sampling, priority, bypass
+):
+    here, there = 1000.0, 5.0
+    asked = Request(
+        "id",
+        np.array(prompt, np.int32),
+        sampling,
+        arrival=here - age,
+        deadline=None if left is None else here + left,
+        slo=slo,
+        priority=priority,
+        cache_salt="salt",
+        bypass_prefix_cache=bypass,
+    )
+    message = pb.Submit.FromString(submit_message(1, asked, here).SerializeToString())
+    copy = request_of(message, FakeReplica().info, there)
+    assert copy.prompt.tolist() == prompt
+    assert copy.arrival == pytest.approx(there - age)
+    assert copy.deadline == (None if left is None else pytest.approx(there + left))
+    for name in ("sampling", "slo", "priority", "cache_salt", "bypass_prefix_cache"):
+        assert getattr(copy, name) == getattr(asked, name)
+
+
+# --- which replicas there are
+
+
+def test_addresses_are_checked():
+    assert addresses("a:1, [::1]:2\n# none\nb.c:3", "replicas") == ["a:1", "[::1]:2", "b.c:3"]
+    for text, fault in (
+        ("a", "'a' is not"),
+        ("a:0", "'a:0' is not"),
+        ("a:1,a:1", "more than once"),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            addresses(text, "replicas")
+
+
+def test_a_file_of_replicas_is_read_again_when_it_changes(offered, tmp_path):
+    file = tmp_path / "replicas"
+    file.write_text("127.0.0.1:1\n")
+    members = Members([], SECRET, file=file)
+    try:
+        assert not members.serving()
+        file.write_text(f"127.0.0.1:{offered.port}\n")
+        eventually(members.serving)
+        file.write_text("no address\n")
+        time.sleep(1.2)
+        assert members.serving(), "a faulty file changes nothing"
+    finally:
+        members.close()
