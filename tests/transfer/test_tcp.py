@@ -323,6 +323,22 @@ def test_a_flipped_bit_fails_the_connection_or_is_found_by_the_callers_checksum(
     lender.close()
 
 
+@pytest.mark.parametrize(
+    "at", [0, 20, 25, 33, 40], ids=["token", "epoch", "offset", "size", "code"]
+)
+def test_a_changed_request_fails_its_connection_and_goes_by_another(transfers, between, at):
+    """It is neither believed nor answered: what it names is not the sender's word."""
+    lender, writer = transfers(size=1 << 20), transfers(30, size=1 << 20)
+    window = lender.lend(0, 1 << 20, 60)
+    proxy = between(window, flip(HANDSHAKE_BYTES + at, 1, 1))
+    data = writer.memory[:70_000]
+    assert over(writer, writer.write(proxy.window, 100, data, 20)) == ""
+    assert np.array_equal(lender.memory[100:70_100], data)
+    assert not lender.memory[:100].any() and not lender.memory[70_100:].any()
+    assert proxy.connections == 2 and writer.counts().retries == 1
+    lender.end(window)
+
+
 def test_a_slow_receiver_gets_all_within_the_deadline_and_nothing_counts_after_it(
     transfers, between
 ):

@@ -267,7 +267,7 @@ def test_closing_ends_what_is_under_way(transfers, peers, kind):
     began = time.monotonic()
     sender.close()
     assert time.monotonic() - began < SOON
-    assert sender.status(ticket)
+    assert over(sender, ticket)
     with pytest.raises(TransferError, match=r"^transfer: it was closed"):
         sender.write(window, 0, sender.memory[:1], 1)
     with pytest.raises(TransferError, match=r"^transfer: it was closed"):
