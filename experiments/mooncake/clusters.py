@@ -1,0 +1,88 @@
+"""The clusters of Mooncake's evaluation, simulated: 16 nodes that replay a workload, by the roles of
+the nodes. Equal runs are simulated once.
+
+Runs in which tokens are decoded take long, and are cut to the first requests of a trace: caches are
+then not as full as after an hour.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+from experiments.mooncake.cache_replay import NODE_TOKENS
+from experiments.mooncake.figure import MooncakeSettings
+from experiments.mooncake.node import CHUNK, SYSTEM, TRANSFER_BYTES_PER_S
+from jaxserve.cluster.roles import Role
+from jaxserve.simulate.arrival import BLOCK
+from jaxserve.simulate.cluster import ClusterReport, ClusterSpec, run
+
+NODES = 16
+TTFT = 30.0  # seconds, the objective of 7.1
+DECODE_CHUNK = 512  # tokens of a step of vLLM 0.5.1 with chunked prefill
+DECODED_REQUESTS = 800  # of a run in which tokens are decoded
+
+SPEC = ClusterSpec(
+    SYSTEM,
+    roles=(Role.PREFILL,),
+    ttft=TTFT,
+    block_size=BLOCK,
+    cache_tokens=NODE_TOKENS,
+    bytes_per_s=TRANSFER_BYTES_PER_S,
+    chunk_tokens=CHUNK,
+)
+
+
+def prefill_only(nodes: int, **changes: Any) -> ClusterSpec:
+    """Nodes that prefill, of a cluster whose decoding is not looked at."""
+    return replace(SPEC, roles=(Role.PREFILL,) * nodes, **changes)
+
+
+def disaggregated(prefill: int = 8, decode: int = 8, **changes: Any) -> ClusterSpec:
+    """Mooncake: nodes that prefill, with a cache of host memory each, and nodes that decode."""
+    roles = (Role.PREFILL,) * prefill + (Role.DECODE,) * decode
+    return replace(SPEC, roles=roles, **changes)
+
+
+def coupled(**changes: Any) -> ClusterSpec:
+    """vLLM: nodes that do both, and cache no more than fits on their devices."""
+    kept: dict[str, Any] = dict(routing="load_balanced", cache_tokens=None, prefix_caching=False)
+    return replace(SPEC, roles=(Role.MIXED,) * NODES, **(kept | changes))
+
+
+# vLLM 0.5.1 could not cache prefixes and prefill in chunks at once (7.1)
+SYSTEMS: dict[str, ClusterSpec] = {
+    "mooncake": disaggregated(),
+    "vllm": coupled(),
+    "vllm, prefix caching": coupled(prefix_caching=True),
+    "vllm, chunked prefill": coupled(chunk_tokens=DECODE_CHUNK),
+}
+
+
+def simulated(
+    spec: ClusterSpec,
+    workload: str,
+    settings: MooncakeSettings,
+    speed: float = 1.0,
+    most: int | None = None,
+) -> ClusterReport:
+    """What a cluster makes of the first `most` requests of a workload, replayed at `speed` times
+    its recorded rate."""
+    return _simulated(spec, workload, settings, speed, most)
+
+
+@functools.cache
+def _simulated(
+    spec: ClusterSpec,
+    workload: str,
+    settings: MooncakeSettings,
+    speed: float,
+    most: int | None,
+) -> ClusterReport:
+    return run(spec, settings.arrivals(workload, speed)[:most])
+
+
+def gpu_seconds(report: ClusterReport) -> float:
+    """Mean seconds of a node's devices per prefilled request, of nodes that only prefill."""
+    return sum(report.busy) / max(sum(record.first > 0 for record in report.records), 1)
