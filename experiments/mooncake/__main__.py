@@ -11,7 +11,25 @@ from collections.abc import Sequence
 from experiments.figures import main_of_all
 from experiments.mooncake.figure import OPTIONS, settings_of
 
-NUMBERS = ("table1", "table3", "16", "19", "22")
+NUMBERS = (
+    "table1",
+    "table3",
+    "table4",
+    "1",
+    "5",
+    "6",
+    "13",
+    "14",
+    "15",
+    "16",
+    "17",
+    "18",
+    "19",
+    "20",
+    "21",
+    "22",
+    "23",
+)
 HEAD = """\
 # Mooncake's figures, again
 

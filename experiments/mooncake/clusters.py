@@ -1,5 +1,5 @@
-"""The clusters of Mooncake's evaluation, simulated: 16 nodes that replay a workload, by the roles of
-the nodes. Equal runs are simulated once.
+"""The clusters of Mooncake's evaluation, simulated: what nodes of given roles make of a workload.
+Equal runs are simulated once.
 
 Runs in which tokens are decoded take long, and are cut to the first requests of a trace: caches are
 then not as full as after an hour.
@@ -21,7 +21,7 @@ from jaxserve.simulate.cluster import ClusterReport, ClusterSpec, run
 NODES = 16
 TTFT = 30.0  # seconds, the objective of 7.1
 DECODE_CHUNK = 512  # tokens of a step of vLLM 0.5.1 with chunked prefill
-DECODED_REQUESTS = 800  # of a run in which tokens are decoded
+DECODED_REQUESTS = 400  # of a run in which tokens are decoded
 
 SPEC = ClusterSpec(
     SYSTEM,

@@ -8,7 +8,7 @@ from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
 from experiments.mooncake.clusters import DECODED_REQUESTS, NODES, disaggregated, simulated
 from experiments.mooncake.figure import MooncakeSettings, main
 
-PREFILL = (5, 6, 7, 8, 9, 10, 11)  # nodes
+PREFILL = (5, 6, 8, 10, 11)  # nodes
 TTFT = 10.0  # seconds, the objectives of 7.5
 TBT = 0.1
 SPEEDS = (1.0, 2.0)

@@ -22,9 +22,7 @@ PAPER = {
 def sweep(settings: MooncakeSettings) -> Iterator[Row]:
     for nodes in PREFILL:
         for routing in PAPER:
-            report = simulated(
-                prefill_only(nodes, routing=routing), "conversation", settings
-            )
+            report = simulated(prefill_only(nodes, routing=routing), "conversation", settings)
             yield {
                 "lengths": settings.source("conversation"),
                 "nodes": nodes,

@@ -74,7 +74,9 @@ class MooncakeSettings:
 
     def source(self, workload: str) -> str:
         """Where the requests of a workload are from, for the column `lengths`."""
-        return f"{workload} {'generated' if self.file(workload) is None else 'recorded'}"
+        origin = "generated" if self.file(workload) is None else "recorded"
+        part = f", at most {self.requests} requests" if self.requests else ""
+        return f"{workload} {origin}{part}"
 
 
 @functools.cache

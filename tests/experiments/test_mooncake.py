@@ -12,7 +12,7 @@ import pytest
 
 from experiments import figures
 from experiments.mooncake import __main__ as every
-from experiments.mooncake import fig19, fig22, figure
+from experiments.mooncake import clusters, fig19, fig22, fig23, figure
 from experiments.mooncake.cache_replay import (
     NODE_TOKENS,
     BlockCache,
@@ -28,6 +28,20 @@ from tests.experiments.figure_checks import check_all, made_small
 
 FIGURES = {made.name: made for made in figures.figures_of("mooncake", every.NUMBERS)}
 SMALL = MooncakeSettings(requests=120)  # generated traces only
+TINY = MooncakeSettings(requests=12)  # for figures that simulate clusters
+CLUSTERS = (
+    "table4",
+    "fig1",
+    "fig5",
+    "fig6",
+    "fig13",
+    "fig14",
+    "fig15",
+    "fig17",
+    "fig18",
+    "fig21",
+    "fig23",
+)
 HALF = MooncakeSettings(requests=2500)
 
 
@@ -35,9 +49,22 @@ def test_there_is_a_file_for_every_figure_and_it_has_the_papers_numbers():
     check_all(FIGURES, every.NUMBERS, ("simulated", "computed"))
 
 
-@pytest.mark.parametrize("made", FIGURES.values(), ids=FIGURES)
+@pytest.fixture(autouse=True)
+def few_ratios(monkeypatch):
+    """Ratios of prefill to decode enough for a miniature."""
+    monkeypatch.setattr(fig23, "PREFILL", (5, 8, 11))
+
+
+def in_suite(name: str):
+    """A figure's parameter; those that are other workloads of fig1, or slow, are in the matrix."""
+    marks = pytest.mark.matrix if name in ("fig13", "fig14", "fig15") else ()
+    return pytest.param(FIGURES[name], id=name, marks=marks)
+
+
+@pytest.mark.parametrize("made", map(in_suite, FIGURES))
 def test_a_figure_in_miniature_gives_csv_and_table(made, tmp_path, monkeypatch):
-    rows = made_small(made, SMALL, tmp_path, monkeypatch)
+    settings = TINY if made.name in CLUSTERS else SMALL
+    rows = made_small(made, settings, tmp_path, monkeypatch)
     assert all(math.isfinite(claim.ours(rows)) for claim in made.claims)
 
 
@@ -168,8 +195,8 @@ def test_a_trace_is_read_where_it_is_and_replayed_faster(tmp_path):
         (0.5, 700),
         (1.0, 800),
     ]
-    assert settings.source("toolagent") == "toolagent recorded"
-    assert settings.source("conversation") == "conversation generated"
+    assert settings.source("toolagent") == "toolagent recorded, at most 3 requests"
+    assert MooncakeSettings().source("conversation") == "conversation generated"
 
 
 def test_generated_traces_come_at_the_recorded_rate():
@@ -213,3 +240,34 @@ def test_what_is_wrong_is_one_line(arguments, said, tmp_path, capsys):
         and said.format(folder=tmp_path) in told
         and told.count("\n") == 1
     )
+
+
+# --- the clusters
+
+
+def test_systems_have_the_nodes_of_the_paper():
+    assert all(len(spec.roles) == clusters.NODES for spec in clusters.SYSTEMS.values())
+    mooncake = clusters.SYSTEMS["mooncake"]
+    assert mooncake.cache_tokens == NODE_TOKENS and mooncake.prefix_caching
+    assert not clusters.SYSTEMS["vllm"].prefix_caching
+
+
+def test_equal_runs_are_simulated_once():
+    spec = clusters.prefill_only(2)
+    first = clusters.simulated(spec, "conversation", TINY)
+    assert clusters.simulated(clusters.prefill_only(2), "conversation", TINY) is first
+    assert clusters.gpu_seconds(first) > 0
+
+
+def test_routing_by_cache_and_load_is_ahead_of_chance():
+    """The order of Figure 5, on the first minutes of a generated trace."""
+    settings = MooncakeSettings(requests=300)
+    runs = {
+        routing: clusters.simulated(
+            clusters.prefill_only(6, routing=routing), "conversation", settings
+        )
+        for routing in ("cache_aware", "load_balanced", "random")
+    }
+    means = [float(report.ttft().mean()) for report in runs.values()]
+    assert means == sorted(means)
+    assert runs["cache_aware"].hit_rate() > runs["random"].hit_rate()
