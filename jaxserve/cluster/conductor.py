@@ -17,6 +17,7 @@ import functools
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,6 +82,8 @@ class Conductor:
         self._lock = threading.Lock()
         self._live: dict[str, RoutedRequest] = {}
         self._directory = Directory()
+        # apart from the other lock: members' threads that tell of blocks wait for look-ups only
+        self._directory_lock = threading.Lock()
         self._draws = 0
         self._draining = self._closed = False
         self._idle = threading.Condition(self._lock)
@@ -90,7 +93,7 @@ class Conductor:
         self.metrics_registry = CollectorRegistry()
         self.metrics_registry.register(MergedMetrics(lambda: self.members))
         for number, member in enumerate(self.members):
-            feed = DirectoryFeed(self._directory, number, self._lock)
+            feed = DirectoryFeed(self._directory, number, self._directory_lock)
             events = member.replica.block_events
             member.replica.post(functools.partial(events.subscribe, feed))
 
@@ -150,8 +153,9 @@ class Conductor:
             elif not member.lost:
                 log.warning("replica %s is lost", member.name)
                 member.lost = True
-                with self._lock:
+                with self._directory_lock:
                     self._directory.cleared(number)
+                with self._lock:
                     mine = [(r, r.attempt) for r in self._live.values() if r.member == number]
                 for routed, attempt in mine:
                     self._failed(routed, attempt, _lost(member))
@@ -178,7 +182,15 @@ class Conductor:
         root = root_key(
             info.cache_fingerprint, info.cache_dtype, info.block_size, request.cache_salt
         )
-        return BlockHashes(root, info.block_size, lambda first, last: request.prompt[first:last])
+        prompt = request.prompt
+        chain = BlockHashes(root, info.block_size, lambda first, last: prompt[first:last])
+        if (blocks := self._blocks(request)) > 0:
+            chain[blocks - 1]  # hashes all of them here, where nobody waits for a lock
+        return chain
+
+    def _blocks(self, request: Request) -> int:
+        """Blocks of a prompt that may be cached: its last token is always computed."""
+        return (len(request.prompt) - 1) // self.info.block_size
 
     def _place(self, routed: RoutedRequest, chain: BlockHashes) -> None:
         """Submits a request to the best member that takes it. Errors: RequestError where none
@@ -240,9 +252,20 @@ class Conductor:
         total = len(request.prompt)
         size = self.info.block_size
         now = self.now()
+        blocks = self._blocks(request)
+        with self._directory_lock:
+            depths = self._directory.prefix_blocks(chain, blocks, len(self.members))
         with self._lock:
-            depths = self._directory.prefix_blocks(chain, (total - 1) // size, len(self.members))
-            views = [self._prefill_view(number, depths[number] * size, now) for number in usable]
+            held = Counter(other.member for other in self._live.values())
+            views = [
+                PrefillView(
+                    number,
+                    depths[number] * size,
+                    self.members[number].work.queue(now),
+                    held[number],
+                )
+                for number in usable
+            ]
             self._draws += 1
             draw = (self._draws * 0.6180339887498949) % 1.0  # evenly spread, without a generator
             choice = self._route(RoutingQuery(views, total, self, draw=draw))
@@ -250,11 +273,6 @@ class Conductor:
             member.work.begin_prefill(request.id, choice.prefill, now)
             routed.member = choice.member
         return choice.member
-
-    def _prefill_view(self, number: int, prefix: int, now: float) -> PrefillView:
-        work = self.members[number].work
-        held = sum(routed.member == number for routed in self._live.values())
-        return PrefillView(number, prefix, work.queue(now), held)
 
     def prefill(self, member: int, cached: int, total: int) -> float:
         """Predicted seconds to compute a part of a prompt; see `RoutingCosts`."""
