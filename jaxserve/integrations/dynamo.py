@@ -25,14 +25,16 @@ from dynamo.llm.exceptions import EngineShutdown, InvalidArgument, WorkerUnavail
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished
+from jaxserve.api.request import Request
 from jaxserve.cli.engine_flags import SERVED, engine_config, engine_groups
-from jaxserve.integrations.dynamo_requests import Chunk, chunks_of, request_of
+from jaxserve.integrations.dynamo_requests import Chunk, TokenText, chunks_of, request_of
 from jaxserve.llm import open_engine
 from jaxserve.observe.kv_event_publisher import KvEventPublisher, topic_of
 from jaxserve.replica.protocol import Replica
 from jaxserve.settings.fields import Option
 from jaxserve.settings.flags import Command, UsageError, parse
 from jaxserve.settings.schema import ConfigError, EngineConfig
+from jaxserve.text import Tokenizer
 
 EVENTS_ENDPOINT = "tcp://127.0.0.1:0"
 DYNAMO = [
@@ -59,6 +61,7 @@ class JaxserveEngine(LLMEngine):
         self._config = config
         self._name = name
         self._replica: Replica | None = None
+        self._tokenizer: Tokenizer | None = None
         self._publisher: KvEventPublisher | None = None
 
     @classmethod
@@ -84,7 +87,7 @@ class JaxserveEngine(LLMEngine):
     async def start(self, worker_id: int) -> DynamoConfig:
         """Loads and compiles the model. Errors: ConfigError."""
         build = functools.partial(open_engine, self._config, progress=False)
-        replica, _ = await asyncio.to_thread(build)
+        replica, self._tokenizer = await asyncio.to_thread(build)
         self._replica = replica
         info = replica.info
         self._publisher = KvEventPublisher(EVENTS_ENDPOINT)
@@ -115,10 +118,15 @@ class JaxserveEngine(LLMEngine):
             raise EngineShutdown("the engine is closed")
         try:
             ours = request_of(request, context.id(), replica.info, replica.now())
-            async for chunk in _stream(replica, ours):
+            async for chunk in _stream(replica, ours, self._token_text):
                 yield chunk
         except RequestError as error:
             raise ERRORS.get(error.status, InvalidArgument)(str(error)) from None
+
+    def _token_text(self, id: int) -> str:
+        if self._tokenizer is None:
+            return f"token_id:{id}"
+        return self._tokenizer.piece(id).decode(errors="replace")
 
     async def abort(self, context: Any) -> None:
         """Ends a request whose caller went away."""
@@ -135,7 +143,9 @@ class JaxserveEngine(LLMEngine):
             await asyncio.to_thread(replica.close)
 
 
-async def _stream(replica: Replica, request: Any) -> AsyncGenerator[Chunk, None]:
+async def _stream(
+    replica: Replica, request: Request, text: TokenText
+) -> AsyncGenerator[Chunk, None]:
     """The chunks of a request until all its completions have ended; cancels it where the caller
     stops before. Errors: RequestError."""
     loop = asyncio.get_running_loop()
@@ -160,7 +170,7 @@ async def _stream(replica: Replica, request: Any) -> AsyncGenerator[Chunk, None]
                 left = 0
                 raise events
             left -= sum(isinstance(event, Finished) for event in events)
-            for chunk in chunks_of(events):
+            for chunk in chunks_of(events, text):
                 yield chunk
     finally:
         if left:

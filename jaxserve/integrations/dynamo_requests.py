@@ -6,7 +6,7 @@ Source: dynamo.common.backend.engine (`GenerateRequest`, `GenerateChunk`), relea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxserve.api.errors import RequestError
@@ -16,6 +16,7 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.replica.info import ReplicaInfo
 
 Chunk = dict[str, Any]
+TokenText = Callable[[int], str]
 SAMPLING = (
     "n",
     "temperature",
@@ -71,22 +72,23 @@ def _sampling(given: Mapping[str, Any], info: ReplicaInfo) -> SamplingParams:
     )
 
 
-def chunks_of(events: Sequence[Event]) -> Iterator[Chunk]:
-    """The chunks of a step's events. Errors: RequestError where a completion ended with one."""
+def chunks_of(events: Sequence[Event], text: TokenText) -> Iterator[Chunk]:
+    """The chunks of a step's events. text: of a token, beside its log-probability. Errors:
+    RequestError where a completion ended with one."""
     for event in events:
         if isinstance(event, Token):
-            yield _token_chunk(event)
+            yield _token_chunk(event, text)
         elif isinstance(event, Finished):
             yield _last_chunk(event)
 
 
-def _token_chunk(event: Token) -> Chunk:
+def _token_chunk(event: Token, text: TokenText) -> Chunk:
     chunk: Chunk = {"token_ids": [event.id], "index": event.index}
     if event.logprobs is not None:
         chunk["log_probs"] = [event.logprobs.chosen]
         chunk["top_logprobs"] = [
             [
-                {"rank": rank, "token_id": id, "token": f"token_id:{id}", "logprob": logprob}
+                {"rank": rank, "token_id": id, "token": text(id), "logprob": logprob}
                 for rank, (id, logprob) in enumerate(event.logprobs.top, 1)
             ]
         ]

@@ -117,6 +117,14 @@ def test_greedy_answers_are_the_same_again_and_the_second_time_from_the_cache(cl
 
 @pytest.mark.matrix
 def test_what_the_backend_cannot_do_is_refused_with_its_name(client):
-    body = {"model": "tiny", "prompt": "a", "max_tokens": 4, "repetition_penalty": 0.0}
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 4, "guided_json": {"type": "object"}}
     answer = client.post("/v1/completions", json=body)
-    assert 400 <= answer.status_code < 600 and "repetition_penalty" in answer.text
+    assert answer.status_code == 400 and "sampling_options.guided_decoding" in answer.text
+
+
+@pytest.mark.matrix
+def test_chats_and_log_probabilities_come_through(client):
+    assert len(complete(client, "a b", logprobs=2)["choices"][0]["logprobs"]["tokens"]) == 8
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    answer = client.post("/v1/chat/completions", json=body).json()
+    assert answer["usage"]["completion_tokens"] <= 4 and answer["choices"][0]["finish_reason"]

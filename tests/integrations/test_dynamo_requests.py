@@ -55,9 +55,10 @@ def test_events_become_chunks_and_progress_none():
     logprobs = Logprobs(-0.5, ((7, -0.5), (8, -1.5)))
     end = Finished(1, "length", Usage(10, 4, 2), Timing(0.0, 0.1, 0.2))
     events = [Accepted(0), Progress(0, 1, 2), Token(0, 7, logprobs), Token(1, 8), end]
-    first, second, last = chunks_of(events)
+    first, second, last = chunks_of(events, chr)
     assert first["token_ids"] == [7] and first["log_probs"] == [-0.5]
-    assert [top["token_id"] for top in first["top_logprobs"][0]] == [7, 8]
+    tops = first["top_logprobs"][0]
+    assert [(top["token_id"], top["token"]) for top in tops] == [(7, chr(7)), (8, chr(8))]
     assert second == {"token_ids": [8], "index": 1}
     assert (last["finish_reason"], last["index"], last["token_ids"]) == ("length", 1, [])
     usage = last["completion_usage"]
@@ -68,4 +69,4 @@ def test_a_completion_that_failed_raises_why():
     error = RequestError("", "the engine was closed", "UNAVAILABLE")
     end = Finished(0, "error", Usage(1, 0, 0), Timing(0.0, 0.0, 0.0), error=error)
     with pytest.raises(RequestError, match="was closed"):
-        list(chunks_of([end]))
+        list(chunks_of([end], chr))
