@@ -37,7 +37,6 @@ CLUSTERS = (
     "fig13",
     "fig14",
     "fig15",
-    "fig17",
     "fig18",
     "fig21",
     "fig23",
