@@ -6,7 +6,7 @@ has cached, how long its queue is, and what a transfer takes (Mooncake, sections
     admission    who is refused at overload: on arrival, or when decoding would begin
     assignments  Assignments: the work that was routed to a replica and has not ended
     allocation   BlockLedger: blocks that a node allocates and locks for conductors
-    conductor    Conductor: a Replica made of replicas (`member`, `routed`, `merge`)
+    conductor    Conductor: a Replica made of replicas (`member`, `router`, `routed`, `merge`)
     roles        roles of replicas, and the controller of how many have which
 
 Decisions get time as an argument; the simulated cluster (`simulate.cluster`) makes the same ones.

@@ -27,13 +27,11 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished, Token
 from jaxserve.api.request import Request
 from jaxserve.cache.block_events import BlockEvents
-from jaxserve.cache.hashes import BlockHashes, root_key
 from jaxserve.clock import Clock, WallClock
-from jaxserve.cluster.directory import Directory, DirectoryFeed
 from jaxserve.cluster.member import Member
 from jaxserve.cluster.merge import MergedMetrics, merged_info, merged_load, merged_view
 from jaxserve.cluster.routed import RoutedRequest
-from jaxserve.cluster.routing import ROUTING, PrefillView, RoutingQuery
+from jaxserve.cluster.router import Router
 from jaxserve.replica.protocol import Sink
 from jaxserve.scheduling import Load
 from jaxserve.settings.schema import ConfigError
@@ -48,11 +46,10 @@ PASSED_ON = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")  # refusals after which anothe
 class Conductor:
     """Routes requests to `members` and passes their events through; see `Replica` and the module.
 
-    All members must serve the same model and tell time by `clock`. routing: a row of ROUTING; as
-    members fetch nothing from each other, `cache_aware` is refused. threaded: has a thread of its
-    own, from `start` on, for posted commands, retries and checks; without one commands run at once
-    and `check` is to be called. owns_members: whether they are started and closed with it. Errors:
-    ConfigError for members that cannot serve together.
+    All members must serve the same model and tell time by `clock`. routing: see `Router`. threaded:
+    has a thread of its own, from `start` on, for posted commands, retries and checks; without one
+    commands run at once and `check` is to be called. owns_members: whether they are started and
+    closed with it. Errors: ConfigError for members that cannot serve together.
     """
 
     def __init__(
@@ -66,25 +63,14 @@ class Conductor:
     ):
         if not members:
             raise ConfigError("replicas", "there are none")
-        if routing not in ROUTING or routing == "cache_aware":
-            known = ", ".join(name for name in ROUTING if name != "cache_aware")
-            raise ConfigError("routing", f"must be one of {known}, not {routing!r}")
-        for member in members:
-            if not (member.role.prefills and member.role.decodes):
-                said = f"{member.name} has the role {member.role.value}; only mixed is served"
-                raise ConfigError("role", said)
         self.members = list(members)
         self.info = merged_info([member.replica.info for member in members])
         self.block_events = BlockEvents()
-        self._route = ROUTING[routing]
+        self._router = Router(self.members, self.info, routing)
         self._clock = WallClock() if clock is None else clock
         self._owns = owns_members
         self._lock = threading.Lock()
         self._live: dict[str, RoutedRequest] = {}
-        self._directory = Directory()
-        # apart from the other lock: members' threads that tell of blocks wait for look-ups only
-        self._directory_lock = threading.Lock()
-        self._draws = 0
         self._draining = self._closed = False
         self._idle = threading.Condition(self._lock)
         self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -92,10 +78,6 @@ class Conductor:
         self._threaded = threaded
         self.metrics_registry = CollectorRegistry()
         self.metrics_registry.register(MergedMetrics(lambda: self.members))
-        for number, member in enumerate(self.members):
-            feed = DirectoryFeed(self._directory, number, self._directory_lock)
-            events = member.replica.block_events
-            member.replica.post(functools.partial(events.subscribe, feed))
 
     # --- what it is
 
@@ -153,8 +135,7 @@ class Conductor:
             elif not member.lost:
                 log.warning("replica %s is lost", member.name)
                 member.lost = True
-                with self._directory_lock:
-                    self._directory.cleared(number)
+                self._router.forget(number)
                 with self._lock:
                     mine = [(r, r.attempt) for r in self._live.values() if r.member == number]
                 for routed, attempt in mine:
@@ -171,33 +152,19 @@ class Conductor:
                 raise RequestError("request_id", f"{request.id!r} is in use", "ALREADY_EXISTS")
             self._live[request.id] = routed
         try:
-            self._place(routed, self._chain(request))
+            self._place(routed)
         except BaseException:
             with self._lock:
-                self._live.pop(request.id, None)
+                self._forget(routed)
             raise
 
-    def _chain(self, request: Request) -> BlockHashes:
-        info = self.info
-        root = root_key(
-            info.cache_fingerprint, info.cache_dtype, info.block_size, request.cache_salt
-        )
-        prompt = request.prompt
-        chain = BlockHashes(root, info.block_size, lambda first, last: prompt[first:last])
-        if (blocks := self._blocks(request)) > 0:
-            chain[blocks - 1]  # hashes all of them here, where nobody waits for a lock
-        return chain
-
-    def _blocks(self, request: Request) -> int:
-        """Blocks of a prompt that may be cached: its last token is always computed."""
-        return (len(request.prompt) - 1) // self.info.block_size
-
-    def _place(self, routed: RoutedRequest, chain: BlockHashes) -> None:
+    def _place(self, routed: RoutedRequest) -> None:
         """Submits a request to the best member that takes it. Errors: RequestError where none
         does: the first refusal."""
         refusal: RequestError | None = None
+        prefixes = self._router.prefixes(routed.request)
         while True:
-            number = self._choose(routed, chain)
+            number = self._choose(routed, prefixes)
             if number is None:
                 raise refusal or RequestError(
                     "", "no replica can take requests now", "UNAVAILABLE", retry_after=1.0
@@ -238,49 +205,20 @@ class Conductor:
         if wanted:
             member.ask(lambda replica: replica.cancel(routed.request.id))
 
-    def _choose(self, routed: RoutedRequest, chain: BlockHashes) -> int | None:
+    def _choose(self, routed: RoutedRequest, prefixes: Sequence[int]) -> int | None:
         """The member that should have the request's first token soonest, of those that were not
         tried, and notes the request as routed there; None where there is none."""
-        usable = [
-            number
-            for number, member in enumerate(self.members)
-            if number not in routed.tried and member.usable
-        ]
+        usable = self._router.usable(routed.tried)
         if not usable:
             return None
         request = routed.request
-        total = len(request.prompt)
-        size = self.info.block_size
         now = self.now()
-        blocks = self._blocks(request)
-        with self._directory_lock:
-            depths = self._directory.prefix_blocks(chain, blocks, len(self.members))
         with self._lock:
             held = Counter(other.member for other in self._live.values())
-            views = [
-                PrefillView(
-                    number,
-                    depths[number] * size,
-                    self.members[number].work.queue(now),
-                    held[number],
-                )
-                for number in usable
-            ]
-            self._draws += 1
-            draw = (self._draws * 0.6180339887498949) % 1.0  # evenly spread, without a generator
-            choice = self._route(RoutingQuery(views, total, self, draw=draw))
-            member = self.members[choice.member]
-            member.work.begin_prefill(request.id, choice.prefill, now)
+            choice = self._router.choose(len(request.prompt), prefixes, usable, held, now)
+            self.members[choice.member].work.begin_prefill(request.id, choice.prefill, now)
             routed.member = choice.member
         return choice.member
-
-    def prefill(self, member: int, cached: int, total: int) -> float:
-        """Predicted seconds to compute a part of a prompt; see `RoutingCosts`."""
-        return self.members[member].prefill(cached, total)
-
-    def transfer(self, source: int, target: int, tokens: int) -> float:
-        """Members fetch nothing from each other; see `RoutingCosts`."""
-        return float("inf")
 
     # --- events
 
@@ -337,7 +275,7 @@ class Conductor:
         self._withdraw(routed, attempt, number)
         if again:
             try:
-                self._place(routed, self._chain(routed.request))
+                self._place(routed)
                 return
             except RequestError as refusal:
                 error = refusal if refusal.status == "RESOURCE_EXHAUSTED" else error
@@ -357,7 +295,8 @@ class Conductor:
 
     def _forget(self, routed: RoutedRequest) -> None:
         """Lets go of a request that has ended. The lock is held."""
-        self._live.pop(routed.request.id, None)
+        if self._live.get(routed.request.id) is routed:
+            del self._live[routed.request.id]
         if routed.member is not None:
             self.members[routed.member].work.end_prefill(routed.request.id, self.now())
         if not self._live:
