@@ -71,8 +71,9 @@ class Members:
         return list(self._members.values())
 
     def serving(self) -> list[RemoteReplica]:
-        """Those that can take requests, all of one model: that of the first which answered."""
-        alive = [member for member in self.all if member.available]
+        """Those that can take requests and have no step that hangs, all of one model: that of the
+        first of them."""
+        alive = [m for m in self.all if m.available and m.overdue() is None]
         if not alive:
             return []
         return [member for member in alive if _same_model(alive[0], member)]
@@ -84,6 +85,15 @@ class Members:
                 return member
             time.sleep(FIRST_SECONDS)
         raise ConfigError("replicas", "none has answered")
+
+    def wait_for_all(self) -> list[RemoteReplica]:
+        """Waits until all replicas have answered. Errors: ConfigError once this was closed."""
+        while not self._closed.is_set():
+            members = self.all
+            if all(member.available for member in members):
+                return members
+            time.sleep(FIRST_SECONDS)
+        raise ConfigError("replicas", "not all have answered")
 
     def close(self) -> None:
         """Ends all sessions; the replicas go on."""

@@ -49,6 +49,7 @@ OPTIONS = [
         low=0,
         high=MAX_REPLICAS,
     ),
+    CONDUCTOR.options["routing"],
     Option(
         "port_file",
         str,
@@ -59,6 +60,7 @@ OPTIONS = [
 ]
 SECRET_VARIABLE = "JAXSERVE_CLUSTER_SECRET"
 OF_CLUSTER = {option.name for option in OPTIONS} | {"config", "print_config", "role"}
+NOT_PASSED = {"replicas", "replicas_file", "replicas_ca", "config", "print_config"}
 # a replica's own; the rest of the server's settings are the conductor's
 OF_REPLICA = {"log_format", "log_level", "drain_timeout", "max_message_mib"}
 
@@ -131,7 +133,7 @@ def _replica(
 
 
 def _conductor(values: Mapping[str, Any], ports: list[int]) -> Task:
-    flags = _flags(CONDUCTOR, values, {"replicas", "replicas_file", "replicas_ca", "replica_port"})
+    flags = _flags(CONDUCTOR, values, NOT_PASSED | {"replica_port"})
     replicas = ",".join(f"127.0.0.1:{port}" for port in ports)
     return Task("conductor", _jaxserve("conductor", f"--replicas={replicas}", *flags), 0)
 
@@ -142,7 +144,7 @@ def _jaxserve(*arguments: str) -> list[str]:
 
 def _flags(command: Command, values: Mapping[str, Any], without: set[str]) -> list[str]:
     """The settings of a command among these values, as arguments."""
-    names = [name for name in command.options if name not in without | OF_CLUSTER]
+    names = [name for name in command.options if name not in without]
     return [flag(name, values[name]) for name in names if values[name] is not None]
 
 

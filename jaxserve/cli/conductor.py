@@ -14,6 +14,7 @@ from jaxserve.settings.schema import ConfigError, ModelSource
 
 log = logging.getLogger(__name__)
 
+LEAST_LOADED = "least_loaded"
 ABOUT = """\
 Requests go to the replicas that --replicas names, each a `jaxserve serve --replica_port=PORT` of
 the same model. The conductor loads the model's tokenizer and no weights. It listens at once, and
@@ -39,31 +40,54 @@ OPTIONS = [
         None,
         "PEM file of the authorities of the replicas' certificates; default: no TLS to replicas",
     ),
+    Option(
+        "routing",
+        str,
+        LEAST_LOADED,
+        "which replica gets a request: least_loaded: that with the least to do; the others: as in "
+        "Mooncake's comparison, of the replicas that answer at the start",
+        choices=(LEAST_LOADED, "local_cache_aware", "load_balanced", "random"),
+    ),
     options_of(ModelSource)["model"],
 ]
 
 
 def run(values: dict[str, Any]) -> int:
     from jaxserve.server import logs
-    from jaxserve.server.balancer import Balancer
     from jaxserve.server.supervisor import Server, check_host, serve
 
     server = server_config(values)
     logs.setup(server.log_format, server.log_level)
     check_host(server)
     members = _members(values)
+    routing = values["routing"]
+    if routing != LEAST_LOADED and values["replicas_file"] is not None:
+        raise ConfigError("routing", f"{routing} needs --replicas, which stay the same")
 
     def listening(started: Server) -> None:
         for name in started.ports:
             print(started.address(name), flush=True)
         log.info("waiting for a replica that answers")
 
-    def build() -> tuple[Balancer, Any]:
-        return Balancer(members), _tokenizer(values["model"])
+    def build() -> tuple[Any, Any]:
+        return _replica(members, routing), _tokenizer(values["model"])
 
     if not serve(server, build, listening):
         os._exit(0)  # stopped while it waited for a first replica
+    members.close()
     return 0
+
+
+def _replica(members: Any, routing: str) -> Any:
+    """What the server serves with, once replicas answer."""
+    from jaxserve.cluster.conductor import Conductor
+    from jaxserve.cluster.member import Member
+    from jaxserve.server.balancer import Balancer
+
+    if routing == LEAST_LOADED:
+        return Balancer(members)
+    named = [Member(member.target, member) for member in members.wait_for_all()]
+    return Conductor(named, routing=routing)
 
 
 def _members(values: dict[str, Any]) -> Any:
