@@ -104,7 +104,7 @@ def test_a_prefix_is_fetched_from_the_replica_that_has_it_and_is_on_both_then():
 
 def test_caches_pay_in_the_order_of_the_paper():
     """Mooncake, Fig. 5, in miniature: chance, load, own caches, all caches."""
-    arrivals = chats(150, 3.0, 1, blocks=48)
+    arrivals = chats(80, 3.0, 1, blocks=48)
     mean = {
         name: run(spec(*[PREFILL] * 4, routing=name), arrivals).ttft().mean()
         for name in ("random", "load_balanced", "local_cache_aware", "cache_aware")
