@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxserve.api.batch import NO_STORES
 from jaxserve.cache.block_events import BlockEvents, StoredBlocks
 from jaxserve.cache.hashes import BlockHashes, root_key
 from jaxserve.cache.pages import PageAllocator, PageCounts
@@ -213,6 +214,13 @@ class CacheManager:
         """Pages [m, 7] whose blocks leave the devices, see `Batch.stores`: to be read before
         anything else is done to them."""
         return self._stores.take()
+
+    def stores_at_the_end(self) -> np.ndarray:
+        """Pages [m, 7] whose blocks should outlast the devices, see `Batch.stores`; none where
+        nothing below them does. No more batch may come."""
+        if self.lower is None or not self.lower.outlasts:
+            return NO_STORES
+        return self._stores.all()
 
     # --- the pages of a slot
 

@@ -36,6 +36,13 @@ class PendingStores:
         keys = self._keys
         self._keys = {}
         self._renewed.clear()
+        return self._rows(keys)
+
+    def all(self) -> np.ndarray:
+        """Stores [m, 7] of all published blocks, as if all their pages were needed."""
+        return self._rows(self._pages.key_of)
+
+    def _rows(self, keys: dict[int, bytes]) -> np.ndarray:
         if not keys:
             return NO_STORES
         stores = np.zeros((len(keys), STORE_COLUMNS), np.int32)

@@ -48,6 +48,10 @@ class LowerTiers(Protocol):
     def counts(self) -> TierCounts:
         """What came and went."""
 
+    @property
+    def outlasts(self) -> bool:
+        """Whether what is there is there after a restart."""
+
 
 class Fetch(NamedTuple):
     """Blocks to be brought from lower tiers to pages that a slot holds already.

@@ -319,6 +319,9 @@ class Engine:
                 return
             self._thread.join(0.1)
         self._fail(RequestError("", "the engine was closed", "UNAVAILABLE"))
+        if self.alive:
+            with contextlib.suppress(DeviceError):
+                self.worker.keep(self.scheduler.cache.stores_at_the_end())
         self.worker.close()
 
     # --- the loop

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
+
 from jaxserve.cache.tiers import Fetch, LowerTiers
 from jaxserve.costs.profiles import Link
 from jaxserve.engine.block_mover import Arrival
@@ -52,6 +54,10 @@ class CommandExecutor(Protocol):
 
     def drop(self, arrival: Arrival) -> None:
         """Forgets what arrived, and what else was to come of its fetch."""
+
+    def keep(self, stores: np.ndarray) -> None:
+        """Has blocks on the devices kept in lower tiers, and waits for that for a while. stores
+        [m, 7]: see `StepCommand`."""
 
     def ready(self) -> bool:
         """Whether the oldest step is done."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,6 +36,10 @@ from jaxserve.engine.sampling_rows import VARIANTS
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stages import HiddenStates, Loader, SampledTokens, Stages
 from jaxserve.store.tiered import TieredBlocks
+
+KEEP_SECONDS = 20.0  # for what is on the devices at the end
+KEEP_PAGES = 32  # at a time
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -182,6 +188,19 @@ class Worker:
     def drop(self, arrival: Arrival) -> None:
         """Forgets what arrived, and what else was to come of its fetch."""
         self._mover.drop(arrival.ticket, arrival.piece)
+
+    def keep(self, stores: np.ndarray) -> None:
+        """Has blocks on the devices kept in lower tiers, and waits for that for a while. stores
+        [m, 7]: see `StepCommand`."""
+        deadline = time.monotonic() + KEEP_SECONDS
+        for at in range(0, len(stores), KEEP_PAGES):
+            with _device_errors():
+                self._mover.store(stores[at : at + KEEP_PAGES])
+            while not self._mover.stored and time.monotonic() < deadline:
+                time.sleep(0.001)
+            if time.monotonic() >= deadline:
+                log.warning("%d of %d blocks were not kept in time", len(stores) - at, len(stores))
+                return
 
     # --- what comes of it
 

@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from jaxserve.cache.tiers import Fetch
 from jaxserve.costs.profiles import Link
 from jaxserve.engine.block_mover import Arrival
@@ -349,6 +351,9 @@ class WorkerGroup:
 
     def drop(self, arrival: Arrival) -> None:
         raise NotImplementedError("workers have no tiers below their devices")
+
+    def keep(self, stores: np.ndarray) -> None:
+        """Nothing is kept."""
 
     def ready(self) -> bool:
         """Whether something is there for `wait`: a result, or the news that none will come."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,7 +31,8 @@ class SlowTier(Protocol):
 
     def __contains__(self, key: bytes) -> bool: ...
 
-    def keys(self) -> list[bytes]: ...
+    def counts(self) -> Any:
+        """`blocks`: how many are there."""
 
     def put(
         self, key: bytes, data: np.ndarray, expires: float = 0.0, keep: bool = False
@@ -74,6 +75,11 @@ class TieredBlocks:
         """Whether the block is believed to be there."""
         return key in self._index or (self._disk is not None and key in self._disk)
 
+    @property
+    def outlasts(self) -> bool:
+        """Whether what is there is there after a restart."""
+        return self._disk is not None
+
     def seconds(self, keys: Sequence[bytes]) -> float:
         """How long it should take to read these blocks."""
         near = sum(key in self._index for key in keys)
@@ -90,7 +96,7 @@ class TieredBlocks:
         with self._lock:
             counts = dict(self._count, host_blocks=len(self._index))
         if self._disk is not None:
-            counts["disk_blocks"] = len(self._disk.keys())
+            counts["disk_blocks"] = self._disk.counts().blocks
         return TierCounts(**counts)
 
     # --- what comes

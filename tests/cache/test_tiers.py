@@ -119,6 +119,8 @@ def test_keys_come_back_from_their_words(name):
 class Lower:
     """Holds what it is told to."""
 
+    outlasts = True
+
     def __init__(self):
         self.keys: set[bytes] = set()
 
@@ -194,3 +196,11 @@ def test_a_fetch_names_pages_that_the_slot_holds(cache, lower):
     assert cache.take_fetches() == []
     assert cache.fetch(0, [hashes[2]]) != ticket
     cache.check()
+
+
+def test_at_the_end_all_that_can_be_found_is_to_be_kept_if_that_outlasts_the_end(cache, lower):
+    hashes = chain([1] * 16)
+    run(cache, 0, hashes, 3)
+    assert {key_of(row[3:]) for row in cache.stores_at_the_end()} == {hashes[n] for n in range(3)}
+    lower.outlasts = False
+    assert not len(cache.stores_at_the_end())

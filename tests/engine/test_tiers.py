@@ -198,8 +198,12 @@ def test_blocks_on_disk_outlast_a_restart_and_damage_is_computed_anew(tmp_path, 
     real.close()
     again = on_disk(tmp_path)
     assert again.worker.lower_tiers.counts().disk_blocks > 20
-    assert ask(again, prompts()[:3]) == expected[:3]
-    assert again.worker.lower_tiers.counts().disk_reads > 10
+    runner = Runner(again)
+    ids = [runner.submit(prompt, max_tokens=6) for prompt in prompts()]
+    runner.run()
+    assert [runner.ids(id) for id in ids] == expected
+    cached = [runner.completion(id).finished.usage.cached for id in ids]
+    assert cached == [(length - 1) // 16 * 16 for length in LENGTHS]
     again.close()
     rng = random.Random(5)
     for file in tmp_path.iterdir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,8 +24,8 @@ class Shelf:
     def __contains__(self, key: bytes) -> bool:
         return key in self.blocks
 
-    def keys(self) -> list[bytes]:
-        return list(self.blocks)
+    def counts(self) -> SimpleNamespace:
+        return SimpleNamespace(blocks=len(self.blocks))
 
     def put(self, key: bytes, data: np.ndarray, expires: float = 0.0, keep: bool = False) -> bool:
         self.blocks[key] = data.tobytes()
