@@ -18,7 +18,8 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli import main as cli
 from jaxserve.server.auth.tls import Tls
 from jaxserve.server.client import AsyncClient, Client
-from jaxserve.server.supervisor import Background, check_host, warn_of_host
+from jaxserve.server.remote_replica import RemoteReplica
+from jaxserve.server.supervisor import Background, check_host, check_replica_port, warn_of_host
 from jaxserve.settings.schema import ConfigError, ServerConfig
 from tests.server.fakes import FakeReplica, FakeTokenizer
 from tests.waiting import eventually
@@ -341,3 +342,32 @@ def test_http_and_the_operators_port_speak_tls_as_grpc_does(files):
             with pytest.raises(httpx.HTTPError):
                 httpx.get(f"{url.replace('https', 'http')}/health", timeout=5)
         assert gets(files, admin, files.client()) == 404
+
+
+def test_conductors_reach_a_replica_by_tls_and_need_no_client_certificate(files, monkeypatch):
+    monkeypatch.setenv("JAXSERVE_CLUSTER_SECRET", "of the tests of TLS")
+    settings = {**files.pair(), **files.client_ca(), "replica_port": 0}
+    config = ServerConfig(port=0, http_port=None, **settings)
+    with Background(config, lambda: (FakeReplica(), FakeTokenizer())) as server:
+        server.wait_ready()
+        target = server.server.address("replica")
+        roots = files.ours.cert_pem.bytes(), files.theirs.cert_pem.bytes(), None
+        ours, theirs, plain = [
+            RemoteReplica(
+                target,
+                b"of the tests of TLS",
+                authority and grpc.ssl_channel_credentials(authority),
+            )
+            for authority in roots
+        ]
+        try:
+            assert ours.wait_connected(10) and ours.info.vocab == 257
+            assert not theirs.wait_connected(0.5) and not plain.wait_connected(0)
+        finally:
+            for remote in (ours, theirs, plain):
+                remote.close()
+
+
+def test_a_replica_port_for_others_needs_tls():
+    with pytest.raises(ConfigError, match=r"replica_port: on .* it needs --tls_cert"):
+        check_replica_port(ServerConfig(host="0.0.0.0", replica_port=0))
