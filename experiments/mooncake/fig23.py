@@ -48,8 +48,7 @@ FIGURE = Figure(
             1.0,
             _best,
             "7.5",
-            remark="the paper does not say at which rate; at the recorded one all ratios but the "
-            "smallest serve nearly everything in time",
+            remark="the paper does not say at which rate",
         ),
         Claim(
             "mean TTFT, 5P11D / 11P5D",
