@@ -127,9 +127,18 @@ def _replica(
     number: int, role: str, port: int, values: Mapping[str, Any], environment: Mapping[str, str]
 ) -> Task:
     conductors = {option.name for option in SERVER["server"]} - OF_REPLICA
-    flags = _flags(COMMAND, values, OF_CLUSTER | conductors)
+    flags = _flags(COMMAND, _own_folder(number, values), OF_CLUSTER | conductors)
     own = ["--port=0", "--http_port=0", f"--replica_port={port}", f"--role={role}"]
     return Task(f"replica {number}", _jaxserve("serve", *own, *flags), 1, environment)
+
+
+def _own_folder(number: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of a replica, whose blocks on disk are in a folder of its own."""
+    disk = engine_config(values).cache.disk_folder
+    if disk is None:
+        return values
+    folder, gib = disk
+    return {**values, "disk_cache": f"{folder / f'replica-{number}'}:{gib:g}"}
 
 
 def _conductor(values: Mapping[str, Any], ports: list[int]) -> Task:

@@ -86,7 +86,8 @@ def test_tokens_are_one_processs_a_killed_replica_begins_anew_and_nothing_is_lef
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with LLM("random:tiny", max_model_len=256, profile="none", pages=40, max_seqs=2) as llm:
         golden = [list(done.ids) for done in llm.generate(prompts, sampling)]
-    with cluster(tmp_path, *TINY) as (process, client):
+    tiers = ["--host_cache_gib=0.01", f"--disk_cache={tmp_path}/kv:0.01"]  # a folder for each
+    with cluster(tmp_path, *TINY, *tiers) as (process, client):
 
         def ask() -> list[list[int]]:
             return [list(client.complete(p, sampling, ids_only=True)[0].ids) for p in prompts]
