@@ -135,7 +135,11 @@ class BlockMover:
             if self._closing.is_set() or fetch.ticket in self._dropped:
                 self._room.release()
                 break
-            found, gathered = self._gather(fetch, first)
+            try:
+                found, gathered = self._gather(fetch, first)
+            except Exception:  # nobody may wait for ever
+                log.exception("a fetch ends early")
+                found, gathered = 0, None
             last = first + found == len(fetch.keys) or found < most
             self._pieces[fetch.ticket, piece] = gathered
             self._arrived(Arrival(fetch.ticket, piece, found, last))

@@ -473,7 +473,7 @@ class Engine:
             return
         stores = self.scheduler.cache.take_stores()
         self.worker.execute(self._builder.load(arrival.ticket, arrival.piece, stores))
-        self.scheduler.fetched(arrival.ticket, arrival.blocks, arrival.last)
+        self.scheduler.fetched(arrival.ticket, arrival.blocks, arrival.last, self.clock.now())
 
     def _sample_with_masks(self, flight: InFlightBatch) -> None:
         """Samples the newest batch, unless a guide has to hear first of a token that was not

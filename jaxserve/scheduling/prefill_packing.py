@@ -33,6 +33,8 @@ FULL_SHARE_AT = 1 / 32
 # seconds of work by which a lane that can take no more tokens in this step seems busier to planners
 CLOSED_LANE_PENALTY = 1e6
 
+FETCH_SECONDS = 10.0  # until the next piece of a fetch must have come
+
 
 class ChunkCandidate(NamedTuple):
     """Where a sequence's next chunk would run."""
@@ -208,6 +210,8 @@ class PrefillPacker:
             return self._candidate_to_admit(step, sequence)
         slot = sequence.slot
         home = int(self.cache.home[slot])
+        if sequence.ticket is not None and step.now >= sequence.fetch_deadline:
+            sequence.ticket = None  # what has not come by now is computed
         if sequence.ticket is not None or not step.budget.tokens_left[home]:
             return None
         spread = self.cache.spread[slot]
@@ -242,6 +246,7 @@ class PrefillPacker:
             return candidate
         self._admit(step, sequence, candidate)
         sequence.ticket = self.cache.fetch(sequence.slot, keys)
+        sequence.fetch_deadline = step.now + FETCH_SECONDS
         return None
 
     def _worth_fetching(self, sequence: Sequence, first: int) -> list[bytes]:

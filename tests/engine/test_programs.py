@@ -200,7 +200,7 @@ def compiled() -> Iterator[list[str]]:
 def test_nothing_is_compiled_after_warm_up_whatever_is_asked(lanes, compiled):
     base = lanes[0]
     names = []
-    base.worker.stages.warm_up(names.append)
+    base.worker.warm_up(names.append)
     programs = base.worker.stages.programs
     assert sorted(names) == sorted(programs.compiled) and programs.compiles == len(names)
     compiled.clear()

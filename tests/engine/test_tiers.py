@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from jaxserve.scheduling import prefill_packing
 from jaxserve.settings.schema import CacheConfig, ConfigError
 from tests.engine.harness import Runner, assert_empty, engine, generate, shared
 from tests.waiting import eventually
@@ -100,6 +101,28 @@ def test_who_is_cancelled_while_its_blocks_come_leaves_nothing_behind(tiered, ex
     assert runner.completion(id).finished.reason == "cancelled"
     eventually(lambda: (tiered.step(), not tiered.worker.mover._pieces)[1], 20)
     assert ask(tiered, prompts()) == expected
+    assert_empty(tiered)
+
+
+def test_what_never_comes_is_computed(tiered, expected, monkeypatch):
+    ask(tiered, prompts())
+    settled(tiered)
+    monkeypatch.setattr(prefill_packing, "FETCH_SECONDS", 0.2)
+    monkeypatch.setattr(tiered.worker.mover, "fetch", lambda fetch: None)
+    assert ask(tiered, prompts()[:2]) == expected[:2]
+    assert_empty(tiered)
+
+
+def test_a_fetch_that_fails_is_computed_at_once(tiered, expected, monkeypatch):
+    ask(tiered, prompts())
+    settled(tiered)
+
+    def fail(*_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(tiered.worker.lower_tiers, "read", fail)
+    assert ask(tiered, prompts()[:2]) == expected[:2]
+    assert not tiered.worker.mover._pieces
     assert_empty(tiered)
 
 

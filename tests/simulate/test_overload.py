@@ -113,9 +113,9 @@ def stormed(
     depths = []
     add = virtual.scheduler.add
 
-    def watched(request, now=None):
+    def watched(request, *rest):
         depths.append(virtual.scheduler.waiting)
-        return add(request, now)
+        return add(request, *rest)
 
     virtual.scheduler.add = watched
     coming = [(0.5, WARM, 0.0), (10.0, OVER, WARM), (0.5, AFTER, WARM + OVER)]
