@@ -15,6 +15,7 @@ import resource
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from typing import Any
 
@@ -63,20 +64,22 @@ class Asked:
             arrival=engine.now(),
             bypass_prefix_cache=bypass,
         )
+        self._began = began
+        self._over = threading.Event()
         engine.submit(request, self._hear)
-        while self.ended is None:
-            engine.step()
-            if self.tokens and not self.seconds:
-                self.seconds = time.perf_counter() - began
+        self._over.wait()
+        assert self.ended is not None
         self.cpu = cpu_seconds() - cpu
         self.cached = self.ended.usage.cached
 
     def _hear(self, events: Any) -> None:
         for event in events:
             if isinstance(event, Token):
+                self.seconds = self.seconds or time.perf_counter() - self._began
                 self.tokens.append(event.id)
             elif isinstance(event, Finished):
                 self.ended = event
+                self._over.set()
 
 
 def cpu_seconds() -> float:
@@ -98,7 +101,9 @@ def replica(values: dict[str, Any], folder: str) -> Engine:
         ),
         scheduler=SchedulerConfig(max_seqs=1, chunk_tokens=512),
     )
-    return build(config, progress=False)
+    engine = build(config, progress=False)
+    engine.start()
+    return engine
 
 
 def measure(values: dict[str, Any]) -> list[dict[str, Any]]:
