@@ -95,10 +95,13 @@ class BlockMover:
         if blocks is not None:
             self.io.write(blocks)
 
-    def drop(self, ticket: int, piece: int) -> None:
+    def drop(self, arrival: Arrival) -> None:
         """Forgets a piece that arrived; no more of its fetch need come."""
-        self._dropped.add(ticket)
-        self._pieces.pop((ticket, piece))
+        if arrival.last:
+            self._dropped.discard(arrival.ticket)
+        else:
+            self._dropped.add(arrival.ticket)
+        self._pieces.pop((arrival.ticket, arrival.piece))
         self._room.release()
 
     def close(self) -> None:
@@ -133,8 +136,9 @@ class BlockMover:
         for piece, first in enumerate(range(0, len(fetch.keys), most)):
             self._room.acquire()
             if self._closing.is_set() or fetch.ticket in self._dropped:
+                self._dropped.discard(fetch.ticket)
                 self._room.release()
-                break
+                return
             try:
                 found, gathered = self._gather(fetch, first)
             except Exception:  # nobody may wait for ever
@@ -144,14 +148,13 @@ class BlockMover:
             self._pieces[fetch.ticket, piece] = gathered
             self._arrived(Arrival(fetch.ticket, piece, found, last))
             if last:
-                break
-        self._dropped.discard(fetch.ticket)
+                return
 
     def _gather(self, fetch: Fetch, first: int) -> tuple[int, GatheredBlocks | None]:
         """How many blocks of the piece that begins with block `first` were found, and these, on
         their way to the devices."""
         found = 0
-        for key, block in zip(fetch.keys[first:], self._buffer):
+        for key, block in zip(fetch.keys[first : first + self.io.most], self._buffer):
             if not self.tiers.read(key, block):
                 break
             found += 1

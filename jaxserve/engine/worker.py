@@ -187,7 +187,7 @@ class Worker:
 
     def drop(self, arrival: Arrival) -> None:
         """Forgets what arrived, and what else was to come of its fetch."""
-        self._mover.drop(arrival.ticket, arrival.piece)
+        self._mover.drop(arrival)
 
     def keep(self, stores: np.ndarray) -> None:
         """Has blocks on the devices kept in lower tiers, and waits for that for a while. stores

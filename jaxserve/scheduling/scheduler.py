@@ -325,7 +325,7 @@ class Scheduler:
         """The next blocks of a fetch are on their pages, by a command that was issued; with the
         last ones the sequence goes on, and computes what was not found. False where nobody waits
         for this fetch any more."""
-        sequence = next((s for s in self.slots.prefilling if s.ticket == ticket), None)
+        sequence = self._waiting_for(ticket)
         if sequence is None:
             return False
         slot = sequence.slot
@@ -344,7 +344,10 @@ class Scheduler:
 
     def awaits(self, ticket: int) -> bool:
         """Whether a sequence waits for this fetch."""
-        return any(sequence.ticket == ticket for sequence in self.slots.prefilling)
+        return self._waiting_for(ticket) is not None
+
+    def _waiting_for(self, ticket: int) -> Sequence | None:
+        return next((s for s in self.slots.prefilling if s.ticket == ticket), None)
 
     def finish(
         self,

@@ -100,6 +100,7 @@ def test_who_is_cancelled_while_its_blocks_come_leaves_nothing_behind(tiered, ex
     tiered.scheduler.check()
     assert runner.completion(id).finished.reason == "cancelled"
     eventually(lambda: (tiered.step(), not tiered.worker.mover._pieces)[1], 20)
+    assert not tiered.worker.mover._dropped
     assert ask(tiered, prompts()) == expected
     assert_empty(tiered)
 
