@@ -12,6 +12,7 @@ from experiments.figures import Claim, Figure, Panel, cell, ratio
 from experiments.medha import __main__ as every
 from experiments.medha import figure, systems
 from experiments.medha.figure import MedhaSettings
+from tests.experiments.errors import assert_one_line
 from tests.experiments.figure_checks import check_all, made_small
 
 FIGURES = {made.name: made for made in figures.figures_of("medha", every.NUMBERS)}
@@ -140,12 +141,7 @@ def test_without_matplotlib_it_says_so_before_it_simulates(tmp_path, monkeypatch
 def test_what_is_wrong_is_one_line(arguments, said, tmp_path, capsys):
     arguments = [argument.format(folder=tmp_path) for argument in arguments]
     assert every.main([f"--out={tmp_path}", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert (
-        told.startswith("medha: ")
-        and said.format(folder=tmp_path) in told
-        and told.count("\n") == 1
-    )
+    assert_one_line(capsys.readouterr().err, "medha", said.format(folder=tmp_path))
 
 
 def test_the_data_folder_is_the_flag_then_the_environment_then_the_sibling(tmp_path, monkeypatch):

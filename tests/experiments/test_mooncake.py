@@ -24,6 +24,7 @@ from experiments.mooncake.cache_replay import (
 from experiments.mooncake.figure import WORKLOADS, MooncakeSettings
 from experiments.mooncake.node import A800, H800, KV_BYTES
 from jaxserve.simulate.arrival import BLOCK, Arrival
+from tests.experiments.errors import assert_one_line
 from tests.experiments.figure_checks import check_all, made_small
 
 FIGURES = {made.name: made for made in figures.figures_of("mooncake", every.NUMBERS)}
@@ -233,12 +234,7 @@ def test_the_command_makes_figures_and_summary(tmp_path, capsys):
 def test_what_is_wrong_is_one_line(arguments, said, tmp_path, capsys):
     arguments = [argument.format(folder=tmp_path) for argument in arguments]
     assert every.main([f"--out={tmp_path}", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert (
-        told.startswith("mooncake: ")
-        and said.format(folder=tmp_path) in told
-        and told.count("\n") == 1
-    )
+    assert_one_line(capsys.readouterr().err, "mooncake", said.format(folder=tmp_path))
 
 
 # --- the clusters

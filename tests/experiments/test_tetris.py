@@ -13,6 +13,7 @@ from experiments import figures
 from experiments.tetris import __main__ as every
 from experiments.tetris import figure, model, systems, table2
 from experiments.tetris.figure import TetrisSettings
+from tests.experiments.errors import assert_one_line
 from tests.experiments.figure_checks import check_all, made_small
 
 FIGURES = {made.name: made for made in figures.figures_of("tetris", every.NUMBERS)}
@@ -149,9 +150,4 @@ def test_the_command_makes_figures_and_summary(tmp_path, capsys):
 def test_what_is_wrong_is_one_line(arguments, said, tmp_path, capsys):
     arguments = [argument.format(folder=tmp_path) for argument in arguments]
     assert every.main([f"--out={tmp_path}", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert (
-        told.startswith("tetris: ")
-        and said.format(folder=tmp_path) in told
-        and told.count("\n") == 1
-    )
+    assert_one_line(capsys.readouterr().err, "tetris", said.format(folder=tmp_path))
