@@ -37,3 +37,8 @@ def made_small(made: Figure, settings: Any, folder: Path, monkeypatch: Any) -> l
             rows, **dict(panel.where)
         ), panel
     return rows
+
+
+def assert_one_line(told: str, command: str, said: str) -> None:
+    """`told`, of a command, is one line that begins with its name and has `said` in it."""
+    assert told.startswith(f"{command}: ") and said in told and told.count("\n") == 1

@@ -12,8 +12,7 @@ from experiments.figures import Claim, Figure, Panel, cell, ratio
 from experiments.medha import __main__ as every
 from experiments.medha import figure, systems
 from experiments.medha.figure import MedhaSettings
-from tests.experiments.errors import assert_one_line
-from tests.experiments.figure_checks import check_all, made_small
+from tests.experiments.figure_checks import assert_one_line, check_all, made_small
 
 FIGURES = {made.name: made for made in figures.figures_of("medha", every.NUMBERS)}
 SMALL = MedhaSettings(

@@ -24,8 +24,7 @@ from experiments.mooncake.cache_replay import (
 from experiments.mooncake.figure import WORKLOADS, MooncakeSettings
 from experiments.mooncake.node import A800, H800, KV_BYTES
 from jaxserve.simulate.arrival import BLOCK, Arrival
-from tests.experiments.errors import assert_one_line
-from tests.experiments.figure_checks import check_all, made_small
+from tests.experiments.figure_checks import assert_one_line, check_all, made_small
 
 FIGURES = {made.name: made for made in figures.figures_of("mooncake", every.NUMBERS)}
 SMALL = MooncakeSettings(requests=120)  # generated traces only

@@ -13,8 +13,7 @@ from experiments import figures
 from experiments.tetris import __main__ as every
 from experiments.tetris import figure, model, systems, table2
 from experiments.tetris.figure import TetrisSettings
-from tests.experiments.errors import assert_one_line
-from tests.experiments.figure_checks import check_all, made_small
+from tests.experiments.figure_checks import assert_one_line, check_all, made_small
 
 FIGURES = {made.name: made for made in figures.figures_of("tetris", every.NUMBERS)}
 SMALL = TetrisSettings(requests=12)  # generated lengths only
