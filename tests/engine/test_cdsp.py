@@ -107,7 +107,7 @@ def test_tokens_do_not_depend_on_the_plan(lanes, right, seed):
 
 
 @pytest.mark.parametrize("seeds", [1, pytest.param(3, marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("pages", [60, 9])
+@pytest.mark.parametrize("pages", [60, 7])
 def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right, pages, seeds):
     """Cancelled at random moments, or short of pages: then a group stays as it was, and what runs
     says what it says alone."""
@@ -127,16 +127,16 @@ def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right, 
 
         cache.regroup = counted
         runner = Runner(real)
-        for lap in range(4):
+        for lap in range(40):  # until pages were short at least once, and 4 times at least
+            if lap >= 4 and (refused or pages == 60):
+                break
             ids = [
                 runner.submit(prompt, max_tokens=12, rest=dict(cache_salt=str(lap % 2)))
                 for prompt in PROMPTS * 2
             ]
-            doomed = set(rng.sample(ids, 5))
-            turn = 0
+            doomed = rng.sample(ids, 5)
             while real.step():
                 real.scheduler.check()
-                turn += 1
                 if doomed and rng.random() < 0.3:
                     real.cancel(doomed.pop())
             for id, said in zip(ids, right * 2):
@@ -147,7 +147,7 @@ def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right, 
                     else got.ids == said[: len(got.ids)]
                 )
             assert_empty(real)
-    assert (refused > 0) == (pages < 60)
+    assert (refused > 0) == (pages == 7)
 
 
 @pytest.mark.parametrize("tokens", [32, pytest.param(128, marks=pytest.mark.matrix)])
