@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from jaxserve.cache import CacheManager
+from jaxserve.costs.predictor import Predictor
 from jaxserve.scheduling.budget import CHUNKING, StepBudget
 from jaxserve.scheduling.page_admission import PageAdmission
 from jaxserve.scheduling.policies import relative_slack
@@ -241,7 +242,7 @@ class PrefillPacker:
             need = self.cache.blocks(stop) - len(pages)
             home = self.cache.choose_home(pages, lanes, need, step.pending)
         candidate = ChunkCandidate(home, None, start, pages)
-        keys = self._worth_fetching(sequence, len(pages))
+        keys = self._worth_fetching(step.budget.predictor, sequence, len(pages))
         if not keys:
             return candidate
         self._admit(step, sequence, candidate)
@@ -249,9 +250,10 @@ class PrefillPacker:
         sequence.fetch_deadline = step.now + FETCH_SECONDS
         return None
 
-    def _worth_fetching(self, sequence: Sequence, first: int) -> list[bytes]:
+    def _worth_fetching(self, predictor: Predictor, sequence: Sequence, first: int) -> list[bytes]:
         """Keys of the sequence's blocks from `first` on that lower tiers hold, where bringing them
-        takes less time than computing them (Mooncake, Eq. 2); else none."""
+        takes less time than computing them (Mooncake, Eq. 2), or where nobody knows what computing
+        takes; else none."""
         cache = self.cache
         if cache.lower is None or not sequence.reads_cache:
             return []
@@ -259,6 +261,8 @@ class PrefillPacker:
         keys = cache.fetchable(sequence.block_hashes, first, last)
         if not keys:
             return []
+        if not predictor.calibrated:
+            return keys
         start = first * cache.block_size
         computing = self.slots.work(start, start + len(keys) * cache.block_size)
         return keys if cache.lower.seconds(keys) < computing else []

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from jaxserve.costs.predictor import Costs
 from jaxserve.scheduling import prefill_packing
 from jaxserve.settings.schema import CacheConfig, ConfigError
 from tests.engine.harness import Runner, assert_empty, engine, generate, shared
@@ -66,6 +67,20 @@ def test_a_request_that_does_not_read_the_cache_fetches_nothing(tiered, expected
     rest = dict(bypass_prefix_cache=True)
     assert ask(tiered, prompts()[:1], rest=rest) == expected[:1]
     assert tiered.worker.lower_tiers.counts().host_reads == before
+
+
+@pytest.mark.parametrize("faster", ["computing", "fetching"])
+def test_what_takes_less_time_is_done(tiered, expected, faster, monkeypatch):
+    """Mooncake, Eq. 2: of bringing blocks and computing them."""
+    token = 1e-9 if faster == "computing" else 1.0
+    monkeypatch.setattr(tiered.scheduler.predictor, "costs", Costs(1, linear_token=token))
+    monkeypatch.setattr(tiered.scheduler.predictor, "calibrated", True)
+    ask(tiered, prompts())
+    settled(tiered)
+    before = tiered.worker.lower_tiers.counts().host_reads
+    assert ask(tiered, prompts()[:1]) == expected[:1]
+    read = tiered.worker.lower_tiers.counts().host_reads > before
+    assert read == (faster == "fetching")
 
 
 def test_another_salt_finds_nothing(tiered, expected):
