@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Event, Finished, Progress, Token
-from jaxserve.api.request import Request, Slo
+from jaxserve.api.request import KvSource, Request, Slo
 from jaxserve.cache.block_events import Medium, StoredBlocks
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.scheduling import Load
@@ -51,6 +51,9 @@ def submit_message(number: int, request: Request, now: float) -> pb.Submit:
         cache_salt=request.cache_salt,
         bypass_prefix_cache=request.bypass_prefix_cache,
     )
+    if request.kv_source is not None:
+        source = request.kv_source
+        message.kv_source.CopyFrom(pb.KvSource(address=source.address, blocks=source.blocks))
     if request.deadline is not None:
         message.time_left = request.deadline - now
     if request.guide is not None:
@@ -82,7 +85,14 @@ def request_of(message: pb.Submit, info: ReplicaInfo, now: float) -> Request:
         priority=message.priority,
         cache_salt=message.cache_salt,
         bypass_prefix_cache=message.bypass_prefix_cache,
+        kv_source=_kv_source_of(message),
     )
+
+
+def _kv_source_of(message: pb.Submit) -> KvSource | None:
+    if not message.HasField("kv_source"):
+        return None
+    return KvSource(message.kv_source.address, message.kv_source.blocks)
 
 
 def event_message(event: Event) -> pb.Event:

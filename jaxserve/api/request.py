@@ -49,13 +49,25 @@ class Slo:
     class_name: str | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvSource:
+    """Another replica that has, or is just computing, the KV of a prompt's first blocks.
+
+    address: host:port at which replicas are asked for blocks. blocks: how many it will have.
+    """
+
+    address: str
+    blocks: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """One prompt and what to do with it.
 
     prompt: int32 token ids, not longer than the model takes. arrival, deadline: clock seconds.
     priority: each step down halves the class's objective for the first token, each step up doubles
-    it. cache_salt: prefixes are shared only by requests with equal salts.
+    it. cache_salt: prefixes are shared only by requests with equal salts. kv_source: from where
+    blocks may be fetched that would else be computed; what does not come from there is computed.
     """
 
     id: str
@@ -68,6 +80,7 @@ class Request:
     cache_salt: str = ""
     bypass_prefix_cache: bool = False
     guide: Guide | None = None
+    kv_source: KvSource | None = None
 
     @classmethod
     def make(

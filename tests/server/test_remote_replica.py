@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Finished, Logprobs, Progress, Timing, Token, Usage
-from jaxserve.api.request import Request, Slo
+from jaxserve.api.request import KvSource, Request, Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.group.channel import free_port
 from jaxserve.server import replica_pb2 as pb
@@ -277,13 +277,14 @@ def test_requests_cross_with_moments_on_the_replicas_clock(
         priority=priority,
         cache_salt="salt",
         bypass_prefix_cache=bypass,
+        kv_source=None if bypass else KvSource("host:1", 7),
     )
     message = pb.Submit.FromString(submit_message(1, asked, here).SerializeToString())
     copy = request_of(message, FakeReplica().info, there)
     assert copy.prompt.tolist() == prompt
     assert copy.arrival == pytest.approx(there - age)
     assert copy.deadline == (None if left is None else pytest.approx(there + left))
-    for name in ("sampling", "slo", "priority", "cache_salt", "bypass_prefix_cache"):
+    for name in ("sampling", "slo", "priority", "cache_salt", "bypass_prefix_cache", "kv_source"):
         assert getattr(copy, name) == getattr(asked, name)
 
 
