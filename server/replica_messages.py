@@ -52,8 +52,7 @@ def submit_message(number: int, request: Request, now: float) -> pb.Submit:
         bypass_prefix_cache=request.bypass_prefix_cache,
     )
     if request.kv_source is not None:
-        source = request.kv_source
-        message.kv_source.CopyFrom(pb.KvSource(address=source.address, blocks=source.blocks))
+        message.kv_source.CopyFrom(pb.KvSource(**dataclasses.asdict(request.kv_source)))
     if request.deadline is not None:
         message.time_left = request.deadline - now
     if request.guide is not None:
@@ -92,7 +91,8 @@ def request_of(message: pb.Submit, info: ReplicaInfo, now: float) -> Request:
 def _kv_source_of(message: pb.Submit) -> KvSource | None:
     if not message.HasField("kv_source"):
         return None
-    return KvSource(message.kv_source.address, message.kv_source.blocks)
+    source = message.kv_source
+    return KvSource(source.address, source.blocks, source.request_id)
 
 
 def event_message(event: Event) -> pb.Event:

@@ -54,10 +54,12 @@ class KvSource:
     """Another replica that has, or is just computing, the KV of a prompt's first blocks.
 
     address: host:port at which replicas are asked for blocks. blocks: how many it will have.
+    request_id: of the request there that computes them; "": they are there already.
     """
 
     address: str
     blocks: int
+    request_id: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxserve.api.batch import NO_STORES
+from jaxserve.api.request import KvSource
 from jaxserve.cache.block_events import BlockEvents, StoredBlocks
 from jaxserve.cache.hashes import BlockHashes, root_key
 from jaxserve.cache.pages import PageAllocator, PageCounts
@@ -47,7 +48,8 @@ class CacheManager:
 
     To be read by all, by slot: `tables` (the page of every block, in order), `home` (lane),
     `spread` (whether any block is on another lane than home), `blocks_per_lane` [slots, lanes] and
-    `capacity` (tokens for which the slot has pages). `events` tells what is stored and lost.
+    `capacity` (tokens for which the slot has pages). `events` tells what is stored and lost,
+    `stores` has the pages that are to be kept in lower tiers.
     """
 
     def __init__(
@@ -74,9 +76,9 @@ class CacheManager:
         self.capacity = np.zeros(slots, np.int32)
         self.lower = lower
         self._updates = TableUpdates()
-        self._stores = PendingStores(self.pages)
+        self.stores = PendingStores(self.pages)
         if lower is not None:
-            self.pages.on_evict = self._stores.add
+            self.pages.on_evict = self.stores.add
         self._tickets = itertools.count()
         self._fetches: list[Fetch] = []
         self._watchers: list[PageWatcher] = []
@@ -154,6 +156,7 @@ class CacheManager:
         new = [
             block for block in range(first, last) if self.pages.publish(table[block], hashes[block])
         ]
+        self.stores.published((table[block], hashes[block]) for block in new)
         if new and self.events:
             self._tell_stored(new, hashes)
 
@@ -176,6 +179,7 @@ class CacheManager:
 
     def retract(self, slot: int) -> None:
         """Lets nobody share the slot's blocks from now on: what its pages hold is damaged."""
+        self.stores.drop(self.tables[slot])
         self.pages.retract(self.tables[slot])
 
     def flush(self) -> int:
@@ -194,14 +198,15 @@ class CacheManager:
             keys.append(hashes[first + len(keys)])
         return keys
 
-    def fetch(self, slot: int, keys: list[bytes]) -> int:
+    def fetch(self, slot: int, keys: list[bytes], source: KvSource | None = None) -> int:
         """Gives the slot pages for its next blocks, which have these keys, and asks lower tiers to
-        fill them; so many must be available. Returns the fetch's ticket."""
+        fill them, and `source` (see Fetch) for those that they do not hold; so many must be
+        available. Returns the fetch's ticket."""
         first = len(self.tables[slot])
         self.extend(slot, len(keys))
         places = np.stack(self.pages.locate(np.array(self.tables[slot][first:], np.int32)), axis=1)
         ticket = next(self._tickets)
-        self._fetches.append(Fetch(ticket, keys, places))
+        self._fetches.append(Fetch(ticket, keys, places, source))
         return ticket
 
     def take_fetches(self) -> list[Fetch]:
@@ -213,14 +218,14 @@ class CacheManager:
     def take_stores(self) -> np.ndarray:
         """Pages [m, 7] whose blocks leave the devices, see `Batch.stores`: to be read before
         anything else is done to them."""
-        return self._stores.take()
+        return self.stores.take()
 
     def stores_at_the_end(self) -> np.ndarray:
         """Pages [m, 7] whose blocks should outlast the devices, see `Batch.stores`; none where
         nothing below them does. No more batch may come."""
         if self.lower is None or not self.lower.outlasts:
             return NO_STORES
-        return self._stores.all()
+        return self.stores.all()
 
     # --- the pages of a slot
 
@@ -270,7 +275,7 @@ class CacheManager:
             if len(held) > 1:
                 lane = self._next_lane(slot, block, held, lane)
             page = self.pages.allocate(lane)
-            self._stores.renewed(page)
+            self.stores.renewed(page)
             self._updates.add(lane, slot, held[lane], self.pages.locate(page)[1], block)
             held[lane] += 1
             table.append(page)
@@ -331,7 +336,7 @@ class CacheManager:
         """Moves a block of the slot to a page of `lane`; returns that."""
         new = self.pages.move(page, lane)
         self._updates.add_move(*self.pages.locate(page), *self.pages.locate(new))
-        self._stores.renewed(new)
+        self.stores.renewed(new)
         for watcher in self._watchers:
             watcher.released(slot, [page])
             watcher.taken(slot, [new])

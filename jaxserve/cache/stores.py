@@ -1,4 +1,5 @@
-"""Pages whose blocks leave the devices and are to be kept in lower tiers.
+"""Pages whose blocks are to be kept in lower tiers: they leave the devices, or somebody elsewhere
+wants them.
 
 Such a page is read by the devices before the step that gives it to another block, so what is
 pending must be taken with the next command. A page that was itself filled by what is pending, a
@@ -6,6 +7,9 @@ move or a new block, holds nothing yet: its block is not kept.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -15,17 +19,51 @@ from jaxserve.cache.tiers import STORE_COLUMNS, key_words
 
 
 class PendingStores:
-    """What was evicted since the last command. pages: of which the pages are."""
+    """What was evicted or wanted since the last command. pages: of which the pages are."""
 
     def __init__(self, pages: PageAllocator):
         self._pages = pages
         self._keys: dict[int, bytes] = {}  # by page
         self._renewed: set[int] = set()  # pages whose content the next command changes
+        self._wanted: Counter[bytes] = Counter()  # how many want each block
+
+    def __bool__(self) -> bool:
+        """Whether anything is pending."""
+        return bool(self._keys)
 
     def add(self, page: int, key: bytes) -> None:
         """The block with this key is about to leave the page."""
         if page not in self._renewed:
             self._keys[page] = key
+
+    def want(self, keys: Iterable[bytes], kept: Callable[[bytes], bool]) -> None:
+        """These blocks are to be kept, now where they are on pages, else once they are. kept: tells
+        whether a block is in lower tiers already."""
+        for key in keys:
+            self._wanted[key] += 1
+            page = self._pages.page_of.get(key)
+            if page is not None and not kept(key):
+                self.add(page, key)
+
+    def unwant(self, keys: Iterable[bytes]) -> None:
+        """Who wanted these blocks wants them no more."""
+        for key in keys:
+            self._wanted[key] -= 1
+            if self._wanted[key] <= 0:
+                del self._wanted[key]
+
+    def published(self, keys: Iterable[tuple[int, bytes]]) -> None:
+        """These blocks, each with its page, are on the devices now, by a command that was issued or
+        is being made."""
+        if self._wanted:
+            for page, key in keys:
+                if key in self._wanted:
+                    self.add(page, key)
+
+    def drop(self, pages: Iterable[int]) -> None:
+        """What is on these pages is not to be kept."""
+        for page in pages:
+            self._keys.pop(page, None)
 
     def renewed(self, page: int) -> None:
         """The page is given to another block from the next command on."""

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jaxserve.api.request import KvSource
 from jaxserve.cache.hashes import KEY_BYTES
 
 KEY_WORDS = KEY_BYTES // 4
@@ -30,6 +31,7 @@ class TierCounts:
     to_disk: int = 0
     host_reads: int = 0
     disk_reads: int = 0
+    peer_reads: int = 0
     missed: int = 0
     wrong: int = 0
     host_blocks: int = 0
@@ -37,13 +39,21 @@ class TierCounts:
 
 
 class LowerTiers(Protocol):
-    """What the cache asks of the tiers below the devices."""
+    """What a replica asks of the tiers below its devices. block_bytes: of each block."""
+
+    block_bytes: int
 
     def holds(self, key: bytes) -> bool:
         """Whether the block with this key is believed to be there."""
 
     def seconds(self, keys: Sequence[bytes]) -> float:
         """How long it should take to bring these blocks to the devices."""
+
+    def wait(self, key: bytes, seconds: float) -> bool:
+        """Waits until a block is there, at most so long; whether it is."""
+
+    def read(self, key: bytes, into: np.ndarray) -> bool:
+        """Copies a block to `into` [block_bytes] uint8; False where it is not there."""
 
     def counts(self) -> TierCounts:
         """What came and went."""
@@ -57,12 +67,14 @@ class Fetch(NamedTuple):
     """Blocks to be brought from lower tiers to pages that a slot holds already.
 
     ticket: tells this fetch from all others. keys [n]: of the blocks, in the order of the sequence.
-    places [n, 2] int32: lane and page of each.
+    places [n, 2] int32: lane and page of each. source: another replica, which is asked for what
+    lower tiers do not hold.
     """
 
     ticket: int
     keys: list[bytes]
     places: np.ndarray
+    source: KvSource | None = None
 
 
 class Placed(NamedTuple):

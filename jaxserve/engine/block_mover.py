@@ -3,11 +3,14 @@
 What the devices do happens in the order of commands: pages are read before the step that overwrites
 them, and written before the step that attends over them. Everything that takes time is done by two
 threads: one waits for pages that were read and stores them, one finds the blocks of a fetch, checks
-them and has them brought to the devices, piece by piece, at most so many ahead of the engine.
+them and has them brought to the devices, piece by piece, at most so many ahead of the engine. A
+fetch from another replica, which may still compute the blocks, has a thread of its own meanwhile.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import functools
 import logging
 import queue
@@ -19,10 +22,12 @@ import numpy as np
 
 from jaxserve.cache.tiers import Fetch, key_of
 from jaxserve.engine.page_io import BlocksRead, GatheredBlocks, PageIo
+from jaxserve.store.peers import BlockStream, PeerBlocks
 from jaxserve.store.tiered import TieredBlocks
 
 PIECES_AHEAD = 4  # of fetches, on the devices or on their way and not written to their pages yet
 STORES_AHEAD = 64  # launches whose pages were read and not stored yet; more are not read
+ASKED_AT_ONCE = 16  # fetches from other replicas; more wait
 CLOSE_SECONDS = 10.0
 log = logging.getLogger(__name__)
 
@@ -38,18 +43,25 @@ class Arrival(NamedTuple):
 
 
 class BlockMover:
-    """Stores and fetches blocks. arrived: hears of each piece of a fetch, on another thread."""
+    """Stores and fetches blocks. arrived: hears of each piece of a fetch, on another thread. peers:
+    asks other replicas for blocks; without, they have none."""
 
-    def __init__(self, io: PageIo, tiers: TieredBlocks, arrived: Callable[[Arrival], None]):
+    def __init__(
+        self,
+        io: PageIo,
+        tiers: TieredBlocks,
+        arrived: Callable[[Arrival], None],
+        peers: PeerBlocks | None = None,
+    ):
         self.io = io
         self.tiers = tiers
         self._arrived = arrived
+        self._peers = peers
         self._stores: queue.Queue[tuple[BlocksRead, list[bytes], list[int]] | None] = queue.Queue()
         self._fetches: queue.Queue[Fetch | None] = queue.Queue()
         self._pieces: dict[tuple[int, int], GatheredBlocks | None] = {}
         self._room = threading.Semaphore(PIECES_AHEAD)
         self._dropped: set[int] = set()  # tickets of fetches that nobody waits for
-        self._buffer = np.empty((io.most, io.layout.bytes), np.uint8)  # of the fetching thread
         self._closing = threading.Event()
         self.skipped = 0  # blocks that were not stored because too many waited to be
         self._threads = [
@@ -61,6 +73,7 @@ class BlockMover:
         ]
         for thread in self._threads:
             thread.start()
+        self._asking = concurrent.futures.ThreadPoolExecutor(ASKED_AT_ONCE, "kv-ask")
 
     # --- on the engine's thread
 
@@ -86,7 +99,10 @@ class BlockMover:
 
     def fetch(self, fetch: Fetch) -> None:
         """Has the blocks of a fetch brought to the devices; `arrived` will hear of them."""
-        self._fetches.put(fetch)
+        if fetch.source is None or self._peers is None:
+            self._fetches.put(fetch)
+        else:
+            self._asking.submit(self._safely, self._fetch, fetch)
 
     def load(self, ticket: int, piece: int) -> None:
         """Writes a piece that arrived to its pages."""
@@ -107,7 +123,10 @@ class BlockMover:
     def close(self) -> None:
         """Ends the threads, once what was read is stored, and closes the tiers."""
         self._closing.set()
-        self._room.release()
+        self._room.release(ASKED_AT_ONCE + 1)
+        if self._peers is not None:
+            self._peers.close()
+        self._asking.shutdown(wait=False, cancel_futures=True)
         self._stores.put(None)
         self._fetches.put(None)
         for thread in self._threads:
@@ -118,11 +137,14 @@ class BlockMover:
 
     def _run(self, jobs: queue.Queue, do: Callable) -> None:
         while (job := jobs.get()) is not None:
-            try:
-                do(job)
-            except Exception:
-                log.exception("blocks of KV could not be moved")
+            self._safely(do, job)
             jobs.task_done()
+
+    def _safely(self, do: Callable, job: object) -> None:
+        try:
+            do(job)
+        except Exception:
+            log.exception("blocks of KV could not be moved")
 
     def _store(self, job: tuple[BlocksRead, list[bytes], list[int]]) -> None:
         blocks, keys, keep = job
@@ -133,32 +155,69 @@ class BlockMover:
     def _fetch(self, fetch: Fetch) -> None:
         """Brings the blocks in pieces until one is missing; the last piece may be empty."""
         most = self.io.most
-        for piece, first in enumerate(range(0, len(fetch.keys), most)):
-            self._room.acquire()
-            if self._closing.is_set() or fetch.ticket in self._dropped:
-                self._dropped.discard(fetch.ticket)
-                self._room.release()
-                return
-            try:
-                found, gathered = self._gather(fetch, first)
-            except Exception:  # nobody may wait for ever
-                log.exception("a fetch ends early")
-                found, gathered = 0, None
-            last = first + found == len(fetch.keys) or found < most
-            self._pieces[fetch.ticket, piece] = gathered
-            self._arrived(Arrival(fetch.ticket, piece, found, last))
-            if last:
-                return
+        buffer = np.empty((min(most, len(fetch.keys)), self.io.layout.bytes), np.uint8)
+        with contextlib.closing(FetchReader(fetch, self.tiers, self._peers)) as reader:
+            for piece, first in enumerate(range(0, len(fetch.keys), most)):
+                keys = fetch.keys[first : first + most]
+                found = self._read(reader, keys, buffer)
+                self._room.acquire()
+                if self._closing.is_set() or fetch.ticket in self._dropped:
+                    self._dropped.discard(fetch.ticket)
+                    self._room.release()
+                    return
+                found, gathered = self._gather(fetch, first, buffer[:found])
+                last = first + found == len(fetch.keys) or found < len(keys)
+                self._pieces[fetch.ticket, piece] = gathered
+                self._arrived(Arrival(fetch.ticket, piece, found, last))
+                if last:
+                    return
 
-    def _gather(self, fetch: Fetch, first: int) -> tuple[int, GatheredBlocks | None]:
-        """How many blocks of the piece that begins with block `first` were found, and these, on
-        their way to the devices."""
-        found = 0
-        for key, block in zip(fetch.keys[first : first + self.io.most], self._buffer):
-            if not self.tiers.read(key, block):
-                break
-            found += 1
-        if not found:
+    def _read(self, reader: FetchReader, keys: list[bytes], buffer: np.ndarray) -> int:
+        """Reads the next blocks of a fetch to the buffer until one is missing; how many came."""
+        try:
+            missing = (n for n, key in enumerate(keys) if not reader.read(key, buffer[n]))
+            return next(missing, len(keys))
+        except Exception:  # nobody may wait for ever
+            log.exception("a fetch ends early")
+            return 0
+
+    def _gather(
+        self, fetch: Fetch, first: int, blocks: np.ndarray
+    ) -> tuple[int, GatheredBlocks | None]:
+        """Brings blocks, from number `first` of the fetch on, to the devices: how many, and these
+        on their way."""
+        if not len(blocks):
             return 0, None
-        blocks = [self.io.layout.view(block) for block in self._buffer[:found]]
-        return found, self.io.gather(blocks, fetch.places[first : first + found])
+        views = [self.io.layout.view(block) for block in blocks]
+        try:
+            places = fetch.places[first : first + len(views)]
+            return len(views), self.io.gather(views, places)
+        except Exception:
+            log.exception("a fetch ends early")
+            return 0, None
+
+
+class FetchReader:
+    """Reads the blocks of a fetch, in their order: from the tiers here, and those that they do not
+    hold at first from its source."""
+
+    def __init__(self, fetch: Fetch, tiers: TieredBlocks, peers: PeerBlocks | None):
+        self._tiers = tiers
+        self._far: set[bytes] = set()
+        self._stream: BlockStream | None = None
+        if fetch.source is not None and peers is not None:
+            far = [key for key in fetch.keys if not tiers.holds(key)]
+            self._far = set(far)
+            self._stream = peers.open(fetch.source, far)
+
+    def read(self, key: bytes, into: np.ndarray) -> bool:
+        """Copies the next block to `into` [bytes] uint8; False where it does not come."""
+        if self._stream is None or key not in self._far:
+            return self._tiers.read(key, into)
+        came = self._stream.read(key, into)
+        self._tiers.count_from_peer(came)
+        return came
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()

@@ -42,6 +42,7 @@ from jaxserve.settings.schema import ConfigError, EngineConfig, SchedulerConfig
 from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.mesh import ensure_devices
 from jaxserve.store.disk import DiskBlocks
+from jaxserve.store.peers import PeerBlocks
 from jaxserve.store.tiered import TieredBlocks
 from jaxserve.weights import load, open_checkpoint
 from jaxserve.weights.checkpoint import Checkpoint
@@ -56,15 +57,20 @@ DTYPES = {
 
 
 def build(
-    config: EngineConfig, progress: bool = True, warm_up: bool = True, profiled: bool = True
+    config: EngineConfig,
+    progress: bool = True,
+    warm_up: bool = True,
+    profiled: bool = True,
+    peers: PeerBlocks | None = None,
 ) -> Engine:
     """Makes an engine that is ready to start: worker, profile, costs, scheduler, engine, each whole
-    when it is made. profiled: with the profile that its settings ask for.
+    when it is made. profiled: with the profile that its settings ask for. peers: other replicas,
+    which are asked for blocks where requests name one.
 
     Errors: ConfigError for settings that cannot work, CheckpointError for a checkpoint that cannot
     be read.
     """
-    worker, model = open_executor(config, progress, warm_up)
+    worker, model = open_executor(config, progress, warm_up, peers)
     profile = None
     if profiled:
         profile = profile_for(config, worker, max_length(config, worker.plan.model), progress)
@@ -72,13 +78,16 @@ def build(
 
 
 def open_executor(
-    config: EngineConfig, progress: bool = True, warm_up: bool = True
+    config: EngineConfig,
+    progress: bool = True,
+    warm_up: bool = True,
+    peers: PeerBlocks | None = None,
 ) -> tuple[CommandExecutor, ModelConfig]:
     """The devices of a replica: those of this process, or of the workers that this process leads
     (see `jaxserve.group`). In a process that is a worker itself this does not return."""
     member = this_member()
     if member is None:
-        return open_worker(config, progress, warm_up)
+        return open_worker(config, progress, warm_up, peers)
     if member.leads:
         return open_group(config, member, progress, warm_up)
     from jaxserve.engine.worker_process import work
@@ -122,13 +131,16 @@ def hello_of(config: EngineConfig, worker: int, host: str = "") -> Hello:
 
 
 def open_worker(
-    config: EngineConfig, progress: bool = True, warm_up: bool = True
+    config: EngineConfig,
+    progress: bool = True,
+    warm_up: bool = True,
+    peers: PeerBlocks | None = None,
 ) -> tuple[Worker, ModelConfig]:
     """Loads the weights and compiles the programs of a replica, in this process. Also returns what
     the checkpoint says of its model."""
     checkpoint = open_checkpoint(config.source.model)
     ensure_devices(config.mesh.devices)
-    worker = load_worker(config, checkpoint, progress)
+    worker = load_worker(config, checkpoint, progress, peers)
     if warm_up:
         with progress_bar("compiling", worker.program_count(), progress) as step:
             worker.warm_up(step)
@@ -136,7 +148,10 @@ def open_worker(
 
 
 def load_worker(
-    config: EngineConfig, checkpoint: Checkpoint | OrbaxFolder, progress: bool
+    config: EngineConfig,
+    checkpoint: Checkpoint | OrbaxFolder,
+    progress: bool,
+    peers: PeerBlocks | None = None,
 ) -> Worker:
     """Loads the weights of the stages that have devices in this process."""
     model = checkpoint.config.with_tp(config.mesh.tp)
@@ -149,6 +164,7 @@ def load_worker(
         ),
         _tiers(config, checkpoint.config) if config.cache.host_cache_gib else None,
         checkpoint.config.kv_heads,
+        peers,
     )
 
 

@@ -92,6 +92,12 @@ class CommandBuilder:
             self._note_sampled(batch)
         return command, InFlightBatch(batch, arrays, pending, variant == GUIDED)
 
+    def stores(self, stores: np.ndarray) -> StepCommand:
+        """The command that only reads pages, see `Batch.stores`."""
+        command = StepCommand(number=NO_STEP, reset=self._begins, stores=stores)
+        self._begins = False
+        return command
+
     def load(self, ticket: int, piece: int, stores: np.ndarray) -> StepCommand:
         """The command that writes a piece of a fetch to its pages, after what is on pages that are
         given away was read (see `Batch.stores`)."""

@@ -31,6 +31,7 @@ from jaxserve.cache.tiers import LowerTiers, TierCounts
 from jaxserve.clock import Clock, WallClock
 from jaxserve.costs.exchange_choice import ExchangeChooser
 from jaxserve.engine import results
+from jaxserve.engine.block_export import TierExporter
 from jaxserve.engine.block_mover import Arrival
 from jaxserve.engine.command import DeviceError, WorkersLost
 from jaxserve.engine.command_builder import CommandBuilder
@@ -48,6 +49,7 @@ from jaxserve.scheduling.events import Rejected, StepFinished, StepIssued, StepR
 from jaxserve.scheduling.scheduler import Events
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.settings.schema import EngineConfig
+from jaxserve.store.peers import BlockExporter
 
 TICK = 0.001  # seconds between looks at a step that may end early
 # Other threads wait this many seconds for the lock before they look whether the step hangs.
@@ -94,6 +96,7 @@ def _tier_readings(tiers: LowerTiers | None) -> dict[str, float]:
         "kv_blocks_stored": counts.stored,
         "kv_blocks_from_host": counts.host_reads,
         "kv_blocks_from_disk": counts.disk_reads,
+        "kv_blocks_from_peers": counts.peer_reads,
         "kv_blocks_wrong": counts.wrong,
         "kv_blocks_in_host": counts.host_blocks,
         "kv_blocks_on_disk": counts.disk_blocks,
@@ -147,7 +150,15 @@ class Engine:
         self.journal.listen(self.bus)
         self._metrics = self._make_metrics()
         self.bus.subscribe(StepRead, self._correct_predictor)
+        self.block_exporter = self._make_exporter()
         worker.on_arrival(lambda arrival: self.post(lambda: self._load(arrival)))
+
+    def _make_exporter(self) -> BlockExporter | None:
+        """What offers its blocks to other replicas: where it has host memory for them."""
+        tiers = self.worker.lower_tiers
+        if tiers is None:
+            return None
+        return TierExporter(self.scheduler.cache, tiers, self._registry, self.post)
 
     def _make_metrics(self) -> Metrics:
         config = self.config
@@ -440,6 +451,7 @@ class Engine:
         for fetch in self.scheduler.cache.take_fetches():
             self.worker.fetch(fetch)
         if batch is None:
+            self._flush_stores()
             return False
         self._watchdog.watch(batch, now)
         decided = time.perf_counter()
@@ -465,6 +477,11 @@ class Engine:
         )
         self._free_at = max(now, self._free_at) + batch.seconds
         return True
+
+    def _flush_stores(self) -> None:
+        """Has pages read that somebody waits for, while no batch comes that would do it."""
+        if self.scheduler.cache.stores:
+            self.worker.execute(self._builder.stores(self.scheduler.cache.take_stores()))
 
     def _load(self, arrival: Arrival) -> None:
         """Has blocks that were fetched written to their pages, if somebody waits for them still."""

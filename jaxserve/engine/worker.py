@@ -35,6 +35,7 @@ from jaxserve.engine.programs import Lower
 from jaxserve.engine.sampling_rows import VARIANTS
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stages import HiddenStates, Loader, SampledTokens, Stages
+from jaxserve.store.peers import PeerBlocks
 from jaxserve.store.tiered import TieredBlocks
 
 KEEP_SECONDS = 20.0  # for what is on the devices at the end
@@ -58,8 +59,8 @@ class Worker:
     """The devices of a replica, behind commands.
 
     plan: what the stages are made of. load: reads their weights. tiers: makes the tiers below the
-    devices, for blocks of so many bytes, where there are any; kv_heads: the model's own. Errors of
-    the devices come as DeviceError from every method.
+    devices, for blocks of so many bytes, where there are any; kv_heads: the model's own; peers: who
+    else is asked for blocks. Errors of the devices come as DeviceError from every method.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Worker:
         load: Loader,
         tiers: Callable[[int], TieredBlocks] | None = None,
         kv_heads: int | None = None,
+        peers: PeerBlocks | None = None,
     ):
         self.plan = plan
         self.stages = Stages(plan, load)
@@ -77,7 +79,7 @@ class Worker:
         if tiers is not None:
             io = PageIo(self.stages, plan.model.kv_heads if kv_heads is None else kv_heads)
             blocks = tiers(io.layout.bytes)
-            self.mover = BlockMover(io, blocks, lambda arrival: self._arrived(arrival))
+            self.mover = BlockMover(io, blocks, lambda arrival: self._arrived(arrival), peers)
 
     # --- what it is
 

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jaxserve.api.request import KvSource
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import Predictor
 from jaxserve.scheduling.budget import CHUNKING, StepBudget
@@ -35,6 +36,7 @@ FULL_SHARE_AT = 1 / 32
 CLOSED_LANE_PENALTY = 1e6
 
 FETCH_SECONDS = 10.0  # until the next piece of a fetch must have come
+SOURCE_SECONDS = 630.0  # the same, where another replica computes it; it tells sooner if it fails
 
 
 class ChunkCandidate(NamedTuple):
@@ -242,30 +244,42 @@ class PrefillPacker:
             need = self.cache.blocks(stop) - len(pages)
             home = self.cache.choose_home(pages, lanes, need, step.pending)
         candidate = ChunkCandidate(home, None, start, pages)
-        keys = self._worth_fetching(step.budget.predictor, sequence, len(pages))
+        keys, source = self._fetchable(step.budget.predictor, sequence, len(pages))
         if not keys:
             return candidate
         self._admit(step, sequence, candidate)
-        sequence.ticket = self.cache.fetch(sequence.slot, keys)
-        sequence.fetch_deadline = step.now + FETCH_SECONDS
+        sequence.ticket = self.cache.fetch(sequence.slot, keys, source)
+        sequence.fetch_seconds = SOURCE_SECONDS if source else FETCH_SECONDS
+        sequence.fetch_deadline = step.now + sequence.fetch_seconds
         return None
 
-    def _worth_fetching(self, predictor: Predictor, sequence: Sequence, first: int) -> list[bytes]:
-        """Keys of the sequence's blocks from `first` on that lower tiers hold, where bringing them
-        takes less time than computing them (Mooncake, Eq. 2), or where nobody knows what computing
-        takes; else none."""
+    def _fetchable(
+        self, predictor: Predictor, sequence: Sequence, first: int
+    ) -> tuple[list[bytes], KvSource | None]:
+        """Keys of the sequence's blocks from `first` on that are brought instead of computed, none
+        where that is not worth it, and the replica that is asked for those that are not here.
+        That is worth it always where it has more than is here: who named it has compared."""
         cache = self.cache
         if cache.lower is None or not sequence.reads_cache:
-            return []
+            return [], None
         last = (sequence.prefill_len - 1) // cache.block_size
         keys = cache.fetchable(sequence.block_hashes, first, last)
-        if not keys:
-            return []
-        if not predictor.calibrated:
-            return keys
+        source = sequence.request.kv_source
+        if source is not None:
+            far = min(source.blocks, last)
+            if first + len(keys) < far:
+                return [sequence.block_hashes[block] for block in range(first, far)], source
+        return (keys if self._worth_fetching(predictor, keys, first) else []), None
+
+    def _worth_fetching(self, predictor: Predictor, keys: list[bytes], first: int) -> bool:
+        """Whether bringing the blocks from `first` on from lower tiers takes less time than
+        computing them (Mooncake, Eq. 2); also where nobody knows what computing takes."""
+        cache = self.cache
+        if not keys or cache.lower is None or not predictor.calibrated:
+            return bool(keys)
         start = first * cache.block_size
         computing = self.slots.work(start, start + len(keys) * cache.block_size)
-        return keys if cache.lower.seconds(keys) < computing else []
+        return cache.lower.seconds(keys) < computing
 
     def _plan(
         self, planner: Planner, step: PrefillStep, start: int, stop: int

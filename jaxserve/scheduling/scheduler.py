@@ -31,7 +31,7 @@ from jaxserve.scheduling.events import (
 from jaxserve.scheduling.packing import BatchPacker
 from jaxserve.scheduling.page_admission import PageAdmission
 from jaxserve.scheduling.policies import POLICIES
-from jaxserve.scheduling.prefill_packing import FETCH_SECONDS, SHARER_WORK_RATIO, Planner
+from jaxserve.scheduling.prefill_packing import SHARER_WORK_RATIO, Planner
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slots import ENDED, LEAVING, SlotTable
 from jaxserve.scheduling.waiting_queue import TOKENS, WORK
@@ -337,7 +337,7 @@ class Scheduler:
         if sequence.cached_tokens == start:  # else it was preempted: the first time counts
             sequence.cached_tokens += tokens
         sequence.prefill_seconds_left = self._work(start + tokens, sequence.prefill_len)
-        sequence.fetch_deadline = now + FETCH_SECONDS
+        sequence.fetch_deadline = now + sequence.fetch_seconds
         if last:
             sequence.ticket = None
         return True

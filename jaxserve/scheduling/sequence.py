@@ -84,7 +84,8 @@ class Sequence:
         self.slot = NO_SLOT
         self.cached_tokens = 0
         self.ticket: int | None = None  # of the fetch that it waits for, in its slot
-        self.fetch_deadline = 0.0  # clock seconds by which the next piece of it must have come
+        self.fetch_seconds = 0.0  # until the next piece of it must have come
+        self.fetch_deadline = 0.0  # the same, as clock seconds
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None  # clock seconds at which its last token came

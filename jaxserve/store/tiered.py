@@ -156,6 +156,13 @@ class TieredBlocks:
         self._add("missed")
         return False
 
+    def wait(self, key: bytes, seconds: float) -> bool:
+        """Waits until a block is there, at most so long; whether it is."""
+        with self._put:
+            return self._put.wait_for(
+                lambda: self.holds(key) and not self._index.filling(key), seconds
+            )
+
     def _read_host(self, key: bytes, into: np.ndarray) -> bool:
         with self._put:
             self._put.wait_for(lambda: not self._index.filling(key), FILL_SECONDS)
@@ -170,6 +177,10 @@ class TieredBlocks:
                 self._count["wrong"] += 1
                 self._index.forget(key)
         return right
+
+    def count_from_peer(self, came: bool) -> None:
+        """Counts a block that was asked of another replica."""
+        self._add("peer_reads" if came else "missed")
 
     def _add(self, name: str) -> None:
         with self._lock:

@@ -47,6 +47,7 @@ COUNTERS = {
     "kv_blocks_stored",
     "kv_blocks_from_host",
     "kv_blocks_from_disk",
+    "kv_blocks_from_peers",
     "kv_blocks_wrong",
     "early_rejections",
     "goodput_requests",

@@ -277,7 +277,7 @@ def test_requests_cross_with_moments_on_the_replicas_clock(
         priority=priority,
         cache_salt="salt",
         bypass_prefix_cache=bypass,
-        kv_source=None if bypass else KvSource("host:1", 7),
+        kv_source=None if bypass else KvSource("host:1", 7, "id"),
     )
     message = pb.Submit.FromString(submit_message(1, asked, here).SerializeToString())
     copy = request_of(message, FakeReplica().info, there)

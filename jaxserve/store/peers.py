@@ -1,0 +1,59 @@
+"""Blocks of KV that other replicas have: what a replica offers to others, and asks of them.
+
+A replica that is named as the source of a prompt's first blocks (`KvSource`) reads them from its
+pages to its host memory, as soon as they are computed, and sends them from there, in order. What
+does not come is computed by the one who asked, so nothing here fails: blocks come or they do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from jaxserve.api.request import KvSource
+
+
+class BlockExporter(Protocol):
+    """What a source offers. All methods may be called from any thread."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+
+    def want(self, keys: Sequence[bytes]) -> None:
+        """Has these blocks read to host memory: at once where they are on the devices, else when
+        they are computed. Each call must be followed by one of `unwant` with the same keys."""
+
+    def unwant(self, keys: Sequence[bytes]) -> None:
+        """Nobody waits for these blocks any more."""
+
+    def coming(self, request_id: str) -> bool:
+        """Whether the request that computes blocks is still here: then what is not there yet may
+        come. False for "" and for a request that has ended. Never waits."""
+
+    def read(self, key: bytes, into: np.ndarray, seconds: float) -> bool:
+        """Copies a block to `into` [block_bytes] uint8, waiting for it at most so long; False
+        where it did not come."""
+
+
+class BlockStream(Protocol):
+    """Blocks on their way here, in the order in which they were asked for."""
+
+    def read(self, key: bytes, into: np.ndarray) -> bool:
+        """Copies the next block, which has this key, to `into` [block_bytes] uint8. Waits for it,
+        as long as its source makes progress; False: it and those behind it do not come."""
+
+    def close(self) -> None:
+        """Wants no more. It may be called while another thread reads, whose wait then ends."""
+
+
+class PeerBlocks(Protocol):
+    """Asks other replicas for blocks. All methods may be called from any thread."""
+
+    def open(self, source: KvSource, keys: Sequence[bytes]) -> BlockStream:
+        """Asks a replica for the blocks with these keys. Never raises, never waits."""
+
+    def close(self) -> None:
+        """Ends all streams."""
