@@ -24,7 +24,7 @@ grpc/              auth, handlers, inference, control, health, proto (messages t
 openai/            the OpenAI protocol; see there
 replica_service    offers the replica to conductors on other processes, in a caller_session each
 remote_replica     a replica on another process, by a replica_session; remote_blocks: its cache
-members, balancer  the replicas of a cluster, and a replica made of them
+members            the replicas of a cluster, by address, for its conductor
 replica_messages, replica_auth    what crosses between both, and who may
 dashboard/         the live page
 files              checks of files with secrets

@@ -8,13 +8,16 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import grpc
 
+from jaxserve.cluster.conductor import Conductor
+from jaxserve.cluster.member import Member
 from jaxserve.server.files import file_signature
-from jaxserve.server.remote_replica import SAME_MODEL, RemoteReplica
+from jaxserve.server.remote_replica import RemoteReplica
 from jaxserve.settings.schema import ConfigError
 
 log = logging.getLogger(__name__)
@@ -44,8 +47,6 @@ class Members:
     """Replicas by address, each with a session that is kept up.
 
     file: with their addresses, read again when it changes; one that cannot be read changes nothing.
-    on_change: called after changes, with all that there are now and those that were taken out,
-    which whoever uses them closes.
     """
 
     def __init__(
@@ -60,8 +61,9 @@ class Members:
         self._file = file
         self._signature = None if file is None else file_signature(file)
         self._closed = threading.Event()
+        self._changing = threading.Lock()
         self._members: dict[str, RemoteReplica] = {}
-        self.on_change: Callable[[list[RemoteReplica], list[RemoteReplica]], None] | None = None
+        self._conductor: Conductor | None = None
         self._set(targets if file is None else self._read(file))
         self._watching = threading.Thread(target=self._watch, name="members", daemon=True)
         self._watching.start()
@@ -70,30 +72,24 @@ class Members:
     def all(self) -> list[RemoteReplica]:
         return list(self._members.values())
 
-    def serving(self) -> list[RemoteReplica]:
-        """Those that can take requests and have no step that hangs, all of one model: that of the
-        first of them."""
-        alive = [m for m in self.all if m.available and m.overdue() is None]
-        if not alive:
-            return []
-        return [member for member in alive if _same_model(alive[0], member)]
-
     def wait_for_one(self) -> RemoteReplica:
         """Waits for the first replica that answers. Errors: ConfigError once this was closed."""
         while not self._closed.is_set():
-            for member in self.serving():
-                return member
+            for member in self.all:
+                if member.available:
+                    return member
             time.sleep(FIRST_SECONDS)
         raise ConfigError("replicas", "none has answered")
 
-    def wait_for_all(self) -> list[RemoteReplica]:
-        """Waits until all replicas have answered. Errors: ConfigError once this was closed."""
-        while not self._closed.is_set():
-            members = self.all
-            if all(member.available for member in members):
-                return members
-            time.sleep(FIRST_SECONDS)
-        raise ConfigError("replicas", "not all have answered")
+    def conductor(self, **settings: Any) -> Conductor:
+        """A conductor over these replicas, which follows their changes, once one of them answers.
+        settings: its own. Errors: ConfigError once this was closed, and for wrong settings."""
+        first = self.wait_for_one()
+        conductor = Conductor([_member(first)], **settings)
+        with self._changing:
+            self._conductor = conductor
+            self._tell(conductor)
+        return conductor
 
     def close(self) -> None:
         """Ends all sessions; the replicas go on."""
@@ -123,14 +119,31 @@ class Members:
 
     def _set(self, targets: Iterable[str]) -> None:
         targets = list(targets)
-        removed = [self._members.pop(old) for old in set(self._members) - set(targets)]
-        for target in targets:
-            if target not in self._members:
-                member = RemoteReplica(target, self._secret, self._credentials)
-                self._members[target] = member
-        if self.on_change is not None:
-            self.on_change(self.all, removed)
+        with self._changing:
+            removed = [self._members.pop(old) for old in set(self._members) - set(targets)]
+            for target in targets:
+                if target not in self._members:
+                    member = RemoteReplica(target, self._secret, self._credentials)
+                    self._members[target] = member
+            if self._conductor is not None:
+                self._tell(self._conductor)
+                return
+        for member in removed:
+            member.close()
+
+    def _tell(self, conductor: Conductor) -> None:
+        """Has the conductor use the replicas that there are now. It closes those that it has had,
+        once their requests have ended."""
+        there = self.all
+        used = [member for member in conductor.members if not member.leaving]
+        known = {member.replica for member in used}
+        for replica in there:
+            if replica not in known:
+                conductor.add(_member(replica))
+        for member in used:
+            if member.replica not in there:
+                conductor.remove(member)
 
 
-def _same_model(first: RemoteReplica, other: RemoteReplica) -> bool:
-    return all(getattr(first.info, name) == getattr(other.info, name) for name in SAME_MODEL)
+def _member(replica: RemoteReplica) -> Member:
+    return Member(replica.target, replica, replica.target, lambda: replica.recent_load)

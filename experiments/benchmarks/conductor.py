@@ -65,7 +65,7 @@ def measure(client: Client, callers: int, requests: int, tokens: int) -> tuple[f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="random:tiny")
-    parser.add_argument("--routing", default="least_loaded")
+    parser.add_argument("--routing", default="local_cache_aware")
     parser.add_argument("--callers", type=int, default=4)
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=32)

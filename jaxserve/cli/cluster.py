@@ -33,9 +33,11 @@ Starts replicas (`jaxserve serve`) and a conductor on this machine, starts them 
 and ends them all at SIGTERM and Ctrl-C: for trying out, for tests, for one big machine. Clients use
 --port and --http_port, which are the conductor's; the replicas listen on free ports of loopback.
 Without --prefill, --decode and --mixed there are two replicas that do both. On machines with GPUs
-each replica gets as many as --mesh has, in the order of CUDA_VISIBLE_DEVICES.
+each replica gets as many as --mesh has, in the order of CUDA_VISIBLE_DEVICES. Replicas that only
+prefill or decode have 1 GiB of host memory for KV, where --host_cache_gib says nothing else.
 
   jaxserve cluster --mixed=2 --model=smollm2-135m
+  jaxserve cluster --prefill=2 --decode=2 --model=smollm2-135m
 """
 MAX_REPLICAS = 64  # on one machine
 OPTIONS = [
@@ -50,6 +52,7 @@ OPTIONS = [
         high=MAX_REPLICAS,
     ),
     CONDUCTOR.options["routing"],
+    CONDUCTOR.options["kv_bandwidth"],
     Option(
         "port_file",
         str,
@@ -58,6 +61,7 @@ OPTIONS = [
         "at the end",
     ),
 ]
+ROLE_CACHE_GIB = 1.0  # host memory for KV of a replica with a role, where none is configured
 SECRET_VARIABLE = "JAXSERVE_CLUSTER_SECRET"
 OF_CLUSTER = {option.name for option in OPTIONS} | {"config", "print_config", "role"}
 NOT_PASSED = {"replicas", "replicas_file", "replicas_ca", "config", "print_config"}
@@ -75,9 +79,10 @@ def run(values: dict[str, Any]) -> int:
         if local[name] == 0:  # it is the same one when the conductor starts anew
             local[name] = free_port(host)
     ports = [free_port("127.0.0.1") for _ in roles]
+    devices = _devices(values, roles)
     tasks = [
-        _replica(number, role, port, values, devices)
-        for number, (role, port, devices) in enumerate(zip(roles, ports, _devices(values, roles)))
+        _replica(number, role, port, _with_host_memory(role, values), own)
+        for number, (role, port, own) in enumerate(zip(roles, ports, devices))
     ]
     tasks.append(_conductor(local, ports))
     environment = {name: text for name, text in os.environ.items() if name != "JAXSERVE_CONFIG"}
@@ -130,6 +135,13 @@ def _replica(
     flags = _flags(COMMAND, _own_folder(number, values), OF_CLUSTER | conductors)
     own = ["--port=0", "--http_port=0", f"--replica_port={port}", f"--role={role}"]
     return Task(f"replica {number}", _jaxserve("serve", *own, *flags), 1, environment)
+
+
+def _with_host_memory(role: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of a replica with this role: KV goes from one to another by host memory."""
+    if role == "mixed" or values["host_cache_gib"] or not values["prefix_caching"]:
+        return values
+    return {**values, "host_cache_gib": ROLE_CACHE_GIB}
 
 
 def _own_folder(number: int, values: Mapping[str, Any]) -> Mapping[str, Any]:

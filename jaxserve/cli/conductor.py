@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.cli.engine_flags import CONFIG, SERVER, server_config
+from jaxserve.cluster.routing import KV_BANDWIDTH, ROUTING
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option, options_of
 from jaxserve.settings.schema import ConfigError, ModelSource
 
 log = logging.getLogger(__name__)
 
-LEAST_LOADED = "least_loaded"
+ROUTING_DEFAULT = "local_cache_aware"
 ABOUT = """\
 Requests go to the replicas that --replicas names, each a `jaxserve serve --replica_port=PORT` of
 the same model. The conductor loads the model's tokenizer and no weights. It listens at once, and
@@ -43,10 +44,18 @@ OPTIONS = [
     Option(
         "routing",
         str,
-        LEAST_LOADED,
-        "which replica gets a request: least_loaded: that with the least to do; the others: as in "
-        "Mooncake's comparison, of the replicas that answer at the start",
-        choices=(LEAST_LOADED, "local_cache_aware", "load_balanced", "random"),
+        ROUTING_DEFAULT,
+        "which replica computes a prompt: that with the earliest first token, by what it has "
+        "cached (local_cache_aware), or by what it can fetch from others too (cache_aware); "
+        "baselines: that with the fewest requests (load_balanced), any (random)",
+        choices=tuple(ROUTING),
+    ),
+    Option(
+        "kv_bandwidth",
+        float,
+        KV_BANDWIDTH,
+        "GB/s at which KV goes from one replica to another, as routing expects",
+        low=0.001,
     ),
     options_of(ModelSource)["model"],
 ]
@@ -60,9 +69,7 @@ def run(values: dict[str, Any]) -> int:
     logs.setup(server.log_format, server.log_level)
     check_host(server)
     members = _members(values)
-    routing = values["routing"]
-    if routing != LEAST_LOADED and values["replicas_file"] is not None:
-        raise ConfigError("routing", f"{routing} needs --replicas, which stay the same")
+    settings = {name: values[name] for name in ("routing", "kv_bandwidth")}
 
     def listening(started: Server) -> None:
         for name in started.ports:
@@ -70,24 +77,12 @@ def run(values: dict[str, Any]) -> int:
         log.info("waiting for a replica that answers")
 
     def build() -> tuple[Any, Any]:
-        return _replica(members, routing), _tokenizer(values["model"])
+        return members.conductor(**settings), _tokenizer(values["model"])
 
     if not serve(server, build, listening):
         os._exit(0)  # stopped while it waited for a first replica
     members.close()
     return 0
-
-
-def _replica(members: Any, routing: str) -> Any:
-    """What the server serves with, once replicas answer."""
-    from jaxserve.cluster.conductor import Conductor
-    from jaxserve.cluster.member import Member
-    from jaxserve.server.balancer import Balancer
-
-    if routing == LEAST_LOADED:
-        return Balancer(members)
-    named = [Member(member.target, member) for member in members.wait_for_all()]
-    return Conductor(named, routing=routing)
 
 
 def _members(values: dict[str, Any]) -> Any:

@@ -6,8 +6,17 @@ has cached, how long its queue is, and what a transfer takes (Mooncake, sections
     admission    who is refused at overload: on arrival, or when decoding would begin
     assignments  Assignments: the work that was routed to a replica and has not ended
     allocation   BlockLedger: blocks that a node allocates and locks for conductors
-    conductor    Conductor: a Replica made of replicas (`member`, `router`, `routed`, `merge`)
     roles        roles of replicas, and the controller of how many have which
+
+The live conductor is a `Replica` made of replicas:
+
+    conductor    Conductor: threads, checks, members that come and go, questions to all of them
+    member       Member: one replica, what was routed to it and how fast it is (decode_rate);
+                 member_table: those that there are, objectives: what they promise
+    router       Router: who serves a request and who computes its prompt; prefixes: who has what
+    dispatcher   Dispatcher: the requests that have not ended (routed), and where they go when a
+                 member fails; prefill_jobs: prompts that one member computes for another
+    merge        what all members are and say together
 
 Decisions get time as an argument; the simulated cluster (`simulate.cluster`) makes the same ones.
 """

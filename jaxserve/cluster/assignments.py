@@ -38,6 +38,11 @@ class Assignments:
         """Requests whose prefill has not ended."""
         return len(self._prefills)
 
+    @property
+    def requests(self) -> int:
+        """Requests that were routed there and have not ended."""
+        return len(self._decodes) + sum(id not in self._decodes for id in self._prefills)
+
     def begin_prefill(self, id: str, seconds: float, now: float) -> None:
         """Notes a request that is prefilled there in so many predicted seconds of work."""
         if not self._prefills:

@@ -140,15 +140,25 @@ class DirectoryFeed:
         self._directory = directory
         self._member = member
         self._lock = lock
+        self._closed = False
 
     def stored(self, blocks: StoredBlocks) -> None:
         with self._lock:
-            self._directory.stored(self._member, blocks.keys, blocks.medium)
+            if not self._closed:
+                self._directory.stored(self._member, blocks.keys, blocks.medium)
 
     def removed(self, keys: Sequence[bytes], medium: Medium) -> None:
         with self._lock:
-            self._directory.removed(self._member, keys, medium)
+            if not self._closed:
+                self._directory.removed(self._member, keys, medium)
 
     def cleared(self, medium: Medium) -> None:
         with self._lock:
-            self._directory.cleared(self._member, medium)
+            if not self._closed:
+                self._directory.cleared(self._member, medium)
+
+    def close(self) -> None:
+        """Has the directory hold nothing of the member, whatever is said of it from now on."""
+        with self._lock:
+            self._closed = True
+            self._directory.cleared(self._member)

@@ -1,4 +1,4 @@
-"""A replica as a conductor knows it: its role, what was routed to it, how fast it prefills."""
+"""A replica as a conductor knows it: its role, what was routed to it, how fast it is."""
 
 from __future__ import annotations
 
@@ -7,33 +7,54 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished
+from jaxserve.api.request import Request
 from jaxserve.cluster.assignments import Assignments
+from jaxserve.cluster.decode_rate import DecodeRate
 from jaxserve.cluster.roles import Role
-from jaxserve.replica.protocol import Replica
+from jaxserve.replica.protocol import Replica, Sink
+from jaxserve.scheduling import Load
 
 log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 FIRST_RATE = 1e-4  # seconds per prompt token, before anything was seen
 SMOOTHING = 0.2  # weight of a new observation
+RETRY_SECONDS = 1.0  # that callers wait where no replica can be reached
 MIN_OBSERVED = 16  # computed tokens; fewer say little about the time per token
 
 
-@dataclass
+@dataclass(eq=False)
 class Member:
-    """A replica of a cluster, by a name that operators see. suspect: it failed a call, and is not
-    asked again before it was seen alive by the next check."""
+    """A replica of a cluster, by a name that operators see.
+
+    address: HOST:PORT at which other replicas ask it for KV; None: it cannot be asked. recent_load:
+    gives its load without waiting; None: it is asked. number: among the members that there are.
+    joined: it has said what it is, and serves the same model as the others. leaving: it is sent no
+    new requests. suspect: it failed a call, and is not asked again before it was seen alive by the
+    next check. lost: its requests were taken from it, as it was not alive.
+    """
 
     name: str
     replica: Replica
+    address: str | None = None
+    recent_load: Callable[[], Load | None] | None = None
+    number: int = -1
+    joined: bool = False
+    leaving: bool = False
+    suspect: bool = False
+    lost: bool = False
+    fault: str = ""  # why it has not joined
     work: Assignments = field(default_factory=Assignments)
     rate: float = FIRST_RATE  # learnt seconds per prompt token that is computed
-    suspect: bool = False
-    lost: bool = False  # its requests were taken from it, as it was not alive
+    decode_rate: DecodeRate = field(default_factory=DecodeRate)
+    prompt_tokens: int = 0  # of prompts that it has ended
+    cached_tokens: int = 0  # of these, tokens that it did not compute
 
     @property
     def role(self) -> Role:
+        """Errors: RequestError before it has joined."""
         return Role(self.replica.info.role)
 
     @property
@@ -43,9 +64,9 @@ class Member:
     @property
     def usable(self) -> bool:
         """Whether requests may be sent to it."""
-        return self.alive and bool(
-            self.ask(lambda replica: replica.available and replica.overdue() is None)
-        )
+        if self.leaving or not self.joined or not self.alive:
+            return False
+        return bool(self.ask(lambda replica: replica.available and replica.overdue() is None))
 
     def ask(self, question: Callable[[Replica], Answer]) -> Answer | None:
         """What the replica answers; None where it cannot be reached."""
@@ -55,13 +76,44 @@ class Member:
             log.warning("replica %s did not answer: %s", self.name, error)
             return None
 
+    def submit(self, request: Request, sink: Sink) -> RequestError | None:
+        """Has it take a request. Returns why it does not; UNAVAILABLE where it cannot be
+        reached."""
+        try:
+            self.replica.submit(request, sink)
+        except RequestError as error:
+            return error
+        except Exception as error:
+            log.warning("replica %s cannot be reached: %s", self.name, error)
+            self.suspect = True
+            said = f"the replica {self.name} cannot be reached"
+            return RequestError("", said, "UNAVAILABLE", retry_after=RETRY_SECONDS)
+        return None
+
+    def load(self) -> Load | None:
+        """How busy it is, as it told last; None where it told nothing yet."""
+        if self.recent_load is not None:
+            return self.recent_load()
+        return self.ask(lambda replica: replica.load())
+
+    # --- how fast it is
+
     def prefill(self, cached: int, total: int) -> float:
         """Predicted seconds in which it computes tokens `cached` to before `total`."""
         return self.rate * (total - cached)
 
     def learn(self, end: Finished) -> None:
-        """Learns from a request that has ended how fast prompts are computed."""
-        computed = end.usage.prompt - end.usage.cached
-        seconds = end.timing.first_token - end.timing.queued
-        if end.usage.completion and computed >= MIN_OBSERVED and seconds > 0:
+        """Learns from a request that has ended how fast prompts are computed, and tokens come."""
+        usage = end.usage
+        timing = end.timing
+        computed = usage.prompt - usage.cached
+        seconds = timing.first_token - timing.queued
+        if not usage.completion:
+            return
+        self.prompt_tokens += usage.prompt
+        self.cached_tokens += usage.cached
+        if computed >= MIN_OBSERVED and seconds > 0:
             self.rate += SMOOTHING * (seconds / computed - self.rate)
+        if usage.completion > 1:
+            tbt = (timing.total - timing.first_token) / (usage.completion - 1)
+            self.decode_rate.learn(max(self.work.decodes, 1), tbt)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from prometheus_client.core import Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from jaxserve.cluster.member import Member
@@ -17,12 +17,15 @@ from jaxserve.settings.schema import ConfigError
 
 SAME = ("served_name", "model", "vocab", "eos_ids", "cache_fingerprint")  # in all members
 SHOWN_REQUESTS = 256  # of all members together, in a view
+ALIVE = "jaxserve:replica_alive"
 AVERAGED = ("_perc", "_scale")  # ends of the names of gauges that are means, not sums
 
 
 def merged_info(infos: Sequence[ReplicaInfo]) -> ReplicaInfo:
     """The facts of a cluster: what all members have together, and the least length that each takes.
-    Errors: ConfigError where they do not serve the same model."""
+    Errors: ConfigError where they do not serve the same model, or there are none."""
+    if not infos:
+        raise ConfigError("replicas", "there are none that answer")
     first = infos[0]
     for info in infos:
         for name in SAME:
@@ -52,15 +55,23 @@ def merged_load(loads: Iterable[Load]) -> Load:
 
 
 def member_view(member: Member) -> dict[str, Any]:
-    """A row of the view's table of members. load: None where it cannot be reached."""
-    load = member.ask(lambda replica: dataclasses.asdict(replica.load()))
+    """A row of the view's table of members. role: "" before it has said what it is. load: None
+    where it has told none. prefills, decodes: requests of this conductor that it prefills, and that
+    decode there. prompt_tokens, cached_tokens: of prompts that it has ended, and of these those
+    that it did not compute."""
+    load = member.load() if member.alive else None
     return {
         "name": member.name,
-        "role": member.role.value,
+        "role": member.role.value if member.joined else "",
         "alive": member.alive,
         "usable": member.usable,
+        "leaving": member.leaving,
+        "fault": member.fault,
         "prefills": member.work.prefills,
-        "load": load,
+        "decodes": member.work.decodes,
+        "prompt_tokens": member.prompt_tokens,
+        "cached_tokens": member.cached_tokens,
+        "load": None if load is None else dataclasses.asdict(load),
     }
 
 
@@ -89,16 +100,18 @@ def merged_view(info: ReplicaInfo, members: Sequence[Member], views: Sequence[di
 
 
 class MergedMetrics(Collector):
-    """The metrics of all members: sums of counters, histograms and gauges, means of shares."""
+    """The metrics of all members: sums of counters, histograms and gauges, means of shares. Beside
+    them, which members are alive."""
 
     def __init__(self, members: Callable[[], Sequence[Member]]):
         self._members = members
 
     def collect(self) -> Iterator[Metric]:
+        yield self._alive()
         merged: dict[str, Metric] = {}
         values: dict[str, dict[tuple, list[float]]] = {}
         for member in self._members():
-            for family in member.ask(_families) or ():
+            for family in (member.ask(_families) if member.alive else None) or ():
                 merged.setdefault(
                     family.name, Metric(family.name, family.documentation, family.type)
                 )
@@ -110,6 +123,14 @@ class MergedMetrics(Collector):
             for (sample, labels), found in values[name].items():
                 family.add_sample(sample, dict(labels), _together(family, sample, found))
             yield family
+
+    def _alive(self) -> Metric:
+        labels = ["replica", "role"]
+        alive = GaugeMetricFamily(ALIVE, "1: it can be sent requests", labels=labels)
+        for member in self._members():
+            role = member.role.value if member.joined else ""
+            alive.add_metric([member.name, role], float(member.usable))
+        return alive
 
 
 def _together(family: Metric, sample: str, values: list[float]) -> float:

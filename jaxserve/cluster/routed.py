@@ -14,24 +14,30 @@ from collections.abc import Sequence
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Event, Finished, Progress, Timing, Token, Usage
 from jaxserve.api.request import Request
+from jaxserve.cluster.member import Member
+from jaxserve.cluster.prefill_job import PrefillJob
 from jaxserve.replica.protocol import Sink
 
 
 @dataclasses.dataclass(eq=False)
 class RoutedRequest:
-    """A request that has not ended. Its fields change under the conductor's lock only.
+    """A request that has not ended. Its fields change under the dispatcher's lock only.
 
-    member: number of the one that has it, None while it has none. attempt: number of the try.
-    tried: members that have failed it or refused it. tokens: that the caller was sent, by
-    completion. ending: with which all completions end, whatever the member says. prefill_seconds:
-    as predicted.
+    member: that has it or is just being asked to take it; None while it has none. placed: the
+    member has taken it. attempt: number of the try. tried: members that have failed it or refused
+    it; spared: those that have failed or refused its prefill job. job: by which another member
+    computes its prompt. tokens: that the caller was sent, by completion. ending: with which all
+    completions end, whatever the member says.
     """
 
     request: Request
     sink: Sink
-    member: int | None = None
+    member: Member | None = None
+    placed: bool = False
     attempt: int = 0
-    tried: set[int] = dataclasses.field(default_factory=set)
+    tried: set[Member] = dataclasses.field(default_factory=set)
+    spared: set[Member] = dataclasses.field(default_factory=set)
+    job: PrefillJob | None = None
     tokens: dict[int, int] = dataclasses.field(default_factory=dict)
     unfinished: set[int] = dataclasses.field(default_factory=set)
     ending: tuple[str, RequestError | None] | None = None
@@ -50,6 +56,13 @@ class RoutedRequest:
         """Whether the caller has neither a token nor an end of any completion, so that another
         member can begin anew."""
         return not self.tokens and len(self.unfinished) == self.request.sampling.n
+
+    def take_back(self, member: Member) -> None:
+        """Notes that its member did not take it, or has failed it."""
+        self.tried.add(member)
+        self.attempt += 1
+        self.member = None
+        self.placed = False
 
     def take(self, events: Sequence[Event], now: float) -> list[Event]:
         """What of a member's events the caller is to hear: no second Accepted, and no progress

@@ -1,108 +1,251 @@
-"""Chooses among the members of a live cluster: what `routing` decides, on what the members have
-cached, as they tell, and on what was routed to them."""
+"""Chooses among the members of a live cluster: which of them serves a request, and which computes
+its prompt, from what they have cached and what was routed to them.
+
+Mixed members compute prompts and decode. Where there are members that only prefill, Algorithm 1
+chooses among these and the mixed ones who computes a prompt, and its KV goes to a member that
+decodes, chosen by predicted seconds per token and freeness. Roles are no promise of service: where
+no member prefills, those that decode compute prompts too, and where no member decodes, those that
+prefill serve whole requests.
+"""
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+import math
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
-from jaxserve.api.request import Request
-from jaxserve.cache.hashes import BlockHashes, root_key
-from jaxserve.cluster.directory import Directory, DirectoryFeed
+from jaxserve.api.request import KvSource, Request
 from jaxserve.cluster.member import Member
+from jaxserve.cluster.member_table import MemberTable
+from jaxserve.cluster.prefixes import CachedPrefixes
+from jaxserve.cluster.roles import Role
 from jaxserve.cluster.routing import (
+    KV_BANDWIDTH,
     ROUTING,
+    DecodeView,
+    Fetch,
     PrefillChoice,
     PrefillView,
     RoutingQuery,
+    choose_decode,
+    freeness,
 )
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.settings.schema import ConfigError
 
 GOLDEN_RATIO = 0.6180339887498949  # its multiples, without their whole parts, are evenly spread
+MIN_PREFILL_BLOCKS = 4  # missing blocks, below which a prompt is computed where it is decoded
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # others: one
+
+
+class Placement(NamedTuple):
+    """Where a request goes.
+
+    member: that serves it. prefill_on: that computes its prompt's KV for it; None: `member` does
+    itself. fetch: KV that whoever computes the prompt gets from another member. prefill, ttft:
+    predicted seconds of computing, and to the first token.
+    """
+
+    member: Member
+    prefill_on: Member | None = None
+    fetch: KvSource | None = None
+    prefill: float = 0.0
+    ttft: float = 0.0
 
 
 class Router:
-    """Routes prompts to members. policy: a row of ROUTING; as members fetch nothing from each
-    other, `cache_aware` is refused. info: of all members. Calls may come from any thread.
+    """Routes requests to members. policy: a row of ROUTING. bandwidth: GB/s at which KV goes from
+    one member to another. Its caller keeps the members' work from changing meanwhile.
 
-    Errors: ConfigError for members or a policy that it cannot route to or by.
+    Errors: ConfigError for a policy that there is not.
     """
 
-    def __init__(self, members: Sequence[Member], info: ReplicaInfo, policy: str):
-        if policy not in ROUTING or policy == "cache_aware":
-            known = ", ".join(name for name in ROUTING if name != "cache_aware")
-            raise ConfigError("routing", f"must be one of {known}, not {policy!r}")
-        for member in members:
-            if not (member.role.prefills and member.role.decodes):
-                said = f"{member.name} has the role {member.role.value}; only mixed is served"
-                raise ConfigError("role", said)
-        self.members = members
-        self.info = info
-        self._policy: Callable[[RoutingQuery], PrefillChoice] = ROUTING[policy]
-        self._directory = Directory()
-        # members' threads that tell of blocks wait for look-ups, and for nothing else
-        self._lock = threading.Lock()
+    def __init__(self, table: MemberTable, policy: str, bandwidth: float = KV_BANDWIDTH):
+        if policy not in ROUTING:
+            raise ConfigError("routing", f"must be one of {', '.join(ROUTING)}, not {policy!r}")
+        self.table = table
+        self.cached = CachedPrefixes()
+        self._policy = ROUTING[policy]
+        self._bytes_per_s = bandwidth * 1e9
         self._draws = 0
-        for number, member in enumerate(members):
-            feed = DirectoryFeed(self._directory, number, self._lock)
-            events = member.replica.block_events
-            member.replica.post(functools.partial(events.subscribe, feed))
-
-    def forget(self, member: int) -> None:
-        """Forgets what a member had cached, as it is lost."""
-        with self._lock:
-            self._directory.cleared(member)
 
     def prefixes(self, request: Request) -> list[int]:
-        """Tokens at a prompt's beginning that each member has cached [members]. A prompt's last
-        token is always computed."""
-        info = self.info
-        prompt = request.prompt
-        root = root_key(
-            info.cache_fingerprint, info.cache_dtype, info.block_size, request.cache_salt
-        )
-        chain = BlockHashes(root, info.block_size, lambda first, last: prompt[first:last])
-        blocks = (len(prompt) - 1) // info.block_size
-        if blocks:
-            chain[blocks - 1]  # hashes all of them before anybody waits for the lock
-        with self._lock:
-            depths = self._directory.prefix_blocks(chain, blocks, len(self.members))
-        return [depth * info.block_size for depth in depths]
+        """Tokens at a prompt's beginning that each member has cached, by number."""
+        return self.cached.tokens(request, self.table.info, self.table.numbers)
 
-    def usable(self, tried: Container[int]) -> list[int]:
-        """Members that can be sent a request, but for those that were tried."""
-        return [
-            number
-            for number, member in enumerate(self.members)
-            if number not in tried and member.usable
-        ]
+    @property
+    def _least_tokens(self) -> int:
+        """Missing tokens, below which a prompt is computed where it is decoded."""
+        return MIN_PREFILL_BLOCKS * self.table.info.block_size
 
-    def choose(
+    # --- placing a request
+
+    def place(
         self,
-        total: int,
+        request: Request,
         prefixes: Sequence[int],
-        usable: Sequence[int],
-        held: Mapping[int | None, int],
         now: float,
-    ) -> PrefillChoice:
-        """The member, one of `usable`, for a prompt of `total` tokens. prefixes: see `prefixes`.
-        held: requests that each member has."""
+        tried: Collection[Member] = (),
+        spared: Collection[Member] = (),
+    ) -> Placement | None:
+        """Where a request goes; None where no member is left. prefixes: see `prefixes`. tried: that
+        are not to serve it. spared: that are not to compute its prompt for others."""
+        serving = self._serving(tried)
+        if not serving:
+            return None
+        mixed = [member for member in serving if member.role is Role.MIXED]
+        if not _computes_all(request) and any(member.role.decodes for member in serving):
+            prefilling = [member for member in self._prefilling() if member not in spared]
+            if prefilling:
+                return self._shared(request, prefixes, prefilling, serving, now)
+        return self._local(request, prefixes, mixed or serving, now)
+
+    def place_decode(
+        self, request: Request, prefixes: Sequence[int], tried: Collection[Member] = ()
+    ) -> Member | None:
+        """The member that decodes a request whose prompt another one computes; None where none is
+        left."""
+        serving = self._serving(tried)
+        return self._decode(request, prefixes, serving) if serving else None
+
+    def _serving(self, tried: Collection[Member]) -> list[Member]:
+        """The members that may serve requests: where none that decodes is usable, as the last
+        resort, those that should only prefill."""
+        usable = [member for member in self.table.all if member.usable]
+        decoding = [member for member in usable if member.role.decodes]
+        return [member for member in decoding or usable if member not in tried]
+
+    def _prefilling(self) -> list[Member]:
+        """The members that compute prompts for others."""
+        members = [m for m in self.table.all if m.joined and m.address is not None]
+        return [member for member in members if member.role is Role.PREFILL and member.usable]
+
+    def _shared(
+        self,
+        request: Request,
+        prefixes: Sequence[int],
+        prefilling: Sequence[Member],
+        serving: Sequence[Member],
+        now: float,
+    ) -> Placement:
+        """Where a request goes that one member may prefill and another decode."""
+        decode = self._decode(request, prefixes, serving)
+        if self._missing(request, prefixes, decode) < self._least_tokens:
+            return self._local(request, prefixes, [decode], now)
+        mixed = [member for member in serving if member.role is Role.MIXED]
+        choice, member = self._choose(request, prefixes, [*prefilling, *mixed], now)
+        fetch = self._source(choice.fetch)
+        if member in mixed:
+            return Placement(member, None, fetch, choice.prefill, choice.ttft)
+        return Placement(decode, member, fetch, choice.prefill, choice.ttft)
+
+    def _local(
+        self, request: Request, prefixes: Sequence[int], members: Sequence[Member], now: float
+    ) -> Placement:
+        """A member that computes the prompt and decodes."""
+        choice, member = self._choose(request, prefixes, members, now)
+        fetch = None if _computes_all(request) else self._source(choice.fetch)
+        return Placement(member, None, fetch, choice.prefill, choice.ttft)
+
+    # --- who computes the prompt
+
+    def _choose(
+        self, request: Request, prefixes: Sequence[int], members: Sequence[Member], now: float
+    ) -> tuple[PrefillChoice, Member]:
+        """The member that computes a prompt."""
         views = [
             PrefillView(
-                number, prefixes[number], self.members[number].work.queue(now), held.get(number, 0)
+                member.number,
+                _of(prefixes, member),
+                member.work.queue(now),
+                member.work.requests,
             )
-            for number in usable
+            for member in members
         ]
         self._draws += 1
         draw = (self._draws * GOLDEN_RATIO) % 1.0
-        return self._policy(RoutingQuery(views, total, self, draw=draw))
+        costs = _Costs({member.number: member for member in members}, self)
+        choice = self._policy(RoutingQuery(views, len(request.prompt), costs, draw=draw))
+        return choice, next(member for member in members if member.number == choice.member)
+
+    def _source(self, fetch: Fetch | None) -> KvSource | None:
+        if fetch is None:
+            return None
+        source = next((m for m in self.table.all if m.number == fetch.source), None)
+        if source is None or source.address is None:
+            return None
+        return KvSource(source.address, fetch.stop // self.table.info.block_size)
+
+    def transfer_seconds(self, tokens: int) -> float:
+        """Predicted seconds in which so many tokens' KV goes from one member to another."""
+        return tokens * kv_bytes_per_token(self.table.info) / self._bytes_per_s
+
+    # --- who decodes
+
+    def _decode(
+        self, request: Request, prefixes: Sequence[int], members: Sequence[Member]
+    ) -> Member:
+        """The member that decodes a request: one that has its prompt already, if it would be in
+        time there; else by `routing.choose_decode`, where nobody has room the freest."""
+        dedicated = [member for member in members if member.role is Role.DECODE]
+        members = dedicated or members
+        objective = self.table.objectives.tpot(request)
+        tokens = len(request.prompt) + request.sampling.max_tokens
+        views = [self._decode_view(member) for member in members]
+        holding = [
+            view
+            for member, view in zip(members, views)
+            if self._missing(request, prefixes, member) < self._least_tokens
+            and view.tbt <= objective
+        ]
+        chosen = choose_decode(holding, tokens, objective)
+        chosen = chosen or choose_decode(views, tokens, objective) or max(views, key=freeness)
+        return next(member for member in members if member.number == chosen.member)
+
+    def _decode_view(self, member: Member) -> DecodeView:
+        """A member with one sequence more."""
+        load = member.load()
+        size = member.replica.info.block_size
+        free = member.replica.info.capacity_tokens
+        if load is not None:
+            free = (load.pages_free + load.pages_cached) * size
+        active = member.work.decodes
+        seconds = member.decode_rate.seconds(active + 1)
+        return DecodeView(member.number, free, member.work.promised, active, seconds)
+
+    @staticmethod
+    def _missing(request: Request, prefixes: Sequence[int], member: Member) -> int:
+        """Tokens of a prompt whose KV a member lacks."""
+        return len(request.prompt) - _of(prefixes, member)
+
+
+class _Costs(NamedTuple):
+    """Predictions for a choice among members; see `RoutingCosts`."""
+
+    members: dict[int, Member]
+    router: Router
 
     def prefill(self, member: int, cached: int, total: int) -> float:
-        """Predicted seconds to compute a part of a prompt; see `RoutingCosts`."""
         return self.members[member].prefill(cached, total)
 
     def transfer(self, source: int, target: int, tokens: int) -> float:
-        """Members fetch nothing from each other; see `RoutingCosts`."""
-        return float("inf")
+        """Infinite where the source cannot be asked."""
+        if self.members[source].address is None:
+            return math.inf
+        return self.router.transfer_seconds(tokens)
+
+
+def kv_bytes_per_token(info: ReplicaInfo) -> int:
+    """Of all layers, as replicas keep them."""
+    item = ITEM_BYTES.get(info.kv_dtype, 1)
+    return 2 * item * info.layers * info.kv_heads * info.head_dim
+
+
+def _of(prefixes: Sequence[int], member: Member) -> int:
+    """A member's entry; 0 for one that came after the prefixes were looked up."""
+    return prefixes[member.number] if member.number < len(prefixes) else 0
+
+
+def _computes_all(request: Request) -> bool:
+    """Whether the prompt is computed where it is decoded, whatever is cached elsewhere."""
+    return request.bypass_prefix_cache or request.sampling.prompt_logprobs is not None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 BALANCING_THRESHOLD = 1.25  # best prefix over own prefix, above which the missing part is fetched
+KV_BANDWIDTH = 1.0  # GB/s between live replicas, where nothing else was configured
 
 
 class PrefillView(NamedTuple):

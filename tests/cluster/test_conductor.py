@@ -46,8 +46,8 @@ class Cluster:
 
     def idle(self) -> bool:
         """Whether nothing is left of any request."""
-        books = not self.conductor._live and not any(
-            member.work.prefills for member in self.conductor.members
+        books = not self.conductor.requests and not any(
+            member.work.requests for member in self.conductor.members
         )
         return books and not any(fake.requests for fake in self.fakes if fake.alive)
 
@@ -343,7 +343,7 @@ def test_members_that_cannot_serve_together_are_refused():
     with pytest.raises(ConfigError, match="there are none"):
         Conductor([])
     with pytest.raises(ConfigError, match="local_cache_aware"):
-        Conductor([Member("a", FakeReplica())], routing="cache_aware")
+        Conductor([Member("a", FakeReplica())], routing="round_robin")
 
 
 def test_tokens_come_in_order_and_not_after_the_end(make):

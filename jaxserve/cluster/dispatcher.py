@@ -1,0 +1,350 @@
+"""Sends requests to members, passes on what these say, and sends requests of members that fail
+elsewhere.
+
+A member that refuses a request, for its queue is full, is passed over for the next one. One that is
+not alive any more, ends requests with UNAVAILABLE or cannot be reached has its requests taken from
+it: those of which the caller has heard no token are tried on another member, each at most once on
+each; the others end with UNAVAILABLE. What a lost member says of them later is dropped. No member
+and no sink is called while the lock is held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Event, Finished, Token
+from jaxserve.api.request import Request
+from jaxserve.cluster.member import RETRY_SECONDS, Member
+from jaxserve.cluster.prefill_jobs import PrefillJobs
+from jaxserve.cluster.routed import RoutedRequest
+from jaxserve.cluster.router import Placement, Router
+from jaxserve.replica.protocol import Sink
+
+log = logging.getLogger(__name__)
+
+PASSED_ON = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")  # refusals after which another member is asked
+
+
+class Dispatcher:
+    """The requests of a conductor that have not ended. post: runs what may wait for a member on
+    another thread."""
+
+    def __init__(
+        self,
+        router: Router,
+        now: Callable[[], float],
+        post: Callable[[Callable[[], object]], None],
+    ):
+        self._router = router
+        self._now = now
+        self._post = post
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._live: dict[str, RoutedRequest] = {}
+        self._jobs = PrefillJobs(self._lock, now, post)
+        self._draining = self._closed = False
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def serves_on(self, member: Member) -> bool:
+        """Whether a member has a request, or computes the prompt of one."""
+        with self._lock:
+            return any(
+                routed.member is member or (routed.job is not None and routed.job.member is member)
+                for routed in self._live.values()
+            )
+
+    # --- placing requests
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Takes a request. Errors: RequestError, as of `Replica`."""
+        routed = RoutedRequest(request, sink)
+        with self._lock:
+            if self._draining or self._closed:
+                raise RequestError("", "the conductor takes no requests", "UNAVAILABLE")
+            if request.id in self._live:
+                raise RequestError("request_id", f"{request.id!r} is in use", "ALREADY_EXISTS")
+            self._live[request.id] = routed
+        try:
+            self._place(routed)
+        except BaseException:
+            with self._lock:
+                forgotten = self._forget(routed)
+            self._jobs.end(routed)
+            if forgotten:
+                raise
+
+    def _place(self, routed: RoutedRequest) -> None:
+        """Submits a request to the best member that takes it, after its prefill job, if it is to
+        have one. Errors: RequestError where no member takes it: the first refusal."""
+        refusal: RequestError | None = None
+        prefixes = self._router.prefixes(routed.request)
+        while routed.ending is None:
+            self._jobs.drop_failed(routed)
+            placement = self._choose(routed, prefixes)
+            if placement is None:
+                raise refusal or RequestError(
+                    "", "no replica can take requests now", "UNAVAILABLE", RETRY_SECONDS
+                )
+            if placement.prefill_on is not None:
+                self._jobs.begin(routed, placement, self._router.table.info.block_size)
+                continue
+            error = self._send(routed, placement)
+            if error is None:
+                return
+            if error.status not in PASSED_ON:
+                raise error
+            if refusal is None or refusal.status == "UNAVAILABLE":
+                refusal = error
+        self._end_now(routed, *routed.ending)
+
+    def _choose(self, routed: RoutedRequest, prefixes: Sequence[int]) -> Placement | None:
+        """Where a request goes, of the members that were not tried. Notes it as routed there, but
+        for one whose prompt is to be computed elsewhere first."""
+        request = routed.request
+        with self._lock:
+            now = self._now()
+            if routed.job is None:
+                placement = self._router.place(request, prefixes, now, routed.tried, routed.spared)
+            else:
+                placement = self._decode_placement(routed, prefixes, now)
+            if placement is None or placement.prefill_on is not None:
+                return placement
+            member = placement.member
+            routed.member = member
+            if placement.prefill:
+                member.work.begin_prefill(request.id, placement.prefill, now)
+            tokens = len(request.prompt) + request.sampling.max_tokens
+            member.work.expect_decode(request.id, tokens, now + placement.ttft)
+        return placement
+
+    def _decode_placement(
+        self, routed: RoutedRequest, prefixes: Sequence[int], now: float
+    ) -> Placement | None:
+        """Where a request goes whose prompt is being computed elsewhere."""
+        assert routed.job is not None
+        member = self._router.place_decode(routed.request, prefixes, routed.tried)
+        if member is None:
+            return None
+        ttft = max(routed.job.ready_at - now, 0.0)
+        return Placement(member, None, routed.job.source, 0.0, ttft)
+
+    def _send(self, routed: RoutedRequest, placement: Placement) -> RequestError | None:
+        """Has the chosen member take a request. Returns why it does not."""
+        member = placement.member
+        attempt = routed.attempt  # changed by this thread alone, while the request is on its way
+        request = routed.request
+        if placement.fetch is not None:
+            request = dataclasses.replace(request, kv_source=placement.fetch)
+        refusal = member.submit(request, functools.partial(self._hear, routed, attempt, member))
+        with self._lock:
+            current = routed.attempt == attempt
+            if refusal is None:
+                routed.placed = routed.placed or current
+                unwanted = routed.ending is not None or not current
+            elif current:
+                self._take_back(routed, member)
+        if refusal is None and unwanted:
+            member.ask(lambda replica: replica.cancel(request.id))
+        return refusal
+
+    def _take_back(self, routed: RoutedRequest, member: Member) -> None:
+        """Takes a request from a member. The lock is held."""
+        self._end_work(routed)
+        routed.take_back(member)
+
+    # --- members that fail
+
+    def lost(self, member: Member) -> None:
+        """Takes the requests of a member that is lost from it."""
+        error = RequestError("", f"the replica {member.name} was lost", "UNAVAILABLE")
+        with self._lock:
+            self._jobs.lost(member, self._live.values())
+            mine = [r for r in self._live.values() if r.member is member and r.placed]
+            for routed in mine:
+                self._take_back(routed, member)
+        for routed in mine:
+            self._post(functools.partial(self._redo, routed, error))
+
+    def _redo(self, routed: RoutedRequest, error: RequestError) -> None:
+        """Tries a request anew that its member has failed with `error`, or ends it."""
+        if routed.sent_nothing and routed.ending is None and not self._closed:
+            try:
+                self._place(routed)
+                return
+            except RequestError as refusal:
+                error = refusal if refusal.status == "RESOURCE_EXHAUSTED" else error
+            except Exception:
+                log.exception("request %r could not be tried anew", routed.request.id)
+        reason, wanted = routed.ending or ("error", error)
+        self._end_now(routed, reason, wanted)
+
+    def _failure(
+        self, routed: RoutedRequest, lost: bool, events: Sequence[Event]
+    ) -> RequestError | None:
+        """Why it can be tried anew: its member failed it before the caller got anything."""
+        if routed.ending is not None or not routed.sent_nothing or self._closed:
+            return None
+        for event in events:
+            if isinstance(event, Token):
+                return None
+            if isinstance(event, Finished) and event.error is not None:
+                return event.error if lost or event.error.status == "UNAVAILABLE" else None
+        return None
+
+    # --- events
+
+    def _hear(
+        self, routed: RoutedRequest, attempt: int, member: Member, events: Sequence[Event]
+    ) -> None:
+        """Takes what a member says of one try of a request."""
+        lost = not member.replica.alive
+        with self._lock:
+            if routed.attempt != attempt:
+                return
+            failure = self._failure(routed, lost, events)
+            if failure is None:
+                self._note(routed, member, events)
+                routed.outbox.append(routed.take(events, self._now()))
+                if not routed.unfinished:
+                    self._forget(routed)
+            else:
+                self._take_back(routed, member)
+        if failure is not None:  # a member's thread must not wait for another member
+            self._post(functools.partial(self._redo, routed, failure))
+            return
+        if not routed.sent_nothing:
+            self._jobs.end(routed)
+        self._deliver(routed)
+
+    def _note(self, routed: RoutedRequest, member: Member, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Token) and not routed.tokens:
+                member.work.end_prefill(routed.request.id, self._now())
+                member.work.begin_decode(routed.request.id, self._now())
+            elif isinstance(event, Finished):
+                member.learn(event)
+
+    def _end_now(self, routed: RoutedRequest, reason: str, error: RequestError | None) -> bool:
+        """Ends a request without its member. False where it has ended."""
+        with self._lock:
+            if not self._forget(routed):
+                return False
+            routed.attempt += 1
+            routed.outbox.append(routed.end(reason, error, self._now()))
+        self._jobs.end(routed)
+        self._deliver(routed)
+        return True
+
+    def _forget(self, routed: RoutedRequest) -> bool:
+        """Lets go of a request that has ended; False where that was done. The lock is held."""
+        if self._live.get(routed.request.id) is not routed:
+            return False
+        del self._live[routed.request.id]
+        self._end_work(routed)
+        if not self._live:
+            self._idle.notify_all()
+        return True
+
+    def _end_work(self, routed: RoutedRequest) -> None:
+        if routed.member is not None:
+            routed.member.work.end_prefill(routed.request.id, self._now())
+            routed.member.work.end_decode(routed.request.id)
+
+    def _deliver(self, routed: RoutedRequest) -> None:
+        """Hands its caller what is to be heard, unless another thread is at it, or a call of this
+        one further up."""
+        while True:
+            with self._lock:
+                if routed.delivering or not routed.outbox:
+                    return
+                events = routed.outbox.popleft()
+                if routed.silent or not events:
+                    continue
+                routed.delivering = True
+            try:
+                routed.sink(events)
+            except Exception:
+                log.exception("the sink of request %r failed", routed.request.id)
+                self._silence(routed)
+            finally:
+                with self._lock:
+                    routed.delivering = False
+
+    def _silence(self, routed: RoutedRequest) -> None:
+        """A sink that raised hears no more, and its request is cancelled."""
+        with self._lock:
+            routed.silent = True
+            routed.ending = ("cancelled", None)
+            member = routed.member if routed.placed else None
+        if member is not None:
+            member.ask(lambda replica: replica.cancel(routed.request.id))
+
+    # --- ends that are asked for
+
+    def cancel(self, request_id: str, reason: str) -> bool:
+        """Ends a request; as of `Replica`."""
+        routed = self._live.get(request_id)
+        if routed is None:
+            return False
+        self._jobs.end(routed)
+        while True:
+            with self._lock:
+                if self._live.get(request_id) is not routed:
+                    return False
+                if not routed.placed:  # whoever is placing it ends it
+                    routed.ending = routed.ending or (reason, None)
+                    return True
+                member = routed.member
+                attempt = routed.attempt
+            assert member is not None
+            if member.ask(lambda replica: replica.cancel(request_id, reason)):
+                return True
+            with self._lock:
+                if routed.attempt == attempt:
+                    break
+        if member.alive:
+            return False  # it has just ended: what its member said is on its way
+        return self._end_now(routed, reason, None)
+
+    def stop(self, request_id: str, index: int) -> bool:
+        """Ends one completion; as of `Replica`."""
+        with self._lock:
+            routed = self._live.get(request_id)
+            if routed is None or not routed.placed or index not in routed.unfinished:
+                return False
+            member = routed.member
+        assert member is not None
+        return bool(member.ask(lambda replica: replica.stop(request_id, index)))
+
+    def drain(self) -> None:
+        """Takes no new requests; members may take those of others."""
+        self._draining = True
+
+    def close(self, seconds: float) -> None:
+        """Ends what runs with UNAVAILABLE. Members have so long to say what was used."""
+        error = RequestError("", "the conductor was closed", "UNAVAILABLE")
+        with self._lock:
+            self._closed = True
+            live = list(self._live.values())
+            for routed in live:
+                routed.ending = ("error", error)
+        for routed in live:
+            self._jobs.end(routed)
+            if routed.placed and routed.member is not None:
+                self._post(functools.partial(_cancel, routed.member, routed.request.id))
+        with self._lock:
+            self._idle.wait_for(lambda: not self._live, seconds)
+        for routed in live:
+            self._end_now(routed, "error", error)
+
+
+def _cancel(member: Member, request_id: str) -> None:
+    member.ask(lambda replica: replica.cancel(request_id))

@@ -1,0 +1,56 @@
+"""How much of a prompt each member of a live cluster has cached, as the members tell."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+from jaxserve.api.request import Request
+from jaxserve.cache.hashes import BlockHashes, root_key
+from jaxserve.cluster.directory import Directory, DirectoryFeed
+from jaxserve.cluster.member import Member
+from jaxserve.replica.info import ReplicaInfo
+
+
+class CachedPrefixes:
+    """A directory that is fed by the members' block events. Calls may come from any thread."""
+
+    def __init__(self) -> None:
+        self._directory = Directory()
+        # members' threads that tell of blocks wait for look-ups, and for nothing else
+        self._lock = threading.Lock()
+        self._feeds: dict[Member, DirectoryFeed] = {}
+
+    def follow(self, member: Member) -> None:
+        """Listens to what a member, which has its number, stores and loses."""
+        feed = DirectoryFeed(self._directory, member.number, self._lock)
+        self._feeds[member] = feed
+        events = member.replica.block_events
+        member.replica.post(functools.partial(events.subscribe, feed))
+
+    def unfollow(self, member: Member) -> None:
+        """Listens no more, and forgets what the member had: its number may be given anew."""
+        feed = self._feeds.pop(member)
+        feed.close()
+        events = member.replica.block_events
+        member.ask(lambda replica: replica.post(functools.partial(events.unsubscribe, feed)))
+
+    def forget(self, member: Member) -> None:
+        """Forgets what a member had cached, as it is lost."""
+        with self._lock:
+            self._directory.cleared(member.number)
+
+    def tokens(self, request: Request, info: ReplicaInfo, numbers: int) -> list[int]:
+        """Tokens at a prompt's beginning that each member has cached, by the members' numbers
+        [numbers]. A prompt's last token is always computed."""
+        prompt = request.prompt
+        size = info.block_size
+        blocks = (len(prompt) - 1) // size
+        if request.bypass_prefix_cache or not blocks:
+            return [0] * numbers
+        root = root_key(info.cache_fingerprint, info.cache_dtype, size, request.cache_salt)
+        chain = BlockHashes(root, size, lambda first, last: prompt[first:last])
+        chain[blocks - 1]  # hashes all of them before anybody waits for the lock
+        with self._lock:
+            depths = self._directory.prefix_blocks(chain, blocks, numbers)
+        return [depth * size for depth in depths]
