@@ -26,6 +26,7 @@ class PendingStores:
         self._keys: dict[int, bytes] = {}  # by page
         self._renewed: set[int] = set()  # pages whose content the next command changes
         self._wanted: Counter[bytes] = Counter()  # how many want each block
+        self.promised: set[bytes] = set()  # wanted ones that were on pages: they are on their way
 
     def __bool__(self) -> bool:
         """Whether anything is pending."""
@@ -43,7 +44,7 @@ class PendingStores:
             self._wanted[key] += 1
             page = self._pages.page_of.get(key)
             if page is not None and not kept(key):
-                self.add(page, key)
+                self._promise(page, key)
 
     def unwant(self, keys: Iterable[bytes]) -> None:
         """Who wanted these blocks wants them no more."""
@@ -51,6 +52,7 @@ class PendingStores:
             self._wanted[key] -= 1
             if self._wanted[key] <= 0:
                 del self._wanted[key]
+                self.promised.discard(key)
 
     def published(self, keys: Iterable[tuple[int, bytes]]) -> None:
         """These blocks, each with its page, are on the devices now, by a command that was issued or
@@ -58,7 +60,11 @@ class PendingStores:
         if self._wanted:
             for page, key in keys:
                 if key in self._wanted:
-                    self.add(page, key)
+                    self._promise(page, key)
+
+    def _promise(self, page: int, key: bytes) -> None:
+        self.add(page, key)
+        self.promised.add(key)
 
     def drop(self, pages: Iterable[int]) -> None:
         """What is on these pages is not to be kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -9,6 +10,9 @@ import numpy as np
 from jaxserve.cache import CacheManager
 from jaxserve.cache.tiers import LowerTiers
 from jaxserve.replica.registry import Registry
+
+WANT_SECONDS = 10.0  # for the engine's thread to hear of what is wanted
+WAY_SECONDS = 10.0  # from a page to host memory
 
 
 class TierExporter:
@@ -22,7 +26,7 @@ class TierExporter:
         registry: Registry,
         post: Callable[[Callable[[], object]], None],
     ):
-        self._cache = cache
+        self._stores = cache.stores
         self._tiers = tiers
         self._registry = registry
         self._post = post
@@ -32,13 +36,23 @@ class TierExporter:
         return self._tiers.block_bytes
 
     def want(self, keys: Sequence[bytes]) -> None:
-        self._post(lambda: self._cache.stores.want(keys, self._tiers.holds))
+        heard = threading.Event()
+
+        def want() -> None:
+            self._stores.want(keys, self._tiers.holds)
+            heard.set()
+
+        self._post(want)
+        heard.wait(WANT_SECONDS)
 
     def unwant(self, keys: Sequence[bytes]) -> None:
-        self._post(lambda: self._cache.stores.unwant(keys))
+        self._post(lambda: self._stores.unwant(keys))
 
     def coming(self, request_id: str) -> bool:
         return request_id in self._registry
 
     def read(self, key: bytes, into: np.ndarray, seconds: float) -> bool:
-        return self._tiers.wait(key, seconds) and self._tiers.read(key, into)
+        there = self._tiers.wait(key, seconds)
+        if not there and key in self._stores.promised:
+            there = self._tiers.wait(key, WAY_SECONDS)
+        return there and self._tiers.read(key, into)

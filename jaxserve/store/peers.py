@@ -24,7 +24,8 @@ class BlockExporter(Protocol):
 
     def want(self, keys: Sequence[bytes]) -> None:
         """Has these blocks read to host memory: at once where they are on the devices, else when
-        they are computed. Each call must be followed by one of `unwant` with the same keys."""
+        they are computed. Each call must be followed by one of `unwant` with the same keys. May
+        wait for the replica's thread, for seconds."""
 
     def unwant(self, keys: Sequence[bytes]) -> None:
         """Nobody waits for these blocks any more."""
@@ -34,8 +35,8 @@ class BlockExporter(Protocol):
         come. False for "" and for a request that has ended. Never waits."""
 
     def read(self, key: bytes, into: np.ndarray, seconds: float) -> bool:
-        """Copies a block to `into` [block_bytes] uint8, waiting for it at most so long; False
-        where it did not come."""
+        """Copies a block to `into` [block_bytes] uint8, waiting for it at most so long, longer only
+        where it is on its way from the devices; False where it did not come."""
 
 
 class BlockStream(Protocol):
