@@ -1,6 +1,7 @@
 """What tests of several rooms share: how the suite is compiled and spread over processes, and the
 real model in its forms with what it must say."""
 
+import gc
 import json
 import os
 from collections.abc import Generator
@@ -47,6 +48,14 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
         (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
     ]
     return report
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Engines are cycles of objects with gigabytes that Python does not see: they go when a test of
+    the whole model or the last one of a file is over."""
+    if nextitem is None or nextitem.path != item.path or item.get_closest_marker("matrix"):
+        gc.collect()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
