@@ -46,5 +46,5 @@ def job_for(
     job = dataclasses.replace(
         request, id=request.id + SUFFIX, sampling=ONE_TOKEN, guide=None, kv_source=fetch
     )
-    source = KvSource(member.address, len(request.prompt) // block_size)
+    source = KvSource(member.address, len(request.prompt) // block_size, job.id)
     return PrefillJob(job, member, source)
