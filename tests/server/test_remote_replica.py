@@ -18,7 +18,6 @@ from jaxserve.api.request import KvSource, Request, Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.group.channel import free_port
 from jaxserve.server import replica_pb2 as pb
-from jaxserve.server.members import Members, addresses
 from jaxserve.server.remote_replica import RemoteReplica
 from jaxserve.server.replica_messages import (
     error_message,
@@ -31,7 +30,6 @@ from jaxserve.server.replica_messages import (
     submit_message,
 )
 from jaxserve.server.replica_service import ReplicaService
-from jaxserve.settings.schema import ConfigError
 from jaxserve.text.structured_output import Guided, Guides
 from tests.replica.holders import Heard
 from tests.server.fakes import EOS, VOCAB, FakeReplica, FakeTokenizer, expected
@@ -286,32 +284,3 @@ def test_requests_cross_with_moments_on_the_replicas_clock(
     assert copy.deadline == (None if left is None else pytest.approx(there + left))
     for name in ("sampling", "slo", "priority", "cache_salt", "bypass_prefix_cache", "kv_source"):
         assert getattr(copy, name) == getattr(asked, name)
-
-
-# --- which replicas there are
-
-
-def test_addresses_are_checked():
-    assert addresses("a:1, [::1]:2\n# none\nb.c:3", "replicas") == ["a:1", "[::1]:2", "b.c:3"]
-    for text, fault in (
-        ("a", "'a' is not"),
-        ("a:0", "'a:0' is not"),
-        ("a:1,a:1", "more than once"),
-    ):
-        with pytest.raises(ConfigError, match=fault):
-            addresses(text, "replicas")
-
-
-def test_a_file_of_replicas_is_read_again_when_it_changes(offered, tmp_path):
-    file = tmp_path / "replicas"
-    file.write_text("127.0.0.1:1\n")
-    members = Members([], SECRET, file=file)
-    try:
-        assert not members.serving()
-        file.write_text(f"127.0.0.1:{offered.port}\n")
-        eventually(members.serving)
-        file.write_text("no address\n")
-        time.sleep(1.2)
-        assert members.serving(), "a faulty file changes nothing"
-    finally:
-        members.close()
