@@ -85,16 +85,16 @@ def merged_view(info: ReplicaInfo, members: Sequence[Member], views: Sequence[di
         "members": [member_view(member) for member in members],
     }
     full = [view for view in views if "columns" in view]
+    for name in ("requests", "ended"):
+        shown[name] = [row for view in full for row in view[name]][:SHOWN_REQUESTS]
+    shown.update({"steps": [], "flying": [], "names": {}, "next": 0, "more": False})
     if not full:
         return shown
     for name in ("columns", "end_columns", "now", "born"):
         shown[name] = full[0][name]
-    for name in ("requests", "ended"):
-        shown[name] = [row for view in full for row in view[name]][:SHOWN_REQUESTS]
     for name in ("running", "waiting"):
         shown[name] = sum(view[name] for view in full)
     shown["pages"] = [lane for view in full for lane in view["pages"]]
-    shown.update({"steps": [], "flying": [], "names": {}, "next": 0, "more": False})
     left = {name: sum(view["left_out"][name] for view in full) for name in full[0]["left_out"]}
     return {**shown, "left_out": left}
 

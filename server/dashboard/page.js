@@ -1,6 +1,6 @@
 // Asks the server twice a second what is new, keeps the last minute of it, and draws it.
 import { drawPages, drawSlack, drawStrip, firstTokens, paces, slackNote, tell } from "./charts.js";
-import { Theme, count, nameOf, set } from "./format.js";
+import { Theme, count, nameOf, seconds, set, share } from "./format.js";
 import { Detail, Table, sorted } from "./requests.js";
 import { Timeline } from "./timeline.js";
 
@@ -187,6 +187,7 @@ class Page {
       drawStrip(find(id), theme, points, now);
       tell(find(`${id}-share`), find(`${id}-note`), points, what);
     }
+    drawMembers(view.members ?? []);
     drawWorkers(view.workers ?? []);
     this.table.draw(feed.requests, feed.leftOut, selected);
     this.detail.draw(feed, selected);
@@ -194,19 +195,47 @@ class Page {
   }
 }
 
+function drawMembers(members) {
+  // The replicas of a cluster, where the server is a conductor.
+  find("members").hidden = members.length === 0;
+  const usable = members.filter((member) => member.usable).length;
+  set(find("members-note"), `${usable} of ${members.length} take requests`);
+  fill("member-rows", members.map((member) => {
+    const load = member.load ?? {};
+    const held = load.pages_total - load.pages_free - load.pages_cached;
+    return [
+      [member.name], [member.role || "–"], [stateOf(member)], [count(load.running), "n"], [count(load.waiting), "n"],
+      [seconds(load.queued_prefill_seconds), "n"], [count(member.prefills), "n"], [count(member.decodes), "n"],
+      [share(member.cached_tokens, member.prompt_tokens), "n"], [share(held, load.pages_total), "n"],
+    ];
+  }));
+}
+
+function stateOf(member) {
+  if (member.fault) return member.fault;
+  if (!member.alive) return "lost";
+  if (member.leaving) return "leaves";
+  return member.usable ? "alive" : "takes none";
+}
+
 function drawWorkers(workers) {
   // The processes that have the devices, where they are others than the engine's own.
   find("workers").hidden = workers.length === 0;
   const alive = workers.filter((worker) => worker.alive).length;
   set(find("workers-note"), `${alive} of ${workers.length} are there`);
-  const rows = workers.map((worker) => {
-    const row = document.createElement("tr");
+  fill("worker-rows", workers.map((worker) => {
     const memory = worker.device_bytes ? `${(worker.device_bytes / 2 ** 30).toFixed(1)} GiB` : "–";
-    const cells = [[worker.worker, "n"], [worker.host ?? "–"], [worker.alive ? "alive" : "gone"], [count(worker.lag), "n"], [memory, "n"]];
+    return [[worker.worker, "n"], [worker.host ?? "–"], [worker.alive ? "alive" : "gone"], [count(worker.lag), "n"], [memory, "n"]];
+  }));
+}
+
+function fill(id, rows) {
+  // Writes a table's body: rows of cells, each its text and its class.
+  find(id).replaceChildren(...rows.map((cells) => {
+    const row = document.createElement("tr");
     for (const [text, kind] of cells) set(row.insertCell(), String(text), kind);
     return row;
-  });
-  find("worker-rows").replaceChildren(...rows);
+  }));
 }
 
 new Page().again(0);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 import time
@@ -17,8 +18,11 @@ from experiments.live_page import PageServer, browser, chromium
 from jaxserve.api.events import Finished
 from jaxserve.api.request import Request, Slo
 from jaxserve.api.sampling import SamplingParams
+from jaxserve.cluster.conductor import Conductor
+from jaxserve.cluster.member import Member
 from jaxserve.observe.view import Snapshot
 from jaxserve.server.dashboard import FILES, HIDDEN_ID
+from tests.replica.holders import virtual
 from tests.scheduling.recorded import Recorded, crowd
 
 WAIT = 20.0
@@ -60,6 +64,11 @@ class Viewed:
         replica = self.replica
         snapshot = Snapshot.take(replica.journal, replica.scheduler, replica.now, since)
         return {"model": "tiny", "mesh": "spp=1", "alive": True, **snapshot.shown()}
+
+
+def with_role(replica, role: str):
+    replica.info = dataclasses.replace(replica.info, role=role)
+    return replica
 
 
 # --- routes
@@ -368,6 +377,29 @@ def test_a_crowd_is_shown_in_part_and_quickly(driver):
             driver.execute_script("window.dispatchEvent(new Event('resize'))")
             times.append(driver.execute_script("return Number(document.body.dataset.drawn)"))
         assert drawn and min(times) < 10
+        assert page.faults() == []
+
+
+def test_the_replicas_of_a_cluster_are_shown_with_their_roles(driver):
+    prefill, decode, lost = (virtual().replica for _ in range(3))
+    members = [
+        Member(role, with_role(replica, role))
+        for role, replica in (("prefill", prefill), ("decode", decode), ("mixed", lost))
+    ]
+    conductor = Conductor(members, clock=prefill.clock, threaded=False)
+    members[2].suspect = True
+    members[1].prompt_tokens, members[1].cached_tokens = 200, 150
+    with PageServer(conductor) as served:
+        page = Screen(driver, served.url)
+        page.until(lambda: page.text("#members-note") == "2 of 3 take requests", "they are counted")
+        cells = page.texts("#member-rows td")
+        rows = [cells[start : start + 10] for start in range(0, len(cells), 10)]
+        assert [row[:3] for row in rows] == [
+            ["prefill", "prefill", "alive"],
+            ["decode", "decode", "alive"],
+            ["mixed", "mixed", "lost"],
+        ]
+        assert rows[1][8:] == ["75 %", "0 %"] and rows[2][8:] == ["–", "–"]
         assert page.faults() == []
 
 
