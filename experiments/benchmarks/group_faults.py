@@ -18,25 +18,19 @@ import json
 import os
 import random
 import signal
-import socket
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from experiments.benchmarks.fault_load import Callers, in_turns, listens, show
 from experiments.script import command_line, keep
-from jaxserve.api.sampling import SamplingParams
-from jaxserve.cli.display import table
 from jaxserve.cli.machine import described, machine
 from jaxserve.group.channel import free_port
 from jaxserve.group.member import VARIABLE
-from jaxserve.server.client import Client, ServerError
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 
@@ -53,7 +47,6 @@ OPTIONS = {
         Option("json", str, None, "file for all figures"),
     ]
 }
-PROMPTS = [(5, 24), (40, 40), (300, 16), (90, 30), (12, 60)]  # tokens of prompt and answer
 STOPPED_SECONDS = 3.0  # that a stopped supervisor stays so
 LEFT_SECONDS = 5.0  # for members to end after their supervisor
 
@@ -108,65 +101,6 @@ class Group:
         return self.process.pid if victim == "supervisor" else member(victim)
 
 
-class Callers:
-    """Ask all the time, and note what becomes of each request: (second, what, how long)."""
-
-    def __init__(self, target: str, count: int, limit: float):
-        self._target = target
-        self._limit = limit
-        self.right: dict[int, list[int]] = {}
-        self.ends: list[tuple[float, str, float]] = []
-        self.token_at = 0.0
-        self.asked_at = 0.0  # when the newest request with a token was sent
-        self._stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._ask_again, args=(number,)) for number in range(count)
-        ]
-
-    def learn(self) -> None:
-        """What each prompt gives while nothing fails."""
-        with Client(self._target) as client:
-            client.wait_ready(self._limit)
-            for number in range(len(PROMPTS)):
-                self.right[number] = self._ask(client, number)
-
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
-
-    def stop(self) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _ask(self, client: Client, number: int) -> list[int]:
-        size, tokens = PROMPTS[number]
-        prompt = [5 + (number * 7919 + at * 131) % 490 for at in range(size)]
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        sent = time.monotonic()
-        ids: list[int] = []
-        for output in client.generate(prompt, sampling, timeout=self._limit, ids_only=True):
-            new = getattr(output, "ids", ())
-            if new:
-                self.token_at = time.monotonic()
-                self.asked_at = max(self.asked_at, sent)
-                ids += new
-        return ids
-
-    def _ask_again(self, number: int) -> None:
-        dice = random.Random(number)
-        with Client(self._target) as client:
-            while not self._stop.is_set():
-                which = dice.randrange(len(PROMPTS))
-                began = time.monotonic()
-                try:
-                    what = "right" if self._ask(client, which) == self.right[which] else "WRONG"
-                except ServerError as error:
-                    what = error.status
-                    self._stop.wait(0.2)
-                self.ends.append((began, what, time.monotonic() - began))
-
-
 def hit(group: Group, callers: Callers, victim: str, number: int, limit: float) -> dict[str, Any]:
     """One fault; returns how long until a token came of a request that was sent after it."""
     pid = group.pid(victim)
@@ -185,9 +119,7 @@ def hit(group: Group, callers: Callers, victim: str, number: int, limit: float) 
             time.sleep(0.05)
         left = len(before & {pid for _, pid in processes()})
         group.start()
-    while callers.asked_at < at and time.monotonic() < at + limit:
-        time.sleep(0.02)
-    again = callers.token_at - at if callers.asked_at >= at else None
+    again = callers.until_answered(at, limit)
     name = signal.Signals(number).name
     return {"victim": victim, "signal": name, "seconds_to_token": again, "left": left}
 
@@ -208,7 +140,7 @@ def run(values: dict[str, Any]) -> int:
         first = time.monotonic() - began
         print(f"first tokens after {first:.1f} s", file=sys.stderr)
         callers.start()
-        for victim, number in _order(both, values["rounds"], dice):
+        for victim, number in in_turns(both, values["rounds"], dice):
             time.sleep(dice.uniform(0.5, 4.0))
             fault = hit(group, callers, victim, number, values["limit"])
             faults.append(fault)
@@ -223,53 +155,18 @@ def run(values: dict[str, Any]) -> int:
             "exit_code": code,
             "seconds_to_end": time.monotonic() - ended,
             "processes": len(processes()),
-            "listeners": _listens(group.port),
+            "listeners": listens(group.port),
             "shared_memory": len(set(os.listdir("/dev/shm")) - shared),
         }
     finally:
         for pid in [group.process.pid, *(pid for _, pid in processes())]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    _show(faults, callers, left)
+    show(faults, callers, left)
     ends = Counter(what for _, what, _ in callers.ends)
     keep(values, first_seconds=first, faults=faults, ends=ends, left=left)
     good = not ends["WRONG"] and not any(left[name] for name in ("processes", "listeners"))
     return 0 if good and all(f["seconds_to_token"] is not None for f in faults) else 1
-
-
-def _order(both: list, rounds: int, dice: random.Random) -> Iterator[tuple[str, int]]:
-    """All pairs before any comes again."""
-    for start in range(0, rounds, len(both)):
-        yield from dice.sample(both, len(both))[: rounds - start]
-
-
-def _listens(port: int) -> int:
-    with socket.socket() as probe:
-        return int(probe.connect_ex(("127.0.0.1", port)) == 0)
-
-
-def _show(faults: list[dict[str, Any]], callers: Callers, left: dict[str, Any]) -> None:
-    rows = []
-    for key in sorted({(fault["victim"], fault["signal"]) for fault in faults}):
-        seconds = [
-            fault["seconds_to_token"]
-            for fault in faults
-            if (fault["victim"], fault["signal"]) == key and fault["seconds_to_token"] is not None
-        ]
-        if seconds:
-            rows.append(
-                [
-                    *key,
-                    str(len(seconds)),
-                    f"{statistics.median(seconds):.1f}",
-                    f"{max(seconds):.1f}",
-                ]
-            )
-    print(table(["victim", "signal", "rounds", "s to a token, median", "most"], rows))
-    ends = Counter(what for _, what, _ in callers.ends)
-    longest = max((seconds for _, _, seconds in callers.ends), default=0.0)
-    print(f"requests: {dict(ends)}; the longest took {longest:.1f} s")
-    print(f"left at the end: {left}")
 
 
 COMMAND = Command(OPTIONS, run, __doc__.partition("\n\n")[2] if __doc__ else "")
