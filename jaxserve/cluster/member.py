@@ -58,6 +58,13 @@ class Member:
         return Role(self.replica.info.role)
 
     @property
+    def moves_kv(self) -> bool:
+        """Whether it can fetch KV from others and they from it, which is by way of host memory."""
+        if self.address is None or not self.joined:
+            return False
+        return bool(self.replica.info.settings.get("cache", {}).get("host_cache_gib"))
+
+    @property
     def alive(self) -> bool:
         return self.replica.alive and not self.suspect
 

@@ -10,6 +10,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.cluster.member import Member
 from jaxserve.cluster.merge import merged_info
 from jaxserve.cluster.objectives import ClusterObjectives
+from jaxserve.cluster.roles import Role
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.settings.schema import ConfigError
 
@@ -61,6 +62,12 @@ class MemberTable:
                 return
             member.joined = True
             member.fault = ""
+        if member.role is not Role.MIXED and not member.moves_kv:
+            log.warning(
+                "replica %s has the role %s and moves no KV, for which it needs --host_cache_gib",
+                member.name,
+                member.role.value,
+            )
 
     def remove(self, member: Member) -> None:
         """Takes a member out; unknown ones are ignored."""

@@ -117,8 +117,8 @@ class Router:
 
     def _prefilling(self) -> list[Member]:
         """The members that compute prompts for others."""
-        members = [m for m in self.table.all if m.joined and m.address is not None]
-        return [member for member in members if member.role is Role.PREFILL and member.usable]
+        members = [member for member in self.table.all if member.moves_kv and member.usable]
+        return [member for member in members if member.role is Role.PREFILL]
 
     def _shared(
         self,
@@ -130,7 +130,8 @@ class Router:
     ) -> Placement:
         """Where a request goes that one member may prefill and another decode."""
         decode = self._decode(request, prefixes, serving)
-        if self._missing(request, prefixes, decode) < self._least_tokens:
+        short = self._missing(request, prefixes, decode) < self._least_tokens
+        if short or not decode.moves_kv:
             return self._local(request, prefixes, [decode], now)
         mixed = [member for member in serving if member.role is Role.MIXED]
         choice, member = self._choose(request, prefixes, [*prefilling, *mixed], now)
@@ -229,8 +230,8 @@ class _Costs(NamedTuple):
         return self.members[member].prefill(cached, total)
 
     def transfer(self, source: int, target: int, tokens: int) -> float:
-        """Infinite where the source cannot be asked."""
-        if self.members[source].address is None:
+        """Infinite where one of both moves no KV."""
+        if not (self.members[source].moves_kv and self.members[target].moves_kv):
             return math.inf
         return self.router.transfer_seconds(tokens)
 

@@ -32,12 +32,16 @@ class RoleReplica(FakeReplica):
     def __init__(self, role: str = "mixed", **rest):
         super().__init__(**rest)
         self.role = role
+        self.host_cache_gib = 1.0
         self.seen: list[Request] = []
         self.closed = False
 
     @property
     def info(self) -> ReplicaInfo:
-        return dataclasses.replace(super().info, role=self.role, block_size=BLOCK)
+        settings = {"cache": {"host_cache_gib": self.host_cache_gib}}
+        return dataclasses.replace(
+            super().info, role=self.role, block_size=BLOCK, settings=settings
+        )
 
     def submit(self, request: Request, sink: Sink) -> None:
         super().submit(request, sink)

@@ -61,6 +61,17 @@ def test_what_must_be_computed_anew_is_computed_where_it_is_decoded(cluster, fie
     assert not prefill.seen and source_of(decode) is None
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_without_host_memory_on_both_sides_prompts_are_computed_where_they_are_decoded(
+    cluster, role, caplog
+):
+    prefill, decode = make("prefill"), make("decode")
+    (prefill if role == "prefill" else decode).host_cache_gib = 0.0
+    assert_right(cluster(prefill, decode).serve())
+    assert not prefill.seen and source_of(decode) is None
+    assert f"has the role {role} and moves no KV" in caplog.text
+
+
 def test_a_member_that_has_the_prefix_decodes_without_another_one(cluster):
     prefill, one, other = make("prefill"), make("decode"), make("decode")
     both = cluster(prefill, one, other)
