@@ -53,6 +53,7 @@ OPTIONS = [
     ),
     CONDUCTOR.options["routing"],
     CONDUCTOR.options["kv_bandwidth"],
+    CONDUCTOR.options["overload"],
     Option(
         "port_file",
         str,

@@ -57,6 +57,15 @@ OPTIONS = [
         "GB/s at which KV goes from one replica to another, as routing expects",
         low=0.001,
     ),
+    Option(
+        "overload",
+        str,
+        "none",
+        "who is refused on arrival: nobody here, replicas refuse for themselves (none); who would "
+        "have the first token too late, or tokens too slowly with the load of now (early) or with "
+        "that when the prompt will have been computed (predicted)",
+        choices=("none", "early", "predicted"),
+    ),
     options_of(ModelSource)["model"],
 ]
 
@@ -69,7 +78,7 @@ def run(values: dict[str, Any]) -> int:
     logs.setup(server.log_format, server.log_level)
     check_host(server)
     members = _members(values)
-    settings = {name: values[name] for name in ("routing", "kv_bandwidth")}
+    settings = {name: values[name] for name in ("routing", "kv_bandwidth", "overload")}
 
     def listening(started: Server) -> None:
         for name in started.ports:

@@ -16,6 +16,7 @@ The live conductor is a `Replica` made of replicas:
     router       Router: who serves a request and who computes its prompt; prefixes: who has what
     dispatcher   Dispatcher: the requests that have not ended (routed), and where they go when a
                  member fails; prefill_jobs: prompts that one member computes for another
+    arrivals     ArrivalCheck: refuses on arrival who would miss objectives
     merge        what all members are and say together
 
 Decisions get time as an argument; the simulated cluster (`simulate.cluster`) makes the same ones.

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from jaxserve.api.request import Request
 from jaxserve.cache.block_events import BlockEvents
 from jaxserve.clock import Clock, WallClock
+from jaxserve.cluster.arrivals import ArrivalCheck
 from jaxserve.cluster.dispatcher import Dispatcher
 from jaxserve.cluster.member import Member
 from jaxserve.cluster.member_table import MemberTable
@@ -40,10 +41,11 @@ class Conductor:
     """Routes requests to `members` and passes their events through; see `Replica` and the module.
 
     All members must serve the same model and tell time by `clock`; those that cannot be asked yet
-    join when they can. routing, kv_bandwidth: see `Router`. threaded: has threads of its own, from
-    `start` on, for posted commands, retries and checks; without them commands run at once and
-    `check` is to be called. owns_members: whether they are started and closed with it. Errors:
-    ConfigError for members that cannot serve together, or where none can be asked.
+    join when they can. routing, kv_bandwidth: see `Router`. overload: see `ArrivalCheck`.
+    threaded: has threads of its own, from `start` on, for posted commands, retries and checks;
+    without them commands run at once and `check` is to be called. owns_members: whether they are
+    started and closed with it. Errors: ConfigError for members that cannot serve together, or where
+    none can be asked.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Conductor:
         *,
         routing: str = "local_cache_aware",
         kv_bandwidth: float = KV_BANDWIDTH,
+        overload: str = "none",
         clock: Clock | None = None,
         threaded: bool = True,
         owns_members: bool = False,
@@ -61,7 +64,9 @@ class Conductor:
         self._router = Router(self._table, routing, kv_bandwidth)
         for member in members:
             self._router.cached.follow(member)
-        self._dispatcher = Dispatcher(self._router, self.now, self.post)
+        self._dispatcher = Dispatcher(
+            self._router, ArrivalCheck(self._table, overload), self.now, self.post
+        )
         self._owns = owns_members
         self._threaded = threaded
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished, Token
 from jaxserve.api.request import Request
+from jaxserve.cluster.arrivals import ArrivalCheck
 from jaxserve.cluster.member import RETRY_SECONDS, Member
 from jaxserve.cluster.prefill_jobs import PrefillJobs
 from jaxserve.cluster.routed import RoutedRequest
@@ -31,16 +32,18 @@ PASSED_ON = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")  # refusals after which anothe
 
 
 class Dispatcher:
-    """The requests of a conductor that have not ended. post: runs what may wait for a member on
-    another thread."""
+    """The requests of a conductor that have not ended. arrivals: refuses some before they are sent
+    anywhere. post: runs what may wait for a member on another thread."""
 
     def __init__(
         self,
         router: Router,
+        arrivals: ArrivalCheck,
         now: Callable[[], float],
         post: Callable[[Callable[[], object]], None],
     ):
         self._router = router
+        self._arrivals = arrivals
         self._now = now
         self._post = post
         self._lock = threading.Lock()
@@ -107,7 +110,8 @@ class Dispatcher:
 
     def _choose(self, routed: RoutedRequest, prefixes: Sequence[int]) -> Placement | None:
         """Where a request goes, of the members that were not tried. Notes it as routed there, but
-        for one whose prompt is to be computed elsewhere first."""
+        for one whose prompt is to be computed elsewhere first. Errors: RequestError for one that is
+        refused on arrival."""
         request = routed.request
         with self._lock:
             now = self._now()
@@ -115,6 +119,9 @@ class Dispatcher:
                 placement = self._router.place(request, prefixes, now, routed.tried, routed.spared)
             else:
                 placement = self._decode_placement(routed, prefixes, now)
+            if placement is not None and not routed.admitted:
+                self._arrivals.check(request, placement, now)
+                routed.admitted = True
             if placement is None or placement.prefill_on is not None:
                 return placement
             member = placement.member

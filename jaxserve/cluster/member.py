@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 FIRST_RATE = 1e-4  # seconds per prompt token, before anything was seen
+FIRST_COMPLETION = 1.0  # seconds that a sequence decodes, before anything was seen
 SMOOTHING = 0.2  # weight of a new observation
 RETRY_SECONDS = 1.0  # that callers wait where no replica can be reached
 MIN_OBSERVED = 16  # computed tokens; fewer say little about the time per token
@@ -49,6 +50,7 @@ class Member:
     work: Assignments = field(default_factory=Assignments)
     rate: float = FIRST_RATE  # learnt seconds per prompt token that is computed
     decode_rate: DecodeRate = field(default_factory=DecodeRate)
+    completion: float = FIRST_COMPLETION  # learnt seconds that a sequence decodes
     prompt_tokens: int = 0  # of prompts that it has ended
     cached_tokens: int = 0  # of these, tokens that it did not compute
 
@@ -122,5 +124,6 @@ class Member:
         if computed >= MIN_OBSERVED and seconds > 0:
             self.rate += SMOOTHING * (seconds / computed - self.rate)
         if usage.completion > 1:
-            tbt = (timing.total - timing.first_token) / (usage.completion - 1)
-            self.decode_rate.learn(max(self.work.decodes, 1), tbt)
+            decoded = timing.total - timing.first_token
+            self.completion += SMOOTHING * (decoded - self.completion)
+            self.decode_rate.learn(max(self.work.decodes, 1), decoded / (usage.completion - 1))

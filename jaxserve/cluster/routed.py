@@ -23,16 +23,17 @@ from jaxserve.replica.protocol import Sink
 class RoutedRequest:
     """A request that has not ended. Its fields change under the dispatcher's lock only.
 
-    member: that has it or is just being asked to take it; None while it has none. placed: the
-    member has taken it. attempt: number of the try. tried: members that have failed it or refused
-    it; spared: those that have failed or refused its prefill job. job: by which another member
-    computes its prompt. tokens: that the caller was sent, by completion. ending: with which all
-    completions end, whatever the member says.
+    member: that has it or is just being asked to take it; None while it has none. admitted: it is
+    not refused any more for overload. placed: the member has taken it. attempt: number of the try.
+    tried: members that have failed it or refused it; spared: those that have failed or refused its
+    prefill job. job: by which another member computes its prompt. tokens: that the caller was sent,
+    by completion. ending: with which all completions end, whatever the member says.
     """
 
     request: Request
     sink: Sink
     member: Member | None = None
+    admitted: bool = False
     placed: bool = False
     attempt: int = 0
     tried: set[Member] = dataclasses.field(default_factory=set)

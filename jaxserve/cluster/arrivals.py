@@ -1,0 +1,59 @@
+"""Refuses requests that would miss their objectives on a live cluster, before anything is computed
+for them (Mooncake, section 4.3): `admission` on what a conductor predicts."""
+
+from __future__ import annotations
+
+import math
+
+from jaxserve.api.request import Request
+from jaxserve.cluster.admission import ADMISSION, AdmissionView
+from jaxserve.cluster.member import Member
+from jaxserve.cluster.member_table import MemberTable
+from jaxserve.cluster.router import Placement
+from jaxserve.settings.schema import ConfigError
+
+# rows of ADMISSION that decide on arrival alone; `baseline` refuses what was prefilled already
+POLICIES = ("none", "early", "predicted")
+
+
+class ArrivalCheck:
+    """Checks where a request would go. Its caller keeps the members' work from changing meanwhile.
+
+    policy: none; early: refuses what would come too late, or decode too slowly with the load of
+    now; predicted: with the load when its prompt will have been computed. Errors: ConfigError for
+    another policy.
+    """
+
+    def __init__(self, table: MemberTable, policy: str):
+        if policy not in POLICIES:
+            raise ConfigError("overload", f"must be one of {', '.join(POLICIES)}, not {policy!r}")
+        self._table = table
+        self._policy = ADMISSION[policy]
+
+    def check(self, request: Request, placement: Placement, now: float) -> None:
+        """Errors: RequestError, RESOURCE_EXHAUSTED with `retry_after`, for one that is refused."""
+        if not self._policy.on_arrival:
+            return
+        objectives = self._table.objectives
+        member = placement.member
+        whole = (placement.prefill_on or member).prefill(0, len(request.prompt))
+        self._policy.check_arrival(
+            AdmissionView(
+                ttft=placement.ttft,
+                tbt_now=member.decode_rate.seconds(member.work.decodes + 1),
+                tbt_later=self._tbt_at(member, now + placement.ttft),
+                ttft_objective=objectives.ttft(request, whole),
+                tbt_objective=objectives.tpot(request),
+                completion=member.completion,
+            )
+        )
+
+    def _tbt_at(self, member: Member, at: float) -> float:
+        """Predicted seconds per token at clock second `at` on the average member of that one's
+        role, with one sequence more."""
+        pool = [other for other in self._table.all if other.joined and other.role is member.role]
+        seconds = [
+            other.decode_rate.seconds(other.work.decodes_at(at, other.completion)[0] + 1)
+            for other in pool
+        ]
+        return math.fsum(seconds) / len(seconds) if seconds else 0.0
