@@ -23,6 +23,7 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.replica.protocol import Replica
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig, MeshConfig
+from jaxserve.store.peers import PeerBlocks
 from jaxserve.text import Tokenizer
 from jaxserve.text.output import Completion, CompletionCollector, Delta, NoText, OutputProcessor
 from jaxserve.text.structured_output import Guided, Guides
@@ -32,22 +33,26 @@ Watch = Callable[[int, Delta], None]
 
 
 def open_engine(
-    config: EngineConfig, progress: bool = True, warm_up: bool = True
+    config: EngineConfig,
+    progress: bool = True,
+    warm_up: bool = True,
+    peers: PeerBlocks | None = None,
 ) -> tuple[Replica, Tokenizer | None]:
     """Builds an engine, without starting it; returns it with its model's tokenizer, None for a
     random model.
 
     A known name or hub id that is not in the cache folder is downloaded. warm_up: compile all
-    programs now, not each when it is first needed. Errors: ConfigError.
+    programs now, not each when it is first needed. peers: other replicas, which are asked for
+    blocks. Errors: ConfigError.
     """
     from jaxserve.checkpoint.fetch import local_files
     from jaxserve.engine.build import build  # JAX is imported when it is needed, not before
 
     source = config.source.model
     if source.startswith("random:"):
-        return build(config, progress, warm_up), None
+        return build(config, progress, warm_up, peers=peers), None
     files = local_files(source, progress)
-    return build(config, progress, warm_up), Tokenizer.load(files)
+    return build(config, progress, warm_up, peers=peers), Tokenizer.load(files)
 
 
 class PromptError(RequestError):

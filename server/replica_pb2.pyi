@@ -6,6 +6,66 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class BlocksAsked(_message.Message):
+    __slots__ = ("hello", "proof", "want", "batch")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    WANT_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    proof: Proof
+    want: Want
+    batch: Batch
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proof: _Optional[_Union[Proof, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ...) -> None: ...
+
+class BlocksTold(_message.Message):
+    __slots__ = ("challenge", "ready", "sent")
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
+    challenge: Challenge
+    ready: Ready
+    sent: Sent
+    def __init__(self, challenge: _Optional[_Union[Challenge, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., sent: _Optional[_Union[Sent, _Mapping]] = ...) -> None: ...
+
+class Want(_message.Message):
+    __slots__ = ("keys", "request_id")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    keys: bytes
+    request_id: str
+    def __init__(self, keys: _Optional[bytes] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class Batch(_message.Message):
+    __slots__ = ("blocks", "peer", "token", "size", "epoch")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    peer: str
+    token: str
+    size: int
+    epoch: int
+    def __init__(self, blocks: _Optional[int] = ..., peer: _Optional[str] = ..., token: _Optional[str] = ..., size: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class Ready(_message.Message):
+    __slots__ = ("proof", "block_bytes")
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    proof: bytes
+    block_bytes: int
+    def __init__(self, proof: _Optional[bytes] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+
+class Sent(_message.Message):
+    __slots__ = ("checksums", "last")
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    last: bool
+    def __init__(self, checksums: _Optional[_Iterable[int]] = ..., last: bool = ...) -> None: ...
+
 class Command(_message.Message):
     __slots__ = ("hello", "proof", "alive", "submit", "cancel", "stop", "question", "rejected")
     HELLO_FIELD_NUMBER: _ClassVar[int]

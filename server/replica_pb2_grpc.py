@@ -97,3 +97,81 @@ class Replica(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class BlocksStub(object):
+    """Blocks of KV from one replica's host memory to another's. Asker: Hello, Proof, Want, then a Batch for each part of what it
+    wants; source: Challenge, Ready, then Sent for what it wrote to the windows of batches, in order.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Fetch = channel.stream_stream(
+                '/jaxserve.replica.v1.Blocks/Fetch',
+                request_serializer=jaxserve_dot_server_dot_replica__pb2.BlocksAsked.SerializeToString,
+                response_deserializer=jaxserve_dot_server_dot_replica__pb2.BlocksTold.FromString,
+                _registered_method=True)
+
+
+class BlocksServicer(object):
+    """Blocks of KV from one replica's host memory to another's. Asker: Hello, Proof, Want, then a Batch for each part of what it
+    wants; source: Challenge, Ready, then Sent for what it wrote to the windows of batches, in order.
+    """
+
+    def Fetch(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_BlocksServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Fetch': grpc.stream_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=jaxserve_dot_server_dot_replica__pb2.BlocksAsked.FromString,
+                    response_serializer=jaxserve_dot_server_dot_replica__pb2.BlocksTold.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'jaxserve.replica.v1.Blocks', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('jaxserve.replica.v1.Blocks', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Blocks(object):
+    """Blocks of KV from one replica's host memory to another's. Asker: Hello, Proof, Want, then a Batch for each part of what it
+    wants; source: Challenge, Ready, then Sent for what it wrote to the windows of batches, in order.
+    """
+
+    @staticmethod
+    def Fetch(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/jaxserve.replica.v1.Blocks/Fetch',
+            jaxserve_dot_server_dot_replica__pb2.BlocksAsked.SerializeToString,
+            jaxserve_dot_server_dot_replica__pb2.BlocksTold.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -21,6 +21,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.replica.protocol import Replica
 from jaxserve.server import replica_pb2 as pb
 from jaxserve.server import replica_pb2_grpc as rpc
+from jaxserve.server.block_service import MAX_STREAMS, BlockService
 from jaxserve.server.caller_session import CallerSession, Served
 from jaxserve.server.replica_auth import CALLER, REPLICA, new_nonce, proof, proves
 from jaxserve.server.replica_messages import (
@@ -28,6 +29,7 @@ from jaxserve.server.replica_messages import (
     load_message,
 )
 from jaxserve.settings.schema import ConfigError
+from jaxserve.store.peers import OffersBlocks
 from jaxserve.text.structured_output import Guides
 
 log = logging.getLogger(__name__)
@@ -37,12 +39,14 @@ BEAT_SECONDS = 0.25  # between heartbeats, and between looks at who is silent
 SILENT_SECONDS = 4.0  # that the other side of a session may say nothing
 QUESTION_THREADS = 4  # questions may wait for a step
 STOP_SECONDS = 1.0
+KEEPALIVE_MS = 5_000  # between pings of an asker that says nothing, and for its answer
 
 
 class ReplicaService(rpc.ReplicaServicer):
     """Serves one replica from `open` until `stop`; before, sessions are refused.
 
     secret: that callers have to know. max_message_bytes: of a caller's message, prompts included.
+    blocks: what other replicas may ask for by the same port.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class ReplicaService(rpc.ReplicaServicer):
         *,
         max_message_bytes: int = 256 << 20,
         silent_seconds: float = SILENT_SECONDS,
+        blocks: BlockService | None = None,
     ):
         self.max_message_bytes = max_message_bytes
         self._secret = secret
@@ -66,13 +71,19 @@ class ReplicaService(rpc.ReplicaServicer):
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+            ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
         ]
+        calls = MAX_SESSIONS + (MAX_STREAMS if blocks is not None else 0)
         self._server = grpc.server(
-            concurrent.futures.ThreadPoolExecutor(MAX_SESSIONS, "session"),
+            concurrent.futures.ThreadPoolExecutor(calls, "session"),
             options=options,
-            maximum_concurrent_rpcs=MAX_SESSIONS,
+            maximum_concurrent_rpcs=calls,
         )
         rpc.add_ReplicaServicer_to_server(self, self._server)
+        self._blocks = blocks
+        if blocks is not None:
+            rpc.add_BlocksServicer_to_server(blocks, self._server)
         self._beating = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def start(self, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
@@ -93,6 +104,8 @@ class ReplicaService(rpc.ReplicaServicer):
         """Begins to serve a replica that runs. guides: compiles what requests ask for; None where
         the model has no tokenizer."""
         self._served = Served(replica, guides, self._questions)
+        if self._blocks is not None and isinstance(replica, OffersBlocks):
+            self._blocks.open(replica.block_exporter)
         self._beating.start()
 
     @property

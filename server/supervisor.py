@@ -29,6 +29,7 @@ from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.admin import operators_app
 from jaxserve.server.auth.access import Authenticator
 from jaxserve.server.auth.tls import Tls
+from jaxserve.server.block_service import BlockService
 from jaxserve.server.frontend import SERVING, STOPPING, Frontend
 from jaxserve.server.grpc.auth import GrpcGuard
 from jaxserve.server.grpc.control import Control
@@ -38,6 +39,7 @@ from jaxserve.server.grpc.inference import Inference
 from jaxserve.server.http_server import HttpGuard, Listener, is_loopback
 from jaxserve.server.kv_events import KvEvents, check_kv_events
 from jaxserve.server.openai.app import OPEN_PATHS, users_app
+from jaxserve.server.peer_blocks import PeerReplicas
 from jaxserve.server.readiness import Readiness
 from jaxserve.server.replica_auth import cluster_secret
 from jaxserve.server.replica_service import ReplicaService
@@ -128,10 +130,10 @@ class Server:
     """A server on the running event loop.
 
     `ports`: those it listens on, by name: grpc, and, if they are configured, http and admin.
-    Errors: ConfigError.
+    peers: see `run`. Errors: ConfigError.
     """
 
-    def __init__(self, config: ServerConfig):
+    def __init__(self, config: ServerConfig, peers: PeerReplicas | None = None):
         check_host(config)
         check_replica_port(config)
         warn_of_host(config)
@@ -151,7 +153,11 @@ class Server:
         self._replica_service = (
             None
             if config.replica_port is None
-            else ReplicaService(cluster_secret(), max_message_bytes=config.max_message_mib << 20)
+            else ReplicaService(
+                cluster_secret(),
+                max_message_bytes=config.max_message_mib << 20,
+                blocks=None if peers is None else BlockService(peers.secret, peers.transfer),
+            )
         )
         inference = Inference(self.frontend)
         control = Control(self.frontend)
@@ -315,17 +321,22 @@ class Server:
 
 
 async def run(
-    config: ServerConfig, build: Build, listening: Callable[[Server], None], stop: asyncio.Event
+    config: ServerConfig,
+    build: Build,
+    listening: Callable[[Server], None],
+    stop: asyncio.Event,
+    peers: PeerReplicas | None = None,
 ) -> bool:
     """Serves until `stop` is set.
 
     build: makes the replica and its tokenizer, on a thread of its own; what it raises ends the
-    server. listening: called with the server once its ports are open.
+    server. listening: called with the server once its ports are open. peers: by which the replica
+    asks others for blocks; they may ask for its own then.
 
     Returns whether the replica was built and has closed; if not, a thread that builds it, or that
     waits for a step, may still be busy.
     """
-    server = Server(config)
+    server = Server(config, peers)
     replica = None
     await server.start()
     listening(server)
@@ -376,7 +387,12 @@ def _build_and_freeze(build: Build) -> tuple[Replica, Tokenizer | None, Guides]:
     return replica, tokenizer, guides
 
 
-def serve(config: ServerConfig, build: Build, listening: Callable[[Server], None]) -> bool:
+def serve(
+    config: ServerConfig,
+    build: Build,
+    listening: Callable[[Server], None],
+    peers: PeerReplicas | None = None,
+) -> bool:
     """Runs a server until SIGTERM or SIGINT; a second signal ends the process at once. Arguments
     and result as for `run`."""
 
@@ -390,7 +406,7 @@ def serve(config: ServerConfig, build: Build, listening: Callable[[Server], None
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, signalled, number)
-        return await run(config, build, listening, stop)
+        return await run(config, build, listening, stop, peers)
 
     return event_loop.run(main())
 

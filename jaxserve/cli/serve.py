@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 from jaxserve.cli.doctor.forecast import launch_lines
 from jaxserve.cli.engine_flags import SERVED, SERVER, engine_config, engine_groups, server_config
 from jaxserve.settings.flags import Command
+from jaxserve.settings.schema import ServerConfig
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ def run(values: dict[str, Any]) -> int:
     if sys.stderr.isatty():  # a bar shows what is compiled
         logging.getLogger("jaxserve.engine.programs").setLevel(logging.WARNING)
     check_host(server)
+    peers = _peers(server) if server.replica_port is not None else None
 
     def listening(started: Server) -> None:
         for name in started.ports:
@@ -41,15 +45,37 @@ def run(values: dict[str, Any]) -> int:
         log.info("loading %s on %s", engine.source.model, engine.mesh)
 
     def build() -> tuple[Any, Any]:
-        built, tokenizer = open_engine(engine, progress=sys.stderr.isatty(), warm_up=True)
+        built, tokenizer = open_engine(engine, sys.stderr.isatty(), warm_up=True, peers=peers)
         for line in launch_lines(built):
             log.info(line)
         return built, tokenizer
 
     # stopped while it was building: compiling cannot be interrupted
-    if not serve(server, build, listening):
+    if not serve(server, build, listening, peers):
         os._exit(0)
     return 0
+
+
+def _peers(config: ServerConfig) -> Any:
+    """By what this replica asks others for blocks, and sends its own. Errors: ConfigError."""
+    import grpc
+
+    from jaxserve.group.handshake import Certificate
+    from jaxserve.server.peer_blocks import PeerReplicas
+    from jaxserve.server.replica_auth import cluster_secret
+
+    tls = credentials = None
+    if config.tls_cert is not None and config.tls_key is not None:
+        tls = Certificate.given(config.tls_cert, config.tls_key)
+        credentials = grpc.ssl_channel_credentials(Path(config.tls_cert).read_bytes())
+    anywhere = config.host in ("", "0.0.0.0", "::")
+    return PeerReplicas(
+        cluster_secret(),
+        config.host,
+        peer_host=socket.getfqdn() if anywhere else "",
+        tls=tls,
+        credentials=credentials,
+    )
 
 
 COMMAND = Command({**SERVER, **engine_groups(**SERVED)}, run, ABOUT)

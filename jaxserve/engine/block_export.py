@@ -53,6 +53,6 @@ class TierExporter:
 
     def read(self, key: bytes, into: np.ndarray, seconds: float) -> bool:
         there = self._tiers.wait(key, seconds)
-        if not there and key in self._stores.promised:
+        if not there and seconds and key in self._stores.promised:
             there = self._tiers.wait(key, WAY_SECONDS)
         return there and self._tiers.read(key, into)

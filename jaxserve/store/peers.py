@@ -8,7 +8,7 @@ does not come is computed by the one who asked, so nothing here fails: blocks co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class BlockExporter(Protocol):
 
     def read(self, key: bytes, into: np.ndarray, seconds: float) -> bool:
         """Copies a block to `into` [block_bytes] uint8, waiting for it at most so long, longer only
-        where it is on its way from the devices; False where it did not come."""
+        where it is on its way from the devices (not with 0); False where it did not come."""
 
 
 class BlockStream(Protocol):
@@ -58,3 +58,12 @@ class PeerBlocks(Protocol):
 
     def close(self) -> None:
         """Ends all streams."""
+
+
+@runtime_checkable
+class OffersBlocks(Protocol):
+    """A replica whose blocks others may have."""
+
+    @property
+    def block_exporter(self) -> BlockExporter | None:
+        """What offers them; None where it has no host memory for them."""

@@ -1,0 +1,325 @@
+"""Blocks of KV from one replica to another over real sockets: in order, checked, and whatever
+fails, nothing waits for ever and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from jaxserve.api.request import KvSource
+from jaxserve.server import peer_blocks
+from jaxserve.server.block_service import MAX_STREAMS, BlockService
+from jaxserve.server.peer_blocks import PeerReplicas
+from jaxserve.server.replica_service import ReplicaService
+from jaxserve.transfer import TcpTransfer
+from tests.waiting import eventually
+
+SECRET = b"of the tests of peers' blocks"
+BLOCK = 5000  # bytes
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def content(key: bytes) -> np.ndarray:
+    rng = np.random.default_rng(int.from_bytes(key, "little"))
+    return rng.integers(0, 256, BLOCK, dtype=np.uint8)
+
+
+class Blocks:
+    """A `BlockExporter` that the tests fill by hand. live: ids of requests that compute blocks."""
+
+    block_bytes = BLOCK
+
+    def __init__(self, have: Sequence[int] = ()):
+        self.have = {key(number) for number in have}
+        self.live: set[str] = set()
+        self.wanted: list[bytes] = []
+        self._changed = threading.Condition()
+
+    def add(self, numbers: Sequence[int]) -> None:
+        with self._changed:
+            self.have.update(map(key, numbers))
+            self._changed.notify_all()
+
+    def want(self, keys: Sequence[bytes]) -> None:
+        self.wanted.extend(keys)
+
+    def unwant(self, keys: Sequence[bytes]) -> None:
+        for one in keys:
+            self.wanted.remove(one)
+
+    def coming(self, request_id: str) -> bool:
+        return request_id in self.live
+
+    def read(self, key: bytes, into: np.ndarray, seconds: float) -> bool:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self.have, seconds):
+                return False
+        np.copyto(into, content(key))
+        return True
+
+
+class Source:
+    """A replica's port with blocks, without a replica behind it."""
+
+    def __init__(self, stack: contextlib.ExitStack, have: Sequence[int] = (), secret=SECRET):
+        self.blocks = Blocks(have)
+        self.transfer = TcpTransfer(np.empty(1, np.uint8), secret)
+        self.service = BlockService(secret, self.transfer)
+        self.service.open(self.blocks)
+        server = ReplicaService(secret, blocks=self.service)
+        self.address = f"127.0.0.1:{server.start('127.0.0.1:0')}"
+        stack.callback(self.transfer.close)
+        stack.callback(server._server.stop, 0)
+
+    def of(self, request_id: str = "") -> KvSource:
+        return KvSource(self.address, 1000, request_id)
+
+
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def peers(stack) -> PeerReplicas:
+    peers = PeerReplicas(SECRET)
+    stack.callback(peers.close)
+    return peers
+
+
+def fetch(peers: PeerReplicas, source: KvSource, numbers: Sequence[int]) -> int:
+    """How many of the blocks came; all of them right."""
+    into = np.empty(BLOCK, np.uint8)
+    with contextlib.closing(peers.open(source, list(map(key, numbers)))) as stream:
+        for place, number in enumerate(numbers):
+            if not stream.read(key(number), into):
+                assert not stream.read(key(number), into), "nothing comes behind what is missing"
+                return place
+            assert (into == content(key(number))).all()
+    return len(numbers)
+
+
+def assert_nothing_left(peers: PeerReplicas, *sources: Source) -> None:
+    assert not len(peers) and not peers.buffers.used and not peers.transfer.counts().windows
+    for source in sources:
+        eventually(lambda s=source: not s.blocks.wanted and not s.service.streams, 10)
+        assert not source.transfer.counts().tickets
+
+
+def test_blocks_come_in_the_order_asked(stack, peers):
+    source = Source(stack, range(100))
+    numbers = random.Random(0).sample(range(100), 60)
+    assert fetch(peers, source.of(), numbers) == 60
+    assert_nothing_left(peers, source)
+
+
+def test_more_blocks_than_windows_hold(stack, peers, monkeypatch):
+    monkeypatch.setattr(peer_blocks, "WINDOW_BYTES", 3 * BLOCK + 1)
+    source = Source(stack, range(100))
+    assert fetch(peers, source.of(), range(100)) == 100
+    assert fetch(peers, source.of(), range(7)) == 7
+    assert_nothing_left(peers, source)
+
+
+def test_blocks_that_are_made_later_come_when_they_are_made(stack, peers):
+    source = Source(stack, range(3))
+    source.blocks.live.add("job")
+
+    def compute() -> None:
+        for number in range(3, 12):
+            time.sleep(0.2)
+            source.blocks.add([number])
+        time.sleep(1.5)  # longer than a word of the source is away
+        source.blocks.add([12])
+
+    threading.Thread(target=compute).start()
+    assert fetch(peers, source.of("job"), range(13)) == 13
+    assert_nothing_left(peers, source)
+
+
+def test_what_will_not_come_ends_the_stream_soon(stack, peers):
+    source = Source(stack, range(5))
+    began = time.monotonic()
+    assert fetch(peers, source.of("ended"), range(8)) == 5
+    assert time.monotonic() - began < 4
+    assert_nothing_left(peers, source)
+
+
+def test_a_replica_without_blocks_for_others_gives_none(stack, peers):
+    source = Source(stack, range(5))
+    source.service.open(None)
+    assert fetch(peers, source.of(), range(5)) == 0
+    assert_nothing_left(peers, source)
+
+
+def test_nobody_there_gives_none(peers):
+    assert fetch(peers, KvSource("127.0.0.1:1", 5), range(5)) == 0
+    assert_nothing_left(peers)
+
+
+def test_another_secret_is_refused_on_both_sides(stack, peers):
+    source = Source(stack, range(5), secret=b"another one, of some other cluster")
+    assert fetch(peers, source.of(), range(5)) == 0
+    assert not source.blocks.wanted
+    assert_nothing_left(peers, source)
+
+
+def test_a_flipped_bit_ends_the_stream(stack, peers, monkeypatch):
+    source = Source(stack, range(20))
+    write = source.transfer.write
+
+    def flip(window, offset, data, seconds):
+        damaged = data.copy()
+        if offset <= 7 * BLOCK < offset + len(data):
+            damaged[7 * BLOCK - offset + 99] ^= 4
+        return write(window, offset, damaged, seconds)
+
+    monkeypatch.setattr(source.transfer, "write", flip)
+    assert fetch(peers, source.of(), range(20)) == 7
+    assert_nothing_left(peers, source)
+
+
+def test_a_late_write_changes_nothing(stack, peers):
+    source = Source(stack, range(20))
+    stolen = []
+    write = source.transfer.write
+
+    def note(window, offset, data, seconds):
+        stolen.append(window)
+        return write(window, offset, data, seconds)
+
+    source.transfer.write = note
+    assert fetch(peers, source.of(), range(20)) == 20
+    before = peers.memory[: 20 * BLOCK].copy()
+    ticket = write(stolen[0], 0, np.zeros(BLOCK, np.uint8), 5.0)
+    assert source.transfer.wait(ticket, 6.0), "it is refused"
+    source.transfer.release(ticket)
+    assert (peers.memory[: 20 * BLOCK] == before).all()
+    assert_nothing_left(peers, source)
+
+
+def test_streams_beyond_the_limit_of_a_source_get_nothing(stack, peers):
+    source = Source(stack)
+    source.blocks.live.add("job")
+    streams = [peers.open(source.of("job"), [key(0)]) for _ in range(MAX_STREAMS)]
+    into = np.empty((MAX_STREAMS, BLOCK), np.uint8)
+    results: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda s=s, row=row: results.append(s.read(key(0), row)))
+        for s, row in zip(streams, into)
+    ]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: source.service.streams == MAX_STREAMS, 10)
+    assert fetch(peers, source.of("job"), [0]) == 0
+    source.blocks.add([0])
+    for thread in threads:
+        thread.join(20)
+    assert results == [True] * MAX_STREAMS
+    for stream in streams:
+        stream.close()
+    assert_nothing_left(peers, source)
+
+
+def test_closing_ends_a_read_that_waits(stack, peers):
+    source = Source(stack)
+    source.blocks.live.add("job")
+    stream = peers.open(source.of("job"), [key(0)])
+    closing = threading.Timer(0.5, stream.close)
+    closing.start()
+    began = time.monotonic()
+    assert not stream.read(key(0), np.empty(BLOCK, np.uint8))
+    assert time.monotonic() - began < 2
+    closing.join()
+    assert_nothing_left(peers, source)
+
+
+PROCESS = """
+import contextlib, sys, time
+from tests.server.test_peer_blocks import Source
+with contextlib.ExitStack() as stack:
+    source = Source(stack, range(40))
+    source.blocks.live.add("job")
+    print(source.address, flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_source_that_is_killed_or_stopped_ends_the_stream(stack, peers, number):
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROCESS], stdout=subprocess.PIPE, text=True, env=os.environ
+    )
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    source = KvSource(process.stdout.readline().strip(), 50, "job")
+    threading.Timer(1.5, process.send_signal, [number]).start()
+    began = time.monotonic()
+    assert fetch(peers, source, range(41)) == 40
+    assert 1 < time.monotonic() - began < 9
+    assert_nothing_left(peers)
+
+
+def test_an_asker_that_is_killed_leaves_nothing_at_the_source(stack, peers):
+    source = Source(stack, range(40))
+    source.blocks.live.add("job")
+    code = (
+        "from tests.server.test_peer_blocks import *\n"
+        f"fetch(PeerReplicas(SECRET), KvSource({source.address!r}, 50, 'job'), range(41))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
+    stack.callback(process.wait)
+    eventually(lambda: source.service.streams == 1, 20)
+    process.kill()
+    eventually(lambda: not source.service.streams and not source.blocks.wanted, 15)
+    assert fetch(peers, source.of(), range(40)) == 40
+
+
+@pytest.mark.parametrize("faults", [60, pytest.param(1000, marks=pytest.mark.matrix)])
+def test_random_faults_one_after_the_other(stack, peers, faults, monkeypatch):
+    """Flipped bits, blocks that never come, streams closed early, writes that fail: what is read is
+    right, and nothing is left."""
+    source = Source(stack, range(30))
+    dice = random.Random(1)
+    write = source.transfer.write
+    fault = ["none"]
+
+    def sometimes(window, offset, data, seconds):
+        if fault[0] == "flip":
+            data = data.copy()
+            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        elif fault[0] == "late":
+            peers.transfer.end(window)
+        return write(window, offset, data, seconds)
+
+    monkeypatch.setattr(source.transfer, "write", sometimes)
+    monkeypatch.setattr("jaxserve.server.block_service.ALIVE_SECONDS", 0.01)
+    into = np.empty(BLOCK, np.uint8)
+    for _ in range(faults):
+        fault[0] = dice.choice(["none", "flip", "late", "missing", "close"])
+        numbers = dice.sample(range(30), 12)
+        if fault[0] == "missing":
+            numbers[5] = 77
+        if fault[0] == "close":
+            with contextlib.closing(peers.open(source.of(), list(map(key, numbers)))) as stream:
+                assert stream.read(key(numbers[0]), into)
+        else:
+            came = fetch(peers, source.of(), numbers)
+            least = {"none": 12, "missing": 5}.get(fault[0], 0)
+            most = {"flip": 11, "late": 0, "missing": 5}.get(fault[0], 12)
+            assert least <= came <= most, (fault, came)
+        assert_nothing_left(peers, source)
