@@ -1,5 +1,6 @@
 """Times a conductor's decision at 64 replicas and a million cached blocks: finding how much of a
-prompt each replica has, and Algorithm 1 over them. `python -m tests.cluster.time_decision`"""
+prompt each replica has, and Algorithm 1 over them; then what a live `Router` does beside that.
+`python -m tests.cluster.time_decision`"""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from jaxserve.cluster.directory import Directory
 from jaxserve.cluster.routing import ROUTING, PrefillView, RoutingQuery
 from jaxserve.costs.predictor import Predictor
 from jaxserve.costs.profiles import costs, shapes
+from jaxserve.replica.info import ReplicaInfo
 from jaxserve.settings.schema import MeshConfig
+from tests.cluster.fakes import RoleCluster, RoleReplica
 
 MEMBERS = 64
 BLOCK = 16  # tokens
@@ -63,6 +66,37 @@ def decide(directory: Directory, hashes: BlockHashes, blocks: int, measured: Mea
     ROUTING["cache_aware"](RoutingQuery(views, (blocks + 1) * BLOCK, measured))
 
 
+class Told(RoleReplica):
+    """A fake that makes the facts about itself once, as replicas do."""
+
+    def __init__(self, role: str):
+        super().__init__(role)
+        self._told = super().info
+
+    @property
+    def info(self) -> ReplicaInfo:
+        return getattr(self, "_told", None) or super().info
+
+
+def time_live(roles: list[str]) -> None:
+    """Times a router over fakes of these roles, each of which decodes 32 sequences."""
+    cluster = RoleCluster(*map(Told, roles), routing="cache_aware")
+    for member in cluster.members:
+        for number in range(32):
+            member.work.expect_decode(f"{number}", 100, 0.0)
+            member.work.begin_decode(f"{number}", 0.0)
+    router = cluster.conductor._router
+    request = cluster.request(prompt=[number % 250 for number in range(12_000)])
+    prefixes = router.prefixes(request)
+    seconds = []
+    for _ in range(DECISIONS):
+        began = time.perf_counter()
+        router.place(request, prefixes, 1.0)
+        seconds.append(time.perf_counter() - began)
+    p50, p99 = np.percentile(seconds, (50, 99)) * 1e3
+    print(f"live, {' and '.join(sorted(set(roles)))}: p50 {p50:.2f} ms, p99 {p99:.2f} ms")
+
+
 def main() -> None:
     rng = np.random.default_rng(0)
     directory = filled(rng)
@@ -81,6 +115,8 @@ def main() -> None:
             p50, p99 = np.percentile(seconds, (50, 99)) * 1e3
             said = "keys known" if hashed else "with its keys hashed"
             print(f"{blocks * BLOCK:,} tokens, {said}: p50 {p50:.2f} ms, p99 {p99:.2f} ms")
+    time_live(["mixed"] * MEMBERS)
+    time_live(["prefill", "decode"] * (MEMBERS // 2))
 
 
 if __name__ == "__main__":
