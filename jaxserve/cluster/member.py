@@ -111,6 +111,18 @@ class Member:
         """Predicted seconds in which it computes tokens `cached` to before `total`."""
         return self.rate * (total - cached)
 
+    def delay(self, missing: int) -> float:
+        """Predicted seconds by which what decodes here delays a prompt of which so many tokens are
+        to be computed: each of its steps is theirs too, and where all slots are taken it waits."""
+        if not self.role.decodes:
+            return 0.0
+        info = self.replica.info
+        decodes = self.work.decodes
+        steps = -(-missing // info.chunk_tokens)
+        waiting = max(self.work.requests + 1 - info.max_seqs, 0)
+        shared = steps * self.decode_rate.seconds(decodes) if decodes else 0.0
+        return shared + waiting * self.completion / info.max_seqs
+
     def learn(self, end: Finished) -> None:
         """Learns from a request that has ended how fast prompts are computed, and tokens come."""
         usage = end.usage

@@ -154,19 +154,18 @@ class Router:
         self, request: Request, prefixes: Sequence[int], members: Sequence[Member], now: float
     ) -> tuple[PrefillChoice, Member]:
         """The member that computes a prompt."""
-        views = [
-            PrefillView(
-                member.number,
-                _of(prefixes, member),
-                member.work.queue(now),
-                member.work.requests,
-            )
-            for member in members
-        ]
+        total = len(request.prompt)
+        # of equal ones the policies take the first
+        members = sorted(members, key=lambda member: member.work.requests)
+        views = []
+        for member in members:
+            prefix = _of(prefixes, member)
+            queue = member.work.queue(now) + member.delay(total - prefix)
+            views.append(PrefillView(member.number, prefix, queue, member.work.requests))
         self._draws += 1
         draw = (self._draws * GOLDEN_RATIO) % 1.0
         costs = _Costs({member.number: member for member in members}, self)
-        choice = self._policy(RoutingQuery(views, len(request.prompt), costs, draw=draw))
+        choice = self._policy(RoutingQuery(views, total, costs, draw=draw))
         return choice, next(member for member in members if member.number == choice.member)
 
     def _source(self, fetch: Fetch | None) -> KvSource | None:

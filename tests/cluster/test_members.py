@@ -28,6 +28,31 @@ class Late(RoleReplica):
         return dataclasses.replace(super().info, model=self.served)
 
 
+# --- requests among equal members
+
+
+def test_requests_go_to_members_with_fewer_of_them(cluster):
+    fakes = [make(step_seconds=0.002) for _ in range(3)]
+    three = cluster(*fakes)
+    for number in range(9):
+        heard = three.submit(str(number), prompt=[number], tokens=1000)
+        eventually(lambda heard=heard: heard.tokens)  # its prefill is over: no queue tells of it
+    assert [len(fake.requests) for fake in fakes] == [3, 3, 3]
+
+
+def test_a_request_does_not_wait_for_a_slot_where_another_member_has_one(cluster):
+    full, free = make(paused=True), make(paused=True)
+    both = cluster(full, free)
+    full.cache(LONG, WHOLE)
+    both.members[1].rate = 0.001  # seconds per token: it would be slower
+    for number in range(full.info.max_seqs):
+        both.members[0].work.expect_decode(f"busy {number}", 10, 0.0)
+        both.members[0].work.begin_decode(f"busy {number}", 0.0)
+    both.members[0].completion = 60.0
+    both.submit()
+    assert free.requests and not full.requests
+
+
 # --- members that come
 
 

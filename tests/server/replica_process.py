@@ -1,16 +1,17 @@
 """A process that offers the tests' fake replica to conductors: `python -m
-tests.server.replica_process PORT STEP_SECONDS`. It ends when its stdin does."""
+tests.server.replica_process PORT STEP_SECONDS [ROLE]`. It ends when its stdin does."""
 
 import sys
 
 from jaxserve.server.replica_auth import cluster_secret
 from jaxserve.server.replica_service import ReplicaService
-from tests.server.fakes import FakeReplica
+from tests.cluster.fakes import RoleReplica
 
 if __name__ == "__main__":
-    replica = FakeReplica(step_seconds=float(sys.argv[2]))
+    port, step_seconds, *role = sys.argv[1:]
+    replica = RoleReplica(*role, step_seconds=float(step_seconds))
     replica.start()
     service = ReplicaService(cluster_secret())
-    service.start(f"127.0.0.1:{sys.argv[1]}")
+    service.start(f"127.0.0.1:{port}")
     service.open(replica)
     sys.stdin.read()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Sequence
 
 import pytest
 
@@ -35,12 +37,20 @@ CALLERS = 6
 
 
 class Cluster:
-    """Two replicas and a conductor, as processes."""
+    """Replicas with these roles and a conductor, as processes. prompt: tokens of the requests of
+    its load."""
 
-    def __init__(self, stack: contextlib.ExitStack):
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        roles: Sequence[str] = ("mixed", "mixed"),
+        prompt: int = 2,
+    ):
         self._stack = stack
-        self.ports = [free_port("127.0.0.1") for _ in range(2)]
-        self.replicas = [self.start_replica(number) for number in range(2)]
+        self._roles = roles
+        self._prompt = prompt
+        self.ports = [free_port("127.0.0.1") for _ in roles]
+        self.replicas = [self.start_replica(number) for number in range(len(roles))]
         targets = ",".join(f"127.0.0.1:{port}" for port in self.ports)
         self.conductor = self._start(
             "jaxserve", "conductor", "--model=random:none", f"--replicas={targets}",
@@ -64,7 +74,17 @@ class Cluster:
         return process
 
     def start_replica(self, number: int) -> subprocess.Popen[str]:
-        return self._start("tests.server.replica_process", str(self.ports[number]), str(STEP))
+        port, role = str(self.ports[number]), self._roles[number]
+        return self._start("tests.server.replica_process", port, str(STEP), role)
+
+    def load_prompt(self, caller: int, asked: int) -> list[int]:
+        """A prompt that no other request of its load has."""
+        return [caller + 1, asked % 200, *[7] * (self._prompt - 2)]
+
+    def members(self) -> list[dict]:
+        """What the conductor shows of the replicas."""
+        with urllib.request.urlopen(f"{self.url}/page/data", timeout=10) as answer:
+            return json.load(answer)["members"]
 
     def ready(self) -> bool:
         with contextlib.suppress(OSError):
@@ -114,7 +134,7 @@ class Load:
         while not self._over.is_set():
             asked += 1
             began = time.monotonic()
-            outcome = self._cluster.ask([number + 1, asked % 200])
+            outcome = self._cluster.ask(self._cluster.load_prompt(number, asked))
             self.outcomes.append((outcome, time.monotonic() - began))
 
     def after(self, count: int) -> list[str]:
@@ -192,3 +212,60 @@ def test_a_conductor_that_was_stopped_or_killed_leaves_no_request_behind(cluster
         cluster.conductor.kill()
         assert asked.result(BOUND) == "UNAVAILABLE"
     eventually(lambda: not busy(), NOTICED)
+
+
+# --- replicas with roles
+
+
+@pytest.fixture(scope="module")
+def parted():
+    """Two replicas that prefill and two that decode."""
+    with contextlib.ExitStack() as stack:
+        cluster = Cluster(stack, ("prefill", "prefill", "decode", "decode"), prompt=100)
+        eventually(lambda: all(member["usable"] for member in cluster.members()), 20)
+        yield cluster
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("number", [0, 2], ids=["prefill", "decode"])
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_of_each_role_may_be_lost_under_load_and_come_back(parted, number, fault):
+    with Load(parted) as load:
+        parted.replicas[number].send_signal(fault)
+        try:
+            time.sleep(NOTICED if fault == signal.SIGSTOP else 0.1)
+            assert set(load.after(12)) == {"right"}
+            assert parted.ready()
+        finally:
+            if fault == signal.SIGSTOP:
+                parted.replicas[number].send_signal(signal.SIGCONT)
+            else:
+                parted.replicas[number].wait()
+                parted.replicas[number] = parted.start_replica(number)
+        eventually(lambda: all(member["usable"] for member in parted.members()), 20)
+        assert set(load.after(12)) == {"right"}
+    assert_sound(load)
+    assert_nothing_left(parted)
+
+
+@pytest.mark.matrix
+def test_without_one_of_the_roles_the_other_serves(parted):
+    for gone in ((0, 1), (2, 3)):
+        for number in gone:
+            parted.replicas[number].kill()
+            parted.replicas[number].wait()
+        eventually(lambda: sum(member["usable"] for member in parted.members()) == 2, NOTICED)
+        assert parted.ready() and parted.ask(parted.load_prompt(1, 1)) == "right"
+        for number in gone:
+            parted.replicas[number] = parted.start_replica(number)
+        eventually(lambda: all(member["usable"] for member in parted.members()), 20)
+    assert_nothing_left(parted)
+
+
+def assert_nothing_left(cluster: Cluster) -> None:
+    def idle() -> bool:
+        rows = cluster.members()
+        books = not any(row["prefills"] or row["decodes"] for row in rows)
+        return books and not any(row["load"]["running"] for row in rows)
+
+    eventually(idle, NOTICED)
