@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.cli.conductor import COMMAND as CONDUCTOR
+from jaxserve.cli.conductor import SETTINGS
 from jaxserve.cli.engine_flags import (
     SERVED,
     SERVER,
@@ -51,9 +52,7 @@ OPTIONS = [
         low=0,
         high=MAX_REPLICAS,
     ),
-    CONDUCTOR.options["routing"],
-    CONDUCTOR.options["kv_bandwidth"],
-    CONDUCTOR.options["overload"],
+    *(CONDUCTOR.options[name] for name in SETTINGS),
     Option(
         "port_file",
         str,

@@ -16,6 +16,7 @@ from jaxserve.settings.schema import ConfigError, ModelSource
 log = logging.getLogger(__name__)
 
 ROUTING_DEFAULT = "local_cache_aware"
+SETTINGS = ("routing", "kv_bandwidth", "overload", "change_roles")  # of `Conductor`
 ABOUT = """\
 Requests go to the replicas that --replicas names, each a `jaxserve serve --replica_port=PORT` of
 the same model. The conductor loads the model's tokenizer and no weights. It listens at once, and
@@ -66,6 +67,12 @@ OPTIONS = [
         "that when the prompt will have been computed (predicted)",
         choices=("none", "early", "predicted"),
     ),
+    Option(
+        "change_roles",
+        bool,
+        False,
+        "has replicas that prefill decode, and the other way round, where one side is more loaded",
+    ),
     options_of(ModelSource)["model"],
 ]
 
@@ -78,7 +85,7 @@ def run(values: dict[str, Any]) -> int:
     logs.setup(server.log_format, server.log_level)
     check_host(server)
     members = _members(values)
-    settings = {name: values[name] for name in ("routing", "kv_bandwidth", "overload")}
+    settings = {name: values[name] for name in SETTINGS}
 
     def listening(started: Server) -> None:
         for name in started.ports:

@@ -17,6 +17,7 @@ The live conductor is a `Replica` made of replicas:
     dispatcher   Dispatcher: the requests that have not ended (routed), and where they go when a
                  member fails; prefill_jobs: prompts that one member computes for another
     arrivals     ArrivalCheck: refuses on arrival who would miss objectives
+    role_changes RoleChanges: members that change sides where one side is more loaded
     merge        what all members are and say together
 
 Decisions get time as an argument; the simulated cluster (`simulate.cluster`) makes the same ones.

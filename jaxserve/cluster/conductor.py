@@ -24,6 +24,7 @@ from jaxserve.cluster.dispatcher import Dispatcher
 from jaxserve.cluster.member import Member
 from jaxserve.cluster.member_table import MemberTable
 from jaxserve.cluster.merge import MergedMetrics, merged_load, merged_view
+from jaxserve.cluster.role_changes import RoleChanges
 from jaxserve.cluster.router import Router
 from jaxserve.cluster.routing import KV_BANDWIDTH
 from jaxserve.replica.info import ReplicaInfo
@@ -42,10 +43,10 @@ class Conductor:
 
     All members must serve the same model and tell time by `clock`; those that cannot be asked yet
     join when they can. routing, kv_bandwidth: see `Router`. overload: see `ArrivalCheck`.
-    threaded: has threads of its own, from `start` on, for posted commands, retries and checks;
-    without them commands run at once and `check` is to be called. owns_members: whether they are
-    started and closed with it. Errors: ConfigError for members that cannot serve together, or where
-    none can be asked.
+    change_roles: whether there are `RoleChanges`. threaded: has threads of its own, from `start`
+    on, for posted commands, retries and checks; without them commands run at once and `check` is to
+    be called. owns_members: whether they are started and closed with it. Errors: ConfigError for
+    members that cannot serve together, or where none can be asked.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Conductor:
         routing: str = "local_cache_aware",
         kv_bandwidth: float = KV_BANDWIDTH,
         overload: str = "none",
+        change_roles: bool = False,
         clock: Clock | None = None,
         threaded: bool = True,
         owns_members: bool = False,
@@ -67,6 +69,7 @@ class Conductor:
         self._dispatcher = Dispatcher(
             self._router, ArrivalCheck(self._table, overload), self.now, self.post
         )
+        self._role_changes = RoleChanges(self._table) if change_roles else None
         self._owns = owns_members
         self._threaded = threaded
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
@@ -143,6 +146,8 @@ class Conductor:
                 self._lose(member)
             if member.leaving and not self._dispatcher.serves_on(member):
                 self._let_go(member)
+        if self._role_changes is not None:
+            self._role_changes.check(self.now())
 
     def _lose(self, member: Member) -> None:
         if member.joined:

@@ -32,7 +32,8 @@ class Member:
 
     address: HOST:PORT at which other replicas ask it for KV; None: it cannot be asked. recent_load:
     gives its load without waiting; None: it is asked. number: among the members that there are.
-    joined: it has said what it is, and serves the same model as the others. leaving: it is sent no
+    joined: it has said what it is, and serves the same model as the others. assigned:
+    role that it has in place of its own. leaving: it is sent no
     new requests. suspect: it failed a call, and is not asked again before it was seen alive by the
     next check. lost: its requests were taken from it, as it was not alive.
     """
@@ -43,6 +44,7 @@ class Member:
     recent_load: Callable[[], Load | None] | None = None
     number: int = -1
     joined: bool = False
+    assigned: Role | None = None
     leaving: bool = False
     suspect: bool = False
     lost: bool = False
@@ -56,8 +58,8 @@ class Member:
 
     @property
     def role(self) -> Role:
-        """Errors: RequestError before it has joined."""
-        return Role(self.replica.info.role)
+        """Its own, or what it was changed to. Errors: RequestError before it has joined."""
+        return self.assigned or Role(self.replica.info.role)
 
     @property
     def moves_kv(self) -> bool:

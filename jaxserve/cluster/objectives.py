@@ -16,6 +16,16 @@ class ClusterObjectives:
     def __init__(self, info: ReplicaInfo):
         self._by_class = _by_class(info)
 
+    @property
+    def usual_ttft(self) -> float:
+        """Of requests that name no class; infinite where nobody says."""
+        return self._by_class[None].ttft if self._by_class else math.inf
+
+    @property
+    def usual_tpot(self) -> float:
+        """Of requests that name no class; infinite where nobody says."""
+        return self._by_class[None].tpot if self._by_class else math.inf
+
     def ttft(self, request: Request, prefill: float) -> float:
         """Seconds that a request gives to its first token; infinite where nobody says. prefill:
         seconds in which its whole prompt is computed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -26,6 +27,7 @@ TINY = [
     "--model=random:tiny", "--max_model_len=256", "--profile=none", "--policy=fcfs",
     "--chunking=static", "--admission=queue", "--max_seqs=2", "--chunk_tokens=32", "--pages=40",
 ]  # fmt: skip
+SAMPLING = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 START_SECONDS = 200.0
 RESTART_SECONDS = 100.0
 
@@ -54,6 +56,11 @@ def serving(url: str) -> int:
     return len(re.findall(r"^jaxserve:replica_alive\{.*\} 1\.0$", text, re.M))
 
 
+def metric(url: str, name: str) -> float:
+    text = urllib.request.urlopen(f"{url}/metrics", timeout=20).read().decode()
+    return float(re.search(rf"^jaxserve:{name} (\S+)$", text, re.M)[1])
+
+
 @contextlib.contextmanager
 def cluster(tmp_path: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], Client]]:
     """Runs a cluster until the block ends, and what there is of it after."""
@@ -78,20 +85,25 @@ def cluster(tmp_path: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[byte
     eventually(lambda: not processes())
 
 
-def test_tokens_are_one_processs_a_killed_replica_begins_anew_and_nothing_is_left(tmp_path):
+def of_one_process(sizes: tuple[int, ...]) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts of so many tokens, and what one process answers."""
     from jaxserve.llm import LLM
 
     rng = np.random.default_rng(3)
-    prompts = [rng.integers(0, 500, size).tolist() for size in (3, 20, 50, 90)]
-    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [rng.integers(0, 500, size).tolist() for size in sizes]
     with LLM("random:tiny", max_model_len=256, profile="none", pages=40, max_seqs=2) as llm:
-        golden = [list(done.ids) for done in llm.generate(prompts, sampling)]
+        return prompts, [list(done.ids) for done in llm.generate(prompts, SAMPLING)]
+
+
+def answers(client: Client, prompts: list[list[int]]) -> list[list[int]]:
+    return [list(client.complete(prompt, SAMPLING, ids_only=True)[0].ids) for prompt in prompts]
+
+
+def test_tokens_are_one_processs_a_killed_replica_begins_anew_and_nothing_is_left(tmp_path):
+    prompts, golden = of_one_process((3, 20, 50, 90))
     tiers = ["--host_cache_gib=0.01", f"--disk_cache={tmp_path}/kv:0.01"]  # a folder for each
     with cluster(tmp_path, *TINY, *tiers) as (process, client):
-
-        def ask() -> list[list[int]]:
-            return [list(client.complete(p, sampling, ids_only=True)[0].ids) for p in prompts]
-
+        ask = functools.partial(answers, client, prompts)
         assert ask() == golden
         assert len(processes("serve")) == 2 and len(processes("conductor")) == 1
         url = json.loads((tmp_path / "ports.json").read_text())["http"]
@@ -108,6 +120,28 @@ def test_tokens_are_one_processs_a_killed_replica_begins_anew_and_nothing_is_lef
         assert process.wait(60) == 0
         assert not (tmp_path / "ports.json").exists()
         assert not processes()
+
+
+@pytest.mark.matrix
+def test_tokens_are_one_processs_where_one_replica_prefills_and_another_decodes(tmp_path):
+    prompts, golden = of_one_process((3, 50, 90, 130, 200, 230))
+    roles = ["--prefill=1", "--decode=1"]
+    with cluster(tmp_path, *TINY, *roles) as (_, client):
+        url = json.loads((tmp_path / "ports.json").read_text())["http"]
+        eventually(lambda: serving(url) == 2, START_SECONDS)
+        assert answers(client, prompts) == golden
+        fetched = metric(url, "kv_blocks_from_peers_total")
+        assert fetched >= sum(len(prompt) // 16 for prompt in prompts[2:]) / 2
+        (prefill,) = processes("--role=prefill")
+        os.kill(prefill, signal.SIGKILL)
+        assert answers(client, prompts) == golden, "by the other one alone"
+        eventually(lambda: processes("--role=prefill") not in ([], [prefill]), RESTART_SECONDS)
+        eventually(lambda: serving(url) == 2, START_SECONDS)
+        fresh, again = of_one_process((151, 152))
+        assert answers(client, fresh) == again
+        (decode,) = processes("--role=decode")
+        os.kill(decode, signal.SIGKILL)
+        assert answers(client, prompts) == golden, "as the last resort"
 
 
 @pytest.mark.matrix
