@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 
 from jaxserve.api.sampling import SamplingParams
+from jaxserve.group.channel import free_port
 from jaxserve.server.client import Client
 from tests.waiting import eventually
 
@@ -157,6 +159,83 @@ def test_the_real_model_says_what_the_reference_says(golden, smollm2_gguf, tmp_p
             sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
             found = client.complete(case["prompt_ids"], sampling, ids_only=True)[0].ids
             assert list(found) == case["output_ids"]
+
+
+def counted(url: str, name: str) -> float:
+    """A metric, summed over replicas."""
+    text = urllib.request.urlopen(f"{url}/metrics", timeout=20).read().decode()
+    return sum(map(float, re.findall(rf"^jaxserve:{name}(?:\{{.*\}})? (\S+)$", text, re.M)))
+
+
+def test_prompts_are_computed_by_one_replica_and_decoded_by_another(tmp_path):
+    from jaxserve.llm import LLM
+
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(0, 500, size).tolist() for size in (3, 90, 200, 129)]
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM("random:tiny", max_model_len=256, profile="none", pages=40, max_seqs=2) as llm:
+        right = [list(done.ids) for done in llm.generate(prompts, sampling)]
+    with cluster(tmp_path, "--prefill=1", "--decode=1", *TINY) as (_, client):
+        url = json.loads((tmp_path / "ports.json").read_text())["http"]
+        eventually(lambda: serving(url) == 2, START_SECONDS)
+        done = [client.complete(prompt, sampling, ids_only=True)[0] for prompt in prompts]
+        assert [list(one.ids) for one in done] == right
+        assert [one.usage.cached for one in done] == [0, 80, 192, 128]
+        assert counted(url, "kv_blocks_from_peers_total") == 5 + 12 + 8
+        eventually(lambda: not counted(url, "num_requests_running"))
+
+
+def replica(stack: contextlib.ExitStack, *flags: str) -> str:
+    """Starts `jaxserve serve`; returns its replica port's address."""
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    ports = ["--port=0", "--http_port=0", f"--replica_port={address.partition(':')[2]}"]
+    start(stack, "serve", *ports, *flags)
+    return address
+
+
+def start(stack: contextlib.ExitStack, command: str, *flags: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxserve", command, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**ENVIRONMENT, "JAXSERVE_CLUSTER_SECRET": "of the tests of clusters"},
+    )
+    stack.callback(process.wait)
+    stack.callback(process.terminate)
+    return process
+
+
+@pytest.mark.matrix
+def test_the_real_model_disaggregated_with_other_meshes_on_both_sides(golden, smollm2_gguf):
+    """And through two conductors at once."""
+    flags = [
+        f"--model={smollm2_gguf}", "--max_model_len=2048", "--max_seqs=4", "--pages=160",
+        "--profile=none", "--policy=fcfs", "--chunking=static", "--admission=queue",
+        "--dtype=float32", "--host_cache_gib=0.5", "--chunk_tokens=256",
+    ]  # fmt: skip
+    cases = [case for case in golden["cases"] if len(case["prompt_ids"]) < 1600]
+    with contextlib.ExitStack() as stack:
+        replicas = [
+            replica(stack, *flags, "--role=prefill", "--mesh=tp=3"),
+            replica(stack, *flags, "--role=decode", "--mesh=spp=2,kvp=2"),
+        ]
+        clients = []
+        for _ in range(2):
+            conductor = start(
+                stack, "conductor", f"--model={smollm2_gguf}", f"--replicas={','.join(replicas)}",
+                "--port=0", "--http_port=0",
+            )  # fmt: skip
+            address, url = (conductor.stdout.readline().strip() for _ in range(2))
+            clients.append(stack.enter_context(Client(address)))
+            clients[-1].wait_ready(START_SECONDS)
+            eventually(lambda url=url: serving(url) == 2, START_SECONDS)
+        for case, client in itertools.product(cases, clients):
+            prompt = case["prompt_ids"]
+            sampling = SamplingParams(max_tokens=len(case["output_ids"]), ignore_eos=True)
+            done = client.complete(prompt, sampling, ids_only=True)[0]
+            assert list(done.ids) == case["output_ids"]
+        assert counted(url, "kv_blocks_from_peers_total") > 100
 
 
 @pytest.mark.parametrize(
