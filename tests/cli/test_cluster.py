@@ -161,28 +161,15 @@ def test_the_real_model_says_what_the_reference_says(golden, smollm2_gguf, tmp_p
             assert list(found) == case["output_ids"]
 
 
-def counted(url: str, name: str) -> float:
-    """A metric, summed over replicas."""
-    text = urllib.request.urlopen(f"{url}/metrics", timeout=20).read().decode()
-    return sum(map(float, re.findall(rf"^jaxserve:{name}(?:\{{.*\}})? (\S+)$", text, re.M)))
-
-
 def test_prompts_are_computed_by_one_replica_and_decoded_by_another(tmp_path):
-    from jaxserve.llm import LLM
-
-    rng = np.random.default_rng(4)
-    prompts = [rng.integers(0, 500, size).tolist() for size in (3, 90, 200, 129)]
-    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    with LLM("random:tiny", max_model_len=256, profile="none", pages=40, max_seqs=2) as llm:
-        right = [list(done.ids) for done in llm.generate(prompts, sampling)]
+    prompts, right = of_one_process((3, 90, 200, 129))
     with cluster(tmp_path, "--prefill=1", "--decode=1", *TINY) as (_, client):
         url = json.loads((tmp_path / "ports.json").read_text())["http"]
         eventually(lambda: serving(url) == 2, START_SECONDS)
-        done = [client.complete(prompt, sampling, ids_only=True)[0] for prompt in prompts]
+        done = [client.complete(prompt, SAMPLING, ids_only=True)[0] for prompt in prompts]
         assert [list(one.ids) for one in done] == right
         assert [one.usage.cached for one in done] == [0, 80, 192, 128]
-        assert counted(url, "kv_blocks_from_peers_total") == 5 + 12 + 8
-        eventually(lambda: not counted(url, "num_requests_running"))
+        assert metric(url, "kv_blocks_from_peers_total") == 5 + 12 + 8
 
 
 def replica(stack: contextlib.ExitStack, *flags: str) -> str:
@@ -235,7 +222,7 @@ def test_the_real_model_disaggregated_with_other_meshes_on_both_sides(golden, sm
             sampling = SamplingParams(max_tokens=len(case["output_ids"]), ignore_eos=True)
             done = client.complete(prompt, sampling, ids_only=True)[0]
             assert list(done.ids) == case["output_ids"]
-        assert counted(url, "kv_blocks_from_peers_total") > 100
+        assert metric(url, "kv_blocks_from_peers_total") > 100
 
 
 @pytest.mark.parametrize(
