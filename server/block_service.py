@@ -2,13 +2,16 @@
 
 A stream wants blocks in their order. Those that are in host memory are sent at once, by a
 `Transfer`, into the windows that the asker lent; for those that a request here still computes the
-source waits, and says every second that it lives. It ends where a block will not come.
+source waits. It ends where a block will not come. A thread of the stream's own sends, so that the
+RPC can say every second that the source lives, whatever the sending waits for.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
+import time
 from collections.abc import Iterator
 
 import grpc
@@ -22,9 +25,10 @@ from jaxserve.store.checksum import block_checksum
 from jaxserve.store.peers import BlockExporter
 from jaxserve.transfer import Transfer, TransferError, Window
 
-MAX_STREAMS = 16  # at once; each takes a thread
+MAX_STREAMS = 16  # at once; each takes two threads
+STREAM_SECONDS = 600.0  # a stream in all
 HANDSHAKE_SECONDS = 5.0
-ALIVE_SECONDS = 1.0  # between words of a source that waits
+ALIVE_SECONDS = 1.0  # between words of a source that has nothing to tell
 WRITE_SECONDS = 10.0
 GROUP_BYTES = 8 << 20  # that are written at once, a block at least
 log = logging.getLogger(__name__)
@@ -37,7 +41,7 @@ class BlockService(rpc.BlocksServicer):
         self._secret = secret
         self._transfer = transfer
         self._exporter: BlockExporter | None = None
-        self._room = threading.BoundedSemaphore(MAX_STREAMS)
+        self._lock = threading.Lock()  # of the next
         self.streams = 0
 
     def open(self, exporter: BlockExporter | None) -> None:
@@ -52,16 +56,26 @@ class BlockService(rpc.BlocksServicer):
         if exporter is None:
             context.abort(grpc.StatusCode.UNAVAILABLE, "the replica has no blocks for others")
             return
-        if not self._room.acquire(blocking=False):
+        if not self._enter():
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_STREAMS} streams run already")
             return
-        self.streams += 1
         try:
             yield from self._handshake(exporter, asked, context)
-            yield from self._serve(exporter, asked)
+            sending = _Sending(exporter, self._transfer, asked)
+            try:
+                yield from sending.told()
+            finally:
+                sending.end(context)
         finally:
-            self.streams -= 1
-            self._room.release()
+            with self._lock:
+                self.streams -= 1
+
+    def _enter(self) -> bool:
+        """Counts a stream in; False where there are as many as there may be."""
+        with self._lock:
+            free = self.streams < MAX_STREAMS
+            self.streams += free
+        return free
 
     def _handshake(
         self,
@@ -85,59 +99,100 @@ class BlockService(rpc.BlocksServicer):
         own = proof(self._secret, REPLICA, nonce, hello.nonce)
         yield pb.BlocksTold(ready=pb.Ready(proof=own, block_bytes=exporter.block_bytes))
 
-    def _serve(
-        self, exporter: BlockExporter, asked: Iterator[pb.BlocksAsked]
-    ) -> Iterator[pb.BlocksTold]:
-        want = next(asked, pb.BlocksAsked()).want
+
+class _Sending:
+    """Sends the blocks of one stream, on a thread of its own. asked: what follows the proof."""
+
+    def __init__(
+        self, exporter: BlockExporter, transfer: Transfer, asked: Iterator[pb.BlocksAsked]
+    ):
+        self._exporter = exporter
+        self._transfer = transfer
+        self._asked = asked
+        self._request_id = ""
+        rows = max(1, GROUP_BYTES // exporter.block_bytes)
+        self._rows = np.empty((rows, exporter.block_bytes), np.uint8)
+        self._told: queue.SimpleQueue[pb.Sent] = queue.SimpleQueue()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-source", daemon=True)
+        self._thread.start()
+
+    def told(self) -> Iterator[pb.BlocksTold]:
+        """What was sent, and between, that this process lives; until nothing more will come."""
+        until = time.monotonic() + STREAM_SECONDS
+        while time.monotonic() < until:
+            try:
+                sent = self._told.get(timeout=ALIVE_SECONDS)
+            except queue.Empty:
+                sent = pb.Sent()
+            yield pb.BlocksTold(sent=sent)
+            if sent.last:
+                return
+
+    def end(self, context: grpc.ServicerContext) -> None:
+        """Sends no more; returns when the thread has ended, which no wait of it delays by more than
+        its own bound."""
+        self._ending.set()
+        if self._thread.is_alive():
+            context.cancel()  # it may wait for what the asker says
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._send_all()
+        except grpc.RpcError:
+            log.debug("the asker of blocks has gone")
+        except TransferError as error:
+            log.warning("blocks could not be sent: %s", error)
+        except Exception:  # the asker is not to wait for it
+            log.exception("a stream of blocks ends early")
+        finally:
+            self._told.put(pb.Sent(last=True))
+
+    def _send_all(self) -> None:
+        """Sends batch after batch, until the asker ends or a block does not come. Errors:
+        TransferError, grpc.RpcError."""
+        want = next(self._asked, pb.BlocksAsked()).want
         keys = [want.keys[at : at + KEY_BYTES] for at in range(0, len(want.keys), KEY_BYTES)]
-        sending = _Sending(exporter, self._transfer, want.request_id)
-        exporter.want(keys)
+        self._request_id = want.request_id
+        self._exporter.want(keys)
         try:
             at = 0
-            for message in asked:
+            for message in self._asked:
                 batch = message.batch
                 mine = keys[at : at + batch.blocks]
                 at += len(mine)
                 window = Window(batch.peer, batch.token, batch.size, batch.epoch)
-                for sent in sending.batch(window, mine):
-                    yield pb.BlocksTold(sent=sent)
-                    if sent.last:
-                        return
-        except TransferError as error:
-            log.warning("blocks could not be sent: %s", error)
-            yield pb.BlocksTold(sent=pb.Sent(last=True))
+                if not self._send(window, mine):
+                    return
         finally:
-            exporter.unwant(keys)
+            self._exporter.unwant(keys)
 
-
-class _Sending:
-    """Sends the blocks of one stream, some at a time."""
-
-    def __init__(self, exporter: BlockExporter, transfer: Transfer, request_id: str):
-        self._exporter = exporter
-        self._transfer = transfer
-        self._request_id = request_id
-        rows = max(1, GROUP_BYTES // exporter.block_bytes)
-        self._rows = np.empty((rows, exporter.block_bytes), np.uint8)
-
-    def batch(self, window: Window, keys: list[bytes]) -> Iterator[pb.Sent]:
-        """Sends these blocks to a window, from its beginning. Errors: TransferError."""
+    def _send(self, window: Window, keys: list[bytes]) -> bool:
+        """Sends these blocks to a window, from its beginning; False where one does not come.
+        Errors: TransferError."""
         at = 0
         while at < len(keys):
-            while not self._exporter.read(keys[at], self._rows[0], ALIVE_SECONDS):
-                if not self._exporter.coming(self._request_id) and not self._exporter.read(
-                    keys[at], self._rows[0], ALIVE_SECONDS
-                ):
-                    yield pb.Sent(last=True)
-                    return
-                yield pb.Sent()
+            if not self._wait(keys[at]):
+                return False
             group = keys[at : at + len(self._rows)]
             count = 1
             while count < len(group) and self._exporter.read(group[count], self._rows[count], 0.0):
                 count += 1
             self._write(window, at * self._exporter.block_bytes, self._rows[:count])
-            yield pb.Sent(checksums=map(block_checksum, group[:count], self._rows))
+            self._told.put(pb.Sent(checksums=map(block_checksum, group[:count], self._rows)))
             at += count
+        return True
+
+    def _wait(self, key: bytes) -> bool:
+        """Reads a block to the first row, as long as it may come; False where it does not."""
+        while not self._ending.is_set():
+            coming = self._exporter.coming(self._request_id)
+            if self._exporter.read(key, self._rows[0], ALIVE_SECONDS):
+                return True
+            if not coming:
+                return False
+        return False
 
     def _write(self, window: Window, offset: int, rows: np.ndarray) -> None:
         ticket = self._transfer.write(window, offset, rows.reshape(-1), WRITE_SECONDS)

@@ -24,6 +24,7 @@ from jaxserve.api.request import KvSource
 from jaxserve.group.handshake import Certificate
 from jaxserve.server import replica_pb2 as pb
 from jaxserve.server import replica_pb2_grpc as rpc
+from jaxserve.server.block_service import STREAM_SECONDS
 from jaxserve.server.replica_auth import CALLER, REPLICA, new_nonce, proof, proves
 from jaxserve.server.replica_session import CHANNEL_OPTIONS
 from jaxserve.store.checksum import block_checksum
@@ -32,7 +33,6 @@ from jaxserve.transfer import ReceiveBuffers, TcpTransfer, TransferError, Window
 STAGING_BYTES = 256 << 20  # of memory that is touched only where blocks arrive
 WINDOW_BYTES = 16 << 20
 WINDOWS = 2  # of a stream: one is filled while the other is read
-STREAM_SECONDS = 600.0  # a stream in all
 SILENT_SECONDS = 5.0  # that a source may say nothing
 ASK_SECONDS = 0.05  # between looks whether there is staging memory
 log = logging.getLogger(__name__)

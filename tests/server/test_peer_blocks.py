@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from jaxserve.api.request import KvSource
-from jaxserve.server import peer_blocks
+from jaxserve.server import block_service, peer_blocks
 from jaxserve.server.block_service import MAX_STREAMS, BlockService
 from jaxserve.server.peer_blocks import PeerReplicas
 from jaxserve.server.replica_service import ReplicaService
@@ -148,6 +148,40 @@ def test_blocks_that_are_made_later_come_when_they_are_made(stack, peers):
 
     threading.Thread(target=compute).start()
     assert fetch(peers, source.of("job"), range(13)) == 13
+    assert_nothing_left(peers, source)
+
+
+@pytest.mark.parametrize("what", ["want", "read", "write"])
+def test_a_source_that_lives_is_waited_for_however_long_its_work_takes(
+    stack, peers, monkeypatch, what
+):
+    """As where a step of its engine takes longer than it may be silent."""
+    monkeypatch.setattr(peer_blocks, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(block_service, "ALIVE_SECONDS", 0.2)
+    source = Source(stack, range(5))
+    owner = source.transfer if what == "write" else source.blocks
+    quick = getattr(owner, what)
+    calls = []
+
+    def slow(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            time.sleep(1.5)
+        return quick(*arguments)
+
+    monkeypatch.setattr(owner, what, slow)
+    assert fetch(peers, source.of(), range(5)) == 5
+    assert_nothing_left(peers, source)
+
+
+def test_a_source_ends_streams_that_take_too_long(stack, peers, monkeypatch):
+    monkeypatch.setattr(block_service, "STREAM_SECONDS", 0.5)
+    monkeypatch.setattr(block_service, "ALIVE_SECONDS", 0.1)
+    source = Source(stack, range(3))
+    source.blocks.live.add("job")
+    began = time.monotonic()
+    assert fetch(peers, source.of("job"), range(4)) == 3
+    assert time.monotonic() - began < 3
     assert_nothing_left(peers, source)
 
 
