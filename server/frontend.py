@@ -316,6 +316,8 @@ class Frontend:
             return
         try:
             replica.submit(stream.request, functools.partial(self._mailbox.put, stream))
+            if stream.closed:  # while it was submitted: the cancellation may have come too early
+                replica.cancel(stream.request.id)
             return
         except RequestError as error:
             refusal = error
