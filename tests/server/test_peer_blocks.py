@@ -308,7 +308,12 @@ def test_a_source_that_is_killed_or_stopped_ends_the_stream(stack, peers, number
     assert_nothing_left(peers)
 
 
-def test_an_asker_that_is_killed_leaves_nothing_at_the_source(stack, peers):
+@pytest.mark.parametrize("number, bound", [(signal.SIGKILL, 600.0), (signal.SIGSTOP, 3.0)])
+def test_an_asker_that_is_killed_or_stopped_leaves_nothing_at_the_source(
+    stack, peers, monkeypatch, number, bound
+):
+    """Killed: at once. Stopped: when the stream's time is over."""
+    monkeypatch.setattr(block_service, "STREAM_SECONDS", bound)
     source = Source(stack, range(40))
     source.blocks.live.add("job")
     code = (
@@ -317,9 +322,12 @@ def test_an_asker_that_is_killed_leaves_nothing_at_the_source(stack, peers):
     )
     process = subprocess.Popen([sys.executable, "-c", code])
     stack.callback(process.wait)
-    eventually(lambda: source.service.streams == 1, 20)
-    process.kill()
-    eventually(lambda: not source.service.streams and not source.blocks.wanted, 15)
+    stack.callback(process.kill)
+    eventually(lambda: len(source.blocks.wanted) == 41, 20)
+    time.sleep(0.5)  # until it waits for the last block
+    process.send_signal(number)
+    eventually(lambda: not source.service.streams and not source.blocks.wanted, 20)
+    assert not [one for one in threading.enumerate() if one.name == "kv-source"]
     assert fetch(peers, source.of(), range(40)) == 40
 
 
