@@ -31,7 +31,7 @@ from typing import Any
 from experiments.benchmarks.fault_load import Callers, in_turns, listens, show
 from experiments.script import command_line, keep
 from jaxserve.cli.machine import described, machine
-from jaxserve.group.channel import free_port
+from jaxserve.group.channel import lasting_ports
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 
@@ -79,8 +79,7 @@ class Cluster:
     """`jaxserve cluster`, with the same addresses however often it is started."""
 
     def __init__(self, values: dict[str, Any], log: Path):
-        self.port = free_port("127.0.0.1")
-        self.http_port = free_port("127.0.0.1")
+        self.port, self.http_port = lasting_ports(2, "127.0.0.1")
         self._command = [
             sys.executable, "-m", "jaxserve", "cluster",
             *(f"--{name}={values[name]}" for name in ("model", "prefill", "decode")),

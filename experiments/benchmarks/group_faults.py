@@ -29,7 +29,7 @@ from typing import Any
 from experiments.benchmarks.fault_load import Callers, in_turns, listens, show
 from experiments.script import command_line, keep
 from jaxserve.cli.machine import described, machine
-from jaxserve.group.channel import free_port
+from jaxserve.group.channel import lasting_ports
 from jaxserve.group.member import VARIABLE
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
@@ -74,11 +74,11 @@ class Group:
     """`jaxserve launch -- serve`, with one address however often it is started."""
 
     def __init__(self, values: dict[str, Any], log: Path):
-        self.port = free_port("127.0.0.1")
+        self.port, http_port, admin_port = lasting_ports(3, "127.0.0.1")
         serve = [f"--{name}={values[name]}" for name in ("model", "mesh", "replay")] + [
             f"--port={self.port}",
-            f"--http_port={free_port('127.0.0.1')}",
-            f"--admin_port={free_port('127.0.0.1')}",
+            f"--http_port={http_port}",
+            f"--admin_port={admin_port}",
             "--dtype=float32",
             "--max_model_len=1024",
             "--max_seqs=4",

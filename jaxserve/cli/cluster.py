@@ -23,7 +23,7 @@ from jaxserve.cli.engine_flags import (
     server_config,
 )
 from jaxserve.cli.own_server import flag
-from jaxserve.group.channel import free_port
+from jaxserve.group.channel import lasting_ports
 from jaxserve.group.cluster import ProcessSet, Task
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
@@ -75,10 +75,11 @@ def run(values: dict[str, Any]) -> int:
     roles = _roles(values)
     host = values["host"]
     local = {**values}
-    for name in ("port", "http_port"):
+    fixed = lasting_ports(2, host)
+    for name, port in zip(("port", "http_port"), fixed):
         if local[name] == 0:  # it is the same one when the conductor starts anew
-            local[name] = free_port(host)
-    ports = [free_port("127.0.0.1") for _ in roles]
+            local[name] = port
+    ports = [port for port in lasting_ports(len(roles) + 2, "127.0.0.1") if port not in fixed]
     devices = _devices(values, roles)
     tasks = [
         _replica(number, role, port, _with_host_memory(role, values), own)

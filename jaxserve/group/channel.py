@@ -7,7 +7,9 @@ Without a certificate the content travels in plain text.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import random
 import socket
 import struct
 import threading
@@ -22,6 +24,7 @@ PURPOSE = Purpose(MAGIC, "leader", "group")
 MAX_FRAME_BYTES = 1 << 28  # a mask of the largest batch and vocabulary has a tenth of that
 PART_BYTES = 1 << 18  # that are read or written at a time
 STALL_SECONDS = 10.0  # that a peer may take no bytes, or its host may not answer TCP
+LASTING_PORTS = range(15_000, 30_000)  # below those that Linux gives to connections
 _HEAD = struct.Struct("<IB")  # bytes of the content, kind
 
 
@@ -114,6 +117,19 @@ def free_port(host: str = "") -> int:
     """A port that nobody listens on just now."""
     with socket.create_server((host, 0)) as server:
         return server.getsockname()[1]
+
+
+def lasting_ports(count: int, host: str = "") -> list[int]:
+    """Different ports that nobody listens on just now, and that no connection is given by chance:
+    they can be had again when the process that listens there starts anew. Errors: OSError where
+    there are not so many."""
+    found: list[int] = []
+    for port in random.sample(LASTING_PORTS, len(LASTING_PORTS)):
+        if len(found) == count:
+            return found
+        with contextlib.suppress(OSError), socket.create_server((host, port)):
+            found.append(port)
+    raise OSError(f"there are no {count} free ports in {LASTING_PORTS}")
 
 
 def accept(connection: socket.socket, secret: bytes, tls: Certificate | None = None) -> Channel:
