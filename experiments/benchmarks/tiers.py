@@ -4,13 +4,15 @@
 
 One replica whose pages hold one document at a time. In each round two documents are asked in turn
 so that each time the other one is on the devices: the answer is computed, comes from pages that are
-there still, from host memory, and, by a replica that was started anew on the same folder, from
-disk. Beside each time is what Eq. 2 of the Mooncake paper predicts: bytes over bandwidth for what
-is loaded, the profile's prefill for what is computed.
+there still, from host memory, by a replica that was started anew on the same folder, from disk, and
+by one that has nothing, over loopback sockets, from the devices of another replica in the same
+process. Beside each time is what Eq. 2 of the Mooncake paper predicts: bytes over bandwidth for
+what is loaded, the profile's prefill for what is computed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import statistics
 import sys
@@ -23,12 +25,15 @@ import numpy as np
 
 from experiments.script import command_line, keep
 from jaxserve.api.events import Finished, Token
-from jaxserve.api.request import Request
+from jaxserve.api.request import KvSource, Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import table
 from jaxserve.cli.machine import described, machine
 from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine
+from jaxserve.server.block_service import BlockService
+from jaxserve.server.peer_blocks import PeerReplicas
+from jaxserve.server.replica_service import ReplicaService
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import CacheConfig, EngineConfig, ModelSource, SchedulerConfig
@@ -43,13 +48,21 @@ OPTIONS = {
         Option("json", str, None, "file for all figures"),
     ]
 }
-WAYS = ("computed", "device", "host", "disk")
+WAYS = ("computed", "device", "host", "disk", "peer")
+PEER_BANDWIDTH = 1e9  # bytes per second that the conductor expects (`--kv_bandwidth`)
+SECRET = b"of the benchmark of tiers of blocks"
 
 
 class Asked:
     """One request, run to its end. seconds: to its first token; cpu: of this process meanwhile."""
 
-    def __init__(self, engine: Engine, prompt: np.ndarray, bypass: bool = False):
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: np.ndarray,
+        bypass: bool = False,
+        source: KvSource | None = None,
+    ):
         self.tokens: list[int] = []
         self.ended: Finished | None = None
         began, cpu = time.perf_counter(), cpu_seconds()
@@ -63,6 +76,7 @@ class Asked:
             max_len=info.max_model_len,
             arrival=engine.now(),
             bypass_prefix_cache=bypass,
+            kv_source=source,
         )
         self._began = began
         self._over = threading.Event()
@@ -87,7 +101,7 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def replica(values: dict[str, Any], folder: str) -> Engine:
+def replica(values: dict[str, Any], folder: str, peers: PeerReplicas | None = None) -> Engine:
     """A replica with pages for one document, host memory for four, and a folder on disk."""
     length = values["tokens"] + values["question"] + 8
     block = values["block"]
@@ -99,9 +113,9 @@ def replica(values: dict[str, Any], folder: str) -> Engine:
             host_cache_gib=6.0,
             disk_cache=f"{folder}:6",
         ),
-        scheduler=SchedulerConfig(max_seqs=1, chunk_tokens=512),
+        scheduler=SchedulerConfig(max_seqs=1, chunk_tokens=512, policy="slack"),
     )
-    engine = build(config, progress=False)
+    engine = build(config, progress=False, peers=peers)
     engine.start()
     return engine
 
@@ -127,6 +141,7 @@ def measure(values: dict[str, Any]) -> list[dict[str, Any]]:
             engine = replica(values, folder)
             Asked(engine, second[:200], bypass=True)
             asked["disk"] = Asked(engine, first)
+            asked["peer"] = from_peer(values, engine, first)
             engine.close()
         for way, one in asked.items():
             assert one.tokens == asked["computed"].tokens, f"{way}: other tokens"
@@ -146,6 +161,22 @@ def measure(values: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def from_peer(values: dict[str, Any], engine: Engine, prompt: np.ndarray) -> Asked:
+    """A document that `engine` has, asked of a replica that has nothing."""
+    with contextlib.ExitStack() as stack:
+        peers = PeerReplicas(SECRET)
+        stack.callback(peers.close)
+        service = ReplicaService(SECRET, blocks=BlockService(SECRET, peers.transfer))
+        port = service.start("127.0.0.1:0")
+        service.open(engine)
+        stack.callback(service.stop)
+        near = replica(values, stack.enter_context(tempfile.TemporaryDirectory()), peers)
+        stack.callback(near.close)
+        Asked(near, prompt[::-1][:200], bypass=True)
+        source = KvSource(f"127.0.0.1:{port}", len(prompt) // values["block"])
+        return Asked(near, prompt, source=source)
+
+
 def predictions(engine: Engine, size: int) -> dict[str, float]:
     """Seconds of each way: by the profile what is to be computed, by the bandwidths that are
     believed before anything was loaded what is to be loaded."""
@@ -156,7 +187,13 @@ def predictions(engine: Engine, size: int) -> dict[str, float]:
     tiers = engine.worker.lower_tiers
     size_of_hit = hit // block * tiers.block_bytes
     host, disk = (size_of_hit / bandwidth for bandwidth in tiers.bandwidths())
-    return {"computed": work(0, size), "device": rest, "host": host + rest, "disk": disk + rest}
+    return {
+        "computed": work(0, size),
+        "device": rest,
+        "host": host + rest,
+        "disk": disk + rest,
+        "peer": size_of_hit / PEER_BANDWIDTH + rest,
+    }
 
 
 def wait_for_stores(engine: Engine) -> None:
