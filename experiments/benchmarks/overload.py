@@ -2,11 +2,13 @@
 and how those that are not fare.
 
     python -m experiments.benchmarks.overload --way=http --json=overload.json
+    python -m experiments.benchmarks.overload --way=grpc --replicas=2 --overload=predicted
 
 First the engine's capacity is measured: requests per second with all slots always taken. Then
 requests come as a Poisson process, whatever becomes of those before: for a while at 0.9 times the
 capacity, which is what goodput is compared with, at `factor` times the capacity, and at half of it.
-They come over gRPC or HTTP, each on a thread of its own in this process, or without a front.
+They come over gRPC or HTTP, each on a thread of its own in this process, or without a front; to
+one replica or, by a conductor, to several in this process.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,8 +33,11 @@ from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import table
 from jaxserve.cli.machine import described, machine
+from jaxserve.cluster.conductor import Conductor
+from jaxserve.cluster.member import Member
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import open_engine
+from jaxserve.replica.protocol import Replica
 from jaxserve.scheduling.events import StepIssued
 from jaxserve.server.client import Client
 from jaxserve.server.supervisor import Background
@@ -44,6 +51,7 @@ from jaxserve.settings.schema import (
     SchedulerConfig,
     ServerConfig,
 )
+from jaxserve.text import Tokenizer
 from jaxserve.text.output import Delta
 
 OPTIONS = {
@@ -58,6 +66,14 @@ OPTIONS = {
         Option("seconds", float, 60.0, "of overload", 1),
         Option("way", str, "engine", "how requests come", choices=("engine", "grpc", "http")),
         Option("admission", str, "predict", "see jaxserve serve", choices=("predict", "queue")),
+        Option("replicas", int, 0, "behind a conductor; 0: one replica without a conductor", 0),
+        Option(
+            "overload",
+            str,
+            "none",
+            "see jaxserve conductor",
+            choices=("none", "early", "predicted"),
+        ),
         Option("seed", int, 0, "of arrivals and lengths", 0),
         Option("json", str, None, "file for all figures"),
     ]
@@ -104,10 +120,10 @@ class Asked:
 
 class WithoutFront:
     def __init__(self, server: Background):
-        self._engine = server.server.frontend.replica
+        self._replica = server.server.frontend.replica
 
     def ask(self, asked: Asked, prompt: np.ndarray, output: int) -> None:
-        engine = self._engine
+        engine = self._replica
         ended = threading.Event()
 
         def sink(events: Sequence[Event]) -> None:
@@ -197,14 +213,15 @@ class LoadGenerator:
     def __init__(self, values: dict[str, Any], server: Background):
         self.values = values
         self.dice = np.random.default_rng(values["seed"])
-        self.engine = server.server.frontend.replica
+        self.replica = server.server.frontend.replica
+        self.slots = values["max_seqs"] * max(1, values["replicas"])
         self._way = WAYS[values["way"]](server)
 
     def ask(self) -> Asked:
         dice = self.dice
         prompt = dice.integers(
             0,
-            self.engine.info.vocab,
+            self.replica.info.vocab,
             int(np.clip(dice.lognormal(np.log(self.values["prompt"]), 0.6), 8, 1000)),
         )
         asked = Asked(len(prompt))
@@ -224,7 +241,7 @@ class LoadGenerator:
         """Requests per second that end while as many as there are slots are always there."""
         until = time.perf_counter() + seconds
         ended = 0
-        alive = [self.ask() for _ in range(self.values["max_seqs"])]
+        alive = [self.ask() for _ in range(self.slots)]
         while time.perf_counter() < until:
             ended += sum(asked.done.is_set() and asked.error is None for asked in alive)
             alive = [self.ask() if asked.done.is_set() else asked for asked in alive]
@@ -276,6 +293,12 @@ def figures(asked: Sequence[Asked], seconds: float, values: dict[str, Any]) -> d
     }
 
 
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def percentiles(values: Any) -> dict[str, float]:
     return {f"p{p}": float(np.percentile(values, p)) if len(values) else 0.0 for p in (50, 90, 99)}
 
@@ -292,27 +315,40 @@ def measured(values: dict[str, Any]) -> dict[str, Any]:
     source = ModelSource(values["model"], max_model_len=LONGEST)
     cache = CacheConfig(prefix_caching=False)
     config = EngineConfig(source, MeshConfig(), cache, scheduler)
-    with Background(
-        ServerConfig(port=0, http_port=0), lambda: open_engine(config, progress=sys.stderr.isatty())
-    ) as server:
+    engines: list[Engine] = []
+
+    def build() -> tuple[Replica, Tokenizer | None]:
+        tokenizer = None
+        for _ in range(max(1, values["replicas"])):
+            engine, tokenizer = open_engine(config, progress=sys.stderr.isatty())
+            assert isinstance(engine, Engine)
+            engines.append(engine)
+        if not values["replicas"]:
+            return engines[0], tokenizer
+        members = [Member(f"replica {number}", one) for number, one in enumerate(engines)]
+        conductor = Conductor(members, overload=values["overload"], owns_members=True)
+        return conductor, tokenizer
+
+    with Background(ServerConfig(port=0, http_port=0), build) as server:
         server.wait_ready()
-        return phases(LoadGenerator(values, server), Computed(server.server.frontend.replica))
+        return phases(LoadGenerator(values, server), Computed(engines), engines)
 
 
 class Computed:
-    """Counts the tokens that an engine's steps compute."""
+    """Counts the tokens that engines' steps compute."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engines: Iterable[Engine]):
         self.tokens = 0
-        engine.bus.subscribe(StepIssued, self._count)
+        for engine in engines:
+            engine.bus.subscribe(StepIssued, self._count)
 
     def _count(self, event: StepIssued) -> None:
         self.tokens += event.batch.tokens.size
 
 
-def phases(load: LoadGenerator, computed: Computed) -> dict[str, Any]:
+def phases(load: LoadGenerator, computed: Computed, engines: Sequence[Engine]) -> dict[str, Any]:
     values = load.values
-    engine = load.engine
+    memory = resident()
     load.capacity(5.0)  # what runs first runs slower: it does not count
     capacity = load.capacity(15.0)
     factor = values["factor"]
@@ -320,7 +356,7 @@ def phases(load: LoadGenerator, computed: Computed) -> dict[str, Any]:
     finished(base)
     before = computed.tokens
     asked = load.poisson(factor * capacity, values["seconds"])
-    depth = engine.load().waiting
+    depth = sum(engine.load().waiting for engine in engines)
     after = load.poisson(0.5 * capacity, AFTER)
     finished([*asked, *after])
     spent = (
@@ -331,7 +367,8 @@ def phases(load: LoadGenerator, computed: Computed) -> dict[str, Any]:
         "capacity": capacity,
         "waiting_at_the_end": depth,
         "tokens_for_refused": spent,
-        "scale": engine.scheduler.predictor.scale,
+        "scale": max(engine.scheduler.predictor.scale for engine in engines),
+        "grown_mib": (resident() - memory) / 2**20,
         "phases": {
             "0.9x": figures(base, BASE, values),
             f"{factor:g}x": figures(asked, values["seconds"], values),
@@ -391,7 +428,7 @@ def run(values: dict[str, Any]) -> int:
         "\n"
         f"prompt tokens computed for refused requests: {result['tokens_for_refused']}; requests "
         f"that waited when the overload ended: {result['waiting_at_the_end']}; predictor's scale "
-        f"{result['scale']:.2f}"
+        f"{result['scale']:.2f}; resident memory grew by {result['grown_mib']:.0f} MiB"
     )
     keep(values, **result)
     return 0
