@@ -2,8 +2,9 @@
 
 A stream wants blocks in their order. Those that are in host memory are sent at once, by a
 `Transfer`, into the windows that the asker lent; for those that a request here still computes the
-source waits. It ends where a block will not come. A thread of the stream's own sends, so that the
-RPC can say every second that the source lives, whatever the sending waits for.
+source waits. It ends where a block will not come, or where the asker says nothing any more. A
+thread of the stream's own sends, and one hears the asker, so that the RPC can say every second that
+the source lives, whatever the sending waits for.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from jaxserve.store.checksum import block_checksum
 from jaxserve.store.peers import BlockExporter
 from jaxserve.transfer import Transfer, TransferError, Window
 
-MAX_STREAMS = 16  # at once; each takes two threads
+MAX_STREAMS = 16  # at once; each takes three threads
 STREAM_SECONDS = 600.0  # a stream in all
 HANDSHAKE_SECONDS = 5.0
 ALIVE_SECONDS = 1.0  # between words of a source that has nothing to tell
+SILENT_SECONDS = 5.0  # that an asker may say nothing; it answers each word of the source
 WRITE_SECONDS = 10.0
 GROUP_BYTES = 8 << 20  # that are written at once, a block at least
 log = logging.getLogger(__name__)
@@ -113,9 +115,15 @@ class _Sending:
         rows = max(1, GROUP_BYTES // exporter.block_bytes)
         self._rows = np.empty((rows, exporter.block_bytes), np.uint8)
         self._told: queue.SimpleQueue[pb.Sent] = queue.SimpleQueue()
+        self._heard: queue.SimpleQueue[pb.BlocksAsked | None] = queue.SimpleQueue()
+        self._heard_at = time.monotonic()
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kv-source", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=run, name="kv-source", daemon=True)
+            for run in (self._run, self._listen)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def told(self) -> Iterator[pb.BlocksTold]:
         """What was sent, and between, that this process lives; until nothing more will come."""
@@ -126,22 +134,31 @@ class _Sending:
             except queue.Empty:
                 sent = pb.Sent()
             yield pb.BlocksTold(sent=sent)
-            if sent.last:
+            if sent.last or time.monotonic() - self._heard_at > SILENT_SECONDS:
                 return
 
     def end(self, context: grpc.ServicerContext) -> None:
-        """Sends no more; returns when the thread has ended, which no wait of it delays by more than
-        its own bound."""
+        """Sends no more; returns when the threads have ended, which no wait of them delays by more
+        than its own bound."""
         self._ending.set()
-        if self._thread.is_alive():
-            context.cancel()  # it may wait for what the asker says
-        self._thread.join()
+        context.cancel()  # one may wait for what the asker says
+        for thread in self._threads:
+            thread.join()
+
+    def _listen(self) -> None:
+        try:
+            for message in self._asked:
+                self._heard_at = time.monotonic()
+                if not message.HasField("alive"):
+                    self._heard.put(message)
+        except Exception:  # as gRPC ends it
+            log.debug("the asker of blocks has gone")
+        finally:
+            self._heard.put(None)
 
     def _run(self) -> None:
         try:
             self._send_all()
-        except grpc.RpcError:
-            log.debug("the asker of blocks has gone")
         except TransferError as error:
             log.warning("blocks could not be sent: %s", error)
         except Exception:  # the asker is not to wait for it
@@ -151,14 +168,17 @@ class _Sending:
 
     def _send_all(self) -> None:
         """Sends batch after batch, until the asker ends or a block does not come. Errors:
-        TransferError, grpc.RpcError."""
-        want = next(self._asked, pb.BlocksAsked()).want
+        TransferError."""
+        first = self._heard.get()
+        if first is None:
+            return
+        want = first.want
         keys = [want.keys[at : at + KEY_BYTES] for at in range(0, len(want.keys), KEY_BYTES)]
         self._request_id = want.request_id
         self._exporter.want(keys)
         try:
             at = 0
-            for message in self._asked:
+            for message in iter(self._heard.get, None):
                 batch = message.batch
                 mine = keys[at : at + batch.blocks]
                 at += len(mine)

@@ -273,6 +273,8 @@ class _Session:
         try:
             for told in self._told:
                 self._heard.put(told)
+                if told.HasField("sent"):
+                    self.say(pb.BlocksAsked(alive=pb.Alive()))
             self._heard.put("it has no more")
         except grpc.RpcError as error:
             self._heard.put(error.details() or error.code().name)
