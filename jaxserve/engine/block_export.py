@@ -55,4 +55,5 @@ class TierExporter:
         there = self._tiers.wait(key, seconds)
         if not there and seconds and key in self._stores.promised:
             there = self._tiers.wait(key, WAY_SECONDS)
-        return there and self._tiers.read(key, into)
+        # one that is on its way now is worth the wait of `read`
+        return (there or self._tiers.holds(key)) and self._tiers.read(key, into)

@@ -89,6 +89,7 @@ class BlockMover:
         for blocks in self.io.read(stores[:, :2]):
             part = stores[at : at + len(blocks)]
             keys = [key_of(row[3:]) for row in part]
+            self.tiers.expect(keys)
             self._stores.put((blocks, keys, part[:, 2].tolist()))
             at += len(blocks)
 
@@ -148,9 +149,12 @@ class BlockMover:
 
     def _store(self, job: tuple[BlocksRead, list[bytes], list[int]]) -> None:
         blocks, keys, keep = job
-        blocks.wait()
-        for index, (key, seconds) in enumerate(zip(keys, keep)):
-            self.tiers.put(key, functools.partial(blocks.copy, index), float(seconds))
+        try:
+            blocks.wait()
+            for index, (key, seconds) in enumerate(zip(keys, keep)):
+                self.tiers.put(key, functools.partial(blocks.copy, index), float(seconds))
+        finally:
+            self.tiers.settle(keys)
 
     def _fetch(self, fetch: Fetch) -> None:
         """Brings the blocks in pieces until one is missing; the last piece may be empty."""

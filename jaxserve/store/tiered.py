@@ -1,16 +1,18 @@
 """Blocks of KV below the devices: in host memory and, where a folder is given, on disk behind it.
 
 A block that comes from a device is put into host memory; the one that makes room for it goes to
-disk. A block is read from wherever it lies, and one that is wrong or gone is a miss, never wrong
-bytes. All methods may be called from any thread; none holds a lock while bytes are copied, checked
-or written.
+disk. A block that has left a device and is not put yet is expected: it counts as there, and who
+reads it waits for it. A block is read from wherever it lies, and one that is wrong or gone is a
+miss, never wrong bytes. All methods may be called from any thread; none holds a lock while bytes
+are copied, checked or written.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +24,7 @@ from jaxserve.store.host_memory import HostBlocks
 # bytes per second that are believed until something was read
 HOST_BANDWIDTH = 2e9
 DISK_BANDWIDTH = 3e8
-FILL_SECONDS = 5.0  # to wait for a block that is being put
+FILL_SECONDS = 5.0  # to wait for a block that is on its way or being put
 FORGETTING = 0.2  # weight of the newest measurement
 
 
@@ -63,6 +65,7 @@ class TieredBlocks:
         self._disk = disk
         self._host = HostBlocks(slots, block_bytes)
         self._index = HostTier(slots)
+        self._expected: Counter[bytes] = Counter()  # how often each block is on its way
         self._lock = threading.Lock()
         self._put = threading.Condition(self._lock)  # notified when a block was put, or was not
         self._count: dict[str, int] = dict.fromkeys(TierCounts.__slots__, 0)
@@ -72,8 +75,20 @@ class TieredBlocks:
     # --- what there is
 
     def holds(self, key: bytes) -> bool:
-        """Whether the block is believed to be there."""
-        return key in self._index or (self._disk is not None and key in self._disk)
+        """Whether the block is believed to be there, or on its way."""
+        return self._in_host_memory(key) or self._on_disk(key)
+
+    def _in_host_memory(self, key: bytes) -> bool:
+        """Whether the block is there, being put or on its way."""
+        return key in self._index or key in self._expected
+
+    def _on_disk(self, key: bytes) -> bool:
+        return self._disk is not None and key in self._disk
+
+    def _arrived(self, key: bytes) -> bool:
+        """Whether the block can be read without waiting for whoever puts it."""
+        in_host_memory = key in self._index and not self._index.filling(key)
+        return in_host_memory or self._on_disk(key)
 
     @property
     def outlasts(self) -> bool:
@@ -82,7 +97,7 @@ class TieredBlocks:
 
     def seconds(self, keys: Sequence[bytes]) -> float:
         """How long it should take to read these blocks."""
-        near = sum(key in self._index for key in keys)
+        near = sum(self._in_host_memory(key) for key in keys)
         far = len(keys) - near
         return self.block_bytes * (
             near / self._host_bandwidth.value + far / self._disk_bandwidth.value
@@ -100,6 +115,20 @@ class TieredBlocks:
         return TierCounts(**counts)
 
     # --- what comes
+
+    def expect(self, keys: Iterable[bytes]) -> None:
+        """These blocks are on their way: they count as there until `settle` is told of them."""
+        with self._lock:
+            self._expected.update(keys)
+
+    def settle(self, keys: Iterable[bytes]) -> None:
+        """These blocks, expected before, are on their way no more: each was put, or never will."""
+        with self._put:
+            for key in keys:
+                self._expected[key] -= 1
+                if self._expected[key] <= 0:
+                    del self._expected[key]
+            self._put.notify_all()
 
     def put(
         self, key: bytes, fill: Callable[[np.ndarray], None], keep_seconds: float = 0.0
@@ -142,7 +171,8 @@ class TieredBlocks:
 
     def read(self, key: bytes, into: np.ndarray) -> bool:
         """Copies a block to `into` [block_bytes] uint8; False where it is not there, or was not
-        what was put: then it is forgotten."""
+        what was put: then it is forgotten. Waits, at most FILL_SECONDS, for one that comes."""
+        self._wait_for_put(key)
         began = self._clock.now()
         if self._read_host(key, into):
             self._host_bandwidth.seen(self.block_bytes, self._clock.now() - began)
@@ -159,13 +189,17 @@ class TieredBlocks:
     def wait(self, key: bytes, seconds: float) -> bool:
         """Waits until a block is there, at most so long; whether it is."""
         with self._put:
-            return self._put.wait_for(
-                lambda: self.holds(key) and not self._index.filling(key), seconds
+            return self._put.wait_for(lambda: self._arrived(key), seconds)
+
+    def _wait_for_put(self, key: bytes) -> None:
+        """Waits, at most FILL_SECONDS, until the block can be read or does not come."""
+        with self._put:
+            self._put.wait_for(
+                lambda: self._arrived(key) or not self._in_host_memory(key), FILL_SECONDS
             )
 
     def _read_host(self, key: bytes, into: np.ndarray) -> bool:
-        with self._put:
-            self._put.wait_for(lambda: not self._index.filling(key), FILL_SECONDS)
+        with self._lock:
             slot = self._index.pin(key)
         if slot is None:
             return False

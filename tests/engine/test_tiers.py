@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
 
 from jaxserve.costs.predictor import Costs
+from jaxserve.engine import page_io
 from jaxserve.scheduling import prefill_packing
 from jaxserve.settings.schema import CacheConfig, ConfigError
 from tests.engine.harness import Runner, assert_empty, engine, generate, shared
@@ -58,6 +60,33 @@ def test_blocks_that_were_evicted_come_back_and_give_the_same_tokens(tiered, exp
     assert counts.host_reads > 20 and not counts.missed and not counts.wrong
     assert tiered.worker.recompiles == 0
     assert_empty(tiered)
+
+
+def test_blocks_that_are_still_on_their_way_to_host_memory_are_hits(expected, monkeypatch):
+    real = engine(mesh="", **SMALL)
+    go = threading.Event()
+    copy = page_io.BlocksRead.wait
+
+    def slowly(blocks) -> None:
+        go.wait(20)
+        copy(blocks)
+
+    monkeypatch.setattr(page_io.BlocksRead, "wait", slowly)
+    try:
+        ask(real, prompts())
+        assert not real.worker.lower_tiers.counts().stored
+        threading.Timer(0.3, go.set).start()
+        runner = Runner(real)
+        id = runner.submit(prompts()[0], max_tokens=6)
+        runner.run()
+        assert runner.ids(id) == expected[0]
+        assert runner.completion(id).finished.usage.cached == (LENGTHS[0] - 1) // 16 * 16
+        settled(real)
+        assert not real.worker.lower_tiers._expected
+        assert_empty(real)
+    finally:
+        go.set()
+        real.close()
 
 
 def test_a_request_that_does_not_read_the_cache_fetches_nothing(tiered, expected):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxserve.clock import VirtualClock
+from jaxserve.store import tiered
 from jaxserve.store.tiered import TieredBlocks
 
 SIZE = 4096
@@ -132,6 +136,76 @@ def test_who_reads_a_block_that_is_being_put_waits_for_it(tiers):
     threading.Timer(0.1, go.set).start()
     assert read(tiers, 1)
     thread.join(5)
+
+
+def test_a_block_on_its_way_counts_as_there_and_who_reads_it_waits_for_it(tiers):
+    tiers.expect([name(1)])
+    assert tiers.holds(name(1)) and not tiers.wait(name(1), 0)
+    assert tiers.seconds([name(1)]) < tiers.seconds([name(2)])
+
+    def come() -> None:
+        put(tiers, 1)
+        tiers.settle([name(1)])
+
+    timer = threading.Timer(0.1, come)
+    timer.start()
+    assert read(tiers, 1)
+    timer.join(5)
+    assert tiers.holds(name(1)) and not tiers._expected
+
+
+def test_nobody_waits_on_for_a_block_that_does_not_come_after_all(tiers, monkeypatch):
+    monkeypatch.setattr(tiered, "FILL_SECONDS", 60.0)
+    tiers.expect([name(1)])
+    timer = threading.Timer(0.1, tiers.settle, [[name(1)]])
+    timer.start()
+    began = time.monotonic()
+    assert not read(tiers, 1) and not tiers.holds(name(1))
+    assert time.monotonic() - began < 30
+    timer.join(5)
+
+
+def test_the_wait_for_a_block_that_is_never_heard_of_again_is_bounded(tiers, monkeypatch):
+    monkeypatch.setattr(tiered, "FILL_SECONDS", 0.05)
+    tiers.expect([name(1)])
+    assert not read(tiers, 1)
+
+
+def test_who_reads_a_block_that_is_on_disk_does_not_wait_until_it_comes_again(tiers, shelf):
+    for number in range(8):
+        put(tiers, number)
+    assert name(0) in shelf.blocks
+    tiers.expect([name(0)])
+    began = time.monotonic()
+    assert read(tiers, 0) and time.monotonic() - began < tiered.FILL_SECONDS / 2
+
+
+COMINGS = st.lists(
+    st.tuples(st.lists(st.integers(0, 5), min_size=1, max_size=3), st.sampled_from("pf")),
+    max_size=12,
+)
+
+
+@given(COMINGS, st.randoms(use_true_random=False))
+def test_once_all_has_come_or_failed_nothing_is_expected(comings, random):
+    """Launches of blocks overlap and name blocks twice; p: they are put, f: they fail."""
+    tiers = TieredBlocks(3, SIZE, VirtualClock())
+    coming = []
+    while comings or coming:
+        if comings and random.random() < 0.5:
+            coming.append(comings.pop(0))
+            tiers.expect(map(name, coming[-1][0]))
+        elif coming:
+            numbers, end = coming.pop(0)
+            if end == "p":
+                for number in numbers:
+                    put(tiers, number)
+            tiers.settle(map(name, numbers))
+        on_their_way = {name(number) for numbers, _ in coming for number in numbers}
+        assert all(tiers.holds(key) for key in on_their_way)
+        assert set(tiers._expected) == on_their_way
+    there = [number for number in range(6) if tiers.holds(name(number))]
+    assert len(there) <= 3 and all(read(tiers, number) for number in there)
 
 
 def test_at_the_end_all_goes_to_the_tier_behind(tiers, shelf):
