@@ -79,7 +79,7 @@ class TieredBlocks:
         return self._in_host_memory(key) or self._on_disk(key)
 
     def _in_host_memory(self, key: bytes) -> bool:
-        """Whether the block is there, being put or on its way."""
+        """Whether the block is there, being put or on its way, there or from there to disk."""
         return key in self._index or key in self._expected
 
     def _on_disk(self, key: bytes) -> bool:
@@ -139,10 +139,15 @@ class TieredBlocks:
         now = self._clock.now()
         with self._lock:
             placed = self._index.reserve(key, now, now + keep_seconds if keep_seconds else 0.0)
+            leaving = self._leaving(placed)
+            self._expected.update(leaving)
         if placed is None:
             return False
         try:
-            self._make_room(placed, now)
+            try:
+                self._make_room(placed, now)
+            finally:
+                self.settle(leaving)
             fill(self._host.view(placed.slot))
             self._host.seal(placed.slot, key)
         except BaseException:
@@ -155,6 +160,12 @@ class TieredBlocks:
             self._count["stored"] += 1
             self._put.notify_all()
         return True
+
+    def _leaving(self, placed: Placed | None) -> list[bytes]:
+        """The block that leaves host memory for the disk, if one does: it is on its way there."""
+        if self._disk is None or placed is None or placed.leaves is None:
+            return []
+        return [placed.leaves[0]]
 
     def _make_room(self, placed: Placed, now: float) -> None:
         """Writes the block that leaves host memory to disk, if it is right and not there yet."""

@@ -180,6 +180,39 @@ def test_who_reads_a_block_that_is_on_disk_does_not_wait_until_it_comes_again(ti
     assert read(tiers, 0) and time.monotonic() - began < tiered.FILL_SECONDS / 2
 
 
+def test_a_block_on_its_way_to_disk_counts_as_there_and_who_reads_it_waits_for_it(tiers, shelf):
+    begun, go = threading.Event(), threading.Event()
+    write = shelf.put
+
+    def slowly(*block, **keep) -> bool:
+        begun.set()
+        go.wait(5)
+        return write(*block, **keep)
+
+    for number in range(4):
+        put(tiers, number)
+    shelf.put = slowly
+    thread = threading.Thread(target=put, args=(tiers, 4))
+    thread.start()
+    assert begun.wait(5) and not shelf.blocks and tiers.holds(name(0))
+    threading.Timer(0.1, go.set).start()
+    assert read(tiers, 0)
+    thread.join(5)
+    assert not tiers._expected
+
+
+def test_a_disk_that_fails_leaves_nothing_expected(tiers, shelf):
+    def fail(*block, **keep) -> bool:
+        raise OSError("the disk is gone")
+
+    for number in range(4):
+        put(tiers, number)
+    shelf.put = fail
+    with pytest.raises(OSError):
+        put(tiers, 4)
+    assert not tiers._expected and not tiers.holds(name(0)) and not tiers.holds(name(4))
+
+
 COMINGS = st.lists(
     st.tuples(st.lists(st.integers(0, 5), min_size=1, max_size=3), st.sampled_from("pf")),
     max_size=12,
