@@ -110,7 +110,7 @@ class Cluster:
         """What still runs or is held, over all replicas; {} where nothing is."""
         text = self.metrics()
         sums = {
-            name: sum(map(float, re.findall(rf"^jaxserve:{name}\{{.*\}} (\S+)$", text, re.M)))
+            name: sum(map(float, re.findall(rf"^jaxserve:{name}(?:\{{.*\}})? (\S+)$", text, re.M)))
             for name in BUSY
         }
         return {name: value for name, value in sums.items() if value}
