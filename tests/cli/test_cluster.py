@@ -219,7 +219,9 @@ def test_the_real_model_disaggregated_with_other_meshes_on_both_sides(golden, sm
             eventually(lambda url=url: serving(url) == 2, START_SECONDS)
         for case, client in itertools.product(cases, clients):
             prompt = case["prompt_ids"]
-            sampling = SamplingParams(max_tokens=len(case["output_ids"]), ignore_eos=True)
+            sampling = SamplingParams(
+                temperature=0, max_tokens=len(case["output_ids"]), ignore_eos=True
+            )
             done = client.complete(prompt, sampling, ids_only=True)[0]
             assert list(done.ids) == case["output_ids"]
         assert metric(url, "kv_blocks_from_peers_total") > 100
