@@ -109,9 +109,9 @@ class Receiver:
                     self._threads.discard(thread)
 
         thread = threading.Thread(target=body, name=name, daemon=True)
-        with self._lock:
+        with self._lock:  # `close` can wait only for threads that were started
             self._threads.add(thread)
-        thread.start()
+            thread.start()
 
     def _listen(self) -> None:
         while not self._closing:
