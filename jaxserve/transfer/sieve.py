@@ -44,6 +44,8 @@ class Sieve(Generic[Key]):
             for key in [key for key in self._used if key not in self._passed]:
                 if may(key) and not self._used[key]:
                     self.remove(key)
+                    if len(self._passed) == len(self._used):  # it was the newest
+                        self._passed.clear()
                     return key
                 if may(key):
                     self._used[key] = False
