@@ -21,16 +21,15 @@ import numpy as np
 from jaxserve.cache.hashes import KEY_BYTES
 from jaxserve.server import replica_pb2 as pb
 from jaxserve.server import replica_pb2_grpc as rpc
-from jaxserve.server.replica_auth import CALLER, REPLICA, new_nonce, proof, proves
+from jaxserve.server.replica_auth import ReplicaProof, handshake_time
 from jaxserve.store.checksum import block_checksum
 from jaxserve.store.peers import BlockExporter
 from jaxserve.transfer import Transfer, TransferError, Window
 
 MAX_STREAMS = 16  # at once; each takes three threads
 STREAM_SECONDS = 600.0  # a stream in all
-HANDSHAKE_SECONDS = 5.0
 ALIVE_SECONDS = 1.0  # between words of a source that has nothing to tell
-SILENT_SECONDS = 5.0  # that an asker may say nothing; it answers each word of the source
+SILENT_SECONDS = 5.0  # that either side may say nothing; the asker answers each word
 WRITE_SECONDS = 10.0
 GROUP_BYTES = 8 << 20  # that are written at once, a block at least
 log = logging.getLogger(__name__)
@@ -85,21 +84,13 @@ class BlockService(rpc.BlocksServicer):
         asked: Iterator[pb.BlocksAsked],
         context: grpc.ServicerContext,
     ) -> Iterator[pb.BlocksTold]:
-        late = threading.Timer(HANDSHAKE_SECONDS, context.cancel)
-        late.daemon = True
-        late.start()
-        try:
+        own = ReplicaProof(self._secret)
+        with handshake_time(context):
             hello = next(asked, pb.BlocksAsked()).hello
-            nonce = new_nonce()
-            yield pb.BlocksTold(challenge=pb.Challenge(nonce=nonce))
-            given = next(asked, pb.BlocksAsked()).proof.proof
-        finally:
-            late.cancel()
-        if not proves(given, self._secret, CALLER, nonce, hello.nonce):
-            log.warning("refused blocks to %s, which does not know the secret", context.peer())
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the replica has another secret")
-        own = proof(self._secret, REPLICA, nonce, hello.nonce)
-        yield pb.BlocksTold(ready=pb.Ready(proof=own, block_bytes=exporter.block_bytes))
+            yield pb.BlocksTold(challenge=own.challenge)
+            given = next(asked, pb.BlocksAsked()).proof
+        proof = own.answer(hello, given, context)
+        yield pb.BlocksTold(ready=pb.Ready(proof=proof, block_bytes=exporter.block_bytes))
 
 
 class _Sending:

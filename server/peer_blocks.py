@@ -24,8 +24,8 @@ from jaxserve.api.request import KvSource
 from jaxserve.group.handshake import Certificate
 from jaxserve.server import replica_pb2 as pb
 from jaxserve.server import replica_pb2_grpc as rpc
-from jaxserve.server.block_service import STREAM_SECONDS
-from jaxserve.server.replica_auth import CALLER, REPLICA, new_nonce, proof, proves
+from jaxserve.server.block_service import SILENT_SECONDS, STREAM_SECONDS
+from jaxserve.server.replica_auth import CallerProof
 from jaxserve.server.replica_session import CHANNEL_OPTIONS
 from jaxserve.store.checksum import block_checksum
 from jaxserve.transfer import ReceiveBuffers, TcpTransfer, TransferError, Window
@@ -33,7 +33,6 @@ from jaxserve.transfer import ReceiveBuffers, TcpTransfer, TransferError, Window
 STAGING_BYTES = 256 << 20  # of memory that is touched only where blocks arrive
 WINDOW_BYTES = 16 << 20
 WINDOWS = 2  # of a stream: one is filled while the other is read
-SILENT_SECONDS = 5.0  # that a source may say nothing
 ASK_SECONDS = 0.05  # between looks whether there is staging memory
 log = logging.getLogger(__name__)
 
@@ -282,12 +281,11 @@ class _Session:
     def open(self, secret: bytes, keys: list[bytes], request_id: str) -> int:
         """Proves both sides' secrets and tells what is wanted; returns a block's bytes there.
         Errors: StreamFault."""
-        mine = new_nonce()
-        self.say(pb.BlocksAsked(hello=pb.Hello(nonce=mine)))
-        theirs = self.next().challenge.nonce
-        self.say(pb.BlocksAsked(proof=pb.Proof(proof=proof(secret, CALLER, theirs, mine))))
+        own = CallerProof(secret)
+        self.say(pb.BlocksAsked(hello=own.hello))
+        self.say(pb.BlocksAsked(proof=own.answer(self.next().challenge)))
         ready = self.next().ready
-        if not proves(ready.proof, secret, REPLICA, theirs, mine):
+        if not own.accepts(ready.proof):
             raise StreamFault("it does not know the cluster's secret")
         self.say(pb.BlocksAsked(want=pb.Want(keys=b"".join(keys), request_id=request_id)))
         return ready.block_bytes

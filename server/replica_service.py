@@ -23,7 +23,7 @@ from jaxserve.server import replica_pb2 as pb
 from jaxserve.server import replica_pb2_grpc as rpc
 from jaxserve.server.block_service import MAX_STREAMS, BlockService
 from jaxserve.server.caller_session import CallerSession, Served
-from jaxserve.server.replica_auth import CALLER, REPLICA, new_nonce, proof, proves
+from jaxserve.server.replica_auth import ReplicaProof, handshake_time
 from jaxserve.server.replica_messages import (
     info_text,
     load_message,
@@ -34,7 +34,6 @@ from jaxserve.text.structured_output import Guides
 
 log = logging.getLogger(__name__)
 MAX_SESSIONS = 16  # each takes two threads
-HANDSHAKE_SECONDS = 5.0
 BEAT_SECONDS = 0.25  # between heartbeats, and between looks at who is silent
 SILENT_SECONDS = 4.0  # that the other side of a session may say nothing
 QUESTION_THREADS = 4  # questions may wait for a step
@@ -134,13 +133,8 @@ class ReplicaService(rpc.ReplicaServicer):
         if served is None or self._ended.is_set():
             context.abort(grpc.StatusCode.UNAVAILABLE, "the replica starts or stops just now")
             return
-        late = threading.Timer(HANDSHAKE_SECONDS, context.cancel)
-        late.daemon = True
-        late.start()
-        try:
+        with handshake_time(context):
             yield from self._handshake(served.replica, commands, context)
-        finally:
-            late.cancel()
         number = next(self._session_numbers)
         session = CallerSession(served, commands, context)
         self._sessions[number] = session
@@ -160,16 +154,13 @@ class ReplicaService(rpc.ReplicaServicer):
         commands: Iterator[pb.Command],
         context: grpc.ServicerContext,
     ) -> Iterator[pb.Report]:
+        own = ReplicaProof(self._secret)
         hello = next(commands, pb.Command()).hello
-        nonce = new_nonce()
-        yield pb.Report(challenge=pb.Challenge(nonce=nonce))
-        given = next(commands, pb.Command()).proof.proof
-        if not proves(given, self._secret, CALLER, nonce, hello.nonce):
-            log.warning("refused a session of %s, which does not know the secret", context.peer())
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the replica has another secret")
+        yield pb.Report(challenge=own.challenge)
+        given = next(commands, pb.Command()).proof
         yield pb.Report(
             welcome=pb.Welcome(
-                proof=proof(self._secret, REPLICA, nonce, hello.nonce),
+                proof=own.answer(hello, given, context),
                 info=info_text(replica.info),
                 max_message_bytes=self.max_message_bytes,
             )

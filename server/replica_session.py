@@ -10,7 +10,7 @@ import grpc
 from jaxserve.api.errors import RequestError
 from jaxserve.server import replica_pb2 as pb
 from jaxserve.server import replica_pb2_grpc as rpc
-from jaxserve.server.replica_auth import CALLER, REPLICA, new_nonce, proof, proves
+from jaxserve.server.replica_auth import CallerProof
 
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),  # the replica is trusted: it knows the secret
@@ -40,13 +40,11 @@ class ReplicaSession:
     def open(self) -> pb.Welcome:
         """Proves to the replica that this side knows the secret, and has it prove the same.
         Errors: RequestError."""
-        mine = new_nonce()
-        self.say(pb.Command(hello=pb.Hello(nonce=mine)))
-        theirs = self.next().challenge.nonce
-        own_proof = proof(self._secret, CALLER, theirs, mine)
-        self.say(pb.Command(proof=pb.Proof(proof=own_proof)))
+        own = CallerProof(self._secret)
+        self.say(pb.Command(hello=own.hello))
+        self.say(pb.Command(proof=own.answer(self.next().challenge)))
         welcome = self.next().welcome
-        if not proves(welcome.proof, self._secret, REPLICA, theirs, mine):
+        if not own.accepts(welcome.proof):
             raise RequestError("", "it does not know the cluster's secret", "UNAUTHENTICATED")
         return welcome
 

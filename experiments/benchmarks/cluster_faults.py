@@ -28,8 +28,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.fault_load import Callers, in_turns, listens, show
-from experiments.script import command_line, keep
+from experiments.benchmarks.fault_load import Callers, end, in_turns, kill, report, shared_memory
+from experiments.script import command_line
 from jaxserve.cli.machine import described, machine
 from jaxserve.group.channel import lasting_ports
 from jaxserve.settings.flags import Command
@@ -154,7 +154,7 @@ def wait(condition: Any, seconds: float) -> bool:
 
 def run(values: dict[str, Any]) -> int:
     dice = random.Random(values["seed"])
-    shared = set(os.listdir("/dev/shm"))
+    shared = shared_memory()
     pairs = list(itertools.product(VICTIMS, (signal.SIGKILL, signal.SIGSTOP)))
     log = Path(tempfile.mkdtemp(prefix="cluster-faults-")) / "cluster.log"
     print(f"{described(machine())}; log: {log}", file=sys.stderr)
@@ -177,30 +177,12 @@ def run(values: dict[str, Any]) -> int:
         callers.stop()
         wait(lambda: cluster.replicas() == every, values["limit"])
         wait(lambda: not cluster.busy(), IDLE_SECONDS)
-        busy = cluster.busy()
-        ended = time.monotonic()
-        cluster.process.send_signal(signal.SIGTERM)
-        code = cluster.process.wait(60)
-        left = {
-            "busy": busy,
-            "exit_code": code,
-            "seconds_to_end": time.monotonic() - ended,
-            "processes": len(processes()),
-            "listeners": listens(cluster.port),
-            "shared_memory": len(set(os.listdir("/dev/shm")) - shared),
-        }
+        left = {"busy": cluster.busy()}
+        left |= end(cluster.process, processes, cluster.port, shared)
     finally:
         callers.stop()
-        for pid in [cluster.process.pid, *processes()]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    show(faults, callers, left)
-    ends = Counter(what for _, what, _ in callers.ends)
-    keep(values, faults=faults, ends=ends, left=left)
-    good = not ends["WRONG"] and not any(
-        left[name] for name in ("busy", "processes", "listeners", "shared_memory")
-    )
-    return 0 if good and all(f["seconds_to_token"] is not None for f in faults) else 1
+        kill([cluster.process.pid, *processes()])
+    return report(values, faults, callers, left)
 
 
 COMMAND = Command(OPTIONS, run, __doc__.partition("\n\n")[2] if __doc__ else "")

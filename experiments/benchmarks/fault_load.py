@@ -3,15 +3,20 @@ same prompt gave before the first fault."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import signal
 import socket
 import statistics
+import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from experiments.script import keep
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import table
 from jaxserve.server.client import Client, ServerError
@@ -108,6 +113,51 @@ def show(faults: list[dict[str, Any]], callers: Callers, left: dict[str, Any]) -
     longest = max((seconds for _, _, seconds in callers.ends), default=0.0)
     print(f"requests: {dict(ends)}; the longest took {longest:.1f} s")
     print(f"left at the end: {left}")
+
+
+def end(
+    process: subprocess.Popen, running: Callable[[], list], port: int, shared: set[str]
+) -> dict[str, Any]:
+    """Ends a server by SIGTERM and counts what it leaves: processes of those that `running` tells,
+    listeners on its port, names in shared memory beside those in `shared`."""
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    code = process.wait(60)
+    return {
+        "exit_code": code,
+        "seconds_to_end": time.monotonic() - began,
+        "processes": len(running()),
+        "listeners": listens(port),
+        "shared_memory": len(shared_memory() - shared),
+    }
+
+
+def kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def report(
+    values: dict[str, Any],
+    faults: list[dict[str, Any]],
+    callers: Callers,
+    left: dict[str, Any],
+    **more: Any,
+) -> int:
+    """Prints and keeps what came of a run; returns its exit code: 1 where an answer was wrong,
+    something was left, or no token came again after a fault."""
+    show(faults, callers, left)
+    ends = Counter(what for _, what, _ in callers.ends)
+    keep(values, faults=faults, ends=ends, left=left, **more)
+    bad = any(left.get(name) for name in ("busy", "processes", "listeners", "shared_memory"))
+    silent = any(fault["seconds_to_token"] is None for fault in faults)
+    return int(bool(ends["WRONG"]) or bad or silent)
+
+
+def shared_memory() -> set[str]:
+    """Names in shared memory."""
+    return set(os.listdir("/dev/shm"))
 
 
 def listens(port: int) -> int:

@@ -26,8 +26,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.fault_load import Callers, in_turns, listens, show
-from experiments.script import command_line, keep
+from experiments.benchmarks.fault_load import Callers, end, in_turns, kill, report, shared_memory
+from experiments.script import command_line
 from jaxserve.cli.machine import described, machine
 from jaxserve.group.channel import lasting_ports
 from jaxserve.group.member import VARIABLE
@@ -126,7 +126,7 @@ def hit(group: Group, callers: Callers, victim: str, number: int, limit: float) 
 
 def run(values: dict[str, Any]) -> int:
     dice = random.Random(values["seed"])
-    shared = set(os.listdir("/dev/shm"))
+    shared = shared_memory()
     victims = ["leader", *(f"worker {n}" for n in range(values["processes"])), "supervisor"]
     both = list(itertools.product(victims, (signal.SIGKILL, signal.SIGSTOP)))
     log = Path(tempfile.mkdtemp(prefix="group-faults-")) / "launch.log"
@@ -148,25 +148,10 @@ def run(values: dict[str, Any]) -> int:
             if fault["seconds_to_token"] is None:
                 break
         callers.stop()
-        ended = time.monotonic()
-        group.process.send_signal(signal.SIGTERM)
-        code = group.process.wait(60)
-        left = {
-            "exit_code": code,
-            "seconds_to_end": time.monotonic() - ended,
-            "processes": len(processes()),
-            "listeners": listens(group.port),
-            "shared_memory": len(set(os.listdir("/dev/shm")) - shared),
-        }
+        left = end(group.process, processes, group.port, shared)
     finally:
-        for pid in [group.process.pid, *(pid for _, pid in processes())]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    show(faults, callers, left)
-    ends = Counter(what for _, what, _ in callers.ends)
-    keep(values, first_seconds=first, faults=faults, ends=ends, left=left)
-    good = not ends["WRONG"] and not any(left[name] for name in ("processes", "listeners"))
-    return 0 if good and all(f["seconds_to_token"] is not None for f in faults) else 1
+        kill([group.process.pid, *(pid for _, pid in processes())])
+    return report(values, faults, callers, left, first_seconds=first)
 
 
 COMMAND = Command(OPTIONS, run, __doc__.partition("\n\n")[2] if __doc__ else "")

@@ -266,7 +266,7 @@ class CacheManager:
         self._recount(slot)
 
     def extend(self, slot: int, blocks: int) -> None:
-        """Gives the slot pages for its next `blocks` blocks; so many must be available."""
+        """Gives the slot pages for its next `blocks` blocks, which must be available."""
         table = self.tables[slot]
         held = self.blocks_per_lane[slot].tolist()
         lane = self._last_lane[slot]

@@ -44,7 +44,7 @@ class Assignments:
         return len(self._decodes) + sum(id not in self._decodes for id in self._prefills)
 
     def begin_prefill(self, id: str, seconds: float, now: float) -> None:
-        """Notes a request that is prefilled there in so many predicted seconds of work."""
+        """Notes a request that is prefilled there. seconds: of work, predicted."""
         if not self._prefills:
             self._head_since = now
         self._prefills[id] = seconds

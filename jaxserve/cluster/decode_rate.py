@@ -30,7 +30,7 @@ class DecodeRate:
         self._covariance = (1 - WEIGHT) * (self._covariance + WEIGHT * off * error)
 
     def seconds(self, sequences: int) -> float:
-        """Predicted seconds per token with so many sequences; 0 before anything was seen."""
+        """Predicted seconds per token while `sequences` decode; 0 before anything was seen."""
         slope = 0.0
         if self._variance >= LEAST_SPREAD:
             slope = max(self._covariance / self._variance, 0.0)

@@ -114,8 +114,8 @@ class Member:
         return self.rate * (total - cached)
 
     def delay(self, missing: int) -> float:
-        """Predicted seconds by which what decodes here delays a prompt of which so many tokens are
-        to be computed: each of its steps is theirs too, and where all slots are taken it waits."""
+        """Predicted seconds by which what decodes here delays a prompt with `missing` tokens to
+        compute: each of its steps is theirs too, and where all slots are taken it waits."""
         if not self.role.decodes:
             return 0.0
         info = self.replica.info

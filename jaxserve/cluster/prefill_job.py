@@ -19,10 +19,10 @@ ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 @dataclasses.dataclass(eq=False)
 class PrefillJob:
-    """A prompt that `member` computes for others. Its fields change under the lock of whoever made
-    it. source: where whoever decodes the request asks for its blocks. ready_at: predicted clock
-    second of its end. ended: the member has nothing to do for it any more. failed: its KV will not
-    come, or not all of it."""
+    """A prompt that `member` computes for the member that decodes it. Its fields change under the
+    lock of its maker. source: where the decode member asks for the blocks. ready_at: predicted
+    clock second of its end. ended: the member does nothing for it any more. failed: its KV will
+    not come, or not all of it."""
 
     request: Request
     member: Member

@@ -177,7 +177,7 @@ class Router:
         return KvSource(source.address, fetch.stop // self.table.info.block_size)
 
     def transfer_seconds(self, tokens: int) -> float:
-        """Predicted seconds in which so many tokens' KV goes from one member to another."""
+        """Predicted seconds to move the KV of `tokens` tokens from one member to another."""
         return tokens * kv_bytes_per_token(self.table.info) / self._bytes_per_s
 
     # --- who decodes

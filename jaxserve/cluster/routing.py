@@ -48,7 +48,7 @@ class RoutingCosts(Protocol):
         """Seconds in which a replica computes tokens `cached` to before `total`."""
 
     def transfer(self, source: int, target: int, tokens: int) -> float:
-        """Seconds until the KV of so many tokens has come from one replica to another, if it were
+        """Seconds until the KV of `tokens` tokens has come from one replica to another, if it were
         sent now."""
 
 
@@ -164,7 +164,7 @@ def freeness(view: DecodeView) -> float:
 
 
 def choose_decode(views: Sequence[DecodeView], tokens: int, tpot: float) -> DecodeView | None:
-    """The freest replica of those that have room for a sequence of so many tokens and would decode
+    """The freest replica of those that have room for a sequence of `tokens` and would decode
     it within `tpot` seconds per token; where none would, the quickest that has room. None where
     none has room."""
     fitting = [view for view in views if view.free - view.promised >= tokens]

@@ -190,12 +190,7 @@ def test_what_will_not_come_ends_the_stream_soon(stack, peers):
     began = time.monotonic()
     assert fetch(peers, source.of("ended"), range(8)) == 5
     assert time.monotonic() - began < 4
-    assert_nothing_left(peers, source)
-
-
-def test_a_replica_without_blocks_for_others_gives_none(stack, peers):
-    source = Source(stack, range(5))
-    source.service.open(None)
+    source.service.open(None)  # as a replica that offers no blocks
     assert fetch(peers, source.of(), range(5)) == 0
     assert_nothing_left(peers, source)
 

@@ -19,6 +19,7 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.group.channel import free_port
 from jaxserve.server import replica_pb2 as pb
 from jaxserve.server.remote_replica import RemoteReplica
+from jaxserve.server.replica_auth import ReplicaProof
 from jaxserve.server.replica_messages import (
     error_message,
     error_of,
@@ -91,7 +92,7 @@ def test_who_does_not_know_the_secret_is_refused_and_told_nothing(offered):
 
 def test_a_replica_that_does_not_know_the_secret_is_not_used(offered, monkeypatch):
     offered.service._secret = b"of somebody in between"
-    monkeypatch.setattr("jaxserve.server.replica_service.proves", lambda *_: True)
+    monkeypatch.setattr(ReplicaProof, "accepts", lambda *_: True)
     remote = offered.reach()
     eventually(lambda: "does not know the cluster's secret" in remote.fault)
     assert not remote.alive
