@@ -206,6 +206,7 @@ def test_tokens_equal_the_reference_by_random_plans_on_eight_lanes(
         max_len=2048,
         exchange=exchange,
         placement=placement,
+        lane_tokens=256,
     )
     cases = short(golden["cases"], 2000)
     moved: list[int] = []
