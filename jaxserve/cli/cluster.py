@@ -79,7 +79,8 @@ def run(values: dict[str, Any]) -> int:
     for name, port in zip(("port", "http_port"), fixed):
         if local[name] == 0:  # it is the same one when the conductor starts anew
             local[name] = port
-    ports = [port for port in lasting_ports(len(roles) + 2, "127.0.0.1") if port not in fixed]
+    others = [port for port in lasting_ports(len(roles) + 2, "127.0.0.1") if port not in fixed]
+    ports = others[: len(roles)]
     devices = _devices(values, roles)
     tasks = [
         _replica(number, role, port, _with_host_memory(role, values), own)
@@ -87,7 +88,7 @@ def run(values: dict[str, Any]) -> int:
     ]
     tasks.append(_conductor(local, ports))
     environment = {name: text for name, text in os.environ.items() if name != "JAXSERVE_CONFIG"}
-    environment[SECRET_VARIABLE] = secrets.token_hex(32)
+    environment.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
     with _port_file(local) as poll:
         processes = ProcessSet(tasks, environment, values["drain_timeout"], _say, poll)
         return processes.run()

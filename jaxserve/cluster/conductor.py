@@ -23,7 +23,7 @@ from jaxserve.cluster.arrivals import ArrivalCheck
 from jaxserve.cluster.dispatcher import Dispatcher
 from jaxserve.cluster.member import Member
 from jaxserve.cluster.member_table import MemberTable
-from jaxserve.cluster.merge import MergedMetrics, merged_load, merged_view
+from jaxserve.cluster.merge import MergedMetrics, member_view, merged_load, merged_view
 from jaxserve.cluster.role_changes import RoleChanges
 from jaxserve.cluster.router import Router
 from jaxserve.cluster.routing import KV_BANDWIDTH
@@ -200,7 +200,9 @@ class Conductor:
     def view(self, since: int = 0) -> dict[str, Any]:
         shown = [member for member in self.members if member.joined and member.alive]
         views = [member.ask(lambda replica: replica.view()) for member in shown]
-        return merged_view(self.info, self.members, [view for view in views if view])
+        cached = self._router.cached
+        rows = [member_view(member, cached.blocks(member)) for member in self.members]
+        return merged_view(self.info, rows, [view for view in views if view])
 
     def count_rejected(self, reason: str) -> None:
         """Counted by a member, as the metrics are theirs."""

@@ -54,11 +54,11 @@ def merged_load(loads: Iterable[Load]) -> Load:
     )
 
 
-def member_view(member: Member) -> dict[str, Any]:
+def member_view(member: Member, blocks: int) -> dict[str, Any]:
     """A row of the view's table of members. role: "" before it has said what it is. load: None
     where it has told none. prefills, decodes: requests of this conductor that it prefills, and that
     decode there. prompt_tokens, cached_tokens: of prompts that it has ended, and of these those
-    that it did not compute."""
+    that it did not compute. blocks: of KV that it has, as the conductor knows."""
     load = member.load() if member.alive else None
     return {
         "name": member.name,
@@ -71,18 +71,21 @@ def member_view(member: Member) -> dict[str, Any]:
         "decodes": member.work.decodes,
         "prompt_tokens": member.prompt_tokens,
         "cached_tokens": member.cached_tokens,
+        "blocks": blocks,
         "load": None if load is None else dataclasses.asdict(load),
     }
 
 
-def merged_view(info: ReplicaInfo, members: Sequence[Member], views: Sequence[dict]) -> dict:
-    """A view of a cluster: the members, and the requests of all of them with the same columns. It
-    has no steps, which are those of one replica."""
+def merged_view(
+    info: ReplicaInfo, rows: Sequence[dict[str, Any]], views: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """A view of a cluster: the rows of its members, and the requests of all of them with the same
+    columns. It has no steps, which are those of one replica."""
     shown: dict[str, Any] = {
         "model": info.model,
         "mesh": str(info.mesh),
         "alive": True,
-        "members": [member_view(member) for member in members],
+        "members": list(rows),
     }
     full = [view for view in views if "columns" in view]
     for name in ("requests", "ended"):

@@ -40,6 +40,13 @@ class CachedPrefixes:
         with self._lock:
             self._directory.cleared(member.number)
 
+    def blocks(self, member: Member) -> int:
+        """How many blocks a member has; 0 for one that is not followed."""
+        if member not in self._feeds:
+            return 0
+        with self._lock:
+            return self._directory.count(member.number)
+
     def tokens(self, request: Request, info: ReplicaInfo, numbers: int) -> list[int]:
         """Tokens at a prompt's beginning that each member has cached, by the members' numbers
         [numbers]. A prompt's last token is always computed."""
