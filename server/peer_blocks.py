@@ -60,6 +60,8 @@ class StagingBuffers:
                 if not fit:
                     raise StreamFault(f"a block of {block_bytes} bytes; {self._size} fit")
                 self._buffers = ReceiveBuffers(fit, STREAM_SECONDS, 10 * ASK_SECONDS)
+            if block_bytes > self._bytes:
+                raise StreamFault(f"a block of {block_bytes} bytes; a buffer has {self._bytes}")
             try:
                 granted = self._buffers.ask(
                     name, min(count, self._buffers.count), 1, STREAM_SECONDS, time.monotonic()

@@ -92,7 +92,7 @@ def _kv_source_of(message: pb.Submit) -> KvSource | None:
     if not message.HasField("kv_source"):
         return None
     source = message.kv_source
-    return KvSource(source.address, source.blocks, source.request_id)
+    return KvSource(source.address, source.blocks, source.request_id, source.block_size)
 
 
 def event_message(event: Event) -> pb.Event:

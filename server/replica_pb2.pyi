@@ -167,14 +167,16 @@ class Submit(_message.Message):
     def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[bytes] = ..., sampling: _Optional[_Union[_jaxserve_pb2.SamplingParams, _Mapping]] = ..., age: _Optional[float] = ..., time_left: _Optional[float] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., class_name: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., bypass_prefix_cache: bool = ..., guided: _Optional[_Union[_jaxserve_pb2.Guided, _Mapping]] = ..., kv_source: _Optional[_Union[KvSource, _Mapping]] = ...) -> None: ...
 
 class KvSource(_message.Message):
-    __slots__ = ("address", "blocks", "request_id")
+    __slots__ = ("address", "blocks", "request_id", "block_size")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     address: str
     blocks: int
     request_id: str
-    def __init__(self, address: _Optional[str] = ..., blocks: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
+    block_size: int
+    def __init__(self, address: _Optional[str] = ..., blocks: _Optional[int] = ..., request_id: _Optional[str] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("call", "number", "reason")

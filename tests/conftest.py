@@ -4,6 +4,7 @@ real model in its forms with what it must say."""
 import gc
 import json
 import os
+import sys
 from collections.abc import Generator
 from importlib import metadata
 from pathlib import Path
@@ -56,6 +57,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     the whole model or the last one of a file is over."""
     if nextitem is None or nextitem.path != item.path or item.get_closest_marker("matrix"):
         gc.collect()
+        if "jax" in sys.modules:
+            sys.modules["jax"].clear_caches()  # of compiled programs
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

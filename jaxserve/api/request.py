@@ -53,13 +53,15 @@ class Slo:
 class KvSource:
     """Another replica that has, or is just computing, the KV of a prompt's first blocks.
 
-    address: host:port at which replicas are asked for blocks. blocks: how many it will have.
-    request_id: of the request there that computes them; "": they are there already.
+    address: host:port at which replicas are asked for blocks. blocks: how many it will have, of
+    `block_size` tokens; 0: of as many as the asker's own. request_id: of the request there that
+    computes them; "": they are there already.
     """
 
     address: str
     blocks: int
     request_id: str = ""
+    block_size: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

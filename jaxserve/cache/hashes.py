@@ -59,6 +59,10 @@ class BlockHashes:
         """The tokens of the blocks `first` to before `last`, which are full; int32."""
         return self._tokens(first * self._block_size, last * self._block_size)
 
+    def resized(self, root: bytes, block_size: int) -> BlockHashes:
+        """The keys of the same tokens in blocks of another size, from the root for that size."""
+        return BlockHashes(root, block_size, self._tokens, self.salt)
+
     def copy_from(self, other: BlockHashes, blocks: int) -> None:
         """Takes over the keys of the first blocks, which are the same in both sequences."""
         self._keys = other._keys[: blocks + 1]

@@ -22,7 +22,7 @@ from jaxserve.cache.placement import PLACEMENTS, Placement, PlacementView
 from jaxserve.cache.prefix_match import NO_MATCH, PrefixMatch, find_prefix
 from jaxserve.cache.stores import PendingStores
 from jaxserve.cache.table_updates import BLOCK, INDEX, LANE, PAGE, SLOT, TableUpdates
-from jaxserve.cache.tiers import Fetch, LowerTiers
+from jaxserve.cache.tiers import Fetch, LowerTiers, SourceBlocks
 from jaxserve.settings.schema import CacheConfig, ConfigError
 
 UNLIMITED = 2**31  # blocks of a sequence on a lane
@@ -136,6 +136,18 @@ class CacheManager:
         root = root_key(self.fingerprint, self.dtype, self.block_size, salt)
         return BlockHashes(root, self.block_size, tokens, salt)
 
+    def source_blocks(
+        self, hashes: BlockHashes, first: int, last: int, size: int
+    ) -> SourceBlocks | None:
+        """The blocks of `size` tokens, of another replica, that cover the blocks `first` to before
+        `last` of a sequence; None where its blocks have the size of those here."""
+        if size in (0, self.block_size):
+            return None
+        begin, end = first * self.block_size, last * self.block_size
+        far = hashes.resized(root_key(self.fingerprint, self.dtype, size, hashes.salt), size)
+        keys = [far[block] for block in range(begin // size, -(-end // size))]
+        return SourceBlocks(keys, size, begin % size)
+
     def match(self, hashes: BlockHashes, blocks: int, last: PrefixMatch = NO_MATCH) -> PrefixMatch:
         """Pages that hold the first blocks of a sequence, at most `blocks`. `last`: what was found
         for it before, if that is known."""
@@ -198,7 +210,13 @@ class CacheManager:
             keys.append(hashes[first + len(keys)])
         return keys
 
-    def fetch(self, slot: int, keys: list[bytes], source: KvSource | None = None) -> int:
+    def fetch(
+        self,
+        slot: int,
+        keys: list[bytes],
+        source: KvSource | None = None,
+        there: SourceBlocks | None = None,
+    ) -> int:
         """Gives the slot pages for its next blocks, which have these keys, and asks lower tiers to
         fill them, and `source` (see Fetch) for those that they do not hold; so many must be
         available. Returns the fetch's ticket."""
@@ -206,7 +224,7 @@ class CacheManager:
         self.extend(slot, len(keys))
         places = np.stack(self.pages.locate(np.array(self.tables[slot][first:], np.int32)), axis=1)
         ticket = next(self._tickets)
-        self._fetches.append(Fetch(ticket, keys, places, source))
+        self._fetches.append(Fetch(ticket, keys, places, source, there))
         return ticket
 
     def take_fetches(self) -> list[Fetch]:

@@ -63,18 +63,28 @@ class LowerTiers(Protocol):
         """Whether what is there is there after a restart."""
 
 
+class SourceBlocks(NamedTuple):
+    """Blocks of a source of another block size that cover those of a fetch. keys: theirs. size:
+    tokens of each. skip: tokens of the first one that come before the fetch's."""
+
+    keys: list[bytes]
+    size: int
+    skip: int
+
+
 class Fetch(NamedTuple):
     """Blocks to be brought from lower tiers to pages that a slot holds already.
 
     ticket: tells this fetch from all others. keys [n]: of the blocks, in the order of the sequence.
     places [n, 2] int32: lane and page of each. source: another replica, which is asked for what
-    lower tiers do not hold.
+    lower tiers do not hold; there: its blocks, where they are of another size.
     """
 
     ticket: int
     keys: list[bytes]
     places: np.ndarray
     source: KvSource | None = None
+    there: SourceBlocks | None = None
 
 
 class Placed(NamedTuple):

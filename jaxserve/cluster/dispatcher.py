@@ -97,7 +97,7 @@ class Dispatcher:
                     "", "no replica can take requests now", "UNAVAILABLE", RETRY_SECONDS
                 )
             if placement.prefill_on is not None:
-                self._jobs.begin(routed, placement, self._router.table.info.block_size)
+                self._jobs.begin(routed, placement)
                 continue
             error = self._send(routed, placement)
             if error is None:

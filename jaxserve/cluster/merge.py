@@ -15,7 +15,8 @@ from jaxserve.replica.protocol import Replica
 from jaxserve.scheduling import Load
 from jaxserve.settings.schema import ConfigError
 
-SAME = ("served_name", "model", "vocab", "eos_ids", "cache_fingerprint")  # in all members
+# in all members
+SAME = ("served_name", "model", "vocab", "eos_ids", "cache_fingerprint", "cache_dtype")
 SHOWN_REQUESTS = 256  # of all members together, in a view
 ALIVE = "jaxserve:replica_alive"
 AVERAGED = ("_perc", "_scale")  # ends of the names of gauges that are means, not sums

@@ -37,14 +37,13 @@ class PrefillJob:
         return not self.failed and self.member.alive
 
 
-def job_for(
-    request: Request, member: Member, block_size: int, fetch: KvSource | None
-) -> PrefillJob:
+def job_for(request: Request, member: Member, fetch: KvSource | None) -> PrefillJob:
     """The job of computing a request's prompt. member: which has an address. fetch: from where the
     job may get the prompt's first blocks. Only full blocks can be fetched."""
     assert member.address is not None
     job = dataclasses.replace(
         request, id=request.id + SUFFIX, sampling=ONE_TOKEN, guide=None, kv_source=fetch
     )
-    source = KvSource(member.address, len(request.prompt) // block_size, job.id)
+    size = member.replica.info.block_size
+    source = KvSource(member.address, len(request.prompt) // size, job.id, size)
     return PrefillJob(job, member, source)

@@ -33,13 +33,13 @@ class PrefillJobs:
         self._now = now
         self._post = post
 
-    def begin(self, routed: RoutedRequest, placement: Placement, block_size: int) -> None:
+    def begin(self, routed: RoutedRequest, placement: Placement) -> None:
         """Has a member compute the request's prompt. One that refuses is not asked again for this
         request."""
         member = placement.prefill_on
         assert member is not None
         now = self._now()
-        job = job_for(routed.request, member, block_size, placement.fetch)
+        job = job_for(routed.request, member, placement.fetch)
         job.ready_at = now + placement.ttft
         with self._lock:
             routed.job = job

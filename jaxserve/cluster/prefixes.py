@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterable
 
 from jaxserve.api.request import Request
 from jaxserve.cache.hashes import BlockHashes, root_key
@@ -47,17 +48,31 @@ class CachedPrefixes:
         with self._lock:
             return self._directory.count(member.number)
 
-    def tokens(self, request: Request, info: ReplicaInfo, numbers: int) -> list[int]:
+    def tokens(self, request: Request, members: Iterable[Member], numbers: int) -> list[int]:
         """Tokens at a prompt's beginning that each member has cached, by the members' numbers
-        [numbers]. A prompt's last token is always computed."""
+        [numbers]; 0 for those that have not joined. A prompt's last token is always computed."""
+        found = [0] * numbers
+        if request.bypass_prefix_cache:
+            return found
+        by_size: dict[int, list[Member]] = {}
+        for member in members:
+            if member.joined:
+                by_size.setdefault(member.replica.info.block_size, []).append(member)
+        for size, same in by_size.items():
+            blocks = self._blocks(request, same[0].replica.info, numbers)
+            for member in same:
+                found[member.number] = blocks[member.number] * size
+        return found
+
+    def _blocks(self, request: Request, info: ReplicaInfo, numbers: int) -> list[int]:
+        """Blocks of `info`'s size at a prompt's beginning that members have, by number."""
         prompt = request.prompt
         size = info.block_size
         blocks = (len(prompt) - 1) // size
-        if request.bypass_prefix_cache or not blocks:
+        if not blocks:
             return [0] * numbers
         root = root_key(info.cache_fingerprint, info.cache_dtype, size, request.cache_salt)
         chain = BlockHashes(root, size, lambda first, last: prompt[first:last])
         chain[blocks - 1]  # hashes all of them before anybody waits for the lock
         with self._lock:
-            depths = self._directory.prefix_blocks(chain, blocks, numbers)
-        return [depth * size for depth in depths]
+            return self._directory.prefix_blocks(chain, blocks, numbers)

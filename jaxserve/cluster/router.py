@@ -71,7 +71,7 @@ class Router:
 
     def prefixes(self, request: Request) -> list[int]:
         """Tokens at a prompt's beginning that each member has cached, by number."""
-        return self.cached.tokens(request, self.table.info, self.table.numbers)
+        return self.cached.tokens(request, self.table.all, self.table.numbers)
 
     @property
     def _least_tokens(self) -> int:
@@ -174,7 +174,8 @@ class Router:
         source = next((m for m in self.table.all if m.number == fetch.source), None)
         if source is None or source.address is None:
             return None
-        return KvSource(source.address, fetch.stop // self.table.info.block_size)
+        size = source.replica.info.block_size
+        return KvSource(source.address, fetch.stop // size, block_size=size)
 
     def transfer_seconds(self, tokens: int) -> float:
         """Predicted seconds to move the KV of `tokens` tokens from one member to another."""

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxserve.cache.tiers import Fetch, key_of
 from jaxserve.engine.page_io import BlocksRead, GatheredBlocks, PageIo
+from jaxserve.engine.resized_stream import ResizedStream
 from jaxserve.store.peers import BlockStream, PeerBlocks
 from jaxserve.store.tiered import TieredBlocks
 
@@ -160,7 +161,7 @@ class BlockMover:
         """Brings the blocks in pieces until one is missing; the last piece may be empty."""
         most = self.io.most
         buffer = np.empty((min(most, len(fetch.keys)), self.io.layout.bytes), np.uint8)
-        with contextlib.closing(FetchReader(fetch, self.tiers, self._peers)) as reader:
+        with contextlib.closing(FetchReader(fetch, self.tiers, self._stream(fetch))) as reader:
             for piece, first in enumerate(range(0, len(fetch.keys), most)):
                 keys = fetch.keys[first : first + most]
                 found = self._read(reader, keys, buffer)
@@ -175,6 +176,17 @@ class BlockMover:
                 self._arrived(Arrival(fetch.ticket, piece, found, last))
                 if last:
                     return
+
+    def _stream(self, fetch: Fetch) -> BlockStream | None:
+        """Where a fetch's blocks come from that lower tiers do not hold."""
+        if fetch.source is None or self._peers is None:
+            return None
+        if fetch.there is None:
+            far = [key for key in fetch.keys if not self.tiers.holds(key)]
+            return self._peers.open(fetch.source, far)
+        stream = self._peers.open(fetch.source, fetch.there.keys)
+        here, there = self.io.layout, self.io.layout_of(fetch.there.size)
+        return ResizedStream(stream, fetch.keys, fetch.there, here, there)
 
     def _read(self, reader: FetchReader, keys: list[bytes], buffer: np.ndarray) -> int:
         """Reads the next blocks of a fetch to the buffer until one is missing; how many came."""
@@ -203,16 +215,12 @@ class BlockMover:
 
 class FetchReader:
     """Reads the blocks of a fetch, in their order: from the tiers here, and those that they do not
-    hold at first from its source."""
+    hold at first from a stream, if there is one."""
 
-    def __init__(self, fetch: Fetch, tiers: TieredBlocks, peers: PeerBlocks | None):
+    def __init__(self, fetch: Fetch, tiers: TieredBlocks, stream: BlockStream | None):
         self._tiers = tiers
-        self._far: set[bytes] = set()
-        self._stream: BlockStream | None = None
-        if fetch.source is not None and peers is not None:
-            far = [key for key in fetch.keys if not tiers.holds(key)]
-            self._far = set(far)
-            self._stream = peers.open(fetch.source, far)
+        self._stream = stream
+        self._far = {key for key in fetch.keys if not tiers.holds(key)} if stream else set()
 
     def read(self, key: bytes, into: np.ndarray) -> bool:
         """Copies the next block to `into` [bytes] uint8; False where it does not come."""

@@ -34,16 +34,24 @@ class BlockLayout:
     """The bytes of a block outside the devices. kv_heads: the model's own, of which a plan for
     more ranks than heads has several copies each."""
 
-    def __init__(self, plan: StagePlan, kv_heads: int):
+    def __init__(self, plan: StagePlan, kv_heads: int, block_size: int | None = None):
+        """block_size: tokens of a block; None: of a page."""
         pool = plan.pool()
+        vectors, _, head_dim = pool.kv.shape[3:]
         self.copies = plan.model.kv_heads // kv_heads
-        self._kv = (plan.model.layers, kv_heads, *pool.kv.shape[3:])
+        self.block_size = block_size or plan.block_size
+        self._kv = (plan.model.layers, kv_heads, vectors, self.block_size, head_dim)
         self._dtype = pool.kv.dtype
         self._kv_bytes = int(np.prod(self._kv)) * self._dtype.itemsize
         self._scales = None if pool.scales is None else pool.scales.dtype
         self.bytes = self._kv_bytes
         if self._scales is not None:
             self.bytes += int(np.prod(self._kv[:-1])) * self._scales.itemsize
+
+    def parts(self, block: np.ndarray) -> list[np.ndarray]:
+        """Views of what a block's bytes [bytes] uint8 are: [layers, heads, 2, block_size, ...]."""
+        pages = self.view(block)
+        return [pages.kv] if pages.scales is None else [pages.kv, pages.scales]
 
     def view(self, block: np.ndarray) -> KVPages:
         """A block's bytes [bytes] uint8 as the numbers and scales that they are."""
@@ -58,11 +66,16 @@ class PageIo:
     """Reads and writes pages of all stages of a worker. kv_heads: see BlockLayout."""
 
     def __init__(self, stages: Stages, kv_heads: int):
+        self.kv_heads = kv_heads
         self.layout = BlockLayout(stages.plan, kv_heads)
         self._stages = stages
         self._lanes = stages.plan.mesh.kvp
         self.most = max(1, min(MOST_PAGES, MOST_BYTES // self.layout.bytes))
         self.sizes = sorted({1, self.most})  # pages per lane of a launch
+
+    def layout_of(self, block_size: int) -> BlockLayout:
+        """The layout of blocks of another size."""
+        return BlockLayout(self._stages.plan, self.kv_heads, block_size)
 
     def programs(self) -> Iterator[tuple[str, Lower]]:
         """Name and lowering of all programs."""

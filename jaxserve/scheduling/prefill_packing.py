@@ -244,11 +244,17 @@ class PrefillPacker:
             need = self.cache.blocks(stop) - len(pages)
             home = self.cache.choose_home(pages, lanes, need, step.pending)
         candidate = ChunkCandidate(home, None, start, pages)
-        keys, source = self._fetchable(step.budget.predictor, sequence, len(pages))
+        first = len(pages)
+        keys, source = self._fetchable(step.budget.predictor, sequence, first)
         if not keys:
             return candidate
         self._admit(step, sequence, candidate)
-        sequence.ticket = self.cache.fetch(sequence.slot, keys, source)
+        there = None
+        if source is not None:
+            last = first + len(keys)
+            hashes = sequence.block_hashes
+            there = self.cache.source_blocks(hashes, first, last, source.block_size)
+        sequence.ticket = self.cache.fetch(sequence.slot, keys, source, there)
         sequence.fetch_seconds = SOURCE_SECONDS if source else FETCH_SECONDS
         sequence.fetch_deadline = step.now + sequence.fetch_seconds
         return None
@@ -266,7 +272,9 @@ class PrefillPacker:
         keys = cache.fetchable(sequence.block_hashes, first, last)
         source = sequence.request.kv_source
         if source is not None:
-            far = min(source.blocks, last)
+            size = source.block_size or cache.block_size
+            blocks = min(source.blocks, sequence.prefill_len // size)
+            far = min(blocks * size // cache.block_size, last)
             if first + len(keys) < far:
                 return [sequence.block_hashes[block] for block in range(first, far)], source
         return (keys if self._worth_fetching(predictor, keys, first) else []), None

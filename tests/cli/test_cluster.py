@@ -52,11 +52,11 @@ def secret_of(number: int) -> bytes:
     return found.partition(b"=")[2]
 
 
-def replicas(url: str) -> list[float]:
+def alive(url: str) -> list[float]:
     """Of each replica that the conductor knows, whether it can send requests to it."""
     text = urllib.request.urlopen(f"{url}/metrics", timeout=20).read().decode()
     found = re.findall(r"^jaxserve:replica_alive\{.*\} (\S+)$", text, re.M)
-    return [float(alive) for alive in found]
+    return [float(number) for number in found]
 
 
 def metric(url: str, name: str) -> float:
@@ -110,7 +110,7 @@ def test_tokens_are_one_processs_a_killed_replica_begins_anew_and_nothing_is_lef
         assert ask() == golden
         assert len(processes("serve")) == 2 and len(processes("conductor")) == 1
         url = json.loads((tmp_path / "ports.json").read_text())["http"]
-        eventually(lambda: replicas(url) == [1.0, 1.0], START_SECONDS)
+        eventually(lambda: alive(url) == [1.0, 1.0], START_SECONDS)
         first = processes("serve")[0]
         os.kill(first, signal.SIGKILL)
         assert ask() == golden, "by the other one"
@@ -131,7 +131,7 @@ def test_tokens_are_one_processs_where_one_replica_prefills_and_another_decodes(
     roles = ["--prefill=1", "--decode=1"]
     with cluster(tmp_path, *TINY, *roles) as (_, client):
         url = json.loads((tmp_path / "ports.json").read_text())["http"]
-        eventually(lambda: replicas(url) == [1.0, 1.0], START_SECONDS)
+        eventually(lambda: alive(url) == [1.0, 1.0], START_SECONDS)
         assert answers(client, prompts) == golden
         fetched = metric(url, "kv_blocks_from_peers_total")
         assert fetched >= sum(len(prompt) // 16 for prompt in prompts[2:]) / 2
@@ -139,7 +139,7 @@ def test_tokens_are_one_processs_where_one_replica_prefills_and_another_decodes(
         os.kill(prefill, signal.SIGKILL)
         assert answers(client, prompts) == golden, "by the other one alone"
         eventually(lambda: processes("--role=prefill") not in ([], [prefill]), RESTART_SECONDS)
-        eventually(lambda: replicas(url) == [1.0, 1.0], START_SECONDS)
+        eventually(lambda: alive(url) == [1.0, 1.0], START_SECONDS)
         fresh, again = of_one_process((151, 152))
         assert answers(client, fresh) == again
         (decode,) = processes("--role=decode")
@@ -166,7 +166,7 @@ def test_prompts_are_computed_by_one_replica_and_decoded_by_another(tmp_path):
     prompts, right = of_one_process((3, 90, 200, 129))
     with cluster(tmp_path, "--prefill=1", "--decode=1", *TINY) as (_, client):
         url = json.loads((tmp_path / "ports.json").read_text())["http"]
-        eventually(lambda: replicas(url) == [1.0, 1.0], START_SECONDS)
+        eventually(lambda: alive(url) == [1.0, 1.0], START_SECONDS)
         done = [client.complete(prompt, SAMPLING, ids_only=True)[0] for prompt in prompts]
         assert [list(one.ids) for one in done] == right
         assert [one.usage.cached for one in done] == [0, 80, 192, 128]
@@ -196,7 +196,7 @@ def start(stack: contextlib.ExitStack, command: str, *flags: str) -> subprocess.
 
 @pytest.mark.matrix
 def test_the_real_model_disaggregated_with_other_meshes_on_both_sides(golden, smollm2_gguf):
-    """And through two conductors at once."""
+    """And other sizes of pages; through two conductors at once."""
     flags = [
         f"--model={smollm2_gguf}", "--max_model_len=2048", "--max_seqs=4", "--pages=160",
         "--profile=none", "--policy=fcfs", "--chunking=static", "--admission=queue",
@@ -205,8 +205,8 @@ def test_the_real_model_disaggregated_with_other_meshes_on_both_sides(golden, sm
     cases = [case for case in golden["cases"] if len(case["prompt_ids"]) < 1600]
     with contextlib.ExitStack() as stack:
         replicas = [
-            replica(stack, *flags, "--role=prefill", "--mesh=tp=3"),
-            replica(stack, *flags, "--role=decode", "--mesh=spp=2,kvp=2"),
+            replica(stack, *flags, "--role=prefill", "--mesh=tp=3", "--block_size=16"),
+            replica(stack, *flags, "--role=decode", "--mesh=spp=2,kvp=2", "--block_size=24"),
         ]
         clients = []
         for _ in range(2):
@@ -217,7 +217,7 @@ def test_the_real_model_disaggregated_with_other_meshes_on_both_sides(golden, sm
             address, url = (conductor.stdout.readline().strip() for _ in range(2))
             clients.append(stack.enter_context(Client(address)))
             clients[-1].wait_ready(START_SECONDS)
-            eventually(lambda url=url: sum(replicas(url)) == 2, START_SECONDS)
+            eventually(lambda url=url: sum(alive(url)) == 2, START_SECONDS)
         for case, client in itertools.product(cases, clients):
             prompt = case["prompt_ids"]
             sampling = SamplingParams(

@@ -29,9 +29,10 @@ SHORT = LONG[:20]
 class RoleReplica(FakeReplica):
     """A fake with a role. seen: all requests that it took, jobs of prefill among them."""
 
-    def __init__(self, role: str = "mixed", **rest):
+    def __init__(self, role: str = "mixed", block_size: int = BLOCK, **rest):
         super().__init__(**rest)
         self.role = role
+        self.block_size = block_size
         self.host_cache_gib = 1.0
         self.seen: list[Request] = []
         self.closed = False
@@ -40,7 +41,7 @@ class RoleReplica(FakeReplica):
     def info(self) -> ReplicaInfo:
         settings = {"cache": {"host_cache_gib": self.host_cache_gib}}
         return dataclasses.replace(
-            super().info, role=self.role, block_size=BLOCK, settings=settings
+            super().info, role=self.role, block_size=self.block_size, settings=settings
         )
 
     def submit(self, request: Request, sink: Sink) -> None:
@@ -54,9 +55,10 @@ class RoleReplica(FakeReplica):
     def cache(self, prompt: Sequence[int], blocks: int) -> None:
         """Says that it has stored a prompt's first blocks."""
         info = self.info
-        root = root_key(info.cache_fingerprint, info.cache_dtype, BLOCK, "")
+        size = info.block_size
+        root = root_key(info.cache_fingerprint, info.cache_dtype, size, "")
         tokens = np.array(prompt, np.int32)
-        chain = BlockHashes(root, BLOCK, lambda first, last: tokens[first:last])
+        chain = BlockHashes(root, size, lambda first, last: tokens[first:last])
         self.block_events.stored(StoredBlocks([chain[block] for block in range(blocks)]))
 
     @property

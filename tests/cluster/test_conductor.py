@@ -329,17 +329,23 @@ def test_the_view_lists_members_and_the_requests_of_all(make):
     holder.replica.close()
 
 
-class Renamed(FakeReplica):
-    """A fake of another model."""
+class Other(FakeReplica):
+    """A fake with other facts."""
+
+    def __init__(self, **facts):
+        super().__init__()
+        self.facts = facts
 
     @property
     def info(self):
-        return dataclasses.replace(super().info, model="another")
+        return dataclasses.replace(super().info, **self.facts)
 
 
 def test_members_that_cannot_serve_together_are_refused():
     with pytest.raises(ConfigError, match="differ in model"):
-        Cluster(FakeReplica(), Renamed())
+        Cluster(FakeReplica(), Other(model="another"))
+    with pytest.raises(ConfigError, match="differ in cache_dtype"):
+        Cluster(FakeReplica(), Other(cache_dtype="float8"))
     with pytest.raises(ConfigError, match="there are none"):
         Conductor([])
     with pytest.raises(ConfigError, match="local_cache_aware"):

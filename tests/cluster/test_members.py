@@ -193,7 +193,7 @@ def fetched(*fakes, cluster, **settings) -> tuple[KvSource | None, object]:
 
 def test_a_prefix_is_fetched_from_a_busy_member_that_has_it(cluster):
     source, address = fetched(make(), make(), cluster=cluster)
-    assert source == KvSource(address, WHOLE)
+    assert source == KvSource(address, WHOLE, block_size=BLOCK)
 
 
 def test_a_prefix_is_computed_where_that_takes_less(cluster):
@@ -221,5 +221,20 @@ def test_a_member_that_prefills_for_another_fetches_a_prefix_too(cluster):
     three.members[1].work.begin_prefill("busy", 20.0, three.conductor.now())
     assert_right(three.serve())
     (job,) = one.jobs
-    assert job.kv_source == KvSource(three.address(holder), WHOLE)
-    assert decode.own[-1].kv_source == KvSource(three.address(one), WHOLE, job.id)
+    assert job.kv_source == KvSource(three.address(holder), WHOLE, block_size=BLOCK)
+    assert decode.own[-1].kv_source == KvSource(three.address(one), WHOLE, job.id, BLOCK)
+
+
+def test_members_may_have_blocks_of_other_sizes(cluster):
+    """A prefix is found in the holder's blocks, and the taker is told how large these are."""
+    one, holder, decode = make("prefill"), make("prefill", block_size=24), make("decode")
+    three = cluster(one, holder, decode, routing="cache_aware")
+    for member in three.members:
+        member.rate = 0.01
+    whole = len(LONG) // 24
+    holder.cache(LONG, whole)
+    three.members[1].work.begin_prefill("busy", 20.0, three.conductor.now())
+    assert_right(three.serve())
+    (job,) = one.jobs
+    assert job.kv_source == KvSource(three.address(holder), whole, block_size=24)
+    assert decode.own[-1].kv_source == KvSource(three.address(one), WHOLE, job.id, BLOCK)

@@ -25,7 +25,7 @@ def source_of(fake: RoleReplica) -> KvSource | None:
 
 def job_source(cluster: RoleCluster, prefill: RoleReplica) -> KvSource:
     """The KV that a prefill job makes on a fake."""
-    return KvSource(cluster.address(prefill), WHOLE, prefill.jobs[-1].id)
+    return KvSource(cluster.address(prefill), WHOLE, prefill.jobs[-1].id, BLOCK)
 
 
 # --- where a request goes

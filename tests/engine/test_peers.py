@@ -74,12 +74,17 @@ class Stream:
 
 
 def replica(
-    peers: Direct, mesh: str = "", model: str = "random:tiny", length: int = 512, gib: float = 0.02
+    peers: Direct,
+    mesh: str = "",
+    model: str = "random:tiny",
+    length: int = 512,
+    gib: float = 0.02,
+    **cache,
 ) -> Engine:
     config = EngineConfig(
         ModelSource(model=str(model), max_model_len=length, dtype="float32"),
         MeshConfig.parse(mesh),
-        CacheConfig(pages=96 if length == 512 else 160, host_cache_gib=gib),
+        CacheConfig(**{"pages": 96 if length == 512 else 160, "host_cache_gib": gib, **cache}),
         SchedulerConfig(max_seqs=4, chunk_tokens=32),
     )
     return build(config, progress=False, warm_up=False, peers=peers)
@@ -131,7 +136,7 @@ def asked(near: Engine, prompt: list[int], source: KvSource | None, **fields):
 
 
 def source_of(prompt: list[int], job: str = "", block: int = 16) -> KvSource:
-    return KvSource("far", len(prompt) // block, job)
+    return KvSource("far", len(prompt) // block, job, block)
 
 
 MESHES = [
@@ -222,6 +227,36 @@ def test_a_cancelled_request_wants_nothing_more(pair, expected):
     eventually(lambda: (near.step(), not far.scheduler.cache.stores._wanted)[1], 10)
     eventually(lambda: (near.step(), not near.worker.mover._pieces)[1], 10)
     assert_empty(near)
+
+
+SIZES = [(16, 32), (32, 16), pytest.param(16, 24, marks=MATRIX), pytest.param(24, 7, marks=MATRIX)]
+
+
+@pytest.mark.parametrize("there, here", SIZES)
+def test_blocks_of_another_size_are_made_into_ones_own(there, here, expected):
+    """The second request finds a part of its blocks on the devices."""
+
+    def whole(length: int) -> int:
+        """Tokens of the asker's full blocks of which the source has all."""
+        return min(length // there * there, length - 1) // here * here
+
+    peers = Direct()
+    far = peers.engines["far"] = replica(peers, block_size=there)
+    near = replica(peers, "spp=2", block_size=here, pages=512 // here + 60)
+    far.start()
+    for number, (prompt, tokens) in enumerate(zip(prompts(), expected)):
+        Ran(far, prompt, f"job{number}", max_tokens=1)
+        half = prompt[: len(prompt) // 2]
+        first = asked(near, half, source_of(prompt, f"job{number}", there))
+        assert first.finished.usage.cached == whole(len(half))
+        got = asked(near, prompt, source_of(prompt, f"job{number}", there))
+        assert got.ids == tokens
+        assert got.finished.usage.cached >= whole(len(prompt))
+    assert peers.given and not near.worker.lower_tiers.counts().wrong
+    eventually(lambda: not far.scheduler.cache.stores._wanted, 5)
+    assert_empty(near)
+    near.close()
+    far.close()
 
 
 @MATRIX

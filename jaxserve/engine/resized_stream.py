@@ -1,0 +1,60 @@
+"""Makes blocks of one size out of a stream of blocks of another size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxserve.cache.tiers import SourceBlocks
+from jaxserve.engine.page_io import BlockLayout
+from jaxserve.store.peers import BlockStream
+
+
+class ResizedStream:
+    """A `BlockStream` of the blocks `keys`, made of those of `source`, which cover them. Blocks may
+    be left out, but not come again. here, there: the layouts of both."""
+
+    def __init__(
+        self,
+        stream: BlockStream,
+        keys: Sequence[bytes],
+        source: SourceBlocks,
+        here: BlockLayout,
+        there: BlockLayout,
+    ):
+        self._stream = stream
+        self._place = {key: number for number, key in enumerate(keys)}
+        self._source = source
+        self._here = here
+        self._there = there
+        self._block = np.empty(there.bytes, np.uint8)
+        self._number = -1  # of the source's block that `_block` is
+
+    def read(self, key: bytes, into: np.ndarray) -> bool:
+        """Copies a block; False where one of the source's that it needs does not come."""
+        size = self._here.block_size
+        first = self._source.skip + self._place[key] * size
+        at = first
+        while at < first + size:
+            if not self._bring(at // self._source.size):
+                return False
+            begin = at % self._source.size
+            count = min(self._source.size - begin, first + size - at)
+            for mine, found in zip(self._here.parts(into), self._there.parts(self._block)):
+                mine[:, :, :, at - first : at - first + count] = found[:, :, :, begin:][
+                    :, :, :, :count
+                ]
+            at += count
+        return True
+
+    def _bring(self, number: int) -> bool:
+        """Reads on to the source's block with this number."""
+        while self._number < number:
+            if not self._stream.read(self._source.keys[self._number + 1], self._block):
+                return False
+            self._number += 1
+        return True
+
+    def close(self) -> None:
+        self._stream.close()
