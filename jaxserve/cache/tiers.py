@@ -38,6 +38,16 @@ class TierCounts:
     disk_blocks: int = 0
 
 
+@dataclass(slots=True)
+class Fetched:
+    """What came from one other replica since the start, in blocks. source: its address. seconds:
+    for which requests waited for it, all together."""
+
+    source: str
+    blocks: int = 0
+    seconds: float = 0.0
+
+
 class LowerTiers(Protocol):
     """What a replica asks of the tiers below its devices. block_bytes: of each block."""
 
@@ -57,6 +67,9 @@ class LowerTiers(Protocol):
 
     def counts(self) -> TierCounts:
         """What came and went."""
+
+    def fetched(self) -> list[Fetched]:
+        """What came from each of the other replicas."""
 
     @property
     def outlasts(self) -> bool:

@@ -198,11 +198,12 @@ class Conductor:
         return min(known) if known and len(known) == len(delays) else None
 
     def view(self, since: int = 0) -> dict[str, Any]:
-        shown = [member for member in self.members if member.joined and member.alive]
-        views = [member.ask(lambda replica: replica.view()) for member in shown]
+        members = self.members
+        shown = [member for member in members if member.joined and member.alive]
+        views = {member: member.ask(lambda replica: replica.view()) for member in shown}
         cached = self._router.cached
-        rows = [member_view(member, cached.blocks(member)) for member in self.members]
-        return merged_view(self.info, rows, [view for view in views if view])
+        rows = [member_view(one, cached.blocks(one), views.get(one)) for one in members]
+        return merged_view(self.info, rows, [view for view in views.values() if view])
 
     def count_rejected(self, reason: str) -> None:
         """Counted by a member, as the metrics are theirs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -55,11 +55,12 @@ def merged_load(loads: Iterable[Load]) -> Load:
     )
 
 
-def member_view(member: Member, blocks: int) -> dict[str, Any]:
+def member_view(member: Member, blocks: int, view: Mapping[str, Any] | None) -> dict[str, Any]:
     """A row of the view's table of members. role: "" before it has said what it is. load: None
     where it has told none. prefills, decodes: requests of this conductor that it prefills, and that
     decode there. prompt_tokens, cached_tokens: of prompts that it has ended, and of these those
-    that it did not compute. blocks: of KV that it has, as the conductor knows."""
+    that it did not compute. blocks: of KV that it has, as the conductor knows. view: its own;
+    None where it gives none. kv: what this says of its tiers, see `observe.kv_view`."""
     load = member.load() if member.alive else None
     return {
         "name": member.name,
@@ -73,6 +74,7 @@ def member_view(member: Member, blocks: int) -> dict[str, Any]:
         "prompt_tokens": member.prompt_tokens,
         "cached_tokens": member.cached_tokens,
         "blocks": blocks,
+        "kv": view.get("kv") if view else None,
         "load": None if load is None else dataclasses.asdict(load),
     }
 

@@ -15,6 +15,7 @@ import functools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -221,13 +222,15 @@ class FetchReader:
         self._tiers = tiers
         self._stream = stream
         self._far = {key for key in fetch.keys if not tiers.holds(key)} if stream else set()
+        self._source = "" if fetch.source is None else fetch.source.address
 
     def read(self, key: bytes, into: np.ndarray) -> bool:
         """Copies the next block to `into` [bytes] uint8; False where it does not come."""
         if self._stream is None or key not in self._far:
             return self._tiers.read(key, into)
+        began = time.monotonic()
         came = self._stream.read(key, into)
-        self._tiers.count_from_peer(came)
+        self._tiers.count_from_peer(self._source, came, time.monotonic() - began)
         return came
 
     def close(self) -> None:

@@ -39,6 +39,7 @@ from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.results import InFlightBatch
 from jaxserve.engine.watchdog import STARTING_ANEW, Watchdog, lost_error, request_error
 from jaxserve.observe.journal import Journal
+from jaxserve.observe.kv_view import kv_view
 from jaxserve.observe.metrics import Metrics
 from jaxserve.observe.view import Snapshot
 from jaxserve.replica.info import ReplicaInfo
@@ -310,6 +311,7 @@ class Engine:
             "mesh": str(self.info.mesh),
             "alive": self.alive,
             "workers": self.worker.members(),
+            "kv": kv_view(self.worker.lower_tiers, self._metrics.hit_tokens, self.info.block_size),
             **snapshot.shown(),
         }
 

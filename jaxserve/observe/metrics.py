@@ -202,6 +202,7 @@ class Metrics:
         self._queries = self._counter(
             "prefix_cache_queries", "Tokens of prompts that were looked up in the prefix cache"
         )
+        self.hit_tokens = 0  # what `_hits` counts
         self._hits = self._counter("prefix_cache_hits", "Tokens of prompts whose KV was reused")
         ended = self._counter(
             "request_success",
@@ -481,6 +482,7 @@ class Metrics:
         self._prompt.inc(prompt)
         self._queries.inc(looked_up)
         self._hits.inc(cached)
+        self.hit_tokens += cached
         if slack < 0:
             self.late(class_name)
 

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxserve.cache.tiers import HostTier, Placed, TierCounts
+from jaxserve.cache.tiers import Fetched, HostTier, Placed, TierCounts
 from jaxserve.clock import Clock
+from jaxserve.store.fetches import PeerFetches
 from jaxserve.store.host_memory import HostBlocks
 
 # bytes per second that are believed until something was read
@@ -71,6 +72,7 @@ class TieredBlocks:
         self._count: dict[str, int] = dict.fromkeys(TierCounts.__slots__, 0)
         self._host_bandwidth = Bandwidth(HOST_BANDWIDTH)
         self._disk_bandwidth = Bandwidth(DISK_BANDWIDTH)
+        self._fetches = PeerFetches()
 
     # --- what there is
 
@@ -223,9 +225,14 @@ class TieredBlocks:
                 self._index.forget(key)
         return right
 
-    def count_from_peer(self, came: bool) -> None:
-        """Counts a block that was asked of another replica."""
+    def count_from_peer(self, source: str, came: bool, seconds: float) -> None:
+        """Counts a block that was asked of another replica, and waited for that long."""
+        self._fetches.add(source, came, seconds)
         self._add("peer_reads" if came else "missed")
+
+    def fetched(self) -> list[Fetched]:
+        """What came from each of the other replicas."""
+        return self._fetches.all()
 
     def _add(self, name: str) -> None:
         with self._lock:

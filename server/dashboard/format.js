@@ -13,6 +13,11 @@ export function count(value) {
   return value === null || value === undefined ? "–" : value.toLocaleString("en");
 }
 
+export function size(bytes) {
+  if (bytes === null || bytes === undefined) return "–";
+  return bytes < 2 ** 30 ? `${(bytes / 2 ** 20).toFixed(1)} MiB` : `${(bytes / 2 ** 30).toFixed(2)} GiB`;
+}
+
 export function share(part, whole) {
   return whole ? `${Math.floor((100 * part) / whole)} %` : "–";
 }

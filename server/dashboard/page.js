@@ -1,10 +1,11 @@
 // Asks the server twice a second what is new, keeps the last minute of it, and draws it.
 import { drawPages, drawSlack, drawStrip, firstTokens, paces, slackNote, tell } from "./charts.js";
-import { Theme, count, nameOf, seconds, set, share } from "./format.js";
+import { Theme, count, nameOf, seconds, set, share, size } from "./format.js";
 import { Detail, Table, sorted } from "./requests.js";
 import { Timeline } from "./timeline.js";
 
 const PERIOD = 500, SOON = 20, PATIENCE = 5000, KEPT = 62;     // milliseconds, milliseconds, milliseconds, seconds
+const FLOW_PERIOD = 5000;                                        // milliseconds
 const find = (id) => document.getElementById(id);
 
 class Feed {
@@ -80,6 +81,7 @@ class Page {
     this.timeline = new Timeline(find("timeline"), find("tip"), this.theme, select);
     this.table = new Table(find("rows"), find("requests-note"), find("filter"), this.theme, select);
     this.detail = new Detail(find, this.theme);
+    this.flows = new Flows();
     this.listen();
   }
 
@@ -188,6 +190,7 @@ class Page {
       tell(find(`${id}-share`), find(`${id}-note`), points, what);
     }
     drawMembers(view.members ?? []);
+    this.flows.draw(view.members ?? [], performance.now());
     drawWorkers(view.workers ?? []);
     this.table.draw(feed.requests, feed.leftOut, selected);
     this.detail.draw(feed, selected);
@@ -207,8 +210,34 @@ function drawMembers(members) {
       [member.name], [member.role || "–"], [stateOf(member)], [count(load.running), "n"], [count(load.waiting), "n"],
       [seconds(load.queued_prefill_seconds), "n"], [count(member.prefills), "n"], [count(member.decodes), "n"],
       [share(member.cached_tokens, member.prompt_tokens), "n"], [share(held, load.pages_total), "n"],
+      [size(member.kv?.host_bytes), "n"], [size(member.kv?.disk_bytes), "n"],
     ];
   }));
+}
+
+class Flows {
+  // KV that replicas fetched from each other: in all, and how fast lately.
+  constructor() {
+    this.seen = [];                                              // at which milliseconds there were how many bytes, by sender and receiver
+  }
+
+  draw(members, now) {
+    const flows = members.flatMap((member) => (member.kv?.fetched ?? []).map((one) => ({ ...one, to: member.name })));
+    this.seen.push({ now, bytes: new Map(flows.map((one) => [pair(one), one.bytes])) });
+    while (this.seen.length > 1 && this.seen[1].now <= now - FLOW_PERIOD) this.seen.shift();
+    const old = this.seen[0];
+    find("flows").hidden = flows.length === 0;
+    set(find("flows-note"), `${size(flows.reduce((sum, one) => sum + one.bytes, 0))} in all`);
+    fill("flow-rows", flows.map((one) => {
+      const came = Math.max(0, one.bytes - (old.bytes.get(pair(one)) ?? 0));
+      const rate = now > old.now ? came / 2 ** 20 / ((now - old.now) / 1000) : 0;
+      return [[one.source], [one.to], [count(one.blocks), "n"], [size(one.bytes), "n"], [seconds(one.seconds), "n"], [rate.toFixed(1), "n"]];
+    }));
+  }
+}
+
+function pair(flow) {
+  return `${flow.source} ${flow.to}`;
 }
 
 function stateOf(member) {

@@ -158,6 +158,12 @@ def test_what_another_replica_has_is_not_computed_again(pair, expected):
         assert got.finished.usage.cached == (len(prompt) - 1) // 16 * 16
     assert peers.given == sum((length - 1) // 16 for length in LENGTHS)
     assert near.worker.lower_tiers.counts().peer_reads == peers.given
+    kv = near.view()["kv"]
+    assert kv["from_peers"] == 16 * peers.given <= kv["hit_tokens"]
+    (fetched,) = kv["fetched"]
+    assert (fetched["source"], fetched["blocks"]) == ("far", peers.given)
+    assert fetched["bytes"] == peers.given * near.worker.lower_tiers.block_bytes
+    assert fetched["seconds"] > 0.0
     eventually(lambda: not far.scheduler.cache.stores._wanted, 5)
     assert_empty(near)
 

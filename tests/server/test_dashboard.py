@@ -201,6 +201,7 @@ class Screen:
 
     def __init__(self, driver, url: str):
         self.driver = driver
+        driver.get("about:blank")  # the page before asks no more
         driver.get_log("browser")  # what there was before
         driver.get(url)
 
@@ -393,13 +394,53 @@ def test_the_replicas_of_a_cluster_are_shown_with_their_roles(driver):
         page = Screen(driver, served.url)
         page.until(lambda: page.text("#members-note") == "2 of 3 take requests", "they are counted")
         cells = page.texts("#member-rows td")
-        rows = [cells[start : start + 10] for start in range(0, len(cells), 10)]
+        rows = [cells[start : start + 12] for start in range(0, len(cells), 12)]
         assert [row[:3] for row in rows] == [
             ["prefill", "prefill", "alive"],
             ["decode", "decode", "alive"],
             ["mixed", "mixed", "lost"],
         ]
-        assert rows[1][8:] == ["75 %", "0 %"] and rows[2][8:] == ["–", "–"]
+        assert rows[1][8:10] == ["75 %", "0 %"] and rows[2][8:] == ["–"] * 4
+        assert not page.one("#flows").is_displayed()
+        assert page.faults() == []
+
+
+class Storing:
+    """A replica with so many bytes of KV in host memory, that fetched blocks of a mebibyte."""
+
+    def __init__(self, replica, host_bytes: int):
+        self.replica = replica
+        self.kv = {"host_bytes": host_bytes, "disk_bytes": 0, "fetched": []}
+
+    def __getattr__(self, name):
+        return getattr(self.replica, name)
+
+    def fetch(self, source: str, blocks: int) -> None:
+        self.kv["fetched"] = [
+            {"source": source, "blocks": blocks, "bytes": blocks << 20, "seconds": 1.5}
+        ]
+
+    def view(self, since: int = 0) -> dict:
+        return {**self.replica.view(since), "kv": self.kv}
+
+
+def test_what_replicas_have_below_their_devices_and_fetch_from_each_other_is_shown(driver):
+    made = virtual().replica, virtual().replica
+    replicas = [
+        Storing(with_role(one, role), 3 << 20) for one, role in zip(made, ("prefill", "decode"))
+    ]
+    members = [Member(f"replica {n}", replica) for n, replica in enumerate(replicas)]
+    conductor = Conductor(members, clock=made[0].clock, threaded=False)
+    replicas[1].fetch("replica 0", 1)
+    with PageServer(conductor) as served:
+        page = Screen(driver, served.url)
+        page.until(lambda: page.text("#flows-note") == "1.0 MiB in all", "the flow is there")
+        assert page.texts("#member-rows td")[10:12] == ["3.0 MiB", "0.0 MiB"]
+        replicas[1].fetch("replica 0", 6)
+        page.until(lambda: page.text("#flows-note") == "6.0 MiB in all", "it has grown")
+        row = page.texts("#flow-rows td")
+        assert row[:5] == ["replica 0", "replica 1", "6", "6.0 MiB", "1.50 s"]
+        assert 0.0 < float(row[5]) <= 10.0, "five MiB in at least a poll"
         assert page.faults() == []
 
 
