@@ -146,4 +146,10 @@ class Members:
 
 
 def _member(replica: RemoteReplica) -> Member:
-    return Member(replica.target, replica, replica.target, lambda: replica.recent_load)
+    return Member(
+        replica.target,
+        replica,
+        replica.target,
+        lambda: replica.recent_load,
+        lambda: replica.other_requests,
+    )

@@ -167,6 +167,11 @@ class RemoteReplica:
         wait."""
         return load_of(self._heartbeat.load) if self._heartbeat.HasField("load") else None
 
+    @property
+    def other_requests(self) -> int:
+        """Requests that others than this session have there, as it told last. Does not wait."""
+        return self._heartbeat.other_requests
+
     def start(self) -> None:
         """Does nothing: its own process has started it."""
 

@@ -140,7 +140,9 @@ class ReplicaService(rpc.ReplicaServicer):
         self._sessions[number] = session
         log.info("a conductor at %s has begun a session", context.peer())
         try:
-            yield self._heartbeat(served)
+            beat = self._heartbeat(served)
+            beat.other_requests = self.requests
+            yield pb.Report(heartbeat=beat)
             session.start()
             yield from session.reports()
         finally:
@@ -172,22 +174,22 @@ class ReplicaService(rpc.ReplicaServicer):
         while not self._ended.wait(BEAT_SECONDS):
             self._ask_load(served.replica)
             beat = self._heartbeat(served)
+            requests = self.requests
             for session in list(self._sessions.values()):
-                session.say(beat)
+                beat.other_requests = max(requests - len(session), 0)
+                session.say(pb.Report(heartbeat=beat))
                 session.end_if_silent(self._silent_seconds)
         for session in list(self._sessions.values()):
             session.end()
 
-    def _heartbeat(self, served: Served) -> pb.Report:
+    def _heartbeat(self, served: Served) -> pb.Heartbeat:
         """What is known without waiting for a step."""
         replica = served.replica
-        return pb.Report(
-            heartbeat=pb.Heartbeat(
-                alive=replica.alive,
-                available=replica.available and not served.draining,
-                overdue=replica.overdue(),
-                load=self._load,
-            )
+        return pb.Heartbeat(
+            alive=replica.alive,
+            available=replica.available and not served.draining,
+            overdue=replica.overdue(),
+            load=self._load,
         )
 
     def _ask_load(self, replica: Replica) -> None:

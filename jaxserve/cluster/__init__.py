@@ -5,6 +5,7 @@ has cached, how long its queue is, and what a transfer takes (Mooncake, sections
     routing      Algorithm 1 and its baselines, as functions of frozen views of replicas
     admission    who is refused at overload: on arrival, or when decoding would begin
     assignments  Assignments: the work that was routed to a replica and has not ended
+    other_work   OtherWork: what other conductors have on a replica, as it tells
     allocation   BlockLedger: blocks that a node allocates and locks for conductors
     roles        roles of replicas, and the controller of how many have which
 

@@ -40,7 +40,7 @@ class ArrivalCheck:
         self._policy.check_arrival(
             AdmissionView(
                 ttft=placement.ttft,
-                tbt_now=member.decode_rate.seconds(member.work.decodes + 1),
+                tbt_now=member.decode_rate.seconds(member.decodes + 1),
                 tbt_later=self._tbt_at(member, now + placement.ttft),
                 ttft_objective=objectives.ttft(request, whole),
                 tbt_objective=objectives.tpot(request),
@@ -52,8 +52,11 @@ class ArrivalCheck:
         """Predicted seconds per token at clock second `at` on the average member of that one's
         role, with one sequence more."""
         pool = [other for other in self._table.all if other.joined and other.role is member.role]
-        seconds = [
-            other.decode_rate.seconds(other.work.decodes_at(at, other.completion)[0] + 1)
-            for other in pool
-        ]
+        seconds = [other.decode_rate.seconds(self._decodes_at(other, at) + 1) for other in pool]
         return math.fsum(seconds) / len(seconds) if seconds else 0.0
+
+    @staticmethod
+    def _decodes_at(member: Member, at: float) -> int:
+        """Sequences that will decode there at clock second `at`; of others as many as now."""
+        own, _ = member.work.decodes_at(at, member.completion)
+        return own + member.other_work.decodes

@@ -1,7 +1,7 @@
 """The work that was routed to one replica and has not ended, as the conductor that routed it knows
 it: how long the prefill queue is, and how many sequences decode now or will at a later time.
 
-What other conductors routed there is not in it. Times are clock seconds.
+What others routed there is `other_work`. Times are clock seconds.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from jaxserve.api.events import Finished
 from jaxserve.api.request import Request
 from jaxserve.cluster.assignments import Assignments
 from jaxserve.cluster.decode_rate import DecodeRate
+from jaxserve.cluster.other_work import NO_OTHER_WORK, OtherWork, other_work
 from jaxserve.cluster.roles import Role
 from jaxserve.replica.protocol import Replica, Sink
 from jaxserve.scheduling import Load
@@ -31,17 +32,19 @@ class Member:
     """A replica of a cluster, by a name that operators see.
 
     address: HOST:PORT at which other replicas ask it for KV; None: it cannot be asked. recent_load:
-    gives its load without waiting; None: it is asked. number: among the members that there are.
-    joined: it has said what it is, and serves the same model as the others. assigned:
-    role that it has in place of its own. leaving: it is sent no
-    new requests. suspect: it failed a call, and is not asked again before it was seen alive by the
-    next check. lost: its requests were taken from it, as it was not alive.
+    gives its load without waiting; None: it is asked. other_requests: gives how many requests
+    others have there, without waiting; None: nobody else uses it. number: among the members that
+    there are. joined: it has said what it is, and serves the same model as the others. assigned:
+    role that it has in place of its own. leaving: it is sent no new requests. suspect: it failed a
+    call, and is not asked again before it was seen alive by the next check. lost: its requests were
+    taken from it, as it was not alive.
     """
 
     name: str
     replica: Replica
     address: str | None = None
     recent_load: Callable[[], Load | None] | None = None
+    other_requests: Callable[[], int] | None = None
     number: int = -1
     joined: bool = False
     assigned: Role | None = None
@@ -107,6 +110,35 @@ class Member:
             return self.recent_load()
         return self.ask(lambda replica: replica.load())
 
+    # --- what it has to do
+
+    @property
+    def other_work(self) -> OtherWork:
+        """What others have running there."""
+        if self.other_requests is None:
+            return NO_OTHER_WORK
+        requests = self.other_requests()
+        return other_work(requests, self.load()) if requests else NO_OTHER_WORK
+
+    @property
+    def requests(self) -> int:
+        """Requests there that have not ended, whoever sent them."""
+        return self.work.requests + self.other_work.requests
+
+    @property
+    def decodes(self) -> int:
+        """Sequences that decode there, whoever sent them."""
+        return self.work.decodes + self.other_work.decodes
+
+    @property
+    def promised(self) -> int:
+        """Tokens of KV of sequences that are expected there, whoever sent them."""
+        return self.work.promised + round(self.other_work.queued_tokens)
+
+    def queue(self, now: float) -> float:
+        """Predicted seconds until the prompts there are computed, whoever sent them."""
+        return self.work.queue(now) + self.rate * self.other_work.queued_tokens
+
     # --- how fast it is
 
     def prefill(self, cached: int, total: int) -> float:
@@ -119,9 +151,9 @@ class Member:
         if not self.role.decodes:
             return 0.0
         info = self.replica.info
-        decodes = self.work.decodes
+        decodes = self.decodes
         steps = -(-missing // info.chunk_tokens)
-        waiting = max(self.work.requests + 1 - info.max_seqs, 0)
+        waiting = max(self.requests + 1 - info.max_seqs, 0)
         shared = steps * self.decode_rate.seconds(decodes) if decodes else 0.0
         return shared + waiting * self.completion / info.max_seqs
 
@@ -140,4 +172,4 @@ class Member:
         if usage.completion > 1:
             decoded = timing.total - timing.first_token
             self.completion += SMOOTHING * (decoded - self.completion)
-            self.decode_rate.learn(max(self.work.decodes, 1), decoded / (usage.completion - 1))
+            self.decode_rate.learn(max(self.decodes, 1), decoded / (usage.completion - 1))

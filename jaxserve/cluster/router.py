@@ -156,12 +156,12 @@ class Router:
         """The member that computes a prompt."""
         total = len(request.prompt)
         # of equal ones the policies take the first
-        members = sorted(members, key=lambda member: member.work.requests)
+        members = sorted(members, key=lambda member: member.requests)
         views = []
         for member in members:
             prefix = _of(prefixes, member)
-            queue = member.work.queue(now) + member.delay(total - prefix)
-            views.append(PrefillView(member.number, prefix, queue, member.work.requests))
+            queue = member.queue(now) + member.delay(total - prefix)
+            views.append(PrefillView(member.number, prefix, queue, member.requests))
         self._draws += 1
         draw = (self._draws * GOLDEN_RATIO) % 1.0
         costs = _Costs({member.number: member for member in members}, self)
@@ -210,9 +210,9 @@ class Router:
         free = member.replica.info.capacity_tokens
         if load is not None:
             free = (load.pages_free + load.pages_cached) * size
-        active = member.work.decodes
+        active = member.decodes
         seconds = member.decode_rate.seconds(active + 1)
-        return DecodeView(member.number, free, member.work.promised, active, seconds)
+        return DecodeView(member.number, free, member.promised, active, seconds)
 
     @staticmethod
     def _missing(request: Request, prefixes: Sequence[int], member: Member) -> int:

@@ -79,12 +79,12 @@ def make(role: str = "mixed", paused: bool = False, **rest) -> RoleReplica:
 
 
 class RoleCluster:
-    """A conductor over fakes, which it owns."""
+    """A conductor over fakes, which it owns if nothing else is said."""
 
     def __init__(self, *fakes: RoleReplica, **settings):
         self.fakes = list(fakes)
         self.members = [self.member(fake) for fake in fakes]
-        self.conductor = Conductor(self.members, owns_members=True, **settings)
+        self.conductor = Conductor(self.members, **{"owns_members": True, **settings})
 
     @staticmethod
     def member(fake: FakeReplica, name: str = "") -> Member:

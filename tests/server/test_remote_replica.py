@@ -192,6 +192,19 @@ def test_a_session_is_kept_up_without_requests(offered):
     assert remote.alive and remote.recent_load is not None
 
 
+def test_each_session_is_told_how_many_requests_the_others_have_there(offered):
+    offered.behind.paused = True
+    one, two = offered.reached(), offered.reached()
+    for id in "abc":
+        one.submit(request(one, id), Heard())
+    two.submit(request(two, "d"), Heard())
+    eventually(lambda: (one.other_requests, two.other_requests) == (1, 3))
+    three = offered.reached()
+    assert three.other_requests == 4  # with the first word
+    one.close()
+    eventually(lambda: (two.other_requests, three.other_requests) == (0, 1))
+
+
 # --- what crosses
 
 
