@@ -1,5 +1,5 @@
 """`jaxserve demo`: a small model served over real gRPC on a mesh with all three axes, one long
-prompt and several short ones at once."""
+prompt and several short ones at once; or by a cluster of replicas (see `demo_cluster`)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxserve.api.events import Accepted, Finished, Progress
 from jaxserve.api.sampling import SamplingParams
+from jaxserve.cli import demo_cluster
 from jaxserve.cli.display import Streams, table
 from jaxserve.cli.engine_flags import engine_config, engine_groups
 from jaxserve.settings.flags import Command
@@ -24,6 +25,11 @@ Fetches the model if it is not there, serves it on a free port of this machine, 
 prompt of some thousand tokens together with several short ones, through the same client that any
 program would use. The long prompt is prefilled in chunks, stage after stage, its KV grows from
 the first lane into the second, and the short answers go on meanwhile.
+
+With --cluster two replicas that prefill, two that decode and a conductor are started as processes
+of this machine instead, and several users ask about one document: its KV is computed once, goes
+from replica to replica, and is used again. Tables tell what came from where, and the live page,
+whose address is printed, shows it meanwhile. Give both forms --model to use another one.
 """
 QUESTIONS = [
     "What is the capital of France?",
@@ -36,6 +42,7 @@ QUESTIONS = [
     "Who wrote Hamlet?",
 ]
 DEMO = [
+    Option("cluster", bool, False, "a cluster of five processes in place of one process"),
     Option("long", int, 2500, "tokens of the long prompt", 64),
     Option("short", int, 3, "short prompts", 0, len(QUESTIONS)),
     Option("max_tokens", int, 40, "most tokens of an answer", 1),
@@ -80,6 +87,8 @@ HEADERS = ["request", "prompt", "cached", "output", "TTFT", "TPOT", "tokens/s", 
 
 
 def run(values: dict[str, Any]) -> int:
+    if values["cluster"]:
+        return demo_cluster.run(values, document)
     from jaxserve.llm import open_engine
     from jaxserve.server.supervisor import Background
     from jaxserve.settings.schema import ServerConfig
@@ -171,6 +180,12 @@ _SHOWN = (
 
 async def _long_question(client: Any, tokens: int) -> str:
     """A question about so many tokens of jaxserve's own source."""
+    text = await client.detokenize(await document(client, tokens))
+    return f"{text}\n\nWhat is this Python module for?"
+
+
+async def document(client: Any, tokens: int) -> list[int]:
+    """Ids of so many tokens of jaxserve's own source."""
     import jaxserve.api.sampling
     import jaxserve.text.output
 
@@ -178,7 +193,7 @@ async def _long_question(client: Any, tokens: int) -> str:
     ids = await client.tokenize(source, special=False)
     while len(ids) < tokens:
         ids += ids
-    return f"{await client.detokenize(ids[:tokens])}\n\nWhat is this Python module for?"
+    return ids[:tokens]
 
 
 COMMAND = Command({"demo": DEMO, **engine_groups(**DEFAULTS)}, run, ABOUT)

@@ -41,7 +41,7 @@ def own_server(values: Mapping[str, Any]) -> Iterator[OwnServer]:
     engine_config(values)  # a mistake is told by this process, under its own command's name
     flags = [flag(name, values[name]) for name in ALL if values[name] is not None]
     command = [sys.executable, "-m", "jaxserve", "serve", "--port=0", "--http_port=0", *flags]
-    with _SignalsExit() as signals:
+    with SignalsExit() as signals:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             signals.arm()
@@ -66,7 +66,7 @@ def _started(process: subprocess.Popen[str]) -> OwnServer:
     return OwnServer(process.pid, target, url)
 
 
-class _SignalsExit:
+class SignalsExit:
     """Makes SIGTERM and SIGHUP raise SystemExit in the main thread from `arm()` on, so that
     `finally` clauses run; a signal that comes before is kept until then."""
 
@@ -75,7 +75,7 @@ class _SignalsExit:
         self._received: int | None = None
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> _SignalsExit:
+    def __enter__(self) -> SignalsExit:
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
             self._before = {each: signal.signal(each, self._handle) for each in ENDING_SIGNALS}
         return self

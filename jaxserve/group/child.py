@@ -18,8 +18,9 @@ _PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 class Child:
-    """A process in a session of its own. stdin, stdout: None: those of this process. pass_fds: what
-    it inherits of the open files. Errors: OSError where the command cannot be run."""
+    """A process in a session of its own. stdin, stdout, stderr: None: those of this process.
+    pass_fds: what it inherits of the open files. Errors: OSError where the command cannot be
+    run."""
 
     def __init__(
         self,
@@ -28,6 +29,7 @@ class Child:
         *,
         stdin: int | None = None,
         stdout: int | IO[bytes] | None = None,
+        stderr: int | IO[bytes] | None = None,
         pass_fds: Sequence[int] = (),
     ):
         parent = os.getpid()
@@ -37,6 +39,7 @@ class Child:
             env=environment,
             stdin=stdin,
             stdout=stdout,
+            stderr=stderr,
             pass_fds=pass_fds,
             start_new_session=True,
             preexec_fn=lambda: _die_with(parent),
