@@ -51,14 +51,7 @@ class Cluster:
         self._prompt = prompt
         self.ports = [free_port("127.0.0.1") for _ in roles]
         self.replicas = [self.start_replica(number) for number in range(len(roles))]
-        targets = ",".join(f"127.0.0.1:{port}" for port in self.ports)
-        self.conductor = self._start(
-            "jaxserve", "conductor", "--model=random:none", f"--replicas={targets}",
-            "--port=0", "--http_port=0", "--drain_timeout=1",
-        )  # fmt: skip
-        self.grpc, self.url = (self.conductor.stdout.readline().strip() for _ in range(2))
-        self.client = stack.enter_context(Client(self.grpc))
-        self.client.wait_ready(30)
+        self.conductor, self.client, self.url = self.start_conductor()
 
     def _start(self, module: str, *arguments: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -77,6 +70,18 @@ class Cluster:
         port, role = str(self.ports[number]), self._roles[number]
         return self._start("tests.server.replica_process", port, str(STEP), role)
 
+    def start_conductor(self) -> tuple[subprocess.Popen[str], Client, str]:
+        """A conductor over the replicas, a client of it, and its address for HTTP."""
+        targets = ",".join(f"127.0.0.1:{port}" for port in self.ports)
+        conductor = self._start(
+            "jaxserve", "conductor", "--model=random:none", f"--replicas={targets}",
+            "--port=0", "--http_port=0", "--drain_timeout=1",
+        )  # fmt: skip
+        grpc, url = (conductor.stdout.readline().strip() for _ in range(2))
+        client = self._stack.enter_context(Client(grpc))
+        client.wait_ready(30)
+        return conductor, client, url
+
     def load_prompt(self, caller: int, asked: int) -> list[int]:
         """A prompt that no other request of its load has."""
         return [caller + 1, asked % 200, *[7] * (self._prompt - 2)]
@@ -91,11 +96,12 @@ class Cluster:
             return urllib.request.urlopen(f"{self.url}/ready", timeout=10).status == 200
         return False
 
-    def ask(self, prompt: list[int], tokens: int = TOKENS) -> str:
-        """'right', 'wrong', or the status of an error."""
+    def ask(self, prompt: list[int], tokens: int = TOKENS, client: Client | None = None) -> str:
+        """'right', 'wrong', or the status of an error. client: of another conductor."""
+        client = client or self.client
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
         try:
-            found = self.client.complete(prompt, sampling, timeout=60, ids_only=True)[0].ids
+            found = client.complete(prompt, sampling, timeout=60, ids_only=True)[0].ids
         except RequestError as error:
             return error.status
         return "right" if list(found) == expected(prompt, tokens) else "wrong"
@@ -109,11 +115,12 @@ class Cluster:
 
 
 class Load:
-    """Callers that ask without a pause, until the block ends. outcomes: of each request, its result
-    and its seconds."""
+    """Callers that ask without a pause, until the block ends. client: of another conductor than the
+    cluster's. outcomes: of each request, its result and its seconds."""
 
-    def __init__(self, cluster: Cluster):
+    def __init__(self, cluster: Cluster, client: Client | None = None):
         self._cluster = cluster
+        self._client = client
         self._over = threading.Event()
         self._threads = concurrent.futures.ThreadPoolExecutor(CALLERS)
         self.outcomes: list[tuple[str, float]] = []
@@ -134,7 +141,8 @@ class Load:
         while not self._over.is_set():
             asked += 1
             began = time.monotonic()
-            outcome = self._cluster.ask(self._cluster.load_prompt(number, asked))
+            prompt = self._cluster.load_prompt(number, asked)
+            outcome = self._cluster.ask(prompt, client=self._client)
             self.outcomes.append((outcome, time.monotonic() - began))
 
     def after(self, count: int) -> list[str]:
@@ -192,6 +200,31 @@ def test_without_replicas_health_says_so_and_requests_are_refused_at_once(cluste
     cluster.replicas = [cluster.start_replica(number) for number in range(2)]
     eventually(cluster.client.healthy, 20)
     assert cluster.ready() and cluster.ask([1, 2]) == "right"
+
+
+def assert_conductors_may_be_killed_beside_another(cluster: Cluster, kills: int) -> None:
+    """Those of the one that stays are served throughout; of the others nothing is left behind."""
+    remotes = [cluster.reach(number) for number in range(len(cluster.ports))]
+    with Load(cluster) as staying:
+        for _ in range(kills):
+            second, client, _ = cluster.start_conductor()
+            with Load(cluster, client) as killed:
+                others = sum(remote.other_requests for remote in remotes)
+                second.kill()
+                second.wait()
+                assert set(killed.after(CALLERS)) == {"UNAVAILABLE"}
+            assert others > 0 and "right" in {outcome for outcome, _ in killed.outcomes}
+            assert_sound(killed)
+        assert set(staying.after(12)) == {"right"}
+    assert {outcome for outcome, _ in staying.outcomes} == {"right"}
+    assert_sound(staying)
+    eventually(lambda: not any(remote.other_requests for remote in remotes), NOTICED)
+    assert not any(remote.load().running for remote in remotes)
+    assert_nothing_left(cluster)
+
+
+def test_a_conductor_is_killed_beside_another_one_over_the_same_replicas(cluster):
+    assert_conductors_may_be_killed_beside_another(cluster, kills=1)
 
 
 def test_a_conductor_that_was_stopped_or_killed_leaves_no_request_behind(cluster):
@@ -260,6 +293,11 @@ def test_without_one_of_the_roles_the_other_serves(parted):
             parted.replicas[number] = parted.start_replica(number)
         eventually(lambda: all(member["usable"] for member in parted.members()), 20)
     assert_nothing_left(parted)
+
+
+@pytest.mark.matrix
+def test_conductors_are_killed_again_and_again_beside_another_one(parted):
+    assert_conductors_may_be_killed_beside_another(parted, kills=10)
 
 
 def assert_nothing_left(cluster: Cluster) -> None:
