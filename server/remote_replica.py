@@ -114,6 +114,7 @@ class RemoteReplica:
         self._info: ReplicaInfo | None = None
         self._max_message_bytes = 0
         self._heartbeat = pb.Heartbeat()
+        self._load: Load | None = None  # of the heartbeat; routers read it many times
         self._opening: ReplicaSession | None = None  # the newest
         self._session: ReplicaSession | None = None  # that has begun
         self._connected = threading.Event()
@@ -165,7 +166,7 @@ class RemoteReplica:
     def recent_load(self) -> Load | None:
         """Its load as it told last, a second ago at most while it is well; None before. Does not
         wait."""
-        return load_of(self._heartbeat.load) if self._heartbeat.HasField("load") else None
+        return self._load
 
     @property
     def other_requests(self) -> int:
@@ -402,7 +403,7 @@ class RemoteReplica:
                 return
             self._info = info
             self._max_message_bytes = welcome.max_message_bytes
-            self._heartbeat = heartbeat
+            self._beat(heartbeat)
             self._session = session
             self._connected.set()
         log.info("the replica %s answers", self.target)
@@ -462,10 +463,14 @@ class RemoteReplica:
         if self._opening is not None:
             self._opening.end()
 
+    def _beat(self, heartbeat: pb.Heartbeat) -> None:
+        self._heartbeat = heartbeat
+        self._load = load_of(heartbeat.load) if heartbeat.HasField("load") else None
+
     def _take(self, report: pb.Report) -> None:
         match report.WhichOneof("kind"):
             case "heartbeat":
-                self._heartbeat = report.heartbeat
+                self._beat(report.heartbeat)
             case "step":
                 for change in report.step.blocks:
                     self.block_events.take(change)

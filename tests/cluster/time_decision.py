@@ -14,6 +14,7 @@ from jaxserve.cluster.routing import ROUTING, PrefillView, RoutingQuery
 from jaxserve.costs.predictor import Predictor
 from jaxserve.costs.profiles import costs, shapes
 from jaxserve.replica.info import ReplicaInfo
+from jaxserve.scheduling import Load
 from jaxserve.settings.schema import MeshConfig
 from tests.cluster.fakes import RoleCluster, RoleReplica
 
@@ -78,10 +79,16 @@ class Told(RoleReplica):
         return getattr(self, "_told", None) or super().info
 
 
+LOAD = Load(36, 4, 10_000, 1.0, 1000, 4000, 3000)
+
+
 def time_live(roles: list[str]) -> None:
-    """Times a router over fakes of these roles, each of which decodes 32 sequences."""
+    """Times a router over fakes of these roles, each of which decodes 32 sequences, beside 8
+    requests of another conductor."""
     cluster = RoleCluster(*map(Told, roles), routing="cache_aware")
     for member in cluster.members:
+        member.recent_load = lambda: LOAD
+        member.other_requests = lambda: 8
         for number in range(32):
             member.work.expect_decode(f"{number}", 100, 0.0)
             member.work.begin_decode(f"{number}", 0.0)
