@@ -1,5 +1,5 @@
-"""The replicas of a cluster, as a list of addresses names them: given once, or in a file that may
-change while it is read.
+"""The replicas of a cluster, as a list of addresses names them: given once, in a file that may
+change while it is read, or in a registry.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import grpc
 
 from jaxserve.cluster.conductor import Conductor
 from jaxserve.cluster.member import Member
+from jaxserve.server.etcd import EtcdError
 from jaxserve.server.files import file_signature
+from jaxserve.server.registry import RegisteredReplicas
 from jaxserve.server.remote_replica import RemoteReplica
 from jaxserve.settings.schema import ConfigError
 
@@ -46,7 +48,8 @@ def addresses(text: str, field: str) -> list[str]:
 class Members:
     """Replicas by address, each with a session that is kept up.
 
-    file: with their addresses, read again when it changes; one that cannot be read changes nothing.
+    file: with their addresses, read again when it changes. registry: of their addresses, asked
+    again and again. One that cannot be read changes nothing.
     """
 
     def __init__(
@@ -55,10 +58,13 @@ class Members:
         secret: bytes,
         credentials: grpc.ChannelCredentials | None = None,
         file: Path | None = None,
+        registry: RegisteredReplicas | None = None,
     ):
         self._secret = secret
         self._credentials = credentials
         self._file = file
+        self._registry = registry
+        self._failing = False  # the registry did not answer when it was last asked
         self._signature = None if file is None else file_signature(file)
         self._closed = threading.Event()
         self._changing = threading.Lock()
@@ -106,16 +112,29 @@ class Members:
 
     def _watch(self) -> None:
         while not self._closed.wait(FILE_SECONDS):
-            if self._file is None:
-                continue
-            signature = file_signature(self._file)
-            if signature == self._signature:
-                continue
-            self._signature = signature
-            try:
-                self._set(self._read(self._file))
-            except ConfigError as error:
-                log.error("%s; the replicas stay as they were", error)
+            if self._file is not None:
+                self._look_at_file(self._file)
+            if self._registry is not None:
+                self._look_at_registry(self._registry)
+
+    def _look_at_file(self, file: Path) -> None:
+        signature = file_signature(file)
+        if signature == self._signature:
+            return
+        self._signature = signature
+        try:
+            self._set(self._read(file))
+        except ConfigError as error:
+            log.error("%s; the replicas stay as they were", error)
+
+    def _look_at_registry(self, registry: RegisteredReplicas) -> None:
+        try:
+            self._set(addresses("\n".join(registry.addresses()), "replicas"))
+            self._failing = False
+        except (EtcdError, ConfigError) as error:
+            if not self._failing:
+                log.error("the registry: %s; the replicas stay as they were", error)
+            self._failing = True
 
     def _set(self, targets: Iterable[str]) -> None:
         targets = list(targets)

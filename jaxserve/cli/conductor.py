@@ -29,7 +29,13 @@ other hosts need TLS: give the replicas --tls_cert and --tls_key, and the conduc
   jaxserve conductor --replicas=10.0.0.1:8480,10.0.0.2:8480 --replicas_ca=ca.pem
 """
 OPTIONS = [
-    Option("replicas", str, None, "replicas' addresses, HOST:PORT,HOST:PORT,..."),
+    Option(
+        "replicas",
+        str,
+        None,
+        "replicas' addresses, HOST:PORT,HOST:PORT,..., or the registry where `jaxserve serve "
+        "--registry` puts them, etcd://HOST:PORT[/PREFIX]",
+    ),
     Option(
         "replicas_file",
         str,
@@ -105,12 +111,18 @@ def _members(values: dict[str, Any]) -> Any:
     """Errors: ConfigError."""
     import grpc
 
+    from jaxserve.server.etcd import EtcdUrl
     from jaxserve.server.members import Members, addresses
+    from jaxserve.server.registry import RegisteredReplicas
     from jaxserve.server.replica_auth import cluster_secret
 
     given, file = values["replicas"], values["replicas_file"]
     if (given is None) == (file is None):
         raise ConfigError("replicas", "give either --replicas or --replicas_file")
+    registry = None
+    if given is not None and given.startswith(("etcd://", "etcds://")):
+        registry = RegisteredReplicas(EtcdUrl.parse(given, "replicas"))
+        given = None
     targets = addresses(given or "", "replicas")
     if given is not None and not targets:
         raise ConfigError("replicas", "names no replica")
@@ -121,7 +133,7 @@ def _members(values: dict[str, Any]) -> Any:
         except OSError as error:
             raise ConfigError("replicas_ca", f"{values['replicas_ca']}: {error.strerror}") from None
         credentials = grpc.ssl_channel_credentials(authorities)
-    return Members(targets, cluster_secret(), credentials, Path(file) if file else None)
+    return Members(targets, cluster_secret(), credentials, Path(file) if file else None, registry)
 
 
 def _tokenizer(model: str) -> Any:

@@ -12,9 +12,11 @@ from typing import Any
 from jaxserve.cli.doctor.forecast import launch_lines
 from jaxserve.cli.engine_flags import SERVED, SERVER, engine_config, engine_groups, server_config
 from jaxserve.settings.flags import Command
-from jaxserve.settings.schema import ServerConfig
+from jaxserve.settings.options import Option
+from jaxserve.settings.schema import ConfigError, ServerConfig
 
 log = logging.getLogger(__name__)
+ANY_HOST = ("", "0.0.0.0", "::")
 
 ABOUT = """\
 The server listens at once and takes requests when the model is loaded and compiled;
@@ -24,6 +26,15 @@ and Ctrl-C let running requests finish.
 
   jaxserve serve --model=smollm2-135m --mesh=spp=2,tp=3 --dtype=bfloat16
 """
+
+
+REGISTRY = Option(
+    "registry",
+    str,
+    None,
+    "registry in which conductors find this replica by its --replica_port, "
+    "etcd://HOST:PORT[/PREFIX]; default: none",
+)
 
 
 def run(values: dict[str, Any]) -> int:
@@ -37,11 +48,15 @@ def run(values: dict[str, Any]) -> int:
     if sys.stderr.isatty():  # a bar shows what is compiled
         logging.getLogger("jaxserve.engine.programs").setLevel(logging.WARNING)
     check_host(server)
+    registry = _registry(values["registry"], server)
     peers = _peers(server) if server.replica_port is not None else None
+    registrations = []
 
     def listening(started: Server) -> None:
         for name in started.ports:
             print(started.address(name), flush=True)
+        if registry is not None:
+            registrations.append(_registration(registry, started))
         log.info("loading %s on %s", engine.source.model, engine.mesh)
 
     def build() -> tuple[Any, Any]:
@@ -50,10 +65,33 @@ def run(values: dict[str, Any]) -> int:
             log.info(line)
         return built, tokenizer
 
-    # stopped while it was building: compiling cannot be interrupted
-    if not serve(server, build, listening, peers):
+    closed = serve(server, build, listening, peers)
+    for registration in registrations:
+        registration.close()
+    if not closed:  # stopped while it was building: compiling cannot be interrupted
         os._exit(0)
     return 0
+
+
+def _registry(text: str | None, config: ServerConfig) -> Any:
+    """Where the registry is; None without one. Errors: ConfigError."""
+    from jaxserve.server.etcd import EtcdUrl
+
+    if text is None:
+        return None
+    if config.replica_port is None:
+        raise ConfigError("registry", "needs --replica_port, on which conductors reach a replica")
+    return EtcdUrl.parse(text, "registry")
+
+
+def _registration(registry: Any, started: Any) -> Any:
+    """Puts the address by which others reach this replica into the registry."""
+    from jaxserve.server.registry import Registration
+
+    host, port = started.config.host, started.ports["replica"]
+    if host in ANY_HOST:
+        return Registration(registry, f"{socket.getfqdn()}:{port}")
+    return Registration(registry, started.address("replica"))
 
 
 def _peers(config: ServerConfig) -> Any:
@@ -68,7 +106,7 @@ def _peers(config: ServerConfig) -> Any:
     if config.tls_cert is not None and config.tls_key is not None:
         tls = Certificate.given(config.tls_cert, config.tls_key)
         credentials = grpc.ssl_channel_credentials(Path(config.tls_cert).read_bytes())
-    anywhere = config.host in ("", "0.0.0.0", "::")
+    anywhere = config.host in ANY_HOST
     return PeerReplicas(
         cluster_secret(),
         config.host,
@@ -78,4 +116,4 @@ def _peers(config: ServerConfig) -> Any:
     )
 
 
-COMMAND = Command({**SERVER, **engine_groups(**SERVED)}, run, ABOUT)
+COMMAND = Command({**SERVER, "cluster": [REGISTRY], **engine_groups(**SERVED)}, run, ABOUT)

@@ -1,0 +1,228 @@
+"""Replicas register in etcd, and conductors find them there, whatever happens to etcd."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxserve.cli.main import main
+from jaxserve.group.channel import free_port
+from jaxserve.server import etcd as etcd_module
+from jaxserve.server import members as members_module
+from jaxserve.server import registry as module
+from jaxserve.server.etcd import PASSWORD, USER, Etcd, EtcdError, EtcdUrl
+from jaxserve.server.members import Members
+from jaxserve.server.registry import RegisteredReplicas, Registration
+from jaxserve.settings.schema import ConfigError
+from tests.server.etcd_gateway import Gateway
+from tests.server.test_members import SECRET, Served
+from tests.waiting import eventually
+
+
+def url_of(port: int, prefix: str = "test") -> EtcdUrl:
+    return EtcdUrl.parse(f"etcd://127.0.0.1:{port}/{prefix}", "registry")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(module, "RENEW_SECONDS", 0.05)
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(module, "GONE_SECONDS", 0.3)
+    monkeypatch.setattr(members_module, "FILE_SECONDS", 0.05)
+
+
+@pytest.fixture
+def gateway() -> Iterator[Gateway]:
+    gateway = Gateway()
+    yield gateway
+    gateway.stop()
+
+
+def listed(url: EtcdUrl) -> list[str]:
+    """What is in the registry now."""
+    return Etcd(url).values(f"{url.prefix}/replicas/")
+
+
+def test_an_address_is_listed_until_its_replica_leaves(gateway):
+    url = url_of(gateway.port)
+    first, second = (Registration(url, address) for address in ("a:1", "b:2"))
+    other = Registration(url_of(gateway.port, "test2"), "c:3")
+    eventually(lambda: listed(url) == ["a:1", "b:2"])
+    first.close()
+    assert listed(url) == ["b:2"]
+    second.close()
+    other.close()
+    assert not gateway.keys and not gateway.leases
+
+
+def test_an_address_goes_with_a_lease_that_nobody_renews(gateway, monkeypatch):
+    url = url_of(gateway.port)
+    monkeypatch.setattr(module, "LEASE_SECONDS", 1)
+    monkeypatch.setattr(module, "RENEW_SECONDS", 60.0)
+    registration = Registration(url, "a:1")
+    eventually(lambda: listed(url) == ["a:1"])
+    eventually(lambda: listed(url) == [], 5)
+    registration.close()
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_replica_is_listed_again_after_etcd_was_gone(gateway, forgets, caplog):
+    url = url_of(gateway.port)
+    registration = Registration(url, "a:1")
+    eventually(lambda: listed(url) == ["a:1"])
+    gateway.stop()
+    eventually(lambda: "cannot be told" in caplog.text)
+    if forgets:
+        gateway.forget()
+    gateway.start()
+    eventually(lambda: listed(url) == ["a:1"])
+    registration.close()
+    assert listed(url) == []
+
+
+def test_a_conductor_follows_the_registry_and_goes_on_without_it(gateway, monkeypatch, caplog):
+    url = url_of(gateway.port)
+    with contextlib.ExitStack() as stack:
+        first, second = Served(stack), Served(stack)
+        registrations = [Registration(url, served.address) for served in (first, second)]
+        members = Members([], SECRET, registry=RegisteredReplicas(url))
+        stack.callback(members.close)
+        conductor = members.conductor(routing="load_balanced")
+        conductor.start()
+        stack.callback(conductor.close)
+
+        def usable() -> set[str]:
+            return {member.name for member in conductor.members if member.usable}
+
+        both = {first.address, second.address}
+        eventually(lambda: usable() == both)
+        gateway.stop()
+        eventually(lambda: "the replicas stay as they were" in caplog.text)
+        time.sleep(2 * module.GONE_SECONDS)
+        assert usable() == both
+        monkeypatch.setattr(module, "GONE_SECONDS", 20.0)
+        gateway.forget()
+        gateway.start()
+        eventually(lambda: set(listed(url)) == both)
+        assert usable() == both, "while replicas registered anew"
+        monkeypatch.setattr(module, "GONE_SECONDS", 0.3)
+        registrations[1].close()
+        eventually(lambda: {member.name for member in conductor.members} == {first.address})
+        registrations[0].close()
+
+
+def test_what_is_no_address_in_the_registry_changes_nothing(gateway, caplog):
+    url = url_of(gateway.port)
+    with contextlib.ExitStack() as stack:
+        served = Served(stack)
+        right = Registration(url, served.address)
+        members = Members([], SECRET, registry=RegisteredReplicas(url))
+        stack.callback(members.close)
+        eventually(lambda: [one.target for one in members.all] == [served.address])
+        wrong = Registration(url, "no address")
+        eventually(lambda: "'no' is not HOST:PORT" in caplog.text)
+        assert [one.target for one in members.all] == [served.address]
+        wrong.close()
+        right.close()
+
+
+def test_user_and_password_are_asked_for_and_tokens_that_end_are_renewed(monkeypatch):
+    gateway = Gateway(users={"replica": "right"})
+    try:
+        url = url_of(gateway.port)
+        with pytest.raises(EtcdError, match="401"):
+            listed(url)
+        monkeypatch.setenv(USER, "replica")
+        monkeypatch.setenv(PASSWORD, "wrong")
+        with pytest.raises(EtcdError, match="does not accept") as refused:
+            listed(url)
+        assert "wrong" not in str(refused.value)
+        monkeypatch.setenv(PASSWORD, "right")
+        client = Etcd(url)
+        assert client.values("x") == []
+        gateway.tokens.clear()
+        assert client.values("x") == []
+        assert gateway.calls.count("auth/authenticate") == 3
+    finally:
+        gateway.stop()
+
+
+def test_another_server_is_asked_where_one_says_nothing(gateway, monkeypatch):
+    monkeypatch.setattr(etcd_module, "CALL_SECONDS", 0.2)
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        first = f"127.0.0.1:{silent.getsockname()[1]}"
+        url = EtcdUrl.parse(f"etcd://{first},127.0.0.1:{gateway.port}", "registry")
+        began = time.monotonic()
+        assert listed(url) == []
+        assert time.monotonic() - began < 5
+        with pytest.raises(EtcdError, match="does not answer"):
+            listed(EtcdUrl((first,), "x", False))
+
+
+@pytest.mark.parametrize(
+    "text", ["etcd://", "etcd://a", "etcd://a:0", "etcd://u:p@a:1", "http://a:1", "etcd://a:1/ü"]
+)
+def test_an_address_of_etcd_that_is_wrong_is_refused_by_its_field(text):
+    with pytest.raises(ConfigError, match="HOST:PORT") as refused:
+        EtcdUrl.parse(text, "registry")
+    assert refused.value.field == "registry"
+
+
+def test_a_registry_needs_a_port_for_conductors(capsys):
+    assert main(["serve", "--model=random:tiny", "--registry=etcd://a:1"]) == 2
+    assert "--registry: needs --replica_port" in capsys.readouterr().err.replace("\n", " ")
+
+
+# --- with etcd itself
+
+
+@contextlib.contextmanager
+def real_etcd(folder: Path, port: int) -> Iterator[subprocess.Popen]:
+    peer = free_port("127.0.0.1")
+    url, peers = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer}"
+    flags = {
+        "data-dir": folder / "data", "listen-client-urls": url, "advertise-client-urls": url,
+        "listen-peer-urls": peers, "initial-advertise-peer-urls": peers,
+        "initial-cluster": f"default={peers}",
+    }  # fmt: skip
+    with (folder / "log").open("ab") as log:
+        command = ["etcd", *(f"--{name}={value}" for name, value in flags.items())]
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_replica_stays_registered_with_an_etcd_that_is_killed(tmp_path, forgets, caplog):
+    caplog.set_level(logging.INFO)
+    port = free_port("127.0.0.1")
+    url = url_of(port)
+
+    def there() -> list[str] | None:
+        with contextlib.suppress(EtcdError):
+            return listed(url)
+        return None
+
+    with real_etcd(tmp_path, port):
+        registration = Registration(url, "a:1")
+        eventually(lambda: there() == ["a:1"], 30)
+    assert there() is None
+    if forgets:
+        shutil.rmtree(tmp_path / "data")
+    with real_etcd(tmp_path, port):
+        eventually(lambda: there() == ["a:1"], 30)
+        registration.close()
+        assert there() == []
