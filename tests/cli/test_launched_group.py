@@ -40,19 +40,23 @@ def members() -> list[int]:
     return found
 
 
+# fixtures: a model, and what it must say
+FIRST_LAYERS = ("smollm2_first_layers", "golden_first_layers")
+WHOLE = ("smollm2_gguf", "golden")
+
+
 @pytest.mark.parametrize(
-    "processes, mesh, longest",
+    "model, processes, mesh",
     [
-        ("2", "spp=2", 40),
-        pytest.param("2", "spp=2", 400, marks=pytest.mark.matrix),
-        pytest.param("2", "spp=2,kvp=2,tp=3", 400, marks=pytest.mark.matrix),
-        pytest.param("4", "spp=2,kvp=2,tp=3", 400, marks=pytest.mark.matrix),
+        pytest.param(FIRST_LAYERS, "2", "spp=2", id="first layers"),
+        pytest.param(WHOLE, "2", "spp=2", marks=pytest.mark.matrix),
+        pytest.param(WHOLE, "2", "spp=2,kvp=2,tp=3", marks=pytest.mark.matrix),
+        pytest.param(WHOLE, "4", "spp=2,kvp=2,tp=3", marks=pytest.mark.matrix),
     ],
 )
-def test_generate_prints_what_the_reference_says(
-    processes, mesh, longest, golden, smollm2_gguf, tmp_path
-):
-    cases = [case for case in golden["cases"] if len(case["prompt_ids"]) < longest]
+def test_generate_prints_what_the_reference_says(model, processes, mesh, request, tmp_path):
+    checkpoint, golden = map(request.getfixturevalue, model)
+    cases = [case for case in golden["cases"] if len(case["prompt_ids"]) < 400]
     lines = [
         {
             "prompt_ids": case["prompt_ids"],
@@ -67,7 +71,7 @@ def test_generate_prints_what_the_reference_says(
         f"--processes={processes}",
         "--",
         "generate",
-        f"--model={smollm2_gguf}",
+        f"--model={checkpoint}",
         f"--mesh={mesh}",
         f"--input={file}",
         "--json",

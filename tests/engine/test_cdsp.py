@@ -84,7 +84,7 @@ def watched(real) -> list:
 
 
 @pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in (2, 3))]
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in (1, 2, 3))]
 )
 def test_tokens_do_not_depend_on_the_plan(lanes, right, seed):
     plans = Plans(seed)
