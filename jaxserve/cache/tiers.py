@@ -25,13 +25,15 @@ STORE_COLUMNS = 3 + KEY_WORDS
 
 @dataclass(frozen=True, slots=True)
 class TierCounts:
-    """What came and went since the start, in blocks. wrong: whose bytes were not what was put."""
+    """What came and went since the start, in blocks. prefetched: brought from disk to host memory
+    for prompts that waited. wrong: whose bytes were not what was put."""
 
     stored: int = 0
     to_disk: int = 0
     host_reads: int = 0
     disk_reads: int = 0
     peer_reads: int = 0
+    prefetched: int = 0
     missed: int = 0
     wrong: int = 0
     host_blocks: int = 0
@@ -58,6 +60,10 @@ class LowerTiers(Protocol):
 
     def seconds(self, keys: Sequence[bytes]) -> float:
         """How long it should take to bring these blocks to the devices."""
+
+    def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Has these blocks brought to the fastest of the tiers, as far as it has room for them
+        beside others. Never waits."""
 
     def wait(self, key: bytes, seconds: float) -> bool:
         """Waits until a block is there, at most so long; whether it is."""

@@ -98,6 +98,7 @@ def _tier_readings(tiers: LowerTiers | None) -> dict[str, float]:
         "kv_blocks_from_host": counts.host_reads,
         "kv_blocks_from_disk": counts.disk_reads,
         "kv_blocks_from_peers": counts.peer_reads,
+        "kv_blocks_prefetched": counts.prefetched,
         "kv_blocks_wrong": counts.wrong,
         "kv_blocks_in_host": counts.host_blocks,
         "kv_blocks_on_disk": counts.disk_blocks,

@@ -78,6 +78,10 @@ READ: dict[str, tuple[Callable[..., Metric], str]] = {
     "kv_blocks_from_host": (CounterMetricFamily, "KV blocks read from host memory"),
     "kv_blocks_from_disk": (CounterMetricFamily, "KV blocks read from disk"),
     "kv_blocks_from_peers": (CounterMetricFamily, "KV blocks read from other replicas"),
+    "kv_blocks_prefetched": (
+        CounterMetricFamily,
+        "KV blocks brought from disk to host memory for prompts that waited",
+    ),
     "kv_blocks_wrong": (
         CounterMetricFamily,
         "KV blocks in host memory whose checksum was wrong; they were computed anew",

@@ -21,6 +21,7 @@ from jaxserve.costs.predictor import Predictor
 from jaxserve.scheduling.budget import CHUNKING, StepBudget
 from jaxserve.scheduling.page_admission import PageAdmission
 from jaxserve.scheduling.policies import relative_slack
+from jaxserve.scheduling.prefetch import QueuePrefetch
 from jaxserve.scheduling.prefill_order import PrefillOrder
 from jaxserve.scheduling.sequence import NO_SLOT, PlanPart, Sequence
 from jaxserve.scheduling.slots import DECODE, LEAVING, SlotTable
@@ -103,11 +104,13 @@ class PrefillPacker:
         self.slots = slots
         self.admission = admission
         self.planner = planner
+        self._prefetch = QueuePrefetch(cache, slots)
 
     def pack(self, config: SchedulerConfig, now: float, budget: StepBudget) -> list[PrefillChunk]:
         """Chunks of prefilling and of newly admitted sequences, in the order of the policy, as far
         as the budget and the pages go."""
         slots = self.slots
+        self._prefetch.look(config.policy, now)
         if not (slots.prefilling or (slots.queue and slots.free)):
             return []
         step = self._begin(config, now, budget)

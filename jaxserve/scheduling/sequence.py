@@ -83,6 +83,7 @@ class Sequence:
         self.prefill_seconds_left = 0.0  # predicted seconds of the rest of its prefill
         self.slot = NO_SLOT
         self.cached_tokens = 0
+        self.prefetched = False  # its blocks on disk were asked for while it waited
         self.ticket: int | None = None  # of the fetch that it waits for, in its slot
         self.fetch_seconds = 0.0  # until the next piece of it must have come
         self.fetch_deadline = 0.0  # the same, as clock seconds

@@ -9,10 +9,13 @@ are copied, checked or written.
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +30,12 @@ HOST_BANDWIDTH = 2e9
 DISK_BANDWIDTH = 3e8
 FILL_SECONDS = 5.0  # to wait for a block that is on its way or being put
 FORGETTING = 0.2  # weight of the newest measurement
+PREFETCHED_SHARE = 4  # one in so many slots of host memory may be taken by prefetches under way
+log = logging.getLogger(__name__)
+
+
+class _Missing(Exception):
+    """A block is not on disk after all."""
 
 
 class SlowTier(Protocol):
@@ -73,6 +82,9 @@ class TieredBlocks:
         self._host_bandwidth = Bandwidth(HOST_BANDWIDTH)
         self._disk_bandwidth = Bandwidth(DISK_BANDWIDTH)
         self._fetches = PeerFetches()
+        self._closing = False
+        self._prefetching = 0  # blocks that are to be prefetched
+        self._prefetcher = ThreadPoolExecutor(1, "kv-prefetch")
 
     # --- what there is
 
@@ -225,6 +237,39 @@ class TieredBlocks:
                 self._index.forget(key)
         return right
 
+    def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Has blocks that are on disk brought to host memory by a thread: the first of them, as far
+        as PREFETCHED_SHARE goes."""
+        with self._lock:
+            if self._disk is None or self._closing:
+                return
+            room = self._host.slots // PREFETCHED_SHARE - self._prefetching
+            wanted = [key for key in keys if not self._in_host_memory(key)][: max(room, 0)]
+            if wanted:
+                self._prefetching += len(wanted)
+                self._prefetcher.submit(self._prefetch, wanted)
+
+    def _prefetch(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            try:
+                if not self._closing and self.put(key, functools.partial(self._fill, key)):
+                    self._add("prefetched")
+            except _Missing:
+                pass
+            except Exception:
+                log.exception("a block was not prefetched")
+            finally:
+                with self._lock:
+                    self._prefetching -= 1
+
+    def _fill(self, key: bytes, into: np.ndarray) -> None:
+        """Reads a block from disk. Errors: _Missing."""
+        assert self._disk is not None
+        began = self._clock.now()
+        if not self._disk.get(key, into):
+            raise _Missing
+        self._disk_bandwidth.seen(self.block_bytes, self._clock.now() - began)
+
     def count_from_peer(self, source: str, came: bool, seconds: float) -> None:
         """Counts a block that was asked of another replica, and waited for that long."""
         self._fetches.add(source, came, seconds)
@@ -256,6 +301,9 @@ class TieredBlocks:
 
     def close(self) -> None:
         """Writes what should outlast this process to disk, and closes it."""
+        with self._lock:
+            self._closing = True
+        self._prefetcher.shutdown()
         if self._disk is not None:
             self.flush_to_disk()
             self._disk.close()

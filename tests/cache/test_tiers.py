@@ -130,6 +130,9 @@ class Lower:
     def seconds(self, keys) -> float:
         return 0.0
 
+    def prefetch(self, keys) -> None:
+        raise AssertionError("nothing waits")
+
     def counts(self) -> TierCounts:
         return TierCounts()
 

@@ -280,6 +280,29 @@ def test_blocks_on_disk_outlast_a_restart_and_damage_is_computed_anew(tmp_path, 
     last.close()
 
 
+def test_what_a_waiting_prompt_will_hit_is_brought_up_from_disk(tmp_path, expected):
+    real = on_disk(tmp_path, seqs=1, host_cache_gib=0.0008)
+    tiers = real.worker.lower_tiers
+    assert ask(real, prompts()) == expected
+    for seed in range(1, 4):  # which push those blocks out of host memory
+        ask(real, prompts(seed))
+    settled(real)
+    asked = prompts()[4]
+    runner = Runner(real)
+    first = runner.submit([5, 6, 7], max_tokens=300, ignore_eos=True)  # takes the only slot
+    waits = runner.submit(asked, max_tokens=6)
+    before = tiers.counts()
+    while real.step() and tiers.counts().prefetched < before.prefetched + 15:
+        assert len(runner.events[waits]) == 1, "it was accepted, and waits"
+    runner.run()
+    assert runner.ids(waits) == expected[4] and len(runner.ids(first)) == 300
+    counts = tiers.counts()
+    assert counts.prefetched == before.prefetched + 15
+    assert counts.host_reads >= before.host_reads + 15 and counts.disk_reads == before.disk_reads
+    assert_empty(real)
+    real.close()
+
+
 def damage(file, rng: random.Random, share: float = 0.002) -> None:
     """Flips bits of sectors here and there."""
     size = file.stat().st_size

@@ -48,6 +48,7 @@ COUNTERS = {
     "kv_blocks_from_host",
     "kv_blocks_from_disk",
     "kv_blocks_from_peers",
+    "kv_blocks_prefetched",
     "kv_blocks_wrong",
     "early_rejections",
     "goodput_requests",

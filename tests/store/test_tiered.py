@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jaxserve.clock import VirtualClock
 from jaxserve.store import tiered
 from jaxserve.store.tiered import TieredBlocks
+from tests.waiting import eventually
 
 SIZE = 4096
 
@@ -86,6 +87,20 @@ def test_what_leaves_host_memory_is_found_behind_it_and_comes_up_again(tiers, sh
     assert sorted(shelf.blocks) == sorted(map(name, range(4)))
     assert all(read(tiers, number) for number in range(8))
     assert tiers.counts().disk_reads >= 4 and tiers.counts().host_blocks == 4
+
+
+def test_blocks_are_prefetched_into_a_share_of_host_memory(shelf):
+    tiers = TieredBlocks(8, SIZE, VirtualClock(), shelf)
+    for number in range(24):
+        put(tiers, number)
+    tiers.prefetch([name(number) for number in (3, 99, 4, 23)])
+    eventually(lambda: not tiers._prefetching)
+    assert tiers.counts().prefetched == 1  # of two for which there is room, one is nowhere
+    assert read(tiers, 3) and not tiers.counts().disk_reads
+    assert read(tiers, 4) and tiers.counts().disk_reads == 1
+    tiers.close()
+    tiers.prefetch([name(6)])
+    assert tiers.counts().prefetched == 1
 
 
 def test_without_a_tier_behind_it_what_leaves_is_gone():
