@@ -151,9 +151,10 @@ class Member:
         if not self.role.decodes:
             return 0.0
         info = self.replica.info
-        decodes = self.decodes
+        others = self.other_work
+        decodes = self.work.decodes + others.decodes
         steps = -(-missing // info.chunk_tokens)
-        waiting = max(self.requests + 1 - info.max_seqs, 0)
+        waiting = max(self.work.requests + others.requests + 1 - info.max_seqs, 0)
         shared = steps * self.decode_rate.seconds(decodes) if decodes else 0.0
         return shared + waiting * self.completion / info.max_seqs
 

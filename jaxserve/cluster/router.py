@@ -156,12 +156,13 @@ class Router:
         """The member that computes a prompt."""
         total = len(request.prompt)
         # of equal ones the policies take the first
-        members = sorted(members, key=lambda member: member.requests)
+        requests = {member: member.requests for member in members}
+        members = sorted(members, key=requests.__getitem__)
         views = []
         for member in members:
             prefix = _of(prefixes, member)
             queue = member.queue(now) + member.delay(total - prefix)
-            views.append(PrefillView(member.number, prefix, queue, member.requests))
+            views.append(PrefillView(member.number, prefix, queue, requests[member]))
         self._draws += 1
         draw = (self._draws * GOLDEN_RATIO) % 1.0
         costs = _Costs({member.number: member for member in members}, self)
