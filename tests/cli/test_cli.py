@@ -57,10 +57,8 @@ def test_help_shows_defaults_limits_and_choices():
 
 def test_flags_are_the_settings():
     own = {"config", "print_config"}
-    assert (
-        set(cli.load("serve").options)
-        == set(options_of(EngineConfig)) | set(options_of(ServerConfig)) | own
-    )
+    configs = set(options_of(EngineConfig)) | set(options_of(ServerConfig))
+    assert set(cli.load("serve").options) == configs | own | {"registry"}
     others = {*own, "prompt", "input", "json", "class_name", *SamplingParams.__dataclass_fields__}
     assert set(cli.load("generate").options) == set(options_of(EngineConfig)) | others
 
