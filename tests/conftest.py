@@ -1,10 +1,11 @@
 """What tests of several rooms share: how the suite is compiled and spread over processes, and the
 real model in its forms with what it must say."""
 
+import contextlib
+import ctypes
 import gc
 import json
 import os
-import sys
 from collections.abc import Generator
 from importlib import metadata
 from pathlib import Path
@@ -57,8 +58,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     the whole model or the last one of a file is over."""
     if nextitem is None or nextitem.path != item.path or item.get_closest_marker("matrix"):
         gc.collect()
-        if "jax" in sys.modules:
-            sys.modules["jax"].clear_caches()  # of compiled programs
+        with contextlib.suppress(OSError, AttributeError):  # glibc keeps what is freed
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
