@@ -1,13 +1,43 @@
 """Packaging. Code lives in jaxserve/ and, by relative links inside it, in kernels/, sharding/ and
-server/: one name is installed."""
+server/: one name is installed. The kernels for CPUs are compiled where there is a C++ compiler."""
 
+import importlib.util
 import re
+import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).parent
+CPU_KERNELS = "jaxserve/kernels/cpu"
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "jaxserve" / "__init__.py").read_text())[1]
+
+
+class BuildKernels(build_ext):
+    """Compiles a library for each instruction set. Without a compiler, or where it fails, there is
+    none: jaxserve works, slower, and `jaxserve doctor` says so."""
+
+    def run(self) -> None:
+        spec = importlib.util.spec_from_file_location("build", HERE / "kernels/cpu/build.py")
+        build = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = build
+        spec.loader.exec_module(build)
+        import jaxlib  # for XLA's headers
+
+        for line in build.build(self._folder(), Path(jaxlib.__file__).parent / "include"):
+            self.warn(f"kernels for CPUs: {line}")
+
+    def get_outputs(self) -> list[str]:
+        return [str(path) for path in self._folder().glob("*.so")]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+    def _folder(self) -> Path:
+        in_place = self.inplace or getattr(self, "editable_mode", False)
+        return (HERE if in_place else Path(self.build_lib)) / CPU_KERNELS
+
 
 TEST = [
     "pytest>=8",
@@ -46,8 +76,12 @@ setup(
         "jaxserve.server": ["*.proto", "*.pyi"],
         "jaxserve.server.dashboard": ["*.html", "*.js", "*.css", "*.svg"],
         "jaxserve.costs": ["*.json"],
+        "jaxserve.kernels.cpu": ["src/*"],
         "jaxserve.kernels.mosaic": ["*.json"],
     },
+    ext_modules=[Extension("jaxserve.kernels.cpu.kernels", sources=[])],  # what BuildKernels makes
+    cmdclass={"build_ext": BuildKernels},
+    setup_requires=["jaxlib>=0.10.2"],  # its headers; an older jaxlib than these is told apart
     python_requires=">=3.11",
     install_requires=[
         "jax>=0.10.2",

@@ -1,5 +1,5 @@
-"""Attention over pages: chooses an implementation by platform, dtype and shape, and logs the choice
-once per shape with the reasons against the others."""
+"""Attention over pages, and products with weights: chooses an implementation by platform, dtype and
+shape. That of attention is logged once per shape, with the reasons against the others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.kernels import reference, xla
+from jaxserve.kernels.cpu import attention as cpu_attention
+from jaxserve.kernels.cpu import linear as cpu_linear
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.merge import merge
 
@@ -41,7 +43,9 @@ def attend(
     NotImplementedError, with the reason, if the named implementation does not support the shape.
     """
     name = implementation or choose(
-        jax.default_backend(), q.shape[1], jax.ShapeDtypeStruct(pages.kv.shape, pages.kv.dtype)
+        jax.default_backend(),
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        jax.ShapeDtypeStruct(pages.kv.shape, pages.kv.dtype),
     )
     return ATTEND[name](
         q,
@@ -58,16 +62,25 @@ def attend(
 
 
 @functools.lru_cache
-def choose(platform: str, tokens: int, kv: jax.ShapeDtypeStruct) -> str:
-    """Name of the fastest implementation that supports these pages, for rows of `tokens`
-    queries."""
-    unsupported = {"mosaic": _mosaic_unsupported(kv)}
+def choose(platform: str, q: jax.ShapeDtypeStruct, kv: jax.ShapeDtypeStruct) -> str:
+    """Name of the fastest implementation that supports these queries and pages."""
+    unsupported = {
+        "mosaic": _mosaic_unsupported(kv),
+        "cpu": cpu_attention.unsupported(q, kv),
+    }
     name = next((name for name, reason in unsupported.items() if reason is None), "xla")
     reasons = "".join(
         f"; not {other}: {reason}" for other, reason in unsupported.items() if reason is not None
     )
-    log.info("attention over pages on %s, rows of %d tokens: %s%s", platform, tokens, name, reasons)
+    log.info(
+        "attention over pages on %s, rows of %d tokens: %s%s", platform, q.shape[1], name, reasons
+    )
     return name
+
+
+def linear(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [T, K] @ w [K, N], in the dtype of both."""
+    return x @ w if cpu_linear.unsupported(x, w) else cpu_linear.linear(x, w)
 
 
 def hopper_unsupported() -> str | None:
@@ -107,6 +120,16 @@ def _mosaic(
     return mosaic.attend(q, q_pos, pages, *arguments, tiles=tiles, **options)
 
 
+def _cpu(
+    *arguments: Any, dtype: Any, before: tuple[jax.Array, jax.Array] | None, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    if before is None:
+        return cpu_attention.attend(*arguments, dtype=dtype, **options)
+    return _with_merge_and_cast(cpu_attention.attend)(
+        *arguments, dtype=dtype, before=before, **options
+    )
+
+
 def _with_merge_and_cast(attend: Callable) -> Callable:
     """Adds `dtype` and `before` to an implementation that has neither."""
 
@@ -127,5 +150,6 @@ def _with_merge_and_cast(attend: Callable) -> Callable:
 ATTEND: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "reference": _with_merge_and_cast(reference.attend),
     "xla": _with_merge_and_cast(xla.attend),
+    "cpu": _cpu,
     "mosaic": _mosaic,
 }

@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from experiments.benchmarks.gpu.lowering import as_on_a_gpu
 from experiments.multihost.hlo import Collective, collectives
 from experiments.script import command_line, keep
 from jaxserve.checkpoint.zoo import MODELS, ModelConfig, layers_of
@@ -36,7 +37,6 @@ from jaxserve.engine.shapes import StepShape
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stages import Stages
 from jaxserve.group.layout import described, devices_each, layout
-from jaxserve.kernels import ops
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import (
@@ -234,8 +234,8 @@ def _hopper_attention(plan: StagePlan) -> Any:
 
         mosaic.check(jax.ShapeDtypeStruct(pool.shape, pool.dtype))
     except (ImportError, AttributeError, NotImplementedError):
-        return mock.patch.dict(ops.ATTEND)
-    return mock.patch.dict(ops.ATTEND, xla=mosaic.attend)
+        return as_on_a_gpu()
+    return as_on_a_gpu(mosaic.attend)
 
 
 def _whole(found: Sequence[list[Collective]], layers: int) -> list[Collective]:

@@ -17,13 +17,15 @@ QUOTED = 300  # characters of what a process that failed said last
 @dataclasses.dataclass(frozen=True)
 class Devices:
     """kind: as JAX names it. memory: bytes that JAX may take on each, None where it does not say,
-    as for CPUs. lacks: why kernels for Hopper GPUs cannot run, None where they can."""
+    as for CPUs. lacks: why the kernels for such devices (CPUs, Hopper GPUs) cannot run, None where
+    they can. instruction_set: of the kernels for CPUs."""
 
     platform: str
     kind: str
     count: int
     memory: int | None
     lacks: str | None
+    instruction_set: str | None = None
 
 
 class NoDevices(Exception):
@@ -66,11 +68,13 @@ def main(count: int) -> None:
     """Prints the devices as JSON: what the process of `look` runs."""
     import jax
 
+    from jaxserve.kernels.cpu import library
     from jaxserve.kernels.ops import hopper_unsupported
     from jaxserve.sharding.mesh import ensure_devices
 
     ensure_devices(count)
     found = jax.devices()
+    on_cpu = found[0].platform == "cpu"
     stats: dict[str, Any] = {}
     with contextlib.suppress(Exception):  # not every platform tells
         stats = found[0].memory_stats() or {}
@@ -82,7 +86,8 @@ def main(count: int) -> None:
                     found[0].device_kind,
                     len(found),
                     stats.get("bytes_limit"),
-                    hopper_unsupported(),
+                    library.unsupported() if on_cpu else hopper_unsupported(),
+                    library.instruction_set(),
                 )
             )
         )

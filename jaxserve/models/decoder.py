@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.checkpoint.zoo import ModelConfig
+from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.models.layers import rms_norm, rope_cos_sin, rotate, swiglu
 from jaxserve.sharding.attention import attention
@@ -203,5 +204,5 @@ def _matmul(x: jax.Array, weight: nnx.Param, inputs: int) -> jax.Array:
     rows = 1
     for size in w.shape[:inputs]:
         rows *= size
-    out = x @ w.reshape(rows, -1)
+    out = ops.linear(x, w.reshape(rows, -1))
     return out.reshape(len(x), *w.shape[inputs:])

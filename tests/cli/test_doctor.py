@@ -27,6 +27,7 @@ from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import sizes
 from jaxserve.engine.profiling import profile_file as profile
+from jaxserve.kernels.cpu import library
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig, ServerConfig
 from tests.engine.harness import fresh
@@ -41,7 +42,7 @@ TINY = {
     "chunking": "adaptive",
 }
 FLAGS = [f"--{name}={value}" for name, value in TINY.items()]
-CPU = Devices("cpu", "cpu", 12, None, "it needs a Hopper GPU")
+CPU = Devices("cpu", "cpu", 12, None, None, library.instruction_set())
 H200 = Devices("gpu", "NVIDIA H200", 1, 100 * 2**30, None)
 
 
@@ -199,6 +200,14 @@ def test_the_real_model_is_well(capsys, seen, smollm2_gguf, monkeypatch):
             "kernels",
             "warning",
             "it needs jax 0.11.2",
+        ),
+        ([], CPU, "kernels", "ok", "compiled for CPUs"),
+        (
+            [],
+            dataclasses.replace(CPU, lacks="it was not compiled at installation"),
+            "kernels",
+            "warning",
+            "not compiled at installation",
         ),
         (["--pages=20"], CPU, "capacity", "warning", "320 tokens of KV"),
         (["--pages=1000000000"], CPU, "memory", "fault", "in RAM"),

@@ -14,7 +14,7 @@ from experiments.benchmarks.gpu.cases import HUGE, Case, draw, truth
 from jaxserve.kernels import ops, xla
 
 TOLERANCE = dict(rtol=2e-5, atol=2e-5)
-PORTABLE = ["reference", "xla"]  # the others have tests of their own
+PORTABLE = ["reference", "xla", "cpu"]  # the other has tests of its own
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Shape:
 SHAPES = [
     Shape(1),
     Shape(1, window=40),
-    Shape(1, K=1, G=1, H=8, C=256, W=3),
+    Shape(1, K=1, G=1, H=16, C=256, W=3),
     Shape(1, K=3, G=16, R=1),
     Shape(1, K=8, G=4, C=1, W=70),
     Shape(5, G=7),

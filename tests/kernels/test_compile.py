@@ -13,7 +13,6 @@ import functools
 import math
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
@@ -22,10 +21,11 @@ import pytest
 if jax.__version_info__ < (0, 11, 2):
     pytest.skip("Mosaic GPU kernels need jax 0.11.2", allow_module_level=True)
 
+from experiments.benchmarks.gpu.lowering import as_on_a_gpu
 from jaxserve.checkpoint.zoo import MODELS, ModelConfig
 from jaxserve.engine.shapes import StepShape, layout
 from jaxserve.engine.step import Weights, layers
-from jaxserve.kernels import mosaic, ops
+from jaxserve.kernels import mosaic
 from jaxserve.kernels.kv_pages import KVPages, pool_shapes
 from jaxserve.kernels.mosaic import ROWS, Tiles, default_tiles, page_copy
 from jaxserve.models.decoder import stage_modules
@@ -303,7 +303,7 @@ def ring_step(
     size = pages.kv.shape[4]
     lane = jax.lax.axis_index(KVP)
     rows = spread_rows(slot, start, length, everywhere, lane, len(q), table, P, size, True)
-    with mock.patch.dict(ops.ATTEND, xla=mosaic.attend):
+    with as_on_a_gpu(mosaic.attend):
         return attention.attention(q, kv, pages, None, Groups((), (rows,), table, exchange), 0.1)
 
 
@@ -347,7 +347,7 @@ def step(
         else (),
         table,
     )
-    with mock.patch.dict(ops.ATTEND, xla=mosaic.attend):  # which is what a CPU chooses
+    with as_on_a_gpu(mosaic.attend):
         return attention.attention(q, kv, pages, None, groups, 0.1)
 
 
@@ -426,7 +426,7 @@ def model_step(
     *rest: jax.Array,
 ) -> tuple[Any, ...]:
     stage, _ = stage_modules(model, range(model.layers), 1)
-    with mock.patch.dict(ops.ATTEND, xla=mosaic.attend):
+    with as_on_a_gpu(mosaic.attend):
         return layers(Weights.of(stage), model, shape, True, values, pages, *rest)
 
 

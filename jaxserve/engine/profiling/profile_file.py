@@ -26,6 +26,7 @@ from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.profiling.measure import MeasuredStep, grid, measure
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.folders import cache_folder, private_folder
+from jaxserve.kernels.cpu import library
 from jaxserve.kernels.kv_pages import FP8, SCALE_DTYPE
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling.planning.cdsp import Instances
@@ -131,11 +132,14 @@ def _sample(one: MeasuredStep) -> StepSample:
 
 def identity_of(worker: CommandExecutor, max_len: int) -> dict[str, Any]:
     """What the profile of this worker belongs to."""
-    return identity(worker.plan, max_len, worker.device_kind)
+    return identity(worker.plan, max_len, worker.device_kind, library.instruction_set())
 
 
-def identity(plan: StagePlan, max_len: int, device_kind: str) -> dict[str, Any]:
-    """What a profile belongs to, of which the engine need not be there."""
+def identity(
+    plan: StagePlan, max_len: int, device_kind: str, instruction_set: str | None
+) -> dict[str, Any]:
+    """What a profile belongs to, of which the engine need not be there. instruction_set: of the
+    kernels for CPUs; None where they do not run."""
     shapes = hashlib.sha256(" ".join(map(str, plan.shapes)).encode()).hexdigest()[:8]
     return {
         "format": FORMAT,
@@ -144,6 +148,7 @@ def identity(plan: StagePlan, max_len: int, device_kind: str) -> dict[str, Any]:
         "kv_dtype": str(np.dtype(plan.kv_dtype)),
         "mesh": str(plan.mesh),
         "device": device_kind,
+        "instruction_set": instruction_set,
         "cores": os.cpu_count(),
         "block_size": plan.block_size,
         "max_len": max_len,

@@ -1,0 +1,102 @@
+"""Loads the kernels for CPUs: the library for the best instruction set that this processor has."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import os
+import platform
+import re
+from pathlib import Path
+
+import jax
+
+from jaxserve.kernels.cpu.build import INSTRUCTION_SETS, library_name
+
+CHOICE = "JAXSERVE_CPU_KERNELS"  # the name of an instruction set, or "off"
+TARGETS = ("jaxserve_attend", "jaxserve_linear")
+CPUINFO = Path("/proc/cpuinfo")
+FOLDER = Path(__file__).parent  # of the libraries
+
+
+@dataclasses.dataclass(frozen=True)
+class Processor:
+    machine: str  # architecture
+    vendor: str
+    features: frozenset[str]
+
+
+@functools.cache
+def processor() -> Processor:
+    """The processor of this machine. Only Linux names vendor and features; 64-bit ARM has the one
+    that is needed everywhere."""
+    machine = platform.machine()
+    fields: dict[str, str] = {}
+    if CPUINFO.exists():
+        for line in CPUINFO.read_text().split("\n\n")[0].splitlines():
+            name, _, value = line.partition(":")
+            fields[name.strip()] = value.strip()
+    features = (fields.get("flags") or fields.get("Features") or "").split()
+    if machine == "arm64":
+        features.append("asimd")
+    return Processor(machine, fields.get("vendor_id", ""), frozenset(features))
+
+
+def best_instruction_set(found: Processor, choice: str = "") -> str | None:
+    """Name of the best instruction set that the processor has, or of the chosen one if it has
+    that; None if there is none."""
+    for known in INSTRUCTION_SETS:
+        runs = found.machine in known.machines and known.needs <= found.features
+        gains = not known.vendors or found.vendor in known.vendors
+        if runs and (known.name == choice if choice else gains):
+            return known.name
+    return None
+
+
+@functools.cache
+def unsupported() -> str | None:
+    """Why the kernels for CPUs cannot run in this process; None if they can. Loads them at the
+    first call."""
+    if jax.default_backend() != "cpu":
+        return "it needs a CPU"
+    choice = os.environ.get(CHOICE, "")
+    if choice == "off":
+        return f"{CHOICE}=off"
+    name = best_instruction_set(processor(), choice)
+    if name is None:
+        return f"this processor has no {choice or 'instruction set that it is compiled for'}"
+    return _load(FOLDER / library_name(name))
+
+
+def _load(path: Path) -> str | None:
+    """Loads a library and registers its kernels; says why, where it cannot."""
+    if not path.exists():
+        return f"it was not compiled at installation ({path.name} is missing)"
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"{path.name} cannot be loaded: {error}"
+    built = library.jaxserve_ffi_major(), library.jaxserve_ffi_minor()
+    if built[0] != _ffi_version()[0] or built > _ffi_version():
+        return f"{path.name} was compiled for another jaxlib: install jaxserve again"
+    for target in TARGETS:
+        jax.ffi.register_ffi_target(
+            target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu"
+        )
+    return None
+
+
+def _ffi_version() -> tuple[int, int]:
+    """Version of XLA's foreign functions in the installed jaxlib. A library for a later one must
+    not be registered: JAX would not start."""
+    header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+    number = lambda name: int(re.search(rf"define XLA_FFI_API_{name} (\d+)", header)[1])  # type: ignore[index]
+    return number("MAJOR"), number("MINOR")
+
+
+def instruction_set() -> str | None:
+    """Name of the instruction set of the loaded kernels; None if they cannot run."""
+    if unsupported() is not None:
+        return None
+    return best_instruction_set(processor(), os.environ.get(CHOICE, ""))

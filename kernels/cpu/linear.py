@@ -1,0 +1,28 @@
+"""Matrix products by the C++ kernel for CPUs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.kernels.cpu import library
+
+FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
+
+
+def unsupported(x: jax.Array, w: jax.Array) -> str | None:
+    """Why the kernel cannot multiply these; None if it can."""
+    if reason := library.unsupported():
+        return reason
+    if x.dtype != w.dtype or x.dtype not in FLOATS:
+        return f"it has no product of {x.dtype} and {w.dtype}"
+    return None
+
+
+def linear(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [T, K] @ w [K, N], summed in f32, in the dtype of both. Errors: NotImplementedError, with
+    the reason, for types that the kernel does not have."""
+    if reason := unsupported(x, w):
+        raise NotImplementedError(reason)
+    result = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+    return jax.ffi.ffi_call("jaxserve_linear", result)(x, w)

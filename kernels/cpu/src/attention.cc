@@ -1,0 +1,122 @@
+// Attention over pages for CPUs, as kernels/reference.py defines it: flash attention on XLA's own
+// threads. Called by kernels/cpu/attention.py.
+
+#include "decode.h"
+#include "prefill.h"
+#include "threads.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr int64_t PART = 1024;              // keys of a decode task
+constexpr int64_t SMALL = int64_t(1) << 17;  // numbers of keys below which one thread does all
+
+void run_prefill(const Attention& call, ffi::ThreadPool& pool) {
+  const int64_t queries = call.T * call.G;
+  const int64_t tiles = (queries + TILE_COLUMNS - 1) / TILE_COLUMNS;
+  parallel(pool, call.R * tiles * call.K, [&](int64_t i) {
+    thread_local QueryTile scratch;
+    const int64_t head = i % call.K;
+    const int64_t tile = tiles - 1 - i / call.K % tiles;  // the longest first
+    const int64_t row = i / call.K / tiles;
+    const int64_t to = std::min<int64_t>(queries, (tile + 1) * TILE_COLUMNS);
+    PrefillTask(call, row, head, tile * TILE_COLUMNS, to).run(scratch);
+  });
+}
+
+void run_decode(const Attention& call, ffi::ThreadPool& pool) {
+  std::vector<DecodeTask> tasks;
+  std::vector<int64_t> first;  // task of each row and kv head
+  const int64_t step = std::max<int64_t>(1, PART / call.C);
+  int64_t numbers = 0;
+  for (int64_t row = 0; row < call.R; row++) {
+    const int64_t last = call.q_pos[row], held = last < 0 ? 0 : call.entries_of(row);
+    const int32_t* blocks = call.blocks_of(row);
+    auto seen = [&](int32_t block) { return call.start(block) <= last; };
+    const int64_t to = std::partition_point(blocks, blocks + held, seen) - blocks;
+    const int64_t from = call.first_entry(row, 0, to, call.first_position_seen(last));
+    numbers += (to - from) * call.C * call.K * call.G * call.H;
+    for (int64_t head = 0; head < call.K; head++) {
+      first.push_back(tasks.size());
+      for (int64_t at = from; at < to; at += step)
+        tasks.emplace_back(call, row, head, at, std::min(at + step, to));
+    }
+  }
+  first.push_back(tasks.size());
+  std::vector<PartialAttention> parts(tasks.size());
+  auto one = [&](int64_t i) { tasks[i].run(parts[i]); };
+  if (numbers < SMALL) {
+    for (size_t i = 0; i < tasks.size(); i++) one(i);
+  } else {
+    parallel(pool, tasks.size(), one);
+  }
+  for (int64_t i = 0; i < call.R * call.K; i++)
+    merge_parts(call, i / call.K, i % call.K, parts.data() + first[i], first[i + 1] - first[i]);
+}
+
+Numbers numbers_of(ffi::AnyBuffer buffer) {
+  const ffi::DataType type = buffer.element_type();
+  const Number number = type == ffi::DataType::F32    ? Number::F32
+                        : type == ffi::DataType::BF16 ? Number::BF16
+                                                      : Number::FP8;
+  return {number, (char*)buffer.untyped_data()};
+}
+
+// q [R, T, K, G, H], q_pos [R, T], kv [P, K, 2, C, H], scales [P, K, 2, C] (or of no elements),
+// table [2, slots, W], slot [R], entries [R] -> out like q, lse [R, T, K, G]. The caller has
+// checked shapes and types.
+ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<ffi::S32> q_pos,
+                  ffi::AnyBuffer kv, ffi::Buffer<ffi::BF16> scales, ffi::Buffer<ffi::S32> table,
+                  ffi::Buffer<ffi::S32> slot, ffi::Buffer<ffi::S32> entries,
+                  ffi::Result<ffi::AnyBuffer> out, ffi::ResultBuffer<ffi::F32> lse, float scale,
+                  int64_t window) {
+  const auto queries = q.dimensions(), pages = kv.dimensions(), rows = table.dimensions();
+  if (queries[4] % WIDTH)
+    return ffi::Error::InvalidArgument("attend: the head dim does not fit the vectors");
+  Attention call{
+      .R = queries[0],
+      .T = queries[1],
+      .K = queries[2],
+      .G = queries[3],
+      .H = queries[4],
+      .P = pages[0],
+      .C = pages[3],
+      .slots = rows[1],
+      .W = rows[2],
+      .window = window,
+      .scale = scale,
+      .q = numbers_of(q),
+      .kv = numbers_of(kv),
+      .out = numbers_of(*out),
+      .kv_scales =
+          scales.element_count() ? (const BF16*)scales.untyped_data() : nullptr,
+      .q_pos = q_pos.typed_data(),
+      .table = table.typed_data(),
+      .slot = slot.typed_data(),
+      .entries = entries.typed_data(),
+      .lse = lse->typed_data(),
+  };
+  if (call.T == 1)
+    run_decode(call, pool);
+  else
+    run_prefill(call, pool);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attend, attend,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("window"));

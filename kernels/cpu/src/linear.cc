@@ -1,0 +1,286 @@
+// Products of activations and weights for CPUs: y [T, N] = x [T, K] w [K, N], summed in f32 on
+// XLA's own threads. Called by kernels/cpu/linear.py. Weights are read as they lie.
+//
+// Few rows take as long as memory needs for the weights: they are read once, in the order in which
+// they lie. Many rows go over pieces of a panel of columns, copied to where the cache keeps them.
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "threads.h"
+#include "vector.h"
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr int64_t FEW = 16;         // most rows for which weights are read as they lie
+constexpr int DEPTH = WIDTH == 8 ? 4 : 8;  // of their rows at a time: as many as registers hold
+constexpr int64_t STRIP_SUMS = 24576;  // most sums of a task, for few rows: they stay in the cache
+constexpr int64_t ROWS = 256;       // of x that a task multiplies by a panel
+constexpr int64_t PIECE = 384;      // rows of a panel that are copied at a time
+constexpr int64_t SMALL = 1 << 16;  // products below which one thread does all
+
+template <typename X, typename W>
+struct Linear {
+  int64_t T, K, N;
+  const X* x;
+  const W* w;
+  X* y;
+};
+
+// The last numbers of a row may be fewer than a vector.
+template <typename From>
+INLINE Floats load_some(const From* from, int64_t count) {
+  if (count >= WIDTH) return load(from);
+  From all[WIDTH] = {};
+  std::copy(from, from + count, all);
+  return load(all);
+}
+
+template <typename To>
+INLINE void store_some(To* to, Floats x, int64_t count) {
+  if (count >= WIDTH) return store(to, x);
+  To all[WIDTH];
+  store(all, x);
+  std::copy(all, all + count, to);
+}
+
+template <typename X>
+void store_row(X* to, const float* from, int64_t count) {
+  for (int64_t j = 0; j < count; j += WIDTH) store_some(to + j, load(from + j), count - j);
+}
+
+// --- few rows
+
+// sums [T][stride] += x [T, K], rows k to k + D of w, of `columns` columns from w on
+template <int D, typename W>
+INLINE void add_rows(const float* x, int64_t T, int64_t K, int64_t k, const W* w, int64_t N,
+                     int64_t columns, float* sums, int64_t stride) {
+  const bool more = k + 2 * D <= K;
+  for (int64_t j = 0; j < columns; j += WIDTH) {
+    Floats weights[D];
+    UNROLL for (int i = 0; i < D; i++) {
+      weights[i] = load_some(w + i * N + j, columns - j);
+      if (more) __builtin_prefetch(w + (D + i) * N + j, 0, 2);
+    }
+    for (int64_t t = 0; t < T; t++) {
+      const float* numbers = x + t * K + k;
+      float* sum = sums + t * stride + j;
+      Floats even = load(sum), odd = {};
+      UNROLL for (int i = 0; i < D; i++) (i % 2 ? odd : even) += weights[i] * numbers[i];
+      store(sum, even + odd);
+    }
+  }
+}
+
+template <typename X, typename W>
+void multiply_strip(const Linear<X, W>& call, const float* x, int64_t from, int64_t columns) {
+  const int64_t stride = (columns + WIDTH - 1) / WIDTH * WIDTH;
+  thread_local std::vector<float> sums;
+  sums.assign(call.T * stride, 0);
+  const W* w = call.w + from;
+  int64_t k = 0;
+  for (; k + DEPTH <= call.K; k += DEPTH)
+    add_rows<DEPTH>(x, call.T, call.K, k, w + k * call.N, call.N, columns, sums.data(), stride);
+  for (; k < call.K; k++)
+    add_rows<1>(x, call.T, call.K, k, w + k * call.N, call.N, columns, sums.data(), stride);
+  for (int64_t t = 0; t < call.T; t++)
+    store_row(call.y + t * call.N + from, sums.data() + t * stride, columns);
+}
+
+// Rows of x in f32: themselves, or copies.
+struct Widened {
+  Widened(const float* x, int64_t, int64_t, ffi::ThreadPool&) : rows(x) {}
+
+  Widened(const BF16* x, int64_t T, int64_t K, ffi::ThreadPool& pool)
+      : copies(new float[T * K]), rows(copies.get()) {
+    parallel(pool, (T + FEW - 1) / FEW, [&](int64_t i) {
+      const int64_t to = std::min(T, (i + 1) * FEW) * K;
+      for (int64_t at = i * FEW * K; at < to; at += WIDTH)
+        store_some(copies.get() + at, load_some(x + at, to - at), to - at);
+    });
+  }
+
+  const std::unique_ptr<float[]> copies;
+  const float* const rows;
+};
+
+template <typename X, typename W>
+void few_rows(const Linear<X, W>& call, ffi::ThreadPool& pool) {
+  const Widened x(call.x, call.T, call.K, pool);
+  // One strip a thread, if the cache has room: the longer its rows, the faster memory gives them.
+  const int64_t threads = std::max<int64_t>(1, pool.num_threads());
+  const int64_t most = std::min(STRIP_SUMS / call.T, (call.N + threads - 1) / threads);
+  const int64_t columns = std::max<int64_t>(1, (most + WIDTH - 1) / WIDTH) * WIDTH;
+  const int64_t strips = (call.N + columns - 1) / columns;
+  auto one = [&](int64_t i) {
+    multiply_strip(call, x.rows, i * columns, std::min(columns, call.N - i * columns));
+  };
+  if (call.T * call.K * call.N < SMALL) {
+    for (int64_t i = 0; i < strips; i++) one(i);
+  } else {
+    parallel(pool, strips, one);
+  }
+}
+
+// --- many rows
+
+// How a panel is copied, and one step of its product: f32, or pairs of bf16 where the processor
+// multiplies those.
+template <typename X, typename W>
+struct Plain {
+  using Input = float;
+  using Copied = float;
+  static constexpr int STEP = 1;
+
+  static void copy(float* to, const W* w, int64_t N, int64_t depth, int64_t columns) {
+    for (int64_t k = 0; k < depth; k++)
+      for (int64_t j = 0; j < TILE_COLUMNS; j += WIDTH)
+        store(to + k * TILE_COLUMNS + j, j < columns ? load_some(w + k * N + j, columns - j) : Floats{});
+  }
+
+  template <int R>
+  INLINE static void add(Floats (&sum)[R][TILE_VECTORS], const float* const (&x)[R],
+                         const float* panel, int64_t k) {
+    Floats weights[TILE_VECTORS];
+    UNROLL for (int j = 0; j < TILE_VECTORS; j++)
+      weights[j] = load(panel + k * TILE_COLUMNS + j * WIDTH);
+    UNROLL for (int i = 0; i < R; i++) {
+      const Floats number = broadcast(x[i][k]);
+      UNROLL for (int j = 0; j < TILE_VECTORS; j++) sum[i][j] += number * weights[j];
+    }
+  }
+};
+
+#if defined(__AVX512BF16__)
+struct Pairs {  // [depth / 2][TILE_COLUMNS][2]
+  using Input = BF16;
+  using Copied = BF16;
+  static constexpr int STEP = 2;
+
+  static Bits some(const BF16* from, int64_t count) {
+    Halves halves = {};
+    memcpy(&halves, from, 2 * std::clamp<int64_t>(count, 0, WIDTH));
+    return __builtin_convertvector(halves, Bits);
+  }
+
+  static void copy(BF16* to, const BF16* w, int64_t N, int64_t depth, int64_t columns) {
+    for (int64_t k = 0; k < depth; k += 2) {
+      for (int64_t j = 0; j < TILE_COLUMNS; j += WIDTH, to += 2 * WIDTH) {
+        const Bits low = some(w + k * N + j, columns - j);
+        const Bits pairs = low | some(w + (k + 1) * N + j, columns - j) << 16;
+        memcpy(to, &pairs, sizeof(pairs));
+      }
+    }
+  }
+
+  template <int R>
+  INLINE static void add(Floats (&sum)[R][TILE_VECTORS], const BF16* const (&x)[R],
+                         const BF16* panel, int64_t k) {
+    __m512bh weights[TILE_VECTORS];
+    UNROLL for (int j = 0; j < TILE_VECTORS; j++)
+      weights[j] = load_as<__m512bh>(panel + k * TILE_COLUMNS + j * 2 * WIDTH);
+    UNROLL for (int i = 0; i < R; i++) {
+      const __m512bh pair = (__m512bh)broadcast(load_as<int32_t>(x[i] + k));
+      UNROLL for (int j = 0; j < TILE_VECTORS; j++)
+        sum[i][j] = (Floats)_mm512_dpbf16_ps((__m512)sum[i][j], pair, weights[j]);
+    }
+  }
+};
+#endif
+
+// sums [R][TILE_COLUMNS] (+)= R rows of x by `depth` rows of the copied panel
+template <int R, typename Form>
+void multiply_tile(const typename Form::Input* x, int64_t K, const typename Form::Copied* panel,
+                   int64_t depth, float* sums, bool more) {
+  Floats sum[R][TILE_VECTORS];
+  const typename Form::Input* row[R];
+  UNROLL for (int i = 0; i < R; i++) {
+    row[i] = x + i * K;
+    UNROLL for (int j = 0; j < TILE_VECTORS; j++)
+      sum[i][j] = more ? load(sums + i * TILE_COLUMNS + j * WIDTH) : Floats{};
+  }
+  for (int64_t k = 0; k < depth; k += Form::STEP) Form::add(sum, row, panel, k);
+  UNROLL for (int i = 0; i < R; i++)
+    UNROLL for (int j = 0; j < TILE_VECTORS; j++)
+      store(sums + i * TILE_COLUMNS + j * WIDTH, sum[i][j]);
+}
+
+// Rows [from, to) by the columns of one panel.
+template <typename Form, typename X, typename W>
+void multiply_panel(const Linear<X, W>& call, const typename Form::Input* x, int64_t from,
+                    int64_t to, int64_t panel) {
+  thread_local std::vector<typename Form::Copied> copied(PIECE * TILE_COLUMNS);
+  thread_local std::vector<float> sums(ROWS * TILE_COLUMNS);
+  const int64_t column = panel * TILE_COLUMNS;
+  const int64_t columns = std::min<int64_t>(TILE_COLUMNS, call.N - column);
+  for (int64_t k = 0; k < call.K; k += PIECE) {
+    const int64_t depth = std::min(PIECE, call.K - k);
+    Form::copy(copied.data(), call.w + k * call.N + column, call.N, depth, columns);
+    for (int64_t t = from; t < to;) {
+      const typename Form::Input* rows = x + t * call.K + k;
+      float* sum = sums.data() + (t - from) * TILE_COLUMNS;
+      const int64_t left = to - t;
+      auto multiply = [&]<int R>(std::integral_constant<int, R>) {
+        multiply_tile<R, Form>(rows, call.K, copied.data(), depth, sum, k > 0);
+        t += R;
+      };
+      if (left >= TILE_ROWS) multiply(std::integral_constant<int, TILE_ROWS>());
+      else if (left >= 4) multiply(std::integral_constant<int, 4>());
+      else if (left >= 2) multiply(std::integral_constant<int, 2>());
+      else multiply(std::integral_constant<int, 1>());
+    }
+  }
+  for (int64_t t = from; t < to; t++)
+    store_row(call.y + t * call.N + column, sums.data() + (t - from) * TILE_COLUMNS, columns);
+}
+
+template <typename Form, typename X, typename W>
+void many_rows(const Linear<X, W>& call, const typename Form::Input* x, ffi::ThreadPool& pool) {
+  const int64_t parts = (call.T + ROWS - 1) / ROWS;
+  const int64_t rows = ((call.T + parts - 1) / parts + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+  const int64_t panels = (call.N + TILE_COLUMNS - 1) / TILE_COLUMNS;
+  parallel(pool, parts * panels, [&](int64_t i) {
+    const int64_t from = i / panels * rows;
+    multiply_panel<Form>(call, x, from, std::min(call.T, from + rows), i % panels);
+  });
+}
+
+template <typename X, typename W>
+void run(const Linear<X, W>& call, ffi::ThreadPool& pool) {
+  if (call.T <= FEW) return few_rows(call, pool);
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<X, BF16> && std::is_same_v<W, BF16>) {
+    if (call.K % 2 == 0) return many_rows<Pairs>(call, call.x, pool);
+  }
+#endif
+  const Widened x(call.x, call.T, call.K, pool);
+  many_rows<Plain<X, W>>(call, x.rows, pool);
+}
+
+// x [T, K], w [K, N] -> y [T, N], all f32 or all bf16. The caller has checked shapes and types.
+ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                  ffi::Result<ffi::AnyBuffer> y) {
+  const int64_t T = x.dimensions()[0], K = x.dimensions()[1], N = w.dimensions()[1];
+  auto call = [&](auto number) {
+    using X = decltype(number);
+    run(Linear<X, X>{T, K, N, (const X*)x.untyped_data(), (const X*)w.untyped_data(),
+                     (X*)y->untyped_data()},
+        pool);
+    return ffi::Error::Success();
+  };
+  if (x.element_type() == ffi::DataType::F32) return call(0.f);
+  if (x.element_type() == ffi::DataType::BF16) return call(BF16());
+  return ffi::Error::InvalidArgument("linear: neither f32 nor bf16");
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxserve_linear, linear,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
