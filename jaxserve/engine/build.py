@@ -24,7 +24,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.profiling.profile_file import EngineProfile, profile_for
 from jaxserve.engine.programs import keep_compiled
-from jaxserve.engine.shapes import sample_sizes, shapes
+from jaxserve.engine.shapes import first_shapes, sample_sizes, shapes
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.worker import Worker
 from jaxserve.engine.worker_group import WorkerGroup
@@ -64,7 +64,8 @@ def build(
     peers: PeerBlocks | None = None,
 ) -> Engine:
     """Makes an engine that is ready to start: worker, profile, costs, scheduler, engine, each whole
-    when it is made. profiled: with the profile that its settings ask for. peers: other replicas,
+    when it is made. warm_up: with the programs that hold every batch; the others are compiled
+    beside traffic. profiled: with the profile that its settings ask for. peers: other replicas,
     which are asked for blocks where requests name one.
 
     Errors: ConfigError for settings that cannot work, CheckpointError for a checkpoint that cannot
@@ -74,7 +75,9 @@ def build(
     profile = None
     if profiled:
         profile = profile_for(config, worker, max_length(config, worker.plan.model), progress)
-    return make_engine(config, worker, model, profile)
+    engine = make_engine(config, worker, model, profile)
+    worker.compile_others()
+    return engine
 
 
 def open_executor(
@@ -87,7 +90,7 @@ def open_executor(
     (see `jaxserve.group`). In a process that is a worker itself this does not return."""
     member = this_member()
     if member is None:
-        return open_worker(config, progress, warm_up, peers)
+        return open_worker(config, progress, warm_up, peers, everything=False)
     if member.leads:
         return open_group(config, member, progress, warm_up)
     from jaxserve.engine.worker_process import work
@@ -135,15 +138,18 @@ def open_worker(
     progress: bool = True,
     warm_up: bool = True,
     peers: PeerBlocks | None = None,
+    everything: bool = True,
 ) -> tuple[Worker, ModelConfig]:
-    """Loads the weights and compiles the programs of a replica, in this process. Also returns what
-    the checkpoint says of its model."""
+    """Loads the weights and compiles the programs of a replica, in this process. everything: all
+    programs, not only those that hold every batch. Also returns what the checkpoint says of its
+    model."""
     checkpoint = open_checkpoint(config.source.model)
     ensure_devices(config.mesh.devices)
     worker = load_worker(config, checkpoint, progress, peers)
     if warm_up:
-        with progress_bar("compiling", worker.program_count(), progress) as step:
-            worker.warm_up(step)
+        shapes = None if everything else first_shapes(worker.plan.shapes)
+        with progress_bar("compiling", worker.program_count(shapes), progress) as step:
+            worker.warm_up(step, shapes=shapes)
     return worker, checkpoint.config
 
 

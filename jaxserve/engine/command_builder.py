@@ -8,7 +8,7 @@ last token is in, and how each slot samples. It decides how lanes exchange what 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Set
 
 import numpy as np
 
@@ -33,7 +33,8 @@ GREEDY, FULL, LOGPROBS, GUIDED = range(len(VARIANTS))
 
 class CommandBuilder:
     """Commands for workers with this plan. chooser: chooses the exchange between lanes step by
-    step; None: always the configured one."""
+    step; None: always the configured one. uncompiled: tells the shapes that no step may have yet.
+    """
 
     def __init__(
         self,
@@ -42,12 +43,14 @@ class CommandBuilder:
         scheduler: Scheduler,
         registry: Registry,
         chooser: ExchangeChooser | None = None,
+        uncompiled: Callable[[], Set[StepShape]] = frozenset,
     ):
         self._plan = plan
         self._config = config
         self._scheduler = scheduler
         self._registry = registry
         self._chooser = chooser
+        self._uncompiled = uncompiled
         self._shape_index = {shape: index for index, shape in enumerate(plan.shapes)}
         self._begins = True  # the first command has the devices forget what they did before
         self._version = 0  # of the tokens that were sampled last
@@ -169,14 +172,15 @@ class CommandBuilder:
         """The cheapest compiled shape; one with a ring where that is faster and the blocks of all
         spread chunks lie as a ring needs."""
         moves = bool(len(batch.moves))
-        shape = self._plan.shape_for(demand, moves=moves)
+        but = self._uncompiled()
+        shape = self._plan.shape_for(demand, moves=moves, but=but)
         assert shape is not None, f"no compiled shape holds {demand}"
         if not ring:
             return shape
         exchange = self._config.exchange if self._chooser is None else self._choose(batch)
         if exchange == "gather":
             return shape
-        return self._plan.shape_for(demand, exchange, fullest(ring), moves) or shape
+        return self._plan.shape_for(demand, exchange, fullest(ring), moves, but) or shape
 
     def _choose(self, batch: Batch) -> str:
         """The fastest exchange for the spread chunks of a batch; the decision is logged."""

@@ -134,7 +134,12 @@ class Engine:
         )
         self._registry = Registry()
         self._builder = CommandBuilder(
-            worker.plan, config.scheduler, scheduler, self._registry, chooser
+            worker.plan,
+            config.scheduler,
+            scheduler,
+            self._registry,
+            chooser,
+            lambda: worker.uncompiled,
         )
         self._flights: deque[InFlightBatch] = deque()
         self._read_at = -1.0  # clock seconds at which the last batch was read

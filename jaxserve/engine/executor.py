@@ -3,7 +3,7 @@ that passes them on to several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ from jaxserve.cache.tiers import Fetch, LowerTiers
 from jaxserve.costs.profiles import Link
 from jaxserve.engine.block_mover import Arrival
 from jaxserve.engine.command import StepCommand, StepResult
+from jaxserve.engine.shapes import StepShape
 from jaxserve.engine.stage_plan import StagePlan
 
 
@@ -35,6 +36,13 @@ class CommandExecutor(Protocol):
     @property
     def recompiles(self) -> int:
         """Programs compiled after the warm-up."""
+
+    @property
+    def uncompiled(self) -> Set[StepShape]:
+        """Shapes that no step may have yet: they are compiled beside traffic."""
+
+    def compile_others(self) -> None:
+        """Begins to compile, beside traffic, what the warm-up left."""
 
     def check(self) -> None:
         """Raises WorkersLost where what was computed is lost."""

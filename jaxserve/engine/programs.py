@@ -1,11 +1,12 @@
-"""Compiles programs by name, counts compiles, and keeps compiled programs on disk for the next
-start."""
+"""Compiles programs by name, also while others run, counts compiles, and keeps compiled programs on
+disk for the next start."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ Lower = Callable[[], Any]  # makes a lowered program: `jax.jit(f).lower(...)`
 
 
 class Programs:
-    """Compiled programs by name. compiles: how many; recompiles: how many of them after warm-up,
-    which should be none."""
+    """Compiled programs by name, for any thread. compiles: how many; recompiles: how many of them
+    no warm-up knew of, which should be none."""
 
     def __init__(self) -> None:
         self.compiled: dict[str, Any] = {}
-        self._warm: int | None = None
+        self._locks: dict[str, threading.Lock] = {}
+        self._expected: set[str] | None = None  # None: there was no warm-up
 
     @property
     def compiles(self) -> int:
@@ -32,17 +34,24 @@ class Programs:
 
     @property
     def recompiles(self) -> int:
-        return 0 if self._warm is None else self.compiles - self._warm
+        return 0 if self._expected is None else len(self.compiled.keys() - self._expected)
 
     def get(self, name: str, lower: Lower) -> Any:
         """The program of that name; lowered and compiled now if it was not before."""
         if name not in self.compiled:
-            log.info("compiling %s", name)
-            self.compiled[name] = lower().compile()
+            with self._locks.setdefault(name, threading.Lock()):
+                if name not in self.compiled:
+                    log.info("compiling %s", name)
+                    self.compiled[name] = lower().compile()
         return self.compiled[name]
+
+    def expect(self, names: Iterable[str]) -> None:
+        """These are part of the warm-up, whenever they are compiled; so is what was before."""
+        self._expected = {*(self._expected or self.compiled), *names}
 
     def warm_up(self, programs: dict[str, Lower], done: Callable[[str], None]) -> None:
         """Compiles programs in parallel on all cores, and calls `done` with the name of each."""
+        self.expect(programs)
 
         def one(name: str) -> str:
             self.get(name, programs[name])
@@ -51,7 +60,6 @@ class Programs:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for name in pool.map(one, programs):
                 done(name)
-        self._warm = self.compiles
 
 
 def keep_compiled(folder: str | None) -> None:

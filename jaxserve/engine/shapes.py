@@ -100,6 +100,18 @@ def shapes(config: SchedulerConfig, lanes: int) -> list[StepShape]:
     return sorted(out, key=lambda shape: (bool(shape.spread), shape.tokens, shape.rows))
 
 
+def first_shapes(shapes: list[StepShape]) -> list[StepShape]:
+    """The few of all shapes that hold every batch, to be compiled before the others: the largest of
+    each exchange, the largest that only decodes, and the smallest and the largest in which one row
+    of a prompt comes to the decodes."""
+    largest = {(bool(shape.spread), shape.exchange, shape.moves): shape for shape in shapes}
+    local = [shape for shape in shapes if not shape.spread]
+    decodes = [shape for shape in local if not shape.prefill[0]]
+    mixed = [shape for shape in local if shape.decode[0] and shape.prefill[0] == 1]
+    chosen = {*largest.values(), *decodes[-1:], *mixed[:1], *mixed[-1:]}
+    return [shape for shape in shapes if shape in chosen]
+
+
 def rings(config: SchedulerConfig) -> tuple[str, ...]:
     """The exchanges around a ring that steps may choose."""
     both = "pass_q", "pass_kv"

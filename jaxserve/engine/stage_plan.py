@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Set
 from typing import Any
 
 from jaxserve.checkpoint.zoo import ModelConfig
@@ -33,13 +34,20 @@ class StagePlan:
     moves: bool = False  # whether pages may move from lane to lane
 
     def shape_for(
-        self, work: StepDemand, exchange: str = "gather", rows: int = 0, moves: bool = False
+        self,
+        work: StepDemand,
+        exchange: str = "gather",
+        rows: int = 0,
+        moves: bool = False,
+        but: Set[StepShape] = frozenset(),
     ) -> StepShape | None:
-        """The cheapest compiled shape with this exchange that holds it, and so many rows of spread
-        chunks on a lane; None where none does. Every batch of the scheduler fits one that gathers
-        queries. moves: one that moves pages too, where there is one."""
+        """The cheapest shape with this exchange that holds it, and so many rows of spread chunks on
+        a lane; None where none does. Every batch of the scheduler fits one that gathers queries.
+        moves: one that moves pages too, where there is one. but: shapes that are not compiled."""
         first = None
         for shape in self.shapes:
+            if shape in but:
+                continue
             if shape.exchange == exchange and rows <= shape.spread_prefill[0] and work.fits(shape):
                 if bool(shape.moves) == moves:
                     return shape

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -260,31 +259,38 @@ class Stages:
         self, variants: tuple[str, ...] = sampling_rows.VARIANTS
     ) -> Iterator[tuple[str, Lower]]:
         """Name and lowering of every program that a request can need."""
-        for shape in self.plan.shapes:
+        yield from dict(self.programs_of(self.plan.shapes, variants)).items()
+        yield from self.programs_of_all_shapes()
+
+    def programs_of(
+        self, shapes: Iterable[StepShape], variants: tuple[str, ...] = sampling_rows.VARIANTS
+    ) -> Iterator[tuple[str, Lower]]:
+        """Name and lowering of the programs of steps with these shapes; one may come twice."""
+        for shape in shapes:
             for stage in self.stages:
                 yield (
                     f"layers_{stage.index}_{shape}",
                     functools.partial(self._lower_layers, stage, shape),
                 )
+            if self.has_last:
+                for variant in variants:
+                    yield self._head_program(variant, shape.samples)
+                yield self._pick_program(shape.tokens)
+
+    def programs_of_all_shapes(self) -> Iterator[tuple[str, Lower]]:
+        """Name and lowering of the programs that do not depend on a step's shape."""
         if self.has_last:
-            yield from self._sampling_programs(variants)
+            yield self._score_program()
+            yield self._admit_program()
         for stage in self.stages:
             yield self._table_program(stage)
             if self.plan.moves:
                 yield self._move_program(stage)
 
-    def _sampling_programs(self, variants: tuple[str, ...]) -> Iterator[tuple[str, Lower]]:
-        for size, variant in itertools.product(self.plan.samples, variants):
-            yield self._head_program(variant, size)
-        for tokens in sorted({shape.tokens for shape in self.plan.shapes}):
-            yield self._pick_program(tokens)
-        yield self._score_program()
-        yield self._admit_program()
-
     def _lower_layers(self, stage: Stage, shape: StepShape) -> Any:
         plan = self.plan
         lane = spec("lanes")
-        pool = [spec(*POOL_AXES)] * len(stage.pages)
+        pool = [spec(*POOL_AXES)] * len(stage.layers)
         values = [spec(*param.axes) for _, param in stage.weights.flat]
         hidden = self._last((shape.tokens, plan.model.d_model), plan.dtype, stage.mesh)
         x = self._last((plan.slots,), jnp.int32, stage.mesh) if stage.index == 0 else hidden
@@ -299,7 +305,32 @@ class Stages:
             (values, pool, lane, lane, lane),
             ((lane,) * 3 if last else lane, pool, lane),
             donate=(1, 2),
-        ).lower(stage.values, stage.pages, stage.table, ints, x)
+        ).lower(stage.values, self._pages_of(stage), self._table_of(stage), ints, x)
+
+    # Programs are lowered while others run, which replace pages, tables and sampling state.
+
+    def _pages_of(self, stage: Stage) -> list[KVPages]:
+        pool = sharding(stage.mesh, *POOL_AXES)
+        one = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pool), self.plan.pool()
+        )
+        return [one] * len(stage.layers)
+
+    def _table_of(self, stage: Stage) -> jax.ShapeDtypeStruct:
+        plan = self.plan
+        return self._last((2, plan.slots, plan.width), jnp.int32, stage.mesh)
+
+    def _state(self) -> sampling.SamplingState:
+        plan = self.plan
+        vocab = padded_vocab(plan.model, plan.mesh.tp)
+        fields = sampling.empty_state(plan.mesh.kvp, plan.slots, vocab)
+        axes = dataclasses.asdict(sampling.STATE_AXES)
+        return sampling.SamplingState(
+            **{
+                name: jax.ShapeDtypeStruct(*value, sharding=sharding(self.last_mesh, *axes[name]))
+                for name, value in fields.items()
+            }
+        )
 
     def _last(self, shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(
@@ -312,7 +343,8 @@ class Stages:
             read = self._read
             values = [spec(*param.axes) for _, param in self.head.flat]
             ints = self._last((size, 3), jnp.int32, self.last_mesh)
-            arguments = (self.head_values, self._hidden(size), ints, self._sampled[-1][1])
+            sampled = self._last((self.plan.slots,), jnp.int32, self.last_mesh)
+            arguments = (self.head_values, self._hidden(size), ints, sampled)
             f = functools.partial(head, self.head, self.plan.model.vocab, variant, self._to_all)
             if variant == "greedy":
                 return compiled(f, self.last_mesh, (values, lane, lane, lane), (read, lane)).lower(
@@ -331,7 +363,7 @@ class Stages:
             )
             specs = (values, lane, lane, lane, _state_specs(), *[lane] * len(mask))
             return compiled(f, self.last_mesh, specs, out, donate=(4,)).lower(
-                *arguments, self.sampling_state, *mask
+                *arguments, self._state(), *mask
             )
 
         return f"head_{variant}_{size}", lower
@@ -372,17 +404,19 @@ class Stages:
                 _state_specs(),
                 donate=(0,),
             )
-            return program.lower(self.sampling_state, blank)
+            return program.lower(self._state(), blank)
 
         return "admit", lower
 
     def _move_program(self, stage: Stage) -> tuple[str, Lower]:
         def lower() -> Any:
             lane = spec("lanes")
-            pool = [spec(*POOL_AXES)] * len(stage.pages)
+            pool = [spec(*POOL_AXES)] * len(stage.layers)
             f = lambda pages, ints: move_pages(pages, ints[0])
             ints = self._last((2, self.plan.mesh.kvp, MOVES), jnp.int32, stage.mesh)
-            return compiled(f, stage.mesh, (pool, lane), pool, donate=(0,)).lower(stage.pages, ints)
+            return compiled(f, stage.mesh, (pool, lane), pool, donate=(0,)).lower(
+                self._pages_of(stage), ints
+            )
 
         return f"move_{stage.index}", lower
 
@@ -391,7 +425,7 @@ class Stages:
             lane = spec("lanes")
             f = lambda table, deltas: write_table(table, deltas[0])
             return compiled(f, stage.mesh, (lane, lane), lane, donate=(0,)).lower(
-                stage.table, self._last((UPDATES, 4), jnp.int32, stage.mesh)
+                self._table_of(stage), self._last((UPDATES, 4), jnp.int32, stage.mesh)
             )
 
         return f"table_{stage.index}", lower

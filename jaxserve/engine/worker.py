@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ from jaxserve.engine.page_io import PageIo
 from jaxserve.engine.profiling.links import measure_links
 from jaxserve.engine.programs import Lower
 from jaxserve.engine.sampling_rows import VARIANTS
+from jaxserve.engine.shapes import StepShape
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stages import HiddenStates, Loader, SampledTokens, Stages
 from jaxserve.store.peers import PeerBlocks
@@ -40,6 +42,7 @@ from jaxserve.store.tiered import TieredBlocks
 
 KEEP_SECONDS = 20.0  # for what is on the devices at the end
 KEEP_PAGES = 32  # at a time
+COMPILE_SECONDS = 120.0  # most for one program, at the end: compiling cannot be interrupted
 log = logging.getLogger(__name__)
 
 
@@ -73,6 +76,9 @@ class Worker:
     ):
         self.plan = plan
         self.stages = Stages(plan, load)
+        self.uncompiled: Set[StepShape] = frozenset()  # shapes that no step may have yet
+        self._compiler: threading.Thread | None = None
+        self._closed = False
         self._pending: deque[_Pending] = deque()
         self._arrived: Callable[[Arrival], None] = lambda arrival: None
         self.mover: BlockMover | None = None
@@ -112,19 +118,50 @@ class Worker:
         """Where blocks that leave the devices are kept."""
         return None if self.mover is None else self.mover.tiers
 
-    def warm_up(self, done: Callable[[str], None], variants: tuple[str, ...] = VARIANTS) -> None:
-        """Compiles all programs that commands can need; `done` hears the name of each."""
-        self.stages.programs.warm_up(self._all_programs(variants), done)
+    def warm_up(
+        self,
+        done: Callable[[str], None],
+        variants: tuple[str, ...] = VARIANTS,
+        shapes: Collection[StepShape] | None = None,
+    ) -> None:
+        """Compiles all programs that steps of these shapes can need (None: of all); `done` hears
+        the name of each."""
+        programs = self._programs(self.plan.shapes, variants)
+        first = self._programs(self.plan.shapes if shapes is None else shapes, variants)
+        self.uncompiled = frozenset() if shapes is None else {*self.plan.shapes} - {*shapes}
+        self.stages.programs.expect(programs)
+        self.stages.programs.warm_up(first, done)
 
-    def program_count(self) -> int:
-        """How many programs a warm-up compiles."""
-        return len(self._all_programs())
+    def program_count(self, shapes: Collection[StepShape] | None = None) -> int:
+        """How many programs a warm-up for these shapes compiles (None: for all)."""
+        return len(self._programs(self.plan.shapes if shapes is None else shapes, VARIANTS))
 
-    def _all_programs(self, variants: tuple[str, ...] = VARIANTS) -> dict[str, Lower]:
-        programs = dict(self.stages.all_programs(variants))
+    def _programs(self, shapes: Iterable[StepShape], variants: tuple[str, ...]) -> dict[str, Lower]:
+        programs = dict(self.stages.programs_of(shapes, variants))
+        programs |= dict(self.stages.programs_of_all_shapes())
         if self.mover is not None:
             programs |= dict(self.mover.io.programs())
         return programs
+
+    def compile_others(self) -> None:
+        """Compiles in a thread, beside traffic, what `warm_up` left, the cheapest steps first."""
+        if self.uncompiled:
+            self._compiler = threading.Thread(
+                target=self._compile_others, name="compiler", daemon=True
+            )
+            self._compiler.start()
+
+    def _compile_others(self) -> None:
+        began = time.monotonic()
+        for shape in self.plan.shapes:
+            if shape not in self.uncompiled:
+                continue
+            for name, lower in self.stages.programs_of([shape]):
+                if self._closed:
+                    return
+                self.stages.programs.get(name, lower)
+            self.uncompiled = self.uncompiled - {shape}  # a new set: others read the old one
+        log.info("all programs are compiled, the last ones in %.1f s", time.monotonic() - began)
 
     def check(self) -> None:
         """Nothing is lost while this process is there."""
@@ -229,7 +266,10 @@ class Worker:
         return []
 
     def close(self) -> None:
-        """Ends what moves blocks; the devices are this process's."""
+        """Ends what moves blocks, and compiles no more; the devices are this process's."""
+        self._closed = True
+        if self._compiler is not None:
+            self._compiler.join(COMPILE_SECONDS)
         if self.mover is not None:
             self.mover.close()
 

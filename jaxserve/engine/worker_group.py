@@ -16,7 +16,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from jaxserve.engine.block_mover import Arrival
 from jaxserve.engine.command import NO_STEP, StepCommand, StepResult, WorkersLost
 from jaxserve.engine.profiling.measure import first_token
 from jaxserve.engine.sampling_rows import VARIANTS
+from jaxserve.engine.shapes import StepShape
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.group.channel import Channel, Frame, accept
 from jaxserve.group.connection import ChannelError
@@ -309,6 +310,14 @@ class WorkerGroup:
         if peer is None or peer.facts is None:
             raise WorkersLost(self._lost)
         return peer.facts[name]
+
+    @property
+    def uncompiled(self) -> Set[StepShape]:
+        """None: all processes of a step must have its program when it comes."""
+        return frozenset()
+
+    def compile_others(self) -> None:
+        """There are none."""
 
     @property
     def compiles(self) -> int:

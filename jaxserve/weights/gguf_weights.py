@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,7 @@ class GgufFile:
     def __init__(self, path: Path, name: str = ""):
         header = read_header(path)
         self.bytes_read = 0
+        self._counting = threading.Lock()
         self.path = path
         self.tokenizer = path
         self._places = {
@@ -101,7 +103,8 @@ class GgufFile:
         begin = left // block
         end = -(-right // block)
         raw = np.ascontiguousarray(table[top:bottom, begin * size : end * size])
-        self.bytes_read += raw.nbytes
+        with self._counting:
+            self.bytes_read += raw.nbytes
         if raw.size == 0:
             return np.zeros((bottom - top, right - left), np.float32)
         return dequantize(raw, place.kind)[:, left - begin * block : right - begin * block]

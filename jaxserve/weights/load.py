@@ -3,7 +3,9 @@ that its devices hold."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,8 @@ from jaxserve.models.decoder import Declared
 from jaxserve.weights.checkpoint import Checkpoint, check
 from jaxserve.weights.names import Index, build
 from jaxserve.weights.store import OrbaxFolder, restore
+
+READERS = 8  # most tensors that are read and converted at once: each needs memory twice
 
 
 def load(
@@ -35,12 +39,18 @@ def load(
         return restore(checkpoint.folder, declared, shardings, dtype)
     check(checkpoint, config)
     dtype = jnp.dtype(dtype)
-    params = {}
     total = sum(int(np.prod(d.shape)) for d in declared.values()) * dtype.itemsize
-    with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
-        for path, d in declared.items():
-            params[path] = _place(checkpoint, config, path, d.shape, dtype, shardings[path])
-            bar.update(params[path].nbytes)
+    place = lambda path: _place(
+        checkpoint, config, path, declared[path].shape, dtype, shardings[path]
+    )
+    params = {}
+    with (
+        tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar,
+        ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as readers,
+    ):
+        for path, array in zip(declared, readers.map(place, declared)):
+            params[path] = array
+            bar.update(array.nbytes)
     return params
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -51,6 +52,7 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path, name: str = ""):
         self.bytes_read = 0
+        self._counting = threading.Lock()
         self.tokenizer = folder if (folder / "tokenizer.json").exists() else None
         self.config = read_config(folder, name)
         self._places = _placed_tensors(folder)
@@ -72,7 +74,8 @@ class SafetensorsFolder:
             .reshape(place.shape)
         )
         found = found[rows] if columns is None else found[rows, columns]
-        self.bytes_read += found.nbytes
+        with self._counting:
+            self.bytes_read += found.nbytes
         return found
 
 

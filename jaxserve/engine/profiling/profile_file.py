@@ -105,7 +105,8 @@ def measure_costs(
     steps of up to so many `pairs` of tokens that attend and are attended to, and fits its costs."""
     plan = worker.plan
     longest = min(longest, plan.width * plan.block_size)
-    points = list(grid(plan.shapes, longest, max(1, plan.slots // plan.mesh.kvp), pairs))
+    shapes = [shape for shape in plan.shapes if shape not in worker.uncompiled]
+    points = list(grid(shapes, longest, max(1, plan.slots // plan.mesh.kvp), pairs))
     with progress_bar("measuring", len(points), progress) as done:
         found = measure(worker, points, done, repeats)
     samples = [_sample(one) for one in found]

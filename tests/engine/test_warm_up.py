@@ -1,0 +1,81 @@
+"""A replica serves as soon as the programs are compiled that hold every batch; the others follow
+beside traffic."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.engine.dealing import StepDemand
+from jaxserve.engine.shapes import first_shapes, shapes
+from jaxserve.settings.schema import SchedulerConfig
+from tests.engine.harness import Runner, engine
+
+CONFIGS = st.builds(
+    SchedulerConfig,
+    max_seqs=st.integers(1, 40),
+    chunk_tokens=st.sampled_from([1, 16, 64, 100, 512]),
+    exchange=st.sampled_from(["gather", "pass_q", "pass_kv", "auto"]),
+)
+LONG = st.tuples(st.integers(0, 3), st.integers(2, 600), st.booleans())  # lane, length, spread
+
+
+@given(
+    CONFIGS,
+    st.sampled_from([1, 2, 4]),
+    st.integers(0, 40),
+    st.integers(0, 40),
+    st.lists(LONG, max_size=3),
+)
+def test_what_fits_a_shape_fits_one_of_the_first_with_the_same_exchange(
+    config, lanes, local, spread, long
+):
+    chunks = tuple((row, lane % lanes, *rest) for row, (lane, *rest) in enumerate(long))
+    demand = StepDemand(local, spread if lanes > 1 else 0, chunks, lanes)
+    every = shapes(config, lanes)
+    first = first_shapes(every)
+    assert len(first) <= 8
+    for shape in filter(demand.fits, every):
+        assert any(one.exchange == shape.exchange and demand.fits(one) for one in first), shape
+
+
+@pytest.fixture
+def real():
+    real = engine("random:tiny", "", chunk=32, seqs=4, pages=64, max_len=256)
+    yield real
+    real.worker.close()
+
+
+def test_batches_run_before_all_programs_are_compiled_and_say_the_same(real):
+    prompts = [list(range(3, 3 + length)) for length in (1, 5, 40)]
+    expected = [said(real, prompt) for prompt in prompts]
+    other = engine("random:tiny", "", chunk=32, seqs=4, pages=64, max_len=256)
+    few = first_shapes(other.worker.plan.shapes)
+    other.worker.warm_up(lambda name: None, shapes=few)
+    compiled = other.worker.compiles
+    assert other.worker.uncompiled == set(other.worker.plan.shapes) - set(few) != set()
+    assert [said(other, prompt) for prompt in prompts] == expected
+    assert other.worker.compiles == compiled, "a shape was used that is not compiled"
+    other.worker.close()
+
+
+def test_the_others_are_compiled_beside_traffic(real):
+    worker = real.worker
+    worker.warm_up(lambda name: None, shapes=first_shapes(worker.plan.shapes))
+    worker.compile_others()
+    while any(thread.name == "compiler" for thread in threading.enumerate()):
+        assert len(said(real, [5, 6, 7])) == 4
+    assert worker.uncompiled == set()
+    assert worker.compiles == worker.program_count()
+    assert worker.recompiles == 0
+
+
+def said(real, prompt: list[int]) -> list[int]:
+    runner = Runner(real)
+    request = runner.submit(np.array(prompt), max_tokens=4)
+    runner.run()
+    return runner.completion(request).ids
