@@ -78,9 +78,10 @@ def choose(platform: str, q: jax.ShapeDtypeStruct, kv: jax.ShapeDtypeStruct) -> 
     return name
 
 
-def linear(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [T, K] @ w [K, N], in the dtype of both."""
-    return x @ w if cpu_linear.unsupported(x, w) else cpu_linear.linear(x, w)
+def linear(x: jax.Array, w: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+    """x [T, K] @ w [K, N], in the dtype of both. positions [T] int32: rows with a negative one are
+    padding, whose results mean nothing; None: no row is."""
+    return x @ w if cpu_linear.unsupported(x, w) else cpu_linear.linear(x, w, positions)
 
 
 def hopper_unsupported() -> str | None:

@@ -74,21 +74,28 @@ class Layer(nnx.Module):
         self.down = _declare((F, D), ("ffn", "embed"))
 
     def __call__(
-        self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array], groups: Groups, pages: KVPages
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        cos_sin: tuple[jax.Array, jax.Array],
+        groups: Groups,
+        pages: KVPages,
     ):
-        """Hidden states [T, D] and this layer's KV pages (leading axis of 1) -> both, updated."""
-        q, kv = self._project(rms_norm(x, self.attn_norm[...], self.eps), cos_sin)
+        """Hidden states [T, D] at positions [T] (-1: padding) and this layer's KV pages (leading
+        axis of 1) -> both, updated."""
+        matmul = functools.partial(_matmul, positions=positions)
+        q, kv = self._project(rms_norm(x, self.attn_norm[...], self.eps), positions, cos_sin)
         out, pages = attention(q, kv, pages, self.window, groups, self.scale)
-        x = x + axis_sum(_matmul(out.reshape(len(x), -1), self.o_proj, 3), TP)
-        hidden = swiglu(_matmul(rms_norm(x, self.mlp_norm[...], self.eps), self.gate_up, 1))
-        return x + axis_sum(_matmul(hidden, self.down, 1), TP), pages
+        x = x + axis_sum(matmul(out.reshape(len(x), -1), self.o_proj, 3), TP)
+        hidden = swiglu(matmul(rms_norm(x, self.mlp_norm[...], self.eps), self.gate_up, 1))
+        return x + axis_sum(matmul(hidden, self.down, 1), TP), pages
 
     def _project(
-        self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
+        self, x: jax.Array, positions: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         """Projects x [T, D] to q [T, K, G, H] and kv [T, K, 2, H], with RoPE on queries and
         keys."""
-        qkv = _matmul(x, self.qkv, 1)
+        qkv = _matmul(x, self.qkv, 1, positions)
         if hasattr(self, "qkv_bias"):
             qkv = qkv + self.qkv_bias[...]
         q, k, v = jnp.split(qkv, (qkv.shape[2] - 2, qkv.shape[2] - 1), 2)
@@ -180,7 +187,7 @@ def run_layers(
     cos_sin = rope_cos_sin(jnp.maximum(positions, 0), config)
     pages = list(pages) if moves is None else move_pages(pages, moves)
     for i, layer in enumerate(stage.layers):
-        x, pages[i] = _run_layer(*nnx.split(layer), x, cos_sin, groups, pages[i])
+        x, pages[i] = _run_layer(*nnx.split(layer), x, positions, cos_sin, groups, pages[i])
     return x, pages
 
 
@@ -189,20 +196,24 @@ def _run_layer(
     graphdef: Any,
     state: Any,
     x: jax.Array,
+    positions: jax.Array,
     cos_sin: tuple[jax.Array, jax.Array],
     groups: Groups,
     pages: KVPages,
 ):
     """Runs one layer. Jitted by itself so that layers with equal shapes are traced only once; the
     compiler inlines it."""
-    return nnx.merge(graphdef, state)(x, cos_sin, groups, pages)
+    return nnx.merge(graphdef, state)(x, positions, cos_sin, groups, pages)
 
 
-def _matmul(x: jax.Array, weight: nnx.Param, inputs: int) -> jax.Array:
-    """x [T, in] @ weight, whose first `inputs` dimensions are flattened to `in`; keeps the rest."""
+def _matmul(
+    x: jax.Array, weight: nnx.Param, inputs: int, positions: jax.Array | None = None
+) -> jax.Array:
+    """x [T, in] @ weight, whose first `inputs` dimensions are flattened to `in`; keeps the rest.
+    positions [T]: of the rows (-1: padding); None: no row is padding."""
     w = weight[...]
     rows = 1
     for size in w.shape[:inputs]:
         rows *= size
-    out = ops.linear(x, w.reshape(rows, -1))
+    out = ops.linear(x, w.reshape(rows, -1), positions)
     return out.reshape(len(x), *w.shape[inputs:])

@@ -19,10 +19,14 @@ def unsupported(x: jax.Array, w: jax.Array) -> str | None:
     return None
 
 
-def linear(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [T, K] @ w [K, N], summed in f32, in the dtype of both. Errors: NotImplementedError, with
-    the reason, for types that the kernel does not have."""
+def linear(x: jax.Array, w: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+    """x [T, K] @ w [K, N], summed in f32, in the dtype of both. positions [T] int32: rows with a
+    negative one are padding, on which no work is spent where that can be; their results mean
+    nothing. Errors: NotImplementedError, with the reason, for types that the kernel does not have.
+    """
     if reason := unsupported(x, w):
         raise NotImplementedError(reason)
     result = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
-    return jax.ffi.ffi_call("jaxserve_linear", result)(x, w)
+    return jax.ffi.ffi_call("jaxserve_linear", result)(
+        x, w, jnp.zeros(0, jnp.int32) if positions is None else positions
+    )

@@ -145,6 +145,20 @@ def test_a_row_gives_the_same_whatever_other_rows_are_beside_it():
 
 
 @needs_kernels
+@given(st.lists(st.integers(-1, 1), min_size=1, max_size=300), st.sampled_from([40, 500]))
+def test_padding_changes_no_other_row(positions, K):
+    rng = np.random.default_rng(len(positions))
+    x = rng.standard_normal((len(positions), K)).astype(np.float32)
+    w = jnp.asarray(rng.standard_normal((K, 50)), jnp.float32)
+    rows = np.array(positions, np.int32)
+    whole = np.asarray(linear.linear(jnp.asarray(x), w))
+    x[rows < 0] = np.nan if (rows < 0).all() else 1.0
+    y = np.asarray(linear.linear(jnp.asarray(x), w, jnp.asarray(rows)))
+    np.testing.assert_array_equal(y[rows >= 0], whole[rows >= 0])
+    assert np.isfinite(y).all()
+
+
+@needs_kernels
 def test_other_types_are_left_to_xla():
     x, w = jnp.ones((2, 16), jnp.float16), jnp.ones((16, 4), jnp.float16)
     with pytest.raises(NotImplementedError, match="float16"):

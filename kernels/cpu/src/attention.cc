@@ -12,10 +12,10 @@ namespace {
 constexpr int64_t PART = 1024;              // keys of a decode task
 constexpr int64_t SMALL = int64_t(1) << 17;  // numbers of keys below which one thread does all
 
-void run_prefill(const Attention& call, ffi::ThreadPool& pool) {
+void run_prefill(const Attention& call, const Threads& threads) {
   const int64_t queries = call.T * call.G;
   const int64_t tiles = (queries + TILE_COLUMNS - 1) / TILE_COLUMNS;
-  parallel(pool, call.R * tiles * call.K, [&](int64_t i) {
+  threads.run(call.R * tiles * call.K, [&](int64_t i) {
     thread_local QueryTile scratch;
     const int64_t head = i % call.K;
     const int64_t tile = tiles - 1 - i / call.K % tiles;  // the longest first
@@ -25,7 +25,7 @@ void run_prefill(const Attention& call, ffi::ThreadPool& pool) {
   });
 }
 
-void run_decode(const Attention& call, ffi::ThreadPool& pool) {
+void run_decode(const Attention& call, const Threads& threads) {
   std::vector<DecodeTask> tasks;
   std::vector<int64_t> first;  // task of each row and kv head
   const int64_t step = std::max<int64_t>(1, PART / call.C);
@@ -49,7 +49,7 @@ void run_decode(const Attention& call, ffi::ThreadPool& pool) {
   if (numbers < SMALL) {
     for (size_t i = 0; i < tasks.size(); i++) one(i);
   } else {
-    parallel(pool, tasks.size(), one);
+    threads.run(tasks.size(), one);
   }
   for (int64_t i = 0; i < call.R * call.K; i++)
     merge_parts(call, i / call.K, i % call.K, parts.data() + first[i], first[i + 1] - first[i]);
@@ -97,10 +97,11 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<ffi::S32> 
       .entries = entries.typed_data(),
       .lse = lse->typed_data(),
   };
+  const Threads threads(pool);
   if (call.T == 1)
-    run_decode(call, pool);
+    run_decode(call, threads);
   else
-    run_prefill(call, pool);
+    run_prefill(call, threads);
   return ffi::Error::Success();
 }
 

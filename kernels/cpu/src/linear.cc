@@ -31,6 +31,13 @@ struct Linear {
   const X* x;
   const W* w;
   X* y;
+  const int32_t* positions;  // [T]; negative: padding. Null: there is none
+
+  // Whether any of rows [from, to) is no padding.
+  bool any(int64_t from, int64_t to) const {
+    auto counts = [](int32_t position) { return position >= 0; };
+    return !positions || std::any_of(positions + from, positions + to, counts);
+  }
 };
 
 // The last numbers of a row may be fewer than a vector.
@@ -95,11 +102,11 @@ void multiply_strip(const Linear<X, W>& call, const float* x, int64_t from, int6
 
 // Rows of x in f32: themselves, or copies.
 struct Widened {
-  Widened(const float* x, int64_t, int64_t, ffi::ThreadPool&) : rows(x) {}
+  Widened(const float* x, int64_t, int64_t, const Threads&) : rows(x) {}
 
-  Widened(const BF16* x, int64_t T, int64_t K, ffi::ThreadPool& pool)
+  Widened(const BF16* x, int64_t T, int64_t K, const Threads& threads)
       : copies(new float[T * K]), rows(copies.get()) {
-    parallel(pool, (T + FEW - 1) / FEW, [&](int64_t i) {
+    threads.run((T + FEW - 1) / FEW, [&](int64_t i) {
       const int64_t to = std::min(T, (i + 1) * FEW) * K;
       for (int64_t at = i * FEW * K; at < to; at += WIDTH)
         store_some(copies.get() + at, load_some(x + at, to - at), to - at);
@@ -111,11 +118,15 @@ struct Widened {
 };
 
 template <typename X, typename W>
-void few_rows(const Linear<X, W>& call, ffi::ThreadPool& pool) {
-  const Widened x(call.x, call.T, call.K, pool);
+void few_rows(const Linear<X, W>& call, const Threads& threads) {
+  if (!call.any(0, call.T)) {
+    std::fill(call.y, call.y + call.T * call.N, X());
+    return;
+  }
+  const Widened x(call.x, call.T, call.K, threads);
   // One strip a thread, if the cache has room: the longer its rows, the faster memory gives them.
-  const int64_t threads = std::max<int64_t>(1, pool.num_threads());
-  const int64_t most = std::min(STRIP_SUMS / call.T, (call.N + threads - 1) / threads);
+  const int64_t share = (call.N + threads.count() - 1) / threads.count();
+  const int64_t most = std::min(STRIP_SUMS / call.T, share);
   const int64_t columns = std::max<int64_t>(1, (most + WIDTH - 1) / WIDTH) * WIDTH;
   const int64_t strips = (call.N + columns - 1) / columns;
   auto one = [&](int64_t i) {
@@ -124,7 +135,7 @@ void few_rows(const Linear<X, W>& call, ffi::ThreadPool& pool) {
   if (call.T * call.K * call.N < SMALL) {
     for (int64_t i = 0; i < strips; i++) one(i);
   } else {
-    parallel(pool, strips, one);
+    threads.run(strips, one);
   }
 }
 
@@ -219,15 +230,19 @@ void multiply_panel(const Linear<X, W>& call, const typename Form::Input* x, int
   thread_local std::vector<float> sums(ROWS * TILE_COLUMNS);
   const int64_t column = panel * TILE_COLUMNS;
   const int64_t columns = std::min<int64_t>(TILE_COLUMNS, call.N - column);
+  const bool some = call.any(from, to);
   for (int64_t k = 0; k < call.K; k += PIECE) {
     const int64_t depth = std::min(PIECE, call.K - k);
-    Form::copy(copied.data(), call.w + k * call.N + column, call.N, depth, columns);
+    if (some) Form::copy(copied.data(), call.w + k * call.N + column, call.N, depth, columns);
     for (int64_t t = from; t < to;) {
       const typename Form::Input* rows = x + t * call.K + k;
       float* sum = sums.data() + (t - from) * TILE_COLUMNS;
       const int64_t left = to - t;
       auto multiply = [&]<int R>(std::integral_constant<int, R>) {
-        multiply_tile<R, Form>(rows, call.K, copied.data(), depth, sum, k > 0);
+        if (call.any(t, t + R))
+          multiply_tile<R, Form>(rows, call.K, copied.data(), depth, sum, k > 0);
+        else
+          std::fill(sum, sum + R * TILE_COLUMNS, 0.f);
         t += R;
       };
       if (left >= TILE_ROWS) multiply(std::integral_constant<int, TILE_ROWS>());
@@ -241,37 +256,41 @@ void multiply_panel(const Linear<X, W>& call, const typename Form::Input* x, int
 }
 
 template <typename Form, typename X, typename W>
-void many_rows(const Linear<X, W>& call, const typename Form::Input* x, ffi::ThreadPool& pool) {
+void many_rows(const Linear<X, W>& call, const typename Form::Input* x, const Threads& threads) {
   const int64_t parts = (call.T + ROWS - 1) / ROWS;
   const int64_t rows = ((call.T + parts - 1) / parts + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
   const int64_t panels = (call.N + TILE_COLUMNS - 1) / TILE_COLUMNS;
-  parallel(pool, parts * panels, [&](int64_t i) {
+  threads.run(parts * panels, [&](int64_t i) {
     const int64_t from = i / panels * rows;
     multiply_panel<Form>(call, x, from, std::min(call.T, from + rows), i % panels);
   });
 }
 
 template <typename X, typename W>
-void run(const Linear<X, W>& call, ffi::ThreadPool& pool) {
-  if (call.T <= FEW) return few_rows(call, pool);
+void run(const Linear<X, W>& call, const Threads& threads) {
+  if (call.T <= FEW) return few_rows(call, threads);
 #if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<X, BF16> && std::is_same_v<W, BF16>) {
-    if (call.K % 2 == 0) return many_rows<Pairs>(call, call.x, pool);
+    if (call.K % 2 == 0) return many_rows<Pairs>(call, call.x, threads);
   }
 #endif
-  const Widened x(call.x, call.T, call.K, pool);
-  many_rows<Plain<X, W>>(call, x.rows, pool);
+  const Widened x(call.x, call.T, call.K, threads);
+  many_rows<Plain<X, W>>(call, x.rows, threads);
 }
 
-// x [T, K], w [K, N] -> y [T, N], all f32 or all bf16. The caller has checked shapes and types.
+// x [T, K], w [K, N] -> y [T, N], all f32 or all bf16. positions [T] or [0]: rows with a negative
+// one are padding, for which y is 0 or what the product gives. The caller has checked shapes and
+// types.
 ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                  ffi::Result<ffi::AnyBuffer> y) {
+                  ffi::Buffer<ffi::S32> positions, ffi::Result<ffi::AnyBuffer> y) {
   const int64_t T = x.dimensions()[0], K = x.dimensions()[1], N = w.dimensions()[1];
+  const Threads threads(pool);
   auto call = [&](auto number) {
     using X = decltype(number);
     run(Linear<X, X>{T, K, N, (const X*)x.untyped_data(), (const X*)w.untyped_data(),
-                     (X*)y->untyped_data()},
-        pool);
+                     (X*)y->untyped_data(),
+                     positions.element_count() ? positions.typed_data() : nullptr},
+        threads);
     return ffi::Error::Success();
   };
   if (x.element_type() == ffi::DataType::F32) return call(0.f);
@@ -283,4 +302,9 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxserve_linear, linear,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Ret<ffi::AnyBuffer>());
