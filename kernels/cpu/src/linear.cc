@@ -22,7 +22,9 @@ constexpr int64_t FEW = 16;         // most rows for which weights are read as t
 constexpr int DEPTH = WIDTH == 8 ? 4 : 8;  // of their rows at a time: as many as registers hold
 constexpr int64_t STRIP_SUMS = 24576;  // most sums of a task, for few rows: they stay in the cache
 constexpr int64_t ROWS = 256;       // of x that a task multiplies by a panel
-constexpr int64_t PIECE = 384;      // rows of a panel that are copied at a time
+constexpr int64_t PANELS = 8;       // most panels of a task
+constexpr int64_t TASKS = 4;        // least tasks of a thread, so that none waits for long
+constexpr int64_t PIECE = 192;      // rows of a panel that are copied at a time
 constexpr int64_t SMALL = 1 << 16;  // products below which one thread does all
 
 template <typename X, typename W>
@@ -149,10 +151,13 @@ struct Plain {
   using Copied = float;
   static constexpr int STEP = 1;
 
-  static void copy(float* to, const W* w, int64_t N, int64_t depth, int64_t columns) {
-    for (int64_t k = 0; k < depth; k++)
-      for (int64_t j = 0; j < TILE_COLUMNS; j += WIDTH)
-        store(to + k * TILE_COLUMNS + j, j < columns ? load_some(w + k * N + j, columns - j) : Floats{});
+  // Panels of `columns` columns of w, each `stride` numbers after the one before.
+  static void copy(float* to, int64_t stride, const W* w, int64_t N, int64_t depth,
+                   int64_t columns) {
+    for (int64_t k = 0; k < depth; k++, w += N, to += TILE_COLUMNS)
+      for (int64_t panel = 0; panel * TILE_COLUMNS < columns; panel++)
+        for (int64_t i = 0, j = panel * TILE_COLUMNS; i < TILE_COLUMNS; i += WIDTH, j += WIDTH)
+          store(to + panel * stride + i, j < columns ? load_some(w + j, columns - j) : Floats{});
   }
 
   template <int R>
@@ -180,12 +185,14 @@ struct Pairs {  // [depth / 2][TILE_COLUMNS][2]
     return __builtin_convertvector(halves, Bits);
   }
 
-  static void copy(BF16* to, const BF16* w, int64_t N, int64_t depth, int64_t columns) {
-    for (int64_t k = 0; k < depth; k += 2) {
-      for (int64_t j = 0; j < TILE_COLUMNS; j += WIDTH, to += 2 * WIDTH) {
-        const Bits low = some(w + k * N + j, columns - j);
-        const Bits pairs = low | some(w + (k + 1) * N + j, columns - j) << 16;
-        memcpy(to, &pairs, sizeof(pairs));
+  static void copy(BF16* to, int64_t stride, const BF16* w, int64_t N, int64_t depth,
+                   int64_t columns) {
+    for (int64_t k = 0; k < depth; k += 2, w += 2 * N, to += 2 * TILE_COLUMNS) {
+      for (int64_t panel = 0; panel * TILE_COLUMNS < columns; panel++) {
+        for (int64_t i = 0, j = panel * TILE_COLUMNS; i < TILE_COLUMNS; i += WIDTH, j += WIDTH) {
+          const Bits pairs = some(w + j, columns - j) | some(w + N + j, columns - j) << 16;
+          memcpy(to + panel * stride + 2 * i, &pairs, sizeof(pairs));
+        }
       }
     }
   }
@@ -222,37 +229,57 @@ void multiply_tile(const typename Form::Input* x, int64_t K, const typename Form
       store(sums + i * TILE_COLUMNS + j * WIDTH, sum[i][j]);
 }
 
-// Rows [from, to) by the columns of one panel.
+// Rows [from, to) and panels [first, last), which one task multiplies. Neighbouring panels are
+// copied and written together: the rows of a matrix lie far apart, and each takes a look at the
+// page table.
+struct Part {
+  int64_t from, to, first, last;
+};
+
+// sums [rows][TILE_COLUMNS] (+)= the part's rows of x by a copied panel
 template <typename Form, typename X, typename W>
-void multiply_panel(const Linear<X, W>& call, const typename Form::Input* x, int64_t from,
-                    int64_t to, int64_t panel) {
-  thread_local std::vector<typename Form::Copied> copied(PIECE * TILE_COLUMNS);
-  thread_local std::vector<float> sums(ROWS * TILE_COLUMNS);
-  const int64_t column = panel * TILE_COLUMNS;
-  const int64_t columns = std::min<int64_t>(TILE_COLUMNS, call.N - column);
-  const bool some = call.any(from, to);
-  for (int64_t k = 0; k < call.K; k += PIECE) {
-    const int64_t depth = std::min(PIECE, call.K - k);
-    if (some) Form::copy(copied.data(), call.w + k * call.N + column, call.N, depth, columns);
-    for (int64_t t = from; t < to;) {
-      const typename Form::Input* rows = x + t * call.K + k;
-      float* sum = sums.data() + (t - from) * TILE_COLUMNS;
-      const int64_t left = to - t;
-      auto multiply = [&]<int R>(std::integral_constant<int, R>) {
-        if (call.any(t, t + R))
-          multiply_tile<R, Form>(rows, call.K, copied.data(), depth, sum, k > 0);
-        else
-          std::fill(sum, sum + R * TILE_COLUMNS, 0.f);
-        t += R;
-      };
-      if (left >= TILE_ROWS) multiply(std::integral_constant<int, TILE_ROWS>());
-      else if (left >= 4) multiply(std::integral_constant<int, 4>());
-      else if (left >= 2) multiply(std::integral_constant<int, 2>());
-      else multiply(std::integral_constant<int, 1>());
-    }
+void multiply_panel(const Linear<X, W>& call, const typename Form::Input* x, const Part& part,
+                    const typename Form::Copied* panel, int64_t depth, float* sums, bool more) {
+  for (int64_t t = part.from; t < part.to;) {
+    const typename Form::Input* rows = x + t * call.K;
+    const int64_t left = part.to - t;
+    auto multiply = [&]<int R>(std::integral_constant<int, R>) {
+      if (call.any(t, t + R))
+        multiply_tile<R, Form>(rows, call.K, panel, depth, sums, more);
+      else
+        std::fill(sums, sums + R * TILE_COLUMNS, 0.f);
+      t += R;
+      sums += R * TILE_COLUMNS;
+    };
+    if (left >= TILE_ROWS) multiply(std::integral_constant<int, TILE_ROWS>());
+    else if (left >= 4) multiply(std::integral_constant<int, 4>());
+    else if (left >= 2) multiply(std::integral_constant<int, 2>());
+    else multiply(std::integral_constant<int, 1>());
   }
-  for (int64_t t = from; t < to; t++)
-    store_row(call.y + t * call.N + column, sums.data() + (t - from) * TILE_COLUMNS, columns);
+}
+
+template <typename Form, typename X, typename W>
+void multiply_part(const Linear<X, W>& call, const typename Form::Input* x, const Part& part) {
+  constexpr int64_t COPY = PIECE * TILE_COLUMNS;
+  constexpr int64_t SUMS = ROWS * TILE_COLUMNS;
+  thread_local std::vector<typename Form::Copied> copies(PANELS * COPY);
+  thread_local std::vector<float> sums(PANELS * SUMS);
+  const int64_t column = part.first * TILE_COLUMNS;
+  const int64_t columns = std::min(part.last * TILE_COLUMNS, call.N) - column;
+  for (int64_t k = 0; k < call.K && call.any(part.from, part.to); k += PIECE) {
+    const int64_t depth = std::min(PIECE, call.K - k);
+    Form::copy(copies.data(), COPY, call.w + k * call.N + column, call.N, depth, columns);
+    for (int64_t panel = 0; panel < part.last - part.first; panel++)
+      multiply_panel<Form>(call, x + k, part, copies.data() + panel * COPY, depth,
+                           sums.data() + panel * SUMS, k > 0);
+  }
+  if (!call.any(part.from, part.to)) std::fill(sums.begin(), sums.end(), 0.f);
+  for (int64_t t = part.from; t < part.to; t++) {
+    const float* sum = sums.data() + (t - part.from) * TILE_COLUMNS;
+    X* y = call.y + t * call.N + column;
+    for (int64_t j = 0; j < columns; j += TILE_COLUMNS, sum += SUMS)
+      store_row(y + j, sum, std::min<int64_t>(TILE_COLUMNS, columns - j));
+  }
 }
 
 template <typename Form, typename X, typename W>
@@ -260,9 +287,13 @@ void many_rows(const Linear<X, W>& call, const typename Form::Input* x, const Th
   const int64_t parts = (call.T + ROWS - 1) / ROWS;
   const int64_t rows = ((call.T + parts - 1) / parts + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
   const int64_t panels = (call.N + TILE_COLUMNS - 1) / TILE_COLUMNS;
-  threads.run(parts * panels, [&](int64_t i) {
-    const int64_t from = i / panels * rows;
-    multiply_panel<Form>(call, x, from, std::min(call.T, from + rows), i % panels);
+  const int64_t fair = parts * panels / (TASKS * threads.count());
+  const int64_t wide = std::clamp<int64_t>(fair, 1, PANELS);
+  const int64_t across = (panels + wide - 1) / wide;
+  threads.run(parts * across, [&](int64_t i) {
+    const int64_t from = i / across * rows, first = i % across * wide;
+    const Part part{from, std::min(call.T, from + rows), first, std::min(panels, first + wide)};
+    multiply_part<Form>(call, x, part);
   });
 }
 
