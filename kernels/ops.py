@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxserve.kernels import reference, xla
 from jaxserve.kernels.cpu import attention as cpu_attention
 from jaxserve.kernels.cpu import linear as cpu_linear
+from jaxserve.kernels.cpu import write as cpu_write
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.merge import merge
 
@@ -82,6 +83,14 @@ def linear(x: jax.Array, w: jax.Array, positions: jax.Array | None = None) -> ja
     """x [T, K] @ w [K, N], in the dtype of both. positions [T] int32: rows with a negative one are
     padding, whose results mean nothing; None: no row is."""
     return x @ w if cpu_linear.unsupported(x, w) else cpu_linear.linear(x, w, positions)
+
+
+def write(pool: jax.Array, page: jax.Array, offset: jax.Array, values: jax.Array) -> jax.Array:
+    """pool [1, P, K, 2, C, ...] with values [T, K, 2, ...] at tokens offset [T] of pages page [T]
+    int32; those of page P are skipped. In place, if the pool is donated."""
+    if cpu_write.unsupported(pool):
+        return pool.at[0, page, :, :, offset].set(values, mode="drop")
+    return cpu_write.write(pool, page, offset, values.astype(pool.dtype))
 
 
 def hopper_unsupported() -> str | None:

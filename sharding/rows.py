@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import KVPages, quantize
 from jaxserve.kernels.table import entries_below
 from jaxserve.sharding.mesh import KVP
@@ -156,9 +157,7 @@ def write_kv(pages: KVPages, kv: jax.Array, groups: tuple[Rows, ...]) -> KVPages
         offset = jnp.append(offset, 0)
         kv = jnp.concatenate([kv, kv])
     stored = KVPages(kv) if pages.scales is None else quantize(kv)
-    return jax.tree.map(
-        lambda pool, x: pool.at[0, page, :, :, offset].set(x, mode="drop"), pages, stored
-    )
+    return jax.tree.map(lambda pool, x: ops.write(pool, page, offset, x), pages, stored)
 
 
 def _positions(start: jax.Array, length: jax.Array, width: int) -> jax.Array:

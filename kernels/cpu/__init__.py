@@ -14,4 +14,5 @@ used, and the log and `jaxserve doctor` say why.
     src/decode.h     rows of one token: lanes are dims; long contexts in parts
     src/attention.cc the call of attention
     src/linear.cc    products, with few rows and with many
+    src/write.cc     keys and values of tokens to their pages
 """

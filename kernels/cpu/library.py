@@ -15,7 +15,7 @@ import jax
 from jaxserve.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
 CHOICE = "JAXSERVE_CPU_KERNELS"  # the name of an instruction set, or "off"
-TARGETS = ("jaxserve_attend", "jaxserve_linear")
+TARGETS = ("jaxserve_attend", "jaxserve_linear", "jaxserve_write")
 CPUINFO = Path("/proc/cpuinfo")
 FOLDER = Path(__file__).parent  # of the libraries
 

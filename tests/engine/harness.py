@@ -44,11 +44,12 @@ def engine(
     block: int = 16,
     max_len: int = 2048,
     exchange: str = "gather",
+    dtype: str = "float32",
     **cache,
 ) -> Engine:
     """An engine whose programs are compiled when first used."""
     config = EngineConfig(
-        ModelSource(model=str(model), max_model_len=max_len),
+        ModelSource(model=str(model), max_model_len=max_len, dtype=dtype),
         MeshConfig.parse(mesh),
         CacheConfig(block_size=block, pages=pages, **cache),
         SchedulerConfig(max_seqs=seqs, chunk_tokens=chunk, exchange=exchange),

@@ -402,3 +402,29 @@ def test_kv_of_eight_bits_costs_little_likelihood_in_the_first_layers(
 ):
     cases = short(golden_first_layers["cases"])
     assert_eight_bits_cost_little(smollm2_first_layers, cases, plain_first_layers, 500, [where])
+
+
+def assert_sixteen_bits_cost_little(source, cases, plain, tokens: int, mesh: str) -> None:
+    """Weights, hidden states and KV in bfloat16, sums in f32: log-probabilities of so many tokens
+    of text that the model knows, beside those in f32."""
+    right = log_probabilities(plain, cases)
+    real = engine(source, mesh, dtype="bfloat16", **FIRST_LAYERS)
+    assert str(real.worker.stages.stages[0].pages[0].kv.dtype) == "bfloat16"
+    differences = np.concatenate(
+        [one - other for one, other in zip(log_probabilities(real, cases), right)]
+    )
+    assert len(differences) > tokens
+    assert abs(differences.mean()) < 0.01 and 0.001 < np.abs(differences).mean() < 0.06
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mesh", ["", "spp=2,kvp=2,tp=3"], ids=["alone", "all-axes"])
+def test_bfloat16_costs_little_likelihood(mesh, golden, smollm2_gguf, plain):
+    assert_sixteen_bits_cost_little(smollm2_gguf, short(golden["cases"]), plain, 600, mesh)
+
+
+def test_bfloat16_costs_little_likelihood_in_the_first_layers(
+    golden_first_layers, smollm2_first_layers, plain_first_layers
+):
+    cases = short(golden_first_layers["cases"])
+    assert_sixteen_bits_cost_little(smollm2_first_layers, cases, plain_first_layers, 500, "")

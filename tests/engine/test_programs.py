@@ -68,6 +68,11 @@ def alone() -> list[Engine]:
     return [build("", context) for context in CONTEXTS]
 
 
+@pytest.fixture(scope="module")
+def small_floats() -> list[Engine]:
+    return [build("", context, dtype="bfloat16", kv_cache_dtype="fp8") for context in CONTEXTS]
+
+
 def program_of(real: Engine, shape: StepShape):
     return real.worker.stages.programs.compiled[f"layers_0_{shape}"]
 
@@ -117,7 +122,8 @@ def test_shapes_without_spread_rows_need_no_other_lane(lanes):
 
 
 @pytest.mark.parametrize(
-    "which", ["alone", "lanes", "ring_kv", pytest.param("ring_q", marks=pytest.mark.matrix)]
+    "which",
+    ["alone", "small_floats", "lanes", "ring_kv", pytest.param("ring_q", marks=pytest.mark.matrix)],
 )
 def test_pages_are_donated_and_never_copied_in_any_shape(which, request):
     small, large = request.getfixturevalue(which)

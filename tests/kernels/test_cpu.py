@@ -166,6 +166,25 @@ def test_other_types_are_left_to_xla():
     assert (ops.linear(x, w) == 16).all()
 
 
+# --- writing to pages
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, unique=True))
+def test_tokens_are_written_to_their_pages_and_nowhere_else(dtype, places):
+    rng = np.random.default_rng(len(places))
+    pool = jnp.asarray(rng.standard_normal((1, 5, 2, 2, 4, 16)), dtype)  # page 5 is out of range
+    values = jnp.asarray(rng.standard_normal((len(places), 2, 2, 16)), dtype)
+    page, offset = np.array(places, np.int32).T
+    right = np.array(pool)
+    for token, (p, c) in enumerate(places):
+        if p < 5:
+            right[0, p, :, :, c] = values[token]
+    written = jax.jit(ops.write, donate_argnums=0)(pool, page, offset, values)
+    np.testing.assert_array_equal(np.asarray(written), right)
+
+
 # --- which library
 
 

@@ -1,0 +1,26 @@
+"""Writes tokens to pages of small floats, in place, by the C++ kernel for CPUs."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxserve.kernels.cpu import library
+
+
+def unsupported(pool: jax.Array) -> str | None:
+    """Why XLA's scatter is to be used for this pool; None if the kernel is. XLA's CPU compiler
+    widens a whole pool of small floats to f32 for a scatter, and narrows it again; of f32 it
+    writes in place."""
+    if reason := library.unsupported():
+        return reason
+    if pool.dtype.itemsize >= 4:
+        return f"XLA writes {pool.dtype} in place"
+    return None
+
+
+def write(pool: jax.Array, page: jax.Array, offset: jax.Array, values: jax.Array) -> jax.Array:
+    """pool [1, P, K, 2, C, ...] with values [T, K, 2, ...] of its dtype at tokens offset [T] of
+    pages page [T] (int32; pages out of range are skipped). In place, if the pool is donated."""
+    same = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
+    call = jax.ffi.ffi_call("jaxserve_write", same, input_output_aliases={0: 0})
+    return call(pool, page, offset, values)
