@@ -80,17 +80,25 @@ def choose(platform: str, q: jax.ShapeDtypeStruct, kv: jax.ShapeDtypeStruct) -> 
 
 
 def linear(x: jax.Array, w: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-    """x [T, K] @ w [K, N], in the dtype of both. positions [T] int32: rows with a negative one are
-    padding, whose results mean nothing; None: no row is."""
+    """Multiplies x [T, K] by w [K, N], in the dtype of both. positions [T] int32: rows with a
+    negative one are padding, whose results mean nothing; None: no row is."""
     return x @ w if cpu_linear.unsupported(x, w) else cpu_linear.linear(x, w, positions)
 
 
 def write(pool: jax.Array, page: jax.Array, offset: jax.Array, values: jax.Array) -> jax.Array:
-    """pool [1, P, K, 2, C, ...] with values [T, K, 2, ...] at tokens offset [T] of pages page [T]
-    int32; those of page P are skipped. In place, if the pool is donated."""
-    if cpu_write.unsupported(pool):
-        return pool.at[0, page, :, :, offset].set(values, mode="drop")
-    return cpu_write.write(pool, page, offset, values.astype(pool.dtype))
+    """Writes values [T, K, 2, ...] to pool [1, P, K, 2, C, ...], in place if it is donated: to
+    tokens offset [T] of pages page [T] int32, of which those of page P are skipped.
+
+    For XLA a lone token is padded with one that is skipped: a scatter of one token would become a
+    dynamic-update-slice, which XLA's CPU compiler fuses with its readers, copying the pool.
+    """
+    if cpu_write.unsupported(pool) is None:
+        return cpu_write.write(pool, page, offset, values.astype(pool.dtype))
+    if len(page) == 1:
+        page = jnp.append(page, pool.shape[1])
+        offset = jnp.append(offset, 0)
+        values = jnp.concatenate([values, values])
+    return pool.at[0, page, :, :, offset].set(values, mode="drop")
 
 
 def hopper_unsupported() -> str | None:

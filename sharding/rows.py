@@ -141,21 +141,12 @@ def all_gather_rows(x: jax.Array) -> jax.Array:
 
 def write_kv(pages: KVPages, kv: jax.Array, groups: tuple[Rows, ...]) -> KVPages:
     """Writes kv [T, K, 2, H] of the tokens of these rows to their pages, in place; quantises it if
-    the pages are FP8.
-
-    A lone token is padded with one that is written nowhere: a scatter of one token would become a
-    dynamic-update-slice, which XLA's CPU compiler fuses with its readers, copying the pool.
-    """
+    the pages are FP8."""
     if not groups:
         return pages
-    count = pages.kv.shape[1]
     size = pages.kv.shape[4]
     page = jnp.concatenate([rows.page.reshape(-1) for rows in groups])
     offset = jnp.concatenate([rows.pos.reshape(-1) % size for rows in groups])
-    if len(page) == 1:
-        page = jnp.append(page, count)
-        offset = jnp.append(offset, 0)
-        kv = jnp.concatenate([kv, kv])
     stored = KVPages(kv) if pages.scales is None else quantize(kv)
     return jax.tree.map(lambda pool, x: ops.write(pool, page, offset, x), pages, stored)
 

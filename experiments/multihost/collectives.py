@@ -170,18 +170,16 @@ def abstract_stages(plan: StagePlan, devices: Sequence[Any], hosts: int) -> Stag
     grid = np.array(devices)[layout(plan.mesh, hosts)]
     axes = (AxisType.Auto, AxisType.Auto)
     meshes = [Mesh(part, (KVP, TP), axis_types=axes) for part in grid]
-    shape_of: Callable[..., Any] = lambda where, shape, dtype: jax.ShapeDtypeStruct(
-        shape, dtype, sharding=where
-    )
     load: Any = lambda declared, shardings: {
-        path: shape_of(shardings[path], one.shape, plan.dtype) for path, one in declared.items()
+        path: jax.ShapeDtypeStruct(one.shape, plan.dtype, sharding=shardings[path])
+        for path, one in declared.items()
     }
     here = property(lambda mesh: list(mesh.devices.flat))  # all devices are this process's
     owner = {device: at // (plan.mesh.devices // hosts) for at, device in enumerate(devices)}
     spans_hosts = property(lambda mesh: len({owner[each] for each in mesh.devices.flat}) > 1)
     with (
         mock.patch.object(stages_module, "stage_meshes", lambda config: meshes),
-        mock.patch.object(stages_module, "_zeros", shape_of),
+        mock.patch.object(stages_module, "_zeros", lambda like: like),
         mock.patch.object(Mesh, "local_devices", here),
         mock.patch.object(Mesh, "is_multi_process", spans_hosts),
     ):

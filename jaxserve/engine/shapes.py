@@ -101,9 +101,9 @@ def shapes(config: SchedulerConfig, lanes: int) -> list[StepShape]:
 
 
 def first_shapes(shapes: list[StepShape]) -> list[StepShape]:
-    """The few of all shapes that hold every batch, to be compiled before the others: the largest of
-    each exchange, the largest that only decodes, and the smallest and the largest in which one row
-    of a prompt comes to the decodes."""
+    """Picks the few shapes that together hold every batch, to be compiled before the others: the
+    largest of each exchange, the largest with decodes alone, and the smallest and the largest with
+    decodes and one row of a prompt."""
     largest = {(bool(shape.spread), shape.exchange, shape.moves): shape for shape in shapes}
     local = [shape for shape in shapes if not shape.spread]
     decodes = [shape for shape in local if not shape.prefill[0]]

@@ -41,9 +41,12 @@ class StagePlan:
         moves: bool = False,
         but: Set[StepShape] = frozenset(),
     ) -> StepShape | None:
-        """The cheapest shape with this exchange that holds it, and so many rows of spread chunks on
-        a lane; None where none does. Every batch of the scheduler fits one that gathers queries.
-        moves: one that moves pages too, where there is one. but: shapes that are not compiled."""
+        """Finds the cheapest shape with this exchange that holds `work`; None where none does.
+        Every batch of the scheduler fits one that gathers queries.
+
+        rows: rows of spread chunks that it has room for on a lane. moves: prefer one that moves
+        pages too. but: shapes to leave out, which are not compiled yet.
+        """
         first = None
         for shape in self.shapes:
             if shape in but:

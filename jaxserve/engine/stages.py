@@ -133,33 +133,38 @@ class Stages:
             stage.pages = []
             stage.table = None
         for stage in self.stages:
-            self._empty(stage)
+            stage.pages = jax.tree.map(_zeros, self._page_shapes(stage))
+            stage.table = _zeros(self._table_shape(stage))
         self._fed = None
         if not self.has_last:
             self._sampled.append((0, None))
             return
-        lanes = sharding(self.last_mesh, "lanes")
-        self._sampled.append((0, _zeros(lanes, (self.plan.mesh.kvp, self.plan.slots), jnp.int32)))
-        self.sampling_state = self._empty_sampling_state()
+        self._sampled.append((0, _zeros(self._sampled_shape())))
+        self.sampling_state = jax.tree.map(_zeros, self._sampling_shapes())
 
-    def _empty(self, stage: Stage) -> None:
-        plan = self.plan
+    # --- shapes of what steps replace: programs are lowered by them, also while others run
+
+    def _page_shapes(self, stage: Stage) -> list[KVPages]:
         pool = sharding(stage.mesh, *POOL_AXES)
-        stage.pages = [
-            jax.tree.map(lambda x: _zeros(pool, x.shape, x.dtype), plan.pool())
-            for _ in stage.layers
-        ]
-        stage.table = _zeros(stage.lanes, (plan.mesh.kvp, 2, plan.slots, plan.width), jnp.int32)
-
-    def _empty_sampling_state(self) -> sampling.SamplingState:
-        plan = self.plan
-        fields = sampling.empty_state(
-            plan.mesh.kvp, plan.slots, padded_vocab(plan.model, plan.mesh.tp)
+        one = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pool), self.plan.pool()
         )
+        return [one] * len(stage.layers)
+
+    def _table_shape(self, stage: Stage) -> jax.ShapeDtypeStruct:
+        return self._last((2, self.plan.slots, self.plan.width), jnp.int32, stage.mesh)
+
+    def _sampled_shape(self) -> jax.ShapeDtypeStruct:
+        return self._last((self.plan.slots,), jnp.int32, self.last_mesh)
+
+    def _sampling_shapes(self) -> sampling.SamplingState:
+        plan = self.plan
+        vocab = padded_vocab(plan.model, plan.mesh.tp)
+        fields = sampling.empty_state(plan.mesh.kvp, plan.slots, vocab)
         axes = dataclasses.asdict(sampling.STATE_AXES)
         return sampling.SamplingState(
             **{
-                name: _zeros(sharding(self.last_mesh, *axes[name]), *value)
+                name: jax.ShapeDtypeStruct(*value, sharding=sharding(self.last_mesh, *axes[name]))
                 for name, value in fields.items()
             }
         )
@@ -305,32 +310,7 @@ class Stages:
             (values, pool, lane, lane, lane),
             ((lane,) * 3 if last else lane, pool, lane),
             donate=(1, 2),
-        ).lower(stage.values, self._pages_of(stage), self._table_of(stage), ints, x)
-
-    # Programs are lowered while others run, which replace pages, tables and sampling state.
-
-    def _pages_of(self, stage: Stage) -> list[KVPages]:
-        pool = sharding(stage.mesh, *POOL_AXES)
-        one = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pool), self.plan.pool()
-        )
-        return [one] * len(stage.layers)
-
-    def _table_of(self, stage: Stage) -> jax.ShapeDtypeStruct:
-        plan = self.plan
-        return self._last((2, plan.slots, plan.width), jnp.int32, stage.mesh)
-
-    def _state(self) -> sampling.SamplingState:
-        plan = self.plan
-        vocab = padded_vocab(plan.model, plan.mesh.tp)
-        fields = sampling.empty_state(plan.mesh.kvp, plan.slots, vocab)
-        axes = dataclasses.asdict(sampling.STATE_AXES)
-        return sampling.SamplingState(
-            **{
-                name: jax.ShapeDtypeStruct(*value, sharding=sharding(self.last_mesh, *axes[name]))
-                for name, value in fields.items()
-            }
-        )
+        ).lower(stage.values, self._page_shapes(stage), self._table_shape(stage), ints, x)
 
     def _last(self, shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(
@@ -343,8 +323,7 @@ class Stages:
             read = self._read
             values = [spec(*param.axes) for _, param in self.head.flat]
             ints = self._last((size, 3), jnp.int32, self.last_mesh)
-            sampled = self._last((self.plan.slots,), jnp.int32, self.last_mesh)
-            arguments = (self.head_values, self._hidden(size), ints, sampled)
+            arguments = (self.head_values, self._hidden(size), ints, self._sampled_shape())
             f = functools.partial(head, self.head, self.plan.model.vocab, variant, self._to_all)
             if variant == "greedy":
                 return compiled(f, self.last_mesh, (values, lane, lane, lane), (read, lane)).lower(
@@ -363,7 +342,7 @@ class Stages:
             )
             specs = (values, lane, lane, lane, _state_specs(), *[lane] * len(mask))
             return compiled(f, self.last_mesh, specs, out, donate=(4,)).lower(
-                *arguments, self._state(), *mask
+                *arguments, self._sampling_shapes(), *mask
             )
 
         return f"head_{variant}_{size}", lower
@@ -404,7 +383,7 @@ class Stages:
                 _state_specs(),
                 donate=(0,),
             )
-            return program.lower(self._state(), blank)
+            return program.lower(self._sampling_shapes(), blank)
 
         return "admit", lower
 
@@ -415,7 +394,7 @@ class Stages:
             f = lambda pages, ints: move_pages(pages, ints[0])
             ints = self._last((2, self.plan.mesh.kvp, MOVES), jnp.int32, stage.mesh)
             return compiled(f, stage.mesh, (pool, lane), pool, donate=(0,)).lower(
-                self._pages_of(stage), ints
+                self._page_shapes(stage), ints
             )
 
         return f"move_{stage.index}", lower
@@ -425,7 +404,7 @@ class Stages:
             lane = spec("lanes")
             f = lambda table, deltas: write_table(table, deltas[0])
             return compiled(f, stage.mesh, (lane, lane), lane, donate=(0,)).lower(
-                self._table_of(stage), self._last((UPDATES, 4), jnp.int32, stage.mesh)
+                self._table_shape(stage), self._last((UPDATES, 4), jnp.int32, stage.mesh)
             )
 
         return f"table_{stage.index}", lower
@@ -469,8 +448,8 @@ def compiled(
     return jax.jit(mapped, donate_argnums=donate, compiler_options=options or None)
 
 
-def _zeros(where: jax.sharding.Sharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return _zeros_program(where, shape, np.dtype(dtype))()
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    return _zeros_program(like.sharding, like.shape, np.dtype(like.dtype))()
 
 
 @functools.cache

@@ -11,7 +11,6 @@ import numpy as np
 from jaxserve.kernels.cpu import library
 from jaxserve.kernels.kv_pages import FP8, SCALE_DTYPE, KVPages
 
-FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 HEAD_DIMS = 16  # a head dim is a multiple of it: the numbers of the widest vector
 
 
@@ -22,7 +21,7 @@ def unsupported(q: Any, kv: Any) -> str | None:
         return reason
     if q.shape[4] % HEAD_DIMS:
         return f"head dim {q.shape[4]} is no multiple of {HEAD_DIMS}"
-    if q.dtype not in FLOATS or kv.dtype not in (*FLOATS, FP8):
+    if q.dtype not in library.FLOATS or kv.dtype not in (*library.FLOATS, FP8):
         return f"it has no queries of {q.dtype} over pages of {kv.dtype}"
     return None
 

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from jaxserve.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
@@ -18,6 +19,7 @@ CHOICE = "JAXSERVE_CPU_KERNELS"  # the name of an instruction set, or "off"
 TARGETS = ("jaxserve_attend", "jaxserve_linear", "jaxserve_write")
 CPUINFO = Path("/proc/cpuinfo")
 FOLDER = Path(__file__).parent  # of the libraries
+FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))  # of queries, activations and weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +80,8 @@ def _load(path: Path) -> str | None:
     except OSError as error:
         return f"{path.name} cannot be loaded: {error}"
     built = library.jaxserve_ffi_major(), library.jaxserve_ffi_minor()
-    if built[0] != _ffi_version()[0] or built > _ffi_version():
+    installed = _ffi_version()
+    if built[0] != installed[0] or built > installed:
         return f"{path.name} was compiled for another jaxlib: install jaxserve again"
     for target in TARGETS:
         jax.ffi.register_ffi_target(

@@ -7,14 +7,12 @@ import jax.numpy as jnp
 
 from jaxserve.kernels.cpu import library
 
-FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
-
 
 def unsupported(x: jax.Array, w: jax.Array) -> str | None:
     """Why the kernel cannot multiply these; None if it can."""
     if reason := library.unsupported():
         return reason
-    if x.dtype != w.dtype or x.dtype not in FLOATS:
+    if x.dtype != w.dtype or x.dtype not in library.FLOATS:
         return f"it has no product of {x.dtype} and {w.dtype}"
     return None
 

@@ -15,7 +15,7 @@ constexpr int64_t SMALL = int64_t(1) << 17;  // numbers of keys below which one 
 void run_prefill(const Attention& call, const Threads& threads) {
   const int64_t queries = call.T * call.G;
   const int64_t tiles = (queries + TILE_COLUMNS - 1) / TILE_COLUMNS;
-  threads.run(call.R * tiles * call.K, [&](int64_t i) {
+  threads.run(call.R * tiles * call.K, false, [&](int64_t i) {
     thread_local QueryTile scratch;
     const int64_t head = i % call.K;
     const int64_t tile = tiles - 1 - i / call.K % tiles;  // the longest first
@@ -45,12 +45,7 @@ void run_decode(const Attention& call, const Threads& threads) {
   }
   first.push_back(tasks.size());
   std::vector<PartialAttention> parts(tasks.size());
-  auto one = [&](int64_t i) { tasks[i].run(parts[i]); };
-  if (numbers < SMALL) {
-    for (size_t i = 0; i < tasks.size(); i++) one(i);
-  } else {
-    threads.run(tasks.size(), one);
-  }
+  threads.run(tasks.size(), numbers < SMALL, [&](int64_t i) { tasks[i].run(parts[i]); });
   for (int64_t i = 0; i < call.R * call.K; i++)
     merge_parts(call, i / call.K, i % call.K, parts.data() + first[i], first[i + 1] - first[i]);
 }

@@ -27,11 +27,10 @@ constexpr int64_t TASKS = 4;        // least tasks of a thread, so that none wai
 constexpr int64_t PIECE = 192;      // rows of a panel that are copied at a time
 constexpr int64_t SMALL = 1 << 16;  // products below which one thread does all
 
-template <typename X, typename W>
+template <typename X>
 struct Linear {
   int64_t T, K, N;
-  const X* x;
-  const W* w;
+  const X *x, *w;
   X* y;
   const int32_t* positions;  // [T]; negative: padding. Null: there is none
 
@@ -87,12 +86,12 @@ INLINE void add_rows(const float* x, int64_t T, int64_t K, int64_t k, const W* w
   }
 }
 
-template <typename X, typename W>
-void multiply_strip(const Linear<X, W>& call, const float* x, int64_t from, int64_t columns) {
+template <typename X>
+void multiply_strip(const Linear<X>& call, const float* x, int64_t from, int64_t columns) {
   const int64_t stride = (columns + WIDTH - 1) / WIDTH * WIDTH;
   thread_local std::vector<float> sums;
   sums.assign(call.T * stride, 0);
-  const W* w = call.w + from;
+  const X* w = call.w + from;
   int64_t k = 0;
   for (; k + DEPTH <= call.K; k += DEPTH)
     add_rows<DEPTH>(x, call.T, call.K, k, w + k * call.N, call.N, columns, sums.data(), stride);
@@ -108,7 +107,7 @@ struct Widened {
 
   Widened(const BF16* x, int64_t T, int64_t K, const Threads& threads)
       : copies(new float[T * K]), rows(copies.get()) {
-    threads.run((T + FEW - 1) / FEW, [&](int64_t i) {
+    threads.run((T + FEW - 1) / FEW, T <= FEW, [&](int64_t i) {
       const int64_t to = std::min(T, (i + 1) * FEW) * K;
       for (int64_t at = i * FEW * K; at < to; at += WIDTH)
         store_some(copies.get() + at, load_some(x + at, to - at), to - at);
@@ -119,8 +118,8 @@ struct Widened {
   const float* const rows;
 };
 
-template <typename X, typename W>
-void few_rows(const Linear<X, W>& call, const Threads& threads) {
+template <typename X>
+void few_rows(const Linear<X>& call, const Threads& threads) {
   if (!call.any(0, call.T)) {
     std::fill(call.y, call.y + call.T * call.N, X());
     return;
@@ -131,21 +130,17 @@ void few_rows(const Linear<X, W>& call, const Threads& threads) {
   const int64_t most = std::min(STRIP_SUMS / call.T, share);
   const int64_t columns = std::max<int64_t>(1, (most + WIDTH - 1) / WIDTH) * WIDTH;
   const int64_t strips = (call.N + columns - 1) / columns;
-  auto one = [&](int64_t i) {
+  const bool small = call.T * call.K * call.N < SMALL;
+  threads.run(strips, small, [&](int64_t i) {
     multiply_strip(call, x.rows, i * columns, std::min(columns, call.N - i * columns));
-  };
-  if (call.T * call.K * call.N < SMALL) {
-    for (int64_t i = 0; i < strips; i++) one(i);
-  } else {
-    threads.run(strips, one);
-  }
+  });
 }
 
 // --- many rows
 
 // How a panel is copied, and one step of its product: f32, or pairs of bf16 where the processor
 // multiplies those.
-template <typename X, typename W>
+template <typename W>
 struct Plain {
   using Input = float;
   using Copied = float;
@@ -237,8 +232,8 @@ struct Part {
 };
 
 // sums [rows][TILE_COLUMNS] (+)= the part's rows of x by a copied panel
-template <typename Form, typename X, typename W>
-void multiply_panel(const Linear<X, W>& call, const typename Form::Input* x, const Part& part,
+template <typename Form, typename X>
+void multiply_panel(const Linear<X>& call, const typename Form::Input* x, const Part& part,
                     const typename Form::Copied* panel, int64_t depth, float* sums, bool more) {
   for (int64_t t = part.from; t < part.to;) {
     const typename Form::Input* rows = x + t * call.K;
@@ -258,22 +253,23 @@ void multiply_panel(const Linear<X, W>& call, const typename Form::Input* x, con
   }
 }
 
-template <typename Form, typename X, typename W>
-void multiply_part(const Linear<X, W>& call, const typename Form::Input* x, const Part& part) {
+template <typename Form, typename X>
+void multiply_part(const Linear<X>& call, const typename Form::Input* x, const Part& part) {
   constexpr int64_t COPY = PIECE * TILE_COLUMNS;
   constexpr int64_t SUMS = ROWS * TILE_COLUMNS;
   thread_local std::vector<typename Form::Copied> copies(PANELS * COPY);
   thread_local std::vector<float> sums(PANELS * SUMS);
   const int64_t column = part.first * TILE_COLUMNS;
   const int64_t columns = std::min(part.last * TILE_COLUMNS, call.N) - column;
-  for (int64_t k = 0; k < call.K && call.any(part.from, part.to); k += PIECE) {
+  const bool some = call.any(part.from, part.to);
+  for (int64_t k = 0; some && k < call.K; k += PIECE) {
     const int64_t depth = std::min(PIECE, call.K - k);
     Form::copy(copies.data(), COPY, call.w + k * call.N + column, call.N, depth, columns);
     for (int64_t panel = 0; panel < part.last - part.first; panel++)
       multiply_panel<Form>(call, x + k, part, copies.data() + panel * COPY, depth,
                            sums.data() + panel * SUMS, k > 0);
   }
-  if (!call.any(part.from, part.to)) std::fill(sums.begin(), sums.end(), 0.f);
+  if (!some) std::fill(sums.begin(), sums.end(), 0.f);
   for (int64_t t = part.from; t < part.to; t++) {
     const float* sum = sums.data() + (t - part.from) * TILE_COLUMNS;
     X* y = call.y + t * call.N + column;
@@ -282,31 +278,31 @@ void multiply_part(const Linear<X, W>& call, const typename Form::Input* x, cons
   }
 }
 
-template <typename Form, typename X, typename W>
-void many_rows(const Linear<X, W>& call, const typename Form::Input* x, const Threads& threads) {
+template <typename Form, typename X>
+void many_rows(const Linear<X>& call, const typename Form::Input* x, const Threads& threads) {
   const int64_t parts = (call.T + ROWS - 1) / ROWS;
   const int64_t rows = ((call.T + parts - 1) / parts + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
   const int64_t panels = (call.N + TILE_COLUMNS - 1) / TILE_COLUMNS;
   const int64_t fair = parts * panels / (TASKS * threads.count());
   const int64_t wide = std::clamp<int64_t>(fair, 1, PANELS);
   const int64_t across = (panels + wide - 1) / wide;
-  threads.run(parts * across, [&](int64_t i) {
+  threads.run(parts * across, false, [&](int64_t i) {
     const int64_t from = i / across * rows, first = i % across * wide;
     const Part part{from, std::min(call.T, from + rows), first, std::min(panels, first + wide)};
     multiply_part<Form>(call, x, part);
   });
 }
 
-template <typename X, typename W>
-void run(const Linear<X, W>& call, const Threads& threads) {
+template <typename X>
+void run(const Linear<X>& call, const Threads& threads) {
   if (call.T <= FEW) return few_rows(call, threads);
 #if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<X, BF16> && std::is_same_v<W, BF16>) {
+  if constexpr (std::is_same_v<X, BF16>) {
     if (call.K % 2 == 0) return many_rows<Pairs>(call, call.x, threads);
   }
 #endif
   const Widened x(call.x, call.T, call.K, threads);
-  many_rows<Plain<X, W>>(call, x.rows, threads);
+  many_rows<Plain<X>>(call, x.rows, threads);
 }
 
 // x [T, K], w [K, N] -> y [T, N], all f32 or all bf16. positions [T] or [0]: rows with a negative
@@ -318,7 +314,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   const Threads threads(pool);
   auto call = [&](auto number) {
     using X = decltype(number);
-    run(Linear<X, X>{T, K, N, (const X*)x.untyped_data(), (const X*)w.untyped_data(),
+    run(Linear<X>{T, K, N, (const X*)x.untyped_data(), (const X*)w.untyped_data(),
                      (X*)y->untyped_data(),
                      positions.element_count() ? positions.typed_data() : nullptr},
         threads);

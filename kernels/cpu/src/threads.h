@@ -21,13 +21,13 @@ class Threads {
 
   int64_t count() const { return count_; }
 
-  // Calls task(0) to task(count - 1), each once.
+  // Calls task(0) to task(count - 1), each once; small: on this thread, as others would cost more.
   //
   // Only tasks that have begun are waited for. A thread that comes late finds none left and does
   // not touch `task`: kernels of several devices that share the pool cannot wait for each other.
   template <typename Task>
-  void run(int64_t count, const Task& task) const {
-    const int64_t threads = std::min(count, count_);
+  void run(int64_t count, bool small, const Task& task) const {
+    const int64_t threads = small ? 1 : std::min(count, count_);
     if (threads <= 1) {
       for (int64_t i = 0; i < count; i++) task(i);
       return;
