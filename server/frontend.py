@@ -271,6 +271,7 @@ class Frontend:
             priority=call.priority,
             cache_salt=caller.cache_salt(call.cache_salt),
             bypass_prefix_cache=call.bypass_prefix_cache,
+            cache_retention=call.cache_retention,
             guide=guide,
         )
 

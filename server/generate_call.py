@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxserve.api.request import Slo
+from jaxserve.api.request import NORMAL_RETENTION, Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.server.prompts import Prompt
 from jaxserve.text.structured_output import Guided
@@ -45,6 +45,7 @@ class GenerateCall:
     priority: int = 0
     cache_salt: str = ""
     bypass_prefix_cache: bool = False
+    cache_retention: int = NORMAL_RETENTION
     timeout: float | None = None
     ids_only: bool = False
     keep_special: bool = False

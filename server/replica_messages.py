@@ -50,6 +50,7 @@ def submit_message(number: int, request: Request, now: float) -> pb.Submit:
         priority=request.priority,
         cache_salt=request.cache_salt,
         bypass_prefix_cache=request.bypass_prefix_cache,
+        cache_retention=request.cache_retention,
     )
     if request.kv_source is not None:
         message.kv_source.CopyFrom(pb.KvSource(**dataclasses.asdict(request.kv_source)))
@@ -84,6 +85,7 @@ def request_of(message: pb.Submit, info: ReplicaInfo, now: float) -> Request:
         priority=message.priority,
         cache_salt=message.cache_salt,
         bypass_prefix_cache=message.bypass_prefix_cache,
+        cache_retention=message.cache_retention,
         kv_source=_kv_source_of(message),
     )
 

@@ -50,8 +50,8 @@ class Batch:
     seconds: float  # predicted time in the slowest stage
     # rows of this batch whose sequence has just got its slot: set its sampling state
     admitted: tuple[int, ...]
-    # [m, 7] pages whose blocks lower tiers are to keep, read before the step: lane, page, seconds
-    # to keep the block, its key as four integers
+    # [m, 7] pages whose blocks lower tiers are to keep, read before the step: lane, page, retention
+    # of the block (see `Request`), its key as four integers
     stores: np.ndarray = field(default_factory=lambda: NO_STORES)
 
     @property

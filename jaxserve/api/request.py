@@ -17,6 +17,9 @@ from jaxserve.api.sampling import SamplingParams
 MAX_PROMPT_LOGPROBS = 2**20  # of all tokens of a prompt and all completions together
 MAX_ID_CHARS = 256
 MAX_PRIORITY = 8
+EPHEMERAL = -1  # retention of blocks that are not stored
+NORMAL_RETENTION = 0
+MAX_RETENTION = 24 * 3600  # seconds
 
 
 class Matcher(Protocol):
@@ -70,8 +73,12 @@ class Request:
 
     prompt: int32 token ids, not longer than the model takes. arrival, deadline: clock seconds.
     priority: each step down halves the class's objective for the first token, each step up doubles
-    it. cache_salt: prefixes are shared only by requests with equal salts. kv_source: from where
-    blocks may be fetched that would else be computed; what does not come from there is computed.
+    it. cache_salt: prefixes are shared only by requests with equal salts. cache_retention: what
+    becomes of the prompt's and the output's KV when it leaves the devices: stored as others'
+    (NORMAL_RETENTION), not stored (EPHEMERAL), or stored and kept for so many seconds, also where
+    others were used later; of requests that share KV the strongest wish counts (Mooncake, section
+    5.2). kv_source: from where blocks may be fetched that would else be computed; what does not
+    come from there is computed.
     """
 
     id: str
@@ -83,6 +90,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     bypass_prefix_cache: bool = False
+    cache_retention: int = NORMAL_RETENTION
     guide: Guide | None = None
     kv_source: KvSource | None = None
 
@@ -106,6 +114,8 @@ class Request:
         if not isinstance(id, str) or not 0 < len(id) <= MAX_ID_CHARS:
             raise RequestError("request_id", f"must be a string of 1 to {MAX_ID_CHARS} characters")
         check_integer("priority", rest.get("priority", 0), -MAX_PRIORITY, MAX_PRIORITY)
+        retention = rest.get("cache_retention", NORMAL_RETENTION)
+        check_integer("cache_retention", retention, EPHEMERAL, MAX_RETENTION)
         _check_class("slo.class_name", rest.get("slo", Slo()).class_name, classes)
         tokens = prompt_ids(prompt, vocab, max_len)
         for name, ids in (

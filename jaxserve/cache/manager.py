@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxserve.api.batch import NO_STORES
-from jaxserve.api.request import KvSource
+from jaxserve.api.request import NORMAL_RETENTION, KvSource
 from jaxserve.cache.block_events import BlockEvents, StoredBlocks
 from jaxserve.cache.hashes import BlockHashes, root_key
 from jaxserve.cache.pages import PageAllocator, PageCounts
@@ -78,7 +78,7 @@ class CacheManager:
         self._updates = TableUpdates()
         self.stores = PendingStores(self.pages)
         if lower is not None:
-            self.pages.on_evict = self.stores.add
+            self.pages.on_evict = self.stores.evicted
         self._tickets = itertools.count()
         self._fetches: list[Fetch] = []
         self._watchers: list[PageWatcher] = []
@@ -90,9 +90,11 @@ class CacheManager:
         self._lane_limit = UNLIMITED  # blocks of a sequence on a lane before the next lane joins
         if config.lane_tokens is not None:
             self._lane_limit = self.blocks(config.lane_tokens)
-        # by slot: lane of the last block, blocks of the whole prompt, lanes to deal blocks out to
+        # by slot: lane of the last block, blocks of the whole prompt, retention of the request,
+        # lanes to deal blocks out to
         self._last_lane = [0] * slots
         self._prompt_blocks = [0] * slots
+        self._retention = [NORMAL_RETENTION] * slots
         self._group: list[tuple[int, ...]] = [()] * slots
 
     # --- what there is
@@ -168,9 +170,21 @@ class CacheManager:
         new = [
             block for block in range(first, last) if self.pages.publish(table[block], hashes[block])
         ]
+        if self.lower is not None:
+            self._retain(slot, range(first, last), new, hashes)
         self.stores.published((table[block], hashes[block]) for block in new)
         if new and self.events:
             self._tell_stored(new, hashes)
+
+    def _retain(self, slot: int, blocks: range, new: list[int], hashes: BlockHashes) -> None:
+        """Notes for how long these blocks of the slot, of which the new ones were found by nobody
+        so far, should outlast their pages."""
+        table = self.tables[slot]
+        retention = self._retention[slot]
+        for block in new:
+            self.stores.retain(table[block], retention)
+        known = set(blocks).difference(new)
+        self.stores.retain_longer((self.pages.page_of[hashes[block]] for block in known), retention)
 
     def _tell_stored(self, blocks: list[int], hashes: BlockHashes) -> None:
         """Tells of these blocks of a sequence, which were published just now."""
@@ -221,6 +235,8 @@ class CacheManager:
         fill them, and `source` (see Fetch) for those that they do not hold; so many must be
         available. Returns the fetch's ticket."""
         first = len(self.tables[slot])
+        if self.lower is not None:
+            self.lower.keep(keys, self._retention[slot])
         self.extend(slot, len(keys))
         places = np.stack(self.pages.locate(np.array(self.tables[slot][first:], np.int32)), axis=1)
         ticket = next(self._tickets)
@@ -267,15 +283,24 @@ class CacheManager:
 
         return max(lanes, key=preference)
 
-    def admit(self, slot: int, pages: np.ndarray, home: int, blocks: int = 0) -> None:
+    def admit(
+        self,
+        slot: int,
+        pages: np.ndarray,
+        home: int,
+        blocks: int = 0,
+        retention: int = NORMAL_RETENTION,
+    ) -> None:
         """Gives an empty slot its home lane and the matched `pages`, which hold its first blocks.
-        blocks: of the whole prompt."""
+        blocks: of the whole prompt. retention: of the request."""
         assert not self.tables[slot], f"slot {slot} is taken"
         lanes = self.pages.lanes
         self.home[slot] = self._last_lane[slot] = home
         self._prompt_blocks[slot] = blocks
+        self._retention[slot] = retention
         self._group[slot] = tuple(range(lanes)) if blocks > self._lane_limit else ()
         self.tables[slot] = pages.tolist()
+        self.stores.retain_longer(self.tables[slot], retention)
         if len(pages):
             self.pages.ref(pages)
             self._updates.add_all(self._entries(slot))
@@ -355,6 +380,7 @@ class CacheManager:
         new = self.pages.move(page, lane)
         self._updates.add_move(*self.pages.locate(page), *self.pages.locate(new))
         self.stores.renewed(new)
+        self.stores.retain(new, self.stores.retention(page))
         for watcher in self._watchers:
             watcher.released(slot, [page])
             watcher.taken(slot, [new])

@@ -4,6 +4,9 @@ wants them.
 Such a page is read by the devices before the step that gives it to another block, so what is
 pending must be taken with the next command. A page that was itself filled by what is pending, a
 move or a new block, holds nothing yet: its block is not kept.
+
+Each block has a retention, the strongest wish of the requests that used it (see `Request`). One
+that is ephemeral is not kept when it leaves; where somebody elsewhere wants it, it passes through.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from jaxserve.api.batch import NO_STORES
+from jaxserve.api.request import EPHEMERAL, NORMAL_RETENTION
 from jaxserve.cache.pages import PageAllocator
 from jaxserve.cache.tiers import STORE_COLUMNS, key_words
 
@@ -23,7 +27,8 @@ class PendingStores:
 
     def __init__(self, pages: PageAllocator):
         self._pages = pages
-        self._keys: dict[int, bytes] = {}  # by page
+        self._keys: dict[int, tuple[bytes, int]] = {}  # by page: block and its retention
+        self._retention: dict[int, int] = {}  # by page, where it is not the normal one
         self._renewed: set[int] = set()  # pages whose content the next command changes
         self._wanted: Counter[bytes] = Counter()  # how many want each block
         self.promised: set[bytes] = set()  # wanted ones that were on pages: they are on their way
@@ -32,10 +37,32 @@ class PendingStores:
         """Whether anything is pending."""
         return bool(self._keys)
 
-    def add(self, page: int, key: bytes) -> None:
+    def retain(self, page: int, retention: int) -> None:
+        """The block on the page is there for a request of this retention from now on."""
+        if retention == NORMAL_RETENTION:
+            self._retention.pop(page, None)
+        else:
+            self._retention[page] = retention
+
+    def retain_longer(self, pages: Iterable[int], retention: int) -> None:
+        """The blocks on these pages are there for a request of this retention too."""
+        if not self._retention and retention <= NORMAL_RETENTION:
+            return  # all are retained as long
+        for page in pages:
+            self.retain(page, max(retention, self.retention(page)))
+
+    def retention(self, page: int) -> int:
+        """That of the block on the page."""
+        return self._retention.get(page, NORMAL_RETENTION)
+
+    def evicted(self, page: int, key: bytes) -> None:
         """The block with this key is about to leave the page."""
+        if self.retention(page) != EPHEMERAL:
+            self._add(page, key)
+
+    def _add(self, page: int, key: bytes) -> None:
         if page not in self._renewed:
-            self._keys[page] = key
+            self._keys[page] = key, self.retention(page)
 
     def want(self, keys: Iterable[bytes], kept: Callable[[bytes], bool]) -> None:
         """These blocks are to be kept, now where they are on pages, else once they are. kept: tells
@@ -63,17 +90,19 @@ class PendingStores:
                     self._promise(page, key)
 
     def _promise(self, page: int, key: bytes) -> None:
-        self.add(page, key)
+        self._add(page, key)
         self.promised.add(key)
 
     def drop(self, pages: Iterable[int]) -> None:
         """What is on these pages is not to be kept."""
         for page in pages:
             self._keys.pop(page, None)
+            self._retention.pop(page, None)
 
     def renewed(self, page: int) -> None:
         """The page is given to another block from the next command on."""
         self._renewed.add(page)
+        self._retention.pop(page, None)
 
     def take(self) -> np.ndarray:
         """Stores [m, 7] int32 since the last call, see `Batch.stores`."""
@@ -84,12 +113,14 @@ class PendingStores:
 
     def all(self) -> np.ndarray:
         """Stores [m, 7] of all published blocks, as if all their pages were needed."""
-        return self._rows(self._pages.key_of)
+        kept = {page: (key, self.retention(page)) for page, key in self._pages.key_of.items()}
+        return self._rows({page: of for page, of in kept.items() if of[1] != EPHEMERAL})
 
-    def _rows(self, keys: dict[int, bytes]) -> np.ndarray:
+    def _rows(self, keys: dict[int, tuple[bytes, int]]) -> np.ndarray:
         if not keys:
             return NO_STORES
         stores = np.zeros((len(keys), STORE_COLUMNS), np.int32)
         stores[:, 0], stores[:, 1] = self._pages.locate(np.fromiter(keys, np.int32))
-        stores[:, 3:] = [key_words(key) for key in keys.values()]
+        stores[:, 2] = [retention for _, retention in keys.values()]
+        stores[:, 3:] = [key_words(key) for key, _ in keys.values()]
         return stores

@@ -1,13 +1,16 @@
 """Which blocks of KV lie in host memory, the tier below the devices' pages.
 
-Blocks that leave the devices come here, and leave again when their slot is needed: first those that
-nobody asked to keep, least recently used first; then those whose time is over; then, least recently
-used first, those to be kept (Mooncake, section 5.2: ephemeral blocks never get here, normal ones
-are LRU, those of a context cache stay for a time). Keys and integers only; time is an argument.
+Blocks that leave the devices come here, and leave again when their slot is needed, least recently
+used first: first those that only pass through, on their way to another replica; then those that
+nobody asked to keep, and those whose time is over; then those to be kept (Mooncake, section 5.2:
+ephemeral blocks are not stored, normal ones are LRU, those of a context cache stay for a time).
+Keys and numbers only; time is an argument.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +22,13 @@ from jaxserve.api.request import KvSource
 from jaxserve.cache.hashes import KEY_BYTES
 
 KEY_WORDS = KEY_BYTES // 4
-# columns of a stored page: lane, page on the lane, seconds to keep its block, key as four int32
+# columns of a stored page: lane, page on the lane, retention of its block (see `Request`), key as
+# four int32
 STORE_COLUMNS = 3 + KEY_WORDS
+# clock seconds until which blocks stay that nobody asked to keep, and those that only pass through
+NORMAL = 0.0
+PASSING = -1.0
+MAX_OUTDATED = 64  # entries of a heap beside twice those that count
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,10 @@ class LowerTiers(Protocol):
 
     def seconds(self, keys: Sequence[bytes]) -> float:
         """How long it should take to bring these blocks to the devices."""
+
+    def keep(self, keys: Sequence[bytes], retention: int) -> None:
+        """These blocks are asked for by a request of this retention (see `Request`): where they
+        are kept for less, they are kept for as long. Never waits."""
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
         """Has these blocks brought to the fastest of the tiers, as far as it has room for them
@@ -107,8 +119,8 @@ class Fetch(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Where a block goes: its slot, and the key, with its clock second, of the block that makes
-    room for it, if one does."""
+    """Where a block goes: its slot, and the block that makes room for it, if one does: its key, and
+    the clock second until which it was to stay."""
 
     slot: int
     leaves: tuple[bytes, float] | None = None
@@ -116,17 +128,26 @@ class Placed(NamedTuple):
 
 class HostTier:
     """The slots of host memory. A block is filled into its slot between `reserve` and `commit`;
-    what is pinned stays."""
+    what is pinned stays.
+
+    A block stays until a clock second (`until`): NORMAL, that of blocks that nobody asked to keep,
+    is over always; PASSING is that of blocks that only pass through, and before all others. Where
+    blocks are asked for more than once the latest second counts. At most half of the slots are for
+    blocks to be kept, so that nobody's wishes leave no room for others.
+    """
 
     def __init__(self, slots: int):
         self._free = list(range(slots - 1, -1, -1))
+        self._most_kept = max(slots // 2, 1)
         self._slot: dict[bytes, int] = {}
-        self._keep_until: dict[bytes, float] = {}  # of blocks to be kept, clock seconds
+        self._until: dict[bytes, float] = {}
         self._pins: dict[bytes, int] = {}
         self._filling: set[bytes] = set()
         # least recently used first
+        self._passing: OrderedDict[bytes, None] = OrderedDict()
         self._normal: OrderedDict[bytes, None] = OrderedDict()
         self._kept: OrderedDict[bytes, None] = OrderedDict()
+        self._ends: list[tuple[float, bytes]] = []  # a heap of (until, key), some of them outdated
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._slot
@@ -134,27 +155,32 @@ class HostTier:
     def __len__(self) -> int:
         return len(self._slot)
 
-    def whole(self) -> list[bytes]:
-        """Keys of the blocks that are whole, least recently used first."""
-        return [key for key in (*self._normal, *self._kept) if key not in self._filling]
+    def whole(self) -> list[tuple[bytes, float]]:
+        """Keys of the blocks that are whole and the seconds until which they stay, first those that
+        would leave first."""
+        return [
+            (key, self._until[key])
+            for key in (*self._passing, *self._normal, *self._kept)
+            if key not in self._filling
+        ]
 
-    def reserve(self, key: bytes, now: float, keep_until: float = 0.0) -> Placed | None:
+    def reserve(self, key: bytes, now: float, until: float = NORMAL) -> Placed | None:
         """Gives the block a slot, to be filled; None where it has one, or where all slots are
-        pinned or being filled. keep_until: clock second until which it should stay."""
+        pinned or being filled."""
         if key in self._slot:
-            self.touch(key, keep_until)
+            self.keep(key, until)
             return None
         leaves = None
         if not self._free:
             leaving = self._victim(now)
             if leaving is None:
                 return None
-            leaves = leaving, self._keep_until.get(leaving, 0.0)
+            leaves = leaving, self._until[leaving]
             self.forget(leaving)
         slot = self._free.pop()
         self._slot[key] = slot
         self._filling.add(key)
-        self._enlist(key, keep_until)
+        self._enlist(key, until)
         return Placed(slot, leaves)
 
     def commit(self, key: bytes) -> None:
@@ -179,12 +205,15 @@ class HostTier:
         if not self._pins[key]:
             del self._pins[key]
 
-    def touch(self, key: bytes, keep_until: float = 0.0) -> None:
+    def touch(self, key: bytes) -> None:
         """Counts the block as used just now."""
-        until = max(keep_until, self._keep_until.get(key, 0.0))
-        self._normal.pop(key, None)
-        self._kept.pop(key, None)
-        self._enlist(key, until)
+        self._list(key).move_to_end(key)
+
+    def keep(self, key: bytes, until: float) -> None:
+        """Counts the block as used just now, and has it stay until then, if not for longer."""
+        later = max(until, self._until[key])
+        del self._list(key)[key]
+        self._enlist(key, later)
 
     def forget(self, key: bytes) -> None:
         """Forgets a block, unless it is pinned or gone."""
@@ -192,24 +221,47 @@ class HostTier:
             return
         self._free.append(self._slot.pop(key))
         self._filling.discard(key)
-        self._keep_until.pop(key, None)
-        self._normal.pop(key, None)
-        self._kept.pop(key, None)
+        del self._list(key)[key]
+        del self._until[key]
 
-    def _enlist(self, key: bytes, keep_until: float) -> None:
-        if keep_until:
-            self._keep_until[key] = keep_until
-            self._kept[key] = None
-        else:
-            self._normal[key] = None
+    def _list(self, key: bytes) -> OrderedDict[bytes, None]:
+        """The list that the block is on."""
+        until = self._until[key]
+        if until == NORMAL:
+            return self._normal
+        return self._kept if until > NORMAL else self._passing
+
+    def _enlist(self, key: bytes, until: float) -> None:
+        known = self._until.get(key)
+        self._until[key] = until
+        self._list(key)[key] = None
+        if until > NORMAL and until != known:
+            self._note_end(key, until)
+        if len(self._kept) > self._most_kept:
+            self._end_keeping(next(iter(self._kept)))
+
+    def _note_end(self, key: bytes, until: float) -> None:
+        heapq.heappush(self._ends, (until, key))
+        if len(self._ends) > 2 * len(self._slot) + MAX_OUTDATED:
+            self._ends = [(self._until[kept], kept) for kept in self._kept]
+            heapq.heapify(self._ends)
+
+    def _end_keeping(self, key: bytes) -> None:
+        """Counts a block that was kept as a normal one, used just now."""
+        del self._kept[key]
+        self._enlist(key, NORMAL)
+
+    def _end_times(self, now: float) -> None:
+        """Ends the keeping of blocks whose time is over."""
+        while self._ends and self._ends[0][0] <= now:
+            until, key = heapq.heappop(self._ends)
+            if self._until.get(key) == until:
+                self._end_keeping(key)
 
     def _victim(self, now: float) -> bytes | None:
-        for key in self._normal:
-            if self._movable(key):
-                return key
-        kept = [key for key in self._kept if self._movable(key)]
-        over = (key for key in kept if self._keep_until[key] <= now)
-        return next(over, kept[0] if kept else None)
+        self._end_times(now)
+        blocks = itertools.chain(self._passing, self._normal, self._kept)
+        return next((key for key in blocks if self._movable(key)), None)
 
     def _movable(self, key: bytes) -> bool:
         return key not in self._pins and key not in self._filling
@@ -218,9 +270,12 @@ class HostTier:
         """Errors: AssertionError with what differs."""
         taken = sorted(self._slot.values())
         assert sorted(taken + self._free) == list(range(slots)), f"taken {taken}, {self._free}"
-        listed = list(self._normal) + list(self._kept)
+        listed = [*self._passing, *self._normal, *self._kept]
         assert sorted(listed) == sorted(self._slot), "the lists and the slots differ"
-        assert set(self._keep_until) == set(self._kept), "times of blocks that are not kept"
+        assert set(self._until) == set(self._slot), "times of blocks that are not there"
+        assert all(key in self._list(key) for key in listed), "a block is on a wrong list"
+        ends = {key: until for key, until in self._until.items() if until > NORMAL}
+        assert ends.items() <= {(key, until) for until, key in self._ends}, "an end is not known"
         assert set(self._pins) <= set(self._slot) and self._filling <= set(self._slot)
 
 

@@ -150,11 +150,11 @@ class BlockMover:
             log.exception("blocks of KV could not be moved")
 
     def _store(self, job: tuple[BlocksRead, list[bytes], list[int]]) -> None:
-        blocks, keys, keep = job
+        blocks, keys, retentions = job
         try:
             blocks.wait()
-            for index, (key, seconds) in enumerate(zip(keys, keep)):
-                self.tiers.put(key, functools.partial(blocks.copy, index), float(seconds))
+            for index, (key, retention) in enumerate(zip(keys, retentions)):
+                self.tiers.put(key, functools.partial(blocks.copy, index), retention)
         finally:
             self.tiers.settle(keys)
 

@@ -179,7 +179,7 @@ class PageAdmission:
             self._of_small += blocks - self._held_by_small.among(pages)
         slot = self.slots.admit(sequence, max(len(pages) * cache.block_size, sequence.received))
         self._held_by_small.is_small[slot] = small
-        cache.admit(slot, pages, home, blocks)
+        cache.admit(slot, pages, home, blocks, sequence.request.cache_retention)
         cache.extend(slot, max(cache.blocks(sequence.received) - len(pages), 0))
         self._tpot = min(self._tpot, sequence.tpot)
         if not self._has_slot:

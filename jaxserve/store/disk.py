@@ -145,6 +145,13 @@ class DiskBlocks:
         with self._lock:
             return self._file is not None and self._ring.find(key, self._now()) is not None
 
+    def expires(self, key: bytes) -> float | None:
+        """Unix seconds from which on a block is not there, 0 for never; None where it is not there
+        now."""
+        with self._lock:
+            entry = self._ring.find(key, self._now()) if self._file is not None else None
+            return None if entry is None else entry.expires
+
     def keys(self) -> list[bytes]:
         """The keys of the blocks that are there now."""
         with self._lock:

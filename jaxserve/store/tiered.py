@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxserve.cache.tiers import Fetched, HostTier, Placed, TierCounts
+from jaxserve.api.request import EPHEMERAL, NORMAL_RETENTION
+from jaxserve.cache.tiers import NORMAL, PASSING, Fetched, HostTier, Placed, TierCounts
 from jaxserve.clock import Clock
 from jaxserve.store.fetches import PeerFetches
 from jaxserve.store.host_memory import HostBlocks
@@ -29,6 +30,7 @@ from jaxserve.store.host_memory import HostBlocks
 HOST_BANDWIDTH = 2e9
 DISK_BANDWIDTH = 3e8
 FILL_SECONDS = 5.0  # to wait for a block that is on its way or being put
+CLOCK_SECONDS = 1.0  # by which a block on disk may be kept for less than asked
 FORGETTING = 0.2  # weight of the newest measurement
 PREFETCHED_SHARE = 4  # one in so many slots of host memory may be taken by prefetches under way
 log = logging.getLogger(__name__)
@@ -51,6 +53,10 @@ class SlowTier(Protocol):
     ) -> bool: ...
 
     def get(self, key: bytes, into: np.ndarray) -> bool: ...
+
+    def expires(self, key: bytes) -> float | None:
+        """Unix seconds until which a block is kept, 0 for one that nobody asked to keep; None where
+        it is not there."""
 
     def close(self) -> None: ...
 
@@ -145,21 +151,43 @@ class TieredBlocks:
             self._put.notify_all()
 
     def put(
-        self, key: bytes, fill: Callable[[np.ndarray], None], keep_seconds: float = 0.0
+        self,
+        key: bytes,
+        fill: Callable[[np.ndarray], None],
+        retention: int = NORMAL_RETENTION,
     ) -> bool:
         """Stores a block that `fill` writes to the array [block_bytes] uint8 that it is given.
-        keep_seconds: how long it should stay even where others were used later. False where it is
-        there already or there is no room. Errors: those of `fill`; then it is not stored."""
+        retention: see `Request`; an ephemeral block passes through host memory and gets no further.
+        False where it is there already or there is no room. Errors: those of `fill`; then it is not
+        stored."""
+        return self._put_until(key, fill, self._until(retention))
+
+    def _until(self, retention: int) -> float:
+        """The clock second until which a block of this retention stays, see `HostTier`."""
+        if retention == EPHEMERAL:
+            return PASSING
+        return self._clock.now() + retention if retention else NORMAL
+
+    def keep(self, keys: Sequence[bytes], retention: int) -> None:
+        """These blocks are asked for by a request of this retention (see `Request`): those in host
+        memory are kept for as long, if not for longer."""
+        until = self._until(retention)
+        with self._lock:
+            for key in keys:
+                if key in self._index:
+                    self._index.keep(key, until)
+
+    def _put_until(self, key: bytes, fill: Callable[[np.ndarray], None], until: float) -> bool:
         now = self._clock.now()
         with self._lock:
-            placed = self._index.reserve(key, now, now + keep_seconds if keep_seconds else 0.0)
+            placed = self._index.reserve(key, now, until)
             leaving = self._leaving(placed)
             self._expected.update(leaving)
         if placed is None:
             return False
         try:
             try:
-                self._make_room(placed, now)
+                self._make_room(placed)
             finally:
                 self.settle(leaving)
             fill(self._host.view(placed.slot))
@@ -179,18 +207,35 @@ class TieredBlocks:
         """The block that leaves host memory for the disk, if one does: it is on its way there."""
         if self._disk is None or placed is None or placed.leaves is None:
             return []
-        return [placed.leaves[0]]
+        key, until = placed.leaves
+        return [] if until == PASSING else [key]
 
-    def _make_room(self, placed: Placed, now: float) -> None:
-        """Writes the block that leaves host memory to disk, if it is right and not there yet."""
-        if placed.leaves is None or self._disk is None:
+    def _make_room(self, placed: Placed) -> None:
+        """Writes the block that leaves host memory to disk."""
+        if placed.leaves is not None:
+            key, until = placed.leaves
+            self._to_disk(placed.slot, key, until)
+
+    def _to_disk(self, slot: int, key: bytes, until: float) -> None:
+        """Writes a block that stays until this clock second to disk, if it is right, may be stored,
+        and is not there for as long already."""
+        if self._disk is None or until == PASSING:
             return
-        key, keep_until = placed.leaves
-        if key in self._disk or not self._host.verify(placed.slot, key):
+        seconds = until - self._clock.now()
+        expires = time.time() + seconds if seconds > 0 else 0.0
+        there = self._disk.expires(key)
+        if there is not None and there >= expires - CLOCK_SECONDS:
             return
-        expires = time.time() + keep_until - now if keep_until > now else 0.0
-        if self._disk.put(key, self._host.view(placed.slot), expires, keep=bool(expires)):
+        if not self._host.verify(slot, key):
+            return
+        if self._disk.put(key, self._host.view(slot), expires, keep=bool(expires)):
             self._add("to_disk")
+
+    def _until_on_disk(self, key: bytes) -> float:
+        """The clock second until which a block that comes back from disk stays."""
+        assert self._disk is not None
+        expires = self._disk.expires(key)
+        return self._clock.now() + expires - time.time() if expires else NORMAL
 
     # --- what goes
 
@@ -206,7 +251,7 @@ class TieredBlocks:
         if self._disk is not None and self._disk.get(key, into):
             self._disk_bandwidth.seen(self.block_bytes, self._clock.now() - began)
             self._add("disk_reads")
-            self.put(key, lambda view: np.copyto(view, into))
+            self._put_until(key, lambda view: np.copyto(view, into), self._until_on_disk(key))
             return True
         self._add("missed")
         return False
@@ -252,7 +297,7 @@ class TieredBlocks:
     def _prefetch(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             try:
-                if not self._closing and self.put(key, functools.partial(self._fill, key)):
+                if not self._closing and self._bring(key):
                     self._add("prefetched")
             except _Missing:
                 pass
@@ -261,6 +306,10 @@ class TieredBlocks:
             finally:
                 with self._lock:
                     self._prefetching -= 1
+
+    def _bring(self, key: bytes) -> bool:
+        fill = functools.partial(self._fill, key)
+        return self._put_until(key, fill, self._until_on_disk(key))
 
     def _fill(self, key: bytes, into: np.ndarray) -> None:
         """Reads a block from disk. Errors: _Missing."""
@@ -288,14 +337,13 @@ class TieredBlocks:
         if self._disk is None:
             return
         with self._lock:
-            keys = [key for key in self._index.whole() if key not in self._disk]
-        for key in keys:
+            blocks = self._index.whole()
+        for key, until in blocks:
             with self._lock:
                 slot = self._index.pin(key)
             if slot is None:
                 continue
-            if self._host.verify(slot, key) and self._disk.put(key, self._host.view(slot)):
-                self._add("to_disk")
+            self._to_disk(slot, key, until)
             with self._lock:
                 self._index.unpin(key)
 

@@ -47,6 +47,7 @@ def generate_call(message: pb.GenerateRequest, timeout: float | None) -> Generat
         priority=message.slo.priority,
         cache_salt=message.kv.cache_salt,
         bypass_prefix_cache=message.kv.bypass_prefix_cache,
+        cache_retention=message.kv.cache_retention,
         timeout=timeout,
         ids_only=message.ids_only,
         guided=guided,

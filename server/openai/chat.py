@@ -51,6 +51,7 @@ def generate_call(body: ChatRequest, id: str, headers: Mapping[str, str]) -> Gen
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         bypass_prefix_cache=body.bypass_prefix_cache or False,
+        cache_retention=body.retention(),
         timeout=body.timeout(),
         keep_special=bool(tools) and guided is None,
         guided=guided,

@@ -54,6 +54,7 @@ def generate_calls(
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         bypass_prefix_cache=body.bypass_prefix_cache or False,
+        cache_retention=body.retention(),
         timeout=body.timeout(),
         guided=guided,
         guided_field=guided_field,

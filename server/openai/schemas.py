@@ -12,10 +12,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import FailFast, Field, WithJsonSchema
+from pydantic import FailFast, Field, StrictInt, WithJsonSchema
 
-from jaxserve.api.errors import RequestError
-from jaxserve.api.request import Slo
+from jaxserve.api.errors import RequestError, check_integer
+from jaxserve.api.request import EPHEMERAL, MAX_RETENTION, NORMAL_RETENTION, Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.server.http_app import StrictModel
 from jaxserve.text.structured_output import Guided
@@ -145,6 +145,14 @@ class GenerateRequest(StrictModel):
         None, description="cached prefixes are shared between requests of equal salt only"
     )
     bypass_prefix_cache: bool | None = None
+    cache_retention: Literal["normal", "ephemeral"] | StrictInt | None = Field(
+        None,
+        description="of the request's KV below the devices: as others' (normal), none (ephemeral), "
+        f"or seconds to keep it, at most {MAX_RETENTION}",
+    )
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
+        None, description="as in OpenAI's API: cache_retention normal, or of 86400 seconds"
+    )
     kv_transfer_params: dict[str, Any] | None = Field(
         None, description="what a router passes between prefill and decode replicas"
     )
@@ -160,6 +168,18 @@ class GenerateRequest(StrictModel):
         Errors: RequestError."""
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         return SamplingParams.make(max_tokens=max_tokens, **given, **rest)
+
+    def retention(self) -> int:
+        """The request's `cache_retention`. Errors: RequestError."""
+        given = self.cache_retention
+        if given is None:
+            return MAX_RETENTION if self.prompt_cache_retention == "24h" else NORMAL_RETENTION
+        if self.prompt_cache_retention is not None:
+            raise RequestError("prompt_cache_retention", "cannot be given beside cache_retention")
+        if isinstance(given, str):
+            return EPHEMERAL if given == "ephemeral" else NORMAL_RETENTION
+        check_integer("cache_retention", given, 1, MAX_RETENTION)
+        return given
 
     def guided(self) -> tuple[Guided | None, str]:
         """What the output must match, and the field that says so. Errors: RequestError."""

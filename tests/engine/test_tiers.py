@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from jaxserve.api.request import EPHEMERAL
 from jaxserve.costs.predictor import Costs
 from jaxserve.engine import page_io
 from jaxserve.scheduling import prefill_packing
@@ -338,3 +339,22 @@ def test_lower_tiers_that_have_no_effect_are_refused():
         CacheConfig(host_cache_gib=1.0, prefix_caching=False)
     with pytest.raises(ConfigError, match="host_cache_gib"):
         engine(mesh="", **{**SMALL, "host_cache_gib": 1e-6})
+
+
+def test_ephemeral_blocks_are_not_stored_and_those_to_be_kept_outlast_others(expected):
+    real = engine(mesh="", **{**SMALL, "host_cache_gib": 0.0013})  # 40 blocks: two or three prompts
+    tiers = real.worker.lower_tiers
+    try:
+        assert ask(real, prompts()[:1], rest=dict(cache_retention=EPHEMERAL)) == expected[:1]
+        ask(real, prompts()[6:])  # takes all pages
+        settled(real)
+        assert not tiers.counts().stored
+        assert ask(real, prompts()[:1], rest=dict(cache_retention=600)) == expected[:1]
+        assert ask(real, prompts()[1:]) == expected[1:]
+        settled(real)
+        before = tiers.counts().host_reads
+        assert ask(real, prompts()[:1]) == expected[:1]
+        assert tiers.counts().host_reads - before == LENGTHS[0] // 16
+        assert_empty(real)
+    finally:
+        real.close()

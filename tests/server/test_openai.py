@@ -261,6 +261,29 @@ def test_objectives_come_from_the_body_or_from_headers(http):
     assert seen[1].id == "mine" and 59 < seen[1].deadline - seen[1].arrival <= 60
 
 
+def test_retention_is_as_the_body_says_in_our_words_or_in_openais(http):
+    engine = FakeReplica()
+    seen = []
+    client = http(engine)
+    submit = engine.submit
+    engine.submit = lambda request, sink: (seen.append(request), submit(request, sink))
+    asked = {
+        "cache_retention": [None, "normal", "ephemeral", 1, 86_400],
+        "prompt_cache_retention": ["in_memory", "24h"],
+    }
+    for name, values in asked.items():
+        for value in values:
+            for path, body in (("completions", {"prompt": "x"}), ("chat/completions", CHAT)):
+                assert post(client, f"/v1/{path}", {**body, name: value}).status_code == 200
+    assert [request.cache_retention for request in seen[::2]] == [0, 0, -1, 1, 86_400, 0, 86_400]
+    assert [each.cache_retention for each in seen[::2]] == [
+        each.cache_retention for each in seen[1::2]
+    ]
+    both = {"prompt": "x", "cache_retention": 60, "prompt_cache_retention": "24h"}
+    answer = post(client, "/v1/completions", both)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_cache_retention")
+
+
 def test_what_is_left_out_has_the_protocols_default_and_null_is_left_out(http):
     engine = FakeReplica()
     seen = []
@@ -320,6 +343,12 @@ BAD = [
     ("slo_class", "nope"),
     ("priority", 99),
     ("cache_salt", "x" * 2000),
+    ("cache_retention", "for_ever"),
+    ("cache_retention", 0),
+    ("cache_retention", -1),
+    ("cache_retention", 86_401),
+    ("cache_retention", True),
+    ("prompt_cache_retention", "1h"),
     ("request_id", "x" * 300),
     ("best_of", 3),
     ("suffix", "x"),

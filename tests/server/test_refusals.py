@@ -82,6 +82,8 @@ BAD_REQUESTS = [
     ("slo.class_name", {"text": "x", "slo": pb.Slo(class_name="chat")}),
     ("slo.class_name", {"text": "x", "slo": pb.Slo(class_name="x" * 10**6)}),
     ("cache_salt", {"text": "x", "kv": pb.KvOptions(cache_salt="x" * 2000)}),
+    ("cache_retention", {"text": "x", "kv": pb.KvOptions(cache_retention=-2)}),
+    ("cache_retention", {"text": "x", "kv": pb.KvOptions(cache_retention=86_401)}),
     ("stop", {"text": "x", "ids_only": True, "sampling": pb.SamplingParams(stop=["x"])}),
 ]
 

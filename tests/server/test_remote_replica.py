@@ -274,9 +274,10 @@ def test_info_crosses_unchanged():
     ),
     st.integers(-8, 8),
     st.booleans(),
+    st.sampled_from([-1, 0, 1, 86400]),
 )
 def test_requests_cross_with_moments_on_the_replicas_clock(
-    prompt, age, left, slo, sampling, priority, bypass
+    prompt, age, left, slo, sampling, priority, bypass, retention
 ):
     here, there = 1000.0, 5.0
     asked = Request(
@@ -289,6 +290,7 @@ def test_requests_cross_with_moments_on_the_replicas_clock(
         priority=priority,
         cache_salt="salt",
         bypass_prefix_cache=bypass,
+        cache_retention=retention,
         kv_source=None if bypass else KvSource("host:1", 7, "id"),
     )
     message = pb.Submit.FromString(submit_message(1, asked, here).SerializeToString())
@@ -298,3 +300,4 @@ def test_requests_cross_with_moments_on_the_replicas_clock(
     assert copy.deadline == (None if left is None else pytest.approx(there + left))
     for name in ("sampling", "slo", "priority", "cache_salt", "bypass_prefix_cache", "kv_source"):
         assert getattr(copy, name) == getattr(asked, name)
+    assert copy.cache_retention == retention

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.api.request import EPHEMERAL, NORMAL_RETENTION
 from jaxserve.clock import VirtualClock
 from jaxserve.store import tiered
 from jaxserve.store.tiered import TieredBlocks
@@ -24,6 +25,7 @@ class Shelf:
 
     def __init__(self):
         self.blocks: dict[bytes, bytes] = {}
+        self.ends: dict[bytes, float] = {}  # unix seconds
         self.closed = False
 
     def __contains__(self, key: bytes) -> bool:
@@ -33,8 +35,13 @@ class Shelf:
         return SimpleNamespace(blocks=len(self.blocks))
 
     def put(self, key: bytes, data: np.ndarray, expires: float = 0.0, keep: bool = False) -> bool:
+        assert keep == bool(expires)
         self.blocks[key] = data.tobytes()
+        self.ends[key] = expires
         return True
+
+    def expires(self, key: bytes) -> float | None:
+        return self.ends.get(key)
 
     def get(self, key: bytes, into: np.ndarray) -> bool:
         if key in self.blocks:
@@ -53,8 +60,8 @@ def block(number: int) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 256, SIZE, dtype=np.uint8)
 
 
-def put(tiers: TieredBlocks, number: int) -> bool:
-    return tiers.put(name(number), lambda out: np.copyto(out, block(number)))
+def put(tiers: TieredBlocks, number: int, retention: int = NORMAL_RETENTION) -> bool:
+    return tiers.put(name(number), lambda out: np.copyto(out, block(number)), retention)
 
 
 def read(tiers: TieredBlocks, number: int) -> bool:
@@ -282,3 +289,75 @@ def test_many_threads_never_get_other_bytes(tiers):
     assert not wrong
     tiers._index.check(4)
     assert not tiers._index._pins
+
+
+# --- requests' wishes
+
+
+def fill(tiers: TieredBlocks, first: int = 100) -> None:
+    """Puts more blocks than host memory holds."""
+    for number in range(first, first + 8):
+        put(tiers, number)
+
+
+def left(shelf: Shelf, number: int) -> float:
+    """For how many seconds a block is kept behind host memory."""
+    return shelf.ends[name(number)] - time.time()
+
+
+def test_an_ephemeral_block_is_in_host_memory_for_a_while_and_nowhere_else(tiers, shelf):
+    put(tiers, 1, EPHEMERAL)
+    assert read(tiers, 1)
+    put(tiers, 2, EPHEMERAL)
+    fill(tiers)
+    assert not tiers.holds(name(1)) and name(1) not in shelf.blocks
+    put(tiers, 3, EPHEMERAL)
+    tiers.close()
+    assert not {name(1), name(2), name(3)} & set(shelf.blocks)
+
+
+def test_a_block_to_be_kept_stays_in_host_memory_and_is_kept_as_long_behind_it(tiers, shelf):
+    put(tiers, 1, 600)
+    fill(tiers)
+    assert name(1) not in shelf.blocks and read(tiers, 1)
+    tiers.close()
+    assert left(shelf, 1) == pytest.approx(600, abs=5) and not shelf.ends[name(107)]
+
+
+def test_a_block_that_comes_back_is_kept_as_long_as_before(tiers, shelf):
+    for number in (1, 2, 3):  # more than half of host memory: the first is kept behind it
+        put(tiers, number, 600)
+    fill(tiers)
+    shelf.ends[name(1)] = time.time() + 600
+    assert read(tiers, 1) and tiers.counts().disk_reads == 1
+    fill(tiers, 200)
+    assert read(tiers, 1) and tiers.counts().disk_reads == 1
+    tiers._clock.advance(700)
+    fill(tiers, 300)
+    assert name(1) not in tiers._index
+
+
+def test_who_asks_for_longer_has_it_kept_longer_where_it_lies_already(tiers, shelf):
+    put(tiers, 1)
+    fill(tiers)
+    assert not shelf.ends[name(1)]
+    put(tiers, 1, 60)  # it was on a page too
+    tiers.keep([name(1), name(99)], 600)
+    tiers.keep([name(1)], NORMAL_RETENTION)
+    tiers.close()
+    assert left(shelf, 1) == pytest.approx(600, abs=5)
+
+
+def test_who_asks_for_less_shortens_nothing(tiers, shelf):
+    put(tiers, 1, 600)
+    tiers.flush_to_disk()
+    shelf.ends[name(1)] = kept = time.time() + 5000
+    tiers.flush_to_disk()
+    assert shelf.ends[name(1)] == kept
+
+
+def test_a_block_whose_time_is_over_leaves_as_others_do(tiers, shelf):
+    put(tiers, 1, 600)
+    tiers._clock.advance(601)
+    fill(tiers)
+    assert name(1) not in tiers._index and shelf.ends[name(1)] == 0.0
