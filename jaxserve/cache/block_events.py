@@ -29,8 +29,8 @@ class StoredBlocks:
 
     parent: key of the block before the first; None where that begins the sequence. tokens
     [len(keys) * block_size]: their tokens; None where listeners were told before, as of blocks that
-    are now on one more medium, or where the cache does not know them. salt: what keeps prefixes of
-    tenants apart; '' for none.
+    are now on one more medium, or where the cache does not know them: then the blocks may be of
+    many sequences. salt: what keeps prefixes of tenants apart; '' for none.
     """
 
     keys: Sequence[bytes]

@@ -78,7 +78,7 @@ class CacheManager:
         self._updates = TableUpdates()
         self.stores = PendingStores(self.pages)
         if lower is not None:
-            self.pages.on_evict = self.stores.evicted
+            self.pages.on_evict = self._evicted
         self._tickets = itertools.count()
         self._fetches: list[Fetch] = []
         self._watchers: list[PageWatcher] = []
@@ -202,11 +202,30 @@ class CacheManager:
         """The blocks that can be found now; of which sequences is not known any more."""
         if self.pages.page_of:
             yield StoredBlocks(list(self.pages.page_of))
+        if self.lower is not None:
+            yield from self.lower.events.present()
+
+    def _evicted(self, page: int, key: bytes) -> None:
+        """The block with this key is about to leave its page."""
+        assert self.lower is not None
+        if self.stores.evicted(page, key) and self.events:
+            self.lower.events.coming(key, self.events)
+
+    def tell_of_lower_tiers(self) -> None:
+        """Tells listeners what has changed below the devices. To be called now and then."""
+        if self.lower is not None:
+            self.lower.events.tell(self.events)
+
+    def recheck_lower_tiers(self) -> None:
+        """Blocks that were to leave the devices may not have been kept."""
+        if self.lower is not None:
+            self.lower.events.recheck()
 
     def retract(self, slot: int) -> None:
         """Lets nobody share the slot's blocks from now on: what its pages hold is damaged."""
         self.stores.drop(self.tables[slot])
         self.pages.retract(self.tables[slot])
+        self.recheck_lower_tiers()
 
     def flush(self) -> int:
         """Forgets the blocks that no slot holds; returns how many pages are free by that."""

@@ -55,14 +55,15 @@ class PendingStores:
         """That of the block on the page."""
         return self._retention.get(page, NORMAL_RETENTION)
 
-    def evicted(self, page: int, key: bytes) -> None:
-        """The block with this key is about to leave the page."""
-        if self.retention(page) != EPHEMERAL:
-            self._add(page, key)
+    def evicted(self, page: int, key: bytes) -> bool:
+        """The block with this key is about to leave the page; returns whether it is kept."""
+        return self.retention(page) != EPHEMERAL and self._add(page, key)
 
-    def _add(self, page: int, key: bytes) -> None:
-        if page not in self._renewed:
-            self._keys[page] = key, self.retention(page)
+    def _add(self, page: int, key: bytes) -> bool:
+        if page in self._renewed:
+            return False
+        self._keys[page] = key, self.retention(page)
+        return True
 
     def want(self, keys: Iterable[bytes], kept: Callable[[bytes], bool]) -> None:
         """These blocks are to be kept, now where they are on pages, else once they are. kept: tells

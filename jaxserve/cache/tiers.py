@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxserve.api.request import KvSource
 from jaxserve.cache.hashes import KEY_BYTES
+from jaxserve.cache.tier_events import TierEvents
 
 KEY_WORDS = KEY_BYTES // 4
 # columns of a stored page: lane, page on the lane, retention of its block (see `Request`), key as
@@ -59,9 +60,11 @@ class Fetched:
 
 
 class LowerTiers(Protocol):
-    """What a replica asks of the tiers below its devices. block_bytes: of each block."""
+    """What a replica asks of the tiers below its devices. block_bytes: of each block. events: tells
+    what they hold."""
 
     block_bytes: int
+    events: TierEvents
 
     def holds(self, key: bytes) -> bool:
         """Whether the block with this key is believed to be there."""

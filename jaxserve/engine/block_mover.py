@@ -86,6 +86,7 @@ class BlockMover:
             return
         if self._stores.qsize() >= STORES_AHEAD:
             self.skipped += len(stores)
+            self.tiers.events.recheck()
             return
         at = 0
         for blocks in self.io.read(stores[:, :2]):

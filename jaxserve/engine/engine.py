@@ -385,6 +385,7 @@ class Engine:
         """What was on the devices is lost: steps that failed had it. Sequences that `ends` names
         end with the error, the others begin anew. The caller holds the lock."""
         self._flights.clear()
+        self.scheduler.cache.recheck_lower_tiers()
         self.bus.publish(StepsLost())
         self._free_at = 0.0
         self._notify(self.scheduler.reset(ends, self.clock.now(), error))
@@ -412,6 +413,7 @@ class Engine:
         do."""
         with self._lock:
             self._run_posted()
+            self.scheduler.cache.tell_of_lower_tiers()
             self.worker.check()
             now = self.clock.now()
             self._notify(self.scheduler.expire(now))

@@ -152,6 +152,12 @@ class DiskBlocks:
             entry = self._ring.find(key, self._now()) if self._file is not None else None
             return None if entry is None else entry.expires
 
+    def listen(self, changed: Callable[[bytes, bool], None]) -> None:
+        """Tells `changed` from now on whether a block came, or went, as that happens. It must be
+        short, and must not call anything here."""
+        with self._lock:
+            self._ring.changed = changed
+
     def keys(self) -> list[bytes]:
         """The keys of the blocks that are there now."""
         with self._lock:

@@ -34,9 +34,11 @@ class Entry:
 
 class Ring:
     """The blocks in records numbered from 0. A record is *busy* while it is written or erased, and
-    then nobody else's; `settle` or `release` ends that."""
+    then nobody else's; `settle` or `release` ends that. `changed` hears which blocks come and go.
+    """
 
     def __init__(self, records: int):
+        self.changed: Callable[[bytes, bool], None] = lambda key, there: None
         self.evicted = 0
         self.passed_over = 0
         self._entries: dict[bytes, Entry] = {}
@@ -148,7 +150,9 @@ class Ring:
     def _add(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
         self._records[entry.record] = entry
+        self.changed(entry.key, True)
 
     def _forget(self, entry: Entry) -> None:
         del self._entries[entry.key]
         self._records[entry.record] = None
+        self.changed(entry.key, False)

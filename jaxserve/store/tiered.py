@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxserve.api.request import EPHEMERAL, NORMAL_RETENTION
+from jaxserve.cache.block_events import Medium
+from jaxserve.cache.tier_events import TierEvents
 from jaxserve.cache.tiers import NORMAL, PASSING, Fetched, HostTier, Placed, TierCounts
 from jaxserve.clock import Clock
 from jaxserve.store.fetches import PeerFetches
@@ -58,6 +60,12 @@ class SlowTier(Protocol):
         """Unix seconds until which a block is kept, 0 for one that nobody asked to keep; None where
         it is not there."""
 
+    def keys(self) -> list[bytes]:
+        """Keys of all blocks there."""
+
+    def listen(self, changed: Callable[[bytes, bool], None]) -> None:
+        """Tells `changed` from now on of each block that came (True) or went."""
+
     def close(self) -> None: ...
 
 
@@ -89,6 +97,9 @@ class TieredBlocks:
         self._disk_bandwidth = Bandwidth(DISK_BANDWIDTH)
         self._fetches = PeerFetches()
         self._closing = False
+        self.events = TierEvents(self._keys)
+        if disk is not None:
+            disk.listen(functools.partial(self.events.changed, Medium.DISK))
         self._prefetching = 0  # blocks that are to be prefetched
         self._prefetcher = ThreadPoolExecutor(1, "kv-prefetch")
 
@@ -109,6 +120,20 @@ class TieredBlocks:
         """Whether the block can be read without waiting for whoever puts it."""
         in_host_memory = key in self._index and not self._index.filling(key)
         return in_host_memory or self._on_disk(key)
+
+    def _keys(self, tier: Medium) -> list[bytes]:
+        """Keys of the blocks that are whole in host memory, or on disk."""
+        if tier is Medium.HOST:
+            with self._lock:
+                return [key for key, _ in self._index.whole()]
+        return [] if self._disk is None else self._disk.keys()
+
+    def _note(self, keys: Iterable[bytes]) -> None:
+        """Notes for listeners whether host memory holds these blocks now. The caller holds the
+        lock."""
+        for key in keys:
+            there = key in self._index and not self._index.filling(key)
+            self.events.changed(Medium.HOST, key, there)
 
     @property
     def outlasts(self) -> bool:
@@ -141,13 +166,14 @@ class TieredBlocks:
         with self._lock:
             self._expected.update(keys)
 
-    def settle(self, keys: Iterable[bytes]) -> None:
+    def settle(self, keys: Sequence[bytes]) -> None:
         """These blocks, expected before, are on their way no more: each was put, or never will."""
         with self._put:
             for key in keys:
                 self._expected[key] -= 1
                 if self._expected[key] <= 0:
                     del self._expected[key]
+            self._note(keys)
             self._put.notify_all()
 
     def put(
@@ -183,6 +209,8 @@ class TieredBlocks:
             placed = self._index.reserve(key, now, until)
             leaving = self._leaving(placed)
             self._expected.update(leaving)
+            if placed is not None and placed.leaves is not None and not leaving:
+                self._note([placed.leaves[0]])
         if placed is None:
             return False
         try:
@@ -195,10 +223,12 @@ class TieredBlocks:
         except BaseException:
             with self._put:
                 self._index.forget(key)
+                self._note([key])
                 self._put.notify_all()
             raise
         with self._put:
             self._index.commit(key)
+            self._note([key])
             self._count["stored"] += 1
             self._put.notify_all()
         return True
@@ -280,6 +310,7 @@ class TieredBlocks:
             if not right:
                 self._count["wrong"] += 1
                 self._index.forget(key)
+                self._note([key])
         return right
 
     def prefetch(self, keys: Sequence[bytes]) -> None:

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from jaxserve.api.request import EPHEMERAL, NORMAL_RETENTION
 from jaxserve.cache import CacheManager
+from jaxserve.cache.block_events import Medium
 from jaxserve.cache.hashes import block_key, root_key
+from jaxserve.cache.tier_events import TierEvents
 from jaxserve.cache.tiers import NORMAL, PASSING, HostTier, TierCounts, key_of, key_words
 from jaxserve.settings.schema import CacheConfig
 from tests.cache.test_hashes import chain
@@ -168,6 +170,7 @@ class Lower:
 
     def __init__(self):
         self.keys: set[bytes] = set()
+        self.events = TierEvents(lambda tier: self.keys if tier is Medium.HOST else ())
 
     def holds(self, name: bytes) -> bool:
         return name in self.keys

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from jaxserve.api.request import EPHEMERAL
+from jaxserve.cache.block_events import Medium
 from jaxserve.costs.predictor import Costs
 from jaxserve.engine import page_io
+from jaxserve.observe.kv_events import KvEventLog
 from jaxserve.scheduling import prefill_packing
 from jaxserve.settings.schema import CacheConfig, ConfigError
+from tests.cache.test_tier_events import Picture
 from tests.engine.harness import Runner, assert_empty, engine, generate, shared
 from tests.waiting import eventually
 
@@ -342,7 +345,7 @@ def test_lower_tiers_that_have_no_effect_are_refused():
 
 
 def test_ephemeral_blocks_are_not_stored_and_those_to_be_kept_outlast_others(expected):
-    real = engine(mesh="", **{**SMALL, "host_cache_gib": 0.0013})  # 40 blocks: two or three prompts
+    real = engine(mesh="", **{**SMALL, "host_cache_gib": 0.0003})  # 39 blocks
     tiers = real.worker.lower_tiers
     try:
         assert ask(real, prompts()[:1], rest=dict(cache_retention=EPHEMERAL)) == expected[:1]
@@ -358,3 +361,44 @@ def test_ephemeral_blocks_are_not_stored_and_those_to_be_kept_outlast_others(exp
         assert_empty(real)
     finally:
         real.close()
+
+
+def test_listeners_know_what_every_tier_holds(tmp_path, expected):
+    real = on_disk(tmp_path, host_cache_gib=0.0003)
+    tiers = real.worker.lower_tiers
+    picture = Picture()
+    log = KvEventLog(16)
+    real.block_events.subscribe(picture)
+    real.block_events.subscribe(log)
+
+    def agrees() -> bool:
+        real.step()
+        on_pages = set(real.scheduler.cache.pages.page_of)
+        there = {medium: set(tiers._keys(medium)) for medium in (Medium.HOST, Medium.DISK)}
+        return picture.on == {Medium.DEVICE: on_pages, **there}
+
+    try:
+        assert ask(real, prompts()) == expected
+        settled(real)
+        eventually(agrees, 20)
+        assert picture.on[Medium.HOST] and picture.on[Medium.DISK] - picture.on[Medium.HOST]
+        # routers can use what is below the devices: its tokens were told with the first page
+        told = {medium: log._on[medium] for medium in Medium}
+        assert told == picture.on and set(log._known) == set.union(*picture.on.values())
+        tiers._host.view(next(iter(tiers._index._slot.values())))[0] ^= 1
+        assert ask(real, prompts()) == expected
+        settled(real)
+        eventually(agrees, 20)
+    finally:
+        real.close()
+
+
+def test_a_listener_after_a_restart_hears_what_is_on_disk(tmp_path):
+    real = on_disk(tmp_path)
+    ask(real, prompts()[:2])
+    real.close()
+    again = on_disk(tmp_path)
+    picture = Picture()
+    again.block_events.subscribe(picture)
+    assert len(picture.on[Medium.DISK]) == again.worker.lower_tiers.counts().disk_blocks > 10
+    again.close()

@@ -31,6 +31,12 @@ class Shelf:
     def __contains__(self, key: bytes) -> bool:
         return key in self.blocks
 
+    def keys(self) -> list[bytes]:
+        return list(self.blocks)
+
+    def listen(self, changed) -> None:
+        self.changed = changed
+
     def counts(self) -> SimpleNamespace:
         return SimpleNamespace(blocks=len(self.blocks))
 
@@ -38,6 +44,7 @@ class Shelf:
         assert keep == bool(expires)
         self.blocks[key] = data.tobytes()
         self.ends[key] = expires
+        self.changed(key, True)
         return True
 
     def expires(self, key: bytes) -> float | None:
