@@ -6,8 +6,9 @@ One replica whose pages hold one document at a time. In each round two documents
 so that each time the other one is on the devices: the answer is computed, comes from pages that are
 there still, from host memory, by a replica that was started anew on the same folder, from disk, and
 by one that has nothing, over loopback sockets, from the devices of another replica in the same
-process. Beside each time is what Eq. 2 of the Mooncake paper predicts: bytes over bandwidth for
-what is loaded, the profile's prefill for what is computed.
+process; with --kv_store also by one that has nothing but that store. Beside each time is what Eq. 2
+of the Mooncake paper predicts: bytes over bandwidth for what is loaded, the profile's prefill for
+what is computed.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ OPTIONS = {
         Option("question", int, 32, "tokens after the prefix", 1),
         Option("rounds", int, 3, "of all ways", 1),
         Option("block", int, 16, "tokens of a block", 1),
+        Option("kv_store", str, None, "mooncake://HOST:PORT, a store with room for the documents"),
         Option("json", str, None, "file for all figures"),
     ]
 }
-WAYS = ("computed", "device", "host", "disk", "peer")
+WAYS = ("computed", "device", "host", "disk", "peer", "store")
 PEER_BANDWIDTH = 1e9  # bytes per second that the conductor expects (`--kv_bandwidth`)
 SECRET = b"of the benchmark of tiers of blocks"
 
@@ -112,6 +114,7 @@ def replica(values: dict[str, Any], folder: str, peers: PeerReplicas | None = No
             pages=-(-length // block) + 4,
             host_cache_gib=6.0,
             disk_cache=f"{folder}:6",
+            kv_store=values["kv_store"],
         ),
         scheduler=SchedulerConfig(max_seqs=1, chunk_tokens=512, policy="slack"),
     )
@@ -143,6 +146,8 @@ def measure(values: dict[str, Any]) -> list[dict[str, Any]]:
             asked["disk"] = Asked(engine, first)
             asked["peer"] = from_peer(values, engine, first)
             engine.close()
+        if values["kv_store"]:
+            asked["store"] = from_store(values, first)
         for way, one in asked.items():
             assert one.tokens == asked["computed"].tokens, f"{way}: other tokens"
             moved = 0 if way in ("computed", "device") else one.cached // values["block"] * bytes_of
@@ -177,6 +182,16 @@ def from_peer(values: dict[str, Any], engine: Engine, prompt: np.ndarray) -> Ask
         return Asked(near, prompt, source=source)
 
 
+def from_store(values: dict[str, Any], prompt: np.ndarray) -> Asked:
+    """A document that is in the shared store, asked of a replica that has nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine = replica(values, folder)
+        Asked(engine, prompt[::-1][:200], bypass=True)
+        asked = Asked(engine, prompt)
+        engine.close()
+        return asked
+
+
 def predictions(engine: Engine, size: int) -> dict[str, float]:
     """Seconds of each way: by the profile what is to be computed, by the bandwidths that are
     believed before anything was loaded what is to be loaded."""
@@ -193,6 +208,7 @@ def predictions(engine: Engine, size: int) -> dict[str, float]:
         "host": host + rest,
         "disk": disk + rest,
         "peer": size_of_hit / PEER_BANDWIDTH + rest,
+        "store": host + rest,  # once it has come, which is seen only when it comes
     }
 
 
@@ -206,6 +222,8 @@ def shown(found: list[dict[str, Any]]) -> str:
     by_way = {way: [row for row in found if row["way"] == way] for way in WAYS}
     rows = []
     for way, mine in by_way.items():
+        if not mine:
+            continue
         times = [row["ttft"] for row in mine]
         ratio = statistics.median(
             row["ttft"] / computed["ttft"] for row, computed in zip(mine, by_way["computed"])

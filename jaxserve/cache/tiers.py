@@ -35,13 +35,17 @@ MAX_OUTDATED = 64  # entries of a heap beside twice those that count
 @dataclass(frozen=True, slots=True)
 class TierCounts:
     """What came and went since the start, in blocks. prefetched: brought from disk to host memory
-    for prompts that waited. wrong: whose bytes were not what was put."""
+    for prompts that waited; shared_reads: from the shared tier. to_shared: put there;
+    shared_dropped: not put there. wrong: whose bytes were not what was put."""
 
     stored: int = 0
     to_disk: int = 0
     host_reads: int = 0
     disk_reads: int = 0
     peer_reads: int = 0
+    to_shared: int = 0
+    shared_reads: int = 0
+    shared_dropped: int = 0
     prefetched: int = 0
     missed: int = 0
     wrong: int = 0
@@ -57,6 +61,13 @@ class Fetched:
     source: str
     blocks: int = 0
     seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Lookup:
+    """A question to a tier that answers later. answered: what it has counts as there now."""
+
+    answered: bool = False
 
 
 class LowerTiers(Protocol):
@@ -76,9 +87,17 @@ class LowerTiers(Protocol):
         """These blocks are asked for by a request of this retention (see `Request`): where they
         are kept for less, they are kept for as long. Never waits."""
 
-    def prefetch(self, keys: Sequence[bytes]) -> None:
-        """Has these blocks brought to the fastest of the tiers, as far as it has room for them
-        beside others. Never waits."""
+    @property
+    def shared(self) -> bool:
+        """Whether one of the tiers has blocks of other replicas: only `prefetch` finds them."""
+
+    def prefetch(self, keys: Sequence[bytes]) -> Lookup:
+        """Has these blocks, consecutive ones of a prompt, brought to the fastest of the tiers, as
+        far as it has room for them beside others. Never waits."""
+
+    @property
+    def prefetch_room(self) -> int:
+        """Blocks for which there may be room."""
 
     def wait(self, key: bytes, seconds: float) -> bool:
         """Waits until a block is there, at most so long; whether it is."""

@@ -42,12 +42,15 @@ from jaxserve.settings.schema import ConfigError, EngineConfig, SchedulerConfig
 from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.mesh import ensure_devices
 from jaxserve.store.disk import DiskBlocks
+from jaxserve.store.mooncake import MooncakeBlocks, address_towards
 from jaxserve.store.peers import PeerBlocks
+from jaxserve.store.shared import SharedTier
 from jaxserve.store.tiered import TieredBlocks
 from jaxserve.weights import load, open_checkpoint
 from jaxserve.weights.checkpoint import Checkpoint
 from jaxserve.weights.store import OrbaxFolder
 
+STORE_SECONDS = 2.0  # of a call of the shared store
 IMPROVEMENT = 0.1  # share of a prompt's time that more lanes must save, where nobody knows better
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -182,7 +185,10 @@ def _tiers(config: EngineConfig, model: ModelConfig) -> Callable[[int], TieredBl
         if slots < 2:
             said = f"{config.cache.host_cache_gib} GiB hold {slots} blocks of {block_bytes} bytes"
             raise ConfigError("host_cache_gib", f"{said}; at least 2 are needed")
-        return TieredBlocks(slots, block_bytes, WallClock(), _disk(config, model, block_bytes))
+        identity = root_key(*cache_identity(config, model), config.cache.block_size, "")
+        shared = _shared(config, block_bytes, identity)  # refused before a folder is taken
+        disk = _disk(config, block_bytes, identity)
+        return TieredBlocks(slots, block_bytes, WallClock(), disk, shared)
 
     return make
 
@@ -227,12 +233,20 @@ def make_cache(
     )
 
 
-def _disk(config: EngineConfig, model: ModelConfig, block_bytes: int) -> DiskBlocks | None:
+def _shared(config: EngineConfig, block_bytes: int, identity: bytes) -> SharedTier | None:
+    """The store that replicas share, where one is given. Errors: ConfigError."""
+    master = config.cache.kv_store_master
+    if master is None:
+        return None
+    store = MooncakeBlocks(master, block_bytes, address_towards(master), identity, STORE_SECONDS)
+    return SharedTier(store, block_bytes)
+
+
+def _disk(config: EngineConfig, block_bytes: int, identity: bytes) -> DiskBlocks | None:
     """The blocks on disk, where a folder is given. Errors: ConfigError."""
     if config.cache.disk_folder is None:
         return None
     folder, gib = config.cache.disk_folder
-    identity = root_key(*cache_identity(config, model), config.cache.block_size, "")
     return DiskBlocks(folder, int(gib * 2**30), block_bytes, identity)
 
 

@@ -78,6 +78,12 @@ READ: dict[str, tuple[Callable[..., Metric], str]] = {
     "kv_blocks_from_host": (CounterMetricFamily, "KV blocks read from host memory"),
     "kv_blocks_from_disk": (CounterMetricFamily, "KV blocks read from disk"),
     "kv_blocks_from_peers": (CounterMetricFamily, "KV blocks read from other replicas"),
+    "kv_blocks_from_store": (CounterMetricFamily, "KV blocks read from the shared store"),
+    "kv_blocks_to_store": (CounterMetricFamily, "KV blocks put into the shared store"),
+    "kv_blocks_not_put": (
+        CounterMetricFamily,
+        "KV blocks that the shared store was too slow, or had no room, to take",
+    ),
     "kv_blocks_prefetched": (
         CounterMetricFamily,
         "KV blocks brought from disk to host memory for prompts that waited",

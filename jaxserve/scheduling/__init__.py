@@ -14,7 +14,7 @@ contains it. Nothing here knows text, devices or threads.
     slots            SlotTable: running sequences, and `waiting_queue` those that wait
     packing          BatchPacker: decodes, preemption, and the batch as arrays
     prefill_packing  PrefillPacker: prefill chunks, in the order of `prefill_order` and `policies`
-    prefetch         QueuePrefetch: what waiting prompts will hit comes up from disk
+    prefetch         QueuePrefetch: what waiting prompts will hit comes up from slower tiers
     page_admission   PageAdmission: whether there are pages for a waiting prompt
     budget           StepBudget: tokens and seconds of a step, and how long a chunk may be
     planning         which lanes compute which part of a long prompt

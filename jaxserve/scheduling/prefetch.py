@@ -1,11 +1,13 @@
-"""Has the blocks that waiting prompts will hit brought from disk to host memory before the prompts
-get their slots (Mooncake, section 5.2)."""
+"""Has the blocks that waiting prompts will hit brought to host memory before the prompts get their
+slots (Mooncake, section 5.2): from disk while others run, and from a store that replicas share,
+which a prompt waits for as long as it takes to learn what is there."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from jaxserve.cache import CacheManager
+from jaxserve.cache.tiers import LowerTiers
 from jaxserve.scheduling.policies import POLICIES
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import SlotTable
@@ -13,6 +15,7 @@ from jaxserve.scheduling.waiting_queue import TOKENS
 
 LOOK_SECONDS = 0.05  # between looks at the queue
 LOOKED_AT = 4  # prompts at its head
+LOOKUP_SECONDS = 0.05  # that a prompt waits for what a shared store has
 
 
 class QueuePrefetch:
@@ -30,9 +33,17 @@ class QueuePrefetch:
             return
         self._next_look = now + LOOK_SECONDS
         for sequence in self._head(policy, now):
-            if sequence.reads_cache and not sequence.prefetched:
-                sequence.prefetched = True
-                lower.prefetch(self._keys(sequence))
+            if sequence.reads_cache:
+                self._ask(lower, sequence, now)
+
+    def waits(self, sequence: Sequence, now: float) -> bool:
+        """Whether a prompt should get no slot yet: a shared store may have its blocks."""
+        lower = self._cache.lower
+        if lower is None or not lower.shared or not sequence.reads_cache:
+            return False
+        self._ask(lower, sequence, now)
+        assert sequence.lookup is not None
+        return not sequence.lookup.answered and now < sequence.lookup_until
 
     def _head(self, policy: str, now: float) -> list[Sequence]:
         """The waiting prompts that come first."""
@@ -42,9 +53,21 @@ class QueuePrefetch:
         waiting = tuple(slots.queue.copy())
         return [waiting[index] for index in np.argsort(keys)[:LOOKED_AT]]
 
-    def _keys(self, sequence: Sequence) -> list[bytes]:
-        """Keys of its blocks in lower tiers, behind those that are on the devices."""
+    def _ask(self, lower: LowerTiers, sequence: Sequence, now: float) -> None:
+        if sequence.lookup is None:
+            sequence.lookup = lower.prefetch(self._keys(lower, sequence))
+            sequence.lookup_until = now + LOOKUP_SECONDS
+
+    def _keys(self, lower: LowerTiers, sequence: Sequence) -> list[bytes]:
+        """Keys of its blocks that lower tiers may have, behind those that are on the devices."""
         cache = self._cache
+        hashes = sequence.block_hashes
         last = (sequence.prefill_len - 1) // cache.block_size
-        sequence.prefix_match = cache.match(sequence.block_hashes, last, sequence.prefix_match)
-        return cache.fetchable(sequence.block_hashes, len(sequence.prefix_match.pages), last)
+        sequence.prefix_match = cache.match(hashes, last, sequence.prefix_match)
+        first = len(sequence.prefix_match.pages)
+        held = cache.fetchable(hashes, first, last)
+        if not lower.shared:
+            return held
+        behind = first + len(held)
+        more = range(behind, min(last, behind + lower.prefetch_room))
+        return [*held, *(hashes[block] for block in more)]

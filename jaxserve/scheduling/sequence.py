@@ -10,6 +10,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished, Logprobs, Timing, Usage
 from jaxserve.api.request import Request
 from jaxserve.cache import NO_MATCH, CacheManager
+from jaxserve.cache.tiers import Lookup
 
 NO_SLOT = -1
 
@@ -83,7 +84,9 @@ class Sequence:
         self.prefill_seconds_left = 0.0  # predicted seconds of the rest of its prefill
         self.slot = NO_SLOT
         self.cached_tokens = 0
-        self.prefetched = False  # its blocks on disk were asked for while it waited
+        # tiers below were asked for its blocks while it waited, and until when it waits for that
+        self.lookup: Lookup | None = None
+        self.lookup_until = 0.0  # clock second
         self.ticket: int | None = None  # of the fetch that it waits for, in its slot
         self.fetch_seconds = 0.0  # until the next piece of it must have come
         self.fetch_deadline = 0.0  # the same, as clock seconds

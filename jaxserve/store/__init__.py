@@ -11,6 +11,7 @@ not match is a miss, and so is every error of a device or a network.
     ring          Ring: which block is in which record, and which is overwritten next
     block_file    BlockFile: records read and written beside the page cache
     record        RecordHeader: what is written before each block
+    shared        SharedTier: a store of many hosts, behind host memory
     mooncake      MooncakeBlocks: a client of a Mooncake Store, under deadlines
     call_threads  CallThreads: threads and staging memory for calls that may hang
 """

@@ -314,6 +314,19 @@ def _load_client() -> Any:
     return mooncake.store
 
 
+def address_towards(master: str) -> str:
+    """This machine's address, as a master at host:port sees it. Errors: ConfigError where the host
+    has none."""
+    host, port = _address(master)
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(FIELD, f"there is no way to {host}: {error.strerror}") from None
+
+
 def _address(text: str) -> tuple[str, int]:
     """Parses host:port. Errors: ConfigError."""
     host, _, port = text.rpartition(":")

@@ -1,15 +1,17 @@
-"""Blocks of KV below the devices: in host memory and, where a folder is given, on disk behind it.
+"""Blocks of KV below the devices: in host memory, on disk behind it where a folder is given, and in
+a store that replicas share where there is one.
 
 A block that comes from a device is put into host memory; the one that makes room for it goes to
-disk. A block that has left a device and is not put yet is expected: it counts as there, and who
-reads it waits for it. A block is read from wherever it lies, and one that is wrong or gone is a
-miss, never wrong bytes. All methods may be called from any thread; none holds a lock while bytes
-are copied, checked or written.
+disk and to the shared store. What is in that store comes back by `prefetch` only. A block that has
+left a device and is not put yet is expected: it counts as there, and who reads it waits for it. A
+block is read from wherever it lies, and one that is wrong or gone is a miss, never wrong bytes. All
+methods may be called from any thread; none holds a lock while bytes are copied, checked or written.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import threading
 import time
@@ -23,16 +25,26 @@ import numpy as np
 from jaxserve.api.request import EPHEMERAL, NORMAL_RETENTION
 from jaxserve.cache.block_events import Medium
 from jaxserve.cache.tier_events import TierEvents
-from jaxserve.cache.tiers import NORMAL, PASSING, Fetched, HostTier, Placed, TierCounts
+from jaxserve.cache.tiers import (
+    NORMAL,
+    PASSING,
+    Fetched,
+    HostTier,
+    Lookup,
+    Placed,
+    TierCounts,
+)
 from jaxserve.clock import Clock
 from jaxserve.store.fetches import PeerFetches
 from jaxserve.store.host_memory import HostBlocks
+from jaxserve.store.shared import SharedTier
 
 # bytes per second that are believed until something was read
 HOST_BANDWIDTH = 2e9
 DISK_BANDWIDTH = 3e8
 FILL_SECONDS = 5.0  # to wait for a block that is on its way or being put
 CLOCK_SECONDS = 1.0  # by which a block on disk may be kept for less than asked
+FLUSH_SECONDS = 10.0  # at the end, for the shared store to take blocks
 FORGETTING = 0.2  # weight of the newest measurement
 PREFETCHED_SHARE = 4  # one in so many slots of host memory may be taken by prefetches under way
 log = logging.getLogger(__name__)
@@ -81,12 +93,20 @@ class Bandwidth:
 
 class TieredBlocks:
     """Blocks of `block_bytes` bytes each by their keys: `slots` of them in host memory, others on
-    `disk`. clock: for how long blocks are kept."""
+    `disk` and in `shared`. clock: for how long blocks are kept."""
 
-    def __init__(self, slots: int, block_bytes: int, clock: Clock, disk: SlowTier | None = None):
+    def __init__(
+        self,
+        slots: int,
+        block_bytes: int,
+        clock: Clock,
+        disk: SlowTier | None = None,
+        shared: SharedTier | None = None,
+    ):
         self.block_bytes = block_bytes
         self._clock = clock
         self._disk = disk
+        self._shared = shared
         self._host = HostBlocks(slots, block_bytes)
         self._index = HostTier(slots)
         self._expected: Counter[bytes] = Counter()  # how often each block is on its way
@@ -138,7 +158,17 @@ class TieredBlocks:
     @property
     def outlasts(self) -> bool:
         """Whether what is there is there after a restart."""
-        return self._disk is not None
+        return self._disk is not None or self.shared
+
+    @property
+    def shared(self) -> bool:
+        """Whether there is a store with blocks of other replicas."""
+        return self._shared is not None
+
+    @property
+    def prefetch_room(self) -> int:
+        """Blocks that may be on their way from slower tiers at once."""
+        return self._host.slots // PREFETCHED_SHARE
 
     def seconds(self, keys: Sequence[bytes]) -> float:
         """How long it should take to read these blocks."""
@@ -157,6 +187,8 @@ class TieredBlocks:
             counts = dict(self._count, host_blocks=len(self._index))
         if self._disk is not None:
             counts["disk_blocks"] = self._disk.counts().blocks
+        if self._shared is not None:
+            counts.update(to_shared=self._shared.stored, shared_dropped=self._shared.dropped)
         return TierCounts(**counts)
 
     # --- what comes
@@ -241,25 +273,31 @@ class TieredBlocks:
         return [] if until == PASSING else [key]
 
     def _make_room(self, placed: Placed) -> None:
-        """Writes the block that leaves host memory to disk."""
+        """Keeps the block that leaves host memory."""
         if placed.leaves is not None:
             key, until = placed.leaves
-            self._to_disk(placed.slot, key, until)
+            self._keep_behind(placed.slot, key, until)
 
-    def _to_disk(self, slot: int, key: bytes, until: float) -> None:
-        """Writes a block that stays until this clock second to disk, if it is right, may be stored,
-        and is not there for as long already."""
-        if self._disk is None or until == PASSING:
-            return
-        seconds = until - self._clock.now()
-        expires = time.time() + seconds if seconds > 0 else 0.0
-        there = self._disk.expires(key)
-        if there is not None and there >= expires - CLOCK_SECONDS:
+    def _keep_behind(self, slot: int, key: bytes, until: float, patience: float = 0.0) -> None:
+        """Keeps a block that stays until this clock second on disk and in the shared store, if it
+        is right and may be stored. patience: seconds to wait for the latter."""
+        if until == PASSING or (self._disk is None and self._shared is None):
             return
         if not self._host.verify(slot, key):
             return
-        if self._disk.put(key, self._host.view(slot), expires, keep=bool(expires)):
+        seconds = until - self._clock.now()
+        expires = time.time() + seconds if seconds > 0 else 0.0
+        if self._disk is not None and self._to_disk(self._disk, slot, key, expires):
             self._add("to_disk")
+        if self._shared is not None:
+            self._shared.offer(key, self._host.view(slot), expires, patience)
+
+    def _to_disk(self, disk: SlowTier, slot: int, key: bytes, expires: float) -> bool:
+        """Writes a block to disk unless it is there for as long already; whether it was written."""
+        there = disk.expires(key)
+        if there is not None and there >= expires - CLOCK_SECONDS:
+            return False
+        return disk.put(key, self._host.view(slot), expires, keep=bool(expires))
 
     def _until_on_disk(self, key: bytes) -> float:
         """The clock second until which a block that comes back from disk stays."""
@@ -313,13 +351,25 @@ class TieredBlocks:
                 self._note([key])
         return right
 
-    def prefetch(self, keys: Sequence[bytes]) -> None:
-        """Has blocks that are on disk brought to host memory by a thread: the first of them, as far
-        as PREFETCHED_SHARE goes."""
+    def prefetch(self, keys: Sequence[bytes]) -> Lookup:
+        """Has blocks of a prompt that are on disk, or in the shared store behind those that are
+        here, brought to host memory by threads: the first of them, as far as PREFETCHED_SHARE
+        goes."""
+        on_disk = self._disk is not None and [key for key in keys if self._on_disk(key)]
+        if on_disk:
+            self._prefetch_from_disk(on_disk)
+        if self._shared is None:
+            return Lookup(answered=True)
         with self._lock:
-            if self._disk is None or self._closing:
+            room = max(self.prefetch_room - self._prefetching, 0)
+        missing = itertools.dropwhile(self.holds, keys)
+        return self._shared.look(list(itertools.islice(missing, room)), Arrivals(self))
+
+    def _prefetch_from_disk(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            if self._closing:
                 return
-            room = self._host.slots // PREFETCHED_SHARE - self._prefetching
+            room = self.prefetch_room - self._prefetching
             wanted = [key for key in keys if not self._in_host_memory(key)][: max(room, 0)]
             if wanted:
                 self._prefetching += len(wanted)
@@ -359,14 +409,22 @@ class TieredBlocks:
         """What came from each of the other replicas."""
         return self._fetches.all()
 
+    def count_prefetching(self, more: int) -> None:
+        """Counts blocks on their way from slower tiers, or (less than 0) no longer."""
+        with self._lock:
+            self._prefetching += more
+
+    def count_shared_read(self) -> None:
+        self._add("shared_reads")
+
     def _add(self, name: str) -> None:
         with self._lock:
             self._count[name] += 1
 
-    def flush_to_disk(self) -> None:
-        """Writes what is in host memory to disk, for the next start."""
-        if self._disk is None:
-            return
+    def keep_all(self) -> None:
+        """Keeps what is in host memory on disk, and in the shared store as far as FLUSH_SECONDS go,
+        for the next start."""
+        deadline = time.monotonic() + FLUSH_SECONDS
         with self._lock:
             blocks = self._index.whole()
         for key, until in blocks:
@@ -374,7 +432,7 @@ class TieredBlocks:
                 slot = self._index.pin(key)
             if slot is None:
                 continue
-            self._to_disk(slot, key, until)
+            self._keep_behind(slot, key, until, max(deadline - time.monotonic(), 0.0))
             with self._lock:
                 self._index.unpin(key)
 
@@ -383,6 +441,28 @@ class TieredBlocks:
         with self._lock:
             self._closing = True
         self._prefetcher.shutdown()
+        if self.outlasts:
+            self.keep_all()
         if self._disk is not None:
-            self.flush_to_disk()
             self._disk.close()
+        if self._shared is not None:
+            self._shared.close()
+
+
+class Arrivals:
+    """Takes what comes from the shared store for one prompt."""
+
+    def __init__(self, tiers: TieredBlocks):
+        self._tiers = tiers
+
+    def expect(self, keys: Sequence[bytes]) -> None:
+        self._tiers.count_prefetching(len(keys))
+        self._tiers.expect(keys)
+
+    def came(self, key: bytes, block: np.ndarray) -> None:
+        if self._tiers.put(key, lambda view: np.copyto(view, block)):
+            self._tiers.count_shared_read()
+
+    def settle(self, keys: Sequence[bytes]) -> None:
+        self._tiers.settle(keys)
+        self._tiers.count_prefetching(-len(keys))

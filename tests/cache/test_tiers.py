@@ -167,6 +167,7 @@ class Lower:
     """Holds what it is told to."""
 
     outlasts = True
+    shared = False
 
     def __init__(self):
         self.keys: set[bytes] = set()

@@ -173,7 +173,8 @@ class Runner:
             if chunks:
                 scheduler.packer.config = dataclasses.replace(own, chunk_tokens=rng.choice(chunks))
             if not self.engine.step():
-                if not any(sequence.ticket is not None for sequence in scheduler.slots.prefilling):
+                coming = any(sequence.ticket is not None for sequence in scheduler.slots.prefilling)
+                if not coming and not any(each.lookup for each in scheduler.slots.queue):
                     break
                 time.sleep(0.001)  # blocks are on their way from lower tiers
             scheduler.check()

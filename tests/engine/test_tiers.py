@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import threading
 
@@ -11,12 +12,15 @@ import pytest
 from jaxserve.api.request import EPHEMERAL
 from jaxserve.cache.block_events import Medium
 from jaxserve.costs.predictor import Costs
-from jaxserve.engine import page_io
+from jaxserve.engine import build, page_io
 from jaxserve.observe.kv_events import KvEventLog
 from jaxserve.scheduling import prefill_packing
 from jaxserve.settings.schema import CacheConfig, ConfigError
+from jaxserve.store import shared
 from tests.cache.test_tier_events import Picture
-from tests.engine.harness import Runner, assert_empty, engine, generate, shared
+from tests.engine.harness import Runner, assert_empty, engine, generate
+from tests.engine.harness import shared as shared_engine
+from tests.store.test_shared import Shelves
 from tests.waiting import eventually
 
 # pages for few prompts at a time, host memory for all: what is asked again was evicted
@@ -48,7 +52,7 @@ def tiered():
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    return ask(shared(), prompts())
+    return ask(shared_engine(), prompts())
 
 
 def test_blocks_that_were_evicted_come_back_and_give_the_same_tokens(tiered, expected):
@@ -239,7 +243,7 @@ def test_under_random_traffic(expected):
     """Prompts that share prefixes, asked at once and one by one, with cancellations and flips."""
     real = engine(mesh="", **SMALL)
     rng = random.Random(3)
-    plain = shared()
+    plain = shared_engine()
     tiers = real.worker.lower_tiers
     for _ in range(60):
         asked = []
@@ -402,3 +406,82 @@ def test_a_listener_after_a_restart_hears_what_is_on_disk(tmp_path):
     again.block_events.subscribe(picture)
     assert len(picture.on[Medium.DISK]) == again.worker.lower_tiers.counts().disk_blocks > 10
     again.close()
+
+
+# --- a store that replicas share
+
+STORE = dict(kv_store="mooncake://127.0.0.1:1", host_cache_gib=0.02)
+
+
+@pytest.fixture
+def store(monkeypatch) -> Shelves:
+    """A store of all engines that a test makes, beside which the real one is tested elsewhere."""
+    store = Shelves()
+    monkeypatch.setattr(build, "MooncakeBlocks", lambda *_: store)
+    return store
+
+
+def test_a_replica_that_is_idle_hits_what_another_one_has_put(store, expected):
+    one = engine(mesh="", **SMALL | STORE)
+    assert ask(one, prompts()) == expected
+    one.close()
+    assert len(store.blocks) > 50
+    other = engine(mesh="tp=2", **SMALL | STORE)
+    try:
+        runner = Runner(other)
+        for prompt, length, tokens in zip(prompts(), LENGTHS, expected):
+            id = runner.submit(prompt, max_tokens=6)
+            runner.run()
+            assert runner.ids(id) == tokens
+            cached = runner.completion(id).finished.usage.cached
+            assert cached == (0 if length < 80 else (length - 1) // 16 * 16)
+        assert other.worker.lower_tiers.counts().shared_reads > 50
+        assert_empty(other)
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize("fault", ["flipped", "gone", "hangs", "raises"])
+def test_a_store_with_faults_changes_no_token(store, expected, fault, monkeypatch):
+    monkeypatch.setattr(shared, "SLOW_SECONDS", 0.3)
+    one = engine(mesh="", **SMALL | STORE)
+    ask(one, prompts())
+    one.close()
+    if fault == "flipped":  # the store's own checksums find it: it says that the block is not there
+        store.lies = {key for number, key in enumerate(store.blocks) if number % 3 == 0}
+    elif fault == "gone":
+        store.lies = set(store.blocks)
+    for key in store.lies:
+        del store.blocks[key]
+    if fault == "raises":
+        store.error = OSError("gone")
+    elif fault == "hangs":
+        store.go.clear()
+        threading.Timer(1.0, store.go.set).start()
+    other = engine(mesh="", **SMALL | STORE)
+    try:
+        assert ask(other, prompts()) == expected
+        assert_empty(other)
+    finally:
+        store.go.set()
+        other.close()
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "mooncake://", "mooncake://host", "mooncake://:1", "redis://host:1", "mooncake://h:x"]
+    + ["mooncake://host:0", "mooncake://host:65536", "host:1"],
+)
+def test_a_store_that_is_none_is_named(given):
+    with pytest.raises(ConfigError, match="kv_store"):
+        CacheConfig(host_cache_gib=1.0, kv_store=given)
+
+
+def test_a_store_needs_host_memory_and_its_client():
+    with pytest.raises(ConfigError, match="kv_store: needs host_cache_gib"):
+        CacheConfig(kv_store="mooncake://127.0.0.1:1")
+    if importlib.util.find_spec("mooncake") is None:
+        with pytest.raises(
+            ConfigError, match=r"kv_store: needs pip install 'jaxserve\[mooncake\]'"
+        ):
+            engine(mesh="", **SMALL | STORE)

@@ -15,7 +15,9 @@ from jaxserve.clock import VirtualClock
 from jaxserve.group.channel import free_port
 from jaxserve.settings.schema import ConfigError
 from jaxserve.store import mooncake
-from jaxserve.store.mooncake import MooncakeBlocks
+from jaxserve.store.mooncake import MooncakeBlocks, address_towards
+from jaxserve.store.shared import SharedTier
+from jaxserve.store.tiered import TieredBlocks
 from tests.store.fakes import block_of, key_of
 from tests.store.mooncake_processes import (
     HOST,
@@ -283,3 +285,29 @@ def test_a_process_with_a_hanging_call_ends(own_cluster):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
     assert done.stdout == "[False]\n", done.stderr
     assert done.returncode == 0, done.stderr
+
+
+@needs_mooncake
+def test_what_leaves_one_replicas_host_memory_is_found_by_another_one(cluster):
+    with cluster.opened() as one, cluster.opened() as other:
+        here = TieredBlocks(4, BLOCK, VirtualClock(), None, SharedTier(one, BLOCK))
+        there = TieredBlocks(64, BLOCK, VirtualClock(), None, SharedTier(other, BLOCK))
+        keys = [key_of(1000 + number) for number in range(20)]
+        for key in keys:
+            here.put(key, lambda view, key=key: np.copyto(view, block_of(key, BLOCK)))
+        eventually(lambda: here.counts().to_shared == 16, 20)
+        lookup = there.prefetch(keys)
+        eventually(lambda: lookup.answered and not there._expected, 20)
+        assert there.counts().shared_reads == 16
+        into = np.empty(BLOCK, np.uint8)
+        for key in keys[:16]:
+            assert there.read(key, into) and (into == block_of(key, BLOCK)).all()
+        assert not there.read(keys[16], into)
+        here.close()
+        eventually(lambda: all(other.contains(keys)), 20)
+
+
+def test_this_machines_address_is_the_one_that_the_master_sees():
+    assert address_towards("127.0.0.1:50051") == "127.0.0.1"
+    with pytest.raises(ConfigError, match="kv_store: there is no way to no-such-host"):
+        address_towards("no-such-host.invalid:50051")

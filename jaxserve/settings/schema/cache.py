@@ -49,6 +49,11 @@ class CacheConfig(Settings):
         "FOLDER:GIB, a folder on a local disk and how much of it, for KV blocks that leave host "
         "memory (host_cache_gib); they outlast a restart",
     )
+    kv_store: str | None = option(
+        None,
+        "mooncake://HOST:PORT, the master of a Mooncake Store that replicas share, for KV blocks "
+        "that leave host memory (host_cache_gib); needs the extra mooncake",
+    )
 
     @property
     def disk_folder(self) -> tuple[Path, float] | None:
@@ -64,8 +69,21 @@ class CacheConfig(Settings):
             raise ConfigError("disk_cache", f"{self.disk_cache!r} is not FOLDER:GIB")
         return Path(folder), gib
 
+    @property
+    def kv_store_master(self) -> str | None:
+        """HOST:PORT of `kv_store`. Errors: ConfigError."""
+        if self.kv_store is None:
+            return None
+        scheme, _, master = self.kv_store.partition("://")
+        host, _, port = master.rpartition(":")
+        if scheme != "mooncake" or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ConfigError("kv_store", f"{self.kv_store!r} is not mooncake://HOST:PORT")
+        return master
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.kv_store_master is not None and not self.host_cache_gib:
+            raise ConfigError("kv_store", "needs host_cache_gib: blocks pass through host memory")
         if self.disk_folder is not None and not self.host_cache_gib:
             raise ConfigError("disk_cache", "needs host_cache_gib: blocks pass through host memory")
         if self.host_cache_gib and not self.prefix_caching:

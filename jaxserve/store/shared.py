@@ -1,0 +1,216 @@
+"""The shared cold tier: blocks of KV that any replica may have put into a store of many hosts.
+
+Nothing here is in anybody's way. What leaves host memory is copied to a few rows of staging memory
+and put by a thread; where the store is slower than that, blocks are not put. Waiting prompts have
+the store asked for the blocks that they lack: those that it has from the first on, without a gap,
+are told of as coming, and brought to host memory by another thread. So a prompt hits what is there,
+and never waits for a store that does not answer: one that was too slow is left alone for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+
+from jaxserve.cache.tiers import Lookup
+
+ROWS = 16  # blocks of one call
+WAITING = 32  # blocks that may wait to be put
+LEAST = 4  # blocks that a prompt lacks, for the store to be asked
+SLOW_SECONDS = 1.0  # a call that takes longer is followed by
+REST_SECONDS = 10.0  # without any
+CLOSE_SECONDS = 10.0
+log = logging.getLogger(__name__)
+
+
+class BlockStore(Protocol):
+    """What is asked of a store, as `store.mooncake.MooncakeBlocks`. Errors of it are misses."""
+
+    def put(
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[np.ndarray],
+        expires: float = 0.0,
+        keep: bool = False,
+    ) -> list[bool]: ...
+
+    def get(self, keys: Sequence[bytes], into: Sequence[np.ndarray]) -> list[bool]: ...
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]: ...
+
+    def close(self) -> None: ...
+
+
+class Coming(Protocol):
+    """Who has asked for blocks. Called on a thread of the tier."""
+
+    def expect(self, keys: Sequence[bytes]) -> None:
+        """The store has these blocks, and they are being brought."""
+
+    def came(self, key: bytes, block: np.ndarray) -> None:
+        """One of them, to be copied."""
+
+    def settle(self, keys: Sequence[bytes]) -> None:
+        """These have come, or do not come."""
+
+
+class SharedTier:
+    """A store, behind host memory. All methods may be called from any thread, and none but `close`
+    waits for the store, unless it says so."""
+
+    def __init__(self, store: BlockStore, block_bytes: int):
+        self._store = store
+        self._memory = np.empty((WAITING + ROWS, block_bytes), np.uint8)
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for row in range(WAITING):
+            self._free.put(row)
+        self._offered: queue.SimpleQueue[tuple[bytes, int, float] | None] = queue.SimpleQueue()
+        self._rests_until = 0.0  # in seconds of time.monotonic
+        self._closing = False
+        self.stored = 0
+        self.dropped = 0  # blocks that were offered and not put
+        self._writer = threading.Thread(target=self._write, name="kv-shared-put", daemon=True)
+        self._writer.start()
+        self._reader = ThreadPoolExecutor(1, "kv-shared-get")
+
+    # --- what goes there
+
+    def offer(self, key: bytes, block: np.ndarray, expires: float, seconds: float = 0.0) -> None:
+        """Has a block [block_bytes] uint8 put that is kept until `expires` (unix seconds, 0: as
+        long as there is room). Copies it; waits for room to do so for at most so many seconds."""
+        row = None if self._rests else self._row(seconds)
+        if row is None:
+            self.dropped += 1
+            return
+        self._memory[row] = block
+        self._offered.put((key, row, expires))
+
+    def _row(self, seconds: float) -> int | None:
+        try:
+            return self._free.get(seconds > 0, seconds or None)
+        except queue.Empty:
+            return None
+
+    def _write(self) -> None:
+        while (first := self._offered.get()) is not None:
+            offered, last = self._more(first)
+            try:
+                self._put(offered)
+            except Exception:
+                log.exception("blocks were not put into the shared store")
+            for _, row, _ in offered:
+                self._free.put(row)
+            if last:
+                return
+
+    def _more(self, first: tuple[bytes, int, float]) -> tuple[list[tuple[bytes, int, float]], bool]:
+        """What was offered with this block, and whether nothing comes after it."""
+        offered = [first]
+        while len(offered) < ROWS:
+            try:
+                one = self._offered.get_nowait()
+            except queue.Empty:
+                break
+            if one is None:
+                return offered, True
+            offered.append(one)
+        return offered, False
+
+    def _put(self, offered: list[tuple[bytes, int, float]]) -> None:
+        """Puts blocks that are not there, those of one time of expiry together."""
+        there = self._asked([key for key, _, _ in offered])
+        new = [each for each, known in zip(offered, there) if not known]
+        for expires in sorted({expires for _, _, expires in new}):
+            part = [(key, row) for key, row, until in new if until == expires]
+            if self._rests:
+                self.dropped += len(part)
+                continue
+            began = time.monotonic()
+            blocks = [self._memory[row] for _, row in part]
+            put = self._store.put([key for key, _ in part], blocks, expires, keep=bool(expires))
+            self._note_time(began)
+            self.stored += sum(put)
+            self.dropped += len(put) - sum(put)
+
+    # --- what comes from there
+
+    def look(self, keys: Sequence[bytes], coming: Coming) -> Lookup:
+        """Has the store asked for these blocks of a prompt, in order. `coming` hears of those that
+        it has from the first on, before the answer says that it is there."""
+        if len(keys) < LEAST or self._rests or self._closing:
+            return Lookup(answered=True)
+        lookup = Lookup()
+        try:
+            self._reader.submit(self._look, list(keys), coming, lookup)
+        except RuntimeError:  # it is closed just now
+            lookup.answered = True
+        return lookup
+
+    def _look(self, keys: list[bytes], coming: Coming, lookup: Lookup) -> None:
+        found: list[bytes] = []
+        try:
+            found = keys[: _leading(self._asked(keys))]
+            coming.expect(found)
+        finally:
+            lookup.answered = True
+        try:
+            self._bring(found, coming)
+        finally:
+            coming.settle(found)
+
+    def _bring(self, keys: list[bytes], coming: Coming) -> None:
+        """Brings blocks until one does not come."""
+        rows = self._memory[WAITING:]
+        for first in range(0, len(keys), ROWS):
+            part = keys[first : first + ROWS]
+            if self._rests or self._closing:
+                return
+            began = time.monotonic()
+            came = _leading(self._store.get(part, list(rows[: len(part)])))
+            self._note_time(began)
+            for key, row in zip(part[:came], rows):
+                coming.came(key, row)
+            if came < len(part):
+                return
+
+    # --- both
+
+    def _asked(self, keys: list[bytes]) -> list[bool]:
+        """Whether the store believes to have each block."""
+        if self._rests:
+            return [False] * len(keys)
+        began = time.monotonic()
+        there = self._store.contains(keys)
+        self._note_time(began)
+        return there
+
+    @property
+    def _rests(self) -> bool:
+        """Whether the store is left alone just now."""
+        return time.monotonic() < self._rests_until
+
+    def _note_time(self, began: float) -> None:
+        """Notes how long a call took that ended just now."""
+        now = time.monotonic()
+        if now - began > SLOW_SECONDS:
+            self._rests_until = now + REST_SECONDS
+
+    def close(self) -> None:
+        """Puts what was offered, within CLOSE_SECONDS, and leaves the store."""
+        self._closing = True
+        self._offered.put(None)
+        self._writer.join(CLOSE_SECONDS)
+        self._reader.shutdown(wait=False, cancel_futures=True)
+        self._store.close()
+
+
+def _leading(there: Sequence[bool]) -> int:
+    """How many are there from the first on."""
+    return next((number for number, one in enumerate(there) if not one), len(there))
