@@ -6,7 +6,6 @@ has cached, how long its queue is, and what a transfer takes (Mooncake, sections
     admission    who is refused at overload: on arrival, or when decoding would begin
     assignments  Assignments: the work that was routed to a replica and has not ended
     other_work   OtherWork: what other conductors have on a replica, as it tells
-    allocation   BlockLedger: blocks that a node allocates and locks for conductors
     roles        roles of replicas, and the controller of how many have which
 
 The live conductor is a `Replica` made of replicas:
