@@ -13,6 +13,7 @@ import functools
 import logging
 import math
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
@@ -63,6 +64,7 @@ class Frontend:
     def __init__(self, config: ServerConfig):
         self.config = config
         self.state = STARTING
+        self.started = int(time.time())
         self.streams: dict[str, Stream] = {}
         self.replica: Replica | None = None
         self.tokenizer: Tokenizer | None = None
@@ -112,7 +114,7 @@ class Frontend:
 
     def check_model(self, name: str) -> None:
         """Errors: RequestError for a model that is not served here; '' is the one that is."""
-        if name and name not in (self.info.model, self.info.served_name):
+        if name and name not in self.info.names:
             raise RequestError(
                 "model",
                 f"{name[:100]!r} is not served here; {self.info.served_name!r} is",

@@ -239,11 +239,11 @@ class HttpGuard:
         """
         config = self._config
         host = headers.get(b"host", b"")
-        local_only = config.api_keys is None and not config.insecure and is_loopback(config.host)
+        local_only = not config.asks_for_keys and not config.insecure and is_loopback(config.host)
         if local_only and host and not is_loopback(_host_name(host)):
             raise RequestError(
                 "host",
-                "without --api_keys or --insecure the address must be a loopback one",
+                "without --api_key, --api_keys or --insecure the address must be a loopback one",
                 "PERMISSION_DENIED",
             )
         if method in ("GET", "HEAD"):

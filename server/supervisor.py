@@ -69,10 +69,10 @@ def check_host(config: ServerConfig) -> None:
     if not (is_loopback(config.host) or _authenticated(config) or config.insecure):
         raise ConfigError(
             "host",
-            f"{config.host!r} is not a loopback address, and neither --api_keys nor "
+            f"{config.host!r} is not a loopback address, and neither --api_key, --api_keys nor "
             "--tls_client_ca says who may connect; add --insecure to serve everybody who can",
         )
-    if config.admin_port is not None and config.api_keys is None and not is_loopback(config.host):
+    if config.admin_port is not None and not config.asks_for_keys and not is_loopback(config.host):
         raise ConfigError(
             "admin_port",
             f"on {config.host!r} it needs --api_keys: operators have keys of their own",
@@ -108,7 +108,7 @@ def warn_of_host(config: ServerConfig) -> None:
 
 
 def _authenticated(config: ServerConfig) -> bool:
-    return config.api_keys is not None or config.tls_client_ca is not None
+    return config.asks_for_keys or config.tls_client_ca is not None
 
 
 def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
@@ -178,13 +178,13 @@ class Server:
     async def start(self) -> None:
         """Listens on all ports. Errors: ConfigError if an address cannot be had."""
         try:
-            self.ports["grpc"] = self._add_grpc_port(f"{self._host}:{self.config.port}")
+            self.ports["grpc"] = self._add_grpc_port(f"{self._host}:{self.config.grpc_port}")
         except RuntimeError:
             raise ConfigError(
-                "port", f"cannot listen on {self._host}:{self.config.port}: is it taken?"
+                "grpc_port", f"cannot listen on {self._host}:{self.config.grpc_port}: is it taken?"
             ) from None
-        if self.config.http_port is not None:
-            self._add_http_port("http", self.config.http_port, self._users_guard())
+        if self.config.port is not None:
+            self._add_http_port("http", self.config.port, self._users_guard())
         if self.config.admin_port is not None:
             self._add_http_port("admin", self.config.admin_port, self._operators_guard())
         if self._replica_service is not None:
@@ -228,7 +228,8 @@ class Server:
 
     def _add_http_port(self, name: str, port: int, app: HttpGuard) -> None:
         context = None if self.tls is None else self.tls.context()
-        listener = Listener(app, self.config, f"{name}_port", port, context)
+        field = "port" if name == "http" else f"{name}_port"
+        listener = Listener(app, self.config, field, port, context)
         self._listeners.append(listener)
         self.ports[name] = listener.port
 

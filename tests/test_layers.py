@@ -38,7 +38,7 @@ HOST_ROOMS, DEVICE_ROOMS = (
 )
 
 AXES = {"spp", "kvp", "tp"}
-AXIS_HOMES = {"sharding.mesh", "settings.schema.mesh"}
+AXIS_HOMES = {"sharding.mesh", "settings.schema.mesh", "settings.renamed"}  # the last: flags
 NO_CLOCK = ("cache", "scheduling", "costs", "simulate")
 
 

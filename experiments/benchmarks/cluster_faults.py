@@ -83,7 +83,7 @@ class Cluster:
         self._command = [
             sys.executable, "-m", "jaxserve", "cluster",
             *(f"--{name}={values[name]}" for name in ("model", "prefill", "decode")),
-            f"--port={self.port}", f"--http_port={self.http_port}", "--dtype=float32",
+            f"--grpc_port={self.port}", f"--port={self.http_port}", "--dtype=float32",
             "--max_model_len=1024", "--max_seqs=4", "--chunk_tokens=64", "--pages=200",
             "--host_cache_gib=0.25", "--profile=none", "--policy=fcfs", "--chunking=static",
             "--admission=queue",

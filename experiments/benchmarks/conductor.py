@@ -30,7 +30,7 @@ PROMPT = 32  # tokens
 def started(stack: contextlib.ExitStack, environment: dict[str, str], *words: str) -> str:
     """Starts a server until the stack is closed; returns its gRPC address."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "jaxserve", *words, "--port=0", "--http_port=0"],
+        [sys.executable, "-m", "jaxserve", *words, "--grpc_port=0", "--port=0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

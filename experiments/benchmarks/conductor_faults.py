@@ -62,7 +62,7 @@ class Second:
         names = ",".join(row["name"] for row in members(cluster.http_port))
         self._command = [
             sys.executable, "-m", "jaxserve", "conductor", f"--model={model}",
-            f"--replicas={names}", f"--port={self.port}", f"--http_port={self.http_port}",
+            f"--replicas={names}", f"--grpc_port={self.port}", f"--port={self.http_port}",
         ]  # fmt: skip
         self._log = log
         self.start()

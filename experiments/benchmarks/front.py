@@ -421,7 +421,7 @@ def run(values: dict[str, Any]) -> int:
         },
     )
     with Background(
-        ServerConfig(port=0, http_port=0),
+        ServerConfig(grpc_port=0, port=0),
         lambda: (open_engine(config, progress=False)[0], tokenizer()),
     ) as server:
         server.wait_ready()

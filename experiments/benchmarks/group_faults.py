@@ -76,8 +76,8 @@ class Group:
     def __init__(self, values: dict[str, Any], log: Path):
         self.port, http_port, admin_port = lasting_ports(3, "127.0.0.1")
         serve = [f"--{name}={values[name]}" for name in ("model", "mesh", "replay")] + [
-            f"--port={self.port}",
-            f"--http_port={http_port}",
+            f"--grpc_port={self.port}",
+            f"--port={http_port}",
             f"--admin_port={admin_port}",
             "--dtype=float32",
             "--max_model_len=1024",

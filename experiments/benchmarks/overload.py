@@ -329,7 +329,7 @@ def measured(values: dict[str, Any]) -> dict[str, Any]:
         conductor = Conductor(members, overload=values["overload"], owns_members=True)
         return conductor, tokenizer
 
-    with Background(ServerConfig(port=0, http_port=0), build) as server:
+    with Background(ServerConfig(grpc_port=0, port=0), build) as server:
         server.wait_ready()
         return phases(LoadGenerator(values, server), Computed(engines), engines)
 

@@ -26,7 +26,7 @@ READY_SECONDS = 600.0  # for the model to be loaded and compiled
 @contextlib.contextmanager
 def served(model: str) -> Iterator[tuple[str, str]]:
     """Starts `jaxserve serve`; gives its gRPC address and the URL of its HTTP port."""
-    command = [sys.executable, "-m", "jaxserve", "serve", "--port=0", "--http_port=0"]
+    command = [sys.executable, "-m", "jaxserve", "serve", "--grpc_port=0", "--port=0"]
     with subprocess.Popen(
         [*command, f"--model={model}"], stdout=subprocess.PIPE, text=True
     ) as server:

@@ -76,8 +76,15 @@ def from_hf(config: dict, generation: dict | None = None, name: str = "") -> Mod
             sliding_layers=sliding_layers,
             eos_ids=_ids((generation or {}).get("eos_token_id"), config.get("eos_token_id")),
             bos_id=_first(config.get("bos_token_id")),
+            stored=_stored(config),
         )
     )
+
+
+def _stored(config: dict) -> str:
+    """The type of the weights; of others than those known here bfloat16."""
+    stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    return stored if stored in ("float32", "float16") else "bfloat16"
 
 
 def to_hf(config: ModelConfig) -> dict:
@@ -109,6 +116,7 @@ def to_hf(config: ModelConfig) -> dict:
         "layer_types": ["sliding_attention" if s else "full_attention" for s in sliding],
         "eos_token_id": list(config.eos_ids),
         "bos_token_id": config.bos_id,
+        "torch_dtype": config.stored,
     }
 
 

@@ -37,7 +37,8 @@ class ModelConfig:
 
     sliding_window w: a token attends to itself and the w - 1 tokens before it (None: to all), in
     the layers that `sliding_layers` marks (None: in all layers). max_len: most tokens of a
-    sequence. tied: the LM head is the embedding. eos_ids: tokens that end a completion.
+    sequence. tied: the LM head is the embedding. eos_ids: tokens that end a completion. stored: the
+    type in which a checkpoint holds the weights, or was made from; bfloat16 where it does not say.
     """
 
     name: str
@@ -59,6 +60,7 @@ class ModelConfig:
     sliding_layers: tuple[bool, ...] | None = None
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
+    stored: str = "bfloat16"
 
     @property
     def parameters(self) -> int:

@@ -32,7 +32,7 @@ from jaxserve.settings.schema import ConfigError
 ABOUT = """\
 Starts replicas (`jaxserve serve`) and a conductor on this machine, starts them anew when they end,
 and ends them all at SIGTERM and Ctrl-C: for trying out, for tests, for one big machine. Clients use
---port and --http_port, which are the conductor's; the replicas listen on free ports of loopback.
+--grpc_port and --port, which are the conductor's; the replicas listen on free ports of loopback.
 Without --prefill, --decode and --mixed there are two replicas that do both. On machines with GPUs
 each replica gets as many as --mesh has, in the order of CUDA_VISIBLE_DEVICES. Replicas that only
 prefill or decode have 1 GiB of host memory for KV, where --host_cache_gib says nothing else.
@@ -76,7 +76,7 @@ def run(values: dict[str, Any]) -> int:
     host = values["host"]
     local = {**values}
     fixed = lasting_ports(2, host)
-    for name, port in zip(("port", "http_port"), fixed):
+    for name, port in zip(("grpc_port", "port"), fixed):
         if local[name] == 0:  # it is the same one when the conductor starts anew
             local[name] = port
     others = [port for port in lasting_ports(len(roles) + 2, "127.0.0.1") if port not in fixed]
@@ -135,7 +135,7 @@ def _replica(
 ) -> Task:
     conductors = {option.name for option in SERVER["server"]} - OF_REPLICA
     flags = _flags(COMMAND, _own_folder(number, values), OF_CLUSTER | conductors)
-    own = ["--port=0", "--http_port=0", f"--replica_port={port}", f"--role={role}"]
+    own = ["--grpc_port=0", "--port=0", f"--replica_port={port}", f"--role={role}"]
     return Task(f"replica {number}", _jaxserve("serve", *own, *flags), 1, environment)
 
 
@@ -196,17 +196,19 @@ def _port_file(values: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
 def _addresses(values: Mapping[str, Any]) -> dict[str, str]:
     host = f"[{values['host']}]" if ":" in values["host"] else values["host"]
     scheme = "http" if values["tls_cert"] is None else "https"
-    found = {"grpc": f"{host}:{values['port']}"}
-    if values["http_port"] is not None:
-        found["http"] = f"{scheme}://{host}:{values['http_port']}"
+    found = {"grpc": f"{host}:{values['grpc_port']}"}
+    if values["port"] is not None:
+        found["http"] = f"{scheme}://{host}:{values['port']}"
     return found
 
 
 def _listens(values: Mapping[str, Any]) -> bool:
     with contextlib.suppress(OSError):
-        socket.create_connection((values["host"], values["port"]), 0.2).close()
+        socket.create_connection((values["host"], values["grpc_port"]), 0.2).close()
         return True
     return False
 
 
-COMMAND = Command({"cluster": OPTIONS, **SERVER, **engine_groups(**SERVED)}, run, ABOUT)
+COMMAND = Command(
+    {"cluster": OPTIONS, **SERVER, **engine_groups(**SERVED)}, run, ABOUT, argument="[MODEL]"
+)

@@ -97,11 +97,11 @@ def run(values: dict[str, Any]) -> int:
     mesh = config.mesh
     degrees = f"{mesh.spp} stages x {mesh.kvp} lanes x {mesh.tp} ranks"
     print(
-        f"{config.source.model} in {config.source.dtype} on {mesh.devices} devices: {degrees}",
+        f"{config.source.model} on {mesh.devices} devices: {degrees}",
         flush=True,
     )
     with Background(
-        ServerConfig(port=0, http_port=0), lambda: open_engine(config, progress=sys.stderr.isatty())
+        ServerConfig(grpc_port=0, port=0), lambda: open_engine(config, progress=sys.stderr.isatty())
     ) as server:
         began = time.monotonic()
         server.wait_ready()

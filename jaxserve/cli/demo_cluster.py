@@ -124,7 +124,7 @@ def cluster(values: Mapping[str, Any], folder: Path) -> Iterator[Addresses]:
 
 def _command(values: Mapping[str, Any], ports: Path) -> list[str]:
     roles = [f"--{role}={number}" for role, number in ROLES.items()]
-    own = ["--port=0", "--http_port=0", f"--port_file={ports}", "--drain_timeout=1"]
+    own = ["--grpc_port=0", "--port=0", f"--port_file={ports}", "--drain_timeout=1"]
     names = [name for name in ALL if name != "role" and values[name] is not None]
     flags = [flag(name, values[name]) for name in names]
     return [sys.executable, "-m", "jaxserve", "cluster", *roles, *own, *flags]

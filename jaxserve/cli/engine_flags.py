@@ -15,6 +15,7 @@ from jaxserve.settings.schema import (
     SchedulerConfig,
     ServerConfig,
 )
+from jaxserve.settings.schema.mesh import degree_options
 
 ALL = options_of(EngineConfig)
 
@@ -24,7 +25,7 @@ def _of(config: type, *others: str) -> list[Option]:
 
 
 ENGINE = {
-    "model": _of(ModelSource, "mesh"),
+    "model": [*_of(ModelSource, "mesh"), *degree_options().values()],
     "cache": _of(CacheConfig),
     "scheduling": _of(
         SchedulerConfig, "profile", "lookahead", "hang_timeout", "replay", "role", "compile_cache"

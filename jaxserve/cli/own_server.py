@@ -40,7 +40,7 @@ def own_server(values: Mapping[str, Any]) -> Iterator[OwnServer]:
     """
     engine_config(values)  # a mistake is told by this process, under its own command's name
     flags = [flag(name, values[name]) for name in ALL if values[name] is not None]
-    command = [sys.executable, "-m", "jaxserve", "serve", "--port=0", "--http_port=0", *flags]
+    command = [sys.executable, "-m", "jaxserve", "serve", "--grpc_port=0", "--port=0", *flags]
     with SignalsExit() as signals:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:

@@ -116,4 +116,6 @@ def _peers(config: ServerConfig) -> Any:
     )
 
 
-COMMAND = Command({**SERVER, "cluster": [REGISTRY], **engine_groups(**SERVED)}, run, ABOUT)
+COMMAND = Command(
+    {**SERVER, "cluster": [REGISTRY], **engine_groups(**SERVED)}, run, ABOUT, argument="[MODEL]"
+)

@@ -402,4 +402,4 @@ class Soak:
         )
 
 
-COMMAND = Command({"load": LOAD, **engine_groups(**SERVED)}, run, ABOUT)
+COMMAND = Command({"load": LOAD, **engine_groups(**SERVED)}, run, ABOUT, argument="[MODEL]")

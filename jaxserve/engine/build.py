@@ -253,8 +253,16 @@ def _disk(config: EngineConfig, block_bytes: int, identity: bytes) -> DiskBlocks
 def cache_identity(config: EngineConfig, model: ModelConfig) -> tuple[str, str]:
     """What tells the blocks of one replica from another's besides tokens: weights and model, and
     the types of numbers. model: as the checkpoint says."""
-    types = f"{config.source.dtype} {config.cache.kv_cache_dtype}"
+    types = f"{weights_dtype(config, model)} {config.cache.kv_cache_dtype}"
     return f"{model} {weights_id(config)}", types
+
+
+def weights_dtype(config: EngineConfig, model: ModelConfig) -> str:
+    """The type of weights: where the settings leave it open, that of the checkpoint, but float32 on
+    CPUs, where tokens are then the same for every mesh and batch."""
+    if config.source.dtype != "auto":
+        return config.source.dtype
+    return "float32" if jax.default_backend() == "cpu" else model.stored
 
 
 def weights_id(config: EngineConfig) -> str:
@@ -279,7 +287,7 @@ def _planner(
 
 def make_plan(config: EngineConfig, model: ModelConfig) -> StagePlan:
     """What the stages need, from the settings and the model (after `with_tp`)."""
-    dtype = DTYPES[config.source.dtype]
+    dtype = DTYPES[weights_dtype(config, model)]
     size = config.cache.block_size
     length = max_length(config, model)
     layers = max(map(len, layers_of(model, config.mesh.spp)))

@@ -65,7 +65,8 @@ def replica_info(config: EngineConfig, worker: CommandExecutor, max_model_len: i
     plan = worker.plan
     model = plan.model
     return ReplicaInfo(
-        served_name=config.source.model,
+        served_name=(config.source.served_model_name or (config.source.model,))[0],
+        other_names=config.source.served_model_name[1:],
         model=model.name,
         vocab=model.vocab,
         layers=model.layers,

@@ -13,8 +13,9 @@ from jaxserve.settings.schema import MeshConfig
 class ReplicaInfo:
     """The facts that callers of a replica may rely on.
 
-    served_name: by which requests name the model. model: the architecture's own name. eos_ids: ids
-    that end a completion. max_model_len: most tokens of a sequence, its output included.
+    served_name: by which requests name the model; other_names: these too. model: the architecture's
+    own name. eos_ids: ids that end a completion. max_model_len: most tokens of a sequence, its
+    output included.
     pages_per_lane: pages of KV cache on each lane, of `block_size` tokens. max_seqs: sequences that
     run at once; max_queue: requests that may wait. class_names: of request classes, see
     `SchedulerConfig.classes`. settings: all that was configured, group by group, without secrets.
@@ -47,6 +48,12 @@ class ReplicaInfo:
     role: str = "mixed"
     cache_fingerprint: str = ""
     cache_dtype: str = ""
+    other_names: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names by which requests may call the model."""
+        return tuple(dict.fromkeys((self.served_name, *self.other_names, self.model)))
 
     @property
     def capacity_tokens(self) -> int:

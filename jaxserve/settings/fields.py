@@ -16,8 +16,8 @@ from typing import Any
 
 from jaxserve.settings import renamed
 
-UNITS = {"K": 2**10, "M": 2**20}
-COUNT = re.compile(r"([0-9]+)([KM])")
+UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "k": 10**3, "m": 10**6, "g": 10**9}
+COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGkmg])")
 TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 QUOTED = 100  # characters of a wrong value that an error repeats
 KIND_NAMES: dict[type, str] = {
@@ -174,7 +174,7 @@ def kinds_of(config: type) -> dict[str, type]:
 def _required(hint: Any) -> Any:
     if isinstance(hint, types.UnionType):
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
-    return hint
+    return typing.get_origin(hint) or hint
 
 
 def parsed(kind: Any, value: Any) -> Any:
@@ -184,6 +184,12 @@ def parsed(kind: Any, value: Any) -> Any:
 
 
 def count(text: str) -> int:
-    """'128K' -> 131072: K stands for 1024 and M for its square. Errors: ValueError."""
+    """'128K' -> 131072, '128k' -> 128000: capitals stand for powers of 1024, small letters for
+    those of 1000. Errors: ValueError."""
     match = COUNT.fullmatch(text.strip())
-    return int(match[1]) * UNITS[match[2]] if match else int(text)
+    if match is None:
+        return int(text)
+    number = float(match[1]) * UNITS[match[2]]
+    if not number.is_integer():
+        raise ValueError(f"{text} is not a whole number")
+    return int(number)

@@ -8,22 +8,26 @@ have --config.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import flags
 
-from jaxserve.settings import renamed, sources
+from jaxserve.settings import foreign, renamed, sources
 from jaxserve.settings.fields import Option
 from jaxserve.settings.options import near
+from jaxserve.settings.schema.mesh import DEGREES, with_mesh
 
 COLUMN = 30  # where the help text of a flag begins
 PLACEHOLDERS: dict[type, str] = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
-FLAG = re.compile(r"--?(no)?(\w+)(=.*)?", re.DOTALL)
+FLAG = re.compile(r"--?([a-zA-Z][\w-]*)(=.*)?", re.DOTALL)
+log = logging.getLogger(__name__)
 
 
 class UsageError(ValueError):
@@ -37,7 +41,8 @@ class Command:
     groups: its flags by title of their section in the help page. run: gets the flags' values,
     returns an exit code. about: further paragraphs of the help page. argument: the name of its one
     argument that is not a flag, '' for none; its value is under that name in lower case. One that
-    ends in '...' is all that stands behind '--', as a list.
+    ends in '...' is all that stands behind '--', as a list; one in brackets is a flag's value that
+    may stand there without the flag.
     """
 
     groups: Mapping[str, Sequence[Option]]
@@ -67,15 +72,28 @@ def parse(command: Command, arguments: Sequence[str]) -> Values:
     """
     flagged = _parsed(command, arguments)
     if "config" not in command.options:
-        return flagged
+        return _whole(flagged)
     flagged["config"] = flagged["config"] or os.environ.get("JAXSERVE_CONFIG") or None
     layers = sources.from_file(flagged["config"], command.options) if flagged["config"] else {}
     layers |= sources.from_environment(command.options, os.environ)
     below = {name: layer for name, layer in layers.items() if name not in flagged.origins}
-    return Values(
-        {**flagged, **{name: value for name, (value, _) in below.items()}},
-        {**flagged.origins, **{name: where for name, (_, where) in below.items()}},
+    return _whole(
+        Values(
+            {**flagged, **{name: value for name, (value, _) in below.items()}},
+            {**flagged.origins, **{name: where for name, (_, where) in below.items()}},
+        )
     )
+
+
+def _whole(values: Values) -> Values:
+    """Settings with one mesh, however it was given. Errors: ConfigError."""
+    if not DEGREES.keys() & values.keys():
+        return values
+    origins = dict(values.origins)
+    for name in DEGREES:
+        if name in origins:
+            origins.setdefault("mesh", origins[name])
+    return Values(with_mesh(values, values.origins), origins)
 
 
 def _parsed(command: Command, arguments: Sequence[str]) -> Values:
@@ -85,9 +103,13 @@ def _parsed(command: Command, arguments: Sequence[str]) -> Values:
     for option in command.options.values():
         _define(option, values)
     try:
-        rest = values(["", *map(_current, arguments)])[1:]
+        rest = values(["", *_current(command.options, arguments)])[1:]
     except flags.UnrecognizedFlagError as error:
-        hint = near(error.flagname, command.options).replace("mean ", "mean --")
+        instead = foreign.INSTEAD.get(renamed.spelt(error.flagname))
+        if instead and "model" in command.options:
+            raise UsageError(f"--{error.flagname} is not a flag here: {instead}") from None
+        known = {*command.options, *renamed.ALIASES} if "model" in command.options else ()
+        hint = near(error.flagname, known or command.options).replace("mean ", "mean --")
         raise UsageError(f"unknown flag --{error.flagname}{hint}") from None
     except flags.Error as error:
         raise UsageError(str(error).removeprefix("flag ").rstrip(".")) from None
@@ -97,6 +119,8 @@ def _parsed(command: Command, arguments: Sequence[str]) -> Values:
             raise UsageError("give a command behind --")
         name = command.argument.removesuffix("...").lower()
         return Values(values.flag_values_dict() | {name: rest}, origins)
+    if command.argument.startswith("["):
+        return _with_argument(command, values.flag_values_dict(), origins, rest)
     if command.argument and len(rest) != 1:
         raise UsageError(f"give one {command.argument}" + (f", not {len(rest)}" if rest else ""))
     if rest and not command.argument:
@@ -104,6 +128,20 @@ def _parsed(command: Command, arguments: Sequence[str]) -> Values:
     return Values(
         values.flag_values_dict() | ({command.argument.lower(): rest[0]} if rest else {}), origins
     )
+
+
+def _with_argument(
+    command: Command, values: dict[str, Any], origins: dict[str, str], rest: list[str]
+) -> Values:
+    """The values with that of a flag which may be given without its name. Errors: UsageError."""
+    name = command.argument.strip("[]").lower()
+    if len(rest) > 1:
+        raise UsageError(f"{rest[1]!r} is not a flag; flags begin with --")
+    if rest and name in origins:
+        raise UsageError(f"give {command.argument.strip('[]')} or --{name}, not both")
+    if not rest:
+        return Values(values, origins)
+    return Values({**values, name: rest[0]}, {**origins, name: f"--{name}"})
 
 
 def help_of(name: str, summary: str, command: Command, width: int | None = None) -> str:
@@ -128,16 +166,47 @@ def _arguments(command: Command) -> list[str]:
     return [*([command.argument] if command.argument else []), *flags]
 
 
-def _current(argument: str) -> str:
-    """An argument with today's name of its flag."""
-    match = FLAG.fullmatch(argument)
-    if match is None:
-        return argument
-    no, name, value = match[1] or "", match[2], match[3] or ""
-    if no and f"no{name}" in renamed.FLAGS:
-        no, name = "", f"no{name}"
-    today = renamed.current_name(name)
-    return argument if today == name else f"--{no}{today}{value}"
+def _current(options: Mapping[str, Option], arguments: Sequence[str]) -> Iterator[str]:
+    """Arguments with our names of their flags, and without those flags of other engines that ask
+    for what is so anyway."""
+    coming = deque(arguments)
+    while coming:
+        argument = coming.popleft()
+        if argument == "--":
+            yield from [argument, *coming]
+            return
+        match = FLAG.fullmatch(argument)
+        if match is None:
+            yield argument
+            continue
+        typed, value = match[1], match[2] or ""
+        name, no = _known(options, typed)
+        why = foreign.no_effect(renamed.spelt(typed)) if "model" in options else None
+        if name in options:
+            yield f"--{no}{name}{value}"
+            if options[name].kind is not bool and not value and coming:
+                yield coming.popleft()
+            while name in renamed.SEVERAL and coming and not coming[0].startswith("-"):
+                yield f"--{name}={coming.popleft()}"
+        elif why is not None:
+            log.warning("--%s has no effect: %s", typed, why)
+            if renamed.spelt(typed) in foreign.NO_EFFECT_VALUES and not value and coming:
+                coming.popleft()
+        else:
+            yield argument
+
+
+def _known(options: Mapping[str, Option], typed: str) -> tuple[str, str]:
+    """The setting that a flag names, or what it might be, and 'no' for one that is switched off."""
+    if typed in options:
+        return typed, ""
+    for no in ("", "no-", "no_", "no"):
+        if typed.startswith(no):
+            bare = typed.removeprefix(no)
+            name = bare if bare in options else renamed.current_name(bare)
+            if name in options and (not no or options[name].kind is bool):
+                return name, "no" if no else ""
+    return typed, ""
 
 
 def _define(option: Option, values: flags.FlagValues) -> None:

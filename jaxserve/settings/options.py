@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from jaxserve.settings import renamed
 from jaxserve.settings.fields import ConfigError, Option, kinds_of, own_options, parsed
 from jaxserve.settings.schema import MeshConfig
+from jaxserve.settings.schema.mesh import degree_options, with_mesh
 
 __all__ = ["Option", "make", "near", "options_of", "values_of"]
 
@@ -37,6 +38,8 @@ def make(config: type[Config], values: Mapping[str, Any]) -> Config:
     Errors: ConfigError for an unknown name or a value that cannot be used.
     """
     options = options_of(config)
+    if "mesh" in options:
+        options |= degree_options()
     given: dict[str, Any] = {}
     for name, value in values.items():
         today = renamed.current_name(name)
@@ -46,7 +49,7 @@ def make(config: type[Config], values: Mapping[str, Any]) -> Config:
             given[today] = options[today].check(value)
         except ValueError as error:
             raise ConfigError(today, str(error)) from None
-    return _made(config, given)
+    return _made(config, with_mesh(given, given) if "mesh" in options else given)
 
 
 def values_of(config: Any) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Old spellings of settings and of their values: each works for one more version, with a warning.
+"""Other spellings of settings and of their values: those of other engines, which work as our own
+do, and old ones, each of which works for one more version, with a warning.
 
-`FLAGS` and `VALUES` are the only places where an old spelling is known. Flags, variables of the
-environment, settings files and keyword arguments all come through `current_name` and
-`current_value`.
+The tables here are the only places where they are known. Flags, variables of the environment,
+settings files and keyword arguments all come through `current_name` and `current_value`. Dashes
+and underscores in a name are alike.
 """
 
 from __future__ import annotations
@@ -13,6 +14,32 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+ALIASES: Mapping[str, str] = {  # as in vLLM or SGLang -> name
+    "tp": "tensor_parallel_size",
+    "tp_size": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "pp_size": "pipeline_parallel_size",
+    "cp": "context_parallel_size",
+    "http_port": "port",
+    "max_num_seqs": "max_seqs",
+    "max_running_requests": "max_seqs",
+    "max_num_batched_tokens": "chunk_tokens",
+    "chunked_prefill_size": "chunk_tokens",
+    "context_length": "max_model_len",
+    "model_path": "model",
+    "enable_prefix_caching": "prefix_caching",
+    "num_gpu_blocks_override": "pages",
+    "page_size": "block_size",
+    "ssl_certfile": "tls_cert",
+    "ssl_keyfile": "tls_key",
+    "ssl_ca_certs": "tls_client_ca",
+    "otlp_traces_endpoint": "traces_endpoint",
+}
+SEVERAL = ("served_model_name",)  # settings whose flag may be followed by several values
+VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {  # setting -> as in vLLM -> value
+    "dtype": {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+}
 FLAGS: Mapping[str, str] = {}  # old name -> name
 VALUES: Mapping[str, Mapping[str, str]] = {  # setting -> old value -> value
     # the papers' LRS is the least relative slack, --policy=slack
@@ -20,8 +47,15 @@ VALUES: Mapping[str, Mapping[str, str]] = {  # setting -> old value -> value
 }
 
 
+def spelt(name: str) -> str:
+    """A name in our spelling."""
+    name = name.replace("-", "_")
+    return ALIASES.get(name, name)
+
+
 def current_name(name: str) -> str:
-    """Today's name of a setting; an old one is warned of."""
+    """The name of a setting that may be spelt otherwise; an old name is warned of."""
+    name = spelt(name)
     if name not in FLAGS:
         return name
     log.warning("%s is now %s; the old name goes with the next version", name, FLAGS[name])
@@ -29,7 +63,9 @@ def current_name(name: str) -> str:
 
 
 def current_value(name: str, value: Any) -> Any:
-    """Today's spelling of a setting's value; an old one is warned of."""
+    """The value of a setting that may be spelt otherwise; an old spelling is warned of."""
+    if isinstance(value, str):
+        value = VALUE_ALIASES.get(name, {}).get(value, value)
     if not isinstance(value, str) or value not in VALUES.get(name, {}):
         return value
     new = VALUES[name][value]

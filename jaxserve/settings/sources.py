@@ -22,10 +22,12 @@ from jaxserve.settings import renamed
 from jaxserve.settings.fields import COUNT, Option, count
 from jaxserve.settings.options import near, options_of
 from jaxserve.settings.schema import ConfigError, EngineConfig, MeshConfig, ServerConfig
+from jaxserve.settings.schema.mesh import DEGREES, degree_options
 
 log = logging.getLogger(__name__)
 PREFIX = "JAXSERVE_"
 MAX_FILE_BYTES = 64 * 1024
+SECRET = ("api_key",)
 OWN = ("config", "print_config")  # flags that are about settings, and none themselves
 # variables that are no settings
 OTHER_VARIABLES = {
@@ -101,7 +103,10 @@ def printed(
     where they are from. `from_file` reads it."""
     lines = []
     for name in options:
-        if name in OWN:
+        if name in OWN or name in DEGREES:
+            continue
+        if name in SECRET and values[name]:
+            lines.append(f"# {name}: not shown")
             continue
         value = values[name]
         if isinstance(value, MeshConfig):
@@ -182,13 +187,13 @@ def _known(lines: Mapping[str, int], options: Mapping[str, Option]) -> bool:
     """Whether a file has settings at all. Errors: _Refused for a name that is none."""
     known = (options.keys() | _engine_and_server().keys()) - set(OWN)
     for name, line in lines.items():
-        if name not in known and name not in renamed.FLAGS:
+        if not {name, renamed.spelt(name)} & known and name not in renamed.FLAGS:
             raise _Refused(f" line {line}: unknown setting {name!a:.100}{near(name, known)}")
     return bool(lines)
 
 
 def _engine_and_server() -> dict[str, Option]:
-    return {**options_of(EngineConfig), **options_of(ServerConfig)}
+    return {**options_of(EngineConfig), **options_of(ServerConfig), **degree_options()}
 
 
 def _plain(option: Option, value: Any) -> Any:

@@ -30,11 +30,11 @@ ROUNDING_SECONDS = 1e-6
 
 
 class Authenticator:
-    """Knows the API keys of a server. Without a key file everybody is the anonymous caller. Errors:
+    """Knows the API keys of a server. Without any everybody is the anonymous caller. Errors:
     ConfigError for the file."""
 
     def __init__(self, config: ServerConfig):
-        self._keys = Keys(config.api_keys) if config.api_keys is not None else None
+        self._keys = Keys(config.api_keys, config.api_key) if config.asks_for_keys else None
         self._isolated = not config.share_prefixes
         self._usage: dict[str, KeyUsage] = {}
         # of its own: callers can keep the shared threads busy

@@ -20,7 +20,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 FIELD = "api_keys"  # the setting that names the file
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_KEY_CHARS = 512
+GIVEN = "api_key"  # name and tenant of keys that the settings give
 MAX_FILE_BYTES = 4 << 20
 MAX_LIMIT = 10**12
 
@@ -59,14 +60,16 @@ class Key:
 
 
 class Keys:
-    """The keys of a file. Lookups take the same time however near a guess was. Errors: ConfigError
-    if the file cannot be used."""
+    """The keys of a file, if there is one, and those that were given (`api_key`), which have one
+    name. Lookups take the same time however near a guess was. Errors: ConfigError if the file or a
+    key cannot be used."""
 
-    def __init__(self, file: str | Path):
-        self._file = Path(file)
+    def __init__(self, file: str | Path | None, given: Sequence[str] = ()):
+        self._file = None if file is None else Path(file)
         self._secret = secrets.token_bytes(32)
-        self._signature = file_signature(self._file)
-        self._keys = self._table(read(self._file))
+        self._given = [_given(key) for key in given]
+        self._signature = self._file and file_signature(self._file)
+        self._keys = self._table(read(self._file) if self._file else ())
 
     @property
     def names(self) -> set[str]:
@@ -83,11 +86,12 @@ class Keys:
     @property
     def changed(self) -> bool:
         """Whether the file has changed since it was read last. Costs a stat."""
-        return file_signature(self._file) != self._signature
+        return self._file is not None and file_signature(self._file) != self._signature
 
     def refresh(self) -> bool:
         """Reads the file again; returns whether the keys were replaced. Takes a second for
         thousands of keys; any thread may call it."""
+        assert self._file is not None, "there is no file"
         self._signature = file_signature(self._file)
         try:
             self._keys = self._table(read(self._file))
@@ -98,11 +102,18 @@ class Keys:
         return True
 
     def _table(self, keys: Iterable[Key]) -> dict[bytes, Key]:
-        return {self._index(key.sha256): key for key in keys}
+        return {self._index(key.sha256): key for key in (*self._given, *keys)}
 
     def _index(self, digest: bytes) -> bytes:
         """The index of a key in the table: unpredictable, so that timing tells nothing of it."""
         return hmac.digest(self._secret, digest, "sha256")
+
+
+def _given(key: str) -> Key:
+    """A key that the settings give. Errors: ConfigError."""
+    if not 0 < len(key) <= MAX_KEY_CHARS or not key.isprintable():
+        raise ConfigError("api_key", f"must have 1 to {MAX_KEY_CHARS} characters that can be seen")
+    return Key(GIVEN, hash_of(key), GIVEN)
 
 
 def hash_of(key: str) -> bytes:

@@ -106,12 +106,12 @@ def _model_routes(frontend: Frontend) -> fastapi.APIRouter:
 
     @router.get("/v1/models")
     async def models() -> JsonObject:
-        return {"object": "list", "data": [_model(frontend)]}
+        return {"object": "list", "data": _models(frontend)}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> JsonObject:
         frontend.check_model(name)
-        return _model(frontend)
+        return next(model for model in _models(frontend) if model["id"] == name)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: fastapi.Request) -> Response:
@@ -200,17 +200,21 @@ def _request_id(body: GenerateRequest, request: fastapi.Request) -> str:
     return body.request_id or request.headers.get("x-request-id", "")
 
 
-def _model(frontend: Frontend) -> JsonObject:
-    name = frontend.info.served_name
-    return {
-        "id": name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "jaxserve",
-        "root": name,
-        "parent": None,
-        "max_model_len": frontend.info.max_model_len,
-    }
+def _models(frontend: Frontend) -> list[JsonObject]:
+    """The model, once for each of its names."""
+    info = frontend.info
+    return [
+        {
+            "id": name,
+            "object": "model",
+            "created": frontend.started,
+            "owned_by": "jaxserve",
+            "root": info.served_name,
+            "parent": None,
+            "max_model_len": info.max_model_len,
+        }
+        for name in (info.served_name, *info.other_names)
+    ]
 
 
 async def _rendered(content: JsonObject | list[JsonObject]) -> Response:

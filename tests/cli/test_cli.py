@@ -50,17 +50,22 @@ def test_help_tells_every_flag_and_nothing_else(name):
 
 def test_help_shows_defaults_limits_and_choices():
     shown = " ".join(help_of("jaxserve serve", "", cli.load("serve"), 90).split())
-    assert "--port=N gRPC port; 0 takes a free one (default 8470, 0 to 65535)" in shown
-    assert "--dtype=float32|bfloat16|float16 type of weights and KV (default float32)" in shown
+    assert "--grpc_port=N gRPC port; 0 takes a free one (default 8470, 0 to 65535)" in shown
+    assert "usage: jaxserve serve [MODEL] [flags]" in shown
+    assert (
+        "--dtype=auto|float32|bfloat16|float16 type of weights and KV; auto: float32 on CPUs,"
+        in shown
+    )
     assert "--[no]reflection serve gRPC reflection (default yes)" in shown
 
 
 def test_flags_are_the_settings():
     own = {"config", "print_config"}
     configs = set(options_of(EngineConfig)) | set(options_of(ServerConfig))
-    assert set(cli.load("serve").options) == configs | own | {"registry"}
+    degrees = {f"{axis}_parallel_size" for axis in ("tensor", "pipeline", "context")}
+    assert set(cli.load("serve").options) == configs | own | degrees | {"registry"}
     others = {*own, "prompt", "input", "json", "class_name", *SamplingParams.__dataclass_fields__}
-    assert set(cli.load("generate").options) == set(options_of(EngineConfig)) | others
+    assert set(cli.load("generate").options) == set(options_of(EngineConfig)) | others | degrees
 
 
 @pytest.mark.parametrize(
@@ -69,13 +74,16 @@ def test_flags_are_the_settings():
         (["sreve"], "'sreve' is not a command; did you mean 'serve'?"),
         (["serve", "--prt=1"], "jaxserve serve: unknown flag --prt; did you mean --port?"),
         (
-            ["serve", "--port=65536"],
-            "jaxserve serve: --port=65536: 65536 is above the limit 65535",
+            ["serve", "--grpc_port=65536"],
+            "jaxserve serve: --grpc_port=65536: 65536 is above the limit 65535",
         ),
-        (["serve", "--port=x"], "jaxserve serve: --port=x: must be a whole number, not 'x'"),
+        (
+            ["serve", "--grpc_port=x"],
+            "jaxserve serve: --grpc_port=x: must be a whole number, not 'x'",
+        ),
         (
             ["serve", "--dtype=int8"],
-            "jaxserve serve: --dtype=int8: 'int8' is not one of float32, bfloat16, float16",
+            "jaxserve serve: --dtype=int8: 'int8' is not one of auto, float32, bfloat16, float16",
         ),
         (
             ["serve", "--host=0.0.0.0"],
@@ -87,7 +95,7 @@ def test_flags_are_the_settings():
             ["serve", "--classes=chat:ttft=x"],
             "jaxserve serve: --classes: chat: ttft: 'x' is not a number",
         ),
-        (["serve", "now"], "jaxserve serve: 'now' is not a flag"),
+        (["serve", "here", "now"], "jaxserve serve: 'now' is not a flag"),
         (["fetch"], "jaxserve fetch: give one NAME"),
         (["fetch", "nothing-known"], "jaxserve fetch: model: 'nothing-known'"),
         (["generate"], "jaxserve generate: --prompt: give either --prompt or --input"),

@@ -68,7 +68,7 @@ def metric(url: str, name: str) -> float:
 def cluster(tmp_path: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], Client]]:
     """Runs a cluster until the block ends, and what there is of it after."""
     port_file = tmp_path / "ports.json"
-    command = [sys.executable, "-m", "jaxserve", "cluster", "--port=0", "--http_port=0"]
+    command = [sys.executable, "-m", "jaxserve", "cluster", "--grpc_port=0", "--port=0"]
     with open(tmp_path / "log", "w+") as log:
         process = subprocess.Popen(
             [*command, f"--port_file={port_file}", *flags],
@@ -176,7 +176,7 @@ def test_prompts_are_computed_by_one_replica_and_decoded_by_another(tmp_path):
 def replica(stack: contextlib.ExitStack, *flags: str) -> str:
     """Starts `jaxserve serve`; returns its replica port's address."""
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
-    ports = ["--port=0", "--http_port=0", f"--replica_port={address.partition(':')[2]}"]
+    ports = ["--grpc_port=0", "--port=0", f"--replica_port={address.partition(':')[2]}"]
     start(stack, "serve", *ports, *flags)
     return address
 
@@ -212,7 +212,7 @@ def test_the_real_model_disaggregated_with_other_meshes_on_both_sides(golden, sm
         for _ in range(2):
             conductor = start(
                 stack, "conductor", f"--model={smollm2_gguf}", f"--replicas={','.join(replicas)}",
-                "--port=0", "--http_port=0",
+                "--grpc_port=0", "--port=0",
             )  # fmt: skip
             address, url = (conductor.stdout.readline().strip() for _ in range(2))
             clients.append(stack.enter_context(Client(address)))

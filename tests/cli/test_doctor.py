@@ -70,7 +70,7 @@ def seen(monkeypatch):
 
 def examined(capsys, *flags: str) -> tuple[int, dict, dict]:
     """(exit code, checks by name, the whole answer)"""
-    code = cli.main(["doctor", "--json", "--port=0", "--http_port=0", *flags])
+    code = cli.main(["doctor", "--json", "--grpc_port=0", "--port=0", *flags])
     out, err = capsys.readouterr()
     assert not err, err
     answer = json.loads(out)
@@ -79,7 +79,7 @@ def examined(capsys, *flags: str) -> tuple[int, dict, dict]:
 
 def test_a_healthy_machine_is_told_in_one_table(capsys, own_cache):
     # with a process that really looks at the devices
-    assert cli.main(["doctor", *FLAGS, "--port=0", "--http_port=0"]) == 0
+    assert cli.main(["doctor", *FLAGS, "--grpc_port=0", "--port=0"]) == 0
     out = capsys.readouterr().out
     rows = {
         line.split()[1]: line.split()[0]
@@ -126,9 +126,9 @@ def test_a_port_that_is_taken_is_a_fault_with_the_flag_to_change(capsys, seen):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         number = taken.getsockname()[1]
-        code, found, _ = examined(capsys, *FLAGS, f"--port={number}", f"--admin_port={number}")
+        code, found, _ = examined(capsys, *FLAGS, f"--grpc_port={number}", f"--admin_port={number}")
     assert code == 1
-    for name in ("port", "admin_port"):
+    for name in ("grpc_port", "admin_port"):
         assert (
             found[name]["state"] == "fault"
             and f"127.0.0.1:{number}" in found[name]["said"]
@@ -314,18 +314,18 @@ def test_versions_that_are_too_old_are_faults(monkeypatch):
 
 def test_every_port_is_tried_on_the_servers_address():
     config = dataclasses.make_dataclass(
-        "Config", [("host", str), ("port", int), ("http_port", int), ("admin_port", int)]
+        "Config", [("host", str), ("grpc_port", int), ("port", int), ("admin_port", int)]
     )
     assert [(check.name, check.state) for check in checks.ports(config("[::1]", 0, 0, None))] == [
+        ("grpc_port", "ok"),
         ("port", "ok"),
-        ("http_port", "ok"),
     ]
     assert {check.state for check in checks.ports(config("no-such-host.invalid", 1, 2, 3))} == {
         "fault"
     }
     assert [check.name for check in checks.ports(ServerConfig(admin_port=0))] == [
         "port",
-        "http_port",
+        "grpc_port",
         "admin_port",
     ]
 
@@ -433,7 +433,7 @@ def test_the_doctor_predicts_what_the_engine_does(capsys, seen, engine):
     assert {
         (row["sequences"], row["context"]): row["seconds"] for row in answer["predicted"]["tpot"]
     } == expected.tpot
-    assert cli.main(["doctor", "--port=0", "--http_port=0", *FLAGS]) == 0
+    assert cli.main(["doctor", "--grpc_port=0", "--port=0", *FLAGS]) == 0
     table = capsys.readouterr().out
     assert (
         "TTFT  TPOT of 1  TPOT of 4  TPOT of 8" in table

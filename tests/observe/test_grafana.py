@@ -175,8 +175,8 @@ def test_the_manifest_in_the_docs_is_yaml_with_ports_that_are_the_defaults():
     (container,) = yaml.safe_load(example)["spec"]["containers"]
     defaults = cli.load("serve").options
     assert {port["name"]: port["containerPort"] for port in container["ports"]} == {
-        "grpc": defaults["port"].default,
-        "http": defaults["http_port"].default,
+        "grpc": defaults["grpc_port"].default,
+        "http": defaults["port"].default,
     }
     assert (
         container["readinessProbe"]["httpGet"]["path"] == "/ready"

@@ -47,7 +47,7 @@ def started(stack: contextlib.ExitStack, engine=None, tokenizer=FakeTokenizer, *
     # before this one left millions of objects, which would take it a second.
     gc.freeze()
     engine = engine or FakeReplica()
-    ports = ServerConfig(**{"port": 0, "http_port": 0, **config})
+    ports = ServerConfig(**{"grpc_port": 0, "port": 0, **config})
     server = stack.enter_context(Background(ports, lambda: (engine, tokenizer and tokenizer())))
     served = Served(engine, server)
     stack.callback(served.channel.close)

@@ -163,7 +163,7 @@ import sys
 from jaxserve.settings.schema import ServerConfig
 from jaxserve.server.supervisor import serve
 from tests.server.fakes import FakeReplica, FakeTokenizer
-config = ServerConfig(port=0, http_port=0, api_keys=sys.argv[1])
+config = ServerConfig(grpc_port=0, port=0, api_keys=sys.argv[1])
 def listening(server):
     print(server.ports['grpc'], flush=True)
 serve(config, lambda: (FakeReplica(), FakeTokenizer()), listening)

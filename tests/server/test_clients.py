@@ -66,7 +66,7 @@ def model(request) -> str:
 def server(model):
     config = make(EngineConfig, {"model": model, **SETTINGS})
     with Background(
-        ServerConfig(port=0, http_port=0),
+        ServerConfig(grpc_port=0, port=0),
         lambda: open_engine(config, progress=False, warm_up=False),
     ) as server:
         server.wait_ready()

@@ -75,7 +75,7 @@ class Cluster:
         targets = ",".join(f"127.0.0.1:{port}" for port in self.ports)
         conductor = self._start(
             "jaxserve", "conductor", "--model=random:none", f"--replicas={targets}",
-            "--port=0", "--http_port=0", "--drain_timeout=1",
+            "--grpc_port=0", "--port=0", "--drain_timeout=1",
         )  # fmt: skip
         grpc, url = (conductor.stdout.readline().strip() for _ in range(2))
         client = self._stack.enter_context(Client(grpc))

@@ -37,7 +37,7 @@ def offline():
 def client():
     config = make(EngineConfig, SETTINGS)
     with Background(
-        ServerConfig(port=0, http_port=0),
+        ServerConfig(grpc_port=0, port=0),
         lambda: open_engine(config, progress=False, warm_up=False),
     ) as server:
         server.wait_ready()

@@ -31,7 +31,7 @@ MANY = settings(max_examples=examples(2000), deadline=1000)
 @pytest.fixture(scope="module")
 def server():
     engine = FakeReplica()
-    with Background(ServerConfig(port=0, http_port=0), lambda: (engine, FakeTokenizer())) as server:
+    with Background(ServerConfig(grpc_port=0, port=0), lambda: (engine, FakeTokenizer())) as server:
         server.wait_ready()
         server.engine = engine
         yield server

@@ -70,7 +70,7 @@ def test_min_tokens_and_models_without_text_exclude_guides(fake, serve):
 
 
 def test_answers_of_the_real_engine_obey():
-    with Background(ServerConfig(port=0), lambda: (shared(), tokenizer())) as server:
+    with Background(ServerConfig(grpc_port=0), lambda: (shared(), tokenizer())) as server:
         server.wait_ready()
         with Client(server.target) as client:
             sampling = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=40)

@@ -98,7 +98,7 @@ def watching_unread(port: int) -> socket.socket:
 
 def test_who_watches_and_does_not_read_holds_up_nobody():
     background = Background(
-        ServerConfig(port=0, http_port=0), lambda: (FakeReplica(), FakeTokenizer())
+        ServerConfig(grpc_port=0, port=0), lambda: (FakeReplica(), FakeTokenizer())
     )
     server = background.__enter__()
     ending = threading.Thread(target=background.__exit__, args=(None, None, None), daemon=True)

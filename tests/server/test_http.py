@@ -149,7 +149,7 @@ def test_tokens_do_not_wait_until_the_caller_has_acknowledged_the_last_ones(host
             await send({"type": "http.response.start", "status": 204, "headers": []})
             await send({"type": "http.response.body"})
 
-        listener = Listener(app, ServerConfig(host=host), "http_port", 0)
+        listener = Listener(app, ServerConfig(host=host), "port", 0)
         await listener.start()
         async with httpx.AsyncClient() as client:
             await client.get(f"http://{f'[{host}]' if ':' in host else host}:{listener.port}")

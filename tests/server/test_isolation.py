@@ -37,7 +37,7 @@ def tenants(tmp_path_factory):
     file.chmod(0o600)
     config = make(EngineConfig, SETTINGS)
     with Background(
-        ServerConfig(port=0, http_port=0, api_keys=str(file)),
+        ServerConfig(grpc_port=0, port=0, api_keys=str(file)),
         lambda: open_engine(config, False, False),
     ) as server:
         server.wait_ready()

@@ -196,7 +196,7 @@ def test_health_follows_the_engine():
             for name in names
         }
 
-    background = Background(ServerConfig(port=0, http_port=0), build)
+    background = Background(ServerConfig(grpc_port=0, port=0), build)
     with (
         background as server,
         grpc.insecure_channel(server.target) as channel,
@@ -227,7 +227,7 @@ def test_a_build_that_fails_ends_the_server():
 
     with (
         pytest.raises(ConfigError, match="mesh"),
-        Background(ServerConfig(port=0, http_port=0), build) as server,
+        Background(ServerConfig(grpc_port=0, port=0), build) as server,
     ):
         server.wait_ready()
 
@@ -294,7 +294,7 @@ def test_a_taken_port_is_a_config_error():
         port = taken.getsockname()[1]
         with (
             pytest.raises(ConfigError, match="port"),
-            Background(ServerConfig(port=port, http_port=0), FakeReplica),
+            Background(ServerConfig(grpc_port=port, port=0), FakeReplica),
         ):
             pass
 
@@ -304,7 +304,7 @@ import sys
 from jaxserve.settings.schema import ServerConfig
 from jaxserve.server.supervisor import serve
 from tests.server.fakes import FakeReplica, FakeTokenizer
-config = ServerConfig(port=0, http_port=0, drain_timeout=float(sys.argv[1]))
+config = ServerConfig(grpc_port=0, port=0, drain_timeout=float(sys.argv[1]))
 def listening(server):
     print(server.ports['grpc'], flush=True)
 serve(config, lambda: (FakeReplica(step_seconds=0.01), FakeTokenizer()), listening)
@@ -350,7 +350,7 @@ def end_of(outputs):
 
 def test_the_garbage_collector_leaves_what_serves_alone_and_is_itself_again_afterwards():
     with Background(
-        ServerConfig(port=0, http_port=0), lambda: (FakeReplica(), FakeTokenizer())
+        ServerConfig(grpc_port=0, port=0), lambda: (FakeReplica(), FakeTokenizer())
     ) as server:
         server.wait_ready()
         assert gc.get_freeze_count() > 10_000
@@ -364,7 +364,7 @@ def test_waiting_for_a_server_whose_engine_cannot_be_built_says_why():
     for _ in range(5):
         with (
             pytest.raises(ConfigError, match="is not there"),
-            Background(ServerConfig(port=0, http_port=0), build) as server,
+            Background(ServerConfig(grpc_port=0, port=0), build) as server,
         ):
             server.wait_ready()
             pytest.fail("it was not built")

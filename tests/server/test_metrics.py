@@ -60,7 +60,7 @@ def values(server: Background) -> dict:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_a_scrape_is_answered_on_the_servers_address(host, caplog):
     caplog.set_level(logging.INFO, "jaxserve")
-    with Background(ServerConfig(host=host, port=0, http_port=0), fake) as server:
+    with Background(ServerConfig(host=host, grpc_port=0, port=0), fake) as server:
         server.wait_ready()
         shown = f"[{host}]" if ":" in host else host
         assert "jaxserve:num_requests_running 3.0" in get(server, host=shown).splitlines()
@@ -73,7 +73,7 @@ def test_a_scrape_is_answered_on_the_servers_address(host, caplog):
     "path", ["/metric", "/metrics/", "/metrics/x", "/favicon.ico", "/..%2fmetrics"]
 )
 def test_other_paths_are_not_found(path):
-    with Background(ServerConfig(port=0, http_port=0), fake) as server:
+    with Background(ServerConfig(grpc_port=0, port=0), fake) as server:
         server.wait_ready()
         with pytest.raises(urllib.error.HTTPError) as error:
             get(server, path)
@@ -81,12 +81,12 @@ def test_other_paths_are_not_found(path):
 
 
 def test_without_a_port_there_is_none(serve):
-    assert set(serve(http_port=None).server.server.ports) == {"grpc"}
+    assert set(serve(port=None).server.server.ports) == {"grpc"}
 
 
 def test_it_answers_while_the_engine_is_built_and_ends_with_the_server():
     warm = threading.Event()
-    with Background(ServerConfig(port=0, http_port=0), lambda: (warm.wait(), fake())[1]) as server:
+    with Background(ServerConfig(grpc_port=0, port=0), lambda: (warm.wait(), fake())[1]) as server:
         port = server.server.ports["http"]
         assert "process_open_fds" in get(server) and "jaxserve:num_requests_running" not in get(
             server
@@ -98,7 +98,7 @@ def test_it_answers_while_the_engine_is_built_and_ends_with_the_server():
     idle.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
-    with Background(ServerConfig(port=0, http_port=port), fake) as server:
+    with Background(ServerConfig(grpc_port=0, port=port), fake) as server:
         assert server.server.ports["http"] == port
 
 
@@ -108,7 +108,7 @@ def test_a_build_that_fails_ends_it_too():
 
     with (
         pytest.raises(ConfigError, match="mesh"),
-        Background(ServerConfig(port=0, http_port=0), build) as server,
+        Background(ServerConfig(grpc_port=0, port=0), build) as server,
     ):
         port = server.server.ports["http"]
         server.wait_ready()
@@ -121,12 +121,11 @@ def test_a_port_in_use_is_one_line_that_names_the_flag(capsys):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert cli.main(["serve", "--model=random:tiny", "--port=0", f"--http_port={port}"]) == 2
+        assert cli.main(["serve", "--model=random:tiny", "--grpc_port=0", f"--port={port}"]) == 2
     out, error = capsys.readouterr()
     (line,) = error.splitlines()
     assert (
-        line
-        == f"jaxserve serve: --http_port: cannot listen on 127.0.0.1:{port}: Address already in use"
+        line == f"jaxserve serve: --port: cannot listen on 127.0.0.1:{port}: Address already in use"
         and not out
     )
 
@@ -134,7 +133,7 @@ def test_a_port_in_use_is_one_line_that_names_the_flag(capsys):
 def test_what_clients_were_served_is_what_is_counted():
     config = make(EngineConfig, SETTINGS)
     with Background(
-        ServerConfig(port=0, http_port=0),
+        ServerConfig(grpc_port=0, port=0),
         lambda: open_engine(config, progress=False, warm_up=False),
     ) as server:
         server.wait_ready()

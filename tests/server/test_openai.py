@@ -793,7 +793,7 @@ def test_tokens_without_text_are_told_when_they_come(http, path, prompt):
 def test_before_there_is_an_engine_nobody_is_told_of_a_fault_of_ours():
     go = threading.Event()
     with Background(
-        ServerConfig(port=0, http_port=0), lambda: (go.wait(30), FakeReplica(), FakeTokenizer())[1:]
+        ServerConfig(grpc_port=0, port=0), lambda: (go.wait(30), FakeReplica(), FakeTokenizer())[1:]
     ) as server:
         try:
             for path, body in (

@@ -78,7 +78,7 @@ def files(tmp_path):
 @contextlib.contextmanager
 def served(config):
     with Background(
-        ServerConfig(port=0, http_port=0, **config), lambda: (FakeReplica(), FakeTokenizer())
+        ServerConfig(grpc_port=0, port=0, **config), lambda: (FakeReplica(), FakeTokenizer())
     ) as server:
         server.wait_ready()
         yield server
@@ -347,7 +347,7 @@ def test_http_and_the_operators_port_speak_tls_as_grpc_does(files):
 def test_conductors_reach_a_replica_by_tls_and_need_no_client_certificate(files, monkeypatch):
     monkeypatch.setenv("JAXSERVE_CLUSTER_SECRET", "of the tests of TLS")
     settings = {**files.pair(), **files.client_ca(), "replica_port": 0}
-    config = ServerConfig(port=0, http_port=None, **settings)
+    config = ServerConfig(grpc_port=0, port=None, **settings)
     with Background(config, lambda: (FakeReplica(), FakeTokenizer())) as server:
         server.wait_ready()
         target = server.server.address("replica")

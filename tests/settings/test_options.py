@@ -20,7 +20,7 @@ def test_flat_names_are_unique():
 
 def test_every_setting_has_help_and_a_kind():
     for option in [*options_of(EngineConfig).values(), *options_of(ServerConfig).values()]:
-        assert option.help and option.kind in (int, float, bool, str, MeshConfig)
+        assert option.help and option.kind in (int, float, bool, str, tuple, MeshConfig)
 
 
 def test_settings_land_where_they_belong_and_the_rest_is_default():
@@ -48,7 +48,7 @@ def test_settings_land_where_they_belong_and_the_rest_is_default():
         ({"chunk_tokens": None}, "chunk_tokens: must be a whole number"),
         ({"prefix_caching": 1}, "prefix_caching: must be true or false"),
         ({"mesh": "x=2"}, "mesh: 'x=2' is not AXIS=DEGREE"),
-        ({"dtype": "int8"}, "dtype: 'int8' is not one of float32"),
+        ({"dtype": "int8"}, "dtype: 'int8' is not one of auto, float32"),
         (
             {"mesh": "kvp=2", "exchange": "auto", "profile": "none"},
             "exchange: auto needs to know what steps cost, which --profile=none rules out",

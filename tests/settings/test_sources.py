@@ -13,6 +13,7 @@ import yaml
 from jaxserve.cli import main as cli
 from jaxserve.settings.fields import count
 from jaxserve.settings.flags import parse
+from jaxserve.settings.schema.mesh import DEGREES
 from jaxserve.settings.sources import MAX_FILE_BYTES, from_file
 
 SERVE = cli.load("serve")
@@ -63,10 +64,10 @@ def test_flags_go_before_the_environment_and_that_before_the_file(write, monkeyp
 
 
 def test_a_flag_that_says_what_the_default_says_wins_too(write):
-    file = write("reflection: false\nport: 1234")
+    file = write("reflection: false\ngrpc_port: 1234")
     assert parse(SERVE, [f"--config={file}"])["reflection"] is False
-    values = parse(SERVE, [f"--config={file}", "--reflection", "--port=8470"])
-    assert values["reflection"] is True and values["port"] == 8470
+    values = parse(SERVE, [f"--config={file}", "--reflection", "--grpc_port=8470"])
+    assert values["reflection"] is True and values["grpc_port"] == 8470
 
 
 @pytest.mark.parametrize("text, value", [("128K", 131072), ("10M", 10 * 2**20), ("4096", 4096)])
@@ -125,7 +126,7 @@ def test_a_file_may_be_empty(write, text):
         ("port: x", "line 1: port: must be a whole number, not 'x'"),
         ("port: 1.5", "line 1: port: must be a whole number, not 1.5"),
         ("port: true", "line 1: port: must be a whole number, not True"),
-        ("port: null", "line 1: port: must be a whole number, not None"),
+        ("grpc_port: null", "line 1: grpc_port: must be a whole number, not None"),
         ("port: '128'", "line 1: port: must be a whole number, not '128'"),
         ("port: 65536", "line 1: port: 65536 is above the limit 65535"),
         ("port: [1]", "line 1: port: must be a whole number, not [1]"),
@@ -134,7 +135,7 @@ def test_a_file_may_be_empty(write, text):
         ("ttft: 2026-01-01", "line 1: ttft: must be a number, not datetime.date"),
         ("reflection: 1", "line 1: reflection: must be true or false, not 1"),
         ("model: 3", "line 1: model: must be a text, not 3"),
-        ("dtype: int8", "line 1: dtype: 'int8' is not one of float32, bfloat16, float16"),
+        ("dtype: int8", "line 1: dtype: 'int8' is not one of auto, float32, bfloat16, float16"),
         ("mesh: ep=2", "line 1: mesh: 'ep=2' is not AXIS=DEGREE"),
         ("mesh: {tp: 2}", "line 1: mesh: has values inside; settings are flat"),
         ("server:\n  port: 1", "line 2: server: has values inside"),
@@ -208,7 +209,7 @@ def test_variables_that_are_no_settings_are_warned_of(monkeypatch, caplog):
     }.items():
         monkeypatch.setenv(f"JAXSERVE_{name}", value)
     # what Kubernetes sets for a service of our name is not for us
-    assert parse(SERVE, [])["port"] == 8470
+    assert parse(SERVE, [])["port"] == 8000
     (record,) = caplog.records
     assert record.getMessage() == "'JAXSERVE_TFTT' is not a setting; did you mean ttft?"
 
@@ -219,17 +220,17 @@ def test_what_is_printed_reads_back_as_the_same(capsys, write, monkeypatch):
     file = write(
         "max_model_len: 8K\nstep_time: 1e-3\nmesh: tp=3\nprofile: 'null'\nprefix_caching: off\n"
     )
-    code, first, _ = run(capsys, "serve", f"--config={file}", "--port=0", "--print_config")
+    code, first, _ = run(capsys, "serve", f"--config={file}", "--grpc_port=0", "--print_config")
     assert (
         code == 0
         and "max_model_len: 8192" in first
         and f"# {file} line 1" in first
-        and "port: 0  # --port" in first
+        and "grpc_port: 0  # --grpc_port" in first
     )
     assert not any("#" in line for line in first.splitlines() if line.startswith("max_seqs:"))
     values = yaml.safe_load(first)
     assert (
-        values.keys() == SERVE.options.keys() - {"config", "print_config"}
+        values.keys() == SERVE.options.keys() - {"config", "print_config", *DEGREES}
         and values["profile"] == "null"
     )
     for name in ("CLASSES", "COMPILE_CACHE"):

@@ -417,4 +417,4 @@ def _json(patient: Patient, found: list[Check], healthy: bool) -> str:
     )
 
 
-COMMAND = Command({"doctor": DOCTOR, **serve.COMMAND.groups}, run, ABOUT)
+COMMAND = Command({"doctor": DOCTOR, **serve.COMMAND.groups}, run, ABOUT, argument="[MODEL]")

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-from jaxserve.settings.fields import ConfigError, Settings, option
+from jaxserve.settings.fields import ConfigError, Option, Settings, option
+
+# settings that give one axis of the mesh each
+DEGREES = {
+    "tensor_parallel_size": "tp",
+    "pipeline_parallel_size": "spp",
+    "context_parallel_size": "kvp",
+}
 
 
 @dataclass(frozen=True)
@@ -41,3 +49,24 @@ class MeshConfig(Settings):
 
     def __str__(self) -> str:
         return f"spp={self.spp},kvp={self.kvp},tp={self.tp}"
+
+
+def degree_options() -> dict[str, Option]:
+    """The settings that give one axis of the mesh each."""
+    return {
+        name: Option(name, int, None, f"degree of the mesh's axis {axis}, without --mesh", low=1)
+        for name, axis in DEGREES.items()
+    }
+
+
+def with_mesh(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """Settings whose degrees, where there are any, are those of `mesh`. given: names of settings
+    that are not defaults. Errors: ConfigError for a mesh beside degrees."""
+    degrees = {axis: values[name] for name, axis in DEGREES.items() if values.get(name) is not None}
+    found = {name: value for name, value in values.items() if name not in DEGREES}
+    if not degrees:
+        return found
+    if "mesh" in given:
+        name = next(name for name in DEGREES if values.get(name) is not None)
+        raise ConfigError(name, "give it or mesh, not both")
+    return {**found, "mesh": str(replace(MeshConfig(), **degrees))}

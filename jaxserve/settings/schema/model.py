@@ -16,8 +16,13 @@ class ModelSource(Settings):
         "model: a fetched name, a folder (safetensors, orbax), a .gguf file, a hub id, or "
         "random:NAME",
     )
+    served_model_name: tuple[str, ...] = option(
+        (), "name by which requests call the model, the first one is told; default: model"
+    )
     dtype: str = option(
-        "float32", "type of weights and KV", choices=("float32", "bfloat16", "float16")
+        "auto",
+        "type of weights and KV; auto: float32 on CPUs, elsewhere that of the checkpoint",
+        choices=("auto", "float32", "bfloat16", "float16"),
     )
     max_model_len: int | None = option(
         None,

@@ -15,13 +15,13 @@ class ServerConfig(Settings):
         "127.0.0.1",
         "address to listen on; addresses beyond loopback need api_keys, tls_client_ca or insecure",
     )
-    port: int = option(8470, "gRPC port; 0 takes a free one", low=0, high=65535)
-    http_port: int | None = option(
+    port: int | None = option(
         8000,
         "HTTP port: OpenAI protocol, /metrics, live page; 0 takes a free one",
         low=0,
         high=65535,
     )
+    grpc_port: int = option(8470, "gRPC port; 0 takes a free one", low=0, high=65535)
     admin_port: int | None = option(
         None,
         "HTTP port for operators: drain, abort, cache, log levels; 0 takes a free one; default: "
@@ -44,6 +44,11 @@ class ServerConfig(Settings):
     api_keys: str | None = option(
         None,
         "file of API keys, as `jaxserve keys` writes it, read again when it changes; default: none",
+    )
+    api_key: tuple[str, ...] = option(
+        (),
+        "an API key that callers must send; better in the variable JAXSERVE_API_KEY, which `ps` "
+        "does not show, or in a file (api_keys)",
     )
     share_prefixes: bool = option(
         False,
@@ -99,7 +104,7 @@ class ServerConfig(Settings):
     kv_events_address: str | None = option(
         None,
         "HOST:PORT by which routers know this replica, for the topic of its KV events; default: "
-        "host and http_port",
+        "host and port",
     )
     metrics_aliases: str = option(
         "none",
@@ -111,3 +116,8 @@ class ServerConfig(Settings):
         "OTLP endpoint that gets a span of each request, such as http://localhost:4317; default: "
         "OTEL_EXPORTER_OTLP_ENDPOINT, if that is set",
     )
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether callers must have an API key."""
+        return self.api_keys is not None or bool(self.api_key)

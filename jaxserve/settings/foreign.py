@@ -1,0 +1,93 @@
+"""Flags that people know from other engines (vLLM, SGLang) and that are no settings here: those
+that ask for what is so anyway, and what to give instead of others. Names that are settings under
+another name are in `renamed.ALIASES`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# flag -> why it has no effect; with a value where it takes one
+NO_EFFECT: Mapping[str, str] = {
+    "enable_chunked_prefill": "prompts are always computed in chunks",
+    "enable_auto_tool_choice": "calls of tools are always read",
+    "trust_remote_code": "nothing from a checkpoint is ever executed",
+    "disable_log_requests": "prompts and outputs are never logged",
+    "enable_log_requests": "requests are logged without prompts and outputs",
+    "disable_log_stats": "figures are at /metrics, not in the log",
+    "disable_custom_all_reduce": "XLA chooses how devices talk to each other",
+    "disable_frontend_multiprocessing": "the ports and the engine are one process",
+    "enforce_eager": "steps are always compiled",
+    "async_scheduling": "--lookahead steps are always issued ahead",
+    "enable_prompt_tokens_details": "usage always has them",
+    "enable_server_load_tracking": "/load is always there",
+}
+NO_EFFECT_VALUES: Mapping[str, str] = {
+    "tool_call_parser": "the format of calls follows from the model's template",
+    "distributed_executor_backend": "processes of a replica are started by `jaxserve launch`",
+    "load_format": "the format follows from the files",
+    "max_parallel_loading_workers": "weights are read by as many threads as there are cores",
+    "tokenizer_mode": "the tokenizer follows from the checkpoint's files",
+    "max_seq_len_to_capture": "steps of all lengths are compiled",
+    "block_manager_version": "there is one",
+    "generation_config": "requests say how to sample",
+    "uvicorn_log_level": "there is no uvicorn; --log_level is for all of the log",
+    "optimization_level": "steps are always compiled with all optimisations",
+}
+# flag -> what to give instead
+INSTEAD: Mapping[str, str] = {
+    "data_parallel_size": "start `jaxserve cluster --mixed=N`, one address before N replicas",
+    "dp": "start `jaxserve cluster --mixed=N`, one address before N replicas",
+    "decode_context_parallel_size": "--context-parallel-size=N, lanes for prefill and decode",
+    "dcp": "--context-parallel-size=N, lanes for prefill and decode",
+    "enable_expert_parallel": "experts of mixtures are split with --tensor-parallel-size",
+    "nnodes": "start the same `jaxserve launch` on every host: docs/multihost.md",
+    "swap_space": "--host-cache-gib=GIB: KV that leaves the devices goes there",
+    "cpu_offload_gb": "weights stay on the devices; --host-cache-gib=GIB is for KV",
+    "kv_transfer_config": "`jaxserve cluster --prefill=N --decode=N`: docs/cluster.md",
+    "kv_events_config": "--kv-events=tcp://127.0.0.1:5557: docs/routers.md",
+    "quantization": "weights keep the checkpoint's types; --kv-cache-dtype=fp8 is for KV",
+    "q": "weights keep the checkpoint's types; --kv-cache-dtype=fp8 is for KV",
+    "load_in_8bit": "weights are read in the types of the checkpoint",
+    "enable_lora": "adapters are not served; merge them into the checkpoint first",
+    "lora_modules": "adapters are not served; merge them into the checkpoint first",
+    "speculative_config": "there is no speculative decoding",
+    "num_speculative_tokens": "there is no speculative decoding",
+    "speculative_model": "there is no speculative decoding",
+    "tokenizer": "the tokenizer must lie beside the weights: give a folder as the model",
+    "revision": "fetch that revision to a folder and give the folder as the model",
+    "tokenizer_revision": "fetch that revision to a folder and give the folder as the model",
+    "hf_token": "set the variable HF_TOKEN",
+    "download_dir": "set the variable JAXSERVE_CACHE to the folder",
+    "seed": "requests have seeds of their own",
+    "device": "set the variable JAX_PLATFORMS, such as cpu or cuda",
+    "task": "text is generated; there is no other task",
+    "runner": "text is generated; there is no other task",
+    "scheduling_policy": "--policy=fcfs, or --policy=slack, which heeds priorities and objectives",
+    "preemption_mode": "sequences that lost their pages are computed anew",
+    "guided_decoding_backend": "there is one; see docs/structured_output.md",
+    "structured_outputs_config": "there is one backend; see docs/structured_output.md",
+    "reasoning_parser": "reasoning is not split from the answer",
+    "enable_reasoning": "reasoning is not split from the answer",
+    "max_logprobs": "requests may ask for 20",
+    "max_log_len": "prompts are never logged",
+    "root_path": "let the proxy strip the prefix",
+    "middleware": "put a proxy before the server",
+    "uds": "give --host and --port",
+    "rope_scaling": "it is read from the checkpoint's config.json: change it there",
+    "rope_theta": "it is read from the checkpoint's config.json: change it there",
+    "hf_overrides": "change the checkpoint's config.json",
+    "limit_mm_per_prompt": "prompts are text only",
+    "mm_processor_kwargs": "prompts are text only",
+    "compilation_config": "steps are always compiled",
+    "sliding_window": "it is read from the checkpoint's config.json",
+    "disable_sliding_window": "it is read from the checkpoint's config.json",
+    "num_scheduler_steps": "--lookahead=N steps are issued ahead",
+    "long_prefill_token_threshold": "--policy=slack shares steps by what is urgent",
+    "max_num_partial_prefills": "--policy=slack shares steps by what is urgent",
+    "mem_fraction_static": "--gpu-memory-utilization=SHARE",
+}
+
+
+def no_effect(name: str) -> str | None:
+    """Why a flag of other engines has no effect here; None for one that would have one."""
+    return NO_EFFECT.get(name) or NO_EFFECT_VALUES.get(name)
