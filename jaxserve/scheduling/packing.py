@@ -9,8 +9,10 @@ position, so nothing changes. The oldest decode can preempt all others, and no r
 that does not fit alone: something always runs.
 
 With P pipeline stages a batch takes one P-th of the decodes, those issued longest ago, and none
-whose last token is still on its way through the stages, unless there is nothing else to do: so P
-batches in flight fill the stages, and prefill chunks the gaps.
+whose last token is still on its way through the stages: so P batches in flight fill the stages, and
+prefill chunks the gaps. Where that leaves nothing to do, a batch takes decodes whose tokens are on
+their way in one and the same batch, the oldest: it begins when these are there, and other decodes
+are left to the batches after it.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ class BatchPacker:
 
     def _pick_decodes(self, number: int, hurry: bool = False) -> np.ndarray:
         """Slots whose next token is decoded in this batch, each with a page for it. In a `hurry`
-        also those whose last token is on its way through the stages."""
+        also those whose last token is on its way through the stages, of one batch only."""
         slots = self.slots
         stages = self.mesh.spp
         ready = np.flatnonzero((slots.phase == DECODE) & (slots.issued < slots.max_positions))
@@ -102,8 +104,10 @@ class BatchPacker:
         ready = self._with_pages(ready)
         if stages == 1:
             return ready
-        longest_ago = np.argsort(slots.last_batch[ready], kind="stable")[:share]
-        return np.sort(ready[longest_ago])
+        picked = ready[np.argsort(slots.last_batch[ready], kind="stable")[:share]]
+        if hurry and picked.size:  # else all would wait for the newest of their tokens
+            picked = picked[slots.last_batch[picked] == slots.last_batch[picked[0]]]
+        return np.sort(picked)
 
     def _with_pages(self, ready: np.ndarray) -> np.ndarray:
         """Those of the decoding slots that have a page for their next token. Others are preempted

@@ -270,6 +270,20 @@ def test_stages_get_a_share_of_the_decodes_each_and_none_is_fed_a_token_on_its_w
     replica.check_answers()
 
 
+def test_where_all_tokens_are_on_their_way_a_batch_waits_for_those_of_one_batch():
+    """Five decodes on four stages, two at most in a batch. The first does not take the second with
+    it, though there is room: it would wait for a token that leaves the stages a batch later."""
+    config = SchedulerConfig(max_seqs=8, chunking="static", chunk_tokens=128)
+    replica = Replica(config, CacheConfig(block_size=16, pages=100), MeshConfig(spp=4))
+    for first, length in enumerate((128, 64, 64, 64, 64)):
+        replica.add([first] * length, max_tokens=9, ignore_eos=True)
+    prompts = [replica.start().seq.tolist() for _ in range(3)]
+    decodes = [replica.start().seq.tolist() for _ in range(3)]
+    assert prompts == decodes == [[0], [1, 2], [3, 4]]
+    replica.drain(4)
+    replica.check_answers()
+
+
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_chunks_of_a_prompt_follow_each_other_through_the_stages_without_gaps(stages):
     replica = Replica(

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.api.request import Request, Slo
@@ -328,6 +328,16 @@ BESIDE = st.lists(
     ),
     policy=st.sampled_from(sorted(POLICIES)),
     chunking=st.sampled_from(sorted(CHUNKING)),
+)
+@example(
+    # when a step ahead is decided, one more of the tokens that it could wait for is on its way
+    beside=[(0.0, 1, 50)] * 4,
+    long=100,
+    part=0.09375,
+    prompt=1,
+    costs=(STEP, 4),
+    policy="edf",
+    chunking="adaptive",
 )
 def test_who_comes_before_a_step_is_decided_late_hears_as_soon_as_without_a_step_ahead(
     beside, long, part, prompt, costs, policy, chunking
