@@ -202,6 +202,7 @@ def info_of(text: str) -> ReplicaInfo:
                 "mesh": MeshConfig(**values["mesh"]),
                 "eos_ids": tuple(values["eos_ids"]),
                 "class_names": tuple(values["class_names"]),
+                "other_names": tuple(values["other_names"]),
             }
         )
     except (TypeError, ValueError, KeyError) as error:

@@ -167,8 +167,9 @@ def _jaxserve(*arguments: str) -> list[str]:
 
 def _flags(command: Command, values: Mapping[str, Any], without: set[str]) -> list[str]:
     """The settings of a command among these values, as arguments."""
-    names = [name for name in command.options if name not in without]
-    return [flag(name, values[name]) for name in names if values[name] is not None]
+    given = {name: values.get(name) for name in command.options if name not in without}
+    several = {name: v if isinstance(v, (list, tuple)) else (v,) for name, v in given.items()}
+    return [flag(name, v) for name, vs in several.items() for v in vs if v is not None]
 
 
 @contextlib.contextmanager
