@@ -42,7 +42,7 @@ from jaxserve.settings.schema import ConfigError, EngineConfig, SchedulerConfig
 from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.mesh import ensure_devices
 from jaxserve.store.disk import DiskBlocks
-from jaxserve.store.mooncake import MooncakeBlocks, address_towards
+from jaxserve.store.mooncake import MooncakeBlocks, address_towards, load_client
 from jaxserve.store.peers import PeerBlocks
 from jaxserve.store.shared import SharedTier
 from jaxserve.store.tiered import TieredBlocks
@@ -163,6 +163,8 @@ def load_worker(
     peers: PeerBlocks | None = None,
 ) -> Worker:
     """Loads the weights of the stages that have devices in this process."""
+    if config.cache.kv_store_master is not None:
+        load_client()  # refused before weights are read
     model = checkpoint.config.with_tp(config.mesh.tp)
     plan = make_plan(config, model)
     keep_compiled(config.compile_cache)

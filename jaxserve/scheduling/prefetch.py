@@ -41,6 +41,8 @@ class QueuePrefetch:
         lower = self._cache.lower
         if lower is None or not lower.shared or not sequence.reads_cache:
             return False
+        if sequence.request.kv_source is not None:  # another replica has its blocks
+            return False
         self._ask(lower, sequence, now)
         assert sequence.lookup is not None
         return not sequence.lookup.answered and now < sequence.lookup_until

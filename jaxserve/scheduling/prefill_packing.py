@@ -228,12 +228,10 @@ class PrefillPacker:
         """Where the first chunk of a waiting sequence would run, by the plan that it gets, or on
         the home lane that the cache chooses. None also where its next blocks come from lower tiers:
         then it gets its slot now, and waits for them there."""
-        if self._prefetch.waits(sequence, step.now):
-            return None
         tokens_left = step.budget.tokens_left
         lanes = [lane for lane, left in enumerate(tokens_left) if left]
         pages = self.admission.match(sequence) if self.admission.open and lanes else None
-        if pages is None:
+        if pages is None or self._prefetch.waits(sequence, step.now):
             return None
         start = max(len(pages) * self.cache.block_size, sequence.received)
         if self.planner is not None:

@@ -82,7 +82,7 @@ class MooncakeBlocks:
             raise ValueError(f"block_bytes is {block_bytes}; it must be at least 1")
         self._master = _address(master)
         self.block_bytes = block_bytes
-        self._api = _load_client()
+        self._api = load_client()
         self._setup = (host, "P2PHANDSHAKE", 0, CLIENT_BYTES, protocol, devices, master)
         self._prefix = f"{_MAGIC.decode()}/{blake2b(identity, digest_size=16).hexdigest()}/"
         self._seconds = seconds
@@ -299,8 +299,9 @@ def _parts(keys: Sequence[bytes]) -> Iterator[slice]:
     return (slice(begin, begin + ROWS) for begin in range(0, len(keys), ROWS))
 
 
-def _load_client() -> Any:
-    """Errors: ConfigError where the package, or a library that it needs, is not installed."""
+def load_client() -> Any:
+    """The package's module. Errors: ConfigError where it, or a library that it needs, is not
+    installed."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:

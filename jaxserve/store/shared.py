@@ -4,7 +4,7 @@ Nothing here is in anybody's way. What leaves host memory is copied to a few row
 and put by a thread; where the store is slower than that, blocks are not put. Waiting prompts have
 the store asked for the blocks that they lack: those that it has from the first on, without a gap,
 are told of as coming, and brought to host memory by another thread. So a prompt hits what is there,
-and never waits for a store that does not answer: one that was too slow is left alone for a while.
+and never waits for a store that does not answer: one that hung is left alone for a while.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import numpy as np
 from jaxserve.cache.tiers import Lookup
 
 ROWS = 16  # blocks of one call
-WAITING = 32  # blocks that may wait to be put
+WAITING = 32  # blocks that may wait to be put, and MiB of them, but for four
+WAITING_MIB = 256
 LEAST = 4  # blocks that a prompt lacks, for the store to be asked
-SLOW_SECONDS = 1.0  # a call that takes longer is followed by
+SLOW_SECONDS = 1.0  # a call that takes longer, and of which nothing comes, is followed by
 REST_SECONDS = 10.0  # without any
 CLOSE_SECONDS = 10.0
 log = logging.getLogger(__name__)
@@ -67,9 +68,11 @@ class SharedTier:
 
     def __init__(self, store: BlockStore, block_bytes: int):
         self._store = store
-        self._memory = np.empty((WAITING + ROWS, block_bytes), np.uint8)
+        self._waiting = min(WAITING, max(4, WAITING_MIB * 2**20 // block_bytes))
+        self._memory = np.empty((self._waiting, block_bytes), np.uint8)
+        self._arriving = np.empty((min(ROWS, self._waiting), block_bytes), np.uint8)
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for row in range(WAITING):
+        for row in range(self._waiting):
             self._free.put(row)
         self._offered: queue.SimpleQueue[tuple[bytes, int, float] | None] = queue.SimpleQueue()
         self._rests_until = 0.0  # in seconds of time.monotonic
@@ -135,7 +138,7 @@ class SharedTier:
             began = time.monotonic()
             blocks = [self._memory[row] for _, row in part]
             put = self._store.put([key for key, _ in part], blocks, expires, keep=bool(expires))
-            self._note_time(began)
+            self._note_time(began, any(put))
             self.stored += sum(put)
             self.dropped += len(put) - sum(put)
 
@@ -167,14 +170,14 @@ class SharedTier:
 
     def _bring(self, keys: list[bytes], coming: Coming) -> None:
         """Brings blocks until one does not come."""
-        rows = self._memory[WAITING:]
-        for first in range(0, len(keys), ROWS):
-            part = keys[first : first + ROWS]
+        rows = self._arriving
+        for first in range(0, len(keys), len(rows)):
+            part = keys[first : first + len(rows)]
             if self._rests or self._closing:
                 return
             began = time.monotonic()
             came = _leading(self._store.get(part, list(rows[: len(part)])))
-            self._note_time(began)
+            self._note_time(began, bool(came))
             for key, row in zip(part[:came], rows):
                 coming.came(key, row)
             if came < len(part):
@@ -188,7 +191,7 @@ class SharedTier:
             return [False] * len(keys)
         began = time.monotonic()
         there = self._store.contains(keys)
-        self._note_time(began)
+        self._note_time(began, any(there))
         return there
 
     @property
@@ -196,10 +199,10 @@ class SharedTier:
         """Whether the store is left alone just now."""
         return time.monotonic() < self._rests_until
 
-    def _note_time(self, began: float) -> None:
-        """Notes how long a call took that ended just now."""
+    def _note_time(self, began: float, well: bool) -> None:
+        """Notes how long a call took that ended just now, and whether anything came of it."""
         now = time.monotonic()
-        if now - began > SLOW_SECONDS:
+        if now - began > SLOW_SECONDS and not well:
             self._rests_until = now + REST_SECONDS
 
     def close(self) -> None:

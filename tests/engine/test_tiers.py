@@ -417,6 +417,7 @@ STORE = dict(kv_store="mooncake://127.0.0.1:1", host_cache_gib=0.02)
 def store(monkeypatch) -> Shelves:
     """A store of all engines that a test makes, beside which the real one is tested elsewhere."""
     store = Shelves()
+    monkeypatch.setattr(build, "load_client", lambda: None)
     monkeypatch.setattr(build, "MooncakeBlocks", lambda *_: store)
     return store
 

@@ -85,9 +85,9 @@ def value_of(lender: subprocess.Popen, name: str) -> bytes:
 
 
 def lend(master: str, lent: int) -> None:
-    from jaxserve.store.mooncake import CLIENT_BYTES, _load_client
+    from jaxserve.store.mooncake import CLIENT_BYTES, load_client
 
-    client = _load_client().MooncakeDistributedStore()
+    client = load_client().MooncakeDistributedStore()
     assert client.setup(HOST, "P2PHANDSHAKE", lent, CLIENT_BYTES, "tcp", "", master) == 0
     print("ready", flush=True)
     for line in sys.stdin:

@@ -34,7 +34,7 @@ SECONDS = 2.0  # that a call may take here
 LATE = 3.0  # more that a loaded machine may add
 
 try:
-    mooncake._load_client()
+    mooncake.load_client()
     MISSING = "" if master_program() else "there is no mooncake_master"
 except ConfigError as error:
     MISSING = str(error)
