@@ -10,6 +10,7 @@ from urllib.parse import quote
 from starlette.responses import Response
 
 from jaxserve.api.errors import RequestError
+from jaxserve.api.request import TOO_LONG
 from jaxserve.server.errors import REJECT_REASON_HEADER, message_of, reject_reason
 
 STATUS_CODES = {
@@ -63,7 +64,7 @@ def error_body(error: RequestError) -> dict[str, Any]:
             "message": message_of(error),
             "type": kind,
             "param": error.field or None,
-            "code": error.status.lower(),
+            "code": TOO_LONG if error.reason == TOO_LONG else error.status.lower(),
         }
     }
 

@@ -17,6 +17,7 @@ from jaxserve.api.sampling import SamplingParams
 MAX_PROMPT_LOGPROBS = 2**20  # of all tokens of a prompt and all completions together
 MAX_ID_CHARS = 256
 MAX_PRIORITY = 8
+TOO_LONG = "context_length_exceeded"  # reason of an error, by which clients shorten what they send
 EPHEMERAL = -1  # retention of blocks that are not stored
 NORMAL_RETENTION = 0
 MAX_RETENTION = 24 * 3600  # seconds
@@ -157,7 +158,9 @@ def prompt_ids(prompt: Sequence[int] | np.ndarray, vocab: int, max_len: int) -> 
     if len(prompt) >= max_len:
         raise RequestError(
             "prompt",
-            f"has {len(prompt)} tokens; with one token to generate the limit is {max_len - 1}",
+            f"has {len(prompt)} tokens; with one token to generate the limit is {max_len - 1}: "
+            f"this model's maximum context length is {max_len} tokens",
+            reason=TOO_LONG,
         )
     ids = np.asarray(prompt)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":

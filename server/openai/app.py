@@ -28,6 +28,7 @@ from jaxserve.server.openai.schemas import (
     GenerateRequest,
     TokenizeRequest,
 )
+from jaxserve.server.openai.unknown_fields import UnknownFields
 from jaxserve.server.prompts import Chat, Text
 from jaxserve.server.readiness import Readiness
 
@@ -73,18 +74,21 @@ def _model_routes(frontend: Frontend) -> fastapi.APIRouter:
         frontend.check_open()
 
     router = fastapi.APIRouter(route_class=JsonRoute, dependencies=[fastapi.Depends(check_open)])
+    unknown = UnknownFields(frontend.config.strict_fields)
 
     @router.post("/v1/completions")
     async def complete(body: CompletionRequest, request: fastapi.Request) -> Response:
+        headers = unknown.headers(body)
         calls = completions.generate_calls(body, _request_id(body, request), request.headers)
         writer = completions.CompletionWriter(frontend, body, calls)
-        return await respond(frontend, calls, writer, request, body.stream_mode())
+        return await respond(frontend, calls, writer, request, body.stream_mode(), headers)
 
     @router.post("/v1/chat/completions")
     async def converse(body: ChatRequest, request: fastapi.Request) -> Response:
+        headers = unknown.headers(body)
         call = chat.generate_call(body, _request_id(body, request), request.headers)
         writer = chat.ChatWriter(frontend, body)
-        return await respond(frontend, [call], writer, request, body.stream_mode())
+        return await respond(frontend, [call], writer, request, body.stream_mode(), headers)
 
     @router.post("/v1/completions/render")
     async def render_completion(body: CompletionRequest, request: fastapi.Request) -> Response:
@@ -165,6 +169,11 @@ def _health_routes(frontend: Frontend, readiness: Readiness) -> fastapi.APIRoute
         """200 while requests are accepted and tokens come out: a caller's within the last seconds,
         else one that this check generates."""
         return _health_response(await readiness.readiness_fault())
+
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        """How many requests are here, as routers ask for it."""
+        return {"server_load": len(frontend.streams)}
 
     @router.get("/version")
     async def version() -> dict[str, str]:

@@ -14,7 +14,13 @@ from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.openai import kv_transfer
 from jaxserve.server.openai.responses import TokenWriter, usage_of
-from jaxserve.server.openai.schemas import UNLIMITED_TOKENS, ChatRequest, NamedTool, Tool
+from jaxserve.server.openai.schemas import (
+    UNLIMITED_TOKENS,
+    ChatRequest,
+    Function,
+    NamedTool,
+    Tool,
+)
 from jaxserve.server.prompts import Chat
 from jaxserve.server.streams import Stream
 from jaxserve.text.output import Completion, Delta, Output
@@ -28,14 +34,14 @@ FORCED_CALL = ToolFormat("forced", "\0", "", bare=True)
 def generate_call(body: ChatRequest, id: str, headers: Mapping[str, str]) -> GenerateCall:
     """The call that a body asks for. Errors: RequestError."""
     kv_transfer.check(body.kv_transfer_params)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs", "needs logprobs=true")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     sampling = body.sampling(
         UNLIMITED_TOKENS if limit is None else limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    tools = [tool.model_dump(exclude_none=True) for tool in usable_tools(body)]
+    tools = [_tool_message(tool) for tool in usable_tools(body)]
     guided, guided_field = body.guided()
     if must_call(body):
         if guided is not None:
@@ -43,7 +49,7 @@ def generate_call(body: ChatRequest, id: str, headers: Mapping[str, str]) -> Gen
         guided = Guided("json_schema", json.dumps(call_schema(tools, _named_tool(body))))
         guided_field = "tools"
     return GenerateCall(
-        prompt=Chat(body.messages, tools, body.chat_template_kwargs or {}),
+        prompt=Chat(body.messages, tools, body.template_variables),
         sampling=sampling,
         request_id=id,
         model=body.model,
@@ -57,6 +63,12 @@ def generate_call(body: ChatRequest, id: str, headers: Mapping[str, str]) -> Gen
         guided=guided,
         guided_field=guided_field,
     )
+
+
+def _tool_message(tool: Tool) -> JsonObject:
+    """A tool as the model's template gets it."""
+    known = tool.function.model_dump(include=set(Function.model_fields), exclude_none=True)
+    return {"type": tool.type, "function": known}
 
 
 def usable_tools(body: ChatRequest) -> Sequence[Tool]:
@@ -90,7 +102,8 @@ class ChatWriter:
     echoes = False
 
     def __init__(self, frontend: Frontend, body: ChatRequest):
-        self._token_writer = TokenWriter(frontend.tokenizer)
+        as_ids = body.return_tokens_as_token_ids or False
+        self._token_writer = TokenWriter(frontend.tokenizer, as_ids)
         self._body = body
         self._model = body.model or frontend.info.served_name
         self._tool_format = _tool_format(frontend, body)
@@ -116,7 +129,10 @@ class ChatWriter:
             logprobs = self._logprobs(output) if output.logprobs else None
             # an empty text tells that tokens came; with tools it may be a call that is held back
             if text or logprobs or self._tool_format is None:
-                yield self._chunk(output.index, {"content": text}, logprobs)
+                chunk = self._chunk(output.index, {"content": text}, logprobs)
+                if self._body.return_token_ids:
+                    chunk["choices"][0]["token_ids"] = list(output.ids)
+                yield chunk
             yield from self._call_chunks(output.index, calls)
         elif isinstance(output, Finished):
             text, calls = self._flush(output.index)
@@ -127,8 +143,12 @@ class ChatWriter:
             yield self._chunk(output.index, {}, None, reason)
 
     def whole(self, completions: Sequence[Sequence[Completion]]) -> JsonObject:
+        ids = {}
+        if self._body.return_token_ids:
+            ids["prompt_token_ids"] = list(completions[0][0].prompt_ids)
         return {
             **self.head,
+            **ids,
             "choices": [self._choice(completion) for completion in completions[0]],
             "usage": usage_of(completions[0]),
             **kv_transfer.answer(self._body.kv_transfer_params),
@@ -158,12 +178,15 @@ class ChatWriter:
         }
         if calls:
             message["tool_calls"] = [_call_message(call) for call in calls]
-        return {
+        choice = {
             "index": completion.index,
             "message": message,
             "logprobs": self._logprobs(completion) if completion.logprobs else None,
             "finish_reason": _finish_reason(completion.reason, len(calls)),
         }
+        if self._body.return_token_ids:
+            choice["token_ids"] = list(completion.ids)
+        return choice
 
     def _logprobs(self, output: Delta | Completion) -> JsonObject:
         entries = self._token_writer.chat_logprobs(output.ids, output.logprobs or ())

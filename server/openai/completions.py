@@ -94,7 +94,8 @@ class CompletionWriter:
         self._calls = calls
         self._n = body.n or 1
         self._tokenizer = frontend.tokenizer
-        self._token_writer = TokenWriter(frontend.tokenizer)
+        as_ids = body.return_tokens_as_token_ids or False
+        self._token_writer = TokenWriter(frontend.tokenizer, as_ids)
         self._model = body.model or frontend.info.served_name
         self._echo_texts: Sequence[str] = ()  # by prompt, if they are echoed
         self._text_offsets: dict[int, int] = {}  # by choice: characters of prompt and tokens so far
@@ -147,7 +148,10 @@ class CompletionWriter:
                 end = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
                 self._text_offsets[choice] = end
             # without text, too: a chunk tells that tokens came
-            yield self._chunk(number, output.index, output.text, logprobs)
+            chunk = self._chunk(number, output.index, output.text, logprobs)
+            if self._body.return_token_ids:
+                chunk["choices"][0]["token_ids"] = list(output.ids)
+            yield chunk
         elif isinstance(output, Finished):
             yield self._chunk(number, output.index, "", None, output.reason)
 
@@ -187,12 +191,16 @@ class CompletionWriter:
                 ids = [*completion.prompt_ids, *ids]
                 values = [*(completion.prompt_logprobs or ()), *values]
             logprobs = self._logprobs(ids, values, 0)
-        return {
+        choice = {
             "index": number * self._n + completion.index,
             "text": echo + completion.text,
             "logprobs": logprobs,
             "finish_reason": completion.reason,
         }
+        if self._body.return_token_ids:
+            choice["token_ids"] = list(completion.ids)
+            choice["prompt_token_ids"] = list(completion.prompt_ids)
+        return choice
 
     def _prompt_text(self, prompt: Prompt, ids: np.ndarray) -> str:
         if isinstance(prompt, Text):

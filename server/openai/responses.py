@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from fastapi import Request as HttpRequest
@@ -67,9 +67,10 @@ async def respond(
     writer: ResponseWriter,
     request: HttpRequest,
     mode: StreamMode,
+    headers: Mapping[str, str],
 ) -> Response:
     """Submits one call per prompt and returns their response, or the beginning of it if it is
-    streamed. Errors: RequestError."""
+    streamed. headers: to be sent too. Errors: RequestError."""
     origin = Origin(
         "http",
         request.headers.get("traceparent"),
@@ -85,14 +86,13 @@ async def respond(
         prompt_tokens = sum(len(stream.request.prompt) for stream in streams)
         large = writer.echoes and prompt_tokens > INLINE_ECHO_TOKENS
         await run_in_thread_if(large, functools.partial(writer.open, streams))
-        headers = {"x-request-id": header_value(streams[0].id)}
+        headers = {"x-request-id": header_value(streams[0].id), **headers}
         if mode is StreamMode.OFF:
             body = await _whole_body(streams, writer, request)
             return Response(body, 200, headers, "application/json")
         for stream in streams:
             stream.abort_write = request.scope["transport"].abort
-        usage = mode is StreamMode.WITH_USAGE
-        return EventStream(_events(stack.pop_all(), streams, writer, usage), headers)
+        return EventStream(_events(stack.pop_all(), streams, writer, mode), headers)
 
 
 async def _whole_body(
@@ -109,12 +109,15 @@ async def _whole_body(
 
 
 async def _events(
-    stack: contextlib.AsyncExitStack, streams: Sequence[Stream], writer: ResponseWriter, usage: bool
+    stack: contextlib.AsyncExitStack,
+    streams: Sequence[Stream],
+    writer: ResponseWriter,
+    mode: StreamMode,
 ) -> AsyncGenerator[bytes]:
-    """The events of a streamed response. stack: closes the streams. usage: whether the last chunk
-    tells the usage."""
+    """The events of a streamed response. stack: closes the streams."""
     loop = asyncio.get_running_loop()
     finished: list[Finished] = []
+    running = RunningUsage(streams) if mode is StreamMode.WITH_RUNNING_USAGE else None
     first = writer.first_chunks()
     after_keepalive = False
     try:
@@ -126,6 +129,8 @@ async def _events(
                 if any(isinstance(output, (Delta, Finished)) for output in outputs):
                     # not before a token: benchmarks measure TTFT by the first chunk
                     chunks = itertools.chain(first, chunks)
+                if running is not None:
+                    chunks = running.added(outputs, chunks)
                 finished += [output for output in outputs if isinstance(output, Finished)]
                 otherwise = [KEEPALIVE] if streams[number].heartbeat_due(loop.time()) else []
                 for data in _batches(chunks, otherwise):
@@ -137,7 +142,7 @@ async def _events(
                         stream.write_ended(loop.time())
                     if len(data) > MAX_EVENT_BYTES:  # lets other streams write in between
                         await asyncio.sleep(0)
-        if usage:
+        if mode in (StreamMode.WITH_USAGE, StreamMode.WITH_RUNNING_USAGE):
             yield _event({**writer.head, "choices": [], "usage": usage_of(finished)})
         yield DONE
     except RequestError as error:
@@ -196,25 +201,45 @@ def usage_of(ended: Iterable[Finished | Completion]) -> JsonObject:
         if one.index == 0:
             prompt += one.usage.prompt
             cached += one.usage.cached
+    return _usage(prompt, completion) | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def _usage(prompt: int, completion: int) -> JsonObject:
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
-class TokenWriter:
-    """Writes single tokens and their log-probabilities."""
+class RunningUsage:
+    """The usage of a streamed response so far."""
 
-    def __init__(self, tokenizer: Tokenizer | None):
+    def __init__(self, streams: Sequence[Stream]):
+        self._prompt = sum(len(stream.request.prompt) for stream in streams)
+        self._completion = 0
+
+    def added(
+        self, outputs: Iterable[Output], chunks: Iterable[JsonObject]
+    ) -> Iterator[JsonObject]:
+        """The chunks of these outputs, each with the usage up to them."""
+        self._completion += sum(len(one.ids) for one in outputs if isinstance(one, Delta))
+        usage = _usage(self._prompt, self._completion)
+        return ({**chunk, "usage": usage} for chunk in chunks)
+
+
+class TokenWriter:
+    """Writes single tokens and their log-probabilities. as_ids: by their ids, not their texts."""
+
+    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool = False):
         self._tokenizer = tokenizer
+        self._as_ids = as_ids
 
     def bytes(self, id: int) -> bytes:
         return b"" if self._tokenizer is None else self._tokenizer.piece(id)
 
     def text(self, id: int) -> str:
-        if self._tokenizer is None:
+        if self._tokenizer is None or self._as_ids:
             return f"token_id:{id}"
         return self.bytes(id).decode(errors="replace")
 

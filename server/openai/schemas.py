@@ -1,4 +1,4 @@
-"""Request bodies of the users' HTTP port. Unknown fields are refused.
+"""Request bodies of the users' HTTP port. Unknown fields have no effect (`unknown_fields`).
 
 Beside the OpenAI protocol's own fields there are those that vLLM made common (top_k, min_p, ...)
 and jaxserve's: latency objectives, salts, priorities. Limits of values are checked by
@@ -17,7 +17,7 @@ from pydantic import FailFast, Field, StrictInt, WithJsonSchema
 from jaxserve.api.errors import RequestError, check_integer
 from jaxserve.api.request import EPHEMERAL, MAX_RETENTION, NORMAL_RETENTION, Slo
 from jaxserve.api.sampling import SamplingParams
-from jaxserve.server.http_app import StrictModel
+from jaxserve.server.openai.unknown_fields import OpenModel
 from jaxserve.text.structured_output import Guided
 
 MAX_PROMPTS = 128  # of one request
@@ -58,11 +58,12 @@ _SAMPLING_FIELDS = (
 
 
 class StreamMode(enum.Enum):
-    """Whether a response is streamed, and whether its last chunk tells the usage."""
+    """Whether a response is streamed, and whether its last chunk, or each, tells the usage."""
 
     OFF = enum.auto()
     WITHOUT_USAGE = enum.auto()
     WITH_USAGE = enum.auto()
+    WITH_RUNNING_USAGE = enum.auto()  # in every chunk
 
 
 class FirstFault(FailFast):
@@ -74,23 +75,24 @@ class FirstFault(FailFast):
 Messages = Annotated[list[dict[str, Any]], FirstFault()]
 
 
-class StreamOptions(StrictModel):
+class StreamOptions(OpenModel):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="each chunk tells the usage")
 
 
-class JsonSchema(StrictModel):
+class JsonSchema(OpenModel):
     name: str = Field(max_length=64)
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(StrictModel):
+class ResponseFormat(OpenModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(StrictModel):
+class StructuredOutputs(OpenModel):
     """Constraints of the output; one of them at most."""
 
     json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
@@ -100,7 +102,7 @@ class StructuredOutputs(StrictModel):
     grammar: str | None = Field(None, description="in Lark's syntax, as llguidance reads it")
 
 
-class GenerateRequest(StrictModel):
+class GenerateRequest(OpenModel):
     """Fields that completions and chats share."""
 
     model: str = Field("", description="'' or absent means the one that is served")
@@ -155,6 +157,12 @@ class GenerateRequest(StrictModel):
     )
     kv_transfer_params: dict[str, Any] | None = Field(
         None, description="what a router passes between prefill and decode replicas"
+    )
+    return_token_ids: bool | None = Field(
+        None, description="as in vLLM: choices have token_ids, and the answer prompt_token_ids"
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="as in vLLM: tokens of log-probabilities are written token_id:N"
     )
     user: str | None = _IGNORED
     metadata: dict[str, Any] | None = _IGNORED
@@ -235,9 +243,14 @@ class GenerateRequest(StrictModel):
             if self.stream_options is not None:
                 raise RequestError("stream_options", "is for stream=true")
             return StreamMode.OFF
-        if self.stream_options is not None and self.stream_options.include_usage:
-            return StreamMode.WITH_USAGE
-        return StreamMode.WITHOUT_USAGE
+        options = self.stream_options
+        if options is None or not options.include_usage:
+            return StreamMode.WITHOUT_USAGE
+        return (
+            StreamMode.WITH_RUNNING_USAGE
+            if options.continuous_usage_stats
+            else StreamMode.WITH_USAGE
+        )
 
 
 class CompletionRequest(GenerateRequest):
@@ -248,23 +261,23 @@ class CompletionRequest(GenerateRequest):
     suffix: Literal[""] | None = Field(None, description="not supported")
 
 
-class Function(StrictModel):
+class Function(OpenModel):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(StrictModel):
+class Tool(OpenModel):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(StrictModel):
+class NamedFunction(OpenModel):
     name: str
 
 
-class NamedTool(StrictModel):
+class NamedTool(OpenModel):
     type: Literal["function"]
     function: NamedFunction
 
@@ -280,9 +293,20 @@ class ChatRequest(GenerateRequest):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="variables for the model's chat template"
     )
+    reasoning_effort: str | None = Field(
+        None, description="a variable for the model's chat template", max_length=32
+    )
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Variables for the model's chat template."""
+        given = self.chat_template_kwargs or {}
+        if self.reasoning_effort is None:
+            return given
+        return {"reasoning_effort": self.reasoning_effort, **given}
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(OpenModel):
     model: str = ""
     prompt: str | None = None
     messages: Messages | None = None
@@ -290,7 +314,7 @@ class TokenizeRequest(StrictModel):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(OpenModel):
     model: str = ""
     tokens: IdsField = Field(...)
     skip_special_tokens: bool = False

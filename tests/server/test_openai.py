@@ -352,7 +352,6 @@ BAD = [
     ("request_id", "x" * 300),
     ("best_of", 3),
     ("suffix", "x"),
-    ("unheard_of", 1),
     ("stream_options", {}),
     ("model", 5),
     ("prompt", ""),
@@ -392,6 +391,89 @@ def test_bad_values_are_refused_by_name_and_nothing_is_computed(http):
     assert (
         client.served.engine.prefill_steps == 0 and not client.served.server.server.frontend.streams
     )
+
+
+def test_unknown_fields_have_no_effect_and_are_told_of(http, caplog):
+    client = http()
+    plain = post(client, "/v1/completions", {"prompt": "x"})
+    assert "x-jaxserve-ignored" not in plain.headers
+    fields = {"unheard_of": 1, "null": None, "x\r\ny": [1], "structured_outputs": {"other": 2}}
+    for _ in range(2):
+        answer = post(client, "/v1/completions", {"prompt": "x", **fields})
+        assert answer.status_code == 200
+        ignored = answer.headers["x-jaxserve-ignored"]
+        assert ignored == "unheard_of, x%0D%0Ay, structured_outputs.other"
+    told = [record for record in caplog.records if "has no effect" in record.getMessage()]
+    assert len(told) == 3
+    streamed = post(client, "/v1/chat/completions", {**CHAT, "stream": True, "unheard_of": 1})
+    assert streamed.headers["x-jaxserve-ignored"] == "unheard_of"
+    many = {f"field{number}": 1 for number in range(200)}
+    answer = post(client, "/v1/completions", {"prompt": "x", **many})
+    assert answer.headers["x-jaxserve-ignored"].count(",") == 15
+    tool = {"type": "function", "function": {"name": "f", "secret": "s"}, "cache_control": {}}
+    answer = post(client, "/v1/chat/completions", {**CHAT, "tools": [tool]})
+    assert answer.headers["x-jaxserve-ignored"] == "tools.cache_control, tools.function.secret"
+
+
+def test_unknown_fields_are_refused_where_that_is_asked_for(http):
+    client = http(strict_fields=True)
+    for fields, named in (
+        ({"unheard_of": 1}, "unheard_of"),
+        ({"structured_outputs": {"other": 2}}, "structured_outputs.other"),
+    ):
+        answer = post(client, "/v1/completions", {"prompt": "x", **fields})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == named
+    assert client.served.engine.prefill_steps == 0
+    assert post(client, "/v1/completions", {"prompt": "x", "null": None}).status_code == 200
+
+
+def test_the_usage_so_far_is_in_every_chunk_where_that_is_asked_for(http):
+    client = http()
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"stream": True, "stream_options": options, "max_tokens": 5}
+    for path, body in (("completions", {"prompt": "xyz"}), ("chat/completions", CHAT)):
+        streamed = post(client, f"/v1/{path}", {**body, **asked}).text
+        chunks = [json.loads(line[6:]) for line in streamed.splitlines() if line[6:7] == "{"]
+        usages = [chunk["usage"] for chunk in chunks]
+        done = [usage["completion_tokens"] for usage in usages]
+        assert done == sorted(done) and done[-1] == 5
+        assert len({usage["prompt_tokens"] for usage in usages}) == 1
+        assert all(
+            usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+            for usage in usages
+        )
+
+
+def test_token_ids_are_in_the_answer_where_that_is_asked_for(http):
+    client = http()
+    asked = {"return_token_ids": True, "max_tokens": 4}
+    whole = post(client, "/v1/completions", {"prompt": [5, 6, 7], **asked}).json()["choices"][0]
+    assert whole["prompt_token_ids"] == [5, 6, 7] and len(whole["token_ids"]) == 4
+    chat = post(client, "/v1/chat/completions", {**CHAT, **asked}).json()
+    assert chat["prompt_token_ids"] and len(chat["choices"][0]["token_ids"]) == 4
+    for path, body in (("completions", {"prompt": [5, 6, 7]}), ("chat/completions", CHAT)):
+        streamed = post(client, f"/v1/{path}", {**body, **asked, "stream": True}).text
+        chunks = [json.loads(line[6:]) for line in streamed.splitlines() if line[6:7] == "{"]
+        ids = [id for chunk in chunks for id in chunk["choices"][0].get("token_ids", [])]
+        assert ids == whole["token_ids"] or path != "completions"
+        assert len(ids) == 4
+    asked = {"return_tokens_as_token_ids": True, "logprobs": 1, "max_tokens": 2}
+    logprobs = post(client, "/v1/completions", {"prompt": [5], **asked}).json()["choices"][0]
+    assert all(token.startswith("token_id:") for token in logprobs["logprobs"]["tokens"])
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(http):
+    client = http()
+    for body in ({"prompt": [1] * 4096}, {"prompt": "x" * 4096}):
+        error = post(client, "/v1/completions", body).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "maximum context length is" in error["message"]
+
+
+def test_the_effort_of_reasoning_is_a_variable_of_the_template(http):
+    client = http()
+    answer = post(client, "/v1/chat/completions", {**CHAT, "reasoning_effort": "low"})
+    assert answer.status_code == 200 and "x-jaxserve-ignored" not in answer.headers
 
 
 CHAT_BAD = [

@@ -68,6 +68,9 @@ class ServerConfig(Settings):
     max_body_mib: int = option(
         8, "largest body over HTTP, in MiB; longer prompts come over gRPC", low=1, high=2047
     )
+    strict_fields: bool = option(
+        False, "refuse requests over HTTP with fields that are not known here, instead of telling"
+    )
     max_header_kib: int = option(32, "largest header over HTTP, in KiB", low=1, high=1024)
     max_connections: int = option(4096, "largest number of HTTP connections at once", low=1)
     header_timeout: float = option(10.0, "seconds an HTTP client has to send its header", low=0.1)

@@ -1,0 +1,69 @@
+"""Fields of a body that the protocol's models here do not have.
+
+Clients send fields of other servers and of newer protocols. They have no effect and are told of: in
+the header `x-jaxserve-ignored` of the answer, and once each in the log. `--strict_fields` refuses
+them instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from jaxserve.api.errors import RequestError
+from jaxserve.server.http_errors import header_value
+
+HEADER = "x-jaxserve-ignored"
+MOST = 16  # names that an answer tells
+MAX_NAME_CHARS = 64
+MAX_LOGGED = 256  # different names
+log = logging.getLogger(__name__)
+
+
+class OpenModel(BaseModel):
+    """A model that takes unknown fields and does nothing with them."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+
+class UnknownFields:
+    """What is done about unknown fields. strict: they are refused."""
+
+    def __init__(self, strict: bool):
+        self._strict = strict
+        self._logged: set[str] = set()
+
+    def headers(self, body: OpenModel) -> dict[str, str]:
+        """Headers of the answer to a request with this body. Errors: RequestError for the first
+        unknown field, where that is strict."""
+        names = list(itertools.islice(_names(body, ""), MOST))
+        if not names:
+            return {}
+        if self._strict:
+            raise RequestError(names[0], "is not a field that is known here (--strict_fields)")
+        for name in names:
+            self._tell(name)
+        return {HEADER: header_value(", ".join(names))}
+
+    def _tell(self, name: str) -> None:
+        if name not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add(name)
+            log.warning("a request had the field %a, which has no effect (not logged again)", name)
+
+
+def _names(value: Any, prefix: str) -> Iterator[str]:
+    """Names of unknown fields that are not null, those inside others behind a point."""
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _names(part, prefix)
+    if not isinstance(value, OpenModel):
+        return
+    for name, extra in (value.model_extra or {}).items():
+        if extra is not None:
+            yield f"{prefix}{name[:MAX_NAME_CHARS]}"
+    for name in type(value).model_fields:
+        yield from _names(getattr(value, name), f"{prefix}{name}.")
