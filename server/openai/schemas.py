@@ -293,6 +293,11 @@ class ChatRequest(GenerateRequest):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="variables for the model's chat template"
     )
+    # what would be answered wrongly if it had no effect
+    chat_template: Literal[""] | None = Field(None, description="not taken from requests")
+    modalities: list[Literal["text"]] | None = Field(None, description="nothing but text")
+    functions: list[Any] | None = Field(None, max_length=0, description="use tools")
+    function_call: Literal["none", "auto"] | None = Field(None, description="use tool_choice")
     reasoning_effort: str | None = Field(
         None, description="a variable for the model's chat template", max_length=32
     )

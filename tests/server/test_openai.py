@@ -470,6 +470,25 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(ht
         assert "maximum context length is" in error["message"]
 
 
+def test_fields_that_ask_for_nothing_are_taken(http):
+    client = http()
+    nothing = {
+        "functions": [],
+        "modalities": ["text"],
+        "chat_template": None,
+        "top_logprobs": 0,
+        "prediction": None,
+        "tool_choice": "none",
+        "logit_bias": {},
+        "stop": [],
+        "n": 1,
+    }
+    answer = post(client, "/v1/chat/completions", {**CHAT, **nothing})
+    assert answer.status_code == 200 and "x-jaxserve-ignored" not in answer.headers
+    answer = post(client, "/v1/completions", {"prompt": "x", "echo": False, "best_of": 1})
+    assert answer.status_code == 200
+
+
 def test_the_effort_of_reasoning_is_a_variable_of_the_template(http):
     client = http()
     answer = post(client, "/v1/chat/completions", {**CHAT, "reasoning_effort": "low"})
@@ -490,7 +509,8 @@ CHAT_BAD = [
     ("tool_choice", {"type": "function", "function": {"name": "nope"}}),
     ("top_logprobs", 3),
     ("chat_template", "{{ 1 }}"),
-    ("functions", []),
+    ("functions", [{"name": "f"}]),
+    ("function_call", {"name": "f"}),
     ("modalities", ["audio"]),
     ("logprobs", 5),
 ]
