@@ -20,7 +20,8 @@ from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.http_app import JsonRoute, make_app
 from jaxserve.server.json_body import JsonObject, dump_in_thread_if
 from jaxserve.server.openai import chat, completions
-from jaxserve.server.openai.responses import INLINE_TOKENS, TokenWriter, respond
+from jaxserve.server.openai.answers import INLINE_TOKENS, TokenWriter, respond
+from jaxserve.server.openai.responses import ResponsesRequest, ResponsesWriter
 from jaxserve.server.openai.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -89,6 +90,15 @@ def _model_routes(frontend: Frontend) -> fastapi.APIRouter:
         call = chat.generate_call(body, _request_id(body, request), request.headers)
         writer = chat.ChatWriter(frontend, body)
         return await respond(frontend, [call], writer, request, body.stream_mode(), headers)
+
+    @router.post("/v1/responses")
+    async def respond_to(body: ResponsesRequest, request: fastapi.Request) -> Response:
+        headers = unknown.headers(body)
+        asked = body.as_chat()
+        id = body.request_id or request.headers.get("x-request-id", "")
+        call = chat.generate_call(asked, id, request.headers)
+        writer = ResponsesWriter(frontend, body, asked)
+        return await respond(frontend, [call], writer, request, asked.stream_mode(), headers)
 
     @router.post("/v1/completions/render")
     async def render_completion(body: CompletionRequest, request: fastapi.Request) -> Response:

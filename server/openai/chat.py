@@ -13,7 +13,7 @@ from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.openai import kv_transfer
-from jaxserve.server.openai.responses import TokenWriter, usage_of
+from jaxserve.server.openai.answers import TokenWriter, usage_of
 from jaxserve.server.openai.schemas import (
     UNLIMITED_TOKENS,
     ChatRequest,
@@ -100,6 +100,7 @@ class ChatWriter:
 
     operation = "chat"
     echoes = False
+    named_events = False
 
     def __init__(self, frontend: Frontend, body: ChatRequest):
         as_ids = body.return_tokens_as_token_ids or False
@@ -125,7 +126,7 @@ class ChatWriter:
 
     def chunks(self, number: int, output: Output) -> Iterator[JsonObject]:
         if isinstance(output, Delta):
-            text, calls = self._read(output.index, output.text)
+            text, calls = self.read(output.index, output.text)
             logprobs = self._logprobs(output) if output.logprobs else None
             # an empty text tells that tokens came; with tools it may be a call that is held back
             if text or logprobs or self._tool_format is None:
@@ -135,7 +136,7 @@ class ChatWriter:
                 yield chunk
             yield from self._call_chunks(output.index, calls)
         elif isinstance(output, Finished):
-            text, calls = self._flush(output.index)
+            text, calls = self.flush(output.index)
             if text:
                 yield self._chunk(output.index, {"content": text})
             yield from self._call_chunks(output.index, calls)
@@ -165,8 +166,8 @@ class ChatWriter:
         return {**self.head, "choices": [choice]}
 
     def _choice(self, completion: Completion) -> JsonObject:
-        text, calls = self._read(completion.index, completion.text)
-        rest, more = self._flush(completion.index)
+        text, calls = self.read(completion.index, completion.text)
+        rest, more = self.flush(completion.index)
         text += rest
         calls += more
         if self._body.parallel_tool_calls is False:
@@ -192,14 +193,14 @@ class ChatWriter:
         entries = self._token_writer.chat_logprobs(output.ids, output.logprobs or ())
         return {"content": entries, "refusal": None}
 
-    def _read(self, index: int, text: str) -> tuple[str, list[Call]]:
+    def read(self, index: int, text: str) -> tuple[str, list[Call]]:
         """Splits new text of a choice into content and calls."""
         if self._tool_format is None:
             return text, []
         return self._readers.setdefault(index, CallReader(self._tool_format)).push(text)
 
-    def _flush(self, index: int) -> tuple[str, list[Call]]:
-        """What `_read` has held back of a choice that has ended."""
+    def flush(self, index: int) -> tuple[str, list[Call]]:
+        """What `read` has held back of a choice that has ended."""
         return self._readers[index].flush() if index in self._readers else ("", [])
 
     def _call_chunks(self, index: int, calls: list[Call]) -> Iterator[JsonObject]:

@@ -16,7 +16,7 @@ from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.openai import kv_transfer
-from jaxserve.server.openai.responses import TokenWriter, usage_of
+from jaxserve.server.openai.answers import TokenWriter, usage_of
 from jaxserve.server.openai.schemas import COMPLETION_TOKENS, MAX_PROMPTS, CompletionRequest
 from jaxserve.server.prompts import Prompt, Text
 from jaxserve.server.streams import Stream
@@ -86,6 +86,7 @@ class CompletionWriter:
     """Writes completions; see `ResponseWriter`."""
 
     operation = "text_completion"
+    named_events = False
 
     def __init__(self, frontend: Frontend, body: CompletionRequest, calls: Sequence[GenerateCall]):
         self.echoes = body.echo or False

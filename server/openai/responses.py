@@ -1,287 +1,363 @@
-"""Makes HTTP responses of streams of outputs, whole or as server-sent events: what completions and
-chats have in common."""
+"""/v1/responses: the newer of the OpenAI protocol's ways to chat, which agents use.
+
+A body becomes that of a chat, and what comes of it is written as output items: a message, and the
+calls of tools. Nothing is stored: each request brings the whole conversation, as agents do with
+`store=false`. Tools that a server would run itself (search, files, computers) are refused.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import dataclasses
-import functools
-import itertools
-import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
-from fastapi import Request as HttpRequest
-from starlette.responses import Response
+from pydantic import Field
 
-from jaxserve.api.errors import RequestError, internal_error
-from jaxserve.api.events import Finished, Logprobs
-from jaxserve.server.errors import caller_gone
-from jaxserve.server.event_loop import run_in_thread_if
-from jaxserve.server.event_stream import EventStream, cancelled_on_disconnect
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Finished
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.generate_call import GenerateCall, Origin
-from jaxserve.server.http_errors import error_body, header_value
-from jaxserve.server.json_body import JsonObject, dump, dump_in_thread_if
-from jaxserve.server.openai.schemas import StreamMode
+from jaxserve.server.json_body import JsonObject
+from jaxserve.server.openai.chat import ChatWriter
+from jaxserve.server.openai.schemas import ChatRequest
+from jaxserve.server.openai.unknown_fields import OpenModel
 from jaxserve.server.streams import Stream
-from jaxserve.text.output import Completion, CompletionCollector, Delta, Output
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.output import Completion, Delta, Output
+from jaxserve.text.tool_calls import Call
 
-log = logging.getLogger(__name__)
-INLINE_TOKENS = 512  # a longer response is written in a thread
-INLINE_ECHO_TOKENS = 4096  # longer prompts to echo are detokenized in a thread
-LOGPROB_COST = 8  # tokens that are written in the time of one token's log-probabilities
-MAX_EVENT_BYTES = 1 << 16  # events written without a break
-KEEPALIVE = b": waiting\n\n"  # a comment, so that proxies do not close a silent stream
-# clients that strip what they read, vLLM's benchmark among them, need an end of the comment
-AFTER_KEEPALIVE = b":\n\n"
-DONE = b"data: [DONE]\n\n"
+MAX_ITEMS = 10_000
+NOT_STORED = "responses are not stored here: send the whole conversation as input"
+TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-class ResponseWriter(Protocol):
-    """Writes the responses of one request, which may have several prompts, numbered from 0."""
+class TextFormat(OpenModel):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = Field(None, max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
 
-    operation: str  # its name in traces: chat or text_completion
-    echoes: bool  # whether prompts are repeated in the response
-    head: JsonObject  # fields that all chunks share, once `open` was called
+
+class TextSettings(OpenModel):
+    format: TextFormat | None = None
+    verbosity: str | None = Field(None, description="has no effect")
+
+
+class Reasoning(OpenModel):
+    effort: str | None = Field(None, max_length=32)
+    summary: str | None = Field(None, description="has no effect")
+
+
+class FunctionTool(OpenModel):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(OpenModel):
+    type: Literal["function"]
+    name: str
+
+
+class ResponsesRequest(OpenModel):
+    model: str = Field("", description="'' or absent means the one that is served")
+    input: str | list[dict[str, Any]] = Field(max_length=2**31)
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    tools: list[FunctionTool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextSettings | None = None
+    reasoning: Reasoning | None = None
+    previous_response_id: None = Field(None, description=NOT_STORED)
+    conversation: None = Field(None, description=NOT_STORED)
+    background: Literal[False] | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    store: bool | None = Field(None, description="has no effect: nothing is stored")
+    include: list[str] | None = Field(None, description="has no effect")
+    metadata: dict[str, Any] | None = Field(None, description="has no effect")
+    user: str | None = Field(None, description="has no effect")
+    service_tier: str | None = Field(None, description="has no effect")
+    safety_identifier: str | None = Field(None, description="has no effect")
+    prompt_cache_key: str | None = Field(None, description="has no effect")
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+
+    def as_chat(self) -> ChatRequest:
+        """The chat that this asks for. Errors: RequestError."""
+        fields: JsonObject = {
+            "model": self.model,
+            "messages": _messages(self.instructions, self.input),
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stream": self.stream,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "cache_salt": self.cache_salt,
+            "prompt_cache_retention": self.prompt_cache_retention,
+            "tools": [_chat_tool(tool) for tool in self.tools] if self.tools else None,
+            "tool_choice": _chat_choice(self.tool_choice),
+            "response_format": _chat_format(self.text),
+        }
+        try:
+            return ChatRequest.model_validate(fields)
+        except ValueError as error:
+            first = error.errors()[0]  # type: ignore[attr-defined]
+            field = ".".join(map(str, first["loc"][:3]))
+            raise RequestError(field, first["msg"][:200]) from None
+
+
+def _chat_tool(tool: FunctionTool) -> JsonObject:
+    known = tool.model_dump(include={"name", "description", "parameters", "strict"})
+    return {"type": "function", "function": known}
+
+
+def _chat_choice(choice: str | ToolChoice | None) -> Any:
+    if isinstance(choice, ToolChoice):
+        return {"type": "function", "function": {"name": choice.name}}
+    return choice
+
+
+def _chat_format(text: TextSettings | None) -> JsonObject | None:
+    wanted = text.format if text else None
+    if wanted is None or wanted.type != "json_schema":
+        return None if wanted is None else {"type": wanted.type}
+    if wanted.schema_ is None:
+        raise RequestError("text.format.schema", "is missing")
+    schema = {"name": wanted.name or "answer", "schema": wanted.schema_, "strict": wanted.strict}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _messages(instructions: str | None, given: str | list[dict[str, Any]]) -> list[JsonObject]:
+    """A conversation as the messages of a chat. Errors: RequestError that names the item."""
+    messages: list[JsonObject] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    if not given or len(given) > MAX_ITEMS:
+        raise RequestError("input", f"must have 1 to {MAX_ITEMS} items")
+    for number, item in enumerate(given):
+        _add_item(messages, item, f"input.{number}")
+    return messages
+
+
+def _add_item(messages: list[JsonObject], item: Mapping[str, Any], where: str) -> None:
+    """Adds an item of a conversation to its messages."""
+    match item.get("type", "message"):
+        case "message":
+            role = item.get("role")
+            if role not in ("user", "assistant", "system", "developer"):
+                raise RequestError(f"{where}.role", "must be user, assistant, system or developer")
+            role = "system" if role == "developer" else role
+            content = _text(item.get("content"), f"{where}.content")
+            messages.append({"role": role, "content": content})
+        case "function_call":
+            call = {"name": _string(item, "name", where)}
+            call["arguments"] = _string(item, "arguments", where)
+            made = {"id": _string(item, "call_id", where), "type": "function", "function": call}
+            if not (messages and messages[-1]["role"] == "assistant"):
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(made)
+        case "function_call_output":
+            content = _text(item.get("output"), f"{where}.output")
+            id = _string(item, "call_id", where)
+            messages.append({"role": "tool", "tool_call_id": id, "content": content})
+        case "reasoning":
+            pass  # models do not see their earlier thoughts
+        case other:
+            raise RequestError(f"{where}.type", f"{other!a:.50} is not an item that is known here")
+
+
+def _text(content: Any, where: str) -> str:
+    """The text of a content. Errors: RequestError for anything but text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(where, "must be a text or a list of texts")
+    texts = []
+    for part in content:
+        known = isinstance(part, dict) and part.get("type") in TEXT_PARTS
+        if not known or not isinstance(part.get("text"), str):
+            raise RequestError(where, f"has a part that is none of {', '.join(TEXT_PARTS)}")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _string(item: Mapping[str, Any], name: str, where: str) -> str:
+    if not isinstance(item.get(name), str):
+        raise RequestError(f"{where}.{name}", "must be a text")
+    return item[name]
+
+
+class ResponsesWriter:
+    """Writes responses; see `ResponseWriter`."""
+
+    operation = "chat"
+    echoes = False
+    named_events = True
+
+    def __init__(self, frontend: Frontend, body: ResponsesRequest, chat: ChatRequest):
+        self._body = body
+        self._chat = ChatWriter(frontend, chat)
+        self._model = body.model or frontend.info.served_name
+        self._number = 0  # of the next event
+        self._items: list[JsonObject] = []
+        self._text: str | None = None  # of the message that is being written
+        self.head: JsonObject = {}
 
     def open(self, streams: Sequence[Stream]) -> None:
-        """Called once the engine has accepted all prompts; in a thread if long prompts are to be
-        detokenized. Errors: RequestError."""
+        body = self._body
+        self.head = {
+            "id": f"resp_{secrets.token_hex(12)}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self._model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None},
+            "store": False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": None,
+            "metadata": body.metadata or {},
+        }
+        if body.text is not None and body.text.format is not None:
+            shown = body.text.format.model_dump(by_alias=True, exclude_none=True)
+            self.head["text"] = {"format": shown}
 
-    def first_chunks(self) -> Iterable[JsonObject]:
-        """Chunks to send before the first token."""
+    def first_chunks(self) -> Iterator[JsonObject]:
+        yield self._event("response.created", response=self.head)
+        yield self._event("response.in_progress", response=self.head)
 
-    def chunks(self, number: int, output: Output) -> Iterable[JsonObject]:
-        """Chunks for one output of a prompt's stream."""
+    def chunks(self, number: int, output: Output) -> Iterator[JsonObject]:
+        if isinstance(output, Delta):
+            yield from self._added(*self._chat.read(0, output.text))
+        elif isinstance(output, Finished):
+            yield from self._added(*self._chat.flush(0))
+            yield from self._message_done()
+            response = self._response(self._items, output)
+            name = "incomplete" if response["incomplete_details"] else "completed"
+            yield self._event(f"response.{name}", response=response)
 
     def whole(self, completions: Sequence[Sequence[Completion]]) -> JsonObject:
-        """The response without streaming. completions: by prompt."""
+        completion = completions[0][0]
+        for _ in self._added(*self._chat.read(0, completion.text)):
+            pass
+        for _ in (*self._added(*self._chat.flush(0)), *self._message_done()):
+            pass
+        return self._response(self._items, completion)
 
+    def _response(self, items: Sequence[JsonObject], ended: Finished | Completion) -> JsonObject:
+        cut = ended.reason == "length"
+        usage = ended.usage
+        return {
+            **self.head,
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": items,
+            "usage": {
+                "input_tokens": usage.prompt,
+                "input_tokens_details": {"cached_tokens": usage.cached},
+                "output_tokens": usage.completion,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage.prompt + usage.completion,
+            },
+        }
 
-async def respond(
-    frontend: Frontend,
-    calls: Sequence[GenerateCall],
-    writer: ResponseWriter,
-    request: HttpRequest,
-    mode: StreamMode,
-    headers: Mapping[str, str],
-) -> Response:
-    """Submits one call per prompt and returns their response, or the beginning of it if it is
-    streamed. headers: to be sent too. Errors: RequestError."""
-    origin = Origin(
-        "http",
-        request.headers.get("traceparent"),
-        request.headers.get("tracestate", ""),
-        writer.operation,
-    )
-    async with contextlib.AsyncExitStack() as stack:
-        streams: list[Stream] = []
+    # --- output items
+
+    def _added(self, text: str, calls: Iterable[Call]) -> Iterator[JsonObject]:
+        """Adds text to the message, and calls behind it."""
+        if text:
+            if self._text is None:
+                yield from self._message_begun()
+            assert self._text is not None
+            self._text += text
+            yield self._of_item("response.output_text.delta", in_part=True, delta=text, logprobs=[])
         for call in calls:
-            call = dataclasses.replace(call, origin=origin)
-            generating = frontend.generate(call, request.state.caller)
-            streams.append(await stack.enter_async_context(generating))
-        prompt_tokens = sum(len(stream.request.prompt) for stream in streams)
-        large = writer.echoes and prompt_tokens > INLINE_ECHO_TOKENS
-        await run_in_thread_if(large, functools.partial(writer.open, streams))
-        headers = {"x-request-id": header_value(streams[0].id), **headers}
-        if mode is StreamMode.OFF:
-            body = await _whole_body(streams, writer, request)
-            return Response(body, 200, headers, "application/json")
-        for stream in streams:
-            stream.abort_write = request.scope["transport"].abort
-        return EventStream(_events(stack.pop_all(), streams, writer, mode), headers)
+            yield from self._message_done()
+            if self._body.parallel_tool_calls is False and self._has_call:
+                return
+            yield from self._call(call)
+
+    @property
+    def _has_call(self) -> bool:
+        return any(item["type"] == "function_call" for item in self._items)
+
+    def _message_begun(self) -> Iterator[JsonObject]:
+        self._text = ""
+        item = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "status": "in_progress",
+            "content": [],
+        }
+        self._items.append(item)
+        yield self._item_event("response.output_item.added", dict(item))
+        yield self._of_item("response.content_part.added", in_part=True, part=_part(""))
+
+    def _message_done(self) -> Iterator[JsonObject]:
+        """Ends the message, if one is being written."""
+        if self._text is None:
+            return
+        text, self._text = self._text, None
+        yield self._of_item("response.output_text.done", in_part=True, text=text, logprobs=[])
+        yield self._of_item("response.content_part.done", in_part=True, part=_part(text))
+        self._items[-1] |= {"status": "completed", "content": [_part(text)]}
+        yield self._item_event("response.output_item.done", dict(self._items[-1]))
+
+    def _call(self, call: Call) -> Iterator[JsonObject]:
+        item = {
+            "id": f"fc_{secrets.token_hex(12)}",
+            "type": "function_call",
+            "call_id": f"call_{secrets.token_hex(12)}",
+            "name": call.name,
+            "arguments": "",
+            "status": "in_progress",
+        }
+        self._items.append(item)
+        yield self._item_event("response.output_item.added", dict(item))
+        item |= {"arguments": call.arguments, "status": "completed"}
+        name = "response.function_call_arguments"
+        yield self._of_item(f"{name}.delta", delta=call.arguments)
+        yield self._of_item(f"{name}.done", arguments=call.arguments, name=call.name)
+        yield self._item_event("response.output_item.done", dict(item))
+
+    # --- events
+
+    def _event(self, type: str, **fields: Any) -> JsonObject:
+        number, self._number = self._number, self._number + 1
+        return {"type": type, "sequence_number": number, **fields}
+
+    def _item_event(self, type: str, item: JsonObject) -> JsonObject:
+        return self._event(type, output_index=len(self._items) - 1, item=item)
+
+    def _of_item(self, type: str, in_part: bool = False, **fields: Any) -> JsonObject:
+        """An event about the newest item; in_part: about its only part."""
+        place: JsonObject = {"content_index": 0} if in_part else {}
+        index = len(self._items) - 1
+        id = self._items[-1]["id"]
+        return self._event(type, item_id=id, output_index=index, **place, **fields)
 
 
-async def _whole_body(
-    streams: Sequence[Stream], writer: ResponseWriter, request: HttpRequest
-) -> bytes:
-    """The body of a response that is not streamed, once all completions have ended."""
-    groups: list[list[Completion]] = []
-    async with cancelled_on_disconnect(request.receive):
-        groups = await _collect(streams)
-    if not groups:
-        raise caller_gone()
-    size = sum(_write_cost(completion) for group in groups for completion in group)
-    return await dump_in_thread_if(size > INLINE_TOKENS, functools.partial(writer.whole, groups))
-
-
-async def _events(
-    stack: contextlib.AsyncExitStack,
-    streams: Sequence[Stream],
-    writer: ResponseWriter,
-    mode: StreamMode,
-) -> AsyncGenerator[bytes]:
-    """The events of a streamed response. stack: closes the streams."""
-    loop = asyncio.get_running_loop()
-    finished: list[Finished] = []
-    running = RunningUsage(streams) if mode is StreamMode.WITH_RUNNING_USAGE else None
-    first = writer.first_chunks()
-    after_keepalive = False
-    try:
-        async with stack:
-            async for number, outputs in _outputs(streams):
-                chunks: Iterator[JsonObject] = (
-                    chunk for output in outputs for chunk in writer.chunks(number, output)
-                )
-                if any(isinstance(output, (Delta, Finished)) for output in outputs):
-                    # not before a token: benchmarks measure TTFT by the first chunk
-                    chunks = itertools.chain(first, chunks)
-                if running is not None:
-                    chunks = running.added(outputs, chunks)
-                finished += [output for output in outputs if isinstance(output, Finished)]
-                otherwise = [KEEPALIVE] if streams[number].heartbeat_due(loop.time()) else []
-                for data in _batches(chunks, otherwise):
-                    for stream in streams:
-                        stream.write_began(loop.time())
-                    yield AFTER_KEEPALIVE + data if _ends_comment(after_keepalive, data) else data
-                    after_keepalive = data is KEEPALIVE
-                    for stream in streams:
-                        stream.write_ended(loop.time())
-                    if len(data) > MAX_EVENT_BYTES:  # lets other streams write in between
-                        await asyncio.sleep(0)
-        if mode in (StreamMode.WITH_USAGE, StreamMode.WITH_RUNNING_USAGE):
-            yield _event({**writer.head, "choices": [], "usage": usage_of(finished)})
-        yield DONE
-    except RequestError as error:
-        yield _event(error_body(error))
-    except Exception:
-        log.exception("a streamed response failed")
-        yield _event(error_body(internal_error()))
-
-
-def _ends_comment(after_keepalive: bool, data: bytes) -> bool:
-    return after_keepalive and data is not KEEPALIVE
-
-
-async def _collect(streams: Sequence[Stream]) -> list[list[Completion]]:
-    """All completions of each stream, once they have ended."""
-    collectors = [CompletionCollector(stream.request.prompt.tolist()) for stream in streams]
-    async for number, outputs in _outputs(streams):
-        for output in outputs:
-            collectors[number].add(output)
-    return [collector.completions() for collector in collectors]
-
-
-async def _outputs(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, list[Output]]]:
-    """Outputs of any of the streams as they come, with the stream's number. Errors: what ended one
-    of them."""
-    if len(streams) == 1:
-        while outputs := await streams[0].take():
-            yield 0, outputs
-        if streams[0].failure is not None:
-            raise streams[0].failure
-        return
-    taking = {asyncio.ensure_future(stream.take()): number for number, stream in enumerate(streams)}
-    try:
-        while taking:
-            done, _ = await asyncio.wait(taking, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                number = taking.pop(task)
-                if outputs := task.result():
-                    yield number, outputs
-                    taking[asyncio.ensure_future(streams[number].take())] = number
-                elif (failure := streams[number].failure) is not None:
-                    raise failure
-    finally:
-        for task in taking:
-            task.cancel()
-
-
-def usage_of(ended: Iterable[Finished | Completion]) -> JsonObject:
-    """The usage of all prompts and completions of a request. A prompt counts once, however many
-    completions it has."""
-    prompt = 0
-    cached = 0
-    completion = 0
-    for one in ended:
-        completion += one.usage.completion
-        if one.index == 0:
-            prompt += one.usage.prompt
-            cached += one.usage.cached
-    return _usage(prompt, completion) | {"prompt_tokens_details": {"cached_tokens": cached}}
-
-
-def _usage(prompt: int, completion: int) -> JsonObject:
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-    }
-
-
-class RunningUsage:
-    """The usage of a streamed response so far."""
-
-    def __init__(self, streams: Sequence[Stream]):
-        self._prompt = sum(len(stream.request.prompt) for stream in streams)
-        self._completion = 0
-
-    def added(
-        self, outputs: Iterable[Output], chunks: Iterable[JsonObject]
-    ) -> Iterator[JsonObject]:
-        """The chunks of these outputs, each with the usage up to them."""
-        self._completion += sum(len(one.ids) for one in outputs if isinstance(one, Delta))
-        usage = _usage(self._prompt, self._completion)
-        return ({**chunk, "usage": usage} for chunk in chunks)
-
-
-class TokenWriter:
-    """Writes single tokens and their log-probabilities. as_ids: by their ids, not their texts."""
-
-    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool = False):
-        self._tokenizer = tokenizer
-        self._as_ids = as_ids
-
-    def bytes(self, id: int) -> bytes:
-        return b"" if self._tokenizer is None else self._tokenizer.piece(id)
-
-    def text(self, id: int) -> str:
-        if self._tokenizer is None or self._as_ids:
-            return f"token_id:{id}"
-        return self.bytes(id).decode(errors="replace")
-
-    def chat_logprobs(self, ids: Sequence[int], logprobs: Sequence[Logprobs]) -> list[JsonObject]:
-        """Log-probabilities of tokens in the form of chat completions."""
-        return [
-            {
-                **self._chat_logprob(id, at.chosen),
-                "top_logprobs": [self._chat_logprob(*top) for top in at.top],
-            }
-            for id, at in zip(ids, logprobs)
-        ]
-
-    def _chat_logprob(self, id: int, logprob: float) -> JsonObject:
-        return {"token": self.text(id), "logprob": logprob, "bytes": list(self.bytes(id))}
-
-
-def _write_cost(completion: Completion) -> int:
-    """About how long writing a completion takes, in tokens of plain output. An echoed prompt is
-    written as one text, which costs little."""
-    logprobs = len(completion.logprobs or ()) + len(completion.prompt_logprobs or ())
-    echo = len(completion.prompt_ids) // LOGPROB_COST
-    return len(completion.ids) + LOGPROB_COST * logprobs + echo
-
-
-def _batches(chunks: Iterable[JsonObject], otherwise: Sequence[bytes]) -> Iterator[bytes]:
-    """Events of chunks, joined up to about MAX_EVENT_BYTES; `otherwise` if there are none."""
-    events: list[bytes] = []
-    size = 0
-    for chunk in chunks:
-        otherwise = ()
-        events.append(_event(chunk))
-        size += len(events[-1])
-        if size > MAX_EVENT_BYTES:
-            yield b"".join(events)
-            events = []
-            size = 0
-    if events:
-        yield b"".join(events)
-    else:
-        yield from otherwise
-
-
-def _event(chunk: JsonObject) -> bytes:
-    return b"data: " + dump(chunk) + b"\n\n"
+def _part(text: str) -> JsonObject:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -23,7 +23,7 @@ from jaxserve.server import frontend
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import Client, ServerError
 from jaxserve.server.json_body import PARSE_IN_THREAD_BYTES, dump_pieces, parse
-from jaxserve.server.openai.responses import INLINE_TOKENS
+from jaxserve.server.openai.answers import INLINE_TOKENS
 from jaxserve.server.openai.schemas import ChatRequest, CompletionRequest, TokenizeRequest
 from jaxserve.server.prompts import Chat, prompt_cost, to_array
 from jaxserve.text import Tokenizer

@@ -1,0 +1,310 @@
+"""Makes HTTP responses of streams of outputs, whole or as server-sent events: what completions and
+chats have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import Protocol
+
+from fastapi import Request as HttpRequest
+from starlette.responses import Response
+
+from jaxserve.api.errors import RequestError, internal_error
+from jaxserve.api.events import Finished, Logprobs
+from jaxserve.server.errors import caller_gone
+from jaxserve.server.event_loop import run_in_thread_if
+from jaxserve.server.event_stream import EventStream, cancelled_on_disconnect
+from jaxserve.server.frontend import Frontend
+from jaxserve.server.generate_call import GenerateCall, Origin
+from jaxserve.server.http_errors import error_body, header_value
+from jaxserve.server.json_body import JsonObject, dump, dump_in_thread_if
+from jaxserve.server.openai.schemas import StreamMode
+from jaxserve.server.streams import Stream
+from jaxserve.text.output import Completion, CompletionCollector, Delta, Output
+from jaxserve.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+INLINE_TOKENS = 512  # a longer response is written in a thread
+INLINE_ECHO_TOKENS = 4096  # longer prompts to echo are detokenized in a thread
+LOGPROB_COST = 8  # tokens that are written in the time of one token's log-probabilities
+MAX_EVENT_BYTES = 1 << 16  # events written without a break
+KEEPALIVE = b": waiting\n\n"  # a comment, so that proxies do not close a silent stream
+# clients that strip what they read, vLLM's benchmark among them, need an end of the comment
+AFTER_KEEPALIVE = b":\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class ResponseWriter(Protocol):
+    """Writes the responses of one request, which may have several prompts, numbered from 0."""
+
+    operation: str  # its name in traces: chat or text_completion
+    echoes: bool  # whether prompts are repeated in the response
+    named_events: bool  # whether chunks are events with names, of which the last one says all
+    head: JsonObject  # fields that all chunks share, once `open` was called
+
+    def open(self, streams: Sequence[Stream]) -> None:
+        """Called once the engine has accepted all prompts; in a thread if long prompts are to be
+        detokenized. Errors: RequestError."""
+
+    def first_chunks(self) -> Iterable[JsonObject]:
+        """Chunks to send before the first token."""
+
+    def chunks(self, number: int, output: Output) -> Iterable[JsonObject]:
+        """Chunks for one output of a prompt's stream."""
+
+    def whole(self, completions: Sequence[Sequence[Completion]]) -> JsonObject:
+        """The response without streaming. completions: by prompt."""
+
+
+async def respond(
+    frontend: Frontend,
+    calls: Sequence[GenerateCall],
+    writer: ResponseWriter,
+    request: HttpRequest,
+    mode: StreamMode,
+    headers: Mapping[str, str],
+) -> Response:
+    """Submits one call per prompt and returns their response, or the beginning of it if it is
+    streamed. headers: to be sent too. Errors: RequestError."""
+    origin = Origin(
+        "http",
+        request.headers.get("traceparent"),
+        request.headers.get("tracestate", ""),
+        writer.operation,
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        streams: list[Stream] = []
+        for call in calls:
+            call = dataclasses.replace(call, origin=origin)
+            generating = frontend.generate(call, request.state.caller)
+            streams.append(await stack.enter_async_context(generating))
+        prompt_tokens = sum(len(stream.request.prompt) for stream in streams)
+        large = writer.echoes and prompt_tokens > INLINE_ECHO_TOKENS
+        await run_in_thread_if(large, functools.partial(writer.open, streams))
+        headers = {"x-request-id": header_value(streams[0].id), **headers}
+        if mode is StreamMode.OFF:
+            body = await _whole_body(streams, writer, request)
+            return Response(body, 200, headers, "application/json")
+        for stream in streams:
+            stream.abort_write = request.scope["transport"].abort
+        return EventStream(_events(stack.pop_all(), streams, writer, mode), headers)
+
+
+async def _whole_body(
+    streams: Sequence[Stream], writer: ResponseWriter, request: HttpRequest
+) -> bytes:
+    """The body of a response that is not streamed, once all completions have ended."""
+    groups: list[list[Completion]] = []
+    async with cancelled_on_disconnect(request.receive):
+        groups = await _collect(streams)
+    if not groups:
+        raise caller_gone()
+    size = sum(_write_cost(completion) for group in groups for completion in group)
+    return await dump_in_thread_if(size > INLINE_TOKENS, functools.partial(writer.whole, groups))
+
+
+async def _events(
+    stack: contextlib.AsyncExitStack,
+    streams: Sequence[Stream],
+    writer: ResponseWriter,
+    mode: StreamMode,
+) -> AsyncGenerator[bytes]:
+    """The events of a streamed response. stack: closes the streams."""
+    loop = asyncio.get_running_loop()
+    finished: list[Finished] = []
+    running = RunningUsage(streams) if mode is StreamMode.WITH_RUNNING_USAGE else None
+    first = writer.first_chunks()
+    event = _named_event if writer.named_events else _event
+    after_keepalive = False
+    try:
+        async with stack:
+            async for number, outputs in _outputs(streams):
+                chunks: Iterator[JsonObject] = (
+                    chunk for output in outputs for chunk in writer.chunks(number, output)
+                )
+                if any(isinstance(output, (Delta, Finished)) for output in outputs):
+                    # not before a token: benchmarks measure TTFT by the first chunk
+                    chunks = itertools.chain(first, chunks)
+                if running is not None:
+                    chunks = running.added(outputs, chunks)
+                finished += [output for output in outputs if isinstance(output, Finished)]
+                otherwise = [KEEPALIVE] if streams[number].heartbeat_due(loop.time()) else []
+                for data in _batches(chunks, otherwise, event):
+                    for stream in streams:
+                        stream.write_began(loop.time())
+                    yield AFTER_KEEPALIVE + data if _ends_comment(after_keepalive, data) else data
+                    after_keepalive = data is KEEPALIVE
+                    for stream in streams:
+                        stream.write_ended(loop.time())
+                    if len(data) > MAX_EVENT_BYTES:  # lets other streams write in between
+                        await asyncio.sleep(0)
+        if mode in (StreamMode.WITH_USAGE, StreamMode.WITH_RUNNING_USAGE):
+            yield _event({**writer.head, "choices": [], "usage": usage_of(finished)})
+        if not writer.named_events:
+            yield DONE
+    except RequestError as error:
+        yield event(_failure(error, writer.named_events))
+    except Exception:
+        log.exception("a streamed response failed")
+        yield event(_failure(internal_error(), writer.named_events))
+
+
+def _ends_comment(after_keepalive: bool, data: bytes) -> bool:
+    return after_keepalive and data is not KEEPALIVE
+
+
+async def _collect(streams: Sequence[Stream]) -> list[list[Completion]]:
+    """All completions of each stream, once they have ended."""
+    collectors = [CompletionCollector(stream.request.prompt.tolist()) for stream in streams]
+    async for number, outputs in _outputs(streams):
+        for output in outputs:
+            collectors[number].add(output)
+    return [collector.completions() for collector in collectors]
+
+
+async def _outputs(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, list[Output]]]:
+    """Outputs of any of the streams as they come, with the stream's number. Errors: what ended one
+    of them."""
+    if len(streams) == 1:
+        while outputs := await streams[0].take():
+            yield 0, outputs
+        if streams[0].failure is not None:
+            raise streams[0].failure
+        return
+    taking = {asyncio.ensure_future(stream.take()): number for number, stream in enumerate(streams)}
+    try:
+        while taking:
+            done, _ = await asyncio.wait(taking, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number = taking.pop(task)
+                if outputs := task.result():
+                    yield number, outputs
+                    taking[asyncio.ensure_future(streams[number].take())] = number
+                elif (failure := streams[number].failure) is not None:
+                    raise failure
+    finally:
+        for task in taking:
+            task.cancel()
+
+
+def usage_of(ended: Iterable[Finished | Completion]) -> JsonObject:
+    """The usage of all prompts and completions of a request. A prompt counts once, however many
+    completions it has."""
+    prompt = 0
+    cached = 0
+    completion = 0
+    for one in ended:
+        completion += one.usage.completion
+        if one.index == 0:
+            prompt += one.usage.prompt
+            cached += one.usage.cached
+    return _usage(prompt, completion) | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def _usage(prompt: int, completion: int) -> JsonObject:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
+class RunningUsage:
+    """The usage of a streamed response so far."""
+
+    def __init__(self, streams: Sequence[Stream]):
+        self._prompt = sum(len(stream.request.prompt) for stream in streams)
+        self._completion = 0
+
+    def added(
+        self, outputs: Iterable[Output], chunks: Iterable[JsonObject]
+    ) -> Iterator[JsonObject]:
+        """The chunks of these outputs, each with the usage up to them."""
+        self._completion += sum(len(one.ids) for one in outputs if isinstance(one, Delta))
+        usage = _usage(self._prompt, self._completion)
+        return ({**chunk, "usage": usage} for chunk in chunks)
+
+
+class TokenWriter:
+    """Writes single tokens and their log-probabilities. as_ids: by their ids, not their texts."""
+
+    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool = False):
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def bytes(self, id: int) -> bytes:
+        return b"" if self._tokenizer is None else self._tokenizer.piece(id)
+
+    def text(self, id: int) -> str:
+        if self._tokenizer is None or self._as_ids:
+            return f"token_id:{id}"
+        return self.bytes(id).decode(errors="replace")
+
+    def chat_logprobs(self, ids: Sequence[int], logprobs: Sequence[Logprobs]) -> list[JsonObject]:
+        """Log-probabilities of tokens in the form of chat completions."""
+        return [
+            {
+                **self._chat_logprob(id, at.chosen),
+                "top_logprobs": [self._chat_logprob(*top) for top in at.top],
+            }
+            for id, at in zip(ids, logprobs)
+        ]
+
+    def _chat_logprob(self, id: int, logprob: float) -> JsonObject:
+        return {"token": self.text(id), "logprob": logprob, "bytes": list(self.bytes(id))}
+
+
+def _write_cost(completion: Completion) -> int:
+    """About how long writing a completion takes, in tokens of plain output. An echoed prompt is
+    written as one text, which costs little."""
+    logprobs = len(completion.logprobs or ()) + len(completion.prompt_logprobs or ())
+    echo = len(completion.prompt_ids) // LOGPROB_COST
+    return len(completion.ids) + LOGPROB_COST * logprobs + echo
+
+
+def _batches(
+    chunks: Iterable[JsonObject], otherwise: Sequence[bytes], event: Callable[[JsonObject], bytes]
+) -> Iterator[bytes]:
+    """Events of chunks, joined up to about MAX_EVENT_BYTES; `otherwise` if there are none."""
+    events: list[bytes] = []
+    size = 0
+    for chunk in chunks:
+        otherwise = ()
+        events.append(event(chunk))
+        size += len(events[-1])
+        if size > MAX_EVENT_BYTES:
+            yield b"".join(events)
+            events = []
+            size = 0
+    if events:
+        yield b"".join(events)
+    else:
+        yield from otherwise
+
+
+def _event(chunk: JsonObject) -> bytes:
+    return b"data: " + dump(chunk) + b"\n\n"
+
+
+def _named_event(chunk: JsonObject) -> bytes:
+    return f"event: {chunk['type']}\n".encode() + _event(chunk)
+
+
+def _failure(error: RequestError, named: bool) -> JsonObject:
+    """What ends a stream that failed."""
+    body = error_body(error)
+    return {"type": "error", **body["error"]} if named else body

@@ -1,0 +1,166 @@
+"""/v1/responses: what agents send, read and written by the protocol's own client."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+from openai.types import responses as types
+
+from tests.server.fakes import EOS, FakeReplica
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+ADD = {
+    "type": "function",
+    "name": "add",
+    "description": "adds",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+
+
+@pytest.fixture
+def client(serve):
+    """Starts a server whose model says a text; returns a client of it."""
+    clients = []
+
+    def start(says: str | None = None, **config) -> openai.OpenAI:
+        engine = FakeReplica() if says is None else FakeReplica(script=[*says.encode(), EOS])
+        served = serve(engine, **config)
+        made = openai.OpenAI(base_url=f"{served.server.url}/v1", api_key="none", max_retries=0)
+        made.served = served
+        clients.append(made)
+        return made
+
+    yield start
+    for made in clients:
+        made.close()
+
+
+def test_a_text_is_answered_by_a_message(client):
+    made = client("Hello there").responses.create(model="", input="hi", max_output_tokens=50)
+    assert (made.output_text, made.status, made.incomplete_details) == (
+        "Hello there", "completed", None,
+    )  # fmt: skip
+    (message,) = made.output
+    assert message.type == "message" and message.status == "completed"
+    assert made.usage.total_tokens == made.usage.input_tokens + made.usage.output_tokens
+    assert made.usage.output_tokens == len("Hello there") + 1
+    assert made.id.startswith("resp_") and made.store is False
+
+
+def test_an_answer_that_is_cut_off_says_so(client):
+    made = client("Hello there").responses.create(model="", input="hi", max_output_tokens=5)
+    assert (made.status, made.output_text) == ("incomplete", "Hello")
+    assert made.incomplete_details.reason == "max_output_tokens"
+
+
+def test_calls_of_tools_are_items_of_their_own(client):
+    made = client("Well: " + CALL).responses.create(model="", input="hi", tools=[ADD])
+    message, call = made.output
+    assert (message.content[0].text, call.type) == ("Well: ", "function_call")
+    assert (call.name, call.arguments, call.status) == ("add", '{"a": 1}', "completed")
+    assert call.call_id.startswith("call_")
+
+
+def test_a_stream_tells_each_step_and_ends_in_the_whole(client):
+    asked = client("Well: " + CALL)
+    events = list(asked.responses.create(model="", input="hi", tools=[ADD], stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events if "delta" not in event.type]
+    item = ["response.output_item.added", "response.output_item.done"]
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        item[0],
+        "response.content_part.added",
+        "response.output_text.done",
+        "response.content_part.done",
+        item[1],
+        item[0],
+        "response.function_call_arguments.done",
+        item[1],
+        "response.completed",
+    ]
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == "Well: " == events[-1].response.output_text
+    assert [part.type for part in events[-1].response.output] == ["message", "function_call"]
+    assert isinstance(events[-1], types.ResponseCompletedEvent)
+    assert events[-1].response.usage.output_tokens == len("Well: " + CALL) + 1
+    assert {event.output_index for event in events if hasattr(event, "output_index")} == {0, 1}
+
+
+def test_the_clients_own_stream_reads_it(client):
+    with client("Well: " + CALL).responses.stream(model="", input="hi", tools=[ADD]) as stream:
+        for _ in stream:
+            pass
+        made = stream.get_final_response()
+    assert made.output_text == "Well: " and made.output[1].name == "add"
+
+
+def test_a_whole_conversation_with_calls_comes_back_as_messages(client):
+    asked = client("ok")
+    seen = []
+    submit = asked.served.engine.submit
+    asked.served.engine.submit = lambda request, sink: (seen.append(request), submit(request, sink))
+    asked.responses.create(
+        model="",
+        instructions="Be brief.",
+        tools=[ADD],
+        input=[
+            {"role": "developer", "content": "More."},
+            {"role": "user", "content": [{"type": "input_text", "text": "What is 1 + 1?"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": []},
+            {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
+            {"type": "function_call_output", "call_id": "c1", "output": "two"},
+            {
+                "type": "message",
+                "role": "assistant",
+                "id": "msg_1",
+                "status": "completed",
+                "content": [{"type": "output_text", "text": "It is 2.", "annotations": []}],
+            },
+            {"role": "user", "content": "Sure?"},
+        ],
+    )
+    prompt = bytes(token for token in seen[0].prompt.tolist() if token < 256).decode()
+    told = ["Be brief.", "More.", "What is 1 + 1?", "two", "It is 2.", "Sure?"]
+    assert [prompt.index(text) for text in told] == sorted(prompt.index(text) for text in told)
+
+
+BAD = [
+    ({"input": []}, "input"),
+    ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+    ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.arguments"),
+    ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"input": "x", "conversation": "conv_1"}, "conversation"),
+    ({"input": "x", "background": True}, "background"),
+    ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"input": "x", "max_output_tokens": 0}, "max_tokens"),
+    ({"input": "x", "temperature": -1}, "temperature"),
+    ({"input": "x", "model": "gpt-9"}, "model"),
+    ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "schema"),
+    ({"input": 5}, "input"),
+    ({}, "input"),
+]
+
+
+def test_bad_fields_are_refused_by_name(client):
+    asked = client("ok")
+    url = f"{asked.served.server.url}/v1/responses"
+    for body, named in BAD:
+        answer = httpx.post(url, json=body)
+        assert answer.status_code in (400, 404), (body, answer.text)
+        assert named in (answer.json()["error"]["param"] or ""), (body, answer.text)
+    assert asked.served.engine.prefill_steps == 0
+    answer = httpx.post(url, json={"input": "x", "unheard_of": 1})
+    assert (answer.status_code, answer.headers["x-jaxserve-ignored"]) == (200, "unheard_of")
+
+
+def test_who_has_no_key_gets_nothing(client):
+    asked = client("ok", api_key=("token-abc123",))
+    with pytest.raises(openai.AuthenticationError):
+        asked.responses.create(model="", input="hi")
+    with_key = asked.with_options(api_key="token-abc123")
+    assert with_key.responses.create(model="", input="hi").output_text == "ok"
