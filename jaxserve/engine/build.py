@@ -22,6 +22,7 @@ from jaxserve.clock import WallClock
 from jaxserve.costs.predictor import NOMINAL
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.executor import CommandExecutor
+from jaxserve.engine.memory import DeviceRoom, kv_bytes
 from jaxserve.engine.profiling.profile_file import EngineProfile, profile_for
 from jaxserve.engine.programs import keep_compiled
 from jaxserve.engine.shapes import first_shapes, sample_sizes, shapes
@@ -50,6 +51,7 @@ from jaxserve.weights import load, open_checkpoint
 from jaxserve.weights.checkpoint import Checkpoint
 from jaxserve.weights.store import OrbaxFolder
 
+LEAST_PAGES = 2
 STORE_SECONDS = 2.0  # of a call of the shared store
 IMPROVEMENT = 0.1  # share of a prompt's time that more lanes must save, where nobody knows better
 DTYPES = {
@@ -259,12 +261,13 @@ def cache_identity(config: EngineConfig, model: ModelConfig) -> tuple[str, str]:
     return f"{model} {weights_id(config)}", types
 
 
-def weights_dtype(config: EngineConfig, model: ModelConfig) -> str:
+def weights_dtype(config: EngineConfig, model: ModelConfig, platform: str | None = None) -> str:
     """The type of weights: where the settings leave it open, that of the checkpoint, but float32 on
-    CPUs, where tokens are then the same for every mesh and batch."""
+    CPUs, where tokens are then the same for every mesh and batch. platform: None for that of this
+    process."""
     if config.source.dtype != "auto":
         return config.source.dtype
-    return "float32" if jax.default_backend() == "cpu" else model.stored
+    return "float32" if (platform or DeviceRoom.here().platform) == "cpu" else model.stored
 
 
 def weights_id(config: EngineConfig) -> str:
@@ -287,40 +290,53 @@ def _planner(
     return LanePlanner(config.planner, profile.instances(plan, config.exchange, max_len), rates)
 
 
-def make_plan(config: EngineConfig, model: ModelConfig) -> StagePlan:
-    """What the stages need, from the settings and the model (after `with_tp`)."""
-    dtype = DTYPES[weights_dtype(config, model)]
+def make_plan(
+    config: EngineConfig, model: ModelConfig, room: DeviceRoom | None = None
+) -> StagePlan:
+    """What the stages need, from the settings and the model (after `with_tp`). room: that of each
+    device; None: as this process has them. Errors: ConfigError."""
+    room = room or DeviceRoom.here()
+    dtype = DTYPES[weights_dtype(config, model, room.platform)]
     size = config.cache.block_size
-    length = max_length(config, model)
-    layers = max(map(len, layers_of(model, config.mesh.spp)))
-    blocks = -(-length // size)
-    kv_dtype = FP8 if config.cache.kv_cache_dtype == "fp8" else dtype
-    pages = config.cache.pages
-    if pages is None:
-        one = pool_shapes((2, model.kv_heads // config.mesh.tp, size, model.head_dim), kv_dtype)
-        page = layers * sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(one))
-        pages = min(
-            int(config.cache.kv_memory_gib * 2**30) // page, blocks * config.scheduler.max_seqs
-        )
-        if pages < 2:
-            said = (
-                f"{config.cache.kv_memory_gib} GiB hold {pages} pages of {page} bytes; "
-                "at least 2 are needed"
-            )
-            raise ConfigError("kv_memory_gib", said)
-    return StagePlan(
+    blocks = -(-max_length(config, model) // size)
+    plan = StagePlan(
         model,
         config.mesh,
         dtype,
-        kv_dtype,
-        pages,
+        FP8 if config.cache.kv_cache_dtype == "fp8" else dtype,
+        config.cache.pages or LEAST_PAGES,
         size,
         config.scheduler.max_seqs,
-        min(blocks, pages),
+        blocks,
         shapes(config.scheduler, config.mesh.kvp),
         sample_sizes(config.scheduler),
         moves=config.scheduler.planner != "none" and config.mesh.kvp > 1,
     )
+    if config.cache.pages is None:
+        plan = dataclasses.replace(plan, pages=_pages(config, plan, blocks, room))
+    return dataclasses.replace(plan, width=min(blocks, plan.pages))
+
+
+def _pages(config: EngineConfig, plan: StagePlan, blocks: int, room: DeviceRoom) -> int:
+    """Pages of a lane, for sequences of so many blocks at most. Errors: ConfigError where a device
+    holds too few."""
+    model = plan.model
+    layers = max(map(len, layers_of(model, plan.mesh.spp)))
+    heads = model.kv_heads // plan.mesh.tp
+    one = pool_shapes((2, heads, plan.block_size, model.head_dim), plan.kv_dtype)
+    page = layers * sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(one))
+    given = config.cache.kv_memory_gib
+    total = kv_bytes(plan, given, config.cache.gpu_memory_utilization, room)
+    pages = total // page
+    if room.bytes is None or given is not None:  # more than all sequences can fill is for prefixes
+        pages = min(pages, blocks * plan.slots)
+    if pages < LEAST_PAGES:
+        said = (
+            f"{total / 2**30:g} GiB hold {pages} pages of {page} bytes; "
+            f"at least {LEAST_PAGES} are needed"
+        )
+        raise ConfigError("kv_memory_gib", said)
+    return pages
 
 
 def max_length(config: EngineConfig, model: ModelConfig) -> int:

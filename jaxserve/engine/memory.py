@@ -1,11 +1,13 @@
-"""Estimates the device memory of a replica from its plan, without allocating anything or asking a
-device."""
+"""Estimates the device memory of a replica from its plan, without allocating anything, and how much
+of a device is left for KV."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,11 +16,61 @@ from jaxserve.checkpoint.zoo import layers_of
 from jaxserve.engine import sampling
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stages import POOL_AXES
+from jaxserve.group.member import this_member
 from jaxserve.models.decoder import declare, padded_vocab
+from jaxserve.settings.schema import ConfigError
 from jaxserve.sharding.mesh import KVP, TP
 from jaxserve.sharding.rules import RULES
 
 F32 = 4
+CPU_KV_GIB = 1.0  # where nobody knows how much memory there is for one
+# for what is neither weights nor KV nor in the estimate of a step: the runtime, compiled programs,
+# buffers of collectives
+RESERVED_GIB = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceRoom:
+    """A device: its platform, and the bytes of its memory that can be had; None where it does not
+    tell."""
+
+    platform: str
+    bytes: int | None
+
+    @classmethod
+    def here(cls) -> DeviceRoom:
+        """That of this process's devices, which are of one kind. Processes of a group must all come
+        to the same, and their leader has no devices: they look at the machine only."""
+        if this_member() is not None:
+            return cls(_likely_platform(), None)
+        device = jax.local_devices()[0]
+        stats = device.memory_stats() or {} if device.platform != "cpu" else {}
+        return cls(device.platform, stats.get("bytes_limit"))
+
+
+def _likely_platform() -> str:
+    """What JAX will find here, without asking it: it would take the devices."""
+    on_cpu = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
+    return "cpu" if on_cpu or not Path("/dev/nvidiactl").exists() else "gpu"
+
+
+def kv_bytes(plan: StagePlan, given_gib: float | None, share: float, room: DeviceRoom) -> int:
+    """Bytes of a device for pages. plan: with any number of them. given_gib: what the settings
+    say. share: of the device's memory for all that is there. Errors: ConfigError where nothing is
+    left."""
+    if given_gib is not None or room.bytes is None:
+        return int((CPU_KV_GIB if given_gib is None else given_gib) * 2**30)
+    needed = sizes(plan)
+    taken = needed.total - needed.kv + int(RESERVED_GIB * 2**30)
+    left = int(share * room.bytes) - taken
+    if left <= 0:
+        said = (
+            f"{share:g} of {room.bytes / 2**30:.1f} GiB leave nothing for KV beside "
+            f"{taken / 2**30:.1f} GiB of weights and programs: more ranks or stages in the mesh, "
+            "or a larger share"
+        )
+        raise ConfigError("gpu_memory_utilization", said)
+    return left
 
 
 @dataclasses.dataclass(frozen=True)

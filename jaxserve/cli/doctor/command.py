@@ -236,9 +236,17 @@ def _model(patient: Patient) -> Iterator[Check]:
     )
     yield _tokenizer(patient)
     patient.plan, patient.max_len = (
-        make_plan(patient.engine, model),
+        make_plan(patient.engine, model, _room(patient)),
         max_length(patient.engine, model),
     )
+
+
+def _room(patient: Patient) -> Any:
+    """That of the devices which another process has looked at."""
+    from jaxserve.engine.memory import DeviceRoom
+
+    found = patient.devices
+    return DeviceRoom("cpu", None) if found is None else DeviceRoom(found.platform, found.memory)
 
 
 def _hash(source: str, file: Path) -> Iterator[Check]:

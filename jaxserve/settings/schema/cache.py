@@ -15,8 +15,18 @@ class CacheConfig(Settings):
 
     block_size: int = option(16, "tokens per KV block (and per page)", low=1, high=1024)
     pages: int | None = option(None, "KV pages per lane; default: from kv_memory_gib", low=2)
-    kv_memory_gib: float = option(
-        1.0, "memory for KV pages per device (GiB), where pages is not given", low=0.001
+    kv_memory_gib: float | None = option(
+        None,
+        "memory for KV pages per device (GiB), where pages is not given; default: what "
+        "gpu_memory_utilization leaves, 1 on CPUs and under launch",
+        low=0.001,
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        "share of a device's memory for weights, programs and KV together, where the device tells "
+        "how much it has",
+        low=0.05,
+        high=1.0,
     )
     lane_tokens: int | None = option(
         None,
