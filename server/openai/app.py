@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import fastapi
@@ -104,14 +104,16 @@ def _model_routes(frontend: Frontend) -> fastapi.APIRouter:
     async def render_completion(body: CompletionRequest, request: fastapi.Request) -> Response:
         """The token ids of each prompt: for routers, which find the replica that has most of
         them."""
+        headers = unknown.headers(body)
         calls = completions.generate_calls(body, _request_id(body, request), request.headers)
-        return await _rendered([await _ids(call, request) for call in calls])
+        return await _rendered([await _ids(call, request) for call in calls], headers)
 
     @router.post("/v1/chat/completions/render")
     async def render_chat(body: ChatRequest, request: fastapi.Request) -> Response:
         """The token ids that the model would be given."""
+        headers = unknown.headers(body)
         call = chat.generate_call(body, _request_id(body, request), request.headers)
-        return await _rendered(await _ids(call, request))
+        return await _rendered(await _ids(call, request), headers)
 
     async def _ids(call: GenerateCall, request: fastapi.Request) -> JsonObject:
         frontend.check_model(call.model)
@@ -236,11 +238,12 @@ def _models(frontend: Frontend) -> list[JsonObject]:
     ]
 
 
-async def _rendered(content: JsonObject | list[JsonObject]) -> Response:
+async def _rendered(content: JsonObject | list[JsonObject], headers: Mapping[str, str]) -> Response:
     """Writes token ids, in a thread if there are many."""
     prompts = content if isinstance(content, list) else [content]
     count = sum(len(prompt["token_ids"]) for prompt in prompts)
-    return _json_response(await dump_in_thread_if(count > INLINE_TOKENS, lambda: content))
+    body = await dump_in_thread_if(count > INLINE_TOKENS, lambda: content)
+    return Response(body, 200, headers, "application/json")
 
 
 def _json_response(body: bytes) -> Response:

@@ -53,12 +53,19 @@ def test_chats_are_rendered_by_the_template(client):
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_rendering_refuses_what_generating_refuses(client, path):
-    for wrong in ({"model": "other"}, {"temperature": -1}, {"unknown": 1}):
+    for wrong in ({"model": "other"}, {"temperature": -1}, {"n": 0}):
         body = {**ROUTES[path], **wrong}
         rendered = client.post(f"{path}/render", json=body)
         generated = client.post(path, json=body)
         assert rendered.status_code == generated.status_code >= 400
         assert rendered.json()["error"]["param"] == generated.json()["error"]["param"]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_rendering_tells_of_unknown_fields_as_generating_does(client, path):
+    body = {**ROUTES[path], "unheard_of": 1}
+    for answer in (client.post(f"{path}/render", json=body), client.post(path, json=body)):
+        assert (answer.status_code, answer.headers["x-jaxserve-ignored"]) == (200, "unheard_of")
 
 
 def test_a_long_prompt_is_rendered_whole(client):
