@@ -16,9 +16,6 @@ class ModelSource(Settings):
         "model: a fetched name, a folder (safetensors, orbax), a .gguf file, a hub id, or "
         "random:NAME",
     )
-    served_model_name: tuple[str, ...] = option(
-        (), "name by which requests call the model, the first one is told; default: model"
-    )
     dtype: str = option(
         "auto",
         "type of weights and KV; auto: float32 on CPUs, elsewhere that of the checkpoint",
@@ -28,4 +25,7 @@ class ModelSource(Settings):
         None,
         "largest number of tokens in a sequence, prompt and output; default: the model's own limit",
         low=2,
+    )
+    served_model_name: tuple[str, ...] = option(
+        (), "name by which requests call the model, the first one is told; default: model"
     )
