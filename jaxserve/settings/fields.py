@@ -88,6 +88,8 @@ class Option:
         if dataclasses.is_dataclass(self.kind):
             self._check_parsed(value)
             return value
+        if self.kind is tuple:
+            return tuple(value)
         value = renamed.current_value(self.name, value)
         if self.choices and value not in self.choices:
             raise ValueError(f"{value!a:.{QUOTED}} is not one of {', '.join(self.choices)}")

@@ -30,7 +30,7 @@ def test_a_worker_with_the_same_of_all_may_join():
     "name, ours, theirs",
     [
         ("mesh", "spp=2,kvp=2,tp=3", "spp=1,kvp=4,tp=3"),
-        ("dtype", "float32", "bfloat16"),
+        ("dtype", "auto", "bfloat16"),
         ("kv_cache_dtype", "auto", "fp8"),
     ],
 )
