@@ -61,21 +61,27 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 def users_app(frontend: Frontend, readiness: Readiness) -> fastapi.FastAPI:
     """The application of the users' port."""
     app = make_app("jaxserve")
-    app.include_router(_model_routes(frontend), responses=ERROR_RESPONSES)
+    unknown = UnknownFields(frontend.config.strict_fields)
+    app.include_router(_generating_routes(frontend, unknown), responses=ERROR_RESPONSES)
+    app.include_router(_model_routes(frontend, unknown), responses=ERROR_RESPONSES)
     app.include_router(_health_routes(frontend, readiness))
     app.include_router(dashboard.router(frontend, _visible_ids))
     app.openapi()  # cached by this call: it takes 40 ms, which would stall streams later
     return app
 
 
-def _model_routes(frontend: Frontend) -> fastapi.APIRouter:
-    """Routes that need a model; refused unless the server is open."""
+def _open_router(frontend: Frontend) -> fastapi.APIRouter:
+    """For routes that need a model; refused unless the server is open."""
 
     async def check_open() -> None:
         frontend.check_open()
 
-    router = fastapi.APIRouter(route_class=JsonRoute, dependencies=[fastapi.Depends(check_open)])
-    unknown = UnknownFields(frontend.config.strict_fields)
+    return fastapi.APIRouter(route_class=JsonRoute, dependencies=[fastapi.Depends(check_open)])
+
+
+def _generating_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.APIRouter:
+    """Routes that generate, or show what would be given to the model."""
+    router = _open_router(frontend)
 
     @router.post("/v1/completions")
     async def complete(body: CompletionRequest, request: fastapi.Request) -> Response:
@@ -95,8 +101,7 @@ def _model_routes(frontend: Frontend) -> fastapi.APIRouter:
     async def respond_to(body: ResponsesRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
         asked = body.as_chat()
-        id = body.request_id or request.headers.get("x-request-id", "")
-        call = chat.generate_call(asked, id, request.headers)
+        call = chat.generate_call(asked, _request_id(body, request), request.headers)
         writer = ResponsesWriter(frontend, body, asked)
         return await respond(frontend, [call], writer, request, asked.stream_mode(), headers)
 
@@ -120,6 +125,13 @@ def _model_routes(frontend: Frontend) -> fastapi.APIRouter:
         ids = await frontend.tokenize(call.prompt, request.state.caller)
         return {"token_ids": ids.tolist()}
 
+    return router
+
+
+def _model_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.APIRouter:
+    """Routes that tell of the model, and of its tokens."""
+    router = _open_router(frontend)
+
     @router.get("/v1/models")
     async def models() -> JsonObject:
         return {"object": "list", "data": _models(frontend)}
@@ -127,10 +139,12 @@ def _model_routes(frontend: Frontend) -> fastapi.APIRouter:
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> JsonObject:
         frontend.check_model(name)
-        return next(model for model in _models(frontend) if model["id"] == name)
+        known = _models(frontend)
+        return next((model for model in known if model["id"] == name), known[0])
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: fastapi.Request) -> Response:
+        headers = unknown.headers(body)
         frontend.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt", "give either prompt or messages")
@@ -151,10 +165,11 @@ def _model_routes(frontend: Frontend) -> fastapi.APIRouter:
                 answer["token_strs"] = [token_writer.text(id) for id in ids]
             return answer
 
-        return _json_response(await dump_in_thread_if(len(ids) > INLINE_TOKENS, content))
+        return _json_response(await dump_in_thread_if(len(ids) > INLINE_TOKENS, content), headers)
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: fastapi.Request) -> Response:
+        headers = unknown.headers(body)
         frontend.check_model(body.model)
         if not isinstance(body.tokens, list):
             raise RequestError("tokens", "must be a list of token ids")
@@ -162,7 +177,7 @@ def _model_routes(frontend: Frontend) -> fastapi.APIRouter:
             body.tokens, request.state.caller, body.skip_special_tokens, "tokens"
         )
         large = len(body.tokens) > INLINE_TOKENS
-        return _json_response(await dump_in_thread_if(large, lambda: {"prompt": text}))
+        return _json_response(await dump_in_thread_if(large, lambda: {"prompt": text}), headers)
 
     return router
 
@@ -217,7 +232,7 @@ def _visible_ids(request: fastapi.Request) -> Callable[[str], bool] | None:
     return caller.owns_id if caller.name else None
 
 
-def _request_id(body: GenerateRequest, request: fastapi.Request) -> str:
+def _request_id(body: GenerateRequest | ResponsesRequest, request: fastapi.Request) -> str:
     return body.request_id or request.headers.get("x-request-id", "")
 
 
@@ -242,12 +257,11 @@ async def _rendered(content: JsonObject | list[JsonObject], headers: Mapping[str
     """Writes token ids, in a thread if there are many."""
     prompts = content if isinstance(content, list) else [content]
     count = sum(len(prompt["token_ids"]) for prompt in prompts)
-    body = await dump_in_thread_if(count > INLINE_TOKENS, lambda: content)
+    return _json_response(await dump_in_thread_if(count > INLINE_TOKENS, lambda: content), headers)
+
+
+def _json_response(body: bytes, headers: Mapping[str, str]) -> Response:
     return Response(body, 200, headers, "application/json")
-
-
-def _json_response(body: bytes) -> Response:
-    return Response(body, media_type="application/json")
 
 
 def _health_response(fault: str) -> Response:

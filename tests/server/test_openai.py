@@ -558,6 +558,8 @@ def test_other_routes_and_methods_and_models_are_told(http):
         client.get("/v1/models").json()["data"][0]["id"] == client.served.engine.config.source.model
     )
     assert client.get("/v1/models/nope").status_code == 404
+    architecture = client.served.engine.info.model
+    assert client.get(f"/v1/models/{architecture}").status_code == 200
     for kind in (
         {"content-type": "text/plain"},
         {"content-type": "application/x-www-form-urlencoded"},
