@@ -42,7 +42,7 @@ class TierEvents:
             self._outdated = True
 
     def recheck(self) -> None:
-        """Has what is told compared with what is there: blocks may not have come."""
+        """Compares, with the next `tell`, what was told with what is there."""
         self._outdated = True
 
     # --- the thread that changes the cache

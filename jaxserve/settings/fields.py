@@ -89,7 +89,7 @@ class Option:
             self._check_parsed(value)
             return value
         if self.kind is tuple:
-            return tuple(value)
+            value = tuple(value)
         value = renamed.current_value(self.name, value)
         if self.choices and value not in self.choices:
             raise ValueError(f"{value!a:.{QUOTED}} is not one of {', '.join(self.choices)}")

@@ -70,18 +70,20 @@ def parse(command: Command, arguments: Sequence[str]) -> Values:
 
     Errors: UsageError for the flags, ConfigError for the other places.
     """
-    flagged = _parsed(command, arguments)
+    return _whole(_layered(command, _parsed(command, arguments)))
+
+
+def _layered(command: Command, flagged: Values) -> Values:
+    """What flags say, else the environment, else the file. Errors: ConfigError."""
     if "config" not in command.options:
-        return _whole(flagged)
+        return flagged
     flagged["config"] = flagged["config"] or os.environ.get("JAXSERVE_CONFIG") or None
     layers = sources.from_file(flagged["config"], command.options) if flagged["config"] else {}
     layers |= sources.from_environment(command.options, os.environ)
     below = {name: layer for name, layer in layers.items() if name not in flagged.origins}
-    return _whole(
-        Values(
-            {**flagged, **{name: value for name, (value, _) in below.items()}},
-            {**flagged.origins, **{name: where for name, (_, where) in below.items()}},
-        )
+    return Values(
+        {**flagged, **{name: value for name, (value, _) in below.items()}},
+        {**flagged.origins, **{name: where for name, (_, where) in below.items()}},
     )
 
 

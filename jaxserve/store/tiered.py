@@ -281,23 +281,23 @@ class TieredBlocks:
     def _keep_behind(self, slot: int, key: bytes, until: float, patience: float = 0.0) -> None:
         """Keeps a block that stays until this clock second on disk and in the shared store, if it
         is right and may be stored. patience: seconds to wait for the latter."""
-        if until == PASSING or (self._disk is None and self._shared is None):
-            return
-        if not self._host.verify(slot, key):
+        if until == PASSING:
             return
         seconds = until - self._clock.now()
         expires = time.time() + seconds if seconds > 0 else 0.0
-        if self._disk is not None and self._to_disk(self._disk, slot, key, expires):
+        disk = None if self._is_on_disk(key, expires) else self._disk
+        if (disk is None and self._shared is None) or not self._host.verify(slot, key):
+            return
+        block = self._host.view(slot)
+        if disk is not None and disk.put(key, block, expires, keep=bool(expires)):
             self._add("to_disk")
         if self._shared is not None:
-            self._shared.offer(key, self._host.view(slot), expires, patience)
+            self._shared.offer(key, block, expires, patience)
 
-    def _to_disk(self, disk: SlowTier, slot: int, key: bytes, expires: float) -> bool:
-        """Writes a block to disk unless it is there for as long already; whether it was written."""
-        there = disk.expires(key)
-        if there is not None and there >= expires - CLOCK_SECONDS:
-            return False
-        return disk.put(key, self._host.view(slot), expires, keep=bool(expires))
+    def _is_on_disk(self, key: bytes, expires: float) -> bool:
+        """Whether a block is on disk, and for as long already."""
+        there = None if self._disk is None else self._disk.expires(key)
+        return there is not None and there >= expires - CLOCK_SECONDS
 
     def _until_on_disk(self, key: bytes) -> float:
         """The clock second until which a block that comes back from disk stays."""

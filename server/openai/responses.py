@@ -63,7 +63,7 @@ class ToolChoice(OpenModel):
 
 class ResponsesRequest(OpenModel):
     model: str = Field("", description="'' or absent means the one that is served")
-    input: str | list[dict[str, Any]] = Field(max_length=2**31)
+    input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -259,9 +259,11 @@ class ResponsesWriter:
 
     def whole(self, completions: Sequence[Sequence[Completion]]) -> JsonObject:
         completion = completions[0][0]
-        for _ in self._added(*self._chat.read(0, completion.text)):
-            pass
-        for _ in (*self._added(*self._chat.flush(0)), *self._message_done()):
+        for _ in (  # what a stream would tell: the items are made meanwhile
+            *self._added(*self._chat.read(0, completion.text)),
+            *self._added(*self._chat.flush(0)),
+            *self._message_done(),
+        ):
             pass
         return self._response(self._items, completion)
 
