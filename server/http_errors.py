@@ -70,8 +70,9 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 
 def header_value(text: str) -> str:
-    """Escapes text that a caller may have written, for use as the value of a header."""
-    return quote(text[:MAX_HEADER_VALUE_CHARS], safe=" !#$&'()*+,/:;=?@[]~")
+    """Escapes text that a caller may have written, for use as the value of a header, which must not
+    begin or end with white space."""
+    return quote(text[:MAX_HEADER_VALUE_CHARS].strip(" "), safe=" !#$&'()*+,/:;=?@[]~")
 
 
 def error_response(error: RequestError) -> Response:

@@ -410,6 +410,8 @@ def test_unknown_fields_have_no_effect_and_are_told_of(http, caplog):
     many = {f"field{number}": 1 for number in range(200)}
     answer = post(client, "/v1/completions", {"prompt": "x", **many})
     assert answer.headers["x-jaxserve-ignored"].count(",") == 15
+    answer = post(client, "/v1/completions", {"prompt": "x", " a": 1, "": 1})
+    assert (answer.status_code, answer.headers["x-jaxserve-ignored"]) == (200, "a,")
     tool = {"type": "function", "function": {"name": "f", "secret": "s"}, "cache_control": {}}
     answer = post(client, "/v1/chat/completions", {**CHAT, "tools": [tool]})
     assert answer.headers["x-jaxserve-ignored"] == "tools.cache_control, tools.function.secret"
