@@ -34,6 +34,7 @@ from jaxserve.server.streams import Mailbox, Stream
 from jaxserve.server.tracing import Tracer
 from jaxserve.settings.schema import ServerConfig
 from jaxserve.text import Tokenizer
+from jaxserve.text.chat_output import ChatFormats
 from jaxserve.text.output import Detokenizer, NoText, OutputProcessor
 from jaxserve.text.structured_output import Guides
 
@@ -69,6 +70,7 @@ class Frontend:
         self.replica: Replica | None = None
         self.tokenizer: Tokenizer | None = None
         self.guides: Guides | None = None
+        self.chat_formats = ChatFormats()
         self.metrics = FrontendMetrics()
         self.request_log = RequestLog(Tracer(config.traces_endpoint))
         self._loop = asyncio.get_running_loop()
@@ -82,6 +84,10 @@ class Frontend:
         self.replica = replica
         self.tokenizer = tokenizer
         self.guides = guides
+        if tokenizer is not None and tokenizer.template is not None:
+            template = tokenizer.template.source
+            chosen = (self.config.tool_call_parser, self.config.reasoning_parser)
+            self.chat_formats = ChatFormats.of(template, *chosen)
         self.state = SERVING
         self.request_log.model = replica.info.served_name
 

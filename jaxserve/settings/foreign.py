@@ -10,6 +10,7 @@ from collections.abc import Mapping
 NO_EFFECT: Mapping[str, str] = {
     "enable_chunked_prefill": "prompts are always computed in chunks",
     "enable_auto_tool_choice": "calls of tools are always read",
+    "enable_reasoning": "reasoning is always split from the answer",
     "trust_remote_code": "nothing from a checkpoint is ever executed",
     "disable_log_requests": "prompts and outputs are never logged",
     "enable_log_requests": "requests are logged without prompts and outputs",
@@ -22,7 +23,6 @@ NO_EFFECT: Mapping[str, str] = {
     "enable_server_load_tracking": "/load is always there",
 }
 NO_EFFECT_VALUES: Mapping[str, str] = {
-    "tool_call_parser": "the format of calls follows from the model's template",
     "distributed_executor_backend": "processes of a replica are started by `jaxserve launch`",
     "load_format": "the format follows from the files",
     "max_parallel_loading_workers": "weights are read by as many threads as there are cores",
@@ -66,8 +66,6 @@ INSTEAD: Mapping[str, str] = {
     "preemption_mode": "sequences that lost their pages are computed anew",
     "guided_decoding_backend": "there is one; see docs/structured_output.md",
     "structured_outputs_config": "there is one backend; see docs/structured_output.md",
-    "reasoning_parser": "reasoning is not split from the answer",
-    "enable_reasoning": "reasoning is not split from the answer",
     "max_logprobs": "requests may ask for 20",
     "max_log_len": "prompts are never logged",
     "root_path": "let the proxy strip the prefix",

@@ -39,6 +39,29 @@ SEVERAL = ("served_model_name",)  # settings whose flag may be followed by sever
 VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {  # setting -> as in vLLM -> value
     "dtype": {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "tool_call_parser": {
+        "llama3_json": "llama3",
+        "llama4_pythonic": "pythonic",
+        "qwen": "hermes",
+        "qwen25": "hermes",
+        "qwen3_xml": "qwen3_coder",
+        "glm45": "glm",
+        "glm47": "glm",
+        "deepseekv3": "deepseek_v3",
+        "deepseekv31": "deepseek_v31",
+        "openai": "harmony",
+        "gpt-oss": "harmony",
+    },
+    "reasoning_parser": {
+        "deepseek_r1": "think",
+        "deepseek-r1": "think",
+        "deepseek_v3": "think",
+        "qwen3": "think",
+        "glm45": "think",
+        "seed_oss": "seed",
+        "openai_gptoss": "harmony",
+        "gpt-oss": "harmony",
+    },
 }
 FLAGS: Mapping[str, str] = {}  # old name -> name
 VALUES: Mapping[str, Mapping[str, str]] = {  # setting -> old value -> value

@@ -22,7 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from jaxserve.api.errors import RequestError
-from jaxserve.text.tool_calls import ToolFormat, format_of
+from jaxserve.text.chat_output.formats import describes_tools
+from jaxserve.text.tool_prompt import with_tools_told
 
 MAX_ITERATIONS = 1_000_000  # of all loops, and calls, of one rendering together
 MAX_VALUE_CHARS = 256
@@ -44,11 +45,6 @@ class ChatTemplate:
     def _template(self) -> jinja2.Template:
         return _Sandbox().from_string(self.source)
 
-    @functools.cached_property
-    def tools(self) -> ToolFormat:
-        """How functions are described to the model, and how it writes calls."""
-        return format_of(self.source)
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -63,9 +59,11 @@ class ChatTemplate:
         for the template, such as enable_thinking. Errors: RequestError for messages that are
         malformed, or that the template refuses or fails on.
         """
-        plain = [_message(m, i) for i, m in enumerate(_listed(messages))]
-        if not self.tools.in_template:
-            plain = self.tools.told(plain, tools)
+        plain: Sequence[Mapping[str, Any]] = [
+            _message(m, i) for i, m in enumerate(_listed(messages))
+        ]
+        if not describes_tools(self.source):
+            plain = with_tools_told(plain, tools)
             tools = ()
         limit = 4 * len(json.dumps([plain, list(tools)])) + MAX_WRAPPING
         given = {

@@ -136,6 +136,8 @@ async def _events(
                 chunks: Iterator[JsonObject] = (
                     chunk for output in outputs for chunk in writer.chunks(number, output)
                 )
+                if not writer.named_events:
+                    chunks = _ends_joined(chunks)
                 if any(isinstance(output, (Delta, Finished)) for output in outputs):
                     # not before a token: benchmarks measure TTFT by the first chunk
                     chunks = itertools.chain(first, chunks)
@@ -161,6 +163,24 @@ async def _events(
     except Exception:
         log.exception("a streamed response failed")
         yield event(_failure(internal_error(), writer.named_events))
+
+
+def _ends_joined(chunks: Iterable[JsonObject]) -> Iterator[JsonObject]:
+    """Chunks, of which one that only says how a choice has ended is joined to the one before, if
+    that is of the same choice: load generators count a token for each chunk."""
+    before: JsonObject | None = None
+    for chunk in chunks:
+        if before is not None:
+            choice = chunk["choices"][0]
+            last = before["choices"][0]
+            only_ends = choice["finish_reason"] and not (choice.get("text") or choice.get("delta"))
+            if only_ends and choice["index"] == last["index"] and not last["finish_reason"]:
+                last["finish_reason"] = choice["finish_reason"]
+                continue
+            yield before
+        before = chunk
+    if before is not None:
+        yield before
 
 
 def _ends_comment(after_keepalive: bool, data: bytes) -> bool:

@@ -93,7 +93,7 @@ def _generating_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.AP
     @router.post("/v1/chat/completions")
     async def converse(body: ChatRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
-        call = chat.generate_call(body, _request_id(body, request), request.headers)
+        call = chat.generate_call(frontend, body, _request_id(body, request), request.headers)
         writer = chat.ChatWriter(frontend, body)
         return await respond(frontend, [call], writer, request, body.stream_mode(), headers)
 
@@ -101,7 +101,7 @@ def _generating_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.AP
     async def respond_to(body: ResponsesRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
         asked = body.as_chat()
-        call = chat.generate_call(asked, _request_id(body, request), request.headers)
+        call = chat.generate_call(frontend, asked, _request_id(body, request), request.headers)
         writer = ResponsesWriter(frontend, body, asked)
         return await respond(frontend, [call], writer, request, asked.stream_mode(), headers)
 
@@ -117,7 +117,7 @@ def _generating_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.AP
     async def render_chat(body: ChatRequest, request: fastapi.Request) -> Response:
         """The token ids that the model would be given."""
         headers = unknown.headers(body)
-        call = chat.generate_call(body, _request_id(body, request), request.headers)
+        call = chat.generate_call(frontend, body, _request_id(body, request), request.headers)
         return await _rendered(await _ids(call, request), headers)
 
     async def _ids(call: GenerateCall, request: fastapi.Request) -> JsonObject:

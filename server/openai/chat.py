@@ -14,25 +14,21 @@ from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.openai import kv_transfer
 from jaxserve.server.openai.answers import TokenWriter, usage_of
-from jaxserve.server.openai.schemas import (
-    UNLIMITED_TOKENS,
-    ChatRequest,
-    Function,
-    NamedTool,
-    Tool,
-)
+from jaxserve.server.openai.chat_parts import ChatParts
+from jaxserve.server.openai.schemas import UNLIMITED_TOKENS, ChatRequest, Function, Tool
 from jaxserve.server.prompts import Chat
 from jaxserve.server.streams import Stream
+from jaxserve.text.chat_output import Arguments, CallBegin, Part, Reasoning, Text, whole_calls
 from jaxserve.text.output import Completion, Delta, Output
 from jaxserve.text.structured_output import Guided
-from jaxserve.text.tool_calls import Call, CallReader, ToolFormat, call_schema
-
-# for outputs that a guide forces to be one call: nothing marks where it begins or ends
-FORCED_CALL = ToolFormat("forced", "\0", "", bare=True)
+from jaxserve.text.structured_output.tools import call_schema
 
 
-def generate_call(body: ChatRequest, id: str, headers: Mapping[str, str]) -> GenerateCall:
+def generate_call(
+    frontend: Frontend, body: ChatRequest, id: str, headers: Mapping[str, str]
+) -> GenerateCall:
     """The call that a body asks for. Errors: RequestError."""
+    body.check_tools()
     kv_transfer.check(body.kv_transfer_params)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs", "needs logprobs=true")
@@ -41,12 +37,12 @@ def generate_call(body: ChatRequest, id: str, headers: Mapping[str, str]) -> Gen
         UNLIMITED_TOKENS if limit is None else limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    tools = [_tool_message(tool) for tool in usable_tools(body)]
+    tools = [_tool_message(tool) for tool in body.usable_tools]
     guided, guided_field = body.guided()
-    if must_call(body):
+    if body.must_call:
         if guided is not None:
             raise RequestError("tool_choice", f"cannot force a call beside {guided_field}")
-        guided = Guided("json_schema", json.dumps(call_schema(tools, _named_tool(body))))
+        guided = Guided("json_schema", json.dumps(call_schema(tools, body.named_tool)))
         guided_field = "tools"
     return GenerateCall(
         prompt=Chat(body.messages, tools, body.template_variables),
@@ -59,7 +55,7 @@ def generate_call(body: ChatRequest, id: str, headers: Mapping[str, str]) -> Gen
         bypass_prefix_cache=body.bypass_prefix_cache or False,
         cache_retention=body.retention(),
         timeout=body.timeout(),
-        keep_special=bool(tools) and guided is None,
+        keep_special=guided is None and (bool(tools) or frontend.chat_formats.keeps_special),
         guided=guided,
         guided_field=guided_field,
     )
@@ -69,30 +65,6 @@ def _tool_message(tool: Tool) -> JsonObject:
     """A tool as the model's template gets it."""
     known = tool.function.model_dump(include=set(Function.model_fields), exclude_none=True)
     return {"type": tool.type, "function": known}
-
-
-def usable_tools(body: ChatRequest) -> Sequence[Tool]:
-    """Tools that the model is told of. Errors: RequestError for tools of one name, and for a choice
-    that is not among them."""
-    tools = body.tools or []
-    names = [tool.function.name for tool in tools]
-    if len(set(names)) < len(names):
-        raise RequestError("tools", "has two functions of one name")
-    named = _named_tool(body)
-    if named is not None and named not in names:
-        raise RequestError("tool_choice", f"{named!r:.100} is not among the tools")
-    if body.tool_choice == "required" and not tools:
-        raise RequestError("tool_choice", "is required, but there are no tools")
-    return [] if body.tool_choice == "none" else tools
-
-
-def must_call(body: ChatRequest) -> bool:
-    """Whether the output must be a call of a tool."""
-    return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
-
-
-def _named_tool(body: ChatRequest) -> str | None:
-    return body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
 
 
 class ChatWriter:
@@ -107,12 +79,11 @@ class ChatWriter:
         self._token_writer = TokenWriter(frontend.tokenizer, as_ids)
         self._body = body
         self._model = body.model or frontend.info.served_name
-        self._tool_format = _tool_format(frontend, body)
-        self._readers: dict[int, CallReader] = {}  # by choice
-        self._call_counts: dict[int, int] = {}  # by choice, of calls written so far
+        self._parts = ChatParts(frontend, body)
         self.head: JsonObject = {}
 
     def open(self, streams: Sequence[Stream]) -> None:
+        self._parts.open(streams[0])
         self.head = {
             "id": streams[0].id,
             "object": "chat.completion.chunk" if self._body.stream else "chat.completion",
@@ -126,22 +97,37 @@ class ChatWriter:
 
     def chunks(self, number: int, output: Output) -> Iterator[JsonObject]:
         if isinstance(output, Delta):
-            text, calls = self.read(output.index, output.text)
-            logprobs = self._logprobs(output) if output.logprobs else None
-            # an empty text tells that tokens came; with tools it may be a call that is held back
-            if text or logprobs or self._tool_format is None:
-                chunk = self._chunk(output.index, {"content": text}, logprobs)
-                if self._body.return_token_ids:
-                    chunk["choices"][0]["token_ids"] = list(output.ids)
-                yield chunk
-            yield from self._call_chunks(output.index, calls)
+            yield from self._delta_chunks(output)
         elif isinstance(output, Finished):
-            text, calls = self.flush(output.index)
-            if text:
-                yield self._chunk(output.index, {"content": text})
-            yield from self._call_chunks(output.index, calls)
-            reason = _finish_reason(output.reason, self._call_counts.get(output.index, 0))
-            yield self._chunk(output.index, {}, None, reason)
+            index = output.index
+            for delta in self._deltas(index, self._parts.flush(index)):
+                yield self._chunk(index, delta)
+            yield self._chunk(index, {}, None, self._finish_reason(output))
+
+    def _delta_chunks(self, output: Delta) -> Iterator[JsonObject]:
+        deltas = self._deltas(output.index, self._parts.read(output.index, output.text))
+        logprobs = self._logprobs(output) if output.logprobs else None
+        # an empty text tells that tokens came; with tools it may be a call that is held back
+        if not deltas and (logprobs or not self._parts.has_tools):
+            deltas = [{"content": ""}]
+        ids = list(output.ids) if self._body.return_token_ids else None
+        for delta in deltas:
+            chunk = self._chunk(output.index, delta, logprobs)
+            if ids is not None:
+                chunk["choices"][0]["token_ids"] = ids
+                ids = []
+            logprobs = None
+            yield chunk
+
+    def _deltas(self, index: int, parts: Sequence[Part]) -> list[JsonObject]:
+        """What the newest parts add to a choice's message."""
+        begun = sum(isinstance(part, CallBegin) for part in parts)
+        call = self._parts.calls(index) - begun - 1  # the number of the newest before these
+        deltas = []
+        for part in parts:
+            call += isinstance(part, CallBegin)
+            deltas.append(_delta(part, call))
+        return deltas
 
     def whole(self, completions: Sequence[Sequence[Completion]]) -> JsonObject:
         ids = {}
@@ -166,24 +152,13 @@ class ChatWriter:
         return {**self.head, "choices": [choice]}
 
     def _choice(self, completion: Completion) -> JsonObject:
-        text, calls = self.read(completion.index, completion.text)
-        rest, more = self.flush(completion.index)
-        text += rest
-        calls += more
-        if self._body.parallel_tool_calls is False:
-            calls = calls[:1]
-        message: JsonObject = {
-            "role": "assistant",
-            "content": text or (None if calls else ""),
-            "refusal": None,
-        }
-        if calls:
-            message["tool_calls"] = [_call_message(call) for call in calls]
+        index = completion.index
+        parts = self._parts.read(index, completion.text) + self._parts.flush(index)
         choice = {
-            "index": completion.index,
-            "message": message,
+            "index": index,
+            "message": _message(parts),
             "logprobs": self._logprobs(completion) if completion.logprobs else None,
-            "finish_reason": _finish_reason(completion.reason, len(calls)),
+            "finish_reason": self._finish_reason(completion),
         }
         if self._body.return_token_ids:
             choice["token_ids"] = list(completion.ids)
@@ -193,40 +168,44 @@ class ChatWriter:
         entries = self._token_writer.chat_logprobs(output.ids, output.logprobs or ())
         return {"content": entries, "refusal": None}
 
-    def read(self, index: int, text: str) -> tuple[str, list[Call]]:
-        """Splits new text of a choice into content and calls."""
-        if self._tool_format is None:
-            return text, []
-        return self._readers.setdefault(index, CallReader(self._tool_format)).push(text)
-
-    def flush(self, index: int) -> tuple[str, list[Call]]:
-        """What `read` has held back of a choice that has ended."""
-        return self._readers[index].flush() if index in self._readers else ("", [])
-
-    def _call_chunks(self, index: int, calls: list[Call]) -> Iterator[JsonObject]:
-        for call in calls:
-            number = self._call_counts.get(index, 0)
-            if number and self._body.parallel_tool_calls is False:
-                return
-            self._call_counts[index] = number + 1
-            yield self._chunk(index, {"tool_calls": [{"index": number, **_call_message(call)}]})
+    def _finish_reason(self, ended: Finished | Completion) -> str:
+        called = self._parts.calls(ended.index) > 0
+        return "tool_calls" if called and ended.reason == "stop" else ended.reason
 
 
-def _tool_format(frontend: Frontend, body: ChatRequest) -> ToolFormat | None:
-    """How calls look in the output; None if there can be none."""
-    if must_call(body):
-        return FORCED_CALL
-    template = frontend.tokenizer and frontend.tokenizer.template
-    return template.tools if usable_tools(body) and template else None
+def _delta(part: Part, call: int) -> JsonObject:
+    """What a part adds to a message. call: the number of the call that it belongs to, if any."""
+    match part:
+        case Text():
+            return {"content": part.text}
+        case Reasoning():
+            return {"reasoning_content": part.text}
+        case CallBegin():
+            return {"tool_calls": [{"index": call, **_call_message(part.name, "")}]}
+        case Arguments():
+            return {"tool_calls": [{"index": call, "function": {"arguments": part.text}}]}
 
 
-def _finish_reason(reason: str, calls: int) -> str:
-    return "tool_calls" if calls and reason == "stop" else reason
+def _message(parts: Sequence[Part]) -> JsonObject:
+    """The message of these parts."""
+    text = "".join(part.text for part in parts if isinstance(part, Text))
+    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    calls = whole_calls(parts)
+    message: JsonObject = {
+        "role": "assistant",
+        "content": text or (None if calls else ""),
+        "refusal": None,
+    }
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [_call_message(name, arguments) for name, arguments in calls]
+    return message
 
 
-def _call_message(call: Call) -> JsonObject:
+def _call_message(name: str, arguments: str) -> JsonObject:
     return {
         "id": f"call_{secrets.token_hex(12)}",
         "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
+        "function": {"name": name, "arguments": arguments},
     }

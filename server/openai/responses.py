@@ -18,15 +18,32 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.json_body import JsonObject
-from jaxserve.server.openai.chat import ChatWriter
+from jaxserve.server.openai.chat_parts import ChatParts
 from jaxserve.server.openai.schemas import ChatRequest
 from jaxserve.server.openai.unknown_fields import OpenModel
 from jaxserve.server.streams import Stream
+from jaxserve.text.chat_output import Arguments, CallBegin, Part, Reasoning, Text
 from jaxserve.text.output import Completion, Delta, Output
-from jaxserve.text.tool_calls import Call
 
 MAX_ITEMS = 10_000
 NOT_STORED = "responses are not stored here: send the whole conversation as input"
+_ITEM_OF: Mapping[type, str] = {
+    Text: "message",
+    Reasoning: "reasoning",
+    CallBegin: "function_call",
+    Arguments: "function_call",
+}
+_PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of an item's id
+_EVENT_OF = {
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
+}
+_EXTRA: Mapping[str, JsonObject] = {
+    "message": {"logprobs": []},
+    "reasoning": {},
+    "function_call": {},
+}
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -43,7 +60,7 @@ class TextSettings(OpenModel):
     verbosity: str | None = Field(None, description="has no effect")
 
 
-class Reasoning(OpenModel):
+class ReasoningSettings(OpenModel):
     effort: str | None = Field(None, max_length=32)
     summary: str | None = Field(None, description="has no effect")
 
@@ -73,7 +90,7 @@ class ResponsesRequest(OpenModel):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningSettings | None = None
     previous_response_id: None = Field(None, description=NOT_STORED)
     conversation: None = Field(None, description=NOT_STORED)
     background: Literal[False] | None = None
@@ -206,14 +223,16 @@ class ResponsesWriter:
 
     def __init__(self, frontend: Frontend, body: ResponsesRequest, chat: ChatRequest):
         self._body = body
-        self._chat = ChatWriter(frontend, chat)
+        self._parts = ChatParts(frontend, chat)
         self._model = body.model or frontend.info.served_name
         self._number = 0  # of the next event
         self._items: list[JsonObject] = []
-        self._text: str | None = None  # of the message that is being written
+        self._open = ""  # the type of the item that is being written
+        self._written = ""  # its text so far
         self.head: JsonObject = {}
 
     def open(self, streams: Sequence[Stream]) -> None:
+        self._parts.open(streams[0])
         body = self._body
         self.head = {
             "id": f"resp_{secrets.token_hex(12)}",
@@ -249,22 +268,19 @@ class ResponsesWriter:
 
     def chunks(self, number: int, output: Output) -> Iterator[JsonObject]:
         if isinstance(output, Delta):
-            yield from self._added(*self._chat.read(0, output.text))
+            yield from self._added(self._parts.read(0, output.text))
         elif isinstance(output, Finished):
-            yield from self._added(*self._chat.flush(0))
-            yield from self._message_done()
+            yield from self._added(self._parts.flush(0))
+            yield from self._item_done()
             response = self._response(self._items, output)
             name = "incomplete" if response["incomplete_details"] else "completed"
             yield self._event(f"response.{name}", response=response)
 
     def whole(self, completions: Sequence[Sequence[Completion]]) -> JsonObject:
         completion = completions[0][0]
-        for _ in (  # what a stream would tell: the items are made meanwhile
-            *self._added(*self._chat.read(0, completion.text)),
-            *self._added(*self._chat.flush(0)),
-            *self._message_done(),
-        ):
-            pass
+        parts = self._parts.read(0, completion.text) + self._parts.flush(0)
+        for _ in (*self._added(parts), *self._item_done()):
+            pass  # what a stream would tell: the items are made meanwhile
         return self._response(self._items, completion)
 
     def _response(self, items: Sequence[JsonObject], ended: Finished | Completion) -> JsonObject:
@@ -286,62 +302,50 @@ class ResponsesWriter:
 
     # --- output items
 
-    def _added(self, text: str, calls: Iterable[Call]) -> Iterator[JsonObject]:
-        """Adds text to the message, and calls behind it."""
-        if text:
-            if self._text is None:
-                yield from self._message_begun()
-            assert self._text is not None
-            self._text += text
-            yield self._of_item("response.output_text.delta", in_part=True, delta=text, logprobs=[])
-        for call in calls:
-            yield from self._message_done()
-            if self._body.parallel_tool_calls is False and self._has_call:
-                return
-            yield from self._call(call)
+    def _added(self, parts: Iterable[Part]) -> Iterator[JsonObject]:
+        """Adds parts to the newest item, or begins another."""
+        for part in parts:
+            kind = _ITEM_OF[type(part)]
+            if isinstance(part, CallBegin) or self._open != kind:
+                yield from self._item_done()
+                yield from self._item_begun(kind, part)
+            if not isinstance(part, CallBegin):
+                self._written += part.text
+                yield self._of_item(f"{_EVENT_OF[kind]}.delta", delta=part.text, **_EXTRA[kind])
 
-    @property
-    def _has_call(self) -> bool:
-        return any(item["type"] == "function_call" for item in self._items)
-
-    def _message_begun(self) -> Iterator[JsonObject]:
-        self._text = ""
-        item = {
-            "id": f"msg_{secrets.token_hex(12)}",
-            "type": "message",
-            "role": "assistant",
-            "status": "in_progress",
-            "content": [],
-        }
+    def _item_begun(self, kind: str, part: Part) -> Iterator[JsonObject]:
+        self._open = kind
+        self._written = ""
+        item: JsonObject = {"id": f"{_PREFIX[kind]}_{secrets.token_hex(12)}", "type": kind}
+        match part:
+            case CallBegin():
+                call = {"call_id": f"call_{secrets.token_hex(12)}", "name": part.name}
+                item |= {**call, "arguments": "", "status": "in_progress"}
+            case Reasoning():
+                item |= {"summary": [], "content": [], "status": "in_progress"}
+            case _:
+                item |= {"role": "assistant", "status": "in_progress", "content": []}
         self._items.append(item)
         yield self._item_event("response.output_item.added", dict(item))
-        yield self._of_item("response.content_part.added", in_part=True, part=_part(""))
+        if kind != "function_call":
+            yield self._of_item("response.content_part.added", part=_part(kind, ""))
 
-    def _message_done(self) -> Iterator[JsonObject]:
-        """Ends the message, if one is being written."""
-        if self._text is None:
+    def _item_done(self) -> Iterator[JsonObject]:
+        """Ends the newest item, if it is still being written."""
+        kind, self._open = self._open, ""
+        if not kind:
             return
-        text, self._text = self._text, None
-        yield self._of_item("response.output_text.done", in_part=True, text=text, logprobs=[])
-        yield self._of_item("response.content_part.done", in_part=True, part=_part(text))
-        self._items[-1] |= {"status": "completed", "content": [_part(text)]}
-        yield self._item_event("response.output_item.done", dict(self._items[-1]))
-
-    def _call(self, call: Call) -> Iterator[JsonObject]:
-        item = {
-            "id": f"fc_{secrets.token_hex(12)}",
-            "type": "function_call",
-            "call_id": f"call_{secrets.token_hex(12)}",
-            "name": call.name,
-            "arguments": "",
-            "status": "in_progress",
-        }
-        self._items.append(item)
-        yield self._item_event("response.output_item.added", dict(item))
-        item |= {"arguments": call.arguments, "status": "completed"}
-        name = "response.function_call_arguments"
-        yield self._of_item(f"{name}.delta", delta=call.arguments)
-        yield self._of_item(f"{name}.done", arguments=call.arguments, name=call.name)
+        item = self._items[-1]
+        item["status"] = "completed"
+        if kind == "function_call":
+            item["arguments"] = self._written
+            whole = {"arguments": self._written, "name": item["name"]}
+            yield self._of_item(f"{_EVENT_OF[kind]}.done", **whole)
+        else:
+            part = _part(kind, self._written)
+            item["content"] = [part]
+            yield self._of_item(f"{_EVENT_OF[kind]}.done", text=self._written, **_EXTRA[kind])
+            yield self._of_item("response.content_part.done", part=part)
         yield self._item_event("response.output_item.done", dict(item))
 
     # --- events
@@ -353,13 +357,16 @@ class ResponsesWriter:
     def _item_event(self, type: str, item: JsonObject) -> JsonObject:
         return self._event(type, output_index=len(self._items) - 1, item=item)
 
-    def _of_item(self, type: str, in_part: bool = False, **fields: Any) -> JsonObject:
-        """An event about the newest item; in_part: about its only part."""
-        place: JsonObject = {"content_index": 0} if in_part else {}
+    def _of_item(self, type: str, **fields: Any) -> JsonObject:
+        """An event about the newest item, or about its only part."""
+        item = self._items[-1]
+        place: JsonObject = {} if item["type"] == "function_call" else {"content_index": 0}
         index = len(self._items) - 1
-        id = self._items[-1]["id"]
-        return self._event(type, item_id=id, output_index=index, **place, **fields)
+        return self._event(type, item_id=item["id"], output_index=index, **place, **fields)
 
 
-def _part(text: str) -> JsonObject:
+def _part(kind: str, text: str) -> JsonObject:
+    """The content of an item."""
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field, StrictInt, WithJsonSchema
@@ -301,6 +301,33 @@ class ChatRequest(GenerateRequest):
     reasoning_effort: str | None = Field(
         None, description="a variable for the model's chat template", max_length=32
     )
+
+    include_reasoning: bool | None = Field(None, description="whether answers have reasoning")
+
+    @property
+    def usable_tools(self) -> Sequence[Tool]:
+        """Tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the output must be a call of a tool."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def named_tool(self) -> str | None:
+        """The tool that must be called, if it is one."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    def check_tools(self) -> None:
+        """Errors: RequestError for tools of one name, and for a choice that is not among them."""
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise RequestError("tools", "has two functions of one name")
+        if self.named_tool is not None and self.named_tool not in names:
+            raise RequestError("tool_choice", f"{self.named_tool!r:.100} is not among the tools")
+        if self.tool_choice == "required" and not names:
+            raise RequestError("tool_choice", "is required, but there are no tools")
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -94,10 +94,10 @@ def test_so_may_python():
 
 
 def test_what_has_no_effect_is_told(caplog):
-    parse(SERVE, [MODEL, "--trust-remote-code", "--tool-call-parser", "hermes"])
+    parse(SERVE, [MODEL, "--trust-remote-code", "--load-format", "auto"])
     assert [record.getMessage() for record in caplog.records] == [
         "--trust-remote-code has no effect: nothing from a checkpoint is ever executed",
-        "--tool-call-parser has no effect: the format of calls follows from the model's template",
+        "--load-format has no effect: the format follows from the files",
     ]
 
 

@@ -19,7 +19,6 @@ from jaxserve.server.auth.keys import parse as parse_keys
 from jaxserve.server.grpc.handlers import parse
 from jaxserve.server.supervisor import Background
 from jaxserve.settings.schema import ServerConfig
-from jaxserve.text.tool_calls import FORMATS, CallReader
 from tests.examples import examples
 from tests.server.fakes import FakeReplica, FakeTokenizer, expected
 from tests.waiting import eventually
@@ -165,49 +164,3 @@ def test_any_text_is_a_key_file_or_refused(text):
         parse_keys(text, "keys.yaml")
     except ConfigError as error:
         assert "keys" in str(error)
-
-
-PIECES = st.lists(
-    st.sampled_from(
-        [
-            "<tool_call>",
-            "</tool_call>",
-            '{"name": "f", "arguments": {}}',
-            "[",
-            "]",
-            "{",
-            "}",
-            '"',
-            "<",
-            "text ",
-            "[TOOL_CALLS]",
-            "<|python_tag|>",
-            "\n",
-        ]
-    )
-    | st.text(max_size=5),
-    max_size=12,
-)
-
-
-@MANY
-@given(st.sampled_from(FORMATS), PIECES, st.randoms())
-def test_calls_are_read_the_same_however_the_text_is_split(form, pieces, dice):
-    text = "".join(pieces)
-    whole = CallReader(form[1])
-    split = CallReader(form[1])
-    one = [whole.push(text), whole.flush()]
-    many = []
-    at = 0
-    while at < len(text):
-        size = dice.randint(1, 4)
-        many.append(split.push(text[at : at + size]))
-        at += size
-    many.append(split.flush())
-    plain = "".join(part[0] for part in one)
-    calls = [call for part in one for call in part[1]]
-    assert (plain, calls) == (
-        "".join(part[0] for part in many),
-        [call for part in many for call in part[1]],
-    )
-    assert calls or plain == text

@@ -14,6 +14,7 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.server.supervisor import Background
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig, ServerConfig
+from jaxserve.text.chat_template import ChatTemplate
 from tests.server.fakes import EOS, FakeReplica, FakeTokenizer, expected
 from tests.waiting import eventually
 
@@ -216,9 +217,56 @@ def test_calls_are_told_from_text(http, script, content, calls):
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     streamed = [call for delta in deltas for call in delta.get("tool_calls", [])]
     assert "".join(delta.get("content") or "" for delta in deltas) == (content or "")
-    assert [(call["index"], call["function"]["name"]) for call in streamed] == list(
-        enumerate(calls)
-    )
+    begun = [call for call in streamed if "name" in call["function"]]
+    assert [(call["index"], call["function"]["name"]) for call in begun] == list(enumerate(calls))
+    for number in range(len(calls)):
+        pieces = [call["function"]["arguments"] for call in streamed if call["index"] == number]
+        assert json.loads("".join(pieces)) == {"a": 1} and len(pieces) >= 2
+    assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
+
+
+class Thinker(FakeTokenizer):
+    """A tokenizer of a model whose prompts end within reasoning."""
+
+    template = ChatTemplate("{{ messages[0].content }}{{ '<think>\\n' }}", {})
+
+
+def test_reasoning_is_apart_from_the_answer(http):
+    script = [*b"Hm.</think>\n\nHi", EOS]
+    client = http(FakeReplica(script=script), tokenizer=Thinker)
+    body = {**CHAT, "max_tokens": 500}
+    message = post(client, "/v1/chat/completions", body).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Hi")
+    chunks, _ = events(client, "/v1/chat/completions", body)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
+    assert "".join(delta.get("content", "") for delta in deltas) == "Hi"
+    without = {**body, "include_reasoning": False}
+    message = post(client, "/v1/chat/completions", without).json()["choices"][0]["message"]
+    assert "reasoning_content" not in message and message["content"] == "Hi"
+
+
+def test_reasoning_is_part_of_the_answer_where_that_is_asked_for(http):
+    script = [*b"Hm.</think>Hi", EOS]
+    client = http(FakeReplica(script=script), tokenizer=Thinker, reasoning_parser="none")
+    answer = post(client, "/v1/chat/completions", {**CHAT, "max_tokens": 500}).json()
+    assert answer["choices"][0]["message"]["content"] == "Hm.</think>Hi"
+
+
+def test_calls_are_read_as_the_server_is_told(http):
+    script = [*b"[add(a=1)]", EOS]
+    client = http(FakeReplica(script=script), tool_call_parser="pythonic")
+    answer = post(client, "/v1/chat/completions", {**CHAT, "max_tokens": 500, "tools": TOOLS})
+    (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+
+
+def test_the_last_tokens_chunk_says_how_it_ended(http):
+    client = http()
+    for path, body in (("completions", {"prompt": "x"}), ("chat/completions", CHAT)):
+        chunks, _ = events(client, f"/v1/{path}", {**body, "max_tokens": 1})
+        tokens = [chunk for chunk in chunks if "role" not in chunk["choices"][0].get("delta", {})]
+        assert [chunk["choices"][0]["finish_reason"] for chunk in tokens] == ["length"]
 
 
 def test_one_call_is_enough_for_who_wants_no_parallel_calls(http):

@@ -7,7 +7,8 @@ import openai
 import pytest
 from openai.types import responses as types
 
-from tests.server.fakes import EOS, FakeReplica
+from jaxserve.text.chat_template import ChatTemplate
+from tests.server.fakes import EOS, FakeReplica, FakeTokenizer
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ADD = {
@@ -164,3 +165,22 @@ def test_who_has_no_key_gets_nothing(client):
         asked.responses.create(model="", input="hi")
     with_key = asked.with_options(api_key="token-abc123")
     assert with_key.responses.create(model="", input="hi").output_text == "ok"
+
+
+class Thinker(FakeTokenizer):
+    template = ChatTemplate("<think></think>", {})
+
+
+def test_reasoning_is_an_item_of_its_own(client):
+    asked = client("<think>Hm.</think>\nHi " + CALL, tokenizer=Thinker)
+    made = asked.responses.create(model="", input="hi", tools=[ADD])
+    reasoning, message, call = made.output
+    assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "Hm.")
+    assert (message.content[0].text, call.arguments) == ("Hi ", '{"a": 1}')
+    events = list(asked.responses.create(model="", input="hi", tools=[ADD], stream=True))
+    thoughts = [e.delta for e in events if e.type == "response.reasoning_text.delta"]
+    assert "".join(thoughts) == "Hm."
+    items = [type(item) for item in events[-1].response.output]
+    assert items == [type(item) for item in made.output]
+    again = asked.responses.create(model="", input=[*made.output, {"role": "user", "content": "x"}])
+    assert again.output_text

@@ -24,7 +24,7 @@ from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.text import Tokenizer
 from jaxserve.text.structured_output import Guided, Guides, spec
-from jaxserve.text.tool_calls import call_schema
+from jaxserve.text.structured_output.tools import call_schema
 from tests.examples import examples
 from tests.text.vocabulary import EOS, tokenizer
 

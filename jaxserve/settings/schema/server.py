@@ -6,6 +6,13 @@ from dataclasses import dataclass
 
 from jaxserve.settings.fields import Settings, option
 
+# as in text.chat_output.formats, which the settings do not import
+TOOL_PARSERS = (
+    "auto", "harmony", "qwen3_coder", "glm", "hermes", "mistral", "llama3", "deepseek_v3",
+    "deepseek_v31", "pythonic",
+)  # fmt: skip
+REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed", "harmony")
+
 
 @dataclass(frozen=True)
 class ServerConfig(Settings):
@@ -70,6 +77,17 @@ class ServerConfig(Settings):
     )
     strict_fields: bool = option(
         False, "refuse requests over HTTP with fields that are not known here, instead of telling"
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes calls of tools; auto: as its chat template shows",
+        choices=TOOL_PARSERS,
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how the model writes reasoning, which answers have apart; auto: as its chat template "
+        "shows; none: it is part of the answer",
+        choices=REASONING_PARSERS,
     )
     max_header_kib: int = option(32, "largest header over HTTP, in KiB", low=1, high=1024)
     max_connections: int = option(4096, "largest number of HTTP connections at once", low=1)

@@ -1,0 +1,93 @@
+"""Splits the completions of a chat into reasoning, answer and calls of tools, for whichever
+protocol they are written in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from jaxserve.server.frontend import Frontend
+from jaxserve.server.openai.schemas import ChatRequest
+from jaxserve.server.streams import Stream
+from jaxserve.text.chat_output import (
+    Arguments,
+    CallBegin,
+    ChatReader,
+    OutputFormat,
+    Part,
+    Reasoning,
+)
+from jaxserve.text.chat_output.formats import FORCED
+from jaxserve.text.chat_output.reader import MAX_CALLS
+
+PROMPT_TAIL = 16  # tokens at a prompt's end that may show that it ends within reasoning
+
+
+@dataclasses.dataclass(slots=True)
+class _Choice:
+    """One completion. calls: those that have begun. drops_call: whether the newest has no place."""
+
+    reader: ChatReader
+    calls: int = 0
+    drops_call: bool = False
+
+
+class ChatParts:
+    """Reads the completions of one chat, of which there are several choices."""
+
+    def __init__(self, frontend: Frontend, body: ChatRequest):
+        self.has_tools = bool(body.usable_tools)
+        self._tokenizer = frontend.tokenizer
+        self._form = output_format(frontend, body)
+        self._most_calls = 1 if body.parallel_tool_calls is False else MAX_CALLS
+        self._keeps_reasoning = body.include_reasoning is not False
+        self._choices: dict[int, _Choice] = {}
+
+    def open(self, stream: Stream) -> None:
+        """To be called before the first part is read."""
+        reasoning = self._form.reasoning
+        if reasoning is not None and self._tokenizer is not None:
+            tail = stream.request.prompt[-PROMPT_TAIL:].tolist()
+            shown = self._tokenizer.decode(tail, skip_special=False).rstrip()
+            inside = bool(reasoning.end) and shown.endswith(reasoning.begin)
+            self._form = dataclasses.replace(self._form, in_reasoning=inside)
+
+    def read(self, index: int, text: str) -> list[Part]:
+        """The parts of further text of a choice."""
+        choice = self._choice(index)
+        return list(self._wanted(choice, choice.reader.push(text)))
+
+    def flush(self, index: int) -> list[Part]:
+        """The parts that are left of a choice that has ended."""
+        choice = self._choice(index)
+        return list(self._wanted(choice, choice.reader.flush()))
+
+    def calls(self, index: int) -> int:
+        """How many calls of a choice have begun."""
+        return self._choice(index).calls
+
+    def _choice(self, index: int) -> _Choice:
+        if index not in self._choices:
+            self._choices[index] = _Choice(ChatReader(self._form))
+        return self._choices[index]
+
+    def _wanted(self, choice: _Choice, parts: Sequence[Part]) -> Iterator[Part]:
+        for part in parts:
+            if isinstance(part, CallBegin):
+                choice.drops_call = choice.calls == self._most_calls
+                choice.calls += not choice.drops_call
+            if choice.drops_call and isinstance(part, (CallBegin, Arguments)):
+                continue
+            if self._keeps_reasoning or not isinstance(part, Reasoning):
+                yield part
+
+
+def output_format(frontend: Frontend, body: ChatRequest) -> OutputFormat:
+    """What the completions of a chat may hold."""
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in body.usable_tools}
+    if body.must_call:
+        return OutputFormat(tools=FORCED, schemas=schemas, forced=True)
+    if body.guided()[0] is not None:  # from the first token on
+        return OutputFormat()
+    formats = frontend.chat_formats
+    return OutputFormat(formats.reasoning, formats.tools if schemas else None, schemas)

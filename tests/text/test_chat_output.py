@@ -1,0 +1,299 @@
+"""Reasoning, answers and calls of tools, as each family of models writes them, however the text is
+cut into pieces."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.settings.schema import server
+from jaxserve.text.chat_output import (
+    Arguments,
+    CallBegin,
+    ChatReader,
+    OutputFormat,
+    Reasoning,
+    Text,
+    reasoning_format,
+    tool_format,
+)
+from jaxserve.text.chat_output.formats import (
+    FORCED,
+    REASONING_FORMATS,
+    REASONING_PARSERS,
+    TOLD,
+    TOOL_FORMATS,
+    TOOL_PARSERS,
+)
+from jaxserve.text.chat_output.parts import joined
+from jaxserve.text.chat_output.reader import MAX_CALLS
+from tests.examples import examples
+
+SCHEMAS = {
+    "f": {
+        "properties": {
+            "text": {"type": "string"},
+            "n": {"type": "integer"},
+            "flag": {"type": "boolean"},
+            "list": {"type": "array"},
+            "either": {"type": ["string", "null"]},
+        }
+    }
+}
+FORMATS = {form.name: form for form in TOOL_FORMATS} | {"told": TOLD}
+
+
+def read(form, pieces):
+    reader = ChatReader(form)
+    parts = [part for piece in pieces for part in reader.push(piece)]
+    return joined([*parts, *reader.flush()])
+
+
+def tools(name, **rest):
+    return OutputFormat(tools=FORMATS[name], schemas=SCHEMAS, **rest)
+
+
+def call(name, arguments):
+    return [CallBegin(name), Arguments(arguments)]
+
+
+def simplified(parts):
+    """Parts with the arguments of calls as values."""
+    return [json.loads(p.text) if isinstance(p, Arguments) else p for p in parts]
+
+
+F1 = [CallBegin("f"), {"n": 1}]
+G = [CallBegin("g"), {}]
+CODE = "def f():\n  return '<a>' + \"\\n\"\n"
+DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+EXAMPLES = [  # format, text, parts
+    (
+        "hermes",
+        'Hi <tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>',
+        [Text("Hi "), *F1],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"n": 1}, "name": "f"}</tool_call>\n'
+        '<tool_call>{"name": "g", "arguments": {}}</tool_call> ok',
+        [*F1, Text("\n"), *G, Text(" ok")],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"n\\": 1}"}</tool_call>', F1),
+    ("hermes", "<tool_call>no JSON</tool_call>", [Text("<tool_call>no JSON</tool_call>")]),
+    ("hermes", "a <tool_ call> <too", [Text("a <tool_ call> <too")]),
+    ("told", '{"name": "f", "arguments": {"n": 1}}', F1),
+    ("told", '{"not": "a call"}', [Text('{"not": "a call"}')]),
+    ("told", '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>', F1),
+    ("llama3", '<|python_tag|>{"name": "f", "parameters": {"n": 1}}', F1),
+    ("llama3", '{"name": "f", "parameters": {"n": 1}}; {"name": "g", "parameters": {}}', [*F1, *G]),
+    ("llama3", '{"type": "function", "name": "f", "parameters": {"n": 1}}', F1),
+    ("llama3", "{2} is a set", [Text("{2} is a set")]),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "f", "arguments": {"n": 1}, "id": "123456789"}, '
+        '{"name": "g", "arguments": {}}]',
+        [*F1, *G],
+    ),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"n": 1}[TOOL_CALLS]g[ARGS]{}', [*F1, *G]),
+    ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"n": 1}', F1),
+    (
+        "qwen3_coder",
+        f"<tool_call>\n<function=f>\n<parameter=text>\n{CODE}</parameter>\n"
+        "<parameter=n>\n1\n</parameter>\n<parameter=flag>\nTrue\n</parameter>\n"
+        "<parameter=list>\n[1, 'x']\n</parameter>\n<parameter=either>\n5\n</parameter>\n"
+        "<parameter=other>\nx\n</parameter>\n</function>\n</tool_call>",
+        [
+            CallBegin("f"),
+            {
+                "text": CODE[:-1], "n": 1, "flag": True, "list": [1, "x"], "either": "5",
+                "other": "x",
+            },
+        ],
+    ),
+    ("qwen3_coder", "<tool_call>\n<function=g>\n</function>\n</tool_call>.", [*G, Text(".")]),
+    (
+        "glm",
+        "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>a\nb</arg_value>\n"
+        "<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+        [CallBegin("f"), {"text": "a\nb", "n": 1}],
+    ),
+    ("glm", "Well\n<tool_call>g\n</tool_call>", [Text("Well\n"), *G]),
+    (
+        "deepseek_v3",
+        DEEPSEEK.format(
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n"
+            '```json\n{"n": 1}\n```<｜tool▁call▁end｜>'
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```<｜tool▁call▁end｜>"
+        ),
+        [*F1, *G],
+    ),
+    (
+        "deepseek_v31",
+        "x" + DEEPSEEK.format(
+            '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"n": 1}<｜tool▁call▁end｜>'
+            "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+        ),
+        [Text("x"), *F1, *G],
+    ),
+    ("pythonic", "[f(n=1), g()]", [*F1, *G]),
+    ("pythonic", "<|python_start|>[f(n=1)]<|python_end|> done", [*F1, Text(" done")]),
+    (
+        "pythonic",
+        "[f(text='a)]\"', list=[1, {'x': (2,)}])]",
+        [CallBegin("f"), {"text": 'a)]"', "list": [1, {"x": [2]}]}],
+    ),
+    ("pythonic", "[f(n=open('x'))]", [Text("[f(n=open('x'))]")]),
+    ("pythonic", "[1, 2]", [Text("[1, 2]")]),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.f <|constrain|>json<|message|>{"n": 1}<|call|>',
+        [Reasoning("hm"), *F1],
+    ),
+    (
+        "harmony",
+        'to=functions.f<|channel|>commentary json<|message|>{"n": 1}<|call|>',
+        F1,
+    ),
+    ("harmony", "<|channel|>final<|message|>Hi<|return|>", [Text("Hi")]),
+    ("harmony", "Hi", [Text("Hi")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), EXAMPLES)
+def test_calls_are_read_as_each_family_writes_them(name, text, expected):
+    assert simplified(read(tools(name), [text])) == expected
+    assert simplified(read(tools(name), text)) == expected
+
+
+def test_every_format_is_among_the_examples():
+    assert {name for name, _, _ in EXAMPLES} == set(FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"text": "a long te'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"text": "a long te'),
+        ("qwen3_coder", "<tool_call><function=f><parameter=text>\na long te"),
+        ("glm", "<tool_call>f\n<arg_key>text</arg_key><arg_value>a long te"),
+        ("harmony", '<|channel|>commentary to=functions.f<|message|>{"text": "a long te'),
+    ],
+)
+def test_arguments_come_as_they_are_written(name, text):
+    reader = ChatReader(tools(name))
+    so_far = joined([part for char in text for part in reader.push(char)])
+    assert [part.replace(" ", "") for part in (so_far[0].name, so_far[1].text)] == [
+        "f", '{"text":"alongte',
+    ]  # fmt: skip
+    assert all(isinstance(part, Arguments) for part in reader.flush())
+
+
+def test_the_beginning_of_a_call_that_was_cut_off_is_left_out():
+    for cut in ("", "\n{", '\n{"name": "f', '\n{"name": "f", "argu'):
+        assert read(tools("hermes"), [f"Hi <tool_call>{cut}"]) == [Text("Hi ")]
+    forced = OutputFormat(tools=FORCED, forced=True)
+    assert read(forced, ['{"name": "f"']) == []
+    assert read(forced, ['{"name": "f", "arguments": {"n"']) == call("f", '{"n"')
+
+
+def test_calls_beyond_the_limit_are_text():
+    one = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    parts = read(tools("hermes"), [one * (MAX_CALLS + 1)])
+    assert parts == [*call("g", "{}") * MAX_CALLS, Text(one)]
+
+
+@pytest.mark.parametrize("form", REASONING_FORMATS[:3])
+def test_reasoning_is_split_from_the_answer(form):
+    text = f"\n{form.begin}Let me see.\n{form.end}\n\nHi"
+    expected = [Reasoning("Let me see.\n"), Text("Hi")]
+    assert read(OutputFormat(form), [text]) == read(OutputFormat(form), text) == expected
+    inside = OutputFormat(form, in_reasoning=True)
+    assert read(inside, f"Let me see.\n{form.end}Hi") == expected
+    assert read(inside, "cut o") == [Reasoning("cut o")]
+    assert read(OutputFormat(form), "Hi") == [Text("Hi")]
+    assert read(OutputFormat(), text) == [Text(text)]
+
+
+def test_calls_follow_reasoning():
+    form = OutputFormat(REASONING_FORMATS[0], FORMATS["hermes"])
+    thought = "<think>call <tool_call>?</think>"
+    parts = read(form, f'{thought}<tool_call>{{"name": "g", "arguments": {{}}}}</tool_call>')
+    assert parts == [Reasoning("call <tool_call>?"), *call("g", "{}")]
+
+
+def test_settings_know_the_formats():
+    assert (server.TOOL_PARSERS, server.REASONING_PARSERS) == (TOOL_PARSERS, REASONING_PARSERS)
+
+
+def test_formats_follow_from_the_template():
+    for template, name, reasoning in [
+        ("{{ tools }}<tool_call>", "hermes", None),
+        ("{{ tools }}<tool_call><function=x><think>", "qwen3_coder", "think"),
+        ("{{ tools }}<tool_call><arg_key>", "glm", None),
+        ("{{ tools }}[TOOL_CALLS][THINK]", "mistral", "mistral"),
+        ("{{ tools }}<|python_tag|>", "llama3", None),
+        ("{{ tools }}<｜tool▁call▁begin｜>```json", "deepseek_v3", None),
+        ("{{ tools }}<｜tool▁call▁begin｜>", "deepseek_v31", None),
+        ("{{ tools }}[func_name1(a)]", "pythonic", None),
+        ("{{ tools }}<|channel|>", "harmony", "harmony"),
+        ("{{ tools }}", "hermes", None),
+        ("[TOOL_CALLS]", "hermes", None),
+    ]:
+        found = reasoning_format(template)
+        assert (tool_format(template).name, found and found.name) == (name, reasoning)
+    assert tool_format("", "glm").name == "glm"
+    assert reasoning_format("<think>", "none") is None
+    assert reasoning_format("", "mistral").name == "mistral"
+
+
+PIECES = st.lists(
+    st.sampled_from(
+        [
+            *[mark for form in TOOL_FORMATS for mark in (form.marks.begin, form.marks.end) if mark],
+            *[text for _, text, _ in EXAMPLES],
+            '{"name": "f", "arguments": {}}',
+            "<function=f>",
+            "<parameter=text>",
+            "</parameter>",
+            "<arg_key>",
+            "<|message|>",
+            "<think>",
+            "</think>",
+            "[f(",
+            ")]",
+            *'[]{}"<\\\n;, ',
+        ]
+    )
+    | st.text(max_size=5),
+    max_size=12,
+)
+
+
+@settings(max_examples=examples(2000), deadline=1000)
+@given(
+    st.sampled_from(list(FORMATS.values())),
+    st.sampled_from([None, *REASONING_FORMATS[:3]]),
+    st.booleans(),
+    PIECES,
+    st.randoms(),
+)
+def test_what_is_read_does_not_depend_on_the_pieces(form, reasoning, inside, pieces, dice):
+    text = "".join(pieces)
+    output = OutputFormat(reasoning, form, SCHEMAS, inside)
+    split = []
+    at = 0
+    while at < len(text):
+        split.append(text[at : at + dice.randint(1, 4)])
+        at += len(split[-1])
+    assert read(output, split) == read(output, [text])
+
+
+@settings(max_examples=examples(300), deadline=1000)
+@given(st.text(max_size=40))
+def test_text_without_marks_is_text(text):
+    plain = "".join(char for char in text if char not in "<[{")
+    for name in FORMATS:
+        if name != "harmony":
+            assert read(tools(name), plain) == ([Text(plain)] if plain else [])
