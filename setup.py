@@ -47,6 +47,7 @@ TEST = [
     "psutil>=5.9",
     "ruff>=0.6",
     "safetensors>=0.4",
+    "anthropic>=0.40",
     "openai>=2",
     "schemathesis>=4",
     "selenium>=4.20",

@@ -56,16 +56,18 @@ def status_code(error: RequestError) -> int:
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """The JSON body of an error, in the OpenAI protocol's form."""
+    """The JSON body of an error: in the OpenAI protocol's form, and with the type that Anthropic's
+    has."""
     code = status_code(error)
     kind = ERROR_TYPES.get(code, "invalid_request_error" if code < 500 else "server_error")
     return {
+        "type": "error",
         "error": {
             "message": message_of(error),
             "type": kind,
             "param": error.field or None,
             "code": TOO_LONG if error.reason == TOO_LONG else error.status.lower(),
-        }
+        },
     }
 
 

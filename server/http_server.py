@@ -218,10 +218,8 @@ class HttpGuard:
 
     def _check(self, scope: Scope) -> None:
         """Errors: RequestError for a request that is refused by its header."""
-        keys = [value for name, value in scope["headers"] if name == b"authorization"]
-        authorization = sole_header([value.decode("latin-1") for value in keys])
         if scope["path"] not in self._open_paths:
-            scope["state"]["caller"] = self._authenticate(authorization)
+            scope["state"]["caller"] = self._authenticate(_authorization(scope))
         headers = dict(scope["headers"])
         self._check_browser(scope["method"], headers)
         if headers.get(b"content-encoding", b"identity") != b"identity":
@@ -346,6 +344,21 @@ class Listener:
     async def stop(self) -> None:
         self._server.should_exit = True
         await self._task
+
+
+def _authorization(scope: Scope) -> str | None:
+    """The header Authorization; where there is none, the key of x-api-key, as Anthropic's clients
+    send it. Errors: RequestError for several of one name."""
+    values = {name: _sole_value(scope, name) for name in (b"authorization", b"x-api-key")}
+    key = values[b"x-api-key"]
+    if values[b"authorization"] is None and key is not None:
+        return f"Bearer {key}"
+    return values[b"authorization"]
+
+
+def _sole_value(scope: Scope, header: bytes) -> str | None:
+    found = [value.decode("latin-1") for name, value in scope["headers"] if name == header]
+    return sole_header(found)
 
 
 def _bind(host: str, port: int, port_field: str) -> socket.socket:

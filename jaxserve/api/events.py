@@ -70,8 +70,9 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of one completion. reason: stop (end token, stop id, end of the guide), length,
-    cancelled, deadline, or error (then `error` says which)."""
+    """The end of one completion. reason: stop (end token, stop id or string, end of the guide),
+    length, cancelled, deadline, or error (then `error` says which). stop: the stop string or id
+    that ended it, once its text is known."""
 
     index: int
     reason: str
@@ -79,6 +80,7 @@ class Finished:
     timing: Timing
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
     error: RequestError | None = None
+    stop: str | int | None = None
 
     @property
     def ttft(self) -> float | None:

@@ -61,7 +61,8 @@ def merged(deltas: Sequence[Delta]) -> Delta:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole completion. reason: stop, length, cancelled, deadline or error."""
+    """A whole completion. reason: stop, length, cancelled, deadline or error. stop: the stop string
+    or id that ended it."""
 
     index: int
     prompt_ids: Sequence[int]
@@ -72,6 +73,7 @@ class Completion:
     timing: Timing
     logprobs: Sequence[Logprobs] | None = None
     prompt_logprobs: Sequence[Logprobs | None] | None = None
+    stop: str | int | None = None
 
 
 Output = Accepted | Progress | Delta | Finished
@@ -80,12 +82,12 @@ Output = Accepted | Progress | Delta | Finished
 class StopStrings:
     """Finds stop strings in a text that comes in pieces.
 
-    found: whether one is complete; it is the one that ends first, and the longest of several that
-    end at the same character.
+    found: the one that is complete, '' before; it is the one that ends first, and the longest of
+    several that end at the same character.
     """
 
     def __init__(self, stops: Sequence[str]):
-        self.found = False
+        self.found = ""
         self._stops = [(stop, _borders(stop)) for stop in stops]
         self._matched = [0] * len(stops)  # characters of each stop string that the text ends with
         self._held_back = ""
@@ -102,7 +104,7 @@ class StopStrings:
         for end in range(len(pending) - len(text), len(pending)):
             length = self._advance(pending[end])
             if length:
-                self.found = True
+                self.found = pending[end + 1 - length : end + 1]
                 return pending[: end + 1 - length]
         certain = len(pending) - max(self._matched)
         self._held_back = pending[certain:]
@@ -145,8 +147,8 @@ def _borders(text: str) -> list[int]:
 class CompletionState:
     """The text of one completion so far: its detokenizer and its stop strings.
 
-    stop_strings: `found` once one has ended the completion. Stop strings do not match text of the
-    first `min_tokens` tokens.
+    stop_strings: one is `found` once it has ended the completion. Stop strings do not match text
+    of the first `min_tokens` tokens.
     """
 
     def __init__(
@@ -156,7 +158,8 @@ class CompletionState:
         self.stop_strings = StopStrings(sampling.stop)
         self._output_tokens = 0
         self._min_tokens = sampling.min_tokens
-        self._end_ids = frozenset(sampling.stop_token_ids)
+        self._stop_ids = frozenset(sampling.stop_token_ids)
+        self._end_ids = self._stop_ids
         if not sampling.ignore_eos:
             self._end_ids |= frozenset(eos_ids)
         self._detokenizer = detokenizer
@@ -194,7 +197,10 @@ class CompletionState:
         usage = dataclasses.replace(event.usage, completion=self._output_tokens)
         event = dataclasses.replace(event, usage=usage)
         if self.stop_strings.found:  # maybe in the text that was held back
-            event = dataclasses.replace(event, reason="stop", error=None)
+            found = self.stop_strings.found
+            event = dataclasses.replace(event, reason="stop", error=None, stop=found)
+        elif event.reason == "stop" and self._held_id in self._stop_ids:
+            event = dataclasses.replace(event, stop=self._held_id)
         return (Delta(self.index, (), text) if text else None), event
 
     def _text_of(self, id: int) -> str:
@@ -311,4 +317,5 @@ class CompletionCollector:
             finished.timing,
             joined.logprobs or None,
             finished.prompt_logprobs,
+            finished.stop,
         )

@@ -30,7 +30,7 @@ from jaxserve.server.event_loop import run_in_thread_if
 from jaxserve.server.event_stream import EventStream, cancelled_on_disconnect
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall, Origin
-from jaxserve.server.http_errors import error_body, header_value
+from jaxserve.server.http_errors import header_value
 from jaxserve.server.json_body import JsonObject, dump, dump_in_thread_if
 from jaxserve.server.openai.schemas import StreamMode
 from jaxserve.server.streams import Stream
@@ -68,6 +68,9 @@ class ResponseWriter(Protocol):
 
     def whole(self, completions: Sequence[Sequence[Completion]]) -> JsonObject:
         """The response without streaming. completions: by prompt."""
+
+    def failed(self, error: RequestError) -> JsonObject:
+        """What ends a stream that failed."""
 
 
 async def respond(
@@ -159,10 +162,10 @@ async def _events(
         if not writer.named_events:
             yield DONE
     except RequestError as error:
-        yield event(_failure(error, writer.named_events))
+        yield event(writer.failed(error))
     except Exception:
         log.exception("a streamed response failed")
-        yield event(_failure(internal_error(), writer.named_events))
+        yield event(writer.failed(internal_error()))
 
 
 def _ends_joined(chunks: Iterable[JsonObject]) -> Iterator[JsonObject]:
@@ -175,7 +178,7 @@ def _ends_joined(chunks: Iterable[JsonObject]) -> Iterator[JsonObject]:
             last = before["choices"][0]
             only_ends = choice["finish_reason"] and not (choice.get("text") or choice.get("delta"))
             if only_ends and choice["index"] == last["index"] and not last["finish_reason"]:
-                last["finish_reason"] = choice["finish_reason"]
+                last |= {key: choice[key] for key in ("finish_reason", "stop_reason")}
                 continue
             yield before
         before = chunk
@@ -322,9 +325,3 @@ def _event(chunk: JsonObject) -> bytes:
 
 def _named_event(chunk: JsonObject) -> bytes:
     return f"event: {chunk['type']}\n".encode() + _event(chunk)
-
-
-def _failure(error: RequestError, named: bool) -> JsonObject:
-    """What ends a stream that failed."""
-    body = error_body(error)
-    return {"type": "error", **body["error"]} if named else body

@@ -14,11 +14,13 @@ import jaxserve
 from jaxserve.api.errors import RequestError
 from jaxserve.observe.metric_aliases import VllmAliases
 from jaxserve.server import dashboard
+from jaxserve.server.anthropic.messages import MessagesWriter
+from jaxserve.server.anthropic.schemas import CountRequest, MessagesRequest
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.frontend_metrics import CONTENT_TYPE, exposition
 from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.http_app import JsonRoute, make_app
-from jaxserve.server.json_body import JsonObject, dump_in_thread_if
+from jaxserve.server.json_body import JsonObject, dump, dump_in_thread_if
 from jaxserve.server.openai import chat, completions
 from jaxserve.server.openai.answers import INLINE_TOKENS, TokenWriter, respond
 from jaxserve.server.openai.responses import ResponsesRequest, ResponsesWriter
@@ -104,6 +106,21 @@ def _generating_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.AP
         call = chat.generate_call(frontend, asked, _request_id(body, request), request.headers)
         writer = ResponsesWriter(frontend, body, asked)
         return await respond(frontend, [call], writer, request, asked.stream_mode(), headers)
+
+    @router.post("/v1/messages")
+    async def message(body: MessagesRequest, request: fastapi.Request) -> Response:
+        headers = unknown.headers(body)
+        asked = body.as_chat()
+        call = chat.generate_call(frontend, asked, _request_id(body, request), request.headers)
+        writer = MessagesWriter(frontend, body, asked)
+        return await respond(frontend, [call], writer, request, asked.stream_mode(), headers)
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountRequest, request: fastapi.Request) -> Response:
+        headers = unknown.headers(body)
+        call = chat.generate_call(frontend, body.as_chat(), "", request.headers)
+        ids = await _ids(call, request)
+        return _json_response(dump({"input_tokens": len(ids["token_ids"])}), headers)
 
     @router.post("/v1/completions/render")
     async def render_completion(body: CompletionRequest, request: fastapi.Request) -> Response:
@@ -232,7 +249,9 @@ def _visible_ids(request: fastapi.Request) -> Callable[[str], bool] | None:
     return caller.owns_id if caller.name else None
 
 
-def _request_id(body: GenerateRequest | ResponsesRequest, request: fastapi.Request) -> str:
+def _request_id(
+    body: GenerateRequest | ResponsesRequest | MessagesRequest, request: fastapi.Request
+) -> str:
     return body.request_id or request.headers.get("x-request-id", "")
 
 

@@ -11,6 +11,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall
+from jaxserve.server.http_errors import error_body
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.openai import kv_transfer
 from jaxserve.server.openai.answers import TokenWriter, usage_of
@@ -102,7 +103,9 @@ class ChatWriter:
             index = output.index
             for delta in self._deltas(index, self._parts.flush(index)):
                 yield self._chunk(index, delta)
-            yield self._chunk(index, {}, None, self._finish_reason(output))
+            chunk = self._chunk(index, {}, None, self._finish_reason(output))
+            chunk["choices"][0]["stop_reason"] = output.stop
+            yield chunk
 
     def _delta_chunks(self, output: Delta) -> Iterator[JsonObject]:
         deltas = self._deltas(output.index, self._parts.read(output.index, output.text))
@@ -141,6 +144,9 @@ class ChatWriter:
             **kv_transfer.answer(self._body.kv_transfer_params),
         }
 
+    def failed(self, error: RequestError) -> JsonObject:
+        return error_body(error)
+
     def _chunk(
         self,
         index: int,
@@ -159,6 +165,7 @@ class ChatWriter:
             "message": _message(parts),
             "logprobs": self._logprobs(completion) if completion.logprobs else None,
             "finish_reason": self._finish_reason(completion),
+            "stop_reason": completion.stop,
         }
         if self._body.return_token_ids:
             choice["token_ids"] = list(completion.ids)

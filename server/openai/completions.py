@@ -14,6 +14,7 @@ from jaxserve.api.events import Finished, Logprobs
 from jaxserve.api.request import MAX_PROMPT_LOGPROBS
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall
+from jaxserve.server.http_errors import error_body
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.openai import kv_transfer
 from jaxserve.server.openai.answers import TokenWriter, usage_of
@@ -154,7 +155,9 @@ class CompletionWriter:
                 chunk["choices"][0]["token_ids"] = list(output.ids)
             yield chunk
         elif isinstance(output, Finished):
-            yield self._chunk(number, output.index, "", None, output.reason)
+            chunk = self._chunk(number, output.index, "", None, output.reason)
+            chunk["choices"][0]["stop_reason"] = output.stop
+            yield chunk
 
     def whole(self, completions: Sequence[Sequence[Completion]]) -> JsonObject:
         choices = [
@@ -165,6 +168,9 @@ class CompletionWriter:
         usage = usage_of(completion for group in completions for completion in group)
         extra = kv_transfer.answer(self._body.kv_transfer_params)
         return {**self.head, "choices": choices, "usage": usage, **extra}
+
+    def failed(self, error: RequestError) -> JsonObject:
+        return error_body(error)
 
     def _chunk(
         self,
@@ -197,6 +203,7 @@ class CompletionWriter:
             "text": echo + completion.text,
             "logprobs": logprobs,
             "finish_reason": completion.reason,
+            "stop_reason": completion.stop,
         }
         if self._body.return_token_ids:
             choice["token_ids"] = list(completion.ids)

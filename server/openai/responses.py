@@ -17,6 +17,7 @@ from pydantic import Field
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished
 from jaxserve.server.frontend import Frontend
+from jaxserve.server.http_errors import error_body
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.openai.chat_parts import ChatParts
 from jaxserve.server.openai.schemas import ChatRequest
@@ -123,12 +124,7 @@ class ResponsesRequest(OpenModel):
             "tool_choice": _chat_choice(self.tool_choice),
             "response_format": _chat_format(self.text),
         }
-        try:
-            return ChatRequest.model_validate(fields)
-        except ValueError as error:
-            first = error.errors()[0]  # type: ignore[attr-defined]
-            field = ".".join(map(str, first["loc"][:3]))
-            raise RequestError(field, first["msg"][:200]) from None
+        return ChatRequest.of(fields)
 
 
 def _chat_tool(tool: FunctionTool) -> JsonObject:
@@ -283,6 +279,9 @@ class ResponsesWriter:
             pass  # what a stream would tell: the items are made meanwhile
         return self._response(self._items, completion)
 
+    def failed(self, error: RequestError) -> JsonObject:
+        return self._event("error", **error_body(error)["error"])
+
     def _response(self, items: Sequence[JsonObject], ended: Finished | Completion) -> JsonObject:
         cut = ended.reason == "length"
         usage = ended.usage
@@ -350,9 +349,9 @@ class ResponsesWriter:
 
     # --- events
 
-    def _event(self, type: str, **fields: Any) -> JsonObject:
+    def _event(self, event: str, **fields: Any) -> JsonObject:
         number, self._number = self._number, self._number + 1
-        return {"type": type, "sequence_number": number, **fields}
+        return {**fields, "type": event, "sequence_number": number}
 
     def _item_event(self, type: str, item: JsonObject) -> JsonObject:
         return self._event(type, output_index=len(self._items) - 1, item=item)

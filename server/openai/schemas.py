@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import FailFast, Field, StrictInt, WithJsonSchema
+from pydantic import FailFast, Field, StrictInt, ValidationError, WithJsonSchema
 
 from jaxserve.api.errors import RequestError, check_integer
 from jaxserve.api.request import EPHEMERAL, MAX_RETENTION, NORMAL_RETENTION, Slo
@@ -303,6 +303,16 @@ class ChatRequest(GenerateRequest):
     )
 
     include_reasoning: bool | None = Field(None, description="whether answers have reasoning")
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> ChatRequest:
+        """A chat that another protocol's body asks for. Errors: RequestError."""
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(map(str, first["loc"][:3]))
+            raise RequestError(field, first["msg"][:200]) from None
 
     @property
     def usable_tools(self) -> Sequence[Tool]:

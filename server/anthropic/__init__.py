@@ -1,0 +1,1 @@
+"""Anthropic's protocol on the users' HTTP port: /v1/messages, for agents made for it."""

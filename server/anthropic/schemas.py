@@ -1,0 +1,175 @@
+"""Bodies of /v1/messages, and the chats that they ask for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from jaxserve.api.errors import RequestError
+from jaxserve.server.json_body import JsonObject
+from jaxserve.server.openai.schemas import ChatRequest, FirstFault
+from jaxserve.server.openai.unknown_fields import OpenModel
+
+# of content that models need not see again
+UNSEEN_BLOCKS = ("thinking", "redacted_thinking")
+
+
+class Tool(OpenModel):
+    name: str
+    type: Literal["custom"] | None = Field(None, description="tools that a server runs are refused")
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class ToolChoice(OpenModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(OpenModel):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, description="has no effect")
+
+
+class Message(OpenModel):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class CountRequest(OpenModel):
+    """What /v1/messages/count_tokens takes."""
+
+    model: str = Field("", description="'' or absent means the one that is served")
+    messages: Annotated[list[Message], FirstFault()]
+    system: str | list[dict[str, Any]] | None = None
+    tools: Annotated[list[Tool], FirstFault()] | None = Field(None, max_length=128)
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+
+    def as_chat(self) -> ChatRequest:
+        """The chat that this asks for. Errors: RequestError."""
+        return ChatRequest.of(self._chat_fields())
+
+    def _chat_fields(self) -> JsonObject:
+        choice = self.tool_choice
+        thinks = self.thinking is None or self.thinking.type != "disabled"
+        return {
+            "model": self.model,
+            "messages": list(self._messages()),
+            "tools": [_chat_tool(tool) for tool in self.tools] if self.tools else None,
+            "tool_choice": _chat_choice(choice),
+            "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
+            "chat_template_kwargs": {} if thinks else {"enable_thinking": False},
+        }
+
+    def _messages(self) -> Iterator[JsonObject]:
+        if self.system:
+            yield {"role": "system", "content": _text(self.system, "system")}
+        for number, message in enumerate(self.messages):
+            yield from _chat_messages(message, f"messages.{number}")
+
+
+class MessagesRequest(CountRequest):
+    """What /v1/messages takes."""
+
+    max_tokens: int
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: Annotated[list[str], FirstFault()] | None = None
+    stream: bool | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    metadata: dict[str, Any] | None = Field(None, description="has no effect")
+    service_tier: str | None = Field(None, description="has no effect")
+
+    def _chat_fields(self) -> JsonObject:
+        return {
+            **super()._chat_fields(),
+            "max_completion_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop": self.stop_sequences,
+            "stream": self.stream,
+            "cache_salt": self.cache_salt,
+        }
+
+
+def _chat_tool(tool: Tool) -> JsonObject:
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
+    return {"type": "function", "function": function}
+
+
+def _chat_choice(choice: ToolChoice | None) -> Any:
+    if choice is None or choice.type == "auto":
+        return None
+    if choice.type == "tool":
+        if choice.name is None:
+            raise RequestError("tool_choice.name", "is missing")
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else "none"
+
+
+def _chat_messages(message: Message, where: str) -> Iterator[JsonObject]:
+    """A message as those of a chat: results of tools are messages of their own, which come first.
+    Errors: RequestError."""
+    if isinstance(message.content, str):
+        yield {"role": message.role, "content": message.content}
+        return
+    texts = []
+    calls = []
+    for number, block in enumerate(message.content):
+        place = f"{where}.content.{number}"
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(_string(block, "text", place))
+        elif kind == "tool_use" and message.role == "assistant":
+            calls.append(_chat_call(block, place))
+        elif kind == "tool_result" and message.role == "user":
+            content = _text(block.get("content") or "", f"{place}.content")
+            id = _string(block, "tool_use_id", place)
+            yield {"role": "tool", "tool_call_id": id, "content": content}
+        elif kind not in UNSEEN_BLOCKS:
+            raise RequestError(f"{place}.type", f"{kind!a:.50} cannot be taken in a message here")
+    if texts or calls:
+        made: JsonObject = {"role": message.role, "content": "\n".join(texts)}
+        yield {**made, "tool_calls": calls} if calls else made
+
+
+def _chat_call(block: Mapping[str, Any], where: str) -> JsonObject:
+    if not isinstance(block.get("input"), dict):
+        raise RequestError(f"{where}.input", "must be an object")
+    function = {"name": _string(block, "name", where), "arguments": json.dumps(block["input"])}
+    return {"id": _string(block, "id", where), "type": "function", "function": function}
+
+
+def _text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
+    """The text of a content. Errors: RequestError for anything but text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(where, "must be a text or a list of texts")
+    texts = []
+    for number, block in enumerate(content):
+        place = f"{where}.{number}"
+        if not isinstance(block, dict) or block.get("type") != "text":
+            raise RequestError(place, "must be a block of type text")
+        texts.append(_string(block, "text", place))
+    return "\n".join(texts)
+
+
+def _string(block: Mapping[str, Any], name: str, where: str) -> str:
+    if not isinstance(block.get(name), str):
+        raise RequestError(f"{where}.{name}", "must be a text")
+    return block[name]
