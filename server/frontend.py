@@ -19,9 +19,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from jaxserve.api.errors import RequestError, internal_error
+from jaxserve.api.errors import RequestError, check_integer, internal_error
 from jaxserve.api.events import Finished
-from jaxserve.api.request import Request
+from jaxserve.api.request import UNKNOWN_MODEL, Request
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.protocol import Replica
 from jaxserve.server.auth.access import Caller, Reservation
@@ -125,6 +125,7 @@ class Frontend:
                 "model",
                 f"{name[:100]!r} is not served here; {self.info.served_name!r} is",
                 "NOT_FOUND",
+                reason=UNKNOWN_MODEL,
             )
 
     @contextlib.asynccontextmanager
@@ -261,7 +262,7 @@ class Frontend:
             )
         if call.sampling.stop and (call.ids_only or self.tokenizer is None):
             raise RequestError("stop", "stop strings need text")
-        prompt = await self._ids(call.prompt)
+        prompt = self._truncated(call, await self._ids(call.prompt))
         guide = None
         if call.guided is not None:
             assert self.guides is not None
@@ -282,6 +283,16 @@ class Frontend:
             cache_retention=call.cache_retention,
             guide=guide,
         )
+
+    def _truncated(self, call: GenerateCall, prompt: np.ndarray) -> np.ndarray:
+        """The end of a prompt that the call asks for. Errors: RequestError."""
+        most = call.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        limit = self.info.max_model_len - 1
+        if most != -1:
+            check_integer("truncate_prompt_tokens", most, 1, limit)
+        return prompt[-(limit if most == -1 else most) :]
 
     def _submit(
         self,

@@ -32,9 +32,10 @@ class GenerateCall:
     server and its model can serve them is for `Frontend.generate` to check.
 
     request_id: '' has the server choose one. model: '' means the one that is served. timeout:
-    seconds from now. ids_only: return token ids without text. keep_special: leave special tokens in
-    the text. guided: what the output must match; guided_field: the request field that asked for it,
-    for errors.
+    seconds from now. truncate_prompt_tokens: how many tokens to keep of the prompt's end, -1 as
+    many as the model takes. ids_only: return token ids without text. keep_special: leave special
+    tokens in the text. guided: what the output must match; guided_field: the request field that
+    asked for it, for errors.
     """
 
     prompt: Prompt
@@ -47,6 +48,7 @@ class GenerateCall:
     bypass_prefix_cache: bool = False
     cache_retention: int = NORMAL_RETENTION
     timeout: float | None = None
+    truncate_prompt_tokens: int | None = None
     ids_only: bool = False
     keep_special: bool = False
     guided: Guided | None = None

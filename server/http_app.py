@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Coroutine
+import itertools
+import re
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import fastapi
@@ -35,6 +37,8 @@ NO_TELEMETRY: dict[str, Any] = (
     if "telemetry" in inspect.signature(fastapi.FastAPI).parameters
     else {}
 )
+_FIELD = re.compile(r"[a-z_0-9]+")
+_TYPE_NAMES = ("str", "int", "bool", "float", "dict", "list", "constrained")
 ERROR_SCHEMA = {
     "type": "object",
     "required": ["error"],
@@ -129,11 +133,20 @@ async def _respond(
 
 def _validation_response(error: RequestValidationError) -> Response:
     """Names the first field that is wrong."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
-    field = ".".join(path)[:MAX_FIELD_CHARS]
-    message = first["msg"][:MAX_REASON_CHARS] if path else NOT_AN_OBJECT
-    return error_response(RequestError(field, message))
+    return error_response(first_fault(error.errors()[0]))
+
+
+def first_fault(fault: Mapping[str, Any]) -> RequestError:
+    """The error that tells what a validator says."""
+    path = [str(part) for part in fault["loc"] if part != "body"]
+    # behind the field, of those of several types: which type was tried
+    field = ".".join(itertools.takewhile(_is_field, path))[:MAX_FIELD_CHARS]
+    message = fault["msg"].removeprefix("Value error, ")[:MAX_REASON_CHARS]
+    return RequestError(field, message if path else NOT_AN_OBJECT)
+
+
+def _is_field(part: str) -> bool:
+    return bool(_FIELD.fullmatch(part)) and part not in _TYPE_NAMES
 
 
 def _routing_response(error: HTTPException) -> Response:

@@ -10,7 +10,7 @@ from urllib.parse import quote
 from starlette.responses import Response
 
 from jaxserve.api.errors import RequestError
-from jaxserve.api.request import TOO_LONG
+from jaxserve.api.request import KNOWN_REASONS
 from jaxserve.server.errors import REJECT_REASON_HEADER, message_of, reject_reason
 
 STATUS_CODES = {
@@ -66,7 +66,7 @@ def error_body(error: RequestError) -> dict[str, Any]:
             "message": message_of(error),
             "type": kind,
             "param": error.field or None,
-            "code": TOO_LONG if error.reason == TOO_LONG else error.status.lower(),
+            "code": error.reason if error.reason in KNOWN_REASONS else error.status.lower(),
         },
     }
 

@@ -250,10 +250,17 @@ class HttpGuard:
         origin = headers.get(b"origin")
         if origin is not None and site is None:
             site = b"same-origin" if origin.partition(b"://")[2] == host else b"cross-site"
+        if origin is not None and self._allows(origin.decode("latin-1")):
+            return
         if site not in (None, b"same-origin", b"none"):
             raise RequestError(
-                "origin", "pages of other sites may not send requests", "PERMISSION_DENIED"
+                "origin",
+                "pages of other sites may not send requests; --allowed_origins says which may",
+                "PERMISSION_DENIED",
             )
+
+    def _allows(self, origin: str) -> bool:
+        return not {"*", origin}.isdisjoint(self._config.allowed_origins)
 
     @property
     def _max_body_bytes(self) -> int:

@@ -33,12 +33,16 @@ class Chat:
     """A prompt of messages, to be rendered by the model's chat template.
 
     messages: mappings of role, content, and whatever else the template uses. tools: functions that
-    the model may call. values: further variables of the template, by name.
+    the model may call. values: further variables of the template, by name. add_generation_prompt:
+    end with the beginning of an answer. continue_final_message: end within the last message
+    instead, which the model continues.
     """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 Prompt = Text | Chat | Sequence[int] | np.ndarray
@@ -87,7 +91,13 @@ def _tokenize(
         count = len(prompt.messages)
         raise RequestError(field, f"has {count} entries; the limit is {MAX_MESSAGES}")
     _check_chars(field, prompt_cost(prompt), max_model_len)
-    return tokenizer.chat(prompt.messages, tools=prompt.tools, values=prompt.values)
+    return tokenizer.chat(
+        prompt.messages,
+        tools=prompt.tools,
+        values=prompt.values,
+        add_generation_prompt=prompt.add_generation_prompt,
+        continue_final_message=prompt.continue_final_message,
+    )
 
 
 def to_array(field: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:

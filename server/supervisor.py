@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
+from starlette.types import ASGIApp
 
 from jaxserve.api.errors import RequestError
 from jaxserve.replica.protocol import Replica
@@ -30,6 +31,7 @@ from jaxserve.server.admin import operators_app
 from jaxserve.server.auth.access import Authenticator
 from jaxserve.server.auth.tls import Tls
 from jaxserve.server.block_service import BlockService
+from jaxserve.server.cors import with_cors
 from jaxserve.server.frontend import SERVING, STOPPING, Frontend
 from jaxserve.server.grpc.auth import GrpcGuard
 from jaxserve.server.grpc.control import Control
@@ -207,15 +209,16 @@ class Server:
         """The publisher of KV events, where they are configured."""
         return self._kv_events
 
-    def _users_guard(self) -> HttpGuard:
+    def _users_guard(self) -> ASGIApp:
         readiness = Readiness(self.frontend, self.authenticator.anonymous)
-        return HttpGuard(
+        guard = HttpGuard(
             users_app(self.frontend, readiness),
             self.config,
             self.authenticator.authenticate,
             OPEN_PATHS,
             self.frontend.metrics,
         )
+        return with_cors(guard, self.config)
 
     def _operators_guard(self) -> HttpGuard:
         return HttpGuard(
@@ -226,7 +229,7 @@ class Server:
             self.frontend.metrics,
         )
 
-    def _add_http_port(self, name: str, port: int, app: HttpGuard) -> None:
+    def _add_http_port(self, name: str, port: int, app: ASGIApp) -> None:
         context = None if self.tls is None else self.tls.context()
         field = "port" if name == "http" else f"{name}_port"
         listener = Listener(app, self.config, field, port, context)

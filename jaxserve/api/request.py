@@ -17,7 +17,10 @@ from jaxserve.api.sampling import SamplingParams
 MAX_PROMPT_LOGPROBS = 2**20  # of all tokens of a prompt and all completions together
 MAX_ID_CHARS = 256
 MAX_PRIORITY = 8
-TOO_LONG = "context_length_exceeded"  # reason of an error, by which clients shorten what they send
+# reasons of errors that clients know
+TOO_LONG = "context_length_exceeded"  # they shorten what they send
+UNKNOWN_MODEL = "model_not_found"
+KNOWN_REASONS = (TOO_LONG, UNKNOWN_MODEL)
 EPHEMERAL = -1  # retention of blocks that are not stored
 NORMAL_RETENTION = 0
 MAX_RETENTION = 24 * 3600  # seconds

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import re
 import types
@@ -45,9 +46,9 @@ class ConfigError(ValueError):
 class Option:
     """A setting.
 
-    kind: int, float, bool, str, tuple (of texts; the flag may be repeated), or a config class with
-    `parse(text)`. default: None stands for 'not given'. low, high: limits, inclusive. optional:
-    whether None may be given, in Python.
+    kind: int, float, bool, str, tuple (of texts; the flag may be repeated, or have a list in JSON),
+    or a config class with `parse(text)`. default: None stands for 'not given'. low, high: limits,
+    inclusive. optional: whether None may be given, in Python.
     """
 
     name: str
@@ -70,7 +71,7 @@ class Option:
             elif self.kind is float:
                 value = float(text)
             elif self.kind is tuple:
-                value = (text,)
+                value = tuple(json.loads(text)) if text.startswith("[") else (text,)
         except ValueError:
             pass  # the text itself is of the wrong type
         return self.check(value)

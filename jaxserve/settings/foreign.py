@@ -17,12 +17,15 @@ NO_EFFECT: Mapping[str, str] = {
     "disable_log_stats": "figures are at /metrics, not in the log",
     "disable_custom_all_reduce": "XLA chooses how devices talk to each other",
     "disable_frontend_multiprocessing": "the ports and the engine are one process",
+    "allow_credentials": "keys are sent in a header, never as cookies",
     "enforce_eager": "steps are always compiled",
     "async_scheduling": "--lookahead steps are always issued ahead",
     "enable_prompt_tokens_details": "usage always has them",
     "enable_server_load_tracking": "/load is always there",
 }
 NO_EFFECT_VALUES: Mapping[str, str] = {
+    "allowed_methods": "pages of --allowed-origins may use all that routes have",
+    "allowed_headers": "pages of --allowed-origins may send all headers",
     "distributed_executor_backend": "processes of a replica are started by `jaxserve launch`",
     "load_format": "the format follows from the files",
     "max_parallel_loading_workers": "weights are read by as many threads as there are cores",

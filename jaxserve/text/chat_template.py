@@ -50,11 +50,13 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
         values: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Renders a conversation, ready to be continued.
 
+        continue_final_message: end behind the text of the last message, without what ends it.
         tools: functions that the model may call, as in the OpenAI protocol. values: more variables
         for the template, such as enable_thinking. Errors: RequestError for messages that are
         malformed, or that the template refuses or fails on.
@@ -70,7 +72,7 @@ class ChatTemplate:
             **_values(values),
             **self.specials,
             "messages": plain,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "tools": list(tools) or None,
             "documents": None,
         }
@@ -86,7 +88,18 @@ class ChatTemplate:
             raise RequestError(
                 "messages", f"the model's chat template fails: {str(error) or type(error).__name__}"
             ) from None
-        return "".join(pieces)
+        text = "".join(pieces)
+        return _continued(text, plain[-1]["content"]) if continue_final_message else text
+
+
+def _continued(rendered: str, content: str) -> str:
+    """What was rendered, up to the end of the last message's content."""
+    at = rendered.rfind(content.strip())
+    if not content.strip() or at < 0:
+        message = "the last message has no text that the model's chat template shows"
+        raise RequestError("continue_final_message", message)
+    whole = content.lstrip()  # templates may strip a content
+    return rendered[:at] + (whole if rendered.startswith(whole, at) else whole.rstrip())
 
 
 def _listed(messages: Any) -> Sequence[Any]:

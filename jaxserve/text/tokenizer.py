@@ -102,14 +102,18 @@ class Tokenizer:
         """Writes what `from_folder` reads."""
         folder = Path(folder)
         self._library.save(str(folder / "tokenizer.json"), pretty=False)
+        (folder / "tokenizer_config.json").write_text(json.dumps(self.config))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What tokenizer_config.json holds."""
         template = {} if self.template is None else {"chat_template": self.template.source}
-        config = {
+        return {
             **self.specials,
             **template,
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
         }
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
     def to_json(self) -> str:
         """What tokenizer.json holds."""

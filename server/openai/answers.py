@@ -32,6 +32,7 @@ from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall, Origin
 from jaxserve.server.http_errors import header_value
 from jaxserve.server.json_body import JsonObject, dump, dump_in_thread_if
+from jaxserve.server.openai.load_report import load_header, wanted_format
 from jaxserve.server.openai.schemas import StreamMode
 from jaxserve.server.streams import Stream
 from jaxserve.text.output import Completion, CompletionCollector, Delta, Output
@@ -89,6 +90,7 @@ async def respond(
         request.headers.get("tracestate", ""),
         writer.operation,
     )
+    report = wanted_format(request.headers)
     async with contextlib.AsyncExitStack() as stack:
         streams: list[Stream] = []
         for call in calls:
@@ -99,6 +101,9 @@ async def respond(
         large = writer.echoes and prompt_tokens > INLINE_ECHO_TOKENS
         await run_in_thread_if(large, functools.partial(writer.open, streams))
         headers = {"x-request-id": header_value(streams[0].id), **headers}
+        if report is not None:
+            load = await frontend.ask_replica(frontend.require_replica().load)
+            headers |= load_header(load, report)
         if mode is StreamMode.OFF:
             body = await _whole_body(streams, writer, request)
             return Response(body, 200, headers, "application/json")
@@ -286,6 +291,24 @@ class TokenWriter:
             }
             for id, at in zip(ids, logprobs)
         ]
+
+    def prompt_logprobs(self, completion: Completion) -> list[dict[str, JsonObject] | None]:
+        """Log-probabilities of a prompt's tokens in the form of vLLM, by id; None for the first,
+        which nothing predicts. A token that is not among the most likely ones has no rank."""
+        given = completion.prompt_logprobs or ()
+        return [
+            None if at is None else self._by_id(id, at)
+            for id, at in zip(completion.prompt_ids, given)
+        ]
+
+    def _by_id(self, chosen: int, at: Logprobs) -> dict[str, JsonObject]:
+        found = {str(chosen): self._ranked(chosen, at.chosen, None)}
+        for rank, (id, logprob) in enumerate(at.top, 1):
+            found[str(id)] = self._ranked(id, logprob, rank)
+        return found
+
+    def _ranked(self, id: int, logprob: float, rank: int | None) -> JsonObject:
+        return {"logprob": logprob, "rank": rank, "decoded_token": self.text(id)}
 
     def _chat_logprob(self, id: int, logprob: float) -> JsonObject:
         return {"token": self.text(id), "logprob": logprob, "bytes": list(self.bytes(id))}

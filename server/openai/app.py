@@ -159,6 +159,14 @@ def _model_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.APIRout
         known = _models(frontend)
         return next((model for model in known if model["id"] == name), known[0])
 
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> JsonObject:
+        """The tokenizer's special tokens and the chat template, as tokenizer_config.json has
+        them."""
+        if frontend.tokenizer is None:
+            raise RequestError("", "this model has no tokenizer", "NOT_FOUND")
+        return frontend.tokenizer.config
+
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
@@ -203,11 +211,13 @@ def _health_routes(frontend: Frontend, readiness: Readiness) -> fastapi.APIRoute
     """Routes that answer whatever state the server is in."""
     router = fastapi.APIRouter()
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", response_class=PlainTextResponse)
     async def health() -> Response:
         """200 while the process works; 503 if only a restart helps."""
         return _health_response(readiness.liveness_fault())
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", response_class=PlainTextResponse)
     async def ready() -> Response:
         """200 while requests are accepted and tokens come out: a caller's within the last seconds,

@@ -37,6 +37,7 @@ def generate_call(
     sampling = body.sampling(
         UNLIMITED_TOKENS if limit is None else limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
     )
     tools = [_tool_message(tool) for tool in body.usable_tools]
     guided, guided_field = body.guided()
@@ -46,7 +47,13 @@ def generate_call(
         guided = Guided("json_schema", json.dumps(call_schema(tools, body.named_tool)))
         guided_field = "tools"
     return GenerateCall(
-        prompt=Chat(body.messages, tools, body.template_variables),
+        prompt=Chat(
+            body.messages,
+            tools,
+            body.template_variables,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=body.continue_final_message or False,
+        ),
         sampling=sampling,
         request_id=id,
         model=body.model,
@@ -56,6 +63,7 @@ def generate_call(
         bypass_prefix_cache=body.bypass_prefix_cache or False,
         cache_retention=body.retention(),
         timeout=body.timeout(),
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
         keep_special=guided is None and (bool(tools) or frontend.chat_formats.keeps_special),
         guided=guided,
         guided_field=guided_field,
@@ -133,9 +141,11 @@ class ChatWriter:
         return deltas
 
     def whole(self, completions: Sequence[Sequence[Completion]]) -> JsonObject:
-        ids = {}
+        ids: JsonObject = {}
         if self._body.return_token_ids:
             ids["prompt_token_ids"] = list(completions[0][0].prompt_ids)
+        if self._body.prompt_logprobs is not None:
+            ids["prompt_logprobs"] = self._token_writer.prompt_logprobs(completions[0][0])
         return {
             **self.head,
             **ids,

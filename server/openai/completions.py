@@ -40,7 +40,7 @@ def generate_calls(
     sampling = body.sampling(
         COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        prompt_logprobs=_prompt_logprobs(body),
     )
     prompts = _prompts(body.prompt)
     ids = [id]
@@ -57,6 +57,7 @@ def generate_calls(
         bypass_prefix_cache=body.bypass_prefix_cache or False,
         cache_retention=body.retention(),
         timeout=body.timeout(),
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
         guided=guided,
         guided_field=guided_field,
     )
@@ -64,6 +65,16 @@ def generate_calls(
         dataclasses.replace(call, prompt=prompt, request_id=each)
         for prompt, each in zip(prompts, ids)
     ]
+
+
+def _prompt_logprobs(body: CompletionRequest) -> int | None:
+    """How many log-probabilities the prompt's tokens need. Errors: RequestError for two numbers of
+    them."""
+    if not body.echo or body.logprobs is None:
+        return body.prompt_logprobs
+    if body.prompt_logprobs not in (None, body.logprobs):
+        raise RequestError("prompt_logprobs", "must equal logprobs where echo shows these too")
+    return body.logprobs
 
 
 def _prompts(given: Any) -> list[Prompt]:
@@ -205,6 +216,8 @@ class CompletionWriter:
             "finish_reason": completion.reason,
             "stop_reason": completion.stop,
         }
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._token_writer.prompt_logprobs(completion)
         if self._body.return_token_ids:
             choice["token_ids"] = list(completion.ids)
             choice["prompt_token_ids"] = list(completion.prompt_ids)

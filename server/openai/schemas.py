@@ -13,10 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field, StrictInt, ValidationError, WithJsonSchema
+from pydantic_core import core_schema
 
 from jaxserve.api.errors import RequestError, check_integer
 from jaxserve.api.request import EPHEMERAL, MAX_RETENTION, NORMAL_RETENTION, Slo
 from jaxserve.api.sampling import SamplingParams
+from jaxserve.server.http_app import first_fault
+from jaxserve.server.json_body import JsonObject
 from jaxserve.server.openai.unknown_fields import OpenModel
 from jaxserve.text.structured_output import Guided
 
@@ -55,6 +58,25 @@ _SAMPLING_FIELDS = (
     "stop_token_ids",
     "ignore_eos",
 )
+
+
+class only:  # noqa: N801: an annotation
+    """Says that a field takes these values alone. why: what others are told."""
+
+    def __init__(self, *values: Any, why: str):
+        self._values = values
+        self._why = why
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._checked)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> JsonObject:
+        return {"enum": list(self._values), "description": self._why}
+
+    def _checked(self, value: Any) -> Any:
+        if value not in self._values:
+            raise ValueError(self._why)
+        return value
 
 
 class StreamMode(enum.Enum):
@@ -158,6 +180,12 @@ class GenerateRequest(OpenModel):
     kv_transfer_params: dict[str, Any] | None = Field(
         None, description="what a router passes between prefill and decode replicas"
     )
+    prompt_logprobs: int | None = Field(
+        None, description="as in vLLM: log-probabilities of the prompt's tokens, and so many others"
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, description="as in vLLM: only the prompt's last so many tokens; -1: as many as fit"
+    )
     return_token_ids: bool | None = Field(
         None, description="as in vLLM: choices have token_ids, and the answer prompt_token_ids"
     )
@@ -174,7 +202,10 @@ class GenerateRequest(OpenModel):
     def sampling(self, max_tokens: int, **rest: Any) -> SamplingParams:
         """Sampling parameters of the body. rest: those that the protocol's routes name otherwise.
         Errors: RequestError."""
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs", "cannot be streamed: they are known at the end")
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        given["stop"] = self.stop or None
         return SamplingParams.make(max_tokens=max_tokens, **given, **rest)
 
     def retention(self) -> int:
@@ -258,7 +289,7 @@ class CompletionRequest(GenerateRequest):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = Field(None, description="must equal n if given")
-    suffix: Literal[""] | None = Field(None, description="not supported")
+    suffix: Annotated[Any, only("", None, why="is not supported")] = None
 
 
 class Function(OpenModel):
@@ -282,22 +313,38 @@ class NamedTool(OpenModel):
     function: NamedFunction
 
 
+class AllowedTools(OpenModel):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedChoice(OpenModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class ChatRequest(GenerateRequest):
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Annotated[list[Tool], FirstFault()] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = Field(
+        None, description="as in vLLM: whether the prompt ends with the beginning of an answer"
+    )
+    continue_final_message: bool | None = Field(
+        None, description="as in vLLM: the answer continues the last message"
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="variables for the model's chat template"
     )
     # what would be answered wrongly if it had no effect
-    chat_template: Literal[""] | None = Field(None, description="not taken from requests")
-    modalities: list[Literal["text"]] | None = Field(None, description="nothing but text")
-    functions: list[Any] | None = Field(None, max_length=0, description="use tools")
-    function_call: Literal["none", "auto"] | None = Field(None, description="use tool_choice")
+    chat_template: Annotated[Any, only("", None, why="is not taken from requests")] = None
+    modalities: Annotated[Any, only(["text"], [], None, why="only text is generated")] = None
+    functions: Annotated[Any, only([], None, why="give tools instead")] = None
+    function_call: Annotated[Any, only("none", "auto", None, why="give tool_choice instead")] = None
     reasoning_effort: str | None = Field(
         None, description="a variable for the model's chat template", max_length=32
     )
@@ -310,19 +357,33 @@ class ChatRequest(GenerateRequest):
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(map(str, first["loc"][:3]))
-            raise RequestError(field, first["msg"][:200]) from None
+            raise first_fault(error.errors()[0]) from None
 
     @property
     def usable_tools(self) -> Sequence[Tool]:
         """Tools that the model may call."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        if isinstance(self.tool_choice, AllowedChoice):
+            return [tool for tool in tools if tool.function.name in self._chosen_names]
+        return tools
 
     @property
     def must_call(self) -> bool:
         """Whether the output must be a call of a tool."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        choice = self.tool_choice
+        if isinstance(choice, AllowedChoice):
+            return choice.allowed_tools.mode == "required"
+        return choice == "required" or isinstance(choice, NamedTool)
+
+    @property
+    def _chosen_names(self) -> Sequence[str]:
+        """Tools that the choice names."""
+        match self.tool_choice:
+            case NamedTool(function=function):
+                return [function.name]
+            case AllowedChoice(allowed_tools=allowed):
+                return [tool.function.name for tool in allowed.tools]
+        return []
 
     @property
     def named_tool(self) -> str | None:
@@ -334,9 +395,10 @@ class ChatRequest(GenerateRequest):
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise RequestError("tools", "has two functions of one name")
-        if self.named_tool is not None and self.named_tool not in names:
-            raise RequestError("tool_choice", f"{self.named_tool!r:.100} is not among the tools")
-        if self.tool_choice == "required" and not names:
+        for name in self._chosen_names:
+            if name not in names:
+                raise RequestError("tool_choice", f"{name!r:.100} is not among the tools")
+        if self.must_call and not self.usable_tools:
             raise RequestError("tool_choice", "is required, but there are no tools")
 
     @property

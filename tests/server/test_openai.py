@@ -15,7 +15,7 @@ from jaxserve.server.supervisor import Background
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig, ServerConfig
 from jaxserve.text.chat_template import ChatTemplate
-from tests.server.fakes import EOS, FakeReplica, FakeTokenizer, expected
+from tests.server.fakes import EOS, MAX_LEN, FakeReplica, FakeTokenizer, expected
 from tests.waiting import eventually
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
@@ -982,3 +982,144 @@ def test_null_is_as_if_a_field_were_absent(http):
         {"prompt": "x", "stream": True, "stream_options": {"include_usage": None}},
     )
     assert streamed.status_code == 200 and "usage" not in streamed.text
+
+
+def test_a_prompt_may_be_cut_to_its_end(http):
+    client = http()
+    for count in (3, -1):
+        asked = {"prompt": "abcdefgh", "max_tokens": 3, "truncate_prompt_tokens": count}
+        answer = post(client, "/v1/completions", asked).json()
+        rest = b"abcdefgh"[-3:] if count == 3 else b"abcdefgh"
+        assert answer["choices"][0]["text"] == text(expected(rest, 3))
+        assert answer["usage"]["prompt_tokens"] == len(rest)
+    for count in (0, -2, MAX_LEN):
+        asked = {"prompt": "abcdefgh", "truncate_prompt_tokens": count}
+        answer = post(client, "/v1/completions", asked)
+        assert answer.status_code == 400 and "truncate_prompt_tokens" in answer.text
+
+
+def test_the_last_message_may_be_continued_and_the_prompt_may_end_before_an_answer(http):
+    class Named(FakeTokenizer):
+        template = ChatTemplate(
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}",
+            {},
+        )
+
+    client = http(tokenizer=Named)
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is "}]
+    for fields, prompt in (
+        ({"continue_final_message": True}, "<user>hi</><assistant>It is "),
+        ({"add_generation_prompt": False}, "<user>hi</><assistant>It is </>"),
+        ({}, "<user>hi</><assistant>It is </><assistant>"),
+    ):
+        body = {"messages": messages, "max_tokens": 4, **fields}
+        rendered = post(client, "/v1/chat/completions/render", body).json()["token_ids"]
+        assert bytes(rendered).decode() == prompt
+    empty = {"messages": [{"role": "user", "content": " "}], "continue_final_message": True}
+    answer = post(client, "/v1/chat/completions", empty)
+    assert answer.json()["error"]["param"] == "continue_final_message"
+
+
+def test_log_probabilities_of_prompts_come_as_vllm_writes_them(http):
+    client = http()
+    asked = {"prompt": "abc", "max_tokens": 1, "prompt_logprobs": 1}
+    (choice,) = post(client, "/v1/completions", asked).json()["choices"]
+    first, second, third = choice["prompt_logprobs"]
+    assert first is None and set(second) >= {str(ord("b"))} and len(third) in (1, 2)
+    assert second[str(ord("b"))]["decoded_token"] == "b"
+    chat = post(client, "/v1/chat/completions", {**CHAT, "prompt_logprobs": 0}).json()
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    answer = post(client, "/v1/completions", {**asked, "stream": True})
+    assert answer.json()["error"]["param"] == "prompt_logprobs"
+
+
+def test_only_allowed_tools_are_told_of(http):
+    engine = FakeReplica(script=[*b'{"name": "sub", "arguments": {}}', EOS])
+    client = http(engine)
+    tools = [*TOOLS, {"type": "function", "function": {"name": "sub"}}]
+    named = [{"type": "function", "function": {"name": "sub"}}]
+
+    def body(mode, tools_named):
+        allowed = {"mode": mode, "tools": tools_named}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
+        return {**CHAT, "max_tokens": 100, "tools": tools, "tool_choice": choice}
+
+    shown = post(client, "/v1/chat/completions/render", body("auto", named)).json()["token_ids"]
+    assert b'"sub"' in bytes(shown) and b'"add"' not in bytes(shown)
+    answer = post(client, "/v1/chat/completions", body("required", named)).json()
+    assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "sub"
+    unknown = [{"type": "function", "function": {"name": "mul"}}]
+    answer = post(client, "/v1/chat/completions", body("auto", unknown))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")
+
+
+def test_what_ended_a_choice_is_told(http):
+    client = http(FakeReplica(script=[*b"one two", EOS]))
+    body = {"prompt": "x", "max_tokens": 50}
+    for stop, reason in ((["two"], "two"), ([], None)):
+        (choice,) = post(client, "/v1/completions", {**body, "stop": stop}).json()["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
+        chunks, _ = events(client, "/v1/completions", {**body, "stop": stop})
+        assert chunks[-1]["choices"][0]["stop_reason"] == reason
+    asked = {**body, "stop_token_ids": [ord("t")], "stop": ""}
+    (choice,) = post(client, "/v1/completions", asked).json()["choices"]
+    assert (choice["text"], choice["stop_reason"]) == ("one ", ord("t"))
+
+
+def test_the_load_is_told_to_routers_that_ask(http):
+    client = http()
+    for form in ("text", "JSON"):
+        headers = {"endpoint-load-metrics-format": form}
+        answer = post(client, "/v1/completions", {"prompt": "x"}, **headers)
+        told = answer.headers["endpoint-load-metrics"]
+        assert told.startswith(form.upper()) and "kv_cache_usage_perc" in told
+    answer = post(
+        client, "/v1/completions", {"prompt": "x"}, **{"endpoint-load-metrics-format": "x"}
+    )
+    assert answer.status_code == 400
+
+
+def test_an_unknown_model_has_the_code_that_clients_know(http):
+    answer = post(http(), "/v1/completions", {"prompt": "x", "model": "gpt-5"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_field_of_several_types_is_named_alone(http):
+    client = http()
+    for fields, name, words in (
+        ({"tool_choice": {"type": "x"}}, "tool_choice", ""),
+        ({"stop": 5}, "stop", ""),
+        ({"functions": [{}]}, "functions", "give tools instead"),
+        ({"modalities": ["audio"]}, "modalities", "only text is generated"),
+    ):
+        error = post(client, "/v1/chat/completions", {**CHAT, **fields}).json()["error"]
+        assert error["param"] == name and words in error["message"]
+
+
+def test_probes_may_ask_for_the_head_alone(http):
+    client = http()
+    assert client.head("/health").status_code == client.head("/ready").status_code == 200
+
+
+def test_pages_of_allowed_origins_may_send_requests(http):
+    page = "https://chat.example"
+    asks = {"origin": page, "access-control-request-method": "POST"}
+    for origins in ((page,), ("*",)):
+        client = http(allowed_origins=origins, api_key=("secret",))
+        asked = client.options("/v1/completions", headers=asks)
+        assert asked.status_code == 200 and asked.headers["access-control-allow-origin"]
+        key = {"authorization": "Bearer secret", "sec-fetch-site": "cross-site"}
+        answer = post(client, "/v1/completions", {"prompt": "x"}, origin=page, **key)
+        assert answer.status_code == 200
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        answer = post(client, "/v1/completions", {"prompt": "x"}, origin=page)
+        assert answer.status_code == 401
+    other = {"origin": "https://evil.example", **asks, "authorization": "Bearer secret"}
+    client = http(allowed_origins=(page,), api_key=("secret",))
+    other["origin"] = "https://evil.example"
+    assert (
+        "access-control-allow-origin"
+        not in client.options("/v1/completions", headers=other).headers
+    )
+    assert post(client, "/v1/completions", {"prompt": "x"}, **other).status_code == 403

@@ -75,6 +75,11 @@ class ServerConfig(Settings):
     max_body_mib: int = option(
         8, "largest body over HTTP, in MiB; longer prompts come over gRPC", low=1, high=2047
     )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "origin, such as https://chat.example, whose pages may send requests from a browser "
+        "(CORS); *: those of all sites; default: none but the server's own",
+    )
     strict_fields: bool = option(
         False, "refuse requests over HTTP with fields that are not known here, instead of telling"
     )
