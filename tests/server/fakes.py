@@ -76,6 +76,10 @@ class FakeTokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
+    @property
+    def config(self) -> dict:
+        return {"eos_token": "<end>", "chat_template": self.template.source}
+
     def to_json(self) -> str:
         """As a tokenizer of the library: a token for each byte."""
         alphabet = _byte_alphabet()
