@@ -83,7 +83,8 @@ class LLM:
 
         Errors: ConfigError for settings or a checkpoint that cannot be used.
         """
-        config = make(EngineConfig, {"model": model, "mesh": mesh, **settings})
+        given = {"mesh": mesh} if mesh else {}
+        config = make(EngineConfig, {"model": model, **given, **settings})
         self.engine, self.tokenizer = open_engine(config, progress, warm_up)
         info = self.engine.info
         self._guides = Guides(self.tokenizer, info.vocab, info.eos_ids)

@@ -85,8 +85,8 @@ class ModelConfig:
     def with_tp(self, tp: int) -> ModelConfig:
         """The config for `tp` ranks: kv heads are repeated if there are fewer than ranks. Errors:
         ConfigError if heads or d_ff do not divide, with the degrees that work."""
-        if not self._splits(tp):
-            works = [d for d in range(1, self.heads + 1) if self._splits(d)]
+        if not self.splits(tp):
+            works = [d for d in range(1, self.heads + 1) if self.splits(d)]
             raise ConfigError(
                 "mesh",
                 f"tp={tp} cannot split {self.name} "
@@ -95,7 +95,8 @@ class ModelConfig:
             )
         return replace(self, kv_heads=max(self.kv_heads, tp))
 
-    def _splits(self, tp: int) -> bool:
+    def splits(self, tp: int) -> bool:
+        """Whether so many ranks can share the model; kv heads may be repeated."""
         heads = self.kv_heads % tp == 0 or (tp % self.kv_heads == 0 and self.heads % tp == 0)
         return heads and self.d_ff % tp == 0
 

@@ -15,6 +15,7 @@ from jaxserve.settings.schema import (
     SchedulerConfig,
     ServerConfig,
 )
+from jaxserve.settings.schema.engine import AUTOMATIC
 from jaxserve.settings.schema.mesh import degree_options
 
 ALL = options_of(EngineConfig)
@@ -63,8 +64,16 @@ def engine_groups(**defaults: Any) -> dict[str, list[Option]]:
     }
 
 
-def engine_config(values: Mapping[str, Any]) -> EngineConfig:
-    return make(EngineConfig, {name: values[name] for name in ALL})
+def engine_config(values: Mapping[str, Any], **instead: Any) -> EngineConfig:
+    """The engine's settings among the values of a command; instead: other values of some. Settings
+    that nobody gave, and whose defaults are the config's, are left to the machine."""
+    origins = getattr(values, "origins", values)
+    given = {
+        name
+        for name in ALL
+        if name in origins or name not in AUTOMATIC or str(values[name]) != str(ALL[name].default)
+    }
+    return make(EngineConfig, {name: values[name] for name in given} | instead)
 
 
 def server_config(values: Mapping[str, Any]) -> ServerConfig:

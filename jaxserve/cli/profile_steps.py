@@ -45,10 +45,10 @@ PROFILE = [
 
 
 def run(values: dict[str, Any]) -> int:
-    from jaxserve.engine.build import max_length, open_worker
+    from jaxserve.engine.build import for_this_machine, max_length, open_worker
     from jaxserve.engine.profiling import profile_file
 
-    config = engine_config({**values, "profile": "auto"})
+    config = for_this_machine(engine_config(values, profile="auto"))
     progress = sys.stderr.isatty()
     worker, _ = open_worker(config, progress)
     most = max_length(config, worker.plan.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from jaxserve.clock import WallClock
 from jaxserve.costs.predictor import NOMINAL
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.executor import CommandExecutor
+from jaxserve.engine.machine import fitted, local_devices
 from jaxserve.engine.memory import DeviceRoom, kv_bytes
 from jaxserve.engine.profiling.profile_file import EngineProfile, profile_for
 from jaxserve.engine.programs import keep_compiled
@@ -51,6 +53,7 @@ from jaxserve.weights import load, open_checkpoint
 from jaxserve.weights.checkpoint import Checkpoint
 from jaxserve.weights.store import OrbaxFolder
 
+log = logging.getLogger(__name__)
 LEAST_PAGES = 2
 STORE_SECONDS = 2.0  # of a call of the shared store
 IMPROVEMENT = 0.1  # share of a prompt's time that more lanes must save, where nobody knows better
@@ -76,6 +79,7 @@ def build(
     Errors: ConfigError for settings that cannot work, CheckpointError for a checkpoint that cannot
     be read.
     """
+    config = for_this_machine(config)
     worker, model = open_executor(config, progress, warm_up, peers)
     profile = None
     if profiled:
@@ -83,6 +87,29 @@ def build(
     engine = make_engine(config, worker, model, profile)
     worker.compile_others()
     return engine
+
+
+def for_this_machine(config: EngineConfig) -> EngineConfig:
+    """The config with the settings chosen that nobody gave; the choices are logged. Errors:
+    ConfigError, CheckpointError."""
+    room = DeviceRoom.here()
+    if this_member() is not None or room.platform == "cpu":
+        return config
+    model = open_checkpoint(config.source.model).config
+    found, choices = fitted(config, model, room, local_devices(), kv_tokens(model, room))
+    for choice in choices:
+        log.info("chosen for %d x %s: %s", local_devices(), room.platform, choice)
+    return found
+
+
+def kv_tokens(model: ModelConfig, room: DeviceRoom) -> Callable[[EngineConfig], int]:
+    """How many tokens all lanes of a replica have room for, by its config."""
+
+    def count(config: EngineConfig) -> int:
+        plan = make_plan(config, model.with_tp(config.mesh.tp), room)
+        return plan.pages * plan.block_size * config.mesh.kvp
+
+    return count
 
 
 def open_executor(

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from jaxserve.settings import renamed
 from jaxserve.settings.fields import ConfigError, Option, kinds_of, own_options, parsed
-from jaxserve.settings.schema import MeshConfig
+from jaxserve.settings.schema import EngineConfig, MeshConfig
+from jaxserve.settings.schema.engine import AUTOMATIC
 from jaxserve.settings.schema.mesh import degree_options, with_mesh
 
 __all__ = ["Option", "make", "near", "options_of", "values_of"]
@@ -27,13 +28,14 @@ def options_of(config: type) -> dict[str, Option]:
             found[field.name] = own[field.name]
         elif kind is MeshConfig:
             found[field.name] = Option(field.name, kind, field.default, MeshConfig.HELP)
-        else:
+        elif dataclasses.is_dataclass(kind):
             found |= options_of(kind)
     return found
 
 
 def make(config: type[Config], values: Mapping[str, Any]) -> Config:
-    """The config with these settings; those left out keep their defaults.
+    """The config with these settings; those left out keep their defaults, and are `automatic` where
+    the config has such.
 
     Errors: ConfigError for an unknown name or a value that cannot be used.
     """
@@ -49,7 +51,12 @@ def make(config: type[Config], values: Mapping[str, Any]) -> Config:
             given[today] = options[today].check(value)
         except ValueError as error:
             raise ConfigError(today, str(error)) from None
-    return _made(config, with_mesh(given, given) if "mesh" in options else given)
+    if "mesh" in options:
+        given = with_mesh(given, given)
+    made = _made(config, given)
+    if isinstance(made, EngineConfig):
+        return dataclasses.replace(made, automatic=AUTOMATIC - given.keys())
+    return made
 
 
 def values_of(config: Any) -> dict[str, Any]:
@@ -61,7 +68,7 @@ def values_of(config: Any) -> dict[str, Any]:
             found[field.name] = str(value)
         elif dataclasses.is_dataclass(value):
             found |= values_of(value)
-        else:
+        elif field.metadata:
             found[field.name] = value
     return found
 

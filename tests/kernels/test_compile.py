@@ -23,12 +23,18 @@ if jax.__version_info__ < (0, 11, 2):
 
 from experiments.benchmarks.gpu.lowering import as_on_a_gpu
 from jaxserve.checkpoint.zoo import MODELS, ModelConfig
+from jaxserve.engine.build import kv_tokens, make_plan
+from jaxserve.engine.machine import fitted
+from jaxserve.engine.memory import RESERVED_GIB, DeviceRoom, sizes
 from jaxserve.engine.shapes import StepShape, layout
+from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step import Weights, layers
 from jaxserve.kernels import mosaic
 from jaxserve.kernels.kv_pages import KVPages, pool_shapes
 from jaxserve.kernels.mosaic import ROWS, Tiles, default_tiles, page_copy
 from jaxserve.models.decoder import stage_modules
+from jaxserve.settings.options import make
+from jaxserve.settings.schema import EngineConfig
 from jaxserve.sharding import attention
 from jaxserve.sharding.exchange import COMPILER_OPTIONS
 from jaxserve.sharding.mesh import KVP
@@ -365,8 +371,6 @@ def test_pages_are_copied_in_place():
 
 
 LLAMA = dataclasses.replace(MODELS["llama3-8b"], layers=2)
-SLOTS = 16
-WIDTH = 2048
 POOL = 8192
 BLOCK = 64
 
@@ -406,13 +410,57 @@ def test_a_layer_that_decodes_is_few_launches(kv, most):
     assert two.launches - one.launches <= most
 
 
-def step_of_model(model: ModelConfig, shape: StepShape, kv: str = "bfloat16") -> cuda.Compiled:
+@needs_compiler
+def test_a_plain_start_of_llama_3_8b_on_an_h200_runs_on_the_kernels_with_room_for_400k_tokens():
+    """The sizes of a start without flags; two of the layers, compiled in the smallest and the
+    largest step. What the estimate of a step's memory leaves is enough for what the compiler
+    says."""
+    model = MODELS["llama3-8b"]
+    room = DeviceRoom("gpu", 141 * 10**9)
+    config, _ = fitted(make(EngineConfig, {}), model, room, 1, kv_tokens(model, room))
+    plan = make_plan(config, model, room)
+    assert mosaic_supports(plan) and plan.pages * plan.block_size >= 400_000
+    two = dataclasses.replace(plan, model=dataclasses.replace(model, layers=2))
+    estimated = sizes(plan)
+    assert estimated.total + RESERVED_GIB * 2**30 <= 0.9 * room.bytes
+    numbers = plan.pages * model.kv_heads * 2 * plan.block_size * model.head_dim
+    for shape in (plan.shapes[0], plan.shapes[-1]):
+        compiled = step_of_model(two.model, shape, pool=two)
+        launches = 2 * (bool(shape.decode[0]) + bool(shape.prefill[0]))
+        assert compiled.hlo.count('custom_call_target="mosaic_gpu_v2"') == 2 * launches
+        assert compiled.aliased >= 2 * numbers * 2
+        assert compiled.temp <= estimated.work + estimated.tables + RESERVED_GIB * 2**30
+
+
+def mosaic_supports(plan: StagePlan) -> bool:
+    """Whether the kernel takes this replica's pages; an error says why not."""
+    mosaic.check(plan.pool().kv)
+    return True
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Sizes of a stage's tables and pages, as far as a step knows them."""
+
+    slots: int = 16
+    width: int = 2048
+    pages: int = POOL
+    block_size: int = BLOCK
+
+
+def step_of_model(
+    model: ModelConfig, shape: StepShape, kv: str = "bfloat16", pool: Pool | StagePlan = Pool()
+) -> cuda.Compiled:
     stage, _ = stage_modules(model, range(model.layers), 1)
     values = [array(param.shape, "bfloat16") for _, param in Weights.of(stage).flat]
-    pools = [
-        pool_shapes((1, POOL, model.kv_heads, 2, BLOCK, model.head_dim), np.dtype(kv))
-    ] * model.layers
-    rest = array((1, 2, SLOTS, WIDTH)), array((1, layout(shape, 1, BLOCK).size)), array((1, SLOTS))
+    block = pool.block_size
+    pages = (1, pool.pages, model.kv_heads, 2, block, model.head_dim)
+    pools = [pool_shapes(pages, np.dtype(kv))] * model.layers
+    rest = (
+        array((1, 2, pool.slots, pool.width)),
+        array((1, layout(shape, 1, block).size)),
+        array((1, pool.slots)),
+    )
     return cuda.compile(
         functools.partial(model_step, model, shape), values, pools, *rest, donate=(1, 2)
     )

@@ -226,6 +226,7 @@ def _model(patient: Patient) -> Iterator[Check]:
         yield from _hash(source, file)
     patient.checkpoint = checkpoint = open_checkpoint(source)
     check(checkpoint, checkpoint.config)
+    yield from _chosen(patient)
     model = checkpoint.config.with_tp(patient.engine.mesh.tp)
     yield Check(
         "model",
@@ -239,6 +240,19 @@ def _model(patient: Patient) -> Iterator[Check]:
         make_plan(patient.engine, model, _room(patient)),
         max_length(patient.engine, model),
     )
+
+
+def _chosen(patient: Patient) -> Iterator[Check]:
+    """Settings that nobody gave, as a start on these devices would choose them."""
+    from jaxserve.engine.build import kv_tokens
+    from jaxserve.engine.machine import fitted
+
+    assert patient.engine is not None
+    model, room = patient.checkpoint.config, _room(patient)
+    count = patient.devices.count if patient.devices else 1
+    patient.engine, choices = fitted(patient.engine, model, room, count, kv_tokens(model, room))
+    for choice in choices:
+        yield Check("chosen", OK, str(choice))
 
 
 def _room(patient: Patient) -> Any:

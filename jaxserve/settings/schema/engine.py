@@ -10,10 +10,16 @@ from jaxserve.settings.schema.mesh import MeshConfig
 from jaxserve.settings.schema.model import ModelSource
 from jaxserve.settings.schema.scheduler import SchedulerConfig
 
+AUTOMATIC = frozenset({"mesh", "block_size", "chunk_tokens", "max_seqs"})
+
 
 @dataclass(frozen=True)
 class EngineConfig(Settings):
-    """A replica: its model, mesh, cache and scheduler, and how its engine runs."""
+    """A replica: its model, mesh, cache and scheduler, and how its engine runs.
+
+    automatic: settings that nobody gave, which are chosen by the machine where it has GPUs
+    (`jaxserve.engine.machine`); no setting itself.
+    """
 
     source: ModelSource = field(default=ModelSource())
     mesh: MeshConfig = field(default=MeshConfig())
@@ -47,6 +53,8 @@ class EngineConfig(Settings):
     compile_cache: str | None = option(
         None, "folder of compiled programs; default: under the user's cache folder; '' for none"
     )
+
+    automatic: frozenset[str] = field(default=frozenset(), compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
