@@ -133,6 +133,10 @@ class Tokenizer:
         """The bytes that an id stands for."""
         return self._pieces[id] if 0 <= id < len(self._pieces) else b""
 
+    def is_token(self, text: str) -> bool:
+        """Whether there is a token of its own for a text."""
+        return self._library.token_to_id(text) is not None
+
     def stream(self, skip_special: bool = True) -> Detokenizer:
         """Returns a detokenizer for a stream of ids."""
         return Detokenizer(

@@ -22,7 +22,7 @@ from jaxserve.server.streams import Stream
 from jaxserve.text.chat_output import Arguments, CallBegin, Part, Reasoning, Text, whole_calls
 from jaxserve.text.output import Completion, Delta, Output
 from jaxserve.text.structured_output import Guided
-from jaxserve.text.structured_output.tools import call_schema
+from jaxserve.text.structured_output.tools import call_schema, calls_guide
 
 
 def generate_call(
@@ -46,6 +46,7 @@ def generate_call(
             raise RequestError("tool_choice", f"cannot force a call beside {guided_field}")
         guided = Guided("json_schema", json.dumps(call_schema(tools, body.named_tool)))
         guided_field = "tools"
+    strict = None if guided else _strict_calls(frontend, tools)
     return GenerateCall(
         prompt=Chat(
             body.messages,
@@ -65,9 +66,22 @@ def generate_call(
         timeout=body.timeout(),
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         keep_special=guided is None and (bool(tools) or frontend.chat_formats.keeps_special),
-        guided=guided,
-        guided_field=guided_field,
+        guided=strict or guided,
+        guided_field="tools" if strict else guided_field,
     )
+
+
+def _strict_calls(frontend: Frontend, tools: Sequence[JsonObject]) -> Guided | None:
+    """What holds calls that the model is free to make to the schemas of strict tools; None where no
+    tool is strict, or where the model's calls have a form that cannot be held to schemas."""
+    form = frontend.chat_formats.tools
+    tokenizer = frontend.tokenizer
+    if form is None or tokenizer is None or not form.is_json_between_marks:
+        return None
+    if not any(tool["function"].get("strict") for tool in tools):
+        return None
+    marks = form.marks
+    return calls_guide(tools, marks.begin, marks.end, tokenizer.is_token(marks.begin))
 
 
 def _tool_message(tool: Tool) -> JsonObject:

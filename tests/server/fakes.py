@@ -95,6 +95,9 @@ class FakeTokenizer:
     def chat(self, messages: list[dict], **rest) -> list[int]:
         return self.encode(self.template.render(messages, **rest))
 
+    def is_token(self, text: str) -> bool:
+        return False
+
     def stream(self, skip_special: bool = True) -> ByteDetokenizer:
         return ByteDetokenizer()
 

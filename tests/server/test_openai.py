@@ -269,6 +269,17 @@ def test_the_last_tokens_chunk_says_how_it_ended(http):
         assert [chunk["choices"][0]["finish_reason"] for chunk in tokens] == ["length"]
 
 
+def test_calls_of_strict_tools_are_held_to_their_schemas_also_where_none_is_forced(http):
+    engine = FakeReplica(script=[*CALL.encode(), EOS])
+    client = http(engine)
+    for strict in (True, False):
+        tools = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": strict}}]
+        answer = post(client, "/v1/chat/completions", {**CHAT, "max_tokens": 200, "tools": tools})
+        assert answer.json()["choices"][0]["message"]["tool_calls"]
+    (guide,) = engine.guides_seen  # of the first
+    assert guide.spec.kind == "calls"
+
+
 def test_one_call_is_enough_for_who_wants_no_parallel_calls(http):
     client = http(FakeReplica(script=[*(CALL + CALL).encode(), EOS]))
     answer = post(

@@ -24,7 +24,7 @@ from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.text import Tokenizer
 from jaxserve.text.structured_output import Guided, Guides, spec
-from jaxserve.text.structured_output.tools import call_schema
+from jaxserve.text.structured_output.tools import call_schema, calls_guide
 from tests.examples import examples
 from tests.text.vocabulary import EOS, tokenizer
 
@@ -564,6 +564,65 @@ def test_what_is_just_within_the_limits_is_taken(guides):
             Guided("choice", choices=tuple(f"choice {i}" for i in range(spec.MAX_CHOICES)))
         ).matcher()
     )
+
+
+def test_calls_of_strict_tools_obey_their_schemas_and_other_text_is_free(guides):
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    tools = [
+        {"function": {"name": "f", "parameters": schema, "strict": True}},
+        {"function": {"name": "g", "parameters": schema}},
+    ]
+    guide = guides.compile(calls_guide(tools, "<tool_call>", "</tool_call>", False))
+    call = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+    for text, fits in (
+        ("any text", True),
+        ("a " + call.format("f", '{"n": 1}') + call.format("g", '{"m": 1}') + " b", True),
+        (call.format("f", '{"n": "x"}'), False),
+        (call.format("f", '{"m": 1}'), False),
+        (call.format("h", "{}"), False),
+        ("<tool_call>text", False),
+    ):
+        assert follows(guide.matcher(), text) == fits, text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x",
+        "[]",
+        "{}",
+        '{"trigger": "", "trigger_is_token": false, "calls": []}',
+        '{"trigger": "<a>", "trigger_is_token": false, "calls": [1]}',
+        '{"trigger": 5, "trigger_is_token": 0, "calls": [{"begin": "", "schema": {}, "end": ""}]}',
+        '{"trigger": "x", "trigger_is_token": 1, "calls": [{"begin": "", "schema": 5, "end": ""}]}',
+    ],
+)
+def test_calls_that_are_malformed_are_refused(guides, text):
+    with pytest.raises(RequestError, match="calls"):
+        guides.compile(Guided("calls", text))
+
+
+def test_tools_get_no_arguments_that_they_do_not_name(guides):
+    def forced(parameters):
+        tool = {"function": {"name": "f", "parameters": parameters}}
+        return guides.compile(Guided("json_schema", json.dumps(call_schema([tool], None))))
+
+    number = {"properties": {"n": {"type": "integer"}}}
+    within = {"type": "object", "properties": {"o": {"type": "object", **number}}}
+    merged = {"type": "object", "allOf": [number, {"properties": {"m": {"type": "integer"}}}]}
+    required = {"type": "object", **number, "required": ["n", "m"]}
+    for parameters, arguments, fits in (
+        ({"type": "object", **number}, {"n": 1}, True),
+        ({"type": "object", **number}, {"n": 1, "m": 1}, False),
+        ({"type": "object", **number, "additionalProperties": True}, {"n": 1, "m": 1}, True),
+        (within, {"o": {"m": 1}}, False),
+        (within, {"o": {"n": 1}}, True),
+        (merged, {"n": 1, "m": 1}, True),
+        (required, {"n": 1, "m": 1}, True),
+        ({"type": "object"}, {"any": 1}, True),
+    ):
+        text = json.dumps({"name": "f", "arguments": arguments}, separators=(",", ":"))
+        assert follows(forced(parameters).matcher(), text) == fits, (parameters, arguments)
 
 
 def test_references_in_the_schema_of_a_function_stay_within_it(guides):

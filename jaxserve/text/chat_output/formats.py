@@ -37,6 +37,11 @@ class ToolFormat:
     bare: str = ""
     noise: tuple[str, ...] = ()
 
+    @property
+    def is_json_between_marks(self) -> bool:
+        """Whether calls are objects of JSON, each between two marks."""
+        return self.parse is json_calls and bool(self.marks.begin and self.marks.end)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReasoningFormat:

@@ -15,9 +15,11 @@ from decimal import Decimal, InvalidOperation
 from math import lcm
 from typing import Any
 
+from llguidance import StructTag
+
 from jaxserve.api.errors import RequestError
 
-KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
+KINDS = ("json_schema", "json_object", "regex", "grammar", "choice", "calls")
 MAX_CHARS = 65_536  # of a schema, regular expression or grammar, and of all choices together
 MAX_CHOICES = 1024
 MAX_DEPTH = 64  # of objects and lists in a schema
@@ -27,6 +29,7 @@ MAX_MULTIPLE = 10_000  # least common multiple of all of a schema's multipleOf, 
 MAX_ITEMS = 4096  # that a list or object may be said to have, at least or at most
 MAX_PATTERNS = 32  # of patternProperties, in all of a schema
 MAX_RULES = 256
+MAX_TOOLS = 128
 SPACE = r"[ \n\r\t]{1,40}"  # between the tokens of JSON: bounded, so that no model indents for ever
 
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
@@ -42,7 +45,8 @@ class Guided:
     """A constraint on completions.
 
     kind: json_schema, regex or grammar (Lark, as llguidance takes it), each with its `text`;
-    choice, with `choices`; or json_object, any JSON object. A regular expression matches the whole
+    choice, with `choices`; json_object, any JSON object; or calls, any text in which calls of tools
+    obey schemas, as `tools.calls_guide` makes it. A regular expression matches the whole
     completion.
     """
 
@@ -82,7 +86,34 @@ class Guided:
             case "grammar":
                 _check_grammar(field, self.text)
                 return _wrapped(lark_grammar=self.text)
+            case "calls":
+                return _wrapped(lark_grammar=_calls_grammar(field, self.text))
         return "|".join(map(_escaped, self.choices)) if self.kind == "choice" else self.text
+
+
+def _calls_grammar(field: str, text: str) -> str:
+    """A grammar of text with calls in it. Errors: RequestError."""
+    try:
+        given = json.loads(text)
+        trigger, is_token, calls = (
+            given[name] for name in ("trigger", "trigger_is_token", "calls")
+        )
+        if not (0 < len(calls) <= MAX_TOOLS and trigger):
+            raise ValueError(f"1 to {MAX_TOOLS} calls are possible, behind a trigger")
+        tags = [
+            StructTag(
+                trigger=trigger,
+                begin=trigger + call["begin"],
+                grammar=_with_spaces(_schema(field, json.dumps(call["schema"]))),
+                end=call["end"],
+            )
+            for call in calls
+        ]
+        return StructTag.to_grammar(tags, assume_special=is_token is True)
+    except RequestError:
+        raise
+    except (ValueError, TypeError, KeyError, RecursionError, AssertionError) as error:
+        raise RequestError(field, f"is not what calls_guide makes: {error!r:.100}") from None
 
 
 def _wrapped(**grammar: Any) -> str:
