@@ -51,7 +51,9 @@ CONFIG = {
     ]
 }
 # defaults of servers, where they differ from those of the config
-SERVED: dict[str, Any] = dict(policy="slack", chunking="adaptive", admission="predict")
+SERVED: dict[str, Any] = dict(policy="slack", chunking="adaptive", admission="stated")
+# settings by which a server promises latencies to requests that state none
+PROMISES = frozenset({"ttft", "ttft_stretch", "tpot", "classes"})
 SERVER = {"server": list(options_of(ServerConfig).values())}
 
 
@@ -66,8 +68,11 @@ def engine_groups(**defaults: Any) -> dict[str, list[Option]]:
 
 def engine_config(values: Mapping[str, Any], **instead: Any) -> EngineConfig:
     """The engine's settings among the values of a command; instead: other values of some. Settings
-    that nobody gave, and whose defaults are the config's, are left to the machine."""
+    that nobody gave, and whose defaults are the config's, are left to the machine. Objectives that
+    were given are kept for all requests, unless it was said what to do with late ones."""
     origins = getattr(values, "origins", values)
+    if values["admission"] == "stated" and "admission" not in origins:
+        instead = {"admission": "stated" if PROMISES.isdisjoint(origins) else "predict"} | instead
     given = {
         name
         for name in ALL

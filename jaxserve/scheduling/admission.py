@@ -1,5 +1,6 @@
 """Admission control: refuses a request that could not have its first token in time, or that would
-make another one late, before anything of it is computed.
+make another one late, before anything of it is computed. With the setting `stated` only those that
+state an objective themselves; the others wait, as nothing was promised to them.
 
 All prompts that are partly prefilled or wait are put in the order in which they will be prefilled,
 with the new one among them, and the forecast says when each would have its first token. The new one
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.api.errors import RequestError
+from jaxserve.api.request import Slo
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import Predictor
 from jaxserve.scheduling.events import BatchPacked, EventBus, FirstToken, Tokens
@@ -146,18 +148,25 @@ class AdmissionController:
         if not self.predictor.calibrated or not slots.by_number:
             return now + begun + work
         forecast, tighter = self.load.beside(sequence)
-        if tighter:
+        promises = self._promises(sequence)
+        if promises and tighter:
             self._check_decodes(sequence, forecast)
         prompts = self._ranked(sequence, work, forecast, now)
         first, before = self._first_tokens(prompts, forecast, begun)
         own = float(first[prompts.place])
         self._check_deadline(sequence, now, own)
+        if not promises:
+            return now + own
         due = prompts.fields[DUE, prompts.place :] - now
         latest = self._latest(prompts, due, forecast)
         if feasible or not nobody_before:
             self._check_own(own, due, latest)
         self._check_others(prompts, due, latest, first, before)
         return now + own
+
+    def _promises(self, sequence: Sequence) -> bool:
+        """Whether a sequence is to have its first token in time if it is accepted."""
+        return self.config.admission == "predict" or sequence.request.slo != Slo()
 
     def _check_decodes(self, sequence: Sequence, forecast: LoadForecast) -> None:
         """Errors: RequestError where too many run beside it for its objective per token, which is
@@ -289,7 +298,8 @@ class AdmissionController:
 
     def promise(self, sequence: Sequence, first: float) -> None:
         """Notes that a sequence is accepted, with its first token at clock second `first`."""
-        self.margins.promise(sequence, first)
+        if self._promises(sequence):
+            self.margins.promise(sequence, first)
 
     def _learn_batch(self, event: BatchPacked) -> None:
         if self.predictor.calibrated:

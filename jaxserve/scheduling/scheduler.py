@@ -97,7 +97,7 @@ class Scheduler:
         self.slots = SlotTable(config.max_seqs, cache, self._work)
         self.bus = EventBus() if bus is None else bus
         self.admission: AdmissionController | None = None
-        if config.admission == "predict":
+        if config.admission != "queue":
             self.admission = AdmissionController(config, cache, self.slots, self.predictor)
             self.admission.listen(self.bus)
         self._planner = planner

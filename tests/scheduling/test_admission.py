@@ -13,8 +13,10 @@ from jaxserve.api.events import Accepted
 from jaxserve.api.request import Request, Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
+from jaxserve.cli.engine_flags import SERVED, engine_config, engine_groups
 from jaxserve.costs.predictor import NOMINAL, Costs
 from jaxserve.scheduling import Scheduler
+from jaxserve.settings.flags import Command, parse
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
 TOKEN = 0.01  # seconds of prefill per token, and nothing else
@@ -299,3 +301,27 @@ def test_it_loops_over_nothing_that_waits():
         watch.disable()
         calls.append(pstats.Stats(watch).total_calls)
     assert calls[1] < calls[0] + 50
+
+
+def test_who_states_no_objective_waits_and_is_promised_nothing():
+    core = made(admission="stated")
+    add(core, "running", 150)
+    for number in range(5):  # 7.5 s of work, which is due after 2 s
+        add(core, f"waits{number}", 150)
+    error = refused(core, "late", 150, slo=Slo(ttft=2.0))
+    assert error.reason == "ttft"
+    assert add(core, "patient", 150, slo=Slo(ttft=60.0)).predicted_ttft < 60
+    with pytest.raises(RequestError, match="deadline"):
+        add(core, "ends", 150, deadline=1.0)
+
+
+def test_servers_that_are_given_objectives_promise_them_to_all():
+    command = Command(engine_groups(**SERVED), lambda values: 0, "")
+    for flags, admission in (
+        ([], "stated"),
+        (["--ttft=1"], "predict"),
+        (["--classes=chat:ttft=1"], "predict"),
+        (["--ttft=1", "--admission=stated"], "stated"),
+        (["--admission=queue"], "queue"),
+    ):
+        assert engine_config(parse(command, flags)).scheduler.admission == admission

@@ -19,7 +19,7 @@ CONFIG = st.builds(
     max_seqs=st.integers(1, 5),
     chunk_tokens=st.sampled_from([*range(1, 10), 150]),
     max_queue=st.just(6),
-    admission=st.sampled_from(["queue", "predict"]),
+    admission=st.sampled_from(["queue", "predict", "stated"]),
     policy=st.sampled_from(["fcfs", "slack"]),
     chunking=st.sampled_from(["static", "adaptive"]),
 )
@@ -49,7 +49,7 @@ class Traffic(RuleBasedStateMachine):
         config=CONFIG, cache=CACHE, mesh=MESH, placement=st.sampled_from(sorted(PLACEMENTS))
     )
     def build(self, config, cache, mesh, placement):
-        costs = COSTS if config.admission == "predict" else NOMINAL
+        costs = COSTS if config.admission != "queue" else NOMINAL
         self.replica = Replica(config, cache, mesh, placement, costs=costs)
         self.ahead = mesh.spp + 1
 

@@ -73,8 +73,9 @@ class SchedulerConfig(Objectives):
     admission: str = option(
         "queue",
         "what happens to a request that cannot have its first token in time, or would make others "
-        "late: it waits (queue), or is refused at once (predict; needs a profile)",
-        choices=("queue", "predict"),
+        "late: it waits (queue), is refused at once (predict; needs a profile), or is refused if "
+        "it states an objective or a class itself, and else waits (stated)",
+        choices=("queue", "predict", "stated"),
     )
     step_time: float = option(
         0.25,
