@@ -39,6 +39,7 @@ class BuildKernels(build_ext):
         return (HERE if in_place else Path(self.build_lib)) / CPU_KERNELS
 
 
+JAX = ">=0.10.2"
 TEST = [
     "pytest>=8",
     "pytest-xdist>=3.7",
@@ -82,10 +83,10 @@ setup(
     },
     ext_modules=[Extension("jaxserve.kernels.cpu.kernels", sources=[])],  # what BuildKernels makes
     cmdclass={"build_ext": BuildKernels},
-    setup_requires=["jaxlib>=0.10.2"],  # its headers; an older jaxlib than these is told apart
+    setup_requires=[f"jaxlib{JAX}"],  # its headers; an older jaxlib than these is told apart
     python_requires=">=3.11",
     install_requires=[
-        "jax>=0.10.2",
+        f"jax{JAX}",
         "flax>=0.12",
         "orbax-checkpoint>=0.11",
         "numpy>=1.26",
@@ -119,6 +120,9 @@ setup(
         # with Debian's libibverbs1 and libnuma1, or the like
         "mooncake": ["mooncake-transfer-engine-non-cuda>=0.3.13"],
         "cluster": ["pyzmq>=25", "msgpack>=1.0"],
+        # NVIDIA GPUs: CUDA as packages, so that a machine needs the driver only
+        "cuda12": [f"jax[cuda12]{JAX}"],
+        "cuda13": [f"jax[cuda13]{JAX}"],
         "hub": ["huggingface_hub>=0.24"],
         "experiments": [
             "matplotlib>=3.8",

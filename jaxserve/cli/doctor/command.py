@@ -34,6 +34,7 @@ DOCTOR = [
 SETTINGS = options_of(EngineConfig).keys() | options_of(ServerConfig).keys()
 FULL = 0.9  # of memory: what takes more is warned of
 NVIDIA = Path("/dev/nvidiactl")  # there where its driver is
+_CUDA_JAX = "pip install --upgrade 'jax[cuda12]' (or cuda13)"
 NO_ROOM = "fewer --pages (or --kv_memory_gib), --dtype=bfloat16, or more ranks or stages in --mesh"
 
 
@@ -177,7 +178,7 @@ def _devices(patient: Patient, limit: float) -> Iterator[Check]:
             "GPU",
             WARNING,
             "there is one of NVIDIA's, and JAX does not see it",
-            "pip install --upgrade 'jax[cuda13]'",
+            f"{_CUDA_JAX}, and leave LD_LIBRARY_PATH unset",
         )
     yield _kernels(found) if found.platform == "gpu" else _cpu_kernels(found)
     enough = found.count >= mesh.devices
@@ -205,11 +206,9 @@ def _kernels(found: Devices) -> Check:
     lacks = found.lacks
     if lacks is None:
         return Check("kernels", OK, "those for Hopper")
-    advice = (
-        "pip install --upgrade 'jax[cuda13]'"
-        if "jax" in lacks
-        else "it works, slower, in XLA's plain form"
-    )
+    advice = "it works, slower, in XLA's plain form"
+    if "jax" in lacks:
+        advice = f"{_CUDA_JAX}, in an environment of Python 3.12 or later"
     return Check("kernels", WARNING, f"not those for Hopper: {lacks}", advice)
 
 
