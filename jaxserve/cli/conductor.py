@@ -80,6 +80,7 @@ OPTIONS = [
         "has replicas that prefill decode, and the other way round, where one side is more loaded",
     ),
     options_of(ModelSource)["model"],
+    options_of(ModelSource)["revision"],
 ]
 
 
@@ -99,7 +100,7 @@ def run(values: dict[str, Any]) -> int:
         log.info("waiting for a replica that answers")
 
     def build() -> tuple[Any, Any]:
-        return members.conductor(**settings), _tokenizer(values["model"])
+        return members.conductor(**settings), _tokenizer(values["model"], values["revision"])
 
     if not serve(server, build, listening):
         os._exit(0)  # stopped while it waited for a first replica
@@ -136,14 +137,14 @@ def _members(values: dict[str, Any]) -> Any:
     return Members(targets, cluster_secret(), credentials, Path(file) if file else None, registry)
 
 
-def _tokenizer(model: str) -> Any:
+def _tokenizer(model: str, revision: str | None) -> Any:
     """The tokenizer of a model; None for a random one. Errors: ConfigError."""
     from jaxserve.checkpoint.fetch import local_files
     from jaxserve.text import Tokenizer
 
     if model.startswith("random:"):
         return None
-    return Tokenizer.load(local_files(model, progress=False))
+    return Tokenizer.load(local_files(model, progress=False, revision=revision))
 
 
 COMMAND = Command({"cluster": OPTIONS, **SERVER, **CONFIG}, run, ABOUT)

@@ -140,7 +140,7 @@ def open_group(
     devices_each(config.mesh, member.workers, member.ranks_across_hosts)
     for line in described(config.mesh, member.workers):
         print(line, file=sys.stderr)
-    checkpoint = open_checkpoint(config.source.model)
+    checkpoint = open_checkpoint(config.source.model, config.source.revision)
     plan = make_plan(config, checkpoint.config.with_tp(config.mesh.tp))
     with progress_bar("compiling", None, progress and warm_up) as step:
         group = WorkerGroup(
@@ -175,7 +175,7 @@ def open_worker(
     """Loads the weights and compiles the programs of a replica, in this process. everything: all
     programs, not only those that hold every batch. Also returns what the checkpoint says of its
     model."""
-    checkpoint = open_checkpoint(config.source.model)
+    checkpoint = open_checkpoint(config.source.model, config.source.revision)
     ensure_devices(config.mesh.devices)
     worker = load_worker(config, checkpoint, progress, peers)
     if warm_up:
@@ -302,7 +302,7 @@ def weights_id(config: EngineConfig) -> str:
     source = config.source.model
     if source.startswith("random:"):
         return source
-    return fingerprint(local_files(source, progress=False))
+    return fingerprint(local_files(source, progress=False, revision=config.source.revision))
 
 
 def _planner(

@@ -146,7 +146,9 @@ class _Process:
             self._channel.own_host,
             shared_stage=each < self._config.mesh.kvp * self._config.mesh.tp,
         )
-        return load_worker(self._config, open_checkpoint(self._config.source.model), False)
+        source = self._config.source
+        checkpoint = open_checkpoint(source.model, source.revision)
+        return load_worker(self._config, checkpoint, False)
 
     def _facts(self) -> dict[str, Any]:
         assert self._worker is not None

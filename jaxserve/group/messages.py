@@ -11,7 +11,7 @@ from jaxserve.settings.options import make, values_of
 from jaxserve.settings.schema import EngineConfig
 
 SHARED = ("mesh", "dtype", "kv_cache_dtype")
-LOCAL = ("model", "compile_cache")  # where they lie on a worker's machine
+LOCAL = ("model", "revision", "compile_cache")  # where they lie on a worker's machine
 
 
 class Kind(enum.IntEnum):

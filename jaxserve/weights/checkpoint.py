@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxserve.checkpoint.fetch import local_files
-from jaxserve.checkpoint.model_paths import CheckpointError
+from jaxserve.checkpoint.model_paths import CheckpointError, check_revision
 from jaxserve.checkpoint.zoo import MODELS, ModelConfig
 from jaxserve.weights.gguf_weights import GgufFile
 from jaxserve.weights.names import ignored, tensors_of
@@ -43,19 +43,21 @@ class Checkpoint(Protocol):
         whole quantisation blocks) are read from disk. columns: None for vectors and whole rows."""
 
 
-def open_checkpoint(source: str | Path) -> Checkpoint | OrbaxFolder:
+def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint | OrbaxFolder:
     """Opens a model: a path (folder or .gguf file), a name or hub id (downloaded unless cached), or
-    'random:NAME' for random weights of a shape in `MODELS`.
+    'random:NAME' for random weights of a shape in `MODELS`. revision: of a hub id; None is main.
 
-    Headers and configs are read and validated, no tensor is read. Errors: CheckpointError.
+    Headers and configs are read and validated, no tensor is read. Errors: CheckpointError, and
+    ConfigError for the revision.
     """
+    check_revision(source, revision)
     text = str(source)
     if text.startswith("random:"):
         name = text.removeprefix("random:")
         if name not in MODELS:
             raise CheckpointError(f"random:{name}: {name!r} is not one of {', '.join(MODELS)}")
         return RandomWeights(MODELS[name])
-    path = local_files(source)
+    path = local_files(source, revision=revision)
     name = text
     if Path(text).exists():
         name = path.resolve().stem if path.is_file() else path.resolve().name

@@ -1,8 +1,6 @@
 """Fetching: whole and verified, or not at all."""
 
 import hashlib
-import sys
-import types
 import zipfile
 
 import pytest
@@ -100,48 +98,6 @@ def test_what_is_not_the_published_file_leaves_nothing_behind(
 def test_other_names_are_refused(name, message, cache):
     with pytest.raises(CheckpointError, match=message):
         fetch(name)
-
-
-def hub(download):
-    module = types.ModuleType("huggingface_hub")
-    module.snapshot_download = download
-    module.utils = types.SimpleNamespace(disable_progress_bars=lambda: None)
-    return module
-
-
-def test_a_hub_id_gets_weights_and_configs_but_no_pickles_and_no_code(cache, monkeypatch):
-    asked = {}
-
-    def download(repo, local_dir, allow_patterns, ignore_patterns):
-        asked.update(repo=repo, patterns=allow_patterns, ignored=ignore_patterns)
-        (local_dir / "config.json").write_text("{}")
-        (local_dir / ".cache").mkdir()
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub(download))
-    folder = fetch("some-one/Model-1.0", progress=False)
-    assert folder == cache / "models" / "hub--some-one--Model-1.0" and [
-        f.name for f in folder.iterdir()
-    ] == ["config.json"]
-    assert asked["repo"] == "some-one/Model-1.0" and asked["ignored"] == ["*/*"]
-    assert {p.rpartition(".")[2] for p in asked["patterns"]} == {"json", "safetensors", "jinja"}
-    assert resolve("some-one/Model-1.0") == folder
-
-
-def test_an_unreachable_hub_says_what_to_do(cache, monkeypatch):
-    def download(*_, **__):
-        raise ConnectionError("Name or service not known\nand more")
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub(download))
-    with pytest.raises(
-        CheckpointError,
-        match=r"ConnectionError: Name or service not known\); "
-        "download it elsewhere and give the folder",
-    ):
-        weights.open_checkpoint("some-one/model")
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(CheckpointError, match="pip install huggingface_hub"):
-        weights.open_checkpoint("some-one/model")
-    assert list((cache / "models").iterdir()) == []
 
 
 def test_a_known_name_that_is_not_cached_is_downloaded_when_its_files_are_asked_for(

@@ -140,7 +140,7 @@ def test_a_port_that_is_taken_is_a_fault_with_the_flag_to_change(capsys, seen):
     "source, name, said, advice",
     [
         ("nothing-here", "model", "is neither a path nor in the cache folder", "--model"),
-        ("some/hub-id", "model", "is neither a path nor in the cache folder", "--model"),
+        ("some/hub-id", "model", "is neither a path nor, whole, in the hub's cache", "--model"),
         ("random:huge", "model", "is not one of", "--model"),
     ],
 )

@@ -220,10 +220,13 @@ def _model(patient: Patient) -> Iterator[Check]:
 
     assert patient.engine is not None
     source = patient.engine.source.model
+    revision = patient.engine.source.revision
     if not source.startswith("random:"):
-        file = model_file(resolve(source))  # before it is opened, which would fetch a hub id
+        file = model_file(
+            resolve(source, revision)
+        )  # before it is opened, which would fetch a hub id
         yield from _hash(source, file)
-    patient.checkpoint = checkpoint = open_checkpoint(source)
+    patient.checkpoint = checkpoint = open_checkpoint(source, revision)
     check(checkpoint, checkpoint.config)
     yield from _chosen(patient)
     model = checkpoint.config.with_tp(patient.engine.mesh.tp)

@@ -13,8 +13,11 @@ class ModelSource(Settings):
 
     model: str = option(
         "smollm2-135m",
-        "model: a fetched name, a folder (safetensors, orbax), a .gguf file, a hub id, or "
-        "random:NAME",
+        "model: a fetched name, a folder (safetensors, orbax), a .gguf file, a hub id "
+        "(ORGANISATION/MODEL), or random:NAME",
+    )
+    revision: str | None = option(
+        None, "branch, tag or commit of a model given by a hub id; default: main"
     )
     dtype: str = option(
         "auto",
