@@ -98,7 +98,7 @@ setup(
         "protobuf>=5.27.2",
         "absl-py>=2.1",
         "tokenizers>=0.20",
-        "huggingface_hub>=1.0",
+        "huggingface_hub>=1.21",  # resumes a download whose connection is cut
         "gguf>=0.10",
         "jinja2>=3.1",
         "tqdm>=4.66",

@@ -15,7 +15,7 @@ from jaxserve.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--model=random:tiny", "--max_model_len=256", "--max_seqs=2", "--profile=none"]
-BENCHMARKS = ["fidelity", "front", "guided", "h200", "overload", "sharing", "store"]
+BENCHMARKS = ["fidelity", "front", "guided", "h200", "load", "overload", "sharing", "store"]
 TRACES = (
     "from jaxserve.server.tracing import EXPORTERS; import importlib\n"
     "for name in EXPORTERS.values(): importlib.import_module(name)"

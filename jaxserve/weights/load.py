@@ -18,7 +18,7 @@ from jaxserve.weights.checkpoint import Checkpoint, check
 from jaxserve.weights.names import Index, build
 from jaxserve.weights.store import OrbaxFolder, restore
 
-READERS = 8  # most tensors that are read and converted at once: each needs memory twice
+READERS = 8  # most parameters under way at once: each needs host memory until it is on devices
 
 
 def load(
@@ -65,14 +65,13 @@ def _place(
     """Builds one parameter, shard by shard."""
     slices: dict[tuple, np.ndarray] = {}  # lanes hold equal shards: read each once
 
-    def read(name: str, rows: slice, columns: slice | None) -> np.ndarray:
-        return checkpoint.read(name, rows, columns).astype(dtype, copy=False)
-
     def shard(index: Index | None) -> np.ndarray:
         key = tuple(s.indices(size)[:2] for s, size in zip(index or (), shape))
         if key not in slices:
-            values = build(path, tuple(slice(*k) for k in key), read, checkpoint.config, config)
+            part = tuple(slice(*k) for k in key)
+            values = build(path, part, checkpoint.read, checkpoint.config, config, dtype)
             slices[key] = np.ascontiguousarray(values)
         return slices[key]
 
-    return jax.make_array_from_callback(shape, sharding, shard)
+    # waits, so that no more host memory is held than that of the parameters under way
+    return jax.make_array_from_callback(shape, sharding, shard).block_until_ready()

@@ -1,6 +1,7 @@
 """Loading gives the declared parameters on every mesh from every kind of checkpoint, and reads only
 what is needed."""
 
+import tracemalloc
 from dataclasses import replace
 
 import ml_dtypes
@@ -105,13 +106,39 @@ def test_a_rank_reads_its_part_of_each_split_tensor(write, tmp_path):
     def bytes_of(path, index):
         before = checkpoint.bytes_read
         full = tuple(slice(*s.indices(size)[:2]) for s, size in zip(index, declared[path].shape))
-        build(path, full, checkpoint.read, checkpoint.config, config)
+        build(path, full, checkpoint.read, checkpoint.config, config, np.dtype(np.float32))
         return checkpoint.bytes_read - before
 
     for path, d in declared.items():
         whole = bytes_of(path, (slice(None),) * len(d.shape))
         for index in shardings[path].devices_indices_map(d.shape).values():
             assert bytes_of(path, index) == (whole if "norm" in path else whole // tp), path
+
+
+def test_building_a_parameter_holds_little_more_than_the_parameter(tmp_path):
+    """Converted and transposed piece by piece: no copy of the whole tensor in between."""
+    config = replace(TINY, d_model=512, heads=8, kv_heads=4, head_dim=64, d_ff=2048, vocab=8192)
+    values = {name: v.astype(ml_dtypes.bfloat16) for name, v in tensors(config).items()}
+    checkpoint = weights.open_checkpoint(write_folder(tmp_path, config, values))
+    split, declared, _ = placed(config, 1, 1, range(1))
+    for path, d in declared.items():
+        whole = tuple(slice(0, size) for size in d.shape)
+        tracemalloc.start()
+        build(path, whole, checkpoint.read, config, split, np.dtype(np.float32))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 1.6 * np.prod(d.shape) * 4 + 2**20, path
+
+
+@pytest.mark.parametrize("kvp, tp", [(1, 1), (2, 1), (2, 2)])
+def test_cpu_devices_take_over_what_was_built(kvp, tp, tmp_path, monkeypatch):
+    """Without a copy: lanes share the memory of one array."""
+    folder = write_folder(tmp_path, TINY, tensors(TINY))
+    _, params = loaded(folder, kvp, tp)
+    for path in ("embed", "head", "layers.0.qkv", "layers.0.o_proj", "layers.0.gate_up"):
+        shards = params[path].addressable_shards
+        places = {shard.data.unsafe_buffer_pointer() for shard in shards}
+        assert len(shards) == kvp * tp and len(places) == tp, path
 
 
 def test_random_weights_do_not_depend_on_the_split():
