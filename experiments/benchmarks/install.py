@@ -26,14 +26,14 @@ class InstallError(Exception):
 def install(folder: Path, names: list[str], python: str) -> None:
     """Makes the environments of these engines, or completes them. About 10 GB and some minutes.
     Errors: InstallError."""
-    python = _working(python)
+    python = working_python(python)
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         place = folder / PEERS[name]
         print(f"installing {name} in {place}", file=sys.stderr, flush=True)
         overrides = folder / "overrides.txt"
         overrides.write_text(TORCH + "\n")
-        uv = _uv(folder)
+        uv = uv_program(folder)
         if not (place / "bin" / "python").exists():
             _run(uv, "venv", "--quiet", "--python", python, str(place))
         _run(
@@ -48,7 +48,7 @@ def install(folder: Path, names: list[str], python: str) -> None:
         )
 
 
-def _working(python: str) -> str:
+def working_python(python: str) -> str:
     """The Python of that name or path, or one like it that pyenv keeps out of the way: its
     stand-ins may be there and not run."""
     kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
@@ -58,7 +58,7 @@ def _working(python: str) -> str:
     raise InstallError(f"{python} is not here or does not run; give one with --python312")
 
 
-def _uv(folder: Path) -> str:
+def uv_program(folder: Path) -> str:
     """uv, which alone can override a package's own requirement; from the registry where it is not
     installed."""
     if found := shutil.which("uv"):

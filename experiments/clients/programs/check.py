@@ -1,0 +1,98 @@
+"""Runs the calls of one client, and writes what became of each as a line of JSON.
+
+A program declares its calls with `@call` and ends with `main("package", ...)`. It runs in the
+client's own environment, so this file needs nothing but the standard library.
+
+Environment: CHECK_URL (the server, without /v1), CHECK_MODEL, CHECK_RESULTS (the file to write).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+URL = os.environ["CHECK_URL"]
+BASE = f"{URL}/v1"
+MODEL = os.environ["CHECK_MODEL"]
+KEY = "none"
+SECONDS = 180  # for each call
+REASON = 400  # most characters of why a call failed
+
+_calls: list[Callable[[], Any]] = []
+
+
+def call(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Declares a call: a function, async or not, that raises where the client does not get what its
+    users rely on."""
+    _calls.append(function)
+    return function
+
+
+def main(*packages: str) -> None:
+    """Runs all calls in order. packages: whose versions are told."""
+    write(versions={name: metadata.version(name) for name in packages})
+    signal.signal(signal.SIGALRM, _late)
+    for function in _calls:
+        _run(function)
+
+
+def write(**fields: Any) -> None:
+    """Appends a line to the results."""
+    with Path(os.environ["CHECK_RESULTS"]).open("a") as file:
+        file.write(json.dumps(fields) + "\n")
+
+
+def tell(name: str, reason: str | None, seconds: float = 0) -> None:
+    """Writes a call's outcome. reason: why it failed; None where it did not."""
+    write(call=name, reason=reason and reason[:REASON], seconds=round(seconds, 1))
+
+
+def _run(function: Callable[[], Any]) -> None:
+    began = time.monotonic()
+    reason = None
+    signal.alarm(SECONDS)
+    try:
+        result = function()
+        if inspect.isawaitable(result):
+            asyncio.run(_awaited(result))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        traceback.print_exc()
+        reason = _reason(error)
+    finally:
+        signal.alarm(0)
+    tell(function.__name__, reason, time.monotonic() - began)
+
+
+async def _awaited(result: Any) -> None:
+    await result
+
+
+def _late(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"no answer in {SECONDS} s")
+
+
+def _reason(error: BaseException) -> str:
+    """The error's type and message; for an assertion, the line that failed and the message."""
+    said = " ".join(str(error).split())
+    if not isinstance(error, AssertionError):
+        return f"{type(error).__name__}: {said}"
+    program = str(Path(sys.argv[0]).resolve())
+    lines = [
+        frame.line
+        for frame in traceback.extract_tb(error.__traceback__)
+        if str(Path(frame.filename).resolve()) == program
+    ]
+    return f"{lines[-1] if lines else 'assert'}: {said}".removesuffix(": ")
