@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.benchmarks.install import InstallError, working_python
+from experiments.benchmarks.model_files import folder_of
 from experiments.clients import environments
-from experiments.clients.catalogue import CLIENTS, Client
+from experiments.clients.catalogue import CHAT, CLIENTS, Client
 from experiments.clients.outcomes import (
     Outcome,
     expected_failures,
@@ -131,6 +132,7 @@ def _run(client: Client, folder: Path, url: str, results: Path) -> str:
         "CHECK_URL": url,
         "CHECK_MODEL": model_name(url),
         "CHECK_RESULTS": str(results),
+        "CHECK_TOKENIZER": str(folder_of(CHAT, cache_folder() / "side_by_side")),
         "OPENAI_API_KEY": "none",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",

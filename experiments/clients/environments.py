@@ -31,9 +31,11 @@ def install(folder: Path, client: Client, python: str, seconds: float) -> None:
         commands = [["npm", "install", "--silent", "--no-fund", "--no-audit", *client.packages]]
     else:
         uv = uv_program(folder)
+        pip = [uv, "pip", "install", "--quiet", "--python", "bin/python"]
+        (place / "overrides.txt").write_text("\n".join(client.overrides))
         commands = [
             [uv, "venv", "--quiet", "--allow-existing", "--python", python, "."],
-            [uv, "pip", "install", "--quiet", "--python", "bin/python", *client.packages],
+            [*pip, "--overrides", "overrides.txt", *client.packages],
         ]
     for command in commands:
         _run(command, place, seconds)

@@ -22,7 +22,7 @@ class Outcome:
     """One row of the table.
 
     server: the version and commit of jaxserve. missing: why no call was made, '' where some were.
-    failed: reason by call. expected: the same, of calls that `expected.yaml` lists, with its reason.
+    failed: reason by call. expected: of calls that `expected.yaml` lists, with the reason there.
     fixed: calls that it lists and that passed.
     """
 
@@ -57,7 +57,7 @@ def judged(
     date: str,
     server: str,
 ) -> Outcome:
-    """Reads what a client's program wrote. ended: why it ended before its time, '' where it did not;
+    """Reads what a client's program wrote. ended: why it ended too early, '' where it did not;
     known: reason by pattern of what is expected to fail."""
     versions: dict[str, str] = {}
     passed = 0

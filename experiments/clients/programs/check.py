@@ -3,7 +3,8 @@
 A program declares its calls with `@call` and ends with `main("package", ...)`. It runs in the
 client's own environment, so this file needs nothing but the standard library.
 
-Environment: CHECK_URL (the server, without /v1), CHECK_MODEL, CHECK_RESULTS (the file to write).
+Environment: CHECK_URL (the server, without /v1), CHECK_MODEL, CHECK_RESULTS (the file to write),
+CHECK_TOKENIZER (a folder with the model's tokenizer in the form of Hugging Face).
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import inspect
 import json
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -25,6 +28,7 @@ from typing import Any
 URL = os.environ["CHECK_URL"]
 BASE = f"{URL}/v1"
 MODEL = os.environ["CHECK_MODEL"]
+TOKENIZER = os.environ["CHECK_TOKENIZER"]
 KEY = "none"
 SECONDS = 180  # for each call
 REASON = 400  # most characters of why a call failed
@@ -45,6 +49,25 @@ def main(*packages: str) -> None:
     signal.signal(signal.SIGALRM, _late)
     for function in _calls:
         _run(function)
+
+
+def command(program: str, *arguments: str, **environment: str) -> str:
+    """Runs a program of this environment; returns its output. Errors: AssertionError with the end
+    of what it wrote to standard error."""
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / program), *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    print(done.stdout, done.stderr, sep="\n", flush=True)
+    assert not done.returncode, (done.stderr or done.stdout)[-REASON:]
+    return done.stdout
+
+
+def scratch() -> str:
+    """A fresh folder, which goes when the runner ends."""
+    return tempfile.mkdtemp(dir=Path(os.environ["CHECK_RESULTS"]).parent)
 
 
 def write(**fields: Any) -> None:

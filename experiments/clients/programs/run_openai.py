@@ -255,6 +255,25 @@ def structured_output() -> None:
 
 
 @call
+def structured_output_beside_a_forced_call() -> None:
+    made = client.chat.completions.parse(
+        **CHAT | {"max_tokens": 60},
+        response_format=Answer,
+        tools=[TOOL | {"function": TOOL["function"] | {"strict": True}}],
+        tool_choice="required",
+    )
+    assert made.choices[0].message.tool_calls[0].function.parsed_arguments["city"]
+
+
+@call
+def structured_output_beside_offered_tools() -> None:
+    ask = CHAT | {"max_tokens": 80, "tools": [TOOL], "tool_choice": "auto"}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": CITY, "strict": True}}
+    said = client.chat.completions.create(**ask, response_format=form).choices[0].message
+    assert said.tool_calls or json.loads(said.content)["city"] in ("Paris", "Rome")
+
+
+@call
 def structured_output_json_object() -> None:
     ask = CHAT | {"max_tokens": 200, "response_format": {"type": "json_object"}}
     made = client.chat.completions.create(**ask).choices[0]
@@ -414,6 +433,14 @@ def response_tools() -> None:
     asked = [{"role": "user", "content": "Weather in Paris?"}, *made.output, result]
     again = client.responses.create(**RESPONSE, tools=[FLAT], input=asked)
     assert again.output
+
+
+@call
+def response_repeats_what_was_asked_for() -> None:
+    ask = RESPONSE | {"max_output_tokens": 60, "tools": [FLAT], "tool_choice": "required"}
+    made = client.responses.create(**ask, input="Weather in Paris?", top_p=0.5, metadata={"a": "b"})
+    assert made.tool_choice == "required" and made.top_p == 0.5 and made.temperature == 0
+    assert made.tools[0].name == "get_weather" and made.max_output_tokens == 60
 
 
 @call
