@@ -135,7 +135,6 @@ def _run(client: Client, folder: Path, url: str, results: Path) -> str:
         "CHECK_TOKENIZER": str(folder_of(CHAT, cache_folder() / "side_by_side")),
         "OPENAI_API_KEY": "none",
         "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     with log.open("wb") as output:
