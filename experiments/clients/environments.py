@@ -17,14 +17,14 @@ DONE = "installed.json"  # the packages that were asked for, written when all of
 
 def installed(folder: Path, client: Client) -> bool:
     """Whether the client's environment holds what is asked for today."""
-    file = folder / client.name / DONE
+    file = folder / client.place / DONE
     return file.exists() and json.loads(file.read_text()) == list(client.packages)
 
 
 def install(folder: Path, client: Client, python: str, seconds: float) -> None:
     """Makes the client's environment, from nothing. Errors: InstallError where it fails or
     takes longer than `seconds`."""
-    place = folder / client.name
+    place = folder / client.place
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     if client.node:
@@ -43,13 +43,13 @@ def install(folder: Path, client: Client, python: str, seconds: float) -> None:
 
 
 def remove(folder: Path, client: Client) -> None:
-    shutil.rmtree(folder / client.name, ignore_errors=True)
+    shutil.rmtree(folder / client.place, ignore_errors=True)
 
 
 def command(folder: Path, client: Client) -> list[str]:
     """How the client's program is run, in its folder. Node finds packages beside the file that
     imports them, so its program is copied there."""
-    place = folder / client.name
+    place = folder / client.place
     if not client.node:
         return [str(place / "bin" / "python"), str(PROGRAMS / client.program)]
     for name in (client.program, "check.mjs"):

@@ -1,4 +1,4 @@
-"""The servers that clients call: one for each model, started when the first client needs it."""
+"""The servers that clients call: one at a time, started when a client needs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-LENGTH = 4096  # tokens: agents' prompts fit, and a text without an end ends in minutes
+from experiments.clients.catalogue import CHAT, TINY
+from experiments.clients.models import first_layer
+from jaxserve.folders import cache_folder
+
 STARTS = 600  # seconds
 
 
@@ -23,35 +26,39 @@ class ServerError(Exception):
 
 
 class Servers:
-    """Servers by model. `url` starts one where none runs; `close` ends all that were started."""
+    """The server that is called. `url` starts another where it is not the one that is asked for;
+    `close` ends it."""
 
     def __init__(self, given: str | None, logs: Path):
         self._given = given
         self._logs = logs
         self._stack = contextlib.ExitStack()
-        self._urls: dict[str, str] = {}
+        self._urls: dict[tuple[str, tuple[str, ...]], str] = {}
 
-    def url(self, model: str) -> str:
+    def url(self, model: str, flags: tuple[str, ...]) -> str:
         """The address of a server of this model, without /v1. Errors: ServerError."""
         if self._given:
             return self._given.rstrip("/").removesuffix("/v1")
-        if model not in self._urls:
+        if (model, flags) not in self._urls:
             self._stack.close()  # one at a time, for memory
-            self._urls = {model: self._stack.enter_context(serving(model, self._logs))}
-        return self._urls[model]
+            started = serving(model, flags, self._logs)
+            self._urls = {(model, flags): self._stack.enter_context(started)}
+        return self._urls[model, flags]
 
     def close(self) -> None:
         self._stack.close()
 
 
 @contextlib.contextmanager
-def serving(model: str, logs: Path) -> Iterator[str]:
+def serving(model: str, flags: tuple[str, ...], logs: Path) -> Iterator[str]:
     """Serves a model by `jaxserve serve` on free ports; gives the address once it is ready."""
-    log = logs / f"server-{model.replace(':', '-')}.log"
-    flags = ["--port=0", "--grpc_port=0", f"--max_model_len={LENGTH}"]
+    log = logs / f"server-{model.replace(' ', '-')}.log"
+    if model == TINY:
+        model = str(first_layer(CHAT, cache_folder() / "clients" / "first-layer"))
+    places = ("--port=0", "--grpc_port=0")
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "jaxserve", "serve", model, *flags],
+            [sys.executable, "-m", "jaxserve", "serve", model, *places, *flags],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
