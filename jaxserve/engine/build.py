@@ -95,7 +95,7 @@ def for_this_machine(config: EngineConfig) -> EngineConfig:
     room = DeviceRoom.here()
     if this_member() is not None or room.platform == "cpu":
         return config
-    model = open_checkpoint(config.source.model).config
+    model = open_checkpoint(config.source.model, config.source.revision).config
     found, choices = fitted(config, model, room, local_devices(), kv_tokens(model, room))
     for choice in choices:
         log.info("chosen for %d x %s: %s", local_devices(), room.platform, choice)
