@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from jaxserve.server.streams import Stream
 from jaxserve.text.chat_output import Arguments, CallBegin, Part, Reasoning, Text, whole_calls
 from jaxserve.text.output import Completion, Delta, Output
 from jaxserve.text.structured_output import Guided
-from jaxserve.text.structured_output.tools import call_schema, calls_guide
+from jaxserve.text.structured_output.tools import calls_guide, forced_call
 
 
 def generate_call(
@@ -44,7 +43,7 @@ def generate_call(
     if body.must_call:
         if guided is not None:
             raise RequestError("tool_choice", f"cannot force a call beside {guided_field}")
-        guided = Guided("json_schema", json.dumps(call_schema(tools, body.named_tool)))
+        guided = forced_call(tools, body.named_tool)
         guided_field = "tools"
     strict = None if guided else _strict_calls(frontend, tools)
     return GenerateCall(

@@ -31,6 +31,7 @@ MAX_PATTERNS = 32  # of patternProperties, in all of a schema
 MAX_RULES = 256
 MAX_TOOLS = 128
 SPACE = r"[ \n\r\t]{1,40}"  # between the tokens of JSON: bounded, so that no model indents for ever
+CALL_SPACE = " "  # within calls, which nobody reads: models write them with single blanks
 
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _NAMES = ("$id", "id")  # of what references within are relative to
@@ -87,14 +88,16 @@ class Guided:
                 _check_grammar(field, self.text)
                 return _wrapped(lark_grammar=self.text)
             case "calls":
-                return _wrapped(lark_grammar=_calls_grammar(field, self.text))
+                return _wrapped(**_calls_grammar(field, self.text))
         return "|".join(map(_escaped, self.choices)) if self.kind == "choice" else self.text
 
 
-def _calls_grammar(field: str, text: str) -> str:
-    """A grammar of text with calls in it. Errors: RequestError."""
+def _calls_grammar(field: str, text: str) -> dict[str, Any]:
+    """A grammar of text with calls in it, or of one call and nothing else. Errors: RequestError."""
     try:
         given = json.loads(text)
+        if "forced" in given:
+            return {"json_schema": _call_schema(field, given["forced"])}
         trigger, is_token, calls = (
             given[name] for name in ("trigger", "trigger_is_token", "calls")
         )
@@ -104,16 +107,20 @@ def _calls_grammar(field: str, text: str) -> str:
             StructTag(
                 trigger=trigger,
                 begin=trigger + call["begin"],
-                grammar=_with_spaces(_schema(field, json.dumps(call["schema"]))),
+                grammar=_call_schema(field, call["schema"]),
                 end=call["end"],
             )
             for call in calls
         ]
-        return StructTag.to_grammar(tags, assume_special=is_token is True)
+        return {"lark_grammar": StructTag.to_grammar(tags, assume_special=is_token is True)}
     except RequestError:
         raise
     except (ValueError, TypeError, KeyError, RecursionError, AssertionError) as error:
         raise RequestError(field, f"is not what calls_guide makes: {error!r:.100}") from None
+
+
+def _call_schema(field: str, schema: Any) -> Any:
+    return _with_spaces(_schema(field, json.dumps(schema)), CALL_SPACE)
 
 
 def _wrapped(**grammar: Any) -> str:
@@ -133,9 +140,9 @@ def _escaped(text: str) -> str:
     return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
-def _with_spaces(schema: Any) -> Any:
+def _with_spaces(schema: Any, pattern: str = SPACE) -> Any:
     return (
-        {**schema, "x-guidance": {"whitespace_pattern": SPACE}}
+        {**schema, "x-guidance": {"whitespace_pattern": pattern}}
         if isinstance(schema, dict)
         else schema
     )

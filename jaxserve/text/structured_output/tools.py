@@ -28,6 +28,12 @@ _NAME_MORE = frozenset(
 )
 
 
+def forced_call(tools: Sequence[Mapping[str, Any]], name: str | None) -> Guided:
+    """Returns the guide of an output that is a call of one of these functions, or of the one named,
+    in JSON."""
+    return Guided("calls", json.dumps({"forced": call_schema(tools, name)}))
+
+
 def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
     """Returns the JSON schema of a call of one of these functions, or of the one named. References
     inside a function's schema resolve within it."""
