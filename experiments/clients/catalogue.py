@@ -19,7 +19,7 @@ TINY = "first layer"  # of it, for what asks much and reads no text
 
 DEFAULT = ("--max_model_len=4096",)  # agents' prompts fit, and texts without an end end in minutes
 QUEUE = ("--admission=queue", *DEFAULT)
-SHORT = ("--admission=queue", "--max_model_len=256")
+SHORT = ("--admission=queue", "--max_model_len=128")
 
 
 @dataclass(frozen=True)
