@@ -79,6 +79,14 @@ CLIENTS = (
     Client("aiperf", "run_aiperf.py", ("aiperf",), flags=DEFAULT),
     Client("locust", "run_locust.py", ("locust",), flags=DEFAULT),
     Client("vllm-bench", "run_vllm_bench.py", VLLM, (TORCH,), flags=DEFAULT, environment="vllm"),
-    Client("vllm-tests", "run_vllm_tests.py", VLLM, (TORCH,), seconds=2400, environment="vllm"),
+    Client(
+        "vllm-tests",
+        "run_vllm_tests.py",
+        VLLM,
+        (TORCH,),
+        flags=("--admission=queue",),  # its tests want the model's own limit
+        seconds=2400,
+        environment="vllm",
+    ),
     Client("schemathesis", "run_schemathesis.py", ("schemathesis",), model=TINY, flags=SHORT),
 )
