@@ -28,7 +28,7 @@ from experiments.clients.outcomes import (
     shown,
     summary,
 )
-from experiments.clients.served import ServerError, Servers, model_name
+from experiments.clients.served import ServerError, Servers, address, model_name, version
 from experiments.script import command_line
 from jaxserve.cli.machine import machine
 from jaxserve.folders import cache_folder
@@ -102,11 +102,7 @@ def chosen(only: str) -> list[Client]:
 
 def _outcome(client: Client, values: dict[str, Any], folder: Path, servers: Servers) -> Outcome:
     """Installs the client, if it may, and runs it."""
-    about = machine()
-    told = {
-        "date": datetime.date.today().isoformat(),
-        "server": f"{about['jaxserve']} {about['git']}".strip(),
-    }
+    told = {"date": datetime.date.today().isoformat(), "server": _served(values["url"])}
     try:
         stale = values["again"] or not environments.installed(folder, client)
         if values["install"] and stale:
@@ -124,6 +120,15 @@ def _outcome(client: Client, values: dict[str, Any], folder: Path, servers: Serv
         ended = _run(client, folder, url, results)
         lines = results.read_text().splitlines()
     return judged(client.name, lines, ended, expected_failures(client.name), **told)
+
+
+def _served(url: str | None) -> str:
+    """What is served: this checkout's version and commit, or the version that a given server
+    tells."""
+    if url:
+        return version(address(url))
+    about = machine()
+    return f"{about['jaxserve']} {about['git']}".strip()
 
 
 def _run(client: Client, folder: Path, url: str, results: Path) -> str:

@@ -38,7 +38,7 @@ class Servers:
     def url(self, model: str, flags: tuple[str, ...]) -> str:
         """The address of a server of this model, without /v1. Errors: ServerError."""
         if self._given:
-            return self._given.rstrip("/").removesuffix("/v1")
+            return address(self._given)
         if (model, flags) not in self._urls:
             self._stack.close()  # one at a time, for memory
             started = serving(model, flags, self._logs)
@@ -89,7 +89,18 @@ def _ready(process: subprocess.Popen[str], log: Path) -> str:
     raise ServerError(f"the server did not start; see {log}")
 
 
+def address(url: str) -> str:
+    """A server's address as clients are given it, without /v1."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def model_name(url: str) -> str:
     """The first model that a server lists."""
     with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
         return json.load(answer)["data"][0]["id"]
+
+
+def version(url: str) -> str:
+    """The version that a server tells."""
+    with urllib.request.urlopen(f"{url}/version", timeout=30) as answer:
+        return json.load(answer)["version"]
