@@ -92,8 +92,11 @@ def build(
 def for_this_machine(config: EngineConfig) -> EngineConfig:
     """The config with the settings chosen that nobody gave; the choices are logged. Errors:
     ConfigError, CheckpointError."""
+    if this_member() is not None:
+        return config
+    ensure_devices(config.mesh.devices)  # before anything asks for them, which makes them
     room = DeviceRoom.here()
-    if this_member() is not None or room.platform == "cpu":
+    if room.platform == "cpu":
         return config
     model = open_checkpoint(config.source.model, config.source.revision).config
     found, choices = fitted(config, model, room, local_devices(), kv_tokens(model, room))
