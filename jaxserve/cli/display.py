@@ -11,6 +11,7 @@ from typing import TextIO
 
 LINE_CHARS = 76  # of a line of a stream
 REDRAW_SECONDS = 0.1
+WAITING_LINE_SECONDS = 10.0
 LIVE_ROWS = 2  # of text for each stream that is drawn in place
 
 
@@ -23,6 +24,37 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     ]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+class Waiting:
+    """Shows for how long something takes: in place on a terminal, else a line now and then."""
+
+    def __init__(self, what: str, out: TextIO | None = None):
+        self._out = sys.stdout if out is None else out
+        self._live = self._out.isatty()
+        self._what = what
+        self._began = time.monotonic()
+        self._shown = 0.0
+        self._show()
+
+    def __call__(self) -> None:
+        """To be called while it goes on."""
+        if self.seconds - self._shown >= (1.0 if self._live else WAITING_LINE_SECONDS):
+            self._show()
+
+    def done(self) -> None:
+        """Shows a last time for how long it took."""
+        self._show(end="\n")
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def _show(self, end: str = "") -> None:
+        self._shown = self.seconds
+        line = f"{self._what}: {self._shown:.0f} s"
+        self._out.write(f"\r\x1b[2K{line}{end}" if self._live else f"{line}\n")
+        self._out.flush()
 
 
 class Streams:

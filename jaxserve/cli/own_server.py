@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -29,41 +30,69 @@ class OwnServer:
     url: str
 
 
+class StartingServer:
+    """A server that was started and may not take requests yet."""
+
+    def __init__(self, process: subprocess.Popen[str]):
+        self._process = process
+
+    def ready(self, waiting: Callable[[], object] = lambda: None) -> OwnServer:
+        """Waits until it takes requests. waiting: called a few times a second meanwhile. Errors:
+        ConfigError where it does not start."""
+        from jaxserve.server.client import Client
+
+        process = self._process
+        assert process.stdout is not None
+        target, url = (process.stdout.readline().strip() for _ in range(2))
+        if not url:
+            raise ConfigError("model", "the server did not start")
+        with Client(target) as client:
+            while not client.healthy():
+                if process.poll() is not None:
+                    raise ConfigError("model", "the server did not start")
+                waiting()
+                time.sleep(0.1)
+        return OwnServer(process.pid, target, url)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops the process within the block, so that others have the machine to themselves."""
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
+
 @contextlib.contextmanager
 def own_server(values: Mapping[str, Any]) -> Iterator[OwnServer]:
-    """Runs `jaxserve serve` on free ports within the block, with the engine's settings that are
-    among the values.
+    """Runs `jaxserve serve` on free ports within the block, which begins when the server takes
+    requests; else as `starting_server`."""
+    with starting_server(values) as starting:
+        yield starting.ready()
 
-    The block begins when the server takes requests. However the block ends, also by SIGTERM or
-    SIGHUP to this process, the server is ended before this returns. Errors: ConfigError for
-    settings that cannot be used, and where the server does not start.
+
+@contextlib.contextmanager
+def starting_server(
+    values: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> Iterator[StartingServer]:
+    """Runs `jaxserve serve` on free ports within the block, with the engine's settings that are
+    among the values. environment: variables beside those of this process.
+
+    However the block ends, also by SIGTERM or SIGHUP to this process, the server is ended before
+    this returns. Errors: ConfigError for settings that cannot be used.
     """
     engine_config(values)  # a mistake is told by this process, under its own command's name
     flags = [flag(name, values[name]) for name in ALL if values[name] is not None]
     command = [sys.executable, "-m", "jaxserve", "serve", "--grpc_port=0", "--port=0", *flags]
+    variables = {**os.environ, **(environment or {})}
     with SignalsExit() as signals:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
         try:
             signals.arm()
-            yield _started(process)
+            yield StartingServer(process)
         finally:
             _end(process)
-
-
-def _started(process: subprocess.Popen[str]) -> OwnServer:
-    """Waits until the server takes requests. Errors: ConfigError."""
-    from jaxserve.server.client import Client
-
-    assert process.stdout is not None
-    target, url = (process.stdout.readline().strip() for _ in range(2))
-    if not url:
-        raise ConfigError("model", "the server did not start")
-    with Client(target) as client:
-        while not client.healthy():
-            if process.poll() is not None:
-                raise ConfigError("model", "the server did not start")
-            time.sleep(0.1)
-    return OwnServer(process.pid, target, url)
 
 
 class SignalsExit:
