@@ -77,7 +77,7 @@ def fitted(
         why = f"room for about {tokens:,} tokens of KV"
         chosen["max_seqs"] = Choice("max_seqs", most, why, "--max-num-seqs")
         config = _with(config, {"max_seqs": most})
-    return dataclasses.replace(config, automatic=frozenset()), list(chosen.values())
+    return dataclasses.replace(config, automatic=()), list(chosen.values())
 
 
 def local_devices() -> int:

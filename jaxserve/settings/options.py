@@ -55,7 +55,7 @@ def make(config: type[Config], values: Mapping[str, Any]) -> Config:
         given = with_mesh(given, given)
     made = _made(config, given)
     if isinstance(made, EngineConfig):
-        return dataclasses.replace(made, automatic=AUTOMATIC - given.keys())
+        return dataclasses.replace(made, automatic=tuple(sorted(AUTOMATIC - given.keys())))
     return made
 
 

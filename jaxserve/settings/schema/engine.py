@@ -54,7 +54,7 @@ class EngineConfig(Settings):
         None, "folder of compiled programs; default: under the user's cache folder; '' for none"
     )
 
-    automatic: frozenset[str] = field(default=frozenset(), compare=False)
+    automatic: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
