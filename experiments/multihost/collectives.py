@@ -109,7 +109,9 @@ class Replica:
         """As the engine makes it; layers: of each stage, where not the model's."""
         several = self.mesh.kvp > 1
         config = EngineConfig(
-            source=ModelSource(f"random:{self.model}", DTYPE, self.max_model_len),
+            source=ModelSource(
+                f"random:{self.model}", dtype=DTYPE, max_model_len=self.max_model_len
+            ),
             mesh=self.mesh,
             cache=CacheConfig(kv_memory_gib=POOL_GIB),
             scheduler=SchedulerConfig(

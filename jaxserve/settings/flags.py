@@ -245,11 +245,15 @@ class _Parser(flags.ArgumentParser):
 
 
 def _line(option: Option, width: int) -> str:
+    """The flag and its help. Choices that do not fit beside the flag are told in the help."""
+    choices, told = "|".join(option.choices), ""
     if option.kind is bool:
         left = f"  --[no]{option.name}"
     else:
-        left = f"  --{option.name}={'|'.join(option.choices) or _placeholder(option.kind)}"
-    text = textwrap.wrap(f"{option.help} {_extra(option)}".strip(), width - COLUMN)
+        left = f"  --{option.name}={choices or _placeholder(option.kind)}"
+    if len(left) > width:
+        left, told = f"  --{option.name}=NAME", f": {', '.join(option.choices)}"
+    text = textwrap.wrap(f"{option.help}{told} {_extra(option)}".strip(), width - COLUMN)
     if len(left) > COLUMN - 2:
         text.insert(0, "")
     first, *rest = text

@@ -41,7 +41,8 @@ def generate_call(
     tools = [_tool_message(tool) for tool in body.usable_tools]
     guided, guided_field = body.guided()
     if body.must_call:
-        if guided is not None:
+        # a response format is one of texts, and a forced call is none
+        if body.structured_outputs is not None and guided is not None:
             raise RequestError("tool_choice", f"cannot force a call beside {guided_field}")
         guided = forced_call(tools, body.named_tool)
         guided_field = "tools"

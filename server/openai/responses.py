@@ -138,6 +138,11 @@ def _chat_choice(choice: str | ToolChoice | None) -> Any:
     return choice
 
 
+def _shown_choice(choice: str | ToolChoice | None) -> Any:
+    """The choice as a response tells it."""
+    return choice.model_dump() if isinstance(choice, ToolChoice) else choice or "auto"
+
+
 def _chat_format(text: TextSettings | None) -> JsonObject | None:
     wanted = text.format if text else None
     if wanted is None or wanted.type != "json_schema":
@@ -247,7 +252,7 @@ class ResponsesWriter:
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
+            "tool_choice": _shown_choice(body.tool_choice),
             "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": body.truncation or "disabled",

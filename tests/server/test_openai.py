@@ -870,14 +870,13 @@ def test_a_forced_call_is_the_only_output_there_can_be(http, monkeypatch):
             {"name": "add", "arguments": '{"a": 1}'}
         ]
         assert found["message"]["content"] is None and found["finish_reason"] == "tool_calls"
-    assert seen[0]["properties"]["name"] == {"const": "add"} and len(seen) == 2
-    body = {
-        **CHAT,
-        "tools": TOOLS,
-        "tool_choice": "required",
-        "response_format": {"type": "json_object"},
-    }
-    assert post(client, "/v1/chat/completions", body).status_code == 400
+    assert seen[0]["forced"]["properties"]["name"] == {"const": "add"} and len(seen) == 2
+    forced = {**CHAT, "max_tokens": 99, "tools": TOOLS, "tool_choice": "required"}
+    beside = {**forced, "response_format": {"type": "json_object"}}
+    (found,) = post(client, "/v1/chat/completions", beside).json()["choices"]
+    assert found["finish_reason"] == "tool_calls" and seen[2] == seen[0]
+    beside = {**forced, "structured_outputs": {"json_object": True}}
+    assert post(client, "/v1/chat/completions", beside).status_code == 400
 
 
 @pytest.mark.parametrize(

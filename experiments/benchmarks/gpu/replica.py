@@ -88,7 +88,7 @@ class Replica:
         scheduler = SchedulerConfig(
             max_seqs=size.seqs, chunk_tokens=size.chunk, min_chunk=size.least
         )
-        source = ModelSource(f"random:{self.model}", "bfloat16", size.longest)
+        source = ModelSource(f"random:{self.model}", dtype="bfloat16", max_model_len=size.longest)
         config = EngineConfig(
             source, cache=pages, scheduler=scheduler, profile="none", compile_cache=str(cache)
         )
