@@ -20,7 +20,6 @@ from typing import TypeVar
 import numpy as np
 
 from jaxserve.api.errors import RequestError, check_integer, internal_error
-from jaxserve.api.events import Finished
 from jaxserve.api.request import UNKNOWN_MODEL, Request
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.protocol import Replica
@@ -29,7 +28,7 @@ from jaxserve.server.event_loop import run_in_thread_if
 from jaxserve.server.frontend_metrics import FrontendMetrics
 from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.prompts import Prompt, prompt_cost, prompt_ids, to_array
-from jaxserve.server.request_log import RequestLog
+from jaxserve.server.request_log import Outcome, RequestLog
 from jaxserve.server.streams import Mailbox, Stream
 from jaxserve.server.tracing import Tracer
 from jaxserve.settings.schema import ServerConfig
@@ -139,8 +138,8 @@ class Frontend:
             with self._reserve(caller) as reservation:
                 request = await self._request(call, caller)
                 reservation.add_prompt(len(request.prompt))
-                with self.request_log.follow(request, call.origin, caller.tenant) as finished:
-                    stream = self._submit(call, request, caller, reservation, finished)
+                with self.request_log.follow(request, call.origin, caller.tenant) as outcome:
+                    stream = self._submit(call, request, caller, reservation, outcome)
                     try:
                         await stream.accepted()
                         yield stream
@@ -300,7 +299,7 @@ class Frontend:
         request: Request,
         caller: Caller,
         reservation: Reservation,
-        finished: list[Finished],
+        outcome: Outcome,
     ) -> Stream:
         self.check_open()  # again: tokenizing may have taken a while
         if request.id in self.streams:
@@ -313,7 +312,7 @@ class Frontend:
             now=self._loop.time(),
             heartbeat_seconds=HEARTBEAT_SHARE * self.config.progress_interval,
             on_tokens=functools.partial(self._tokens_came, reservation),
-            finished=finished,
+            outcome=outcome,
         )
         self.streams[request.id] = stream
         replica.post(functools.partial(self._enter, replica, stream))

@@ -64,21 +64,25 @@ def log_ended(
     finished: Sequence[Finished],
     status: str,
     *,
+    refused: str = "",
+    output_tokens: int = 0,
     tenant: str = "",
     protocol: str = "",
     trace_id: str = "",
 ) -> None:
     """Logs the one line about a request that has ended. finished: the ends of its completions, as
-    far as they came. status: name of a gRPC status."""
+    far as they came. status: name of a gRPC status. refused: the limit that it was refused for.
+    output_tokens: that came, of whatever has no end."""
     whole = Summary.of(finished) if finished else None
+    reasons = dict.fromkeys(end.reason for end in finished)
     fields: dict[str, Any] = {
         "status": status,
-        "reason": ",".join(dict.fromkeys(end.reason for end in finished)) or status.lower(),
+        "reason": ",".join(reasons) or refused or status.lower(),
         "tenant": tenant or None,
         "protocol": protocol or None,
         "prompt_tokens": len(request.prompt),
         "cached_tokens": whole.cached if whole else 0,
-        "output_tokens": whole.output if whole else 0,
+        "output_tokens": whole.output if whole else output_tokens,
     }
     if whole:
         times = {

@@ -18,6 +18,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Event, Finished, Progress, Token
 from jaxserve.api.request import Request
 from jaxserve.server.auth.access import Caller
+from jaxserve.server.request_log import Outcome
 from jaxserve.text.output import Delta, Output, OutputProcessor, merged
 
 CPU_SHARE = 0.1  # of a core that streams may take from the replica's thread; see `Mailbox`
@@ -80,8 +81,8 @@ class Stream:
     """The outputs of one request. All methods but `deliver` belong to the event loop.
 
     processor: makes outputs of events. now: loop time. heartbeat_seconds: after which a silent
-    stream repeats its progress. on_tokens: called whenever tokens came. finished: a list that
-    collects the ends of completions. Made in the task that writes the outputs.
+    stream repeats its progress. on_tokens: called whenever tokens came. outcome: is told what
+    comes. Made in the task that writes the outputs.
 
     Attributes: id, by which the caller knows the request. failure: the error that ended the stream,
     if one did. refused: whether the replica did not accept the request. closed: set by the owner;
@@ -97,7 +98,7 @@ class Stream:
         now: float,
         heartbeat_seconds: float,
         on_tokens: Callable[[], None],
-        finished: list[Finished],
+        outcome: Outcome,
     ):
         self.request = request
         self.caller = caller
@@ -110,7 +111,7 @@ class Stream:
         self.abort_write: Callable[[], object] | None = None if task is None else task.cancel
         self._processor = processor
         self._on_tokens = on_tokens
-        self._finished = finished
+        self._outcome = outcome
         self._heartbeat_seconds = heartbeat_seconds
         self._inbox: collections.deque[Sequence[Event]] = collections.deque()
         self._before_first_token = True
@@ -164,7 +165,8 @@ class Stream:
         outputs = self._processor.feed(events)
         for output in outputs:
             self._add(output)
-        if any(isinstance(output, Delta) for output in outputs):
+        if tokens := sum(len(output.ids) for output in outputs if isinstance(output, Delta)):
+            self._outcome.output_tokens += tokens
             self._on_tokens()
 
     async def accepted(self) -> None:
@@ -232,7 +234,7 @@ class Stream:
                 self._pending_accepted.append(output)
             case Finished():
                 self._pending_finished.append(output)
-                self._finished.append(output)
+                self._outcome.finished.append(output)
                 if output.error is not None:
                     self.fail(output.error)
                 elif output.reason in _FAILURES:

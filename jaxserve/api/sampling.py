@@ -120,11 +120,20 @@ def _listed(name: str, value: Any) -> tuple:
 
 
 def _bias(value: Any) -> tuple:
-    pairs = value.items() if isinstance(value, Mapping) else value
     try:
-        return tuple((int(token), bias) for token, bias in pairs)
+        pairs = [
+            (id, bias) for id, bias in (value.items() if isinstance(value, Mapping) else value)
+        ]
     except (TypeError, ValueError):
         raise RequestError("logit_bias", "must map token ids to numbers") from None
+    return tuple((_token_id(id), bias) for id, bias in pairs)
+
+
+def _token_id(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise RequestError("logit_bias", f"{value!a:.50} is not a token id") from None
 
 
 _TUPLES = {

@@ -135,7 +135,9 @@ async def _events(
     loop = asyncio.get_running_loop()
     finished: list[Finished] = []
     running = RunningUsage(streams) if mode is StreamMode.WITH_RUNNING_USAGE else None
-    first = writer.first_chunks()
+    first: Iterable[JsonObject] = writer.first_chunks()
+    if running is not None:
+        first = running.added((), first)
     event = _named_event if writer.named_events else _event
     after_keepalive = False
     try:
@@ -146,11 +148,11 @@ async def _events(
                 )
                 if not writer.named_events:
                     chunks = _ends_joined(chunks)
+                if running is not None:
+                    chunks = running.added(outputs, chunks)
                 if any(isinstance(output, (Delta, Finished)) for output in outputs):
                     # not before a token: benchmarks measure TTFT by the first chunk
                     chunks = itertools.chain(first, chunks)
-                if running is not None:
-                    chunks = running.added(outputs, chunks)
                 finished += [output for output in outputs if isinstance(output, Finished)]
                 otherwise = [KEEPALIVE] if streams[number].heartbeat_due(loop.time()) else []
                 for data in _batches(chunks, otherwise, event):

@@ -23,7 +23,7 @@ from jaxserve.server.http_app import JsonRoute, make_app
 from jaxserve.server.json_body import JsonObject, dump, dump_in_thread_if
 from jaxserve.server.openai import chat, completions
 from jaxserve.server.openai.answers import INLINE_TOKENS, TokenWriter, respond
-from jaxserve.server.openai.responses import ResponsesRequest, ResponsesWriter
+from jaxserve.server.openai.responses.routes import add_routes as add_responses_routes
 from jaxserve.server.openai.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -84,6 +84,7 @@ def _open_router(frontend: Frontend) -> fastapi.APIRouter:
 def _generating_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.APIRouter:
     """Routes that generate, or show what would be given to the model."""
     router = _open_router(frontend)
+    add_responses_routes(router, frontend, unknown)
 
     @router.post("/v1/completions")
     async def complete(body: CompletionRequest, request: fastapi.Request) -> Response:
@@ -98,14 +99,6 @@ def _generating_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.AP
         call = chat.generate_call(frontend, body, _request_id(body, request), request.headers)
         writer = chat.ChatWriter(frontend, body)
         return await respond(frontend, [call], writer, request, body.stream_mode(), headers)
-
-    @router.post("/v1/responses")
-    async def respond_to(body: ResponsesRequest, request: fastapi.Request) -> Response:
-        headers = unknown.headers(body)
-        asked = body.as_chat()
-        call = chat.generate_call(frontend, asked, _request_id(body, request), request.headers)
-        writer = ResponsesWriter(frontend, body, asked)
-        return await respond(frontend, [call], writer, request, asked.stream_mode(), headers)
 
     @router.post("/v1/messages")
     async def message(body: MessagesRequest, request: fastapi.Request) -> Response:
@@ -259,9 +252,7 @@ def _visible_ids(request: fastapi.Request) -> Callable[[str], bool] | None:
     return caller.owns_id if caller.name else None
 
 
-def _request_id(
-    body: GenerateRequest | ResponsesRequest | MessagesRequest, request: fastapi.Request
-) -> str:
+def _request_id(body: GenerateRequest | MessagesRequest, request: fastapi.Request) -> str:
     return body.request_id or request.headers.get("x-request-id", "")
 
 

@@ -103,10 +103,13 @@ class ChatWriter:
         self._body = body
         self._model = body.model or frontend.info.served_name
         self._parts = ChatParts(frontend, body)
+        self._prompt_ids: list[int] = []  # where they are asked for
         self.head: JsonObject = {}
 
     def open(self, streams: Sequence[Stream]) -> None:
         self._parts.open(streams[0])
+        if self._body.return_token_ids:
+            self._prompt_ids = streams[0].request.prompt.tolist()
         self.head = {
             "id": streams[0].id,
             "object": "chat.completion.chunk" if self._body.stream else "chat.completion",
@@ -116,7 +119,10 @@ class ChatWriter:
 
     def first_chunks(self) -> Iterator[JsonObject]:
         for index in range(self._body.n or 1):
-            yield self._chunk(index, {"role": "assistant", "content": ""})
+            chunk = self._chunk(index, {"role": "assistant", "content": ""})
+            if self._body.return_token_ids and index == 0:
+                chunk["prompt_token_ids"] = self._prompt_ids
+            yield chunk
 
     def chunks(self, number: int, output: Output) -> Iterator[JsonObject]:
         if isinstance(output, Delta):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -223,6 +223,9 @@ class CompletionWriter:
             choice["prompt_token_ids"] = list(completion.prompt_ids)
         return choice
 
+    def _by_text(self, likeliest: Iterable[tuple[int, float]]) -> dict[str, float]:
+        return {self._token_writer.text(id): logprob for id, logprob in likeliest}
+
     def _prompt_text(self, prompt: Prompt, ids: np.ndarray) -> str:
         if isinstance(prompt, Text):
             return prompt.text
@@ -241,8 +244,8 @@ class CompletionWriter:
             offsets.append(offset)
             offset += len(token)
         tops = [
-            None if at is None else {self._token_writer.text(id): value for id, value in at.top}
-            for at in values
+            None if at is None else {token: at.chosen} | self._by_text(at.top)
+            for token, at in zip(tokens, values)
         ]
         return {
             "tokens": tokens,

@@ -66,9 +66,9 @@ def request() -> Request:
 def test_what_ended_well(kept):
     request_log, lines, spans = kept
     request_log.model = "smollm2"
-    with request_log.follow(request(), ORIGIN, "acme") as finished:
+    with request_log.follow(request(), ORIGIN, "acme") as outcome:
         logging.getLogger("jaxserve.x").info("inside")
-        finished.append(END)
+        outcome.finished.append(END)
     inside, line = lines
     assert inside["request_id"] == "r-1" and inside["trace_id"] == TRACE
     assert (
@@ -91,21 +91,28 @@ def test_what_ended_well(kept):
 
 
 @pytest.mark.parametrize(
-    "raised, status",
+    "raised, status, reason",
     [
-        (RequestError("queue", "full", "RESOURCE_EXHAUSTED"), "RESOURCE_EXHAUSTED"),
-        (ZeroDivisionError("x"), "INTERNAL"),
-        (asyncio.CancelledError(), "CANCELLED"),
-        (GeneratorExit(), "CANCELLED"),
+        (RequestError("queue", "full", "RESOURCE_EXHAUSTED"), "RESOURCE_EXHAUSTED", "queue"),
+        (
+            RequestError("slo", "late", "RESOURCE_EXHAUSTED", reason="ttft"),
+            "RESOURCE_EXHAUSTED",
+            "ttft",
+        ),
+        (ZeroDivisionError("x"), "INTERNAL", "internal"),
+        (asyncio.CancelledError(), "CANCELLED", "cancelled"),
+        (GeneratorExit(), "CANCELLED", "cancelled"),
     ],
 )
-def test_what_ended_otherwise(kept, raised, status):
+def test_what_ended_otherwise(kept, raised, status, reason):
     request_log, lines, spans = kept
-    with pytest.raises(type(raised)), request_log.follow(request(), ORIGIN):
+    with pytest.raises(type(raised)), request_log.follow(request(), ORIGIN) as outcome:
+        outcome.output_tokens += 3
         raise raised
     (line,), (span,) = lines, spans()
     assert line["status"] == span.attributes["error.type"] == status and not span.status.is_ok
-    assert line["reason"] == status.lower() and "ttft" not in line
+    assert line["reason"] == reason and "ttft" not in line
+    assert line["output_tokens"] == 3
 
 
 def test_a_stream_that_ends_in_another_task_is_no_fault(kept):
@@ -113,7 +120,7 @@ def test_a_stream_that_ends_in_another_task_is_no_fault(kept):
 
     async def main() -> None:
         follow = request_log.follow(request(), ORIGIN)
-        (await asyncio.create_task(_enter(follow))).append(END)
+        (await asyncio.create_task(_enter(follow))).finished.append(END)
         await asyncio.create_task(_leave(follow))
         logging.getLogger("jaxserve.x").info("after")
 
@@ -135,12 +142,12 @@ async def _leave(follow):
 
 def test_of_what_the_server_asks_itself_nothing_is_kept(kept):
     request_log, lines, spans = kept
-    with request_log.follow(request(), Origin(internal=True)) as finished:
-        finished.append(END)
+    with request_log.follow(request(), Origin(internal=True)) as outcome:
+        outcome.finished.append(END)
     assert not lines and not spans()
 
 
 def test_without_a_tracer_there_is_the_line(kept):
-    with RequestLog(Tracer()).follow(request(), ORIGIN) as finished:
-        finished.append(END)
+    with RequestLog(Tracer()).follow(request(), ORIGIN) as outcome:
+        outcome.finished.append(END)
     assert kept[1][0]["trace_id"] == TRACE

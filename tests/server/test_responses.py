@@ -7,8 +7,11 @@ import openai
 import pytest
 from openai.types import responses as types
 
+from jaxserve.api.errors import RequestError
+from jaxserve.server.openai.responses.stored import StoredResponses
 from jaxserve.text.chat_template import ChatTemplate
 from tests.server.fakes import EOS, FakeReplica, FakeTokenizer
+from tests.server.keyed import sha
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ADD = {
@@ -137,6 +140,7 @@ BAD = [
     ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
     ({"input": "x", "conversation": "conv_1"}, "conversation"),
     ({"input": "x", "background": True}, "background"),
+    ({"input": "x", "top_logprobs": 2}, "top_logprobs"),
     ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"input": "x", "max_output_tokens": 0}, "max_tokens"),
     ({"input": "x", "temperature": -1}, "temperature"),
@@ -184,3 +188,113 @@ def test_reasoning_is_an_item_of_its_own(client):
     assert items == [type(item) for item in made.output]
     again = asked.responses.create(model="", input=[*made.output, {"role": "user", "content": "x"}])
     assert again.output_text
+
+
+def test_a_call_may_be_forced_beside_a_format_and_is_told(client):
+    forced = {"type": "function", "name": "add"}
+    text = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}
+    asked = client('{"name": "add", "arguments": {"a": 1}}')
+    made = asked.responses.create(model="", input="hi", tools=[ADD], tool_choice=forced, text=text)
+    (call,) = made.output
+    assert (call.name, made.tool_choice.name) == ("add", "add")
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [forced]}
+    made = asked.responses.create(model="", input="hi", tools=[ADD], tool_choice=allowed)
+    assert made.output[0].name == "add" and made.tool_choice.mode == "required"
+
+
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+def test_tokens_of_a_message_have_log_probabilities(client):
+    asked = client("<think>Hm.</think>\nHi " + CALL, tokenizer=Thinker)
+    made = asked.responses.create(model="", input="hi", tools=[ADD], **LOGPROBS)
+    (message,) = [item for item in made.output if item.type == "message"]
+    tokens = message.content[0].logprobs
+    assert [token.token for token in tokens] == list("Hi ")
+    assert all(token.logprob <= 0 for token in tokens)
+    events = asked.responses.create(model="", input="hi", tools=[ADD], stream=True, **LOGPROBS)
+    parts = [e.logprobs for e in events if e.type == "response.output_text.delta"]
+    assert [token.token for part in parts for token in part] == list("Hi ")
+    without = asked.responses.create(model="", input="hi").output
+    assert all(not item.content[0].logprobs for item in without if item.type == "message")
+
+
+# --- stored responses
+
+
+def prompts_of(asked) -> list[str]:
+    """Prompts of requests to come, as texts."""
+    seen: list[str] = []
+    submit = asked.served.engine.submit
+
+    def noted(request, sink):
+        seen.append(bytes(token for token in request.prompt.tolist() if token < 256).decode())
+        submit(request, sink)
+
+    asked.served.engine.submit = noted
+    return seen
+
+
+def test_a_stored_response_is_continued_shown_and_deleted(client):
+    asked = client("fine")
+    seen = prompts_of(asked)
+    first = asked.responses.create(model="", instructions="Shout.", input="How?", store=True)
+    assert first.store is True
+    assert asked.responses.retrieve(first.id).output_text == "fine"
+    stream = asked.responses.create(
+        model="", input="Sure?", previous_response_id=first.id, store=True, stream=True
+    )
+    second = list(stream)[-1].response
+    assert second.previous_response_id == first.id
+    assert [seen[1].index(text) for text in ("How?", "fine", "Sure?")] == sorted(
+        seen[1].index(text) for text in ("How?", "fine", "Sure?")
+    )
+    assert "Shout." in seen[0] and "Shout." not in seen[1]  # instructions hold for one response
+    items = list(asked.responses.input_items.list(second.id))
+    assert [item.role for item in items] == ["user", "assistant", "user"]
+    assert items[0].content[0].text == "Sure?"
+    asked.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="no response"):
+        asked.responses.retrieve(first.id)
+    third = asked.responses.create(model="", input="So?", previous_response_id=second.id)
+    assert third.store is False and "How?" in seen[2]
+    with pytest.raises(openai.NotFoundError, match="previous_response_id"):
+        asked.responses.create(model="", input="x", previous_response_id=third.id)
+
+
+KEYS = f"""
+keys:
+  - {{name: one, sha256: {sha("a-key")}}}
+  - {{name: other, sha256: {sha("r-key")}}}
+"""
+
+
+def test_a_response_is_seen_by_its_own_caller_only(client, key_file):
+    asked = client("ok", api_keys=key_file(KEYS))
+    one = asked.with_options(api_key="a-key")
+    other = asked.with_options(api_key="r-key")
+    made = one.responses.create(model="", input="hi", store=True)
+    assert one.responses.retrieve(made.id).id == made.id
+    for call in ("retrieve", "delete"):
+        with pytest.raises(openai.NotFoundError):
+            getattr(other.responses, call)(made.id)
+    with pytest.raises(openai.NotFoundError):
+        list(other.responses.input_items.list(made.id))
+    assert one.responses.retrieve(made.id).id == made.id
+
+
+def test_stored_responses_are_bounded():
+    stored = StoredResponses(1000)
+    for number in range(20):
+        stored.add("", {"id": str(number), "output": []}, [{"content": "x" * 200}])
+        assert sum(one.bytes for one in stored._stored.values()) == stored._bytes <= 1000
+    assert stored.get("", "19").response["id"] == "19"
+    with pytest.raises(RequestError):
+        stored.get("", "0")
+    stored.add("", {"id": "large", "output": []}, [{"content": "x" * 2000}])
+    with pytest.raises(RequestError):
+        stored.get("", "large")
+    assert stored.get("", "19")
+    for number in range(16, 20):
+        stored.delete("", str(number))
+    assert stored._bytes == 0 and not stored._stored

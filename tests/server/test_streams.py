@@ -11,6 +11,7 @@ from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.server import streams
 from jaxserve.server.auth.access import Authenticator
+from jaxserve.server.request_log import Outcome
 from jaxserve.server.streams import Mailbox, Stream
 from jaxserve.settings.schema import ServerConfig
 from jaxserve.text.output import Delta, NoText, OutputProcessor
@@ -34,7 +35,7 @@ def opened():
         now=0.0,
         heartbeat_seconds=1.0,
         on_tokens=lambda: None,
-        finished=[],
+        outcome=Outcome(),
     )
     return Mailbox(asyncio.get_running_loop()), stream
 

@@ -83,6 +83,12 @@ class ServerConfig(Settings):
     strict_fields: bool = option(
         False, "refuse requests over HTTP with fields that are not known here, instead of telling"
     )
+    stored_responses_mib: int = option(
+        64,
+        "memory for responses that requests ask to store (/v1/responses), MiB; the oldest go first",
+        low=0,
+        high=1 << 20,
+    )
     tool_call_parser: str = option(
         "auto",
         "how the model writes calls of tools; auto: as its chat template shows",

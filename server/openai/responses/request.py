@@ -1,0 +1,213 @@
+"""Bodies of /v1/responses, and the chats that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from jaxserve.api.errors import RequestError
+from jaxserve.server.json_body import JsonObject
+from jaxserve.server.openai.schemas import ChatRequest
+from jaxserve.server.openai.unknown_fields import OpenModel
+
+MAX_ITEMS = 10_000
+LOGPROBS = "message.output_text.logprobs"  # what `include` calls them
+TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+class TextFormat(OpenModel):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = Field(None, max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextSettings(OpenModel):
+    format: TextFormat | None = None
+    verbosity: str | None = Field(None, description="has no effect")
+
+
+class ReasoningSettings(OpenModel):
+    effort: str | None = Field(None, max_length=32)
+    summary: str | None = Field(None, description="has no effect")
+
+
+class FunctionTool(OpenModel):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(OpenModel):
+    type: Literal["function"]
+    name: str
+
+    def as_chat(self) -> JsonObject:
+        """The choice as a chat's body has it."""
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class AllowedTools(OpenModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+    def as_chat(self) -> JsonObject:
+        """The choice as a chat's body has it."""
+        tools = [tool.as_chat() for tool in self.tools]
+        return {"type": self.type, "allowed_tools": {"mode": self.mode, "tools": tools}}
+
+
+class ResponsesRequest(OpenModel):
+    model: str = Field("", description="'' or absent means the one that is served")
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = Field(None, description=f"goes with include: [{LOGPROBS!r}]")
+    stream: bool | None = None
+    tools: list[FunctionTool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
+    previous_response_id: str | None = Field(
+        None, description="of a stored response: this one continues its conversation"
+    )
+    store: bool | None = Field(None, description="whether to store the response; default: no")
+    conversation: None = Field(None, description="is not supported: give previous_response_id")
+    background: Literal[False] | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    include: list[str] | None = Field(None, description=f"only {LOGPROBS} has an effect")
+    metadata: dict[str, Any] | None = Field(None, description="has no effect")
+    user: str | None = Field(None, description="has no effect")
+    service_tier: str | None = Field(None, description="has no effect")
+    safety_identifier: str | None = Field(None, description="has no effect")
+    prompt_cache_key: str | None = Field(None, description="has no effect")
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    @property
+    def input_items(self) -> list[JsonObject]:
+        """The input, item by item."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return self.input
+
+    def as_chat(self, earlier: Sequence[JsonObject] = ()) -> ChatRequest:
+        """The chat that this asks for. earlier: items of the conversation that it continues.
+        Errors: RequestError."""
+        if self.top_logprobs and not self.wants_logprobs:
+            raise RequestError("top_logprobs", f"needs include: [{LOGPROBS!r}]")
+        fields: JsonObject = {
+            "model": self.model,
+            "messages": _messages(self.instructions, earlier, self.input_items),
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "logprobs": self.wants_logprobs or None,
+            "top_logprobs": self.top_logprobs,
+            "stream": self.stream,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "cache_salt": self.cache_salt,
+            "prompt_cache_retention": self.prompt_cache_retention,
+            "tools": [_chat_tool(tool) for tool in self.tools] if self.tools else None,
+            "tool_choice": _chat_choice(self.tool_choice),
+            "response_format": _chat_format(self.text),
+        }
+        return ChatRequest.of(fields)
+
+
+def _chat_tool(tool: FunctionTool) -> JsonObject:
+    known = tool.model_dump(include={"name", "description", "parameters", "strict"})
+    return {"type": "function", "function": known}
+
+
+def _chat_choice(choice: str | NamedTool | AllowedTools | None) -> Any:
+    return choice if choice is None or isinstance(choice, str) else choice.as_chat()
+
+
+def _chat_format(text: TextSettings | None) -> JsonObject | None:
+    wanted = text.format if text else None
+    if wanted is None or wanted.type != "json_schema":
+        return None if wanted is None else {"type": wanted.type}
+    if wanted.schema_ is None:
+        raise RequestError("text.format.schema", "is missing")
+    schema = {"name": wanted.name or "answer", "schema": wanted.schema_, "strict": wanted.strict}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _messages(
+    instructions: str | None, earlier: Sequence[JsonObject], given: Sequence[JsonObject]
+) -> list[JsonObject]:
+    """A conversation as the messages of a chat. Errors: RequestError that names the item."""
+    messages: list[JsonObject] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    if not given or len(earlier) + len(given) > MAX_ITEMS:
+        raise RequestError("input", f"must have 1 to {MAX_ITEMS} items, with those it continues")
+    for item in earlier:
+        _add_item(messages, item, "previous_response_id")
+    for number, item in enumerate(given):
+        _add_item(messages, item, f"input.{number}")
+    return messages
+
+
+def _add_item(messages: list[JsonObject], item: Mapping[str, Any], where: str) -> None:
+    """Adds an item of a conversation to its messages."""
+    match item.get("type", "message"):
+        case "message":
+            role = item.get("role")
+            if role not in ("user", "assistant", "system", "developer"):
+                raise RequestError(f"{where}.role", "must be user, assistant, system or developer")
+            role = "system" if role == "developer" else role
+            content = _text(item.get("content"), f"{where}.content")
+            messages.append({"role": role, "content": content})
+        case "function_call":
+            call = {"name": _string(item, "name", where)}
+            call["arguments"] = _string(item, "arguments", where)
+            made = {"id": _string(item, "call_id", where), "type": "function", "function": call}
+            if not (messages and messages[-1]["role"] == "assistant"):
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(made)
+        case "function_call_output":
+            content = _text(item.get("output"), f"{where}.output")
+            id = _string(item, "call_id", where)
+            messages.append({"role": "tool", "tool_call_id": id, "content": content})
+        case "reasoning":
+            pass  # models do not see their earlier thoughts
+        case other:
+            raise RequestError(f"{where}.type", f"{other!a:.50} is not an item that is known here")
+
+
+def _text(content: Any, where: str) -> str:
+    """The text of a content. Errors: RequestError for anything but text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(where, "must be a text or a list of texts")
+    texts = []
+    for part in content:
+        known = isinstance(part, dict) and part.get("type") in TEXT_PARTS
+        if not known or not isinstance(part.get("text"), str):
+            raise RequestError(where, f"has a part that is none of {', '.join(TEXT_PARTS)}")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _string(item: Mapping[str, Any], name: str, where: str) -> str:
+    if not isinstance(item.get(name), str):
+        raise RequestError(f"{where}.{name}", "must be a text")
+    return item[name]

@@ -1,0 +1,63 @@
+"""Responses that callers asked to be stored, in this process's memory and within bounds."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+from jaxserve.api.errors import RequestError
+from jaxserve.server.json_body import JsonObject, dump
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response and the conversation that it ends.
+
+    items: of the conversation, the response's own output last; what `/v1/responses` calls items.
+    bytes: about how much memory it takes, as its length in JSON.
+    """
+
+    response: JsonObject
+    items: Sequence[JsonObject]
+    bytes: int
+
+    @property
+    def input_items(self) -> Sequence[JsonObject]:
+        return self.items[: len(self.items) - len(self.response["output"])]
+
+
+class StoredResponses:
+    """Responses by their caller's name and their id. max_bytes: of all together; the oldest go
+    first, and a response that is larger alone is not stored."""
+
+    def __init__(self, max_bytes: int):
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._stored: collections.OrderedDict[tuple[str, str], StoredResponse] = (
+            collections.OrderedDict()
+        )
+
+    def add(self, caller: str, response: JsonObject, items: Sequence[JsonObject]) -> None:
+        """Stores a response. items: of its conversation, see `StoredResponse`."""
+        made = StoredResponse(response, items, len(dump(response)) + len(dump(list(items))))
+        if made.bytes > self._max_bytes:
+            return
+        self._stored[caller, response["id"]] = made
+        self._bytes += made.bytes
+        while self._bytes > self._max_bytes:
+            _, oldest = self._stored.popitem(last=False)
+            self._bytes -= oldest.bytes
+
+    def get(self, caller: str, id: str, field: str = "") -> StoredResponse:
+        """A caller's response. field: the request's field with the id. Errors: RequestError."""
+        try:
+            return self._stored[caller, id]
+        except KeyError:
+            message = f"no response {id!a:.100} is stored here (any more): ask with store=true"
+            raise RequestError(field, message, "NOT_FOUND") from None
+
+    def delete(self, caller: str, id: str) -> None:
+        """Forgets a caller's response. Errors: RequestError."""
+        self._bytes -= self.get(caller, id).bytes
+        del self._stored[caller, id]
