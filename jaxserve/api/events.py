@@ -1,13 +1,16 @@
 """What the engine answers a request with.
 
 In this order: one `Accepted`, any number of `Progress`, one or more `Token` per completion, one
-`Finished` per completion.
+`Finished` per completion. Where the prompt is embedded there are no tokens, and `Finished` has the
+embedding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from jaxserve.api.errors import RequestError
 
@@ -72,7 +75,8 @@ class Token:
 class Finished:
     """The end of one completion. reason: stop (end token, stop id or string, end of the guide),
     length, cancelled, deadline, or error (then `error` says which). stop: the stop string or id
-    that ended it, once its text is known."""
+    that ended it, once its text is known. embedding [D] f32: the hidden state of the prompt's last
+    token after the model's final norm, where the request wants it; its reason is stop."""
 
     index: int
     reason: str
@@ -81,11 +85,13 @@ class Finished:
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
     error: RequestError | None = None
     stop: str | int | None = None
+    embedding: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from arrival to the first token; None where none came."""
-        return self.timing.first_token if self.usage.completion else None
+        """Seconds from arrival to the first token, or to the embedding; None where none came."""
+        came = self.usage.completion or self.embedding is not None
+        return self.timing.first_token if came else None
 
     @property
     def tpot(self) -> float | None:

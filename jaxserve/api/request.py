@@ -82,7 +82,8 @@ class Request:
     (NORMAL_RETENTION), not stored (EPHEMERAL), or stored and kept for so many seconds, also where
     others were used later; of requests that share KV the strongest wish counts (Mooncake, section
     5.2). kv_source: from where blocks may be fetched that would else be computed; what does not
-    come from there is computed.
+    come from there is computed. embed: no tokens are wanted, but the prompt's embedding, see
+    `Finished`.
     """
 
     id: str
@@ -97,6 +98,7 @@ class Request:
     cache_retention: int = NORMAL_RETENTION
     guide: Guide | None = None
     kv_source: KvSource | None = None
+    embed: bool = False
 
     @classmethod
     def make(
@@ -113,7 +115,8 @@ class Request:
         """Makes a checked request for a model with `vocab` ids and sequences of at most `max_len`
         tokens, prompt and output together, on a server with these classes of requests.
 
-        `max_tokens` is cut to what fits. Errors: RequestError that names the field and the limit.
+        `max_tokens` is cut to what fits, and to one where the prompt is embedded. Errors:
+        RequestError that names the field and the limit.
         """
         if not isinstance(id, str) or not 0 < len(id) <= MAX_ID_CHARS:
             raise RequestError("request_id", f"must be a string of 1 to {MAX_ID_CHARS} characters")
@@ -122,6 +125,8 @@ class Request:
         check_integer("cache_retention", retention, EPHEMERAL, MAX_RETENTION)
         _check_class("slo.class_name", rest.get("slo", Slo()).class_name, classes)
         tokens = prompt_ids(prompt, vocab, max_len)
+        if rest.get("embed", False):
+            sampling = _without_tokens(sampling, rest.get("guide"))
         for name, ids in (
             ("stop_token_ids", sampling.stop_token_ids),
             ("logit_bias", [token for token, _ in sampling.logit_bias]),
@@ -175,6 +180,19 @@ def prompt_ids(prompt: Sequence[int] | np.ndarray, vocab: int, max_len: int) -> 
             "prompt_ids", f"id {low if low < 0 else high} is not in 0 to {vocab - 1}"
         )
     return ids.astype(np.int32)
+
+
+def _without_tokens(sampling: SamplingParams, guide: Guide | None) -> SamplingParams:
+    """The parameters of a request whose prompt is embedded: there is one result, and room for one
+    token is kept as for any prompt. Errors: RequestError for what asks for more than that."""
+    for name, given in (
+        ("n", sampling.n > 1),
+        ("prompt_logprobs", sampling.prompt_logprobs is not None),
+        ("guided", guide is not None),
+    ):
+        if given:
+            raise RequestError(name, "cannot be given where a prompt is embedded")
+    return dataclasses.replace(sampling, max_tokens=1, min_tokens=0)
 
 
 def _check_class(name: str, value: Any, known: Collection[str]) -> None:

@@ -249,5 +249,6 @@ def _of(prefixes: Sequence[int], member: Member) -> int:
 
 
 def _computes_all(request: Request) -> bool:
-    """Whether the prompt is computed where it is decoded, whatever is cached elsewhere."""
-    return request.bypass_prefix_cache or request.sampling.prompt_logprobs is not None
+    """Whether the prompt is computed where its request is served, whatever is cached elsewhere."""
+    wants_logprobs = request.sampling.prompt_logprobs is not None
+    return request.bypass_prefix_cache or wants_logprobs or request.embed

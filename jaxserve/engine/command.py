@@ -20,18 +20,18 @@ from jaxserve.cache.tiers import STORE_COLUMNS
 from jaxserve.engine.sampling_rows import SamplingAdmission
 from jaxserve.engine.shapes import StepShape, layout
 
-VERSION = 2  # of the byte form
+VERSION = 3  # of the byte form
 NO_STEP = -1  # in place of a shape: nothing is computed, only what else the command says
 NO_SAMPLING = -1  # in place of a variant: no token is sampled after this step
 SAMPLE_LATER = -2  # tokens are sampled by a later command, once their masks are known
-SCORES = 64  # prompt tokens whose log-probabilities one launch computes
+SCORES = 64  # prompt tokens whose log-probabilities or embeddings one launch computes
 _HEAD = struct.Struct("<BBiiiiHHH")
 _ARRAY = struct.Struct("<BBI")  # kind of number, how it is written, bytes
 _WIDTH = struct.Struct("<I")
 _RAW, _RUNS = 0, 1
 _KINDS = (np.dtype("<i4"), np.dtype("<f4"), np.dtype("<u1"))
 _MOST_ROWS = 1 << 24  # of an array that bytes may unfold to
-_RESULT = struct.Struct("<BiBH")
+_RESULT = struct.Struct("<BiBHH")
 _SCALARS = ("lane", "slot", "fresh")  # fields of an admission
 _NONE = np.zeros((0, 1), np.int32)
 
@@ -54,7 +54,7 @@ class StepCommand:
     """One step, or what else the devices must do between two. In this order a worker: forgets all
     that it holds (`reset`), sets the sampling state of new sequences, reads pages that lower tiers
     are to keep, moves pages, writes pages that came from there, sets page-table entries, runs the
-    layers, samples, and scores prompt tokens.
+    layers, samples, scores prompt tokens, and pools.
 
     shape: index of the compiled shape, or NO_STEP. rows [lanes, size]: the step's row of each lane,
     see `shapes.layout`. reads: the version of the sampled tokens that the step feeds (0: none).
@@ -64,7 +64,9 @@ class StepCommand:
     [m, 7]: lane, page, seconds to keep its block, the block's key as four integers. loads [m, 2]:
     ticket and number of pieces of fetches (`block_mover`).
     table_updates [m, 5]: lane, slot, index in the row, page, block. scores
-    [k, 2, lanes, SCORES]: tokens of the step, and the ids whose log-probabilities are wanted.
+    [k, 2, lanes, SCORES]: tokens of the step, and the ids whose log-probabilities are wanted. pools
+    [k, lanes, SCORES]: tokens of the step that prompts are embedded by, first those that are; the
+    rest is negative.
     """
 
     number: int
@@ -80,6 +82,7 @@ class StepCommand:
     rows: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
     masks: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
     scores: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
+    pools: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,12 +90,14 @@ class StepResult:
     """What a step left for the host. tokens [lanes, samples]: sampled ids, negative where logits
     were not finite; None where nothing was sampled. logprobs: of these tokens, where the variant
     gives them: chosen [lanes, samples], the likeliest and their ids [lanes, samples, k]. scores:
-    per entry of the command's `scores` the same of the wanted ids."""
+    per entry of the command's `scores` the same of the wanted ids. pooled: per entry of its `pools`
+    the embeddings [lanes, m, D] f32 of its first m tokens, of all lanes' that are wanted."""
 
     number: int
     tokens: np.ndarray | None
     logprobs: tuple[np.ndarray, ...] = ()
     scores: tuple[tuple[np.ndarray, ...], ...] = ()
+    pooled: tuple[np.ndarray, ...] = ()
 
 
 # --- the byte form
@@ -128,6 +133,7 @@ class CommandCodec:
         yield command.table_updates.reshape(-1, 5)
         yield command.masks.reshape(-1, 1)
         yield command.scores.reshape(-1, 1)
+        yield command.pools.reshape(-1, 1)
         if command.shape != NO_STEP:
             for view in self._layouts[command.shape].views(command.rows).values():
                 yield view.reshape(-1, view.shape[-1] if view.ndim == 3 and view.size else 1)
@@ -145,14 +151,16 @@ class CommandCodec:
     def encode_result(self, result: StepResult) -> bytes:
         """The result's bytes."""
         tokens = () if result.tokens is None else (result.tokens,)
-        arrays = [*tokens, *result.logprobs, *(part for parts in result.scores for part in parts)]
-        head = _RESULT.pack(VERSION, result.number, len(tokens), len(result.logprobs))
+        scores = (part for parts in result.scores for part in parts)
+        arrays = [*tokens, *result.logprobs, *result.pooled, *scores]
+        counts = len(tokens), len(result.logprobs), len(result.pooled)
+        head = _RESULT.pack(VERSION, result.number, *counts)
         return head + b"".join(_shape(array) + _encoded(array.reshape(-1, 1)) for array in arrays)
 
     def decode_result(self, data: bytes) -> StepResult:
         """A result of its bytes. Errors: CommandError."""
         try:
-            version, number, sampled, scored = _RESULT.unpack_from(data)
+            version, number, sampled, scored, pooled = _RESULT.unpack_from(data)
             if version != VERSION:
                 raise CommandError(f"version {version} is not {VERSION}")
             reader = _Reader(memoryview(data), _RESULT.size)
@@ -163,12 +171,13 @@ class CommandCodec:
         except (struct.error, IndexError, ValueError) as error:
             raise CommandError(f"not a result of version {VERSION}: {error}") from None
         first = sampled + scored
-        rest = arrays[first:]
+        rest = arrays[first + pooled :]
         return StepResult(
             number,
             arrays[0] if sampled else None,
             tuple(arrays[sampled:first]),
             tuple(tuple(rest[at : at + 3]) for at in range(0, len(rest), 3)),
+            tuple(arrays[first : first + pooled]),
         )
 
     def _decode(self, data: memoryview) -> StepCommand:
@@ -188,6 +197,7 @@ class CommandCodec:
         if samples:
             masks = masks.reshape(self._lanes, samples, words)
         scores = reader.array()
+        pools = reader.array()
         rows = _NONE
         if shape != NO_STEP:
             place = self._layouts[shape]
@@ -210,6 +220,7 @@ class CommandCodec:
             rows=rows,
             masks=masks,
             scores=scores.reshape(-1, 2, self._lanes, SCORES),
+            pools=pools.reshape(-1, self._lanes, SCORES),
         )
 
 

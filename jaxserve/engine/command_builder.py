@@ -18,7 +18,7 @@ from jaxserve.engine import sampling_rows, token_masks
 from jaxserve.engine.arrays import to_arrays
 from jaxserve.engine.command import NO_SAMPLING, NO_STEP, SAMPLE_LATER, StepCommand
 from jaxserve.engine.dealing import RingSlice, StepDemand, fullest, ring_rows
-from jaxserve.engine.results import InFlightBatch, score_rows
+from jaxserve.engine.results import InFlightBatch, pool_rows, score_rows
 from jaxserve.engine.sampling_rows import VARIANTS, SamplingAdmission
 from jaxserve.engine.shapes import StepShape
 from jaxserve.engine.stage_plan import StagePlan
@@ -77,6 +77,7 @@ class CommandBuilder:
         reads = int(self._sampled_at[fed].max(initial=0))
         variant = self._sampling_of(batch)
         scores, pending = score_rows(self._scheduler, batch, arrays, lanes)
+        pools, embeddings = pool_rows(self._scheduler, batch, arrays, lanes)
         command = StepCommand(
             number=batch.number,
             shape=self._shape_index[shape],
@@ -89,11 +90,14 @@ class CommandBuilder:
             table_updates=arrays.early_updates,
             rows=arrays.rows,
             scores=scores,
+            pools=pools,
         )
         self._begins = False
         if variant not in (NO_SAMPLING, GUIDED):
             self._note_sampled(batch)
-        return command, InFlightBatch(batch, arrays, pending, variant == GUIDED)
+        return command, InFlightBatch(
+            batch, arrays, pending, embeddings, sample_later=variant == GUIDED
+        )
 
     def stores(self, stores: np.ndarray) -> StepCommand:
         """The command that only reads pages, see `Batch.stores`."""
@@ -139,8 +143,11 @@ class CommandBuilder:
         return int(self._variant[batch.slot[batch.sample]].max())
 
     def _admissions(self, batch: Batch, row: int) -> list[SamplingAdmission]:
-        """How the sequence of a row samples, which has just got its slot."""
+        """How the sequence of a row samples, which has just got its slot; nothing for one that does
+        not."""
         sequence = self._scheduler.sequences[int(batch.seq[row])]
+        if sequence.request.embed:
+            return []
         params = sequence.request.sampling
         slot = int(batch.slot[row])
         if sequence.matcher is not None:

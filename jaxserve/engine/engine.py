@@ -525,6 +525,7 @@ class Engine:
         assert result.number == batch.number, f"step {result.number} came for {batch.number}"
         tokens, logprobs = results.tokens_of(self.scheduler, flight, result)
         scores = results.scores_of(self.scheduler, flight, result)
+        embeddings = results.embeddings_of(flight, result)
         self._watchdog.success()
         self._publish_read(flight)
         # those that have not left the first stage
@@ -533,7 +534,7 @@ class Engine:
         with self._lock:
             now = self.clock.now()
             began = time.perf_counter()
-            events = self.scheduler.finish(batch, tokens, now, logprobs, scores)
+            events = self.scheduler.finish(batch, tokens, now, logprobs, scores, embeddings)
             finished = time.perf_counter()
             self._notify(events)
             notified = time.perf_counter()

@@ -1,5 +1,5 @@
 """What the host asks a step to leave, and what it makes of that: tokens, their log-probabilities,
-and those of a prompt's own tokens."""
+those of a prompt's own tokens, and embeddings."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from jaxserve.engine.command import SCORES, StepResult
 from jaxserve.engine.dealing import ChunkSlice
 from jaxserve.scheduling import Scheduler
 
+_NO_ROWS = np.zeros((0, 1), np.int32)
+
 
 @dataclasses.dataclass(frozen=True)
 class PendingScore:
@@ -25,6 +27,16 @@ class PendingScore:
     lane: int
 
 
+@dataclasses.dataclass(frozen=True)
+class PendingEmbedding:
+    """The embedding of a prompt whose last chunk a step computes: where it is in the result."""
+
+    chunk: int
+    entry: int
+    lane: int
+    place: int
+
+
 @dataclasses.dataclass
 class InFlightBatch:
     """A batch that was issued and not yet read. issued: clock second. sample_later: its tokens are
@@ -33,6 +45,7 @@ class InFlightBatch:
     batch: Batch
     arrays: StepArrays
     scores: list[PendingScore]
+    embeddings: list[PendingEmbedding] = dataclasses.field(default_factory=list)
     sample_later: bool = False
     issued: float = 0.0
 
@@ -60,6 +73,39 @@ def score_rows(
                 rows.append(ints)
                 pending.append(PendingScore(chunk, len(some), piece.lane))
     return np.array(rows, np.int32).reshape(-1, 2, lanes, SCORES), pending
+
+
+def pool_rows(
+    scheduler: Scheduler, batch: Batch, arrays: StepArrays, lanes: int
+) -> tuple[np.ndarray, list[PendingEmbedding]]:
+    """What prompts that are embedded and end in this step need from it: for the command, tokens of
+    the step [k, lanes, SCORES], and whose they are."""
+    pending = []
+    tokens = []
+    count = [0] * lanes
+    for chunk in np.flatnonzero(~batch.is_decode).tolist():
+        request = scheduler.sequences[int(batch.seq[chunk])].request
+        if not request.embed or batch.start[chunk] + batch.length[chunk] < len(request.prompt):
+            continue
+        lane = _lane_of_last(batch, arrays, chunk)
+        entry, place = divmod(count[lane], SCORES)
+        pending.append(PendingEmbedding(chunk, entry, lane, place))
+        tokens.append(int(arrays.last[chunk]))
+        count[lane] += 1
+    if not pending:
+        return _NO_ROWS, []
+    rows = np.full((-(-max(count) // SCORES), lanes, SCORES), -1, np.int32)
+    for one, token in zip(pending, tokens):
+        rows[one.entry, one.lane, one.place] = token
+    return rows, pending
+
+
+def _lane_of_last(batch: Batch, arrays: StepArrays, chunk: int) -> int:
+    """The lane that computes a chunk's last token: not always its home, around a ring."""
+    slices = [piece for piece in arrays.slices if piece.chunk == chunk]
+    if not slices:
+        return int(batch.lane[chunk])
+    return max(slices, key=lambda piece: piece.offset).lane
 
 
 def tokens_of(
@@ -103,6 +149,14 @@ def scores_of(
             values = [_logprobs(chosen, top, ids, k) for chosen, top, ids in zip(*parts)]
             out.setdefault(number, []).extend(values)
     return out
+
+
+def embeddings_of(flight: InFlightBatch, result: StepResult) -> dict[int, np.ndarray]:
+    """Embeddings [D] f32 of prompts, by number of the sequence."""
+    return {
+        int(flight.batch.seq[one.chunk]): result.pooled[one.entry][one.lane, one.place].copy()
+        for one in flight.embeddings
+    }
 
 
 def _logprobs(chosen: np.ndarray, top: np.ndarray, ids: np.ndarray, k: int) -> Logprobs:

@@ -31,7 +31,7 @@ from jaxserve.engine.dealing import launches
 from jaxserve.engine.programs import Lower, Programs
 from jaxserve.engine.shapes import MOVES, NOWHERE, StepShape, layout
 from jaxserve.engine.stage_plan import StagePlan
-from jaxserve.engine.step import Weights, head, layers, score, write_table
+from jaxserve.engine.step import Weights, head, layers, pool, score, write_table
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.models.decoder import declare, padded_vocab, parameters, stage_modules
 from jaxserve.sharding.exchange import COMPILER_OPTIONS
@@ -228,8 +228,18 @@ class Stages:
     ) -> tuple[jax.Array, ...]:
         """Log-probabilities of ids target [lanes, SCORES], each after the step's token number
         `token` [lanes, SCORES]: see `step.score`."""
-        picked = self.programs.get(*self._pick_program(hidden.all.shape[1]))(hidden.all, token)
+        picked = self._pick(hidden, token)
         return self.programs.get(*self._score_program())(self.head_values, picked, target)
+
+    def pool(self, hidden: HiddenStates, token: np.ndarray) -> jax.Array:
+        """Embeddings [lanes, SCORES, D] f32: final hidden states of the step's tokens number
+        `token` [lanes, SCORES], of any where it is negative."""
+        picked = self._pick(hidden, token)
+        return self.programs.get(*self._pool_program())(self.head_values, picked)
+
+    def _pick(self, hidden: HiddenStates, token: np.ndarray) -> jax.Array:
+        """Hidden states [lanes, SCORES, D] of some of a step's tokens."""
+        return self.programs.get(*self._pick_program(hidden.all.shape[1]))(hidden.all, token)
 
     def admit(self, admission: sampling_rows.SamplingAdmission) -> None:
         """Writes the sampling parameters of a slot."""
@@ -286,6 +296,7 @@ class Stages:
         """Name and lowering of the programs that do not depend on a step's shape."""
         if self.has_last:
             yield self._score_program()
+            yield self._pool_program()
             yield self._admit_program()
         for stage in self.stages:
             yield self._table_program(stage)
@@ -362,6 +373,17 @@ class Stages:
             )
 
         return "score", lower
+
+    def _pool_program(self) -> tuple[str, Lower]:
+        def lower() -> Any:
+            lane = spec("lanes")
+            values = [spec(*param.axes) for _, param in self.head.flat]
+            f = functools.partial(pool, self.head, self._to_all)
+            return compiled(f, self.last_mesh, (values, lane), self._read).lower(
+                self.head_values, self._hidden(SCORES)
+            )
+
+        return "pool", lower
 
     def _pick_program(self, tokens: int) -> tuple[str, Lower]:
         def lower() -> Any:

@@ -3,9 +3,9 @@ lane.
 
 `layers` is the program of every pipeline stage: it updates the page table, embeds tokens (in the
 first stage) or takes hidden states from the stage before, and runs the stage's layers. `head`,
-after the last stage, samples tokens from the hidden states of chosen positions, and `score` gives
-log-probabilities of prompt tokens. All run inside shard_map over the stage's lanes and ranks;
-pages, tables and sampling state are donated and returned.
+after the last stage, samples tokens from the hidden states of chosen positions, `score` gives
+log-probabilities of prompt tokens, and `pool` embeddings of prompts. All run inside shard_map over
+the stage's lanes and ranks; pages, tables and sampling state are donated and returned.
 """
 
 from __future__ import annotations
@@ -132,6 +132,11 @@ def score(
     S], of the likeliest ids [1, S, k], and those ids [1, S, k]. to_all: see `head`."""
     parts = sampling.log_probabilities(weights.module(values)(x[0]), target[0], vocab)
     return tuple(_read_by_host(part, to_all) for part in parts)
+
+
+def pool(weights: Weights, to_all: bool, values: list[jax.Array], x: jax.Array) -> jax.Array:
+    """Embeddings: hidden states x [1, S, D] after the final norm, as f32. to_all: see `head`."""
+    return _read_by_host(weights.module(values).normed(x[0]).astype(jnp.float32), to_all)
 
 
 def _read_by_host(x: jax.Array, to_all: bool) -> jax.Array:

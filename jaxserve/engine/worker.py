@@ -56,6 +56,8 @@ class _Pending:
     unsampled: HiddenStates | None
     sampled: SampledTokens | None = None
     scores: list[tuple[jax.Array, ...]] = dataclasses.field(default_factory=list)
+    # embeddings, and how many of each lane's are wanted at most
+    pooled: list[tuple[jax.Array, int]] = dataclasses.field(default_factory=list)
 
 
 class Worker:
@@ -199,6 +201,9 @@ class Worker:
         if hidden is not None:
             for token, target in command.scores:
                 step.scores.append(self.stages.score(hidden, token, target))
+            for token in command.pools:
+                wanted = int((token >= 0).sum(1).max())
+                step.pooled.append((self.stages.pool(hidden, token), wanted))
 
     def _sample(self, step: _Pending, command: StepCommand) -> None:
         has_last = self.stages.has_last
@@ -259,7 +264,8 @@ class Worker:
                 tokens = np.asarray(step.sampled.tokens)
                 logprobs = tuple(np.asarray(part) for part in step.sampled.logprobs)
             scores = tuple(tuple(np.asarray(part) for part in parts) for parts in step.scores)
-        return StepResult(step.number, tokens, logprobs, scores)
+            pooled = tuple(np.asarray(part)[:, :wanted] for part, wanted in step.pooled)
+        return StepResult(step.number, tokens, logprobs, scores, pooled)
 
     def members(self) -> list[dict[str, Any]]:
         """None: there is this process."""

@@ -135,7 +135,11 @@ class Head(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Hidden states x [T, D] -> this rank's slice of the logits, f32 [T, V / tp]."""
-        return _matmul(rms_norm(x, self.norm[...], self.eps), self.head, 1).astype(jnp.float32)
+        return _matmul(self.normed(x), self.head, 1).astype(jnp.float32)
+
+    def normed(self, x: jax.Array) -> jax.Array:
+        """Hidden states [T, D] after the final norm, of which logits are made."""
+        return rms_norm(x, self.norm[...], self.eps)
 
 
 def padded_vocab(config: ModelConfig, tp: int) -> int:

@@ -43,8 +43,8 @@ class BatchPacked:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """A sequence got its first token at clock second `now`. of_request: the first completion of its
-    request to get one; ttft_deadline: when it was due."""
+    """A sequence got its first token, or its prompt's embedding, at clock second `now`. of_request:
+    the first completion of its request to get one; ttft_deadline: when it was due."""
 
     sequence: Sequence
     now: float

@@ -159,6 +159,7 @@ class BatchPacker:
         length = np.ones(slot.size, np.int32)
         is_decode = np.ones(slot.size, bool)
         tokens = block_lane = np.empty(0, np.int32)
+        sample = slots.phase[slot] == DECODE
         if chunks:
             start[decodes.size :] = [chunk.start for chunk in chunks]
             length[decodes.size :] = [chunk.stop - chunk.start for chunk in chunks]
@@ -167,6 +168,9 @@ class BatchPacker:
                 [slots.by_slot[chunk.slot].history(chunk.start, chunk.stop) for chunk in chunks]
             )
             block_lane = self._block_lane(chunks)
+            sample[decodes.size :] &= [
+                not slots.by_slot[chunk.slot].request.embed for chunk in chunks
+            ]
         slots.issued[decodes] += 1
         slots.in_flight[slot] += 1
         slots.last_batch[slot] = number
@@ -178,7 +182,7 @@ class BatchPacker:
             start=start,
             length=length,
             is_decode=is_decode,
-            sample=slots.phase[slot] == DECODE,
+            sample=sample,
             spread=cache.spread[slot],
             blocks_per_lane=cache.blocks_per_lane[slot],
             block_lane=block_lane,

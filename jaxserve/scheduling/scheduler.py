@@ -39,6 +39,7 @@ from jaxserve.settings.schema import MeshConfig, SchedulerConfig
 
 Events = list[tuple[str, Event]]  # request id, event
 NOT_FINITE = RequestError("", "the model's logits were not finite", "INTERNAL")
+NO_EMBEDDING = RequestError("", "the prompt's embedding was not finite", "INTERNAL")
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,15 +357,17 @@ class Scheduler:
         now: float,
         logprobs: list[Logprobs | None] | None = None,
         prompt_logprobs: dict[int, list[Logprobs]] | None = None,
+        embeddings: dict[int, np.ndarray] | None = None,
     ) -> Events:
         """Events of the oldest batch in flight, whose sampled `tokens` [n] count where
         `batch.sample`.
 
         `logprobs` has an entry per chunk, for its sampled token. `prompt_logprobs` has, by number
-        of the sequence, those of the prompt's tokens from position `start + 1` on. A negative token
-        stands for logits that were not finite, and ends its completion with an error; its blocks
-        serve no other. What belongs to sequences that have ended is dropped. Errors: ValueError for
-        another batch.
+        of the sequence, those of the prompt's tokens from position `start + 1` on. `embeddings` has
+        by number those of the prompts that are embedded and end in this batch. A negative token
+        stands for logits that were not finite, and ends its completion with an error, as does an
+        embedding that is not finite; its blocks serve no other. What belongs to sequences that have
+        ended is dropped. Errors: ValueError for another batch.
         """
         if not self._flight or self._flight[0] is not batch:
             raise ValueError(f"batch {batch.number} is not the oldest one in flight")
@@ -375,7 +378,8 @@ class Scheduler:
         self._publish_decoded(batch, live)
         if prompt_logprobs:
             self._note_prompt_logprobs(batch, live, prompt_logprobs)
-        events = self._progress(batch, live, now) + self._read(batch, live, tokens, logprobs, now)
+        events = self._progress(batch, live, now, embeddings or {})
+        events += self._read(batch, live, tokens, logprobs, now)
         slots.finish(batch.slot)
         return events
 
@@ -397,24 +401,33 @@ class Scheduler:
                 int(batch.start[row]), entries[int(batch.seq[row])]
             )
 
-    def _progress(self, batch: Batch, live: np.ndarray, now: float) -> Events:
+    def _progress(
+        self, batch: Batch, live: np.ndarray, now: float, embeddings: dict[int, np.ndarray]
+    ) -> Events:
+        """How far prompts are, and the ends of those that are embedded."""
         events: Events = []
         for row in np.flatnonzero(live & ~batch.sample).tolist():
             sequence = self.slots.by_slot[batch.slot[row]]
             if not sequence.output:
                 done = int(batch.start[row] + batch.length[row])
-                events.append(
-                    (
-                        sequence.id,
-                        Progress(
-                            sequence.index,
-                            done,
-                            sequence.prefill_len,
-                            self._first_token(sequence, done, now),
-                        ),
-                    )
-                )
+                event: Event
+                if sequence.request.embed and done == sequence.prefill_len:
+                    event = self._embedded(sequence, embeddings.get(sequence.number), now)
+                else:
+                    ttft = self._first_token(sequence, done, now)
+                    event = Progress(sequence.index, done, sequence.prefill_len, ttft)
+                events.append((sequence.id, event))
         return events
+
+    def _embedded(self, sequence: Sequence, embedding: np.ndarray | None, now: float) -> Finished:
+        """Ends a sequence whose prompt is computed. embedding [D]: None where nothing is computed,
+        as in simulations."""
+        if embedding is not None and not np.isfinite(embedding).all():
+            self.cache.retract(sequence.slot)
+            return self._end(sequence, "error", now, NO_EMBEDDING)
+        self._note_first_token(sequence, now)
+        sequence.first_token_at = now
+        return self._end(sequence, "stop", now, embedding=embedding)
 
     def _first_token(self, sequence: Sequence, done: int, now: float) -> float:
         """Predicted seconds from arrival to first token, `done` tokens of the prompt being read:
@@ -505,7 +518,12 @@ class Scheduler:
         return events
 
     def _end(
-        self, sequence: Sequence, reason: str, now: float, error: RequestError | None = None
+        self,
+        sequence: Sequence,
+        reason: str,
+        now: float,
+        error: RequestError | None = None,
+        embedding: np.ndarray | None = None,
     ) -> Finished:
         entry = self._entries[sequence.id]
         del entry.alive[sequence.index]
@@ -521,7 +539,7 @@ class Scheduler:
                 self._deadlines.remove((entry.request.deadline, entry.number, sequence.id))
         elif len(entry.later) == len(entry.alive):  # the one they waited for has ended
             self._call_later(sequence)
-        event = sequence.finished(reason, now, error)
+        event = sequence.finished(reason, now, error, embedding)
         entry.ends.append(event)
         self.bus.publish(
             CompletionEnded(

@@ -134,7 +134,13 @@ class Sequence:
             return "stop"
         return "length" if len(self.output) >= self.max_new_tokens else None
 
-    def finished(self, reason: str, now: float, error: RequestError | None = None) -> Finished:
+    def finished(
+        self,
+        reason: str,
+        now: float,
+        error: RequestError | None = None,
+        embedding: np.ndarray | None = None,
+    ) -> Finished:
         """The event that it ended at clock second `now`; what had not happened counts as then."""
         arrival = self.request.arrival
         started = now if self.started_at is None else self.started_at
@@ -142,4 +148,6 @@ class Sequence:
         timing = Timing(started - arrival, first_token - arrival, now - arrival)
         usage = Usage(len(self.request.prompt), self.cached_tokens, len(self.output))
         logprobs = None if self.prompt_logprobs is None else tuple(self.prompt_logprobs)
-        return Finished(self.index, reason, usage, timing, logprobs, error)
+        return Finished(
+            self.index, reason, usage, timing, logprobs, error=error, embedding=embedding
+        )

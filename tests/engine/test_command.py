@@ -121,12 +121,14 @@ def test_bytes_give_the_result_back(data):
         ints(lanes, samples) if data.draw(st.booleans()) else None,
         scored(samples) if data.draw(st.booleans()) else (),
         tuple(scored(64) for _ in range(data.draw(st.integers(0, 2)))),
+        tuple(floats(lanes, 3, 8) for _ in range(data.draw(st.integers(0, 2)))),
     )
     found = codec.decode_result(codec.encode_result(result))
     assert found.number == result.number
     assert (found.tokens is None) == (result.tokens is None)
     pairs = [(found.tokens, result.tokens)] if result.tokens is not None else []
     pairs += list(zip(found.logprobs, result.logprobs, strict=True))
+    pairs += list(zip(found.pooled, result.pooled, strict=True))
     for ours, theirs in zip(found.scores, result.scores, strict=True):
         pairs += list(zip(ours, theirs, strict=True))
     for ours, theirs in pairs:
@@ -167,6 +169,7 @@ def test_bytes_give_the_command_back(data):
         rows=rows,
         masks=ints(2, 2, 3) if data.draw(st.booleans()) else np.zeros((0, 1), np.int32),
         scores=ints(data.draw(st.integers(0, 2)), 2, 2, 64),
+        pools=ints(data.draw(st.integers(0, 2)), 2, 64),
     )
     message = codec.encode(command)
     assert same(codec.decode(message), command)

@@ -98,6 +98,14 @@ def norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 def forward(config: ModelConfig, tensors: dict[str, np.ndarray], tokens: list[int]) -> np.ndarray:
     """Logits [T, V] of a whole sequence; `tensors` under their Hugging Face names."""
+    name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
+    return final_states(config, tensors, tokens) @ tensors[name].astype(np.float64).T
+
+
+def final_states(
+    config: ModelConfig, tensors: dict[str, np.ndarray], tokens: list[int]
+) -> np.ndarray:
+    """Hidden states [T, D] of a whole sequence after the final norm."""
     w = {name: value.astype(np.float64) for name, value in tensors.items()}
     x = w["model.embed_tokens.weight"][tokens]
     for i in range(config.layers):
@@ -118,8 +126,7 @@ def forward(config: ModelConfig, tensors: dict[str, np.ndarray], tokens: list[in
         gate = y @ layer["mlp.gate_proj.weight"].T
         up = y @ layer["mlp.up_proj.weight"].T
         x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down_proj.weight"].T
-    head = w["model.embed_tokens.weight"] if config.tied else w["lm_head.weight"]
-    return norm(x, w["model.norm.weight"], config.norm_eps) @ head.T
+    return norm(x, w["model.norm.weight"], config.norm_eps)
 
 
 def _attention(
