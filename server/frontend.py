@@ -281,6 +281,7 @@ class Frontend:
             bypass_prefix_cache=call.bypass_prefix_cache,
             cache_retention=call.cache_retention,
             guide=guide,
+            embed=call.embed,
         )
 
     def _truncated(self, call: GenerateCall, prompt: np.ndarray) -> np.ndarray:

@@ -15,8 +15,8 @@ class Origin:
     """How a request reached the server.
 
     protocol: grpc or http. traceparent, tracestate: W3C trace context, as the caller sent it.
-    operation: chat or text_completion, for traces. internal: made by the server's own readiness
-    check; such a request is neither logged, traced nor counted as rejected.
+    operation: chat, text_completion or embeddings, for traces. internal: made by the server's own
+    readiness check; such a request is neither logged, traced nor counted as rejected.
     """
 
     protocol: str = ""
@@ -28,14 +28,14 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """One request to generate, the same for gRPC and HTTP. Its values are plausible; whether this
-    server and its model can serve them is for `Frontend.generate` to check.
+    """One request to generate or to embed, the same for gRPC and HTTP. Its values are plausible;
+    whether this server and its model can serve them is for `Frontend.generate` to check.
 
     request_id: '' has the server choose one. model: '' means the one that is served. timeout:
     seconds from now. truncate_prompt_tokens: how many tokens to keep of the prompt's end, -1 as
     many as the model takes. ids_only: return token ids without text. keep_special: leave special
     tokens in the text. guided: what the output must match; guided_field: the request field that
-    asked for it, for errors.
+    asked for it, for errors. embed: no tokens are wanted, but the prompt's embedding.
     """
 
     prompt: Prompt
@@ -53,4 +53,5 @@ class GenerateCall:
     keep_special: bool = False
     guided: Guided | None = None
     guided_field: str = ""
+    embed: bool = False
     origin: Origin = dataclasses.field(default_factory=Origin)

@@ -22,7 +22,7 @@ from jaxserve.server import replica_pb2 as pb
 from jaxserve.settings.schema import ConfigError
 
 SECRET_VARIABLE = "JAXSERVE_CLUSTER_SECRET"
-PURPOSE = Purpose(b"jaxserve replica 1", "replica", "cluster")  # changes with replica.proto
+PURPOSE = Purpose(b"jaxserve replica 2", "replica", "cluster")  # changes with replica.proto
 CALLER = b"caller"
 REPLICA = b"replica"
 HANDSHAKE_SECONDS = 5.0

@@ -51,6 +51,7 @@ def submit_message(number: int, request: Request, now: float) -> pb.Submit:
         cache_salt=request.cache_salt,
         bypass_prefix_cache=request.bypass_prefix_cache,
         cache_retention=request.cache_retention,
+        embed=request.embed,
     )
     if request.kv_source is not None:
         message.kv_source.CopyFrom(pb.KvSource(**dataclasses.asdict(request.kv_source)))
@@ -87,6 +88,7 @@ def request_of(message: pb.Submit, info: ReplicaInfo, now: float) -> Request:
         bypass_prefix_cache=message.bypass_prefix_cache,
         cache_retention=message.cache_retention,
         kv_source=_kv_source_of(message),
+        embed=message.embed,
     )
 
 

@@ -79,7 +79,7 @@ class Tracer:
         operation: str = "text_completion",
     ) -> Span:
         """Starts the span of a request that has arrived, as a child of the caller's if its
-        traceparent is valid. operation: chat or text_completion."""
+        traceparent is valid. operation: chat, text_completion or embeddings."""
         match = TRACEPARENT.fullmatch(traceparent or "")
         if self._tracer is None:
             return Span(match[1] if match else "")

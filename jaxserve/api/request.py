@@ -115,8 +115,7 @@ class Request:
         """Makes a checked request for a model with `vocab` ids and sequences of at most `max_len`
         tokens, prompt and output together, on a server with these classes of requests.
 
-        `max_tokens` is cut to what fits, and to one where the prompt is embedded. Errors:
-        RequestError that names the field and the limit.
+        `max_tokens` is cut to what fits. Errors: RequestError that names the field and the limit.
         """
         if not isinstance(id, str) or not 0 < len(id) <= MAX_ID_CHARS:
             raise RequestError("request_id", f"must be a string of 1 to {MAX_ID_CHARS} characters")
@@ -126,7 +125,7 @@ class Request:
         _check_class("slo.class_name", rest.get("slo", Slo()).class_name, classes)
         tokens = prompt_ids(prompt, vocab, max_len)
         if rest.get("embed", False):
-            sampling = _without_tokens(sampling, rest.get("guide"))
+            _check_embeds(sampling, rest.get("guide"))
         for name, ids in (
             ("stop_token_ids", sampling.stop_token_ids),
             ("logit_bias", [token for token, _ in sampling.logit_bias]),
@@ -182,9 +181,8 @@ def prompt_ids(prompt: Sequence[int] | np.ndarray, vocab: int, max_len: int) -> 
     return ids.astype(np.int32)
 
 
-def _without_tokens(sampling: SamplingParams, guide: Guide | None) -> SamplingParams:
-    """The parameters of a request whose prompt is embedded: there is one result, and room for one
-    token is kept as for any prompt. Errors: RequestError for what asks for more than that."""
+def _check_embeds(sampling: SamplingParams, guide: Guide | None) -> None:
+    """Errors: RequestError for what asks for more than the embedding of a prompt."""
     for name, given in (
         ("n", sampling.n > 1),
         ("prompt_logprobs", sampling.prompt_logprobs is not None),
@@ -192,7 +190,6 @@ def _without_tokens(sampling: SamplingParams, guide: Guide | None) -> SamplingPa
     ):
         if given:
             raise RequestError(name, "cannot be given where a prompt is embedded")
-    return dataclasses.replace(sampling, max_tokens=1, min_tokens=0)
 
 
 def _check_class(name: str, value: Any, known: Collection[str]) -> None:

@@ -73,6 +73,7 @@ def replica_info(config: EngineConfig, worker: CommandExecutor, max_model_len: i
         heads=model.heads,
         kv_heads=model.kv_heads,
         head_dim=model.head_dim,
+        d_model=model.d_model,
         bos_id=model.bos_id,
         eos_ids=model.eos_ids,
         max_model_len=max_model_len,

@@ -14,8 +14,8 @@ class ReplicaInfo:
     """The facts that callers of a replica may rely on.
 
     served_name: by which requests name the model; other_names: these too. model: the architecture's
-    own name. eos_ids: ids that end a completion. max_model_len: most tokens of a sequence, its
-    output included.
+    own name. d_model: size of hidden states, and so of embeddings. eos_ids: ids that end a
+    completion. max_model_len: most tokens of a sequence, its output included.
     pages_per_lane: pages of KV cache on each lane, of `block_size` tokens. max_seqs: sequences that
     run at once; max_queue: requests that may wait. class_names: of request classes, see
     `SchedulerConfig.classes`. settings: all that was configured, group by group, without secrets.
@@ -31,6 +31,7 @@ class ReplicaInfo:
     heads: int
     kv_heads: int
     head_dim: int
+    d_model: int
     bos_id: int | None
     eos_ids: tuple[int, ...]
     max_model_len: int

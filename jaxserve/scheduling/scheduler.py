@@ -194,7 +194,8 @@ class Scheduler:
     def _sequences(self, request: Request, received: int) -> list[Sequence]:
         sampling = request.sampling
         prompt = len(request.prompt)
-        limit = min(sampling.max_tokens, self.max_len - prompt)
+        # there is room for a token after any prompt, also after one that is only embedded
+        limit = min(1 if request.embed else sampling.max_tokens, self.max_len - prompt)
         if limit < 1:
             raise RequestError(
                 "prompt",

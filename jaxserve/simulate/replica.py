@@ -313,6 +313,7 @@ def _info(
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
+        d_model=shape.d_model,
         bos_id=None,
         eos_ids=(),
         max_model_len=scheduler.max_len,

@@ -14,6 +14,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from jaxserve.api.events import Accepted, Event, Finished, Logprobs, Progress, Timing, Token, Usage
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
@@ -62,7 +64,7 @@ def merged(deltas: Sequence[Delta]) -> Delta:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Completion:
     """A whole completion. reason: stop, length, cancelled, deadline or error. stop: the stop string
-    or id that ended it."""
+    or id that ended it. embedding: see `Finished`."""
 
     index: int
     prompt_ids: Sequence[int]
@@ -74,6 +76,7 @@ class Completion:
     logprobs: Sequence[Logprobs] | None = None
     prompt_logprobs: Sequence[Logprobs | None] | None = None
     stop: str | int | None = None
+    embedding: np.ndarray | None = None
 
 
 Output = Accepted | Progress | Delta | Finished
@@ -318,4 +321,5 @@ class CompletionCollector:
             joined.logprobs or None,
             finished.prompt_logprobs,
             finished.stop,
+            finished.embedding,
         )

@@ -52,6 +52,7 @@ def generate_call(message: pb.GenerateRequest, timeout: float | None) -> Generat
         ids_only=message.ids_only,
         guided=guided,
         guided_field=f"guided.{guided.kind}" if guided else "",
+        embed=message.embed,
     )
 
 
@@ -141,6 +142,7 @@ def finished_message(event: Finished) -> pb.Finished:
         usage=pb.Usage(prompt=usage.prompt, cached=usage.cached, completion=usage.completion),
         timing=pb.Timing(queued=timing.queued, first_token=timing.first_token, total=timing.total),
         prompt_logprobs=map(logprobs_message, event.prompt_logprobs or ()),
+        embedding=event.embedding,
     )
 
 
@@ -190,6 +192,7 @@ def finished_of(message: pb.Finished) -> Finished:
         Usage(usage.prompt, usage.cached, usage.completion),
         Timing(timing.queued, timing.first_token, timing.total),
         tuple(map(logprobs_of, message.prompt_logprobs)) or None,
+        embedding=np.array(message.embedding, np.float32) if message.embedding else None,
     )
 
 

@@ -116,6 +116,17 @@ def test_each_of_n_completions_has_its_tokens_and_one_end(held):
     assert_empty(held)
 
 
+def test_an_embedded_prompt_ends_without_tokens(held):
+    """With the embedding, where the replica computes anything."""
+    heard = held.submit(tokens=50, embed=True)
+    held.wait_ended(heard)
+    end = heard.end
+    assert not heard.tokens and end.reason == "stop"
+    assert (end.usage.prompt, end.usage.completion) == (20, 0)
+    assert end.embedding is None or end.embedding.shape == (held.replica.info.d_model,)
+    assert_empty(held)
+
+
 def test_more_than_run_at_once_wait_and_all_end(held):
     count = min(held.replica.info.max_seqs + 2, held.replica.info.max_queue)
     heard = [held.submit(str(number), prompt=10 + number, tokens=8) for number in range(count)]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tokenizers
 from prometheus_client import CollectorRegistry
 
@@ -29,6 +30,7 @@ PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"  # a caller's traceparent
 EOS = 256
 VOCAB = 257
 MAX_LEN = 4096
+EMBEDDING = 8  # dimensions
 
 
 def next_token(tokens: Sequence[int], index: int) -> int:
@@ -41,6 +43,13 @@ def expected(prompt: Sequence[int], count: int, index: int = 0) -> list[int]:
     for _ in range(count):
         tokens.append(next_token(tokens, index))
     return tokens[len(prompt) :]
+
+
+def embedding(prompt: Sequence[int]) -> np.ndarray:
+    """How often each of EMBEDDING kinds of bytes is in a prompt; equal texts are alike, and those
+    that share letters are similar."""
+    counts = np.bincount(np.asarray(prompt) % EMBEDDING, minlength=EMBEDDING)
+    return counts.astype(np.float32) + 0.25
 
 
 class ByteDetokenizer:
@@ -174,6 +183,7 @@ class FakeReplica:
             heads=1,
             kv_heads=1,
             head_dim=1,
+            d_model=EMBEDDING,
             bos_id=None,
             eos_ids=self.model.eos_ids,
             max_model_len=MAX_LEN,
@@ -323,6 +333,9 @@ class FakeReplica:
             self._tell(running, Progress(0, running.prefilled, len(request.prompt)))
             return
         running.first = running.first or time.monotonic()
+        if request.embed:
+            self._finish(running, 0, "stop")
+            return
         for index in list(running.tokens):
             if index in running.tokens:  # a sink may have cancelled it
                 self._emit(running, index)
@@ -361,4 +374,6 @@ class FakeReplica:
         if not running.tokens:
             del self.requests[request.id]
         usage = Usage(len(request.prompt), 0, made)
-        self._tell(running, Finished(index, reason, usage, timing, logprobs, error))
+        embedded = embedding(request.prompt) if request.embed and reason == "stop" else None
+        end = Finished(index, reason, usage, timing, logprobs, error, embedding=embedded)
+        self._tell(running, end)

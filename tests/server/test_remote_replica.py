@@ -292,12 +292,21 @@ def test_requests_cross_with_moments_on_the_replicas_clock(
         bypass_prefix_cache=bypass,
         cache_retention=retention,
         kv_source=None if bypass else KvSource("host:1", 7, "id"),
+        embed=bypass and sampling.n == 1,
     )
     message = pb.Submit.FromString(submit_message(1, asked, here).SerializeToString())
     copy = request_of(message, FakeReplica().info, there)
     assert copy.prompt.tolist() == prompt
     assert copy.arrival == pytest.approx(there - age)
     assert copy.deadline == (None if left is None else pytest.approx(there + left))
-    for name in ("sampling", "slo", "priority", "cache_salt", "bypass_prefix_cache", "kv_source"):
+    for name in (
+        "sampling",
+        "slo",
+        "priority",
+        "cache_salt",
+        "bypass_prefix_cache",
+        "kv_source",
+        "embed",
+    ):
         assert getattr(copy, name) == getattr(asked, name)
     assert copy.cache_retention == retention

@@ -9,7 +9,7 @@ from jaxserve.server.grpc.proto import event_message, output_of
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig
 from jaxserve.text.output import Delta
-from tests.server.fakes import EOS, FakeReplica, expected
+from tests.server.fakes import EOS, FakeReplica, embedding, expected
 
 GREEDY = {"temperature": 0, "max_tokens": 5}
 
@@ -38,6 +38,18 @@ def test_n_completions_with_logprobs(serve):
     assert (first.ids, second.ids) == (expected(b"hi", 5, 0), expected(b"hi", 5, 1))
     assert [p.top[0][0] for p in second.logprobs] == second.ids
     assert first.prompt_logprobs[0] is None and first.prompt_logprobs[1].chosen == -1.0
+
+
+def test_a_prompt_is_embedded(serve):
+    (completion,) = serve().client.complete("hello", embed=True)
+    assert completion.embedding.tolist() == embedding(list(b"hello")).tolist()
+    assert not completion.ids and completion.reason == "stop"
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"prompt_logprobs": 0}])
+def test_what_asks_for_more_than_an_embedding_is_refused(serve, fields):
+    with pytest.raises(ServerError, match="cannot be given where a prompt is embedded"):
+        serve().client.complete("hello", SamplingParams.make(**fields), embed=True)
 
 
 def test_a_stop_string_ends_the_text_and_the_engine(serve):
