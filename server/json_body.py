@@ -24,7 +24,8 @@ MAX_FIELDS = 256  # of a body
 MAX_KEYS = 4096  # of an object in it
 MAX_VALUES = 1 << 16  # of a field: 10,000 messages have some 50,000
 MAX_DEPTH = 128
-UNCOUNTED_FIELDS = frozenset({"prompt", "tokens"})  # their flat lists may exceed MAX_VALUES
+# their flat lists may exceed MAX_VALUES
+UNCOUNTED_FIELDS = frozenset({"prompt", "tokens", "input"})
 PARSE_SLICE = 1 << 14  # list entries made Python objects without releasing the interpreter
 WRITE_SLICE = 256  # list entries written without releasing the interpreter
 JsonObject = dict[str, Any]

@@ -48,6 +48,24 @@ class Chat:
 Prompt = Text | Chat | Sequence[int] | np.ndarray
 
 
+def prompts_of(field: str, given: Any, most: int, special: bool = True) -> list[Prompt]:
+    """The prompts of a text, a list of ids, or a list of at most so many of these. special: as of
+    `Text`. Errors: RequestError of `field`."""
+    if isinstance(given, str):
+        return [Text(given, special)]
+    if not isinstance(given, list):
+        raise RequestError(field, "must be a text, a list of token ids, or a list of these")
+    if not given:
+        raise RequestError(field, "is empty")
+    if not isinstance(given[0], (str, list)):
+        return [given]
+    if len(given) > most:
+        raise RequestError(field, f"has {len(given)} entries; the limit is {most}")
+    if {type(one) for one in given} not in ({str}, {list}):
+        raise RequestError(field, "mixes texts and lists of token ids")
+    return [Text(one, special) if isinstance(one, str) else one for one in given]
+
+
 def prompt_cost(prompt: Prompt) -> int:
     """About how long a prompt takes to tokenize, in characters of text."""
     match prompt:

@@ -101,15 +101,20 @@ async def respond(
         large = writer.echoes and prompt_tokens > INLINE_ECHO_TOKENS
         await run_in_thread_if(large, functools.partial(writer.open, streams))
         headers = {"x-request-id": header_value(streams[0].id), **headers}
-        if report is not None:
-            load = await frontend.ask_replica(frontend.require_replica().load)
-            headers |= load_header(load, report)
+        headers |= await load_headers(frontend, report)
         if mode is StreamMode.OFF:
             body = await _whole_body(streams, writer, request)
             return Response(body, 200, headers, "application/json")
         for stream in streams:
             stream.abort_write = request.scope["transport"].abort
         return EventStream(_events(stack.pop_all(), streams, writer, mode), headers)
+
+
+async def load_headers(frontend: Frontend, report: str | None) -> dict[str, str]:
+    """Headers of an answer that tell how busy the replica is; none where no report is wanted."""
+    if report is None:
+        return {}
+    return load_header(await frontend.ask_replica(frontend.require_replica().load), report)
 
 
 async def _whole_body(

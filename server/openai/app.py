@@ -21,7 +21,7 @@ from jaxserve.server.frontend_metrics import CONTENT_TYPE, exposition
 from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.http_app import JsonRoute, make_app
 from jaxserve.server.json_body import JsonObject, dump, dump_in_thread_if
-from jaxserve.server.openai import chat, completions
+from jaxserve.server.openai import chat, completions, embeddings, rerank
 from jaxserve.server.openai.answers import INLINE_TOKENS, TokenWriter, respond
 from jaxserve.server.openai.responses.routes import add_routes as add_responses_routes
 from jaxserve.server.openai.schemas import (
@@ -65,6 +65,7 @@ def users_app(frontend: Frontend, readiness: Readiness) -> fastapi.FastAPI:
     app = make_app("jaxserve")
     unknown = UnknownFields(frontend.config.strict_fields)
     app.include_router(_generating_routes(frontend, unknown), responses=ERROR_RESPONSES)
+    app.include_router(_embedding_routes(frontend, unknown), responses=ERROR_RESPONSES)
     app.include_router(_model_routes(frontend, unknown), responses=ERROR_RESPONSES)
     app.include_router(_health_routes(frontend, readiness))
     app.include_router(dashboard.router(frontend, _visible_ids))
@@ -134,6 +135,31 @@ def _generating_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.AP
         frontend.check_model(call.model)
         ids = await frontend.tokenize(call.prompt, request.state.caller)
         return {"token_ids": ids.tolist()}
+
+    return router
+
+
+def _embedding_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.APIRouter:
+    """Routes that embed texts, and compare them by that."""
+    router = _open_router(frontend)
+
+    @router.post("/v1/embeddings")
+    async def embed(body: embeddings.EmbeddingsRequest, request: fastapi.Request) -> Response:
+        id = _request_id(body, request)
+        return await embeddings.answer(frontend, body, id, request, unknown.headers(body))
+
+    @router.post("/rerank", include_in_schema=False)
+    @router.post("/v1/rerank")
+    @router.post("/v2/rerank")
+    async def order(body: rerank.RerankRequest, request: fastapi.Request) -> Response:
+        id = _request_id(body, request)
+        return await rerank.rerank(frontend, body, id, request, unknown.headers(body))
+
+    @router.post("/score")
+    @router.post("/v1/score", include_in_schema=False)
+    async def compare(body: rerank.ScoreRequest, request: fastapi.Request) -> Response:
+        id = _request_id(body, request)
+        return await rerank.score(frontend, body, id, request, unknown.headers(body))
 
     return router
 
@@ -252,7 +278,9 @@ def _visible_ids(request: fastapi.Request) -> Callable[[str], bool] | None:
     return caller.owns_id if caller.name else None
 
 
-def _request_id(body: GenerateRequest | MessagesRequest, request: fastapi.Request) -> str:
+def _request_id(
+    body: GenerateRequest | MessagesRequest | embeddings.EmbedRequest, request: fastapi.Request
+) -> str:
     return body.request_id or request.headers.get("x-request-id", "")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from jaxserve.server.json_body import JsonObject
 from jaxserve.server.openai import kv_transfer
 from jaxserve.server.openai.answers import TokenWriter, usage_of
 from jaxserve.server.openai.schemas import COMPLETION_TOKENS, MAX_PROMPTS, CompletionRequest
-from jaxserve.server.prompts import Prompt, Text
+from jaxserve.server.prompts import Prompt, Text, prompts_of
 from jaxserve.server.streams import Stream
 from jaxserve.text.output import Completion, Delta, Output
 
@@ -42,7 +41,7 @@ def generate_calls(
         logprobs=body.logprobs,
         prompt_logprobs=_prompt_logprobs(body),
     )
-    prompts = _prompts(body.prompt)
+    prompts = prompts_of("prompt", body.prompt, MAX_PROMPTS)
     ids = [id]
     if len(prompts) > 1:
         ids = [id and f"{id}-{number}" for number in range(len(prompts))]
@@ -75,23 +74,6 @@ def _prompt_logprobs(body: CompletionRequest) -> int | None:
     if body.prompt_logprobs not in (None, body.logprobs):
         raise RequestError("prompt_logprobs", "must equal logprobs where echo shows these too")
     return body.logprobs
-
-
-def _prompts(given: Any) -> list[Prompt]:
-    """The prompts of a text, a list of ids, or a list of these. Errors: RequestError."""
-    if isinstance(given, str):
-        return [Text(given)]
-    if not isinstance(given, list):
-        raise RequestError("prompt", "must be a text, a list of token ids, or a list of these")
-    if not given:
-        raise RequestError("prompt", "is empty")
-    if not isinstance(given[0], (str, list)):
-        return [given]
-    if len(given) > MAX_PROMPTS:
-        raise RequestError("prompt", f"has {len(given)} entries; the limit is {MAX_PROMPTS}")
-    if {type(one) for one in given} not in ({str}, {list}):
-        raise RequestError("prompt", "mixes texts and lists of token ids")
-    return [Text(one) if isinstance(one, str) else one for one in given]
 
 
 class CompletionWriter:

@@ -63,7 +63,7 @@ def test_prompts_spread_over_processes_say_what_the_reference_says(
 
 
 def everything(real: Engine) -> Runner:
-    """Sampling in every variant, log-probabilities, guides, prefix hits."""
+    """Sampling in every variant, log-probabilities, embeddings, guides, prefix hits."""
     runner = Runner(real)
     prompt = list(range(5, 105))
     many = [
@@ -77,6 +77,7 @@ def everything(real: Engine) -> Runner:
     for lap in range(2):
         for number, fields in enumerate(many):
             runner.submit(prompt[number:], f"{lap}-{number}", **fields)
+        runner.submit(prompt[50:], f"{lap}-embedded", {"embed": True})
         for number, spec in enumerate(test_guides.SPECS):
             guide = test_guides.guides(real).compile(spec)
             rest = {"guide": guide}
@@ -96,6 +97,10 @@ def assert_same(found: Runner, right: Runner) -> None:
                 assert (a is None) == (b is None)
                 if a is not None:
                     assert np.isclose(a.chosen, b.chosen, atol=1e-4)
+            vectors = ours.finished.embedding, theirs.finished.embedding
+            assert (vectors[0] is None) == (not id.endswith("embedded"))
+            if vectors[0] is not None:
+                np.testing.assert_allclose(*vectors, atol=1e-4)
             prompts = ours.finished.prompt_logprobs, theirs.finished.prompt_logprobs
             for a, b in zip(*(each or () for each in prompts), strict=True):
                 assert (a is None) == (b is None)

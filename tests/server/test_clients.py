@@ -11,6 +11,7 @@ import sys
 
 import grpc
 import httpx
+import numpy as np
 import openai
 import pydantic
 import pytest
@@ -101,6 +102,27 @@ def case(golden, golden_first_layers, model, server):
         key=lambda case: len(case["prompt_ids"]),
     )
     return {**found, "text": server.server.frontend.tokenizer.decode(found["output_ids"])}
+
+
+def test_openai_embeddings_are_the_states_from_which_the_reference_goes_on(
+    client, case, model, server
+):
+    """With the model's head they give the reference's first token and its log-probability."""
+    stages = server.server.frontend.replica.worker.stages
+    names = [keys[-1] for keys, _ in stages.head.flat]
+    head = np.asarray(stages.head_values[names.index("head")], np.float64)
+    for given in (case["prompt_ids"], case["prompt"]):
+        made = client.embeddings.create(
+            model=model, input=given, extra_body={"normalize": False}, encoding_format="float"
+        )
+        logits = np.array(made.data[0].embedding) @ head
+        logprobs = logits - logits.max()
+        logprobs -= np.log(np.exp(logprobs).sum())
+        assert logits.argmax() == case["output_ids"][0]
+        assert logprobs.max() == pytest.approx(case["output_logprobs"][0], abs=1e-3)
+        assert made.usage.total_tokens == len(case["prompt_ids"])
+    made = client.embeddings.create(model=model, input=[case["prompt"], "another"], dimensions=64)
+    assert all(np.linalg.norm(one.embedding) == pytest.approx(1) for one in made.data)
 
 
 def test_openai_completions_are_those_of_the_reference(client, case, model):
