@@ -120,10 +120,9 @@ def _listed(name: str, value: Any) -> tuple:
 
 
 def _bias(value: Any) -> tuple:
+    given = value.items() if isinstance(value, Mapping) else value
     try:
-        pairs = [
-            (id, bias) for id, bias in (value.items() if isinstance(value, Mapping) else value)
-        ]
+        pairs = [(id, bias) for id, bias in given]
     except (TypeError, ValueError):
         raise RequestError("logit_bias", "must map token ids to numbers") from None
     return tuple((_token_id(id), bias) for id, bias in pairs)

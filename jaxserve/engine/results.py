@@ -14,8 +14,6 @@ from jaxserve.engine.command import SCORES, StepResult
 from jaxserve.engine.dealing import ChunkSlice
 from jaxserve.scheduling import Scheduler
 
-_NO_ROWS = np.zeros((0, 1), np.int32)
-
 
 @dataclasses.dataclass(frozen=True)
 class PendingScore:
@@ -61,8 +59,7 @@ def score_rows(
         request = scheduler.sequences[int(batch.seq[chunk])].request
         if request.sampling.prompt_logprobs is None:
             continue
-        whole = ChunkSlice(chunk, 0, 1, int(batch.lane[chunk]), int(arrays.last[chunk]))
-        for piece in [piece for piece in arrays.slices if piece.chunk == chunk] or [whole]:
+        for piece in _slices_of(batch, arrays, chunk):
             first = int(batch.start[chunk]) + piece.offset + 1
             targets = request.prompt[first : first + piece.size]
             for at in range(0, len(targets), SCORES):
@@ -87,25 +84,22 @@ def pool_rows(
         request = scheduler.sequences[int(batch.seq[chunk])].request
         if not request.embed or batch.start[chunk] + batch.length[chunk] < len(request.prompt):
             continue
-        lane = _lane_of_last(batch, arrays, chunk)
+        lane = max(_slices_of(batch, arrays, chunk), key=lambda piece: piece.offset).lane
         entry, place = divmod(count[lane], SCORES)
         pending.append(PendingEmbedding(chunk, entry, lane, place))
         tokens.append(int(arrays.last[chunk]))
         count[lane] += 1
-    if not pending:
-        return _NO_ROWS, []
     rows = np.full((-(-max(count) // SCORES), lanes, SCORES), -1, np.int32)
     for one, token in zip(pending, tokens):
         rows[one.entry, one.lane, one.place] = token
     return rows, pending
 
 
-def _lane_of_last(batch: Batch, arrays: StepArrays, chunk: int) -> int:
-    """The lane that computes a chunk's last token: not always its home, around a ring."""
-    slices = [piece for piece in arrays.slices if piece.chunk == chunk]
-    if not slices:
-        return int(batch.lane[chunk])
-    return max(slices, key=lambda piece: piece.offset).lane
+def _slices_of(batch: Batch, arrays: StepArrays, chunk: int) -> list[ChunkSlice]:
+    """Slices of a chunk that lanes compute around a ring; of any other one, which its home lane
+    computes as a whole."""
+    whole = ChunkSlice(chunk, 0, 1, int(batch.lane[chunk]), int(arrays.last[chunk]))
+    return [piece for piece in arrays.slices if piece.chunk == chunk] or [whole]
 
 
 def tokens_of(

@@ -110,6 +110,17 @@ async def respond(
         return EventStream(_events(stack.pop_all(), streams, writer, mode), headers)
 
 
+class Identified(Protocol):
+    """A body that may name its request."""
+
+    request_id: str | None
+
+
+def request_id(body: Identified, request: HttpRequest) -> str:
+    """The id that a caller gives its request, in the body or a header; '' where it gives none."""
+    return body.request_id or request.headers.get("x-request-id", "")
+
+
 async def load_headers(frontend: Frontend, report: str | None) -> dict[str, str]:
     """Headers of an answer that tell how busy the replica is; none where no report is wanted."""
     if report is None:

@@ -22,13 +22,12 @@ from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.http_app import JsonRoute, make_app
 from jaxserve.server.json_body import JsonObject, dump, dump_in_thread_if
 from jaxserve.server.openai import chat, completions, embeddings, rerank
-from jaxserve.server.openai.answers import INLINE_TOKENS, TokenWriter, respond
+from jaxserve.server.openai.answers import INLINE_TOKENS, TokenWriter, request_id, respond
 from jaxserve.server.openai.responses.routes import add_routes as add_responses_routes
 from jaxserve.server.openai.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerateRequest,
     TokenizeRequest,
 )
 from jaxserve.server.openai.unknown_fields import UnknownFields
@@ -90,14 +89,14 @@ def _generating_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.AP
     @router.post("/v1/completions")
     async def complete(body: CompletionRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
-        calls = completions.generate_calls(body, _request_id(body, request), request.headers)
+        calls = completions.generate_calls(body, request_id(body, request), request.headers)
         writer = completions.CompletionWriter(frontend, body, calls)
         return await respond(frontend, calls, writer, request, body.stream_mode(), headers)
 
     @router.post("/v1/chat/completions")
     async def converse(body: ChatRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
-        call = chat.generate_call(frontend, body, _request_id(body, request), request.headers)
+        call = chat.generate_call(frontend, body, request_id(body, request), request.headers)
         writer = chat.ChatWriter(frontend, body)
         return await respond(frontend, [call], writer, request, body.stream_mode(), headers)
 
@@ -105,7 +104,7 @@ def _generating_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.AP
     async def message(body: MessagesRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
         asked = body.as_chat()
-        call = chat.generate_call(frontend, asked, _request_id(body, request), request.headers)
+        call = chat.generate_call(frontend, asked, request_id(body, request), request.headers)
         writer = MessagesWriter(frontend, body, asked)
         return await respond(frontend, [call], writer, request, asked.stream_mode(), headers)
 
@@ -121,14 +120,14 @@ def _generating_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.AP
         """The token ids of each prompt: for routers, which find the replica that has most of
         them."""
         headers = unknown.headers(body)
-        calls = completions.generate_calls(body, _request_id(body, request), request.headers)
+        calls = completions.generate_calls(body, request_id(body, request), request.headers)
         return await _rendered([await _ids(call, request) for call in calls], headers)
 
     @router.post("/v1/chat/completions/render")
     async def render_chat(body: ChatRequest, request: fastapi.Request) -> Response:
         """The token ids that the model would be given."""
         headers = unknown.headers(body)
-        call = chat.generate_call(frontend, body, _request_id(body, request), request.headers)
+        call = chat.generate_call(frontend, body, request_id(body, request), request.headers)
         return await _rendered(await _ids(call, request), headers)
 
     async def _ids(call: GenerateCall, request: fastapi.Request) -> JsonObject:
@@ -145,20 +144,20 @@ def _embedding_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.API
 
     @router.post("/v1/embeddings")
     async def embed(body: embeddings.EmbeddingsRequest, request: fastapi.Request) -> Response:
-        id = _request_id(body, request)
+        id = request_id(body, request)
         return await embeddings.answer(frontend, body, id, request, unknown.headers(body))
 
     @router.post("/rerank", include_in_schema=False)
     @router.post("/v1/rerank")
     @router.post("/v2/rerank")
     async def order(body: rerank.RerankRequest, request: fastapi.Request) -> Response:
-        id = _request_id(body, request)
+        id = request_id(body, request)
         return await rerank.rerank(frontend, body, id, request, unknown.headers(body))
 
     @router.post("/score")
     @router.post("/v1/score", include_in_schema=False)
     async def compare(body: rerank.ScoreRequest, request: fastapi.Request) -> Response:
-        id = _request_id(body, request)
+        id = request_id(body, request)
         return await rerank.score(frontend, body, id, request, unknown.headers(body))
 
     return router
@@ -276,12 +275,6 @@ def _visible_ids(request: fastapi.Request) -> Callable[[str], bool] | None:
     """Whether the dashboard may show a request's id to the caller; None: it may show all."""
     caller = request.state.caller
     return caller.owns_id if caller.name else None
-
-
-def _request_id(
-    body: GenerateRequest | MessagesRequest | embeddings.EmbedRequest, request: fastapi.Request
-) -> str:
-    return body.request_id or request.headers.get("x-request-id", "")
 
 
 def _models(frontend: Frontend) -> list[JsonObject]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import dataclasses
+import functools
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import fastapi
@@ -32,8 +33,7 @@ from jaxserve.server.http_errors import header_value
 from jaxserve.server.json_body import JsonObject, dump_in_thread_if
 from jaxserve.server.openai.answers import load_headers, usage_of
 from jaxserve.server.openai.load_report import wanted_format
-from jaxserve.server.openai.schemas import PromptField
-from jaxserve.server.openai.unknown_fields import OpenModel
+from jaxserve.server.openai.schemas import PromptField, PromptRequest
 from jaxserve.server.prompts import Prompt, prompts_of
 
 MAX_INPUTS = 2048  # of one request
@@ -43,26 +43,12 @@ OPERATION = "embeddings"  # its name in traces
 _PROMPT_FIELDS = ("prompt", "prompt_ids")  # names of an input in errors of the frontend
 
 
-class EmbedRequest(OpenModel):
+class EmbedRequest(PromptRequest):
     """Fields that all routes share which embed texts."""
 
-    model: str = Field("", description="'' or absent means the one that is served")
-    truncate_prompt_tokens: int | None = Field(
-        None, description="as in vLLM: only an input's last so many tokens; -1: as many as fit"
-    )
     add_special_tokens: bool | None = Field(
         None, description="as in vLLM: false leaves out the tokens that the tokenizer adds"
     )
-    priority: int | None = Field(
-        None, description="-8 to 8; each step down halves the class's objective for the first token"
-    )
-    request_id: str | None = Field(
-        None, description="else the header x-request-id, else one that the server chooses"
-    )
-    cache_salt: str | None = Field(
-        None, description="cached prefixes are shared between requests of equal salt only"
-    )
-    user: str | None = Field(None, description="has no effect")
 
 
 class EmbeddingsRequest(EmbedRequest):
@@ -182,17 +168,42 @@ def new_id(given: str, prefix: str) -> str:
     return given or f"{prefix}-{secrets.token_hex(8)}"
 
 
-async def json_answer(
+async def respond_of_ends(
     frontend: Frontend,
-    request: fastapi.Request,
-    body: bytes,
+    body: EmbedRequest,
+    inputs: Sequence[Input],
     id: str,
+    request: fastapi.Request,
     headers: Mapping[str, str],
+    content: Callable[[list[Finished]], JsonObject],
+    large: bool,
 ) -> Response:
-    """A response with this JSON. headers: to be sent too. Errors: RequestError."""
-    load = await load_headers(frontend, wanted_format(request.headers))
-    headers = {"x-request-id": header_value(id), **headers, **load}
-    return Response(body, 200, headers, "application/json")
+    """Embeds all inputs; returns the response whose content is made of their ends. headers: to be
+    sent too. large: whether it is made and written in a thread. Errors: as of `embed`."""
+    report = wanted_format(request.headers)
+    ends = await embed(frontend, body, inputs, id, request)
+    written = await dump_in_thread_if(large, functools.partial(content, ends))
+    load = await load_headers(frontend, report)
+    sent = {"x-request-id": header_value(id), **headers, **load}
+    return Response(written, 200, sent, "application/json")
+
+
+def as_list(
+    frontend: Frontend,
+    body: EmbedRequest,
+    id: str,
+    data: Sequence[JsonObject],
+    ends: Sequence[Finished],
+) -> JsonObject:
+    """The content of a response that lists what was made of these ends."""
+    return {
+        "id": id,
+        "object": "list",
+        "created": int(time.time()),
+        "model": body.model or frontend.info.served_name,
+        "data": data,
+        "usage": usage_of(ends),
+    }
 
 
 async def answer(
@@ -203,30 +214,22 @@ async def answer(
     headers: Mapping[str, str],
 ) -> Response:
     """The response to a request for embeddings. Errors: RequestError."""
-    wanted_format(request.headers)
     inputs = body.inputs()
     size = frontend.info.d_model
     if body.dimensions is not None:
         check_integer("dimensions", body.dimensions, 1, size)
         size = body.dimensions
     id = new_id(id, "embd")
-    ends = await embed(frontend, body, inputs, id, request)
 
-    def content() -> JsonObject:
-        return {
-            "id": id,
-            "object": "list",
-            "created": int(time.time()),
-            "model": body.model or frontend.info.served_name,
-            "data": [
-                {"object": "embedding", "index": number, "embedding": _written(body, end)}
-                for number, end in enumerate(ends)
-            ],
-            "usage": usage_of(ends),
-        }
+    def content(ends: list[Finished]) -> JsonObject:
+        data = [
+            {"object": "embedding", "index": number, "embedding": _written(body, end)}
+            for number, end in enumerate(ends)
+        ]
+        return as_list(frontend, body, id, data, ends)
 
-    written = await dump_in_thread_if(len(ends) * size > INLINE_VALUES, content)
-    return await json_answer(frontend, request, written, id, headers)
+    large = len(inputs) * size > INLINE_VALUES
+    return await respond_of_ends(frontend, body, inputs, id, request, headers, content, large)
 
 
 def _written(body: EmbeddingsRequest, end: Finished) -> str | list[float]:

@@ -7,7 +7,6 @@ Qwen3-Reranker) are not asked the way they were trained to be.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
@@ -19,15 +18,15 @@ from starlette.responses import Response
 from jaxserve.api.errors import RequestError, check_integer
 from jaxserve.api.events import Finished
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.json_body import JsonObject, dump_in_thread_if
+from jaxserve.server.json_body import JsonObject
 from jaxserve.server.openai.answers import usage_of
 from jaxserve.server.openai.embeddings import (
     MAX_INPUTS,
     EmbedRequest,
     Input,
-    embed,
-    json_answer,
+    as_list,
     new_id,
+    respond_of_ends,
     vector_of,
 )
 from jaxserve.server.openai.schemas import FirstFault
@@ -99,20 +98,20 @@ async def rerank(
     if body.top_n is not None:
         check_integer("top_n", body.top_n, 1, 2**31 - 1)
     id = new_id(id, "rerank")
-    query, *documents = await embed(frontend, body, body.inputs(), id, request)
 
-    def content() -> JsonObject:
-        scores = cosines([query], documents)
+    def content(ends: list[Finished]) -> JsonObject:
+        scores = cosines(ends[:1], ends[1:])
         order = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
         return {
             "id": id,
             "model": body.model or frontend.info.served_name,
             "results": [_result(body, number, float(scores[number])) for number in order],
-            "usage": usage_of([query, *documents]),
+            "usage": usage_of(ends),
         }
 
-    written = await dump_in_thread_if(len(documents) > INLINE_RESULTS, content)
-    return await json_answer(frontend, request, written, id, headers)
+    inputs = body.inputs()
+    large = len(body.documents) > INLINE_RESULTS
+    return await respond_of_ends(frontend, body, inputs, id, request, headers, content, large)
 
 
 async def score(
@@ -125,24 +124,18 @@ async def score(
     """The similarity of each pair of a request. Errors: RequestError."""
     first, second = body.inputs()
     id = new_id(id, "score")
-    ends = await embed(frontend, body, [*first, *second], id, request)
 
-    def content() -> JsonObject:
+    def content(ends: list[Finished]) -> JsonObject:
         scores = cosines(ends[: len(first)], ends[len(first) :])
-        return {
-            "id": id,
-            "object": "list",
-            "created": int(time.time()),
-            "model": body.model or frontend.info.served_name,
-            "data": [
-                {"index": number, "object": "score", "score": value}
-                for number, value in enumerate(scores.tolist())
-            ],
-            "usage": usage_of(ends),
-        }
+        data = [
+            {"index": number, "object": "score", "score": value}
+            for number, value in enumerate(scores.tolist())
+        ]
+        return as_list(frontend, body, id, data, ends)
 
-    written = await dump_in_thread_if(len(ends) > INLINE_RESULTS, content)
-    return await json_answer(frontend, request, written, id, headers)
+    inputs = [*first, *second]
+    large = len(inputs) > INLINE_RESULTS
+    return await respond_of_ends(frontend, body, inputs, id, request, headers, content, large)
 
 
 def cosines(first: Sequence[Finished], second: Sequence[Finished]) -> np.ndarray:

@@ -124,10 +124,28 @@ class StructuredOutputs(OpenModel):
     grammar: str | None = Field(None, description="in Lark's syntax, as llguidance reads it")
 
 
-class GenerateRequest(OpenModel):
-    """Fields that completions and chats share."""
+class PromptRequest(OpenModel):
+    """Fields that all requests with prompts share, whether these are continued or embedded."""
 
     model: str = Field("", description="'' or absent means the one that is served")
+    request_id: str | None = Field(
+        None, description="else the header x-request-id, else one that the server chooses"
+    )
+    priority: int | None = Field(
+        None, description="-8 to 8; each step down halves the class's objective for the first token"
+    )
+    cache_salt: str | None = Field(
+        None, description="cached prefixes are shared between requests of equal salt only"
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, description="as in vLLM: only the prompt's last so many tokens; -1: as many as fit"
+    )
+    user: str | None = _IGNORED
+
+
+class GenerateRequest(PromptRequest):
+    """Fields that completions and chats share."""
+
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -147,9 +165,6 @@ class GenerateRequest(OpenModel):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    request_id: str | None = Field(
-        None, description="else the header x-request-id, else one that the server chooses"
-    )
     ttft_ms: float | None = Field(
         None, description="objective: milliseconds to the first token; also x-llm-d-slo-ttft-ms"
     )
@@ -161,12 +176,6 @@ class GenerateRequest(OpenModel):
     )
     deadline_ms: float | None = Field(
         None, description="milliseconds after which the request ends, done or not"
-    )
-    priority: int | None = Field(
-        None, description="-8 to 8; each step down halves the class's objective for the first token"
-    )
-    cache_salt: str | None = Field(
-        None, description="cached prefixes are shared between requests of equal salt only"
     )
     bypass_prefix_cache: bool | None = None
     cache_retention: Literal["normal", "ephemeral"] | StrictInt | None = Field(
@@ -183,16 +192,12 @@ class GenerateRequest(OpenModel):
     prompt_logprobs: int | None = Field(
         None, description="as in vLLM: log-probabilities of the prompt's tokens, and so many others"
     )
-    truncate_prompt_tokens: int | None = Field(
-        None, description="as in vLLM: only the prompt's last so many tokens; -1: as many as fit"
-    )
     return_token_ids: bool | None = Field(
         None, description="as in vLLM: choices have token_ids, and the answer prompt_token_ids"
     )
     return_tokens_as_token_ids: bool | None = Field(
         None, description="as in vLLM: tokens of log-probabilities are written token_id:N"
     )
-    user: str | None = _IGNORED
     metadata: dict[str, Any] | None = _IGNORED
     store: bool | None = _IGNORED
     service_tier: str | None = _IGNORED

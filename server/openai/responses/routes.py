@@ -8,7 +8,7 @@ from starlette.responses import Response
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.openai import chat
-from jaxserve.server.openai.answers import respond
+from jaxserve.server.openai.answers import request_id, respond
 from jaxserve.server.openai.responses.request import ResponsesRequest
 from jaxserve.server.openai.responses.stored import StoredResponses
 from jaxserve.server.openai.responses.writer import ResponsesWriter
@@ -28,7 +28,7 @@ def add_routes(router: fastapi.APIRouter, frontend: Frontend, unknown: UnknownFi
             found = stored.get(caller.name, body.previous_response_id, "previous_response_id")
             earlier = [*found.items]
         asked = body.as_chat(earlier)
-        id = body.request_id or request.headers.get("x-request-id", "")
+        id = request_id(body, request)
         call = chat.generate_call(frontend, asked, id, request.headers)
         items = [*earlier, *body.input_items]
 

@@ -244,5 +244,10 @@ class ResponsesWriter:
 
 def _shown_choice(body: ResponsesRequest) -> Any:
     """The choice of tools as a response tells it."""
-    choice = body.tool_choice
-    return choice or "auto" if choice is None or isinstance(choice, str) else choice.model_dump()
+    match body.tool_choice:
+        case None:
+            return "auto"
+        case str() as choice:
+            return choice
+        case choice:
+            return choice.model_dump()
