@@ -350,7 +350,8 @@ class FakeReplica:
         token = self._script[made] if made < len(self._script) else next_token(tokens, index)
         tokens.append(token)
         ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
-        logprobs = None if sampling.logprobs is None else Logprobs(-0.5, ((token, -0.5),))
+        value = -0.5 - made / 64  # of another size for each token, and exact in binary
+        logprobs = None if sampling.logprobs is None else Logprobs(value, ((token, value),))
         self._tell(running, Token(index, token, logprobs))
         if index not in running.tokens:
             return

@@ -219,6 +219,18 @@ def test_tokens_of_a_message_have_log_probabilities(client):
     assert all(not item.content[0].logprobs for item in without if item.type == "message")
 
 
+def test_log_probabilities_are_of_the_message_also_where_reasoning_has_its_text(client):
+    says = "<think>Say Hi now.</think>\nHi"
+    asked = client(says, tokenizer=Thinker)
+    expected = [-0.5 - made / 64 for made in range(len(says) - 2, len(says))]
+    whole = asked.responses.create(model="", input="hi", **LOGPROBS)
+    tokens = whole.output[-1].content[0].logprobs
+    events = asked.responses.create(model="", input="hi", stream=True, **LOGPROBS)
+    parts = [e.logprobs for e in events if e.type == "response.output_text.delta"]
+    assert [token.logprob for token in tokens] == expected
+    assert [token.logprob for part in parts for token in part] == expected
+
+
 # --- stored responses
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import threading
 from collections.abc import Sequence
 
 from jaxserve.api.errors import RequestError
@@ -29,10 +30,12 @@ class StoredResponse:
 
 class StoredResponses:
     """Responses by their caller's name and their id. max_bytes: of all together; the oldest go
-    first, and a response that is larger alone is not stored."""
+    first, and a response that is larger alone is not stored. For any thread: long responses are
+    written in one of their own."""
 
     def __init__(self, max_bytes: int):
         self._max_bytes = max_bytes
+        self._lock = threading.Lock()
         self._bytes = 0
         self._stored: collections.OrderedDict[tuple[str, str], StoredResponse] = (
             collections.OrderedDict()
@@ -43,11 +46,12 @@ class StoredResponses:
         made = StoredResponse(response, items, len(dump(response)) + len(dump(list(items))))
         if made.bytes > self._max_bytes:
             return
-        self._stored[caller, response["id"]] = made
-        self._bytes += made.bytes
-        while self._bytes > self._max_bytes:
-            _, oldest = self._stored.popitem(last=False)
-            self._bytes -= oldest.bytes
+        with self._lock:
+            self._stored[caller, response["id"]] = made
+            self._bytes += made.bytes
+            while self._bytes > self._max_bytes:
+                _, oldest = self._stored.popitem(last=False)
+                self._bytes -= oldest.bytes
 
     def get(self, caller: str, id: str, field: str = "") -> StoredResponse:
         """A caller's response. field: the request's field with the id. Errors: RequestError."""
@@ -59,5 +63,6 @@ class StoredResponses:
 
     def delete(self, caller: str, id: str) -> None:
         """Forgets a caller's response. Errors: RequestError."""
-        self._bytes -= self.get(caller, id).bytes
-        del self._stored[caller, id]
+        with self._lock:
+            self._bytes -= self.get(caller, id).bytes
+            del self._stored[caller, id]

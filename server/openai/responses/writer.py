@@ -153,7 +153,8 @@ class ResponsesWriter:
                 yield from self._item_begun(kind, part)
             if not isinstance(part, CallBegin):
                 self._written += part.text
-                extra = {"logprobs": self._logprobs_of(part.text)} if kind == "message" else {}
+                made = self._made(kind, part.text) if self._pending_logprobs else []
+                extra = {"logprobs": made} if kind == "message" else {}
                 yield self._of_item(f"{_EVENT_OF[kind]}.delta", delta=part.text, **extra)
 
     def _item_begun(self, kind: str, part: Part) -> Iterator[JsonObject]:
@@ -207,23 +208,27 @@ class ResponsesWriter:
         if output.logprobs:
             self._pending_logprobs += self._tokens.chat_logprobs(output.ids, output.logprobs)
 
-    def _logprobs_of(self, text: str) -> list[JsonObject]:
-        """Those of the tokens that made further text of a message. Tokens before it made reasoning
-        or calls, which have none."""
+    def _made(self, kind: str, text: str) -> list[JsonObject]:
+        """Takes the tokens that made further text of an item, and those before it: markers, which
+        are no item's. Returns their log-probabilities, which a message has and no other item."""
         pending = self._pending_logprobs
-        if not pending:
-            return []
         made = b"".join(bytes(token["bytes"]) for token in pending)
         wanted = text.encode()
         begin = made.find(wanted)
+        message = kind == "message"
+        if begin < 0 and not message:
+            return []  # arguments that a parser wrote anew: the next text is found behind them
         if begin < 0:  # bytes that are no text are shown as others
             begin, wanted = 0, made
         ends = list(itertools.accumulate(len(token["bytes"]) for token in pending))
+        end = begin + len(wanted)
         first = bisect.bisect_right(ends, begin)
-        last = bisect.bisect_left(ends, begin + len(wanted)) + 1
+        # A token that also begins the next item is left to it, where that may be a message.
+        last = bisect.bisect_left(ends, end) + 1 if message else bisect.bisect_right(ends, end)
         self._pending_logprobs = pending[last:]
-        self._logprobs += pending[first:last]
-        return pending[first:last]
+        shown = pending[first:last] if message else []
+        self._logprobs += shown
+        return shown
 
     # --- events
 
