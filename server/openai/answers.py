@@ -18,7 +18,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Protocol
+from typing import Any, Protocol
 
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
@@ -47,6 +47,13 @@ KEEPALIVE = b": waiting\n\n"  # a comment, so that proxies do not close a silent
 # clients that strip what they read, vLLM's benchmark among them, need an end of the comment
 AFTER_KEEPALIVE = b":\n\n"
 DONE = b"data: [DONE]\n\n"
+# of routes in the OpenAPI schema
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "the answer, whole or as server-sent events (stream: true)",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    }
+}
 
 
 class ResponseWriter(Protocol):

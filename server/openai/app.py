@@ -22,7 +22,13 @@ from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.http_app import JsonRoute, make_app
 from jaxserve.server.json_body import JsonObject, dump, dump_in_thread_if
 from jaxserve.server.openai import chat, completions, embeddings, rerank
-from jaxserve.server.openai.answers import INLINE_TOKENS, TokenWriter, request_id, respond
+from jaxserve.server.openai.answers import (
+    INLINE_TOKENS,
+    STREAMED,
+    TokenWriter,
+    request_id,
+    respond,
+)
 from jaxserve.server.openai.responses.routes import add_routes as add_responses_routes
 from jaxserve.server.openai.schemas import (
     ChatRequest,
@@ -86,21 +92,21 @@ def _generating_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.AP
     router = _open_router(frontend)
     add_responses_routes(router, frontend, unknown)
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", responses=STREAMED)
     async def complete(body: CompletionRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
         calls = completions.generate_calls(body, request_id(body, request), request.headers)
         writer = completions.CompletionWriter(frontend, body, calls)
         return await respond(frontend, calls, writer, request, body.stream_mode(), headers)
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", responses=STREAMED)
     async def converse(body: ChatRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
         call = chat.generate_call(frontend, body, request_id(body, request), request.headers)
         writer = chat.ChatWriter(frontend, body)
         return await respond(frontend, [call], writer, request, body.stream_mode(), headers)
 
-    @router.post("/v1/messages")
+    @router.post("/v1/messages", responses=STREAMED)
     async def message(body: MessagesRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
         asked = body.as_chat()

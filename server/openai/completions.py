@@ -30,15 +30,15 @@ def generate_calls(
 ) -> list[GenerateCall]:
     """The calls that a body asks for, one for each prompt. Errors: RequestError."""
     kv_transfer.check(body.kv_transfer_params)
-    if body.best_of not in (None, body.n or 1):
-        raise RequestError("best_of", "is not supported beyond n")
+    _check_best_of(body)
     if body.echo and body.stream and body.logprobs is not None:
         raise RequestError(
             "echo", "with logprobs it cannot be streamed: the prompt's are known at the end"
         )
     sampling = body.sampling(
         COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
-        logprobs=body.logprobs,
+        n=body.best_of or body.n,
+        logprobs=0 if body.logprobs is None and _chooses(body) else body.logprobs,
         prompt_logprobs=_prompt_logprobs(body),
     )
     prompts = prompts_of("prompt", body.prompt, MAX_PROMPTS)
@@ -64,6 +64,19 @@ def generate_calls(
         dataclasses.replace(call, prompt=prompt, request_id=each)
         for prompt, each in zip(prompts, ids)
     ]
+
+
+def _chooses(body: CompletionRequest) -> bool:
+    """Whether more completions are made than shown."""
+    return body.best_of is not None and body.best_of > (body.n or 1)
+
+
+def _check_best_of(body: CompletionRequest) -> None:
+    """Errors: RequestError where `best_of` is below `n`, or its choice would be streamed."""
+    if body.best_of is not None and body.best_of < (body.n or 1):
+        raise RequestError("best_of", f"{body.best_of} is below n, {body.n or 1}")
+    if _chooses(body) and body.stream:
+        raise RequestError("best_of", "above n cannot be streamed: the best are known at the end")
 
 
 def _prompt_logprobs(body: CompletionRequest) -> int | None:
@@ -154,9 +167,9 @@ class CompletionWriter:
 
     def whole(self, completions: Sequence[Sequence[Completion]]) -> JsonObject:
         choices = [
-            self._choice(number, completion)
+            self._choice(number, index, completion)
             for number, group in enumerate(completions)
-            for completion in group
+            for index, completion in enumerate(self._best(group))
         ]
         usage = usage_of(completion for group in completions for completion in group)
         extra = kv_transfer.answer(self._body.kv_transfer_params)
@@ -181,7 +194,14 @@ class CompletionWriter:
         }
         return {**self.head, "choices": [choice]}
 
-    def _choice(self, number: int, completion: Completion) -> JsonObject:
+    def _best(self, group: Sequence[Completion]) -> Sequence[Completion]:
+        """Those that are shown: all, or the n whose tokens have the highest mean
+        log-probability."""
+        if not _chooses(self._body):
+            return group
+        return sorted(group, key=_mean_logprob, reverse=True)[: self._n]
+
+    def _choice(self, number: int, index: int, completion: Completion) -> JsonObject:
         echo = self._echo_texts[number] if self.echoes else ""
         logprobs = None
         if self._body.logprobs is not None:
@@ -192,7 +212,7 @@ class CompletionWriter:
                 values = [*(completion.prompt_logprobs or ()), *values]
             logprobs = self._logprobs(ids, values, 0)
         choice = {
-            "index": number * self._n + completion.index,
+            "index": number * self._n + index,
             "text": echo + completion.text,
             "logprobs": logprobs,
             "finish_reason": completion.reason,
@@ -235,3 +255,8 @@ class CompletionWriter:
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+
+def _mean_logprob(completion: Completion) -> float:
+    values = [at.chosen for at in completion.logprobs or ()]
+    return sum(values) / max(len(values), 1)

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import FailFast, Field, StrictInt, ValidationError, WithJsonSchema
+from pydantic import ConfigDict, FailFast, Field, StrictInt, ValidationError, WithJsonSchema
 from pydantic_core import core_schema
 
 from jaxserve.api.errors import RequestError, check_integer
@@ -27,13 +27,14 @@ MAX_PROMPTS = 128  # of one request
 COMPLETION_TOKENS = 16  # the protocol's default where a completion has no max_tokens
 UNLIMITED_TOKENS = 2**31 - 1  # max_tokens of a chat that sets none: up to the model's limit
 MAX_OBJECTIVE_SECONDS = 1e9
-_IDS = {"type": "array", "items": {"type": "integer"}}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_PROMPT_IDS = {**_IDS, "minItems": 1}
 _PROMPT = {
     "anyOf": [
-        {"type": "string"},
-        _IDS,
-        {"type": "array", "items": {"type": "string"}},
-        {"type": "array", "items": _IDS},
+        {"type": "string", "minLength": 1},
+        _PROMPT_IDS,
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+        {"type": "array", "items": _PROMPT_IDS, "minItems": 1},
     ]
 }
 # not checked by pydantic, which would take long for millions of ids
@@ -94,7 +95,7 @@ class FirstFault(FailFast):
     __hash__ = object.__hash__  # unions of annotated types must be hashable
 
 
-Messages = Annotated[list[dict[str, Any]], FirstFault()]
+Messages = Annotated[list[dict[str, Any]], FirstFault(), Field(json_schema_extra={"minItems": 1})]
 
 
 class StreamOptions(OpenModel):
@@ -110,6 +111,13 @@ class JsonSchema(OpenModel):
 
 
 class ResponseFormat(OpenModel):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {"properties": {"type": {"const": "json_schema"}}, "required": ["type"]},
+            "then": {"required": ["json_schema"]},
+        }
+    )
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -211,7 +219,7 @@ class GenerateRequest(PromptRequest):
             raise RequestError("prompt_logprobs", "cannot be streamed: they are known at the end")
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         given["stop"] = self.stop or None
-        return SamplingParams.make(max_tokens=max_tokens, **given, **rest)
+        return SamplingParams.make(**{**given, "max_tokens": max_tokens, **rest})
 
     def retention(self) -> int:
         """The request's `cache_retention`. Errors: RequestError."""
@@ -293,7 +301,11 @@ class CompletionRequest(GenerateRequest):
     prompt: PromptField = Field(...)
     echo: bool | None = None
     logprobs: int | None = None
-    best_of: int | None = Field(None, description="must equal n if given")
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        description="how many to make, of which the n likeliest by token are shown; not streamed",
+    )
     suffix: Annotated[Any, only("", None, why="is not supported")] = None
 
 

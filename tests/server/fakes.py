@@ -350,7 +350,7 @@ class FakeReplica:
         token = self._script[made] if made < len(self._script) else next_token(tokens, index)
         tokens.append(token)
         ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
-        value = -0.5 - made / 64  # of another size for each token, and exact in binary
+        value = -0.5 - (made + 16 * index) / 64  # differs by token and completion; exact in binary
         logprobs = None if sampling.logprobs is None else Logprobs(value, ((token, value),))
         self._tell(running, Token(index, token, logprobs))
         if index not in running.tokens:

@@ -2,6 +2,7 @@
 is refused."""
 
 import json
+import statistics
 import threading
 import time
 import urllib.parse
@@ -409,7 +410,7 @@ BAD = [
     ("cache_retention", True),
     ("prompt_cache_retention", "1h"),
     ("request_id", "x" * 300),
-    ("best_of", 3),
+    ("best_of", 0),
     ("suffix", "x"),
     ("stream_options", {}),
     ("model", 5),
@@ -548,6 +549,26 @@ def test_fields_that_ask_for_nothing_are_taken(http):
     assert answer.status_code == 200 and "x-jaxserve-ignored" not in answer.headers
     answer = post(client, "/v1/completions", {"prompt": "x", "echo": False, "best_of": 1})
     assert answer.status_code == 200
+
+
+def test_the_best_of_several_completions_are_shown(http):
+    client = http()
+    asked = {"prompt": ["a", "b"], "max_tokens": 4, "temperature": 1, "seed": 5, "best_of": 5}
+    every = post(client, "/v1/completions", {**asked, "n": 5, "logprobs": 0}).json()["choices"]
+    means = {each["index"]: statistics.mean(each["logprobs"]["token_logprobs"]) for each in every}
+    answer = post(client, "/v1/completions", {**asked, "n": 2}).json()
+    best = [
+        every[index]["text"]
+        for prompt in (range(5), range(5, 10))
+        for index in sorted(prompt, key=means.get, reverse=True)[:2]
+    ]
+    assert [each["text"] for each in answer["choices"]] == best
+    assert [each["index"] for each in answer["choices"]] == [0, 1, 2, 3]
+    assert all(each["logprobs"] is None for each in answer["choices"])
+    assert answer["usage"]["completion_tokens"] == 2 * 5 * 4
+    for wrong in ({"best_of": 2, "n": 3}, {"best_of": 2, "stream": True}):
+        refused = post(client, "/v1/completions", {"prompt": "a", **wrong})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "best_of"
 
 
 def test_the_effort_of_reasoning_is_a_variable_of_the_template(http):

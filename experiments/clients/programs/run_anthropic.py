@@ -30,13 +30,18 @@ def text_of(message: Any) -> str:
     return "".join(part.text for part in message.content if part.type == "text")
 
 
+def prompt_tokens(message: Any) -> int:
+    """All tokens of its prompt: input_tokens are those that were not cached."""
+    return message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+
+
 @call
 def message() -> None:
     made = client.messages.create(**ASK)
     assert made.role == "assistant" and made.type == "message"
     assert text_of(made)
     assert made.stop_reason in ("end_turn", "max_tokens")
-    assert 0 < made.usage.output_tokens <= 16 and made.usage.input_tokens > 5
+    assert 0 < made.usage.output_tokens <= 16 and prompt_tokens(made) > 5
 
 
 @call
@@ -115,13 +120,13 @@ def tool_results_go_back() -> None:
         {"role": "user", "content": [result]},
     ]
     made = client.messages.create(**ASK | {"messages": messages}, tools=[TOOL])
-    assert made.usage.input_tokens > said.usage.input_tokens
+    assert prompt_tokens(made) > prompt_tokens(said)
 
 
 @call
 def tokens_are_counted_as_they_are_used() -> None:
     counted = client.messages.count_tokens(model=MODEL, messages=FRANCE)
-    assert counted.input_tokens == client.messages.create(**ASK).usage.input_tokens
+    assert counted.input_tokens == prompt_tokens(client.messages.create(**ASK))
     with_tools = client.messages.count_tokens(model=MODEL, messages=FRANCE, tools=[TOOL])
     assert with_tools.input_tokens > counted.input_tokens
 

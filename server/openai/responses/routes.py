@@ -8,7 +8,7 @@ from starlette.responses import Response
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.openai import chat
-from jaxserve.server.openai.answers import request_id, respond
+from jaxserve.server.openai.answers import STREAMED, request_id, respond
 from jaxserve.server.openai.responses.request import ResponsesRequest
 from jaxserve.server.openai.responses.stored import StoredResponses
 from jaxserve.server.openai.responses.writer import ResponsesWriter
@@ -19,7 +19,7 @@ def add_routes(router: fastapi.APIRouter, frontend: Frontend, unknown: UnknownFi
     """Adds the routes to those that need a model."""
     stored = StoredResponses(frontend.config.stored_responses_mib << 20)
 
-    @router.post("/v1/responses")
+    @router.post("/v1/responses", responses=STREAMED)
     async def create(body: ResponsesRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
         caller = request.state.caller
