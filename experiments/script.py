@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.cli.machine import machine
+from jaxserve.observe.machine import machine
 from jaxserve.settings.flags import Command, UsageError, help_of, parse
 from jaxserve.settings.schema import ConfigError
 

@@ -26,7 +26,7 @@ HOST = {
     5: ("cluster", "simulate"),
 }
 DEVICE = {1: ("kernels",), 2: ("sharding",), 3: ("models",), 4: ("weights",), 5: ("engine",)}
-DOORS = {6: ("server", "llm", "cli", "integrations", "__main__")}
+DOORS = {6: ("server", "llm", "research", "cli", "integrations", "__main__")}
 PLACE = {
     room: (floor, place)
     for tower in (HOST, DEVICE, DOORS)

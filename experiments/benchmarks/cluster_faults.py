@@ -30,8 +30,8 @@ from typing import Any
 
 from experiments.benchmarks.fault_load import Callers, end, in_turns, kill, report, shared_memory
 from experiments.script import command_line
-from jaxserve.cli.machine import described, machine
 from jaxserve.group.channel import lasting_ports
+from jaxserve.observe.machine import described, machine
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 

@@ -34,8 +34,8 @@ from experiments.benchmarks.cluster_faults import (
 )
 from experiments.benchmarks.fault_load import Callers, end, kill, report, shared_memory
 from experiments.script import command_line
-from jaxserve.cli.machine import described, machine
 from jaxserve.group.channel import lasting_ports
+from jaxserve.observe.machine import described, machine
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 

@@ -25,8 +25,8 @@ from jaxserve.api.events import Finished
 from jaxserve.api.request import Request
 from jaxserve.cache import CacheManager
 from jaxserve.cli.display import table
-from jaxserve.cli.machine import described, machine
 from jaxserve.costs.predictor import Costs
+from jaxserve.observe.machine import described, machine
 from jaxserve.scheduling import Scheduler
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option

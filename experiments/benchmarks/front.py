@@ -49,8 +49,8 @@ from jaxserve.api.events import Event, Finished, Token
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import table
-from jaxserve.cli.machine import described, machine
 from jaxserve.llm import open_engine
+from jaxserve.observe.machine import described, machine
 from jaxserve.server import logs
 from jaxserve.server.supervisor import Background
 from jaxserve.settings.flags import Command

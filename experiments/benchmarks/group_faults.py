@@ -28,9 +28,9 @@ from typing import Any
 
 from experiments.benchmarks.fault_load import Callers, end, in_turns, kill, report, shared_memory
 from experiments.script import command_line
-from jaxserve.cli.machine import described, machine
 from jaxserve.group.channel import lasting_ports
 from jaxserve.group.member import VARIABLE
+from jaxserve.observe.machine import described, machine
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 

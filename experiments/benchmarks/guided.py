@@ -21,8 +21,8 @@ from typing import Any
 from experiments.script import command_line, keep
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import table
-from jaxserve.cli.machine import described, machine
 from jaxserve.llm import LLM
+from jaxserve.observe.machine import described, machine
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.text.structured_output import Guided

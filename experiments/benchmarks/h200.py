@@ -31,7 +31,7 @@ from typing import Any
 from experiments.benchmarks.gpu.worker import SECTIONS
 from experiments.script import command_line
 from jaxserve.cli.display import table
-from jaxserve.cli.machine import described, machine
+from jaxserve.observe.machine import described, machine
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError

@@ -40,8 +40,8 @@ from jaxserve import weights
 from jaxserve.checkpoint.model_config import to_hf
 from jaxserve.checkpoint.zoo import MODELS, ModelConfig
 from jaxserve.cli.display import table
-from jaxserve.cli.machine import described, machine
 from jaxserve.models.decoder import declare
+from jaxserve.observe.machine import described, machine
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.sharding import rules

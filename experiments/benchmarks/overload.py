@@ -32,11 +32,11 @@ from jaxserve.api.events import Event, Finished, Token
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import table
-from jaxserve.cli.machine import described, machine
 from jaxserve.cluster.conductor import Conductor
 from jaxserve.cluster.member import Member
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import open_engine
+from jaxserve.observe.machine import described, machine
 from jaxserve.replica.protocol import Replica
 from jaxserve.scheduling.events import StepIssued
 from jaxserve.server.client import Client

@@ -22,7 +22,7 @@ from jaxserve.api.events import Event, Finished, Token
 from jaxserve.api.request import Request, Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import table
-from jaxserve.cli.machine import described, machine
+from jaxserve.observe.machine import described, machine
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import (

@@ -29,8 +29,8 @@ from experiments.benchmarks.install import InstallError, install
 from experiments.script import command_line
 from jaxserve.cli.bench.engine import counts
 from jaxserve.cli.bench.speed import CONTEXT, STEPS, SpeedPoint
-from jaxserve.cli.machine import described, machine
 from jaxserve.folders import cache_folder
+from jaxserve.observe.machine import described, machine
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError

@@ -32,7 +32,7 @@ import numpy as np
 
 from experiments.script import command_line, keep
 from jaxserve.cli.display import table
-from jaxserve.cli.machine import described, machine
+from jaxserve.observe.machine import described, machine
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.store.checksum import block_checksum

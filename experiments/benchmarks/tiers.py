@@ -29,9 +29,9 @@ from jaxserve.api.events import Finished, Token
 from jaxserve.api.request import KvSource, Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import table
-from jaxserve.cli.machine import described, machine
 from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine
+from jaxserve.observe.machine import described, machine
 from jaxserve.server.block_service import BlockService
 from jaxserve.server.peer_blocks import PeerReplicas
 from jaxserve.server.replica_service import ReplicaService

@@ -22,7 +22,7 @@ from typing import Any
 from experiments.benchmarks.guard import Meter
 from experiments.script import command_line, keep
 from jaxserve.cli.display import table
-from jaxserve.cli.machine import described, machine
+from jaxserve.observe.machine import described, machine
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 

@@ -30,8 +30,8 @@ from experiments.clients.outcomes import (
 )
 from experiments.clients.served import ServerError, Servers, address, model_name, version
 from experiments.script import command_line
-from jaxserve.cli.machine import machine
 from jaxserve.folders import cache_folder
+from jaxserve.observe.machine import machine
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError

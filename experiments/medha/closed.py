@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.cli.simulate import shape_of
 from jaxserve.costs.predictor import LaneLoad, Predictor
 from jaxserve.costs.profiles import ITEM, ModelShape, devices
 from jaxserve.settings.schema import MeshConfig
-from jaxserve.simulate.run import System
+from jaxserve.simulate.run import System, shape_of
 
 POINTS = 400  # of the context at which steps of a prefill are looked at
 

@@ -16,12 +16,12 @@ import numpy as np
 
 from experiments.figures import Row
 from experiments.medha.figure import MedhaSettings
-from jaxserve.cli.simulate import configs, scheduling_options, shape_of
+from jaxserve.cli.simulate import configs, scheduling_options
 from jaxserve.settings.schema import MeshConfig
 from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.baselines import compare
 from jaxserve.simulate.recorder import RequestRecord
-from jaxserve.simulate.run import System, execute
+from jaxserve.simulate.run import System, execute, shape_of
 from jaxserve.simulate.workload import parse
 
 HOUR = 3600.0  # seconds; the paper's profiling window

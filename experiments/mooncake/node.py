@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxserve.cli.simulate import shape_of
 from jaxserve.costs.predictor import Predictor
 from jaxserve.settings.schema import MeshConfig
-from jaxserve.simulate.run import System
+from jaxserve.simulate.run import System, shape_of
 
 SYSTEM = System(shape_of("llama3-70b"), "a100", MeshConfig(tp=8))
 KV_BYTES = SYSTEM.shape.kv_bytes_per_token()  # the paper's 320 KB

@@ -12,9 +12,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from jaxserve.cli.simulate import shape_of
 from jaxserve.costs.profiles import costs, devices
 from jaxserve.scheduling.planning.cdsp import Instances, Latency, LatencyPoint, fit
+from jaxserve.simulate.run import shape_of
 
 K = 1024
 NODE = 8  # GPUs

@@ -25,11 +25,11 @@ from experiments import figures
 from experiments.figures import Row, Rows, matching
 from experiments.tetris.figure import TetrisSettings
 from experiments.tetris.model import NODE, TP, instances
-from jaxserve.cli.simulate import shape_of
 from jaxserve.costs.profiles import costs
 from jaxserve.scheduling.planning.cdsp import POLICIES, Policy
 from jaxserve.scheduling.planning.improvement import ImprovementRate
 from jaxserve.simulate.arrival import Arrival
+from jaxserve.simulate.run import shape_of
 from jaxserve.simulate.tetris import (
     IMPROVEMENT_RATES,
     PrefillInstances,

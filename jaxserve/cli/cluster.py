@@ -16,7 +16,6 @@ from typing import Any
 from jaxserve.cli.conductor import COMMAND as CONDUCTOR
 from jaxserve.cli.conductor import SETTINGS
 from jaxserve.cli.engine_flags import (
-    SERVED,
     SERVER,
     engine_config,
     engine_groups,
@@ -28,6 +27,7 @@ from jaxserve.group.cluster import ProcessSet, Task
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError
+from jaxserve.settings.schema.engine import SERVED
 
 ABOUT = """\
 Starts replicas (`jaxserve serve`) and a conductor on this machine, starts them anew when they end,

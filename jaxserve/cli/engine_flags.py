@@ -50,8 +50,6 @@ CONFIG = {
         ),
     ]
 }
-# defaults of servers, where they differ from those of the config
-SERVED: dict[str, Any] = dict(policy="slack", chunking="adaptive", admission="stated")
 # settings by which a server promises latencies to requests that state none
 PROMISES = frozenset({"ttft", "ttft_stretch", "tpot", "classes"})
 SERVER = {"server": list(options_of(ServerConfig).values())}

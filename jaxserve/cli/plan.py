@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxserve.cli.display import table
 from jaxserve.cli.files import check_writable, figure_class
-from jaxserve.cli.simulate import configs, scheduling_options, shape_of
+from jaxserve.cli.simulate import configs, scheduling_options
 from jaxserve.costs.profiles import devices
 from jaxserve.progress import progress_bar
 from jaxserve.settings.flags import Command
@@ -30,6 +30,7 @@ from jaxserve.simulate.plan import (
     search,
     simulations,
 )
+from jaxserve.simulate.run import shape_of
 from jaxserve.simulate.workload import parse
 
 ABOUT = f"""\

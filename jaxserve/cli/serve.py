@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.cli.doctor.forecast import launch_lines
-from jaxserve.cli.engine_flags import SERVED, SERVER, engine_config, engine_groups, server_config
+from jaxserve.cli.engine_flags import SERVER, engine_config, engine_groups, server_config
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError, ServerConfig
+from jaxserve.settings.schema.engine import SERVED
 
 log = logging.getLogger(__name__)
 ANY_HOST = ("", "0.0.0.0", "::")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.cli.display import table
 from jaxserve.cli.files import check_writable, figure_class
-from jaxserve.costs.profiles import ModelShape, devices
+from jaxserve.costs.profiles import devices
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option, make, options_of
 from jaxserve.settings.schema import (
@@ -27,7 +25,7 @@ from jaxserve.simulate.arrival import Arrival, workload_summary
 from jaxserve.simulate.baselines import BASELINES, compare
 from jaxserve.simulate.mixes import MIXES
 from jaxserve.simulate.recorder import Outcome, RequestRecord
-from jaxserve.simulate.run import System, execute, outcome_summary
+from jaxserve.simulate.run import System, execute, outcome_summary, shape_of
 from jaxserve.simulate.workload import parse
 
 ABOUT = f"""\
@@ -142,24 +140,6 @@ def check(baselines: Sequence[str], values: Mapping[str, Any]) -> None:
         check_writable(flag, values[flag])
     if values["plot"]:
         figure_class()
-
-
-def shape_of(name: str) -> ModelShape:
-    """Returns the shape of a model of the zoo; punctuation does not count: llama-3-8b is llama3-8b.
-    Errors: ConfigError."""
-    plain = lambda text: re.sub(r"[-_. ]", "", text.lower())
-    for known, config in MODELS.items():
-        if plain(known) == plain(name):
-            return ModelShape(
-                config.layers,
-                config.d_model,
-                config.heads,
-                config.kv_heads,
-                config.head_dim,
-                config.d_ff,
-                config.vocab,
-            )
-    raise ConfigError("model", f"{name!r} is not one of {', '.join(MODELS)}")
 
 
 def mesh_of(given: str | MeshConfig) -> MeshConfig:

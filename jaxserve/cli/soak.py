@@ -29,11 +29,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxserve.api.errors import RequestError
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import table
-from jaxserve.cli.engine_flags import SERVED, engine_groups
-from jaxserve.cli.machine import described, machine
+from jaxserve.cli.engine_flags import engine_groups
 from jaxserve.cli.own_server import OwnServer, own_server
+from jaxserve.observe.machine import described, machine
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
+from jaxserve.settings.schema.engine import SERVED
 
 ABOUT = """\
 A server is started on this machine with the flags below, in a process of its own. Exit code 1

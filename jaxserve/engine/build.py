@@ -236,20 +236,28 @@ def make_engine(
     """Makes the host's side of a replica: cache, scheduler, engine. model: as the checkpoint says.
     profile: what steps cost; None where nobody knows."""
     plan = worker.plan
+    cache = make_cache(config, plan, model, worker.lower_tiers)
+    scheduler = make_scheduler(config, plan, cache, profile)
+    chooser = None
+    if profile is not None and config.scheduler.exchange not in EXCHANGES and config.mesh.kvp > 1:
+        chooser = profile.chooser(plan, config.scheduler.exchange)
+    return Engine(config, worker, scheduler, chooser)
+
+
+def make_scheduler(
+    config: EngineConfig, plan: StagePlan, cache: CacheManager, profile: EngineProfile | None
+) -> Scheduler:
+    """The scheduler of an engine, or of a virtual replica that predicts it."""
     most = max_length(config, plan.model)
-    scheduler = Scheduler(
+    return Scheduler(
         config.scheduler,
-        make_cache(config, plan, model, worker.lower_tiers),
+        cache,
         config.mesh,
         most,
         plan.model.eos_ids,
         costs=NOMINAL if profile is None else profile.costs,
         planner=None if profile is None else _planner(config.scheduler, plan, profile, most),
     )
-    chooser = None
-    if profile is not None and config.scheduler.exchange not in EXCHANGES and config.mesh.kvp > 1:
-        chooser = profile.chooser(plan, config.scheduler.exchange)
-    return Engine(config, worker, scheduler, chooser)
 
 
 def make_cache(

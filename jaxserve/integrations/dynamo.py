@@ -26,7 +26,7 @@ from dynamo.llm.exceptions import EngineShutdown, InvalidArgument, WorkerUnavail
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished
 from jaxserve.api.request import Request
-from jaxserve.cli.engine_flags import SERVED, engine_config, engine_groups
+from jaxserve.cli.engine_flags import engine_config, engine_groups
 from jaxserve.integrations.dynamo_requests import Chunk, TokenText, chunks_of, request_of
 from jaxserve.llm import open_engine
 from jaxserve.observe.kv_event_publisher import KvEventPublisher, topic_of
@@ -34,6 +34,7 @@ from jaxserve.replica.protocol import Replica
 from jaxserve.settings.fields import Option
 from jaxserve.settings.flags import Command, UsageError, parse
 from jaxserve.settings.schema import ConfigError, EngineConfig
+from jaxserve.settings.schema.engine import SERVED
 from jaxserve.text import Tokenizer
 
 EVENTS_ENDPOINT = "tcp://127.0.0.1:0"

@@ -4,6 +4,7 @@ requests through it, and sums up what came of them."""
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request, Slo
 from jaxserve.cache import CacheManager
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.predictor import Costs
 from jaxserve.costs.profiles import ModelShape, costs, devices
 from jaxserve.scheduling import Scheduler
@@ -23,6 +25,24 @@ from jaxserve.simulate.replica import VirtualReplica
 
 MEMORY_SHARE = 0.9  # of a device's memory, for weights and KV
 PERCENTILES = (50, 90, 99)
+
+
+def shape_of(name: str) -> ModelShape:
+    """Returns the shape of a model of the zoo; punctuation does not count: llama-3-8b is llama3-8b.
+    Errors: ConfigError."""
+    plain = lambda text: re.sub(r"[-_. ]", "", text.lower())
+    for known, config in MODELS.items():
+        if plain(known) == plain(name):
+            return ModelShape(
+                config.layers,
+                config.d_model,
+                config.heads,
+                config.kv_heads,
+                config.head_dim,
+                config.d_ff,
+                config.vocab,
+            )
+    raise ConfigError("model", f"{name!r} is not one of {', '.join(MODELS)}")
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxserve.cli import machine
 from jaxserve.cli import main as cli
 from jaxserve.cli.bench import engine as bench_engine
 from jaxserve.cli.bench import host_time, speed
 from jaxserve.cli.bench.speed import Runner, Speed, SpeedPoint
 from jaxserve.engine.command import CommandCodec, StepCommand
+from jaxserve.observe import machine
 from jaxserve.scheduling.events import StepFinished, StepIssued
 
 TINY = [

@@ -7,13 +7,14 @@ import dataclasses
 import pytest
 
 from jaxserve.checkpoint.zoo import MODELS
-from jaxserve.cli.engine_flags import SERVED, engine_config, engine_groups
+from jaxserve.cli.engine_flags import engine_config, engine_groups
 from jaxserve.engine.build import for_this_machine, kv_tokens, make_plan
 from jaxserve.engine.machine import fitted
 from jaxserve.engine.memory import DeviceRoom
 from jaxserve.settings.flags import Command, parse
 from jaxserve.settings.options import make, values_of
 from jaxserve.settings.schema import EngineConfig
+from jaxserve.settings.schema.engine import SERVED
 
 LLAMA = MODELS["llama3-8b"]
 H200 = DeviceRoom("gpu", 141 * 10**9)

@@ -13,11 +13,12 @@ from jaxserve.api.events import Accepted
 from jaxserve.api.request import Request, Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
-from jaxserve.cli.engine_flags import SERVED, engine_config, engine_groups
+from jaxserve.cli.engine_flags import engine_config, engine_groups
 from jaxserve.costs.predictor import NOMINAL, Costs
 from jaxserve.scheduling import Scheduler
 from jaxserve.settings.flags import Command, parse
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
+from jaxserve.settings.schema.engine import SERVED
 
 TOKEN = 0.01  # seconds of prefill per token, and nothing else
 COSTS = Costs(layers=1, linear_token=TOKEN)

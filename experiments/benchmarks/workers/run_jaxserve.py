@@ -3,8 +3,8 @@
 import protocol
 
 from jaxserve.cli.bench.speed import Runner, SpeedPoint
-from jaxserve.cli.machine import machine
 from jaxserve.engine.build import build
+from jaxserve.observe.machine import machine
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig
 

@@ -13,7 +13,7 @@ from typing import Any
 from jaxserve.cli.display import table
 from jaxserve.cli.engine_flags import engine_config, engine_groups
 from jaxserve.cli.files import check_writable
-from jaxserve.cli.machine import described, machine
+from jaxserve.observe.machine import described, machine
 from jaxserve.progress import progress_bar
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option

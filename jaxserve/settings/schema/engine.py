@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxserve.settings.fields import ConfigError, Settings, option
@@ -11,6 +12,8 @@ from jaxserve.settings.schema.model import ModelSource
 from jaxserve.settings.schema.scheduler import SchedulerConfig
 
 AUTOMATIC = frozenset({"mesh", "block_size", "chunk_tokens", "max_seqs"})
+# defaults of servers, where they differ from those of the config
+SERVED: Mapping[str, str] = {"policy": "slack", "chunking": "adaptive", "admission": "stated"}
 
 
 @dataclass(frozen=True)

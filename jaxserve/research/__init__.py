@@ -1,0 +1,9 @@
+"""Sweeps: the same load on replicas of many settings, live on the devices here, simulated, or both.
+
+points.py    what a sweep is made of: settings, load, grids of both
+drive.py     a load on one replica, live or virtual
+measure.py   one point live, in a process of its own, and predicted with the costs measured there
+runner.py    all points of a sweep, one line of JSON each; what is finished is not run again
+frames.py    the lines as pandas frames: sweep, pareto, timeline
+report.py    the lines as one HTML page with pictures
+"""

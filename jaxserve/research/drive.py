@@ -1,0 +1,143 @@
+"""Puts a load on one replica and records what becomes of each request, live and in virtual time
+alike.
+
+Latencies count from the planned moment of an arrival, so that a driver that falls behind flatters
+nobody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Event, Finished, Token
+from jaxserve.api.request import Request
+from jaxserve.simulate.arrival import Arrival, class_of, to_request
+from jaxserve.simulate.recorder import Outcome, Recorder
+from jaxserve.simulate.replica import VirtualReplica
+
+REQUEST_SECONDS = 600.0  # in which some request of a live replica must end
+Sink = Callable[[Sequence[Event]], None]
+
+
+def prompt_ids(arrival: Arrival, number: int, vocab: int) -> np.ndarray:
+    """The token ids of a prompt, int32 [arrival.prompt]: equal blocks of a trace have equal ids,
+    all other tokens are random and differ by `number`."""
+    parts = [
+        np.random.default_rng((0, int(block))).integers(0, vocab, arrival.block, np.int32)
+        for block in (() if arrival.blocks is None else arrival.blocks)
+    ]
+    own = np.random.default_rng((1, number)).integers(0, vocab, arrival.prompt, np.int32)
+    shared = np.concatenate(parts)[: arrival.prompt] if parts else own[:0]
+    return np.concatenate([shared, own[len(shared) :]])
+
+
+class LiveRun:
+    """One load on a live engine, which was started. name: begins the requests' ids."""
+
+    def __init__(self, engine: Any, name: str):
+        self._engine = engine
+        self._name = name
+        self._recorder = Recorder()
+        self._gaps: list[float] = []
+        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._running = 0
+
+    def at_their_times(self, arrivals: Sequence[Arrival]) -> Outcome:
+        """Sends each request when it is due. Errors: TimeoutError."""
+        began = self._engine.now()
+        for number, arrival in enumerate(arrivals):
+            at = began + arrival.time
+            time.sleep(max(0.0, at - self._engine.now()))
+            self._send(arrival, number, at)
+        return self._outcome()
+
+    def at_once(self, arrivals: Sequence[Arrival], concurrency: int) -> Outcome:
+        """Sends so many requests, and each other when one has ended. Errors: TimeoutError."""
+        for number, arrival in enumerate(arrivals):
+            if self._running == concurrency:
+                self._wait()
+            self._send(arrival, number, self._engine.now())
+        return self._outcome()
+
+    def _outcome(self) -> Outcome:
+        while self._running:
+            self._wait()
+        return dataclasses.replace(self._recorder.outcome(), gaps=np.array(self._gaps))
+
+    def _wait(self) -> None:
+        try:
+            self._ended.get(timeout=REQUEST_SECONDS)
+        except queue.Empty:
+            raise TimeoutError(f"no request ended for {REQUEST_SECONDS:g} s") from None
+        self._running -= 1
+
+    def _send(self, arrival: Arrival, number: int, at: float) -> None:
+        engine = self._engine
+        kind = arrival.kind or class_of(arrival.prompt)
+        plan = to_request(arrival, number, engine.info.max_model_len)
+        request = Request.make(
+            f"{self._name}{number}",
+            prompt_ids(arrival, number, engine.info.vocab),
+            plan.sampling,
+            vocab=engine.info.vocab,
+            max_len=engine.info.max_model_len,
+            arrival=at,
+        )
+        due = at + engine.scheduler.ttft_objective(request)
+        record = self._recorder.sink(request, kind, due)
+        try:
+            engine.submit(request, self._sink(record))
+            self._running += 1
+        except RequestError:
+            self._recorder.refused(request, kind)
+
+    def _sink(self, record: Sink) -> Sink:
+        """Also notes the seconds between tokens, and the end."""
+        before: float | None = None
+
+        def hear(events: Sequence[Event]) -> None:
+            nonlocal before
+            record(events)
+            for event in events:
+                if isinstance(event, Token):
+                    now = time.perf_counter()
+                    if before is not None:
+                        self._gaps.append(now - before)
+                    before = now
+                elif isinstance(event, Finished):
+                    self._ended.put(None)
+
+        return hear
+
+
+def virtual(
+    replica: VirtualReplica, arrivals: Sequence[Arrival], concurrency: int | None
+) -> Outcome:
+    """The outcome of a load in virtual time. concurrency: how many requests at once, each other
+    when one has ended; None: each at its time."""
+    recorder = Recorder()
+    replica.listeners.append(recorder)
+    replica.start()
+    for number, arrival in enumerate(arrivals):
+        if concurrency is None:
+            replica.advance(arrival.time, through=False)
+        while concurrency is not None and len(recorder.pending) == concurrency:
+            replica.advance(replica.next_event())
+        planned = to_request(arrival, number, replica.info.max_model_len)
+        request = dataclasses.replace(planned, arrival=replica.now())
+        kind = arrival.kind or class_of(arrival.prompt)
+        due = request.arrival + replica.scheduler.ttft_objective(request)
+        sink = recorder.sink(request, kind, due)
+        try:
+            replica.submit(request, sink)
+        except RequestError:
+            recorder.refused(request, kind)
+    replica.advance(float("inf"))
+    return recorder.outcome()
