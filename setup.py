@@ -131,6 +131,7 @@ setup(
             "safetensors>=0.4",
             "selenium>=4.20",
         ],
+        "research": ["matplotlib>=3.8", "pandas>=2.1"],
         "examples": ["openai>=2"],
     },
     entry_points={"console_scripts": ["jaxserve=jaxserve.cli.main:main"]},

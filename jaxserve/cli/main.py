@@ -41,6 +41,8 @@ COMMANDS = {  # name -> module in `cli`, summary
         "measure prefill, decode and the host's work, without a server",
     ),
     "bench serve": ("bench.serve", "measure a server under load"),
+    "bench sweep": ("bench.sweep", "measure and simulate replicas of many settings"),
+    "bench scaling": ("bench.scaling", "measure and simulate a prompt on ever more devices"),
     "soak": ("soak", "everything at once for hours, and what is left afterwards"),
 }
 USAGE = 2  # exit code of a command line or a setting at fault

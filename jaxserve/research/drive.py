@@ -19,7 +19,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished, Token
 from jaxserve.api.request import Request
 from jaxserve.simulate.arrival import Arrival, class_of, to_request
-from jaxserve.simulate.recorder import Outcome, Recorder
+from jaxserve.simulate.recorder import Outcome, Recorder, RequestRecord
 from jaxserve.simulate.replica import VirtualReplica
 
 REQUEST_SECONDS = 600.0  # in which some request of a live replica must end
@@ -48,12 +48,12 @@ class LiveRun:
         self._gaps: list[float] = []
         self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._running = 0
+        self._began = engine.now()
 
     def at_their_times(self, arrivals: Sequence[Arrival]) -> Outcome:
         """Sends each request when it is due. Errors: TimeoutError."""
-        began = self._engine.now()
         for number, arrival in enumerate(arrivals):
-            at = began + arrival.time
+            at = self._began + arrival.time
             time.sleep(max(0.0, at - self._engine.now()))
             self._send(arrival, number, at)
         return self._outcome()
@@ -69,7 +69,8 @@ class LiveRun:
     def _outcome(self) -> Outcome:
         while self._running:
             self._wait()
-        return dataclasses.replace(self._recorder.outcome(), gaps=np.array(self._gaps))
+        records = [_since(record, self._began) for record in self._recorder.records]
+        return Outcome(records, np.array(self._gaps), [], 0.0)
 
     def _wait(self) -> None:
         try:
@@ -115,6 +116,12 @@ class LiveRun:
                     self._ended.put(None)
 
         return hear
+
+
+def _since(record: RequestRecord, began: float) -> RequestRecord:
+    """The record with seconds since the run began."""
+    times = {name: getattr(record, name) - began for name in ("arrival", "due", "first", "end")}
+    return dataclasses.replace(record, **times)
 
 
 def virtual(

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from jaxserve.settings.fields import Settings, option, own_options
+from jaxserve.settings.fields import Option, Settings, option, own_options
 from jaxserve.settings.options import make, near, options_of
 from jaxserve.settings.schema import ConfigError, EngineConfig
 from jaxserve.settings.schema.engine import SERVED
@@ -75,8 +75,7 @@ class Point:
             if name not in known:
                 raise ConfigError(name, f"unknown setting{near(name, known)}")
             try:
-                read = known[name].parse if isinstance(value, str) else known[name].check
-                values[name] = read(value)
+                values[name] = _checked(known[name], value)
             except ValueError as error:
                 raise ConfigError(name, str(error)) from None
         load = {name: value for name, value in values.items() if name in LOAD}
@@ -97,6 +96,13 @@ class Point:
         """The replica's settings, with the defaults of servers; whoever comes waits. Errors:
         ConfigError."""
         return make(EngineConfig, {**SERVED, "admission": "queue", **self.settings})
+
+
+def _checked(option: Option, value: Any) -> Any:
+    """The value, of one type however it was written. Errors: ValueError."""
+    read = option.parse if isinstance(value, str) else option.check
+    checked = read(value)
+    return float(checked) if option.kind is float and checked is not None else checked
 
 
 def grid(base: Values, axes: Mapping[str, Sequence[Any]]) -> list[Point]:

@@ -169,9 +169,8 @@ def test_generate_writes_json_lines_in_the_order_of_the_input(capsys, fake, tmp_
         "text": bytes(expected(b"abc", 9)).decode(),
         "finish_reason": "length",
     }
-    assert rows[1]["logprobs"] == [-0.5] * 3 and rows[1]["top_logprobs"][0] == [
-        [rows[1]["output_ids"][0], -0.5]
-    ]
+    assert rows[1]["logprobs"] == [-0.5, -0.515625, -0.53125]
+    assert rows[1]["top_logprobs"][0] == [[rows[1]["output_ids"][0], -0.5]]
     assert rows[3]["prompt_logprobs"] == [None, *[-1.0] * 6]
 
 
