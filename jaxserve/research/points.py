@@ -100,8 +100,9 @@ class Point:
 
 def _checked(option: Option, value: Any) -> Any:
     """The value, of one type however it was written. Errors: ValueError."""
-    read = option.parse if isinstance(value, str) else option.check
-    checked = read(value)
+    if option.kind is str and isinstance(value, (int, float)):
+        value = str(value)  # YAML's number, for a text such as that of a length
+    checked = option.parse(value) if isinstance(value, str) else option.check(value)
     return float(checked) if option.kind is float and checked is not None else checked
 
 

@@ -32,7 +32,9 @@ def test_a_grid_has_every_combination_and_says_the_same_in_flags_and_in_a_file(t
         "base: {qps: 1, pages: 512}\naxes: {policy: [fcfs, slack], mesh: [tp=1, kvp=2]}"
     )
     read = grid(*read_grid(str(file)))
-    typed = grid(parsed_base("qps=1;pages=512"), parsed_axes("policy=fcfs|slack; mesh=tp=1|kvp=2"))
+    typed = grid(
+        parsed_base("qps=1;pages=512;output=8"), parsed_axes("policy=fcfs|slack; mesh=tp=1|kvp=2")
+    )
     assert [point.key for point in read] == [point.key for point in typed]
     assert len({point.key for point in read}) == 4
     assert {(p.config().scheduler.policy, p.config().mesh.kvp) for p in read} == {
