@@ -29,7 +29,7 @@ TINY = "model=random:tiny;max_model_len=512;pages=64;prompt=100;output=4;request
 def test_a_grid_has_every_combination_and_says_the_same_in_flags_and_in_a_file(tmp_path):
     file = tmp_path / "grid.yaml"
     file.write_text(
-        "base: {qps: 1, pages: 512}\naxes: {policy: [fcfs, slack], mesh: [tp=1, kvp=2]}"
+        "base: {qps: 1, pages: 512, output: 8}\naxes: {policy: [fcfs, slack], mesh: [tp=1, kvp=2]}"
     )
     read = grid(*read_grid(str(file)))
     typed = grid(
