@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from jaxserve.costs.profiles import ITEM
+
 ENGINES = {  # device -> engine -> version of its tables
     "a100": {"sglang": "0.5.10", "vllm": "0.14.0"},
     "h100": {"sglang": "0.5.14", "vllm": "0.24.0"},
@@ -82,7 +84,7 @@ class Products:
 
 def all_reduces(data: Path, device: str, ranks: int) -> tuple[np.ndarray, np.ndarray]:
     """Bytes, and seconds of a sum over `ranks` devices: of NCCL and SGLang's own kernel in a CUDA
-    graph, the faster."""
+    graph, the faster. The tables' message_size counts elements, of two bytes each."""
     nccl = _read(data, device, f"comm__nccl__{NCCL[device]}__nccl_perf")
     nccl = nccl[(nccl.nccl_dtype == "half") & (nccl.op_name == "all_reduce")]
     own = _read(data, device, file(device, "sglang", "custom_allreduce"))
@@ -92,7 +94,7 @@ def all_reduces(data: Path, device: str, ranks: int) -> tuple[np.ndarray, np.nda
         .groupby("message_size")
         .latency.min()
     )
-    return best.index.to_numpy(float), best.to_numpy() * 1e-3
+    return best.index.to_numpy(float) * ITEM, best.to_numpy() * 1e-3
 
 
 def served(data: Path) -> pd.DataFrame:

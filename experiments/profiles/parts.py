@@ -196,7 +196,7 @@ def message(size: np.ndarray, seconds: np.ndarray) -> Part:
 
 
 def ranks(data: Path, device: str, degree: int) -> Part:
-    """A sum of an activation over ranks: of 4 KB (one token) to 512 MB."""
+    """A sum of an activation over ranks: of 4 KB (one token) to 1 GB."""
     size, seconds = aiconfigurator.all_reduces(data, device, degree)
     return message(size[size >= 4096], seconds[size >= 4096])
 

@@ -61,7 +61,7 @@ def compared(data: Path) -> list[dict]:
 
 
 def summary(points: list[dict]) -> list[str]:
-    """A line for each device, model, engine and tp."""
+    """A line for each device, model, engine and tp, and one for all with sums over ranks."""
     lines = []
     for key in sorted({point["key"] for point in points}):
         mine = [point for point in points if point["key"] == key]
@@ -74,4 +74,10 @@ def summary(points: list[dict]) -> list[str]:
             f"{np.median(predicted / measured):.2f}, mean relative error {100 * error:4.1f} %, "
             f"median without prompts {np.median(alone / measured):.2f}"
         )
+    errors = [
+        abs(point["predicted"] / point["measured"] - 1) for point in points if point["key"][3] > 1
+    ]
+    lines.append(
+        f"  tp above 1: {len(errors)} points, mean relative error {100 * np.mean(errors):.1f} %"
+    )
     return lines

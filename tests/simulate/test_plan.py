@@ -280,7 +280,7 @@ def test_a_prompt_that_does_not_fit_has_no_time_alone_and_meets_nothing():
 def test_more_per_second_meets_less():
     plan = MeshPlan(MeshConfig(tp=8), "adaptive", 8192)
     trial = PlanRunner(question(), [plan])
-    assert trial.met_at(plan, 0.5) == 1 and trial.met_at(plan, 60.0) < 0.5
+    assert trial.met_at(plan, 0.5) == 1 and trial.met_at(plan, 90.0) < 0.5
 
 
 def test_at_a_rate_the_kind_that_fares_worst_counts(monkeypatch):
