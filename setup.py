@@ -61,6 +61,10 @@ TEST = [
     "pyzmq>=25",
     "msgpack>=1.0",
     "msgspec>=0.18",
+    # those of experiments: figures, and fits of profiles
+    "matplotlib>=3.8",
+    "pandas>=2.1",
+    "pyarrow>=14",
 ]
 
 setup(

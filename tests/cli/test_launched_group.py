@@ -86,6 +86,7 @@ def test_generate_prints_what_the_reference_says(model, processes, mesh, request
     assert "worker 1: " in done.stderr and "tokens come" in done.stderr
 
 
+@pytest.mark.matrix
 def test_a_script_with_an_llm_runs_as_it_is(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

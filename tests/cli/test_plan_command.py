@@ -100,7 +100,6 @@ def test_objectives_are_those_that_were_given(capsys, tmp_path):
 
 
 def test_a_picture_has_a_name_for_every_plan(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
     path = tmp_path / "plans.svg"
     assert run(capsys, *FLAGS, "--gpus=1", "--best=0", f"--plot={path}")[0] == 0
     text = re.sub(r"<!-- (.*?) -->", r"\1", path.read_text())

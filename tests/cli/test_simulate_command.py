@@ -119,7 +119,6 @@ def test_a_model_has_the_same_name_however_it_is_punctuated(capsys, tmp_path):
 
 
 def test_a_picture(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
     path = tmp_path / "picture.svg"
     assert simulate(capsys, *FLAGS, "--baseline=loongserve", f"--plot={path}")[0] == 0
     assert "loongserve (simulated)" in re.sub(r"<!-- (.*?) -->", r"\1", path.read_text())

@@ -109,7 +109,7 @@ def test_tokens_do_not_depend_on_the_plan(lanes, right, seed):
 
 
 @pytest.mark.parametrize("seeds", [1, pytest.param(3, marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("pages", [60, 7])
+@pytest.mark.parametrize("pages", [pytest.param(60, marks=pytest.mark.matrix), 7])
 def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right, pages, seeds):
     """Cancelled at random moments, or short of pages: then a group stays as it was, and what runs
     says what it says alone."""

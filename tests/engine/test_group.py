@@ -191,6 +191,7 @@ DIFFERENCES = [
 ]
 
 
+@pytest.mark.matrix
 def test_a_worker_of_another_group_is_refused_before_it_computes_anything(monkeypatch):
     with led(monkeypatch, TINY, "spp=2", 2, max_model_len=512, pages=60) as (real, workers):
         for difference, told in DIFFERENCES:

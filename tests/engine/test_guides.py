@@ -92,7 +92,9 @@ def check(spec: Guided, completion) -> None:
             assert text in CHOICES
 
 
-@pytest.mark.parametrize("lookahead", [0, pytest.param(1, marks=pytest.mark.matrix), 3])
+@pytest.mark.parametrize(
+    "lookahead", [*(pytest.param(ahead, marks=pytest.mark.matrix) for ahead in (0, 1)), 3]
+)
 def test_random_completions_are_valid_and_do_not_depend_on_how_far_the_engine_runs_ahead(
     alone, lookahead
 ):

@@ -50,7 +50,6 @@ def test_kept_results_are_those_of_the_code(rows):
 
 
 def test_the_command_makes_figures_and_summary(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     assert every.main([f"--out={tmp_path}", "--figures=table4,9"]) == 0
     assert {file.name for file in tmp_path.iterdir()} == {
         "table4.csv",

@@ -92,7 +92,6 @@ def test_csv_comes_back_as_it_was(tmp_path):
 
 
 def test_a_picture_is_drawn_and_the_summary_is_made_of_the_csv(tmp_path):
-    pytest.importorskip("matplotlib")
     assert "3x" in figures.make(TINY, SMALL, tmp_path)
     assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "tiny.csv").write_text("x,y,name\n1,2,a\n2,18,a\n")
@@ -104,7 +103,6 @@ def test_a_picture_is_drawn_and_the_summary_is_made_of_the_csv(tmp_path):
 
 
 def test_the_command_makes_figures_and_summary(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     arguments = [f"--out={tmp_path}", "--data=", "--figures=9,20"]
     assert every.main(arguments) == 0
     assert {file.name for file in tmp_path.iterdir()} == {

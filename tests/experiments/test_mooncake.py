@@ -205,7 +205,6 @@ def test_generated_traces_come_at_the_recorded_rate():
 
 
 def test_the_command_makes_figures_and_summary(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     assert every.main([f"--out={tmp_path}", "--data=", "--figures=table1,22"]) == 0
     assert {file.name for file in tmp_path.iterdir()} == {
         "table1.csv",

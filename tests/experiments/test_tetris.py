@@ -121,7 +121,6 @@ def test_recorded_requests_keep_to_the_short_traces_limits_and_are_stretched(tmp
 
 
 def test_the_command_makes_figures_and_summary(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     assert every.main([f"--out={tmp_path}", "--data=", "--figures=table1,3"]) == 0
     assert {file.name for file in tmp_path.iterdir()} == {
         "table1.csv",

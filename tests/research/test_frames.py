@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import pandas as pd
 
-pd = pytest.importorskip("pandas")
-
-from jaxserve.research.drive import virtual  # noqa: E402
-from jaxserve.research.frames import compared, frame, pareto, timeline  # noqa: E402
-from jaxserve.research.points import Point, grid  # noqa: E402
-from jaxserve.research.runner import Runner  # noqa: E402
-from jaxserve.settings.schema import MeshConfig  # noqa: E402
-from jaxserve.simulate.arrival import Arrival  # noqa: E402
-from jaxserve.simulate.run import System, shape_of  # noqa: E402
+from jaxserve.research.drive import virtual
+from jaxserve.research.frames import compared, frame, pareto, timeline
+from jaxserve.research.points import Point, grid
+from jaxserve.research.runner import Runner
+from jaxserve.settings.schema import MeshConfig
+from jaxserve.simulate.arrival import Arrival
+from jaxserve.simulate.run import System, shape_of
 
 
 def test_what_nothing_beats():

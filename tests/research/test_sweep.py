@@ -132,8 +132,6 @@ def test_a_live_point_comes_with_its_prediction_and_a_page(tmp_path, capsys):
         assert figures["finished"] == figures["requests"] == 4
         assert 0 < figures["ttft"]["p50"] < 30
     assert row["compiled"] == 0 and row["machine"]["jax"] and row["load"]["seed"] == 0
-    pytest.importorskip("pandas")
-    pytest.importorskip("matplotlib")
     assert main(["bench", "sweep", *flags, f"--html={page}"]) == 0
     text = page.read_text()
     assert "<svg" in text and "tp=64 cannot split" in text and "http" not in _without_svg(text)
