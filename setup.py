@@ -54,7 +54,6 @@ TEST = [
     "selenium>=4.20",
     "trustme>=1.1",
     "cryptography>=42",
-    "httpx>=0.27",
     "jsonschema-rs>=0.30",
     "grpcio-tools>=1.67.1",
     "opentelemetry-sdk>=1.25",
@@ -102,6 +101,7 @@ setup(
         "protobuf>=5.27.2",
         "absl-py>=2.1",
         "tokenizers>=0.20",
+        "httpx>=0.27",
         "huggingface_hub>=1.21",  # resumes a download whose connection is cut
         "gguf>=0.10",
         "jinja2>=3.1",

@@ -22,6 +22,8 @@ from jaxserve.settings.sources import printed
 
 COMMANDS = {  # name -> module in `cli`, summary
     "serve": ("serve", "serve a model over gRPC and the OpenAI protocol"),
+    "chat": ("chat", "a conversation in the terminal"),
+    "complete": ("complete", "one text goes on"),
     "generate": ("generate", "complete prompts in this process"),
     "demo": ("demo", "serve a small model on a mesh of twelve CPU devices and talk to it"),
     "launch": ("launch", "run a command as a group of processes, on this host or on several"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -83,11 +84,14 @@ def starting_server(
     this returns. Errors: ConfigError for settings that cannot be used.
     """
     engine_config(values)  # a mistake is told by this process, under its own command's name
-    flags = [flag(name, values[name]) for name in ALL if values[name] is not None]
+    flags = [flag(name, values[name]) for name in ALL if values[name] not in (None, (), [])]
     command = [sys.executable, "-m", "jaxserve", "serve", "--grpc_port=0", "--port=0", *flags]
     variables = {**os.environ, **(environment or {})}
     with SignalsExit() as signals:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
+        # a group of its own: Ctrl-C is for this process, which ends the server
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=variables, process_group=0
+        )
         try:
             signals.arm()
             yield StartingServer(process)
@@ -143,4 +147,6 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def flag(name: str, value: Any) -> str:
     """A setting as an argument: --name=value, --name or --noname."""
-    return f"--{'' if value else 'no'}{name}" if isinstance(value, bool) else f"--{name}={value}"
+    if isinstance(value, bool):
+        return f"--{'' if value else 'no'}{name}"
+    return f"--{name}={json.dumps(value) if isinstance(value, (tuple, list)) else value}"

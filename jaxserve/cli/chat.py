@@ -1,0 +1,147 @@
+"""`jaxserve chat`: a conversation in the terminal, with a model of this machine or of a server."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxserve.api.errors import RequestError
+from jaxserve.cli.display import Waiting
+from jaxserve.cli.engine_flags import engine_groups
+from jaxserve.cli.openai_client import ANSWER, CLIENT, OpenAIClient, answer_fields, client_of
+from jaxserve.cli.own_server import OwnServer, StartingServer
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option
+from jaxserve.settings.schema.engine import SERVED
+
+ABOUT = """\
+Without --url a server is started for as long as the conversation lasts. Ctrl-C stops an answer;
+where none is being written it ends the conversation, as Ctrl-D and /quit do. From a pipe each line
+is a message, and only answers are written.
+
+  jaxserve chat
+  jaxserve chat meta-llama/Llama-3.1-8B-Instruct --system='Answer in one sentence.'
+  jaxserve chat --url=http://gpu-host:8000
+"""
+CHAT = [
+    Option("system", str, None, "what the model is told before the conversation"),
+    Option("stats", bool, True, "tell tokens and speed after each answer, on a terminal"),
+]
+HELP = """\
+/clear         forget the conversation
+/system TEXT   tell the model something before it, and forget it
+/quit          end (Ctrl-D too); Ctrl-C stops an answer"""
+PROMPT = ">>> "
+FAINT, PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+class Conversation:
+    """What was said so far, and what may be typed. terminal: whether somebody looks."""
+
+    def __init__(self, client: OpenAIClient, values: Mapping[str, Any], terminal: bool):
+        self._client = client
+        self._given = answer_fields(values)
+        self._terminal = terminal
+        self._stats = terminal and values["stats"]
+        self._begin(values["system"])
+
+    def _begin(self, system: str | None) -> None:
+        self._system = system
+        self.messages = [] if not system else [{"role": "system", "content": system}]
+
+    def take(self, line: str) -> bool:
+        """Answers a line, or does what it commands; False where it ends the conversation."""
+        command, _, rest = line.strip().partition(" ")
+        match command:
+            case "":
+                pass
+            case "/quit" | "/exit" | "/bye":
+                return False
+            case "/clear":
+                self._begin(self._system)
+            case "/system":
+                self._begin(rest.strip() or None)
+            case "/help":
+                print(HELP)
+            case _ if command.startswith("/") and self._terminal:
+                print(f"{command} is not a command\n{HELP}")
+            case _:
+                self._answer(line)
+        return True
+
+    def _answer(self, line: str) -> None:
+        self.messages.append({"role": "user", "content": line})
+        said = ""
+        try:
+            with contextlib.closing(self._client.chat(self.messages, self._given)) as pieces:
+                for piece in pieces:
+                    self._show(piece.text, piece.reasoning)
+                    said += "" if piece.reasoning else piece.text
+        except KeyboardInterrupt:
+            if not self._terminal:
+                raise
+        except RequestError as error:
+            self._failed(error)
+            return
+        print(flush=True)
+        self.messages.append({"role": "assistant", "content": said})
+        if self._stats:
+            print(f"{FAINT}{self._client.answered}{PLAIN}", flush=True)
+
+    def _show(self, text: str, reasoning: bool) -> None:
+        if not reasoning:
+            print(text, end="", flush=True)
+        elif self._terminal:
+            print(f"{FAINT}{text}{PLAIN}", end="", flush=True)
+
+    def _failed(self, error: RequestError) -> None:
+        """Takes the message back that got no answer. Errors: the error, where nobody looks."""
+        self.messages.pop()
+        if not self._terminal:
+            raise error
+        hint = " (/clear forgets the conversation)" if len(self.messages) > 1 else ""
+        print(f"\n{error}{hint}", flush=True)
+
+
+def run(values: dict[str, Any]) -> int:
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    with client_of(values, waited) as client:
+        conversation = Conversation(client, values, terminal)
+        if terminal:
+            print(f"{client.model}; /help tells what may be typed", flush=True)
+        for line in _typed() if terminal else sys.stdin:
+            if not conversation.take(line.rstrip("\n")):
+                break
+    return 0
+
+
+def waited(starting: StartingServer) -> OwnServer:
+    """The server, once it takes requests."""
+    if not sys.stderr.isatty():
+        return starting.ready()
+    waiting = Waiting("loading and compiling", sys.stderr)
+    server = starting.ready(waiting)
+    waiting.done()
+    return server
+
+
+def _typed() -> Iterator[str]:
+    """Lines that are typed, until Ctrl-D or Ctrl-C."""
+    with contextlib.suppress(ImportError):
+        pass  # noqa: F401: makes `input` edit lines, and know the ones before
+    while True:
+        try:
+            yield input(PROMPT)
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+
+
+COMMAND = Command(
+    {"server": CLIENT, "conversation": [*CHAT, *ANSWER], **engine_groups(**SERVED)},
+    run,
+    ABOUT,
+    argument="[MODEL]",
+)
