@@ -406,6 +406,7 @@ def serve(
 
         def signalled(number: int) -> None:
             loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)  # ends the process, without a traceback
             stop.set()
 
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -311,15 +311,35 @@ serve(config, lambda: (FakeReplica(step_seconds=0.01), FakeTokenizer()), listeni
 """
 
 
+def server_process(drain: float, **pipes) -> subprocess.Popen:
+    """A server of a fake model that tells its port; drain: seconds for running requests."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SERVER, str(drain)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment, **pipes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_server_at_once_and_quietly(number):
+    process = server_process(60, stderr=subprocess.PIPE)
+    try:
+        with Client(f"127.0.0.1:{int(process.stdout.readline())}") as client:
+            client.wait_ready(10)
+            outputs = client.generate("hello", SamplingParams(max_tokens=10**5, ignore_eos=True))
+            assert isinstance(next(outputs), Accepted)
+            process.send_signal(number)
+            eventually(lambda: not client.healthy())
+            process.send_signal(number)
+            assert process.wait(5) == -number
+        assert b"Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.stdout.close()
+        process.stderr.close()
+
+
 @pytest.mark.parametrize("drain, dropped", [(10, False), (0.2, True)])
 def test_sigterm_drains(drain, dropped):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(drain)],
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-        env=environment,
-    )
+    process = server_process(drain)
     try:
         with Client(f"127.0.0.1:{int(process.stdout.readline())}") as client:
             client.wait_ready(10)
