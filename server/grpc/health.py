@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2 as pb
@@ -35,6 +36,14 @@ class Health(health_pb2_grpc.HealthServicer):
         if (status := self._status(message.service)) == pb.HealthCheckResponse.SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return pb.HealthCheckResponse(status=status)
+
+    async def List(self, message: Any, context: grpc.aio.ServicerContext) -> Any:
+        """The status of every service; older packages of the protocol do not have this call."""
+        statuses = {
+            name: pb.HealthCheckResponse(status=self._status(name))
+            for name in ("", *sorted(self.names))
+        }
+        return pb.HealthListResponse(statuses=statuses)
 
     async def Watch(
         self, message: pb.HealthCheckRequest, context: grpc.aio.ServicerContext

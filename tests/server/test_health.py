@@ -53,6 +53,17 @@ def test_services_that_are_not_there(serve):
     watched.cancel()
 
 
+@pytest.mark.skipif(
+    not hasattr(health_pb2, "HealthListRequest"), reason="grpcio-health-checking is older"
+)
+def test_every_service_is_listed(serve):
+    served = serve()
+    stub = health_pb2_grpc.HealthStub(served.channel)
+    listed = stub.List(health_pb2.HealthListRequest()).statuses
+    assert {"", "jaxserve.v1.Inference", "jaxserve.v1.Control"} <= set(listed)
+    assert {each.status for each in listed.values()} == {UP}
+
+
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return (
         struct.pack(">I", len(payload))[1:]
