@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-STYLE = "{desc} {bar:30} {n}/{total} {elapsed} {postfix}"
+STYLE = "{desc} {bar:30} {n}/{total} {elapsed}<{remaining} {postfix}"
 OPEN_STYLE = "{desc} {n} {elapsed} {postfix}"
 
 

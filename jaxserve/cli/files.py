@@ -15,6 +15,13 @@ def check_writable(flag: str, name: str) -> None:
         raise ConfigError(flag, f"{name}: {error.strerror}") from None
 
 
+def check_picture(flag: str, name: str) -> None:
+    """Refuses a picture that could not be drawn. Errors: ConfigError for the flag."""
+    if not name.endswith((".png", ".svg")):
+        raise ConfigError(flag, f"{name!r} ends neither in .png nor in .svg")
+    figure_class(flag)
+
+
 def figure_class(flag: str = "plot", what: str = "needs") -> Any:
     """Imports Matplotlib's Figure. Errors: ConfigError for the flag where it is not installed."""
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.cli.display import table
-from jaxserve.cli.files import check_writable, figure_class
+from jaxserve.cli.files import check_picture, check_writable, figure_class
 from jaxserve.cli.simulate import configs, scheduling_options
 from jaxserve.costs.profiles import devices
 from jaxserve.progress import progress_bar
@@ -182,10 +182,8 @@ def _meshes(
 
 def _check_files(values: Mapping[str, Any]) -> None:
     """Says before anything is simulated what cannot be written. Errors: ConfigError."""
-    if values["plot"] and not values["plot"].endswith((".png", ".svg")):
-        raise ConfigError("plot", f"{values['plot']!r} ends neither in .png nor in .svg")
     if values["plot"]:
-        figure_class()
+        check_picture("plot", values["plot"])
     for flag in filter(values.get, ("json", "plot")):
         check_writable(flag, values[flag])
 

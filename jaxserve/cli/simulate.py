@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxserve.cli.display import table
-from jaxserve.cli.files import check_writable, figure_class
+from jaxserve.cli.files import check_picture, check_writable, figure_class
 from jaxserve.costs.profiles import devices
+from jaxserve.progress import progress_bar
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option, make, options_of
 from jaxserve.settings.schema import (
@@ -25,6 +27,7 @@ from jaxserve.simulate.arrival import Arrival, workload_summary
 from jaxserve.simulate.baselines import BASELINES, compare
 from jaxserve.simulate.mixes import MIXES
 from jaxserve.simulate.recorder import Outcome, RequestRecord
+from jaxserve.simulate.replica import VirtualReplica
 from jaxserve.simulate.run import System, execute, outcome_summary, shape_of
 from jaxserve.simulate.workload import parse
 
@@ -32,9 +35,14 @@ ABOUT = f"""\
 The scheduler and the cache are those that serve; a step takes as long as coefficients say that
 were fitted to public measurements of the GPU. All figures are simulated.
 
-A workload is a file (Mooncake .jsonl; Azure or lengths .csv; both also as .gz) or a generator:
-poisson:mix=NAME or burst:mix=NAME, with mixes {", ".join(MIXES)}, or
-poisson:prompt=LENGTHS,output=LENGTHS.
+A workload is a generator or a file, which may end in .gz too:
+poisson:mix=NAME or burst:mix=NAME, with mixes {", ".join(MIXES)};
+poisson:prompt=LENGTHS,output=LENGTHS, with N, uniform:LOW:HIGH, exponential:MEAN or
+lognormal:MEDIAN:SIGMA[:LOW:HIGH];
+FILE.jsonl, Mooncake's: timestamp (ms), input_length, output_length, hash_ids of 512 tokens;
+FILE.csv, Azure's: TIMESTAMP, ContextTokens, GeneratedTokens; or lengths: num_prefill_tokens,
+num_decode_tokens, and arrived_at (seconds), without which they come as --qps says.
+The exit code is 1 where no request was served.
 
   jaxserve simulate --model=llama3-8b --gpu=a100 --mesh=tp=8,spp=2 --qps=0.5 --requests=500
   jaxserve simulate --workload=burst:mix=medha-5 --qps=0.5 --baseline=sarathi-512,loongserve
@@ -106,6 +114,7 @@ def scheduling_options() -> list[Option]:
 
 def run(values: dict[str, Any]) -> int:
     system = System(shape_of(values["model"]), values["gpu"], mesh_of(values["mesh"]))
+    system.check()
     scheduler, cache = configs(values)
     arrivals = parse(
         values["workload"], qps=values["qps"], requests=values["requests"], seed=values["seed"]
@@ -115,12 +124,16 @@ def run(values: dict[str, Any]) -> int:
     until = values["duration"] or float("inf")
     replica = system.replica(scheduler, cache, values["lookahead"])
     check_lanes(system.mesh, cache, scheduler)
-    outcomes = {"jaxserve": execute(replica, arrivals, until=until)}
-    for name in names:
-        outcomes[name] = compare(
-            name, system, scheduler, cache, arrivals, until=until, lookahead=values["lookahead"]
-        )
-    report = report_of(values, system, scheduler, arrivals, outcomes)
+    total = len(arrivals) * (1 + len(names))
+    with progress_bar("simulating", total, sys.stderr.isatty()) as step:
+        outcomes = {"jaxserve": execute(replica, _told(arrivals, step), until=until)}
+        for name in names:
+            outcomes[name] = compare(
+                name, system, scheduler, cache, arrivals, until=until, lookahead=values["lookahead"]
+            )
+            for _ in arrivals:
+                step(name)
+    report = report_of(values, replica, scheduler, arrivals, outcomes)
     print(shown(report))
     if values["json"]:
         Path(values["json"]).write_text(json.dumps(report, indent=1) + "\n")
@@ -128,7 +141,14 @@ def run(values: dict[str, Any]) -> int:
         write_csv(values["csv"], outcomes)
     if values["plot"]:
         draw(values["plot"], outcomes)
-    return 0
+    return int(report["results"]["jaxserve"]["all"]["begun"] == 0)
+
+
+def _told(arrivals: Sequence[Arrival], step: Callable[[str], object]) -> Iterator[Arrival]:
+    """The arrivals; each is told when it is asked for."""
+    for arrival in arrivals:
+        yield arrival
+        step("")
 
 
 def check(baselines: Sequence[str], values: Mapping[str, Any]) -> None:
@@ -139,10 +159,13 @@ def check(baselines: Sequence[str], values: Mapping[str, Any]) -> None:
     for flag in filter(values.get, ("json", "csv", "plot")):
         check_writable(flag, values[flag])
     if values["plot"]:
-        figure_class()
+        check_picture("plot", values["plot"])
 
 
 def mesh_of(given: str | MeshConfig) -> MeshConfig:
+    """Errors: ConfigError."""
+    if given == "":
+        raise ConfigError("mesh", "is empty; one device is tp=1")
     return MeshConfig.parse(given) if isinstance(given, str) else given
 
 
@@ -161,7 +184,7 @@ def configs(values: Mapping[str, Any]) -> tuple[SchedulerConfig, CacheConfig]:
 
 def report_of(
     values: Mapping[str, Any],
-    system: System,
+    replica: VirtualReplica,
     scheduler: SchedulerConfig,
     arrivals: Sequence[Arrival],
     outcomes: Mapping[str, Outcome],
@@ -169,10 +192,10 @@ def report_of(
     return {
         "simulated": True,
         "model": values["model"],
-        "gpu": system.device,
-        "mesh": str(system.mesh),
+        "gpu": values["gpu"],
+        "mesh": str(replica.info.mesh),
         "seed": values["seed"],
-        "kv_tokens_per_lane": system.kv_tokens(),
+        "kv_tokens_per_lane": replica.info.pages_per_lane * replica.info.block_size,
         "scheduler": dataclasses.asdict(scheduler),
         "workload": workload_summary(arrivals),
         "results": {
@@ -199,6 +222,7 @@ def shown(report: Mapping[str, Any]) -> str:
                     [
                         f"{name} {kind}",
                         f"{figures['finished']}/{figures['requests']}",
+                        str(figures["begun"]),
                         *_cells(figures["ttft"], 1, 2),
                         *_cells(figures["tpot"], 1e3, 1),
                         f"{figures['ttft_met']:.0%}",
@@ -208,6 +232,7 @@ def shown(report: Mapping[str, Any]) -> str:
     headers = [
         "",
         "finished",
+        "begun",
         "TTFT s p50",
         "p90",
         "p99",
@@ -226,13 +251,19 @@ def shown(report: Mapping[str, Any]) -> str:
         ]
         for name, result in report["results"].items()
     ]
-    return "\n\n".join(
-        [
-            head,
-            table(headers, rows),
-            table(["", "busy", "tokens/s", "gap ms p50", "p90", "p99"], use),
-        ]
-    )
+    refused = [
+        f"{name} refused {count}: {reason}"
+        for name, result in report["results"].items()
+        for reason, count in result["refused"].items()
+    ]
+    parts = [
+        head,
+        table(headers, rows),
+        "TTFT is over the requests that had a first token (begun), TPOT over the finished ones.",
+        "\n".join(refused),
+        table(["", "busy", "tokens/s", "gap ms p50", "p90", "p99"], use),
+    ]
+    return "\n\n".join(filter(None, parts))
 
 
 def _cells(spread: Mapping[str, float], factor: float, digits: int) -> list[str]:

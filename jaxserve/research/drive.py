@@ -69,8 +69,9 @@ class LiveRun:
     def _outcome(self) -> Outcome:
         while self._running:
             self._wait()
-        records = [_since(record, self._began) for record in self._recorder.records]
-        return Outcome(records, np.array(self._gaps), [], 0.0)
+        found = self._recorder.outcome()
+        records = [_since(record, self._began) for record in found.records]
+        return dataclasses.replace(found, records=records, gaps=np.array(self._gaps))
 
     def _wait(self) -> None:
         try:
@@ -96,8 +97,8 @@ class LiveRun:
         try:
             engine.submit(request, self._sink(record))
             self._running += 1
-        except RequestError:
-            self._recorder.refused(request, kind)
+        except RequestError as error:
+            self._recorder.refused(request, kind, error)
 
     def _sink(self, record: Sink) -> Sink:
         """Also notes the seconds between tokens, and the end."""
@@ -144,7 +145,7 @@ def virtual(
         sink = recorder.sink(request, kind, due)
         try:
             replica.submit(request, sink)
-        except RequestError:
-            recorder.refused(request, kind)
+        except RequestError as error:
+            recorder.refused(request, kind, error)
     replica.advance(float("inf"))
     return recorder.outcome()

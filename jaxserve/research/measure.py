@@ -79,7 +79,7 @@ def _profile(config: EngineConfig, worker: Any) -> Any:
 def _figures(outcome: Outcome, tpot: float) -> dict[str, Any]:
     """As `outcome_summary`, without the kinds of requests."""
     found = outcome_summary(outcome, tpot)
-    return {name: found[name] for name in ("span", "tokens_per_s", "token_gap", "all")}
+    return {name: found[name] for name in ("span", "tokens_per_s", "token_gap", "refused", "all")}
 
 
 def _wait_for_programs(worker: Any) -> None:

@@ -166,7 +166,7 @@ def _simulated(point: Point, gpu: str) -> dict[str, Any]:
     return {"simulated": {name: found[name] for name in SHOWN}}
 
 
-SHOWN = ("span", "tokens_per_s", "token_gap", "all")  # of `outcome_summary`
+SHOWN = ("span", "tokens_per_s", "token_gap", "refused", "all")  # of `outcome_summary`
 
 
 def unfinished(rows: Sequence[Mapping[str, Any]]) -> int:

@@ -16,13 +16,12 @@ from typing import Any
 
 from jaxserve.api.request import Slo
 from jaxserve.costs.predictor import Predictor
-from jaxserve.costs.profiles import ModelShape, devices
-from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
+from jaxserve.costs.profiles import ModelShape
+from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival, class_of, to_request
 from jaxserve.simulate.recorder import Outcome, RequestRecord
 from jaxserve.simulate.run import System, drive, outcome_summary
 
-NODE_DEVICES = 8  # ranks of tp stay within a node
 CHUNKS = (("adaptive", 8192), ("static", 2048), ("static", 512))
 COARSE_SHARE = 5  # the first pass has one in so many of the requests
 MIN_COARSE_REQUESTS = 40  # fewer say nothing of percentiles
@@ -120,21 +119,10 @@ def _divisors(number: int) -> list[int]:
 
 def _obstacle(mesh: MeshConfig, question: PlanQuestion) -> str:
     """Why the model cannot run on this mesh; '' where it can."""
-    shape = question.shape
-    measured = (1, *devices()[question.device].ranks)
-    if mesh.tp > NODE_DEVICES:
-        return f"more ranks than the {NODE_DEVICES} devices of a node"
-    if mesh.tp not in measured:
-        return f"sums over {mesh.tp} ranks were not measured on {question.device}"
-    if mesh.tp > shape.heads:
-        return f"more ranks than {shape.heads} heads"
-    if mesh.spp > shape.layers:
-        return f"more stages than {shape.layers} layers"
-    try:
-        tokens = question.system(mesh).kv_tokens()
-    except ConfigError as error:
-        return str(error).removeprefix("mesh: ")
-    if tokens < 2 * question.cache.block_size:
+    system = question.system(mesh)
+    if reason := system.obstacle():
+        return reason
+    if (tokens := system.kv_tokens()) < 2 * question.cache.block_size:
         return f"KV of {tokens} tokens fits, which is less than two blocks"
     return ""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxserve.api.batch import Batch
+from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished
 from jaxserve.api.request import Request
 from jaxserve.replica.protocol import Sink
@@ -64,13 +65,15 @@ class Outcome:
     """What came of a run.
 
     records: one per request. gaps: seconds between consecutive tokens, of all sequences. steps:
-    empty unless they were kept. busy: share of the time in which the devices worked.
+    empty unless they were kept. busy: share of the time in which the devices worked. refusals: how
+    many requests were not taken, by what the first of a kind was told.
     """
 
     records: list[RequestRecord]
     gaps: np.ndarray
     steps: list[StepRecord]
     busy: float
+    refusals: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -86,6 +89,8 @@ class Recorder:
     steps: list[StepRecord] = field(default_factory=list)
     gaps: list[np.ndarray] = field(default_factory=list)
     busy: float = 0.0
+    # what was said of refused requests, by status and field
+    refusals: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     # completions that have not ended, by the request's id
     pending: dict[str, int] = field(default_factory=dict)
     # per slot: clock seconds of its last token
@@ -103,8 +108,9 @@ class Recorder:
 
         return hear
 
-    def refused(self, request: Request, kind: str) -> None:
-        """Records a request that the replica did not take."""
+    def refused(self, request: Request, kind: str, error: RequestError) -> None:
+        """Records a request that the replica did not take, and why."""
+        self.refusals.setdefault((error.status, error.field), []).append(str(error))
         del self.pending[request.id]
         at = request.arrival
         prompt = len(request.prompt)
@@ -134,7 +140,9 @@ class Recorder:
     def outcome(self) -> Outcome:
         span = span_of(self.records)
         gaps = np.concatenate(self.gaps) if self.gaps else np.empty(0)
-        return Outcome(self.records, gaps, self.steps, self.busy / span if span else 0.0)
+        refusals = {said[0]: len(said) for said in self.refusals.values()}
+        busy = self.busy / span if span else 0.0
+        return Outcome(self.records, gaps, self.steps, busy, refusals)
 
 
 def span_of(records: Sequence[RequestRecord]) -> float:

@@ -23,6 +23,7 @@ from jaxserve.simulate.arrival import Arrival, class_of, to_request
 from jaxserve.simulate.recorder import Outcome, Recorder, RequestRecord, span_of
 from jaxserve.simulate.replica import VirtualReplica
 
+NODE_DEVICES = 8  # ranks of tp stay within a node
 MEMORY_SHARE = 0.9  # of a device's memory, for weights and KV
 PERCENTILES = (50, 90, 99)
 
@@ -58,6 +59,28 @@ class System:
     def costs(self) -> Costs:
         """Errors: ConfigError for an unknown device or a degree of tp that was not measured."""
         return costs(self.device, self.shape, self.mesh.tp)
+
+    def check(self) -> None:
+        """Errors: ConfigError where the model cannot run on the mesh."""
+        if reason := self.obstacle():
+            raise ConfigError("mesh", f"{self.mesh}: {reason}")
+
+    def obstacle(self) -> str:
+        """Why the model cannot run on the mesh; '' where it can."""
+        mesh, shape = self.mesh, self.shape
+        if mesh.tp > NODE_DEVICES:
+            return f"more ranks than the {NODE_DEVICES} devices of a node"
+        if mesh.tp not in (1, *devices()[self.device].ranks):
+            return f"sums over {mesh.tp} ranks were not measured on {self.device}"
+        if shape.heads % mesh.tp:
+            return f"{mesh.tp} ranks do not split {shape.heads} heads"
+        if mesh.spp > shape.layers:
+            return f"more stages than {shape.layers} layers"
+        try:
+            self.kv_tokens()
+        except ConfigError as error:
+            return error.message
+        return ""
 
     def kv_tokens(self) -> int:
         """Tokens whose KV fits on one lane. Errors: ConfigError where not even the weights fit."""
@@ -128,15 +151,15 @@ def drive(
         sink = recorder.sink(request, kind, due)
         try:
             replica.submit(request, sink)
-        except RequestError:
-            recorder.refused(request, kind)
+        except RequestError as error:
+            recorder.refused(request, kind, error)
     replica.advance(until)
     return recorder
 
 
 def execute(
     replica: VirtualReplica,
-    arrivals: Sequence[Arrival],
+    arrivals: Iterable[Arrival],
     slo: Slo = Slo(),  # noqa: B008
     until: float = float("inf"),
     keep_steps: bool = False,
@@ -158,7 +181,9 @@ def requests(arrivals: Iterable[Arrival], max_len: int, slo: Slo) -> Iterable[tu
 
 def outcome_summary(outcome: Outcome, tpot: float) -> dict[str, Any]:
     """Figures of a run: percentiles in seconds, overall and by kind; `ttft_met` and `tpot_met` are
-    shares of all requests that met their objectives."""
+    shares of all requests that met their objectives; TTFT is over those that had a first token
+    (`begun`), TPOT over those that ended by themselves (`finished`). refused: how many, by reason.
+    """
     records = outcome.records
     kinds = sorted({record.kind for record in records})
     span = span_of(records)
@@ -168,6 +193,7 @@ def outcome_summary(outcome: Outcome, tpot: float) -> dict[str, Any]:
         "busy": outcome.busy,
         "tokens_per_s": tokens / span if span else 0.0,
         "token_gap": _spread(outcome.gaps),
+        "refused": dict(outcome.refusals),
         "all": _figures(records, tpot),
         **{
             kind: _figures([record for record in records if record.kind == kind], tpot)
@@ -182,6 +208,7 @@ def _figures(records: Sequence[RequestRecord], tpot: float) -> dict[str, Any]:
     count = max(1, len(records))
     return {
         "requests": len(records),
+        "begun": len(begun),
         "finished": len(ended),
         "ttft": _spread(np.array([record.ttft for record in begun])),
         "tpot": _spread(np.array([r.tpot for r in ended if r.output > 1])),

@@ -10,7 +10,8 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,9 @@ def _length(where: str, field: str, value: Any) -> int:
     if (
         isinstance(value, str)
         and value.strip().isascii()
-        and re.fullmatch(r"-?\d{1,12}", value.strip())
+        and re.fullmatch(r"-?\d{1,12}(\.0+)?", value.strip())
     ):
-        value = int(value)
+        value = int(value.partition(".")[0])
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_TOKENS:
         fault(f"{where}: {field} must be a whole number of tokens of at least 1, not {value!r:.80}")
     return value
@@ -121,16 +122,27 @@ def table(path: Path) -> list[Arrival]:
                     "(known sets of "
                     f"columns: {said})"
                 )
-        found = [
-            arrival
-            for row in reader
-            for arrival in TABLES[fields](f"{path}:{reader.line_num}", row)
-        ]
+        _check_columns(f"{path}:1", header, fields)
+        found = []
+        for row in reader:
+            where = f"{path}:{reader.line_num}"
+            if None in row:
+                fault(f"{where}: has more fields than the {len(header)} of the header")
+            found += TABLES[fields](where, row)
     except csv.Error as error:
         fault(f"{path}:{reader.line_num}: is not CSV: {error}")
     return found or fault(f"{path} has a header and no rows")
 
 
+def _check_columns(where: str, header: Sequence[str], fields: Sequence[str]) -> None:
+    """Refuses times that would be passed over."""
+    for column in header:
+        if column not in fields and TIME_COLUMN.search(column):
+            fault(f"{where}: column {column} looks like times, which {ARRIVED_AT} has (seconds)")
+
+
+ARRIVED_AT = "arrived_at"
+TIME_COLUMN = re.compile(r"arriv|time", re.IGNORECASE)
 MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d(?:\.\d{1,9})?)(?:Z|\+00:00)?")
 
 
@@ -158,6 +170,11 @@ def _pair(where: str, row: dict[str, str]) -> list[Arrival]:
     return [Arrival(math.nan, prompt, output, "long" if prompt >= LONG else "short")]
 
 
+def _timed_pair(where: str, row: dict[str, str]) -> list[Arrival]:
+    time = to_number(f"{where}: {ARRIVED_AT}", row[ARRIVED_AT] or "", 0, 1e12)
+    return [replace(arrival, time=time) for arrival in _pair(where, row)]
+
+
 def _leval(where: str, row: dict[str, str]) -> list[Arrival]:
     """A document and its questions, each a request of its own; words are counted, tokens are
     not."""
@@ -174,5 +191,6 @@ def _leval(where: str, row: dict[str, str]) -> list[Arrival]:
 TABLES: dict[tuple[str, ...], Callable[[str, dict[str, str]], list[Arrival]]] = {
     ("TIMESTAMP", "ContextTokens", "GeneratedTokens"): _azure,
     ("num_prefill_tokens", "num_decode_tokens"): _pair,
+    (ARRIVED_AT, "num_prefill_tokens", "num_decode_tokens"): _timed_pair,
     ("words", "n_questions", "avg_question_words", "avg_answer_words"): _leval,
 }

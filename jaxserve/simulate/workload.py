@@ -7,9 +7,10 @@ mixes of lengths calibrated to them.
                       colon: `unit=ms|s` of the timestamps (default ms, as in Mooncake's and
                       veeksha's traces) and `block=N` tokens per hash id (default 512).
     FILE.csv[.gz]     By its header: Azure (TIMESTAMP, ContextTokens, GeneratedTokens); lengths
-                      (num_prefill_tokens, num_decode_tokens); L-Eval (words, n_questions, ...).
-                      The last two have no times: rows are drawn without replacement, and again
-                      once all are used, and arrive as a Poisson process of rate qps.
+                      (num_prefill_tokens, num_decode_tokens, and arrived_at in seconds); L-Eval
+                      (words, n_questions, ...). Where there are no times, rows are drawn without
+                      replacement, and again once all are used, and arrive as a Poisson process of
+                      rate qps.
     poisson:OPTIONS   Exponential gaps of mean 1 / qps.
     burst:OPTIONS     A Poisson process whose rate is a square wave of mean qps: `period` (60 s), of
                       which the last `duty` (0.25) is at `factor` (4) times the rate of the rest.
@@ -35,6 +36,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxserve.settings.schema import ConfigError
 from jaxserve.simulate import mixes, traces
 from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.spec import did_you_mean, fault, to_number, to_options
@@ -47,11 +49,11 @@ def parse(
 ) -> list[Arrival]:
     """The arrivals that `spec` describes, by time. Errors: ConfigError."""
     if qps is not None and not (0 < qps < math.inf):
-        fault(f"qps must be above 0, not {qps:g}")
+        raise ConfigError("qps", f"must be above 0, not {qps:g}")
     if requests is not None and requests < 1:
-        fault(f"requests must be at least 1, not {requests}")
+        raise ConfigError("requests", f"must be at least 1, not {requests}")
     if seed < 0:
-        fault(f"seed must not be below 0, not {seed}")
+        raise ConfigError("seed", f"must not be below 0, not {seed}")
     name, _, text = spec.partition(":")
     if name in TIMES:
         given = to_options(text, ("mix", "prompt", "output", *TIMES[name][1]))
@@ -84,7 +86,7 @@ def parse(
 
 def _rate(qps: float | None, name: str) -> float:
     if qps is None:
-        fault(f"{name} has no times of its own: give qps, the requests per second")
+        raise ConfigError("qps", f"is missing: {name} has no times of its own")
     return qps
 
 

@@ -134,7 +134,7 @@ def test_without_matplotlib_the_flag_is_named_before_anything_is_simulated(
             ["--workload=poison:mix=medha-5"],
             "--workload: 'poison:mix=medha-5' is neither a generator",
         ),
-        (["--qps=-1"], "--workload: qps must be above 0"),
+        (["--qps=-1"], "--qps: must be above 0"),
         (["--attainment=2"], "--attainment=2: 2.0 is above the limit 1"),
         (["--json=/no/such/plans.json"], "--json: /no/such/plans.json: No such file"),
         (["--plot=plans.doc"], "--plot: 'plans.doc' ends neither in .png nor in .svg"),

@@ -140,10 +140,10 @@ def test_without_matplotlib_the_flag_is_named(capsys, tmp_path, monkeypatch):
         (["--model=llama9"], "--model: 'llama9' is not one of "),
         (["--gpu=b200"], "--gpu=b200: 'b200' is not one of a100, h100, h200"),
         (["--mesh=ep=2"], "--mesh: 'ep=2' is not AXIS=DEGREE"),
-        (["--mesh=tp=16"], "--mesh: tp=16: sums over more than 8 ranks were not measured on a100"),
+        (["--mesh=tp=16"], "--mesh: spp=1,kvp=1,tp=16: more ranks than the 8 devices of a node"),
         (
             ["--model=llama3-70b", "--mesh=tp=1"],
-            "--mesh: 131 GiB of weights per device leave no room for KV on a100",
+            "--mesh: spp=1,kvp=1,tp=1: 131 GiB of weights per device leave no room for KV on a100",
         ),
         (["--chunking=dynamic"], "--chunking: 'dynamic' is not one of static, adaptive"),
         (
@@ -159,7 +159,7 @@ def test_without_matplotlib_the_flag_is_named(capsys, tmp_path, monkeypatch):
         (["--workload=/no/such.csv"], "--workload: there is no file /no/such.csv"),
         (["--requests=0"], "--requests=0: 0 is below the limit 1"),
         (["--baseline=vllm"], "--baseline: 'vllm' is not one of sarathi-512, "),
-        (["--mesh=tp=3", "--baseline=loongserve"], "--mesh: 3 devices do not make instances of 2"),
+        (["--mesh=spp=3", "--baseline=loongserve"], "--mesh: 3 devices do not make instances of 2"),
         (["--sead=1"], "unknown flag --sead; did you mean --seed?"),
     ],
 )
@@ -174,7 +174,7 @@ def test_mistakes_name_the_flag(capsys, flags, said):
 
 def test_a_generator_needs_a_rate(capsys):
     code, _, err = simulate(capsys, "--workload=poisson:mix=medha-5")
-    assert code == 2 and "--workload: poisson has no times of its own: give qps" in err
+    assert code == 2 and "--qps: is missing: poisson has no times of its own" in err
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_every_mesh_uses_all_devices_and_is_named_once(count):
             MeshConfig(tp=8),
             dataclasses.replace(SMALL, heads=4),
             "a100",
-            "more ranks than 4 heads",
+            "8 ranks do not split 4 heads",
         ),
         (33, MeshConfig(spp=33), SMALL, "a100", "more stages than 32 layers"),
         (

@@ -226,6 +226,7 @@ def test_figures_by_kind():
 def test_figures_of_nothing():
     said = outcome_summary(Outcome([], np.empty(0), [], 0.0), tpot=0.2)
     assert (
-        said["all"] == dict(requests=0, finished=0, ttft={}, tpot={}, ttft_met=0, tpot_met=0)
+        said["all"]
+        == dict(requests=0, begun=0, finished=0, ttft={}, tpot={}, ttft_met=0, tpot_met=0)
         and said["tokens_per_s"] == 0
     )

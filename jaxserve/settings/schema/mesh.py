@@ -45,7 +45,10 @@ class MeshConfig(Settings):
                     f"{cls.EXAMPLE}",
                 )
             degrees[name] = int(value)
-        return cls(**degrees)
+        try:
+            return cls(**degrees)
+        except ConfigError as error:
+            raise ConfigError("mesh", str(error)) from None
 
     def __str__(self) -> str:
         return f"spp={self.spp},kvp={self.kvp},tp={self.tp}"
