@@ -91,8 +91,12 @@ class CaseRun:
 
 
 def run(name: str, case: LoadCase, settings: MedhaSettings, system: System = SMALL) -> CaseRun:
-    """`name`: medha, or a row of jaxserve's BASELINES."""
-    return _run(name, case, settings, system)
+    """`name`: medha, or one of the paper's schedulers, or a row of jaxserve's BASELINES."""
+    return _run(SCHEDULERS.get(name, name), case, settings, system)
+
+
+# the paper's schedulers, under which no prompts share a step, as rows of BASELINES
+SCHEDULERS = {"fcfs": "fcfs-unshared", "edf": "edf-unshared", "lrs": "slack-unshared"}
 
 
 @functools.cache

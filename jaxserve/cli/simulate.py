@@ -24,7 +24,7 @@ from jaxserve.settings.schema import (
     check_lanes,
 )
 from jaxserve.simulate.arrival import Arrival, workload_summary
-from jaxserve.simulate.baselines import BASELINES, compare
+from jaxserve.simulate.baselines import BASELINES, check_baseline, compare
 from jaxserve.simulate.mixes import MIXES
 from jaxserve.simulate.recorder import Outcome, RequestRecord
 from jaxserve.simulate.replica import VirtualReplica
@@ -154,8 +154,7 @@ def _told(arrivals: Sequence[Arrival], step: Callable[[str], object]) -> Iterato
 def check(baselines: Sequence[str], values: Mapping[str, Any]) -> None:
     """Refuses before the run what would fail after it. Errors: ConfigError."""
     for name in baselines:
-        if name not in BASELINES:
-            raise ConfigError("baseline", f"{name!r} is not one of {', '.join(BASELINES)}")
+        check_baseline(name)
     for flag in filter(values.get, ("json", "csv", "plot")):
         check_writable(flag, values[flag])
     if values["plot"]:

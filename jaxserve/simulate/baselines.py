@@ -19,14 +19,14 @@ from jaxserve.simulate.loongserve import LoongPool, LoongServe
 from jaxserve.simulate.recorder import Outcome
 from jaxserve.simulate.run import System, execute
 
-# Settings that make our scheduler another one. lrs: Medha's, by least relative slack, where no
-# prompts share a step (5.4).
+# Settings that make our scheduler another one: policies as `--policy` names them. Unshared: no
+# prompts share a step, which they do under `--policy=NAME` (Medha's LRS is slack-unshared, 5.4).
 SCHEDULERS: Mapping[str, Mapping[str, Any]] = {
     "sarathi-512": dict(policy="fcfs", chunking="static", chunk_tokens=512),
     "sarathi-2048": dict(policy="fcfs", chunking="static", chunk_tokens=2048),
-    "fcfs": dict(policy="fcfs", chunking="adaptive", sharing=0.0),
-    "edf": dict(policy="edf", chunking="adaptive", sharing=0.0),
-    "lrs": dict(policy="slack", chunking="adaptive", sharing=0.0),
+    "fcfs-unshared": dict(policy="fcfs", chunking="adaptive", sharing=0.0),
+    "edf-unshared": dict(policy="edf", chunking="adaptive", sharing=0.0),
+    "slack-unshared": dict(policy="slack", chunking="adaptive", sharing=0.0),
 }
 # LoongServe: ranks of an instance, share of the instances kept for short prompts
 POOLS: Mapping[str, Mapping[str, Any]] = {
@@ -34,6 +34,16 @@ POOLS: Mapping[str, Mapping[str, Any]] = {
     "loongserve-reserved": dict(tp=2, reserved=0.25),
 }
 BASELINES = (*SCHEDULERS, *POOLS)
+FORMER = {"fcfs": "fcfs-unshared", "edf": "edf-unshared", "lrs": "slack-unshared"}
+
+
+def check_baseline(name: str) -> None:
+    """Errors: ConfigError for an unknown name."""
+    if name in FORMER:
+        said = f"{name!r} is {FORMER[name]} now: with --policy, prompts share steps"
+        raise ConfigError("baseline", said)
+    if name not in BASELINES:
+        raise ConfigError("baseline", f"{name!r} is not one of {', '.join(BASELINES)}")
 
 
 def compare(
@@ -51,6 +61,7 @@ def compare(
 
     Errors: ConfigError for an unknown name, or devices that do not make whole instances.
     """
+    check_baseline(name)
     if name in SCHEDULERS:
         return execute(
             system.replica(dataclasses.replace(scheduler, **SCHEDULERS[name]), cache, lookahead),
@@ -58,8 +69,6 @@ def compare(
             slo,
             until,
         )
-    if name not in POOLS:
-        raise ConfigError("baseline", f"{name!r} is not one of {', '.join(BASELINES)}")
     objective = system.replica(scheduler, cache).scheduler.default_ttft
     server = LoongServe(
         pool(system, **POOLS[name]),

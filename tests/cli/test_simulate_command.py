@@ -68,10 +68,10 @@ def test_json_has_the_settings_and_the_figures_and_is_the_same_for_the_same_seed
 
 def test_csv_has_a_row_per_request_of_each_system(capsys, tmp_path):
     path = tmp_path / "requests.csv"
-    assert simulate(capsys, *FLAGS, f"--csv={path}", "--baseline=fcfs")[0] == 0
+    assert simulate(capsys, *FLAGS, f"--csv={path}", "--baseline=fcfs-unshared")[0] == 0
     rows = list(csv.DictReader(path.open(newline="")))
     arrivals = parse("poisson:mix=medha-5", qps=1.0, requests=15, seed=3)
-    for system in ("jaxserve", "fcfs"):
+    for system in ("jaxserve", "fcfs-unshared"):
         mine = sorted(
             (row for row in rows if row["system"] == system), key=lambda row: int(row["id"])
         )

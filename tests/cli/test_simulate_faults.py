@@ -93,7 +93,9 @@ FLAGS = [
     (["--placement=near"], "--placement=near: 'near' is not one of"),
     # output
     (["--baseline=vllm"], "--baseline: 'vllm' is not one of sarathi-512, "),
-    (["--baseline=fcfs,vllm"], "--baseline: 'vllm' is not one of sarathi-512, "),
+    (["--baseline=lrs"], "--baseline: 'lrs' is slack-unshared now"),
+    (["--baseline=fcfs"], "--baseline: 'fcfs' is fcfs-unshared now"),
+    (["--baseline=fcfs-unshared,vllm"], "--baseline: 'vllm' is not one of sarathi-512, "),
     (["--json=/no/such/s.json"], "--json: /no/such/s.json: No such file"),
     (["--csv=/no/such/s.csv"], "--csv: /no/such/s.csv: No such file"),
     (["--plot=/no/such/p.png"], "--plot: /no/such/p.png: No such file"),
