@@ -12,8 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +19,11 @@ from typing import Any
 import numpy as np
 
 from experiments.script import command_line
-from jaxserve.api.events import Finished
-from jaxserve.api.request import Request
 from jaxserve.cache import CacheManager
 from jaxserve.cli.display import table
 from jaxserve.costs.predictor import Costs
 from jaxserve.observe.machine import described, machine
+from jaxserve.research.drive import LiveRun
 from jaxserve.scheduling import Scheduler
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
@@ -37,9 +34,10 @@ from jaxserve.settings.schema import (
     ModelSource,
     SchedulerConfig,
 )
-from jaxserve.simulate.arrival import Arrival, to_request
+from jaxserve.simulate.arrival import Arrival
+from jaxserve.simulate.recorder import Outcome
 from jaxserve.simulate.replica import VirtualReplica
-from jaxserve.simulate.run import drive
+from jaxserve.simulate.run import execute
 from jaxserve.simulate.workload import parse as workload
 
 OPTIONS = {
@@ -66,30 +64,17 @@ PAGES = 1024
 LONGEST = 4096
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class RequestLatency:
     """Seconds of one request."""
 
-    ttft: float = 0.0
-    tpot: float = 0.0
-    total: float = 0.0
+    ttft: float
+    tpot: float
+    total: float
 
 
-class Hearing:
-    """A sink that keeps a request's timing."""
-
-    def __init__(self) -> None:
-        self.latency = RequestLatency()
-        self.done = threading.Event()
-
-    def __call__(self, events: Sequence[Any]) -> None:
-        for event in events:
-            if isinstance(event, Finished):
-                timing = event.timing
-                self.latency = RequestLatency(
-                    timing.first_token, timing.tpot(event.usage.completion), timing.total
-                )
-                self.done.set()
+def latencies(outcome: Outcome) -> list[RequestLatency]:
+    return [RequestLatency(r.ttft, r.tpot, r.end - r.arrival) for r in outcome.records]
 
 
 def live(
@@ -103,37 +88,12 @@ def live(
     engine.start()
     try:
         for seed in range(2):  # what runs first runs slower: it does not count
-            _run(engine, [Arrival(0.0, 200, 4), Arrival(0.0, 600, 4)], f"warm{seed}-")
-        found = _run(engine, arrivals, "r")
-        return found, engine.scheduler.predictor.costs, engine.scheduler.predictor.scale
+            warm = [Arrival(0.0, 200, 4), Arrival(0.0, 600, 4)]
+            LiveRun(engine, f"warm{seed}-").at_their_times(warm)
+        found = LiveRun(engine, "r").at_their_times(arrivals)
+        return latencies(found), engine.scheduler.predictor.costs, engine.scheduler.predictor.scale
     finally:
         engine.close()
-
-
-def _run(engine: Any, arrivals: Sequence[Arrival], name: str) -> list[RequestLatency]:
-    began = time.perf_counter()
-    heard = []
-    for number, arrival in enumerate(arrivals):
-        time.sleep(max(0.0, began + arrival.time - time.perf_counter()))
-        hearing = Hearing()
-        made = to_request(arrival, number, engine.info.max_model_len)
-        prompt = np.random.default_rng(number).integers(0, engine.info.vocab, arrival.prompt)
-        engine.submit(
-            Request.make(
-                f"{name}{number}",
-                prompt,
-                made.sampling,
-                vocab=engine.info.vocab,
-                max_len=engine.info.max_model_len,
-                arrival=engine.now(),
-            ),
-            hearing,
-        )
-        heard.append(hearing)
-    for hearing in heard:
-        if not hearing.done.wait(600):
-            raise TimeoutError("a request did not end")
-    return [hearing.latency for hearing in heard]
 
 
 def virtual(
@@ -144,14 +104,7 @@ def virtual(
     scheduler = Scheduler(config.scheduler, cache, config.mesh, LONGEST, costs=costs)
     scheduler.predictor.scale = scale
     replica = VirtualReplica(scheduler, config.cache, config.mesh, config.lookahead)
-    requests = (
-        (to_request(arrival, number, LONGEST), "") for number, arrival in enumerate(arrivals)
-    )
-    records = drive(replica, requests).records
-    return [
-        RequestLatency(r.ttft, r.tpot, r.end - r.arrival)
-        for r in sorted(records, key=lambda record: int(record.id))
-    ]
+    return latencies(execute(replica, arrivals))
 
 
 def compared(

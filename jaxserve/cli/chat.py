@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxserve.api.errors import RequestError
-from jaxserve.cli.display import Waiting
 from jaxserve.cli.engine_flags import engine_groups
 from jaxserve.cli.openai_client import ANSWER, CLIENT, OpenAIClient, answer_fields, client_of
-from jaxserve.cli.own_server import OwnServer, StartingServer
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema.engine import SERVED
@@ -107,7 +106,7 @@ class Conversation:
 
 def run(values: dict[str, Any]) -> int:
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    with client_of(values, waited) as client:
+    with client_of(values) as client:
         conversation = Conversation(client, values, terminal)
         if terminal:
             print(f"{client.model}; /help tells what may be typed", flush=True)
@@ -117,20 +116,10 @@ def run(values: dict[str, Any]) -> int:
     return 0
 
 
-def waited(starting: StartingServer) -> OwnServer:
-    """The server, once it takes requests."""
-    if not sys.stderr.isatty():
-        return starting.ready()
-    waiting = Waiting("loading and compiling", sys.stderr)
-    server = starting.ready(waiting)
-    waiting.done()
-    return server
-
-
 def _typed() -> Iterator[str]:
     """Lines that are typed, until Ctrl-D or Ctrl-C."""
-    with contextlib.suppress(ImportError):
-        pass  # noqa: F401: makes `input` edit lines, and know the ones before
+    with contextlib.suppress(ImportError):  # not everywhere
+        importlib.import_module("readline")  # makes `input` edit lines, and know those before
     while True:
         try:
             yield input(PROMPT)

@@ -8,7 +8,6 @@ import json
 import sys
 from typing import Any
 
-from jaxserve.cli.chat import waited
 from jaxserve.cli.engine_flags import engine_groups
 from jaxserve.cli.openai_client import ANSWER, CLIENT, answer_fields, client_of
 from jaxserve.settings.flags import Command
@@ -34,7 +33,7 @@ def run(values: dict[str, Any]) -> int:
     if not prompt:
         raise ConfigError("prompt", "is empty")
     said = []
-    with client_of(values, waited) as client:
+    with client_of(values) as client:
         with contextlib.closing(client.complete(prompt, answer_fields(values))) as pieces:
             for piece in pieces:
                 said.append(piece.text)

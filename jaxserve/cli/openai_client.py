@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 import httpx
 
 from jaxserve.api.errors import RequestError
-from jaxserve.cli.own_server import starting_server
+from jaxserve.cli.display import Waiting
+from jaxserve.cli.own_server import OwnServer, StartingServer, starting_server
 from jaxserve.cli.sampling_flags import HELP
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError
@@ -184,9 +186,9 @@ def answer_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def client_of(values: Mapping[str, Any], waiting: Any) -> Iterator[OpenAIClient]:
-    """A client of the server at --url, or of one that runs within the block. waiting: called with
-    the server that starts, gives it back once it takes requests. Errors: ConfigError."""
+def client_of(values: Mapping[str, Any]) -> Iterator[OpenAIClient]:
+    """A client of the server at --url, or of one that runs within the block. Errors:
+    ConfigError."""
     key = values["api_key"] or os.environ.get("JAXSERVE_API_KEY") or None
     if values["url"]:
         model = values["model"] if "model" in getattr(values, "origins", ()) else None
@@ -194,5 +196,15 @@ def client_of(values: Mapping[str, Any], waiting: Any) -> Iterator[OpenAIClient]
             yield client
         return
     quiet = {"JAXSERVE_LOG_LEVEL": os.environ.get("JAXSERVE_LOG_LEVEL", "warning")}
-    with starting_server(values, quiet) as server, OpenAIClient(waiting(server).url) as client:
+    with starting_server(values, quiet) as server, OpenAIClient(_waited(server).url) as client:
         yield client
+
+
+def _waited(starting: StartingServer) -> OwnServer:
+    """The server, once it takes requests."""
+    if not sys.stderr.isatty():
+        return starting.ready()
+    waiting = Waiting("loading and compiling", sys.stderr)
+    server = starting.ready(waiting)
+    waiting.done()
+    return server

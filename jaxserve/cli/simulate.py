@@ -128,11 +128,10 @@ def run(values: dict[str, Any]) -> int:
     with progress_bar("simulating", total, sys.stderr.isatty()) as step:
         outcomes = {"jaxserve": execute(replica, _told(arrivals, step), until=until)}
         for name in names:
+            coming = _told(arrivals, step)
             outcomes[name] = compare(
-                name, system, scheduler, cache, arrivals, until=until, lookahead=values["lookahead"]
+                name, system, scheduler, cache, coming, until=until, lookahead=values["lookahead"]
             )
-            for _ in arrivals:
-                step(name)
     report = report_of(values, replica, scheduler, arrivals, outcomes)
     print(shown(report))
     if values["json"]:
@@ -155,10 +154,10 @@ def check(baselines: Sequence[str], values: Mapping[str, Any]) -> None:
     """Refuses before the run what would fail after it. Errors: ConfigError."""
     for name in baselines:
         check_baseline(name)
-    for flag in filter(values.get, ("json", "csv", "plot")):
-        check_writable(flag, values[flag])
     if values["plot"]:
         check_picture("plot", values["plot"])
+    for flag in filter(values.get, ("json", "csv", "plot")):
+        check_writable(flag, values[flag])
 
 
 def mesh_of(given: str | MeshConfig) -> MeshConfig:

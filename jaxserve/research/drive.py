@@ -17,10 +17,11 @@ import numpy as np
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished, Token
-from jaxserve.api.request import Request
+from jaxserve.api.request import Request, Slo
 from jaxserve.simulate.arrival import Arrival, class_of, to_request
 from jaxserve.simulate.recorder import Outcome, Recorder, RequestRecord
 from jaxserve.simulate.replica import VirtualReplica
+from jaxserve.simulate.run import execute, outcome_summary, requests, submit
 
 REQUEST_SECONDS = 600.0  # in which some request of a live replica must end
 Sink = Callable[[Sequence[Event]], None]
@@ -59,7 +60,7 @@ class LiveRun:
         return self._outcome()
 
     def at_once(self, arrivals: Sequence[Arrival], concurrency: int) -> Outcome:
-        """Sends so many requests, and each other when one has ended. Errors: TimeoutError."""
+        """Sends `concurrency` requests, and the next when one has ended. Errors: TimeoutError."""
         for number, arrival in enumerate(arrivals):
             if self._running == concurrency:
                 self._wait()
@@ -128,24 +129,22 @@ def _since(record: RequestRecord, began: float) -> RequestRecord:
 def virtual(
     replica: VirtualReplica, arrivals: Sequence[Arrival], concurrency: int | None
 ) -> Outcome:
-    """The outcome of a load in virtual time. concurrency: how many requests at once, each other
-    when one has ended; None: each at its time."""
+    """The outcome of a load in virtual time. concurrency: requests that run at once, where the next
+    comes when one has ended; None: each comes at its time."""
+    if concurrency is None:
+        return execute(replica, arrivals)
     recorder = Recorder()
     replica.listeners.append(recorder)
     replica.start()
-    for number, arrival in enumerate(arrivals):
-        if concurrency is None:
-            replica.advance(arrival.time, through=False)
-        while concurrency is not None and len(recorder.pending) == concurrency:
+    for request, kind in requests(arrivals, replica.info.max_model_len, Slo()):
+        while len(recorder.pending) == concurrency:
             replica.advance(replica.next_event())
-        planned = to_request(arrival, number, replica.info.max_model_len)
-        request = dataclasses.replace(planned, arrival=replica.now())
-        kind = arrival.kind or class_of(arrival.prompt)
-        due = request.arrival + replica.scheduler.ttft_objective(request)
-        sink = recorder.sink(request, kind, due)
-        try:
-            replica.submit(request, sink)
-        except RequestError as error:
-            recorder.refused(request, kind, error)
+        submit(replica, recorder, dataclasses.replace(request, arrival=replica.now()), kind)
     replica.advance(float("inf"))
     return recorder.outcome()
+
+
+def figures(outcome: Outcome, tpot: float) -> dict[str, Any]:
+    """Sums up a run as `outcome_summary` does, without the kinds of requests."""
+    found = outcome_summary(outcome, tpot)
+    return {name: found[name] for name in ("span", "tokens_per_s", "token_gap", "refused", "all")}

@@ -46,7 +46,7 @@ def frame(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 
 def _flat(row: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
     settings = dict(row["settings"])
-    mesh = MeshConfig.parse(settings.get("mesh") or str(MeshConfig()))
+    mesh = MeshConfig.parse(settings.get("mesh", ""))
     said = {
         "key": row["key"],
         **settings,

@@ -14,12 +14,10 @@ import time
 from typing import Any
 
 from jaxserve.api.errors import RequestError
-from jaxserve.research.drive import LiveRun, virtual
+from jaxserve.research.drive import LiveRun, figures, virtual
 from jaxserve.research.points import Point
 from jaxserve.settings.schema import ConfigError, EngineConfig
-from jaxserve.simulate.recorder import Outcome
 from jaxserve.simulate.replica import VirtualReplica
-from jaxserve.simulate.run import outcome_summary
 
 WARM_UP_REQUESTS = 3  # of the load's own, run before it: what runs first runs slower
 COMPILE_SECONDS = 600.0  # for the programs that are compiled beside traffic
@@ -51,7 +49,7 @@ def measure(point: Point, simulated: bool) -> dict[str, Any]:
     finally:
         engine.close()
     found = {
-        "live": _figures(outcome, config.scheduler.tpot),
+        "live": figures(outcome, config.scheduler.tpot),
         "compiled": compiled,
         "platform": worker.platform,
         "device": worker.device_kind,
@@ -60,9 +58,7 @@ def measure(point: Point, simulated: bool) -> dict[str, Any]:
         cache = build.make_cache(config, worker.plan, model)
         scheduler = build.make_scheduler(config, worker.plan, cache, profile)
         replica = VirtualReplica(scheduler, config.cache, config.mesh, config.lookahead)
-        found["simulated"] = _figures(
-            virtual(replica, arrivals, concurrency), config.scheduler.tpot
-        )
+        found["simulated"] = figures(virtual(replica, arrivals, concurrency), config.scheduler.tpot)
     return found
 
 
@@ -74,12 +70,6 @@ def _profile(config: EngineConfig, worker: Any) -> Any:
     asks = dataclasses.replace(config.scheduler, policy="slack")
     longest = max_length(config, worker.plan.model)
     return profile_for(dataclasses.replace(config, scheduler=asks), worker, longest, progress=False)
-
-
-def _figures(outcome: Outcome, tpot: float) -> dict[str, Any]:
-    """As `outcome_summary`, without the kinds of requests."""
-    found = outcome_summary(outcome, tpot)
-    return {name: found[name] for name in ("span", "tokens_per_s", "token_gap", "refused", "all")}
 
 
 def _wait_for_programs(worker: Any) -> None:

@@ -123,16 +123,16 @@ def grid(base: Values, axes: Mapping[str, Sequence[Any]]) -> list[Point]:
 
 def parsed_axes(text: str) -> dict[str, list[str]]:
     """Reads 'mesh=tp=1|kvp=2;policy=fcfs|slack'. Errors: ConfigError."""
-    return {name: values.split("|") for name, values in _pairs("axes", text, ";")}
+    return {name: values.split("|") for name, values in _pairs("axes", text)}
 
 
 def parsed_base(text: str) -> dict[str, str]:
     """Reads 'model=smollm2-135m;pages=512'. Errors: ConfigError."""
-    return dict(_pairs("base", text, ";"))
+    return dict(_pairs("base", text))
 
 
-def _pairs(field: str, text: str, separator: str) -> Iterator[tuple[str, str]]:
-    for part in filter(None, (part.strip() for part in text.split(separator))):
+def _pairs(field: str, text: str) -> Iterator[tuple[str, str]]:
+    for part in filter(None, (part.strip() for part in text.split(";"))):
         name, equal, value = part.partition("=")
         if not equal or not value:
             raise ConfigError(field, f"{part!r} is not NAME=VALUE")

@@ -66,7 +66,8 @@ def _errors(both: pd.DataFrame) -> str:
 
 
 def _table(found: pd.DataFrame) -> str:
-    shown = found.drop(columns=["key", *(name for name in NOT_SHOWN if name not in varied(found))])
+    fixed = set(NOT_SHOWN).difference(varied(found))
+    shown = found.drop(columns=["key", *fixed])
     return shown.to_html(border=0, index=False, na_rep="", float_format=lambda x: f"{x:.4g}")
 
 
@@ -79,7 +80,8 @@ def _svg(draw: Callable[[Any, pd.DataFrame], bool], found: pd.DataFrame) -> str:
         return ""
     out = io.StringIO()
     figure.savefig(out, format="svg")
-    return out.getvalue().partition("<svg")[1] + out.getvalue().partition("<svg")[2]
+    drawn = out.getvalue()
+    return drawn[drawn.index("<svg") :]
 
 
 def series(found: pd.DataFrame, but: Sequence[str]) -> Series:

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.observe.machine import machine
-from jaxserve.research.drive import virtual
+from jaxserve.research.drive import figures, virtual
 from jaxserve.research.points import Point
 from jaxserve.settings.schema import ConfigError, check_lanes
-from jaxserve.simulate.run import System, outcome_summary, shape_of
+from jaxserve.simulate.run import System, shape_of
 
 RUNS = ("live", "simulated", "both")
 QUOTED = 300  # characters of what a process that failed said last
@@ -91,6 +91,7 @@ def sweep(
     """The lines of all points, in their order; those that `out` lacks are run and added to it.
     step: called after each, with what it was. Errors: ConfigError for a file that is no sweep's."""
     known = {row["key"]: row for row in read(out)} if out.exists() else {}
+    _cut_to_whole_lines(out)
     rows = []
     for point in points:
         key = key_of(point, runner)
@@ -118,12 +119,16 @@ def read(file: Path) -> list[Row]:
     return rows
 
 
-def _append(file: Path, row: Row) -> None:
-    """Adds a line, whole or not at all for `read`, in place of one that was cut short."""
+def _cut_to_whole_lines(file: Path) -> None:
+    """Drops a last line that was cut short, so that the next one stands alone."""
     with open(file, "a+b") as out:
         out.seek(0)
-        whole = out.read().rfind(b"\n") + 1
-        out.truncate(whole)
+        out.truncate(out.read().rfind(b"\n") + 1)
+
+
+def _append(file: Path, row: Row) -> None:
+    """Adds a line, on the disk when this returns."""
+    with open(file, "ab") as out:
         out.write(json.dumps(row).encode() + b"\n")
         out.flush()
         os.fsync(out.fileno())
@@ -160,13 +165,8 @@ def _simulated(point: Point, gpu: str) -> dict[str, Any]:
     system = System(shape_of(config.source.model), gpu, config.mesh)
     check_lanes(config.mesh, config.cache, config.scheduler)
     replica = system.replica(config.scheduler, config.cache, config.lookahead)
-    found = outcome_summary(
-        virtual(replica, arrivals, point.load.concurrency), config.scheduler.tpot
-    )
-    return {"simulated": {name: found[name] for name in SHOWN}}
-
-
-SHOWN = ("span", "tokens_per_s", "token_gap", "refused", "all")  # of `outcome_summary`
+    outcome = virtual(replica, arrivals, point.load.concurrency)
+    return {"simulated": figures(outcome, config.scheduler.tpot)}
 
 
 def unfinished(rows: Sequence[Mapping[str, Any]]) -> int:

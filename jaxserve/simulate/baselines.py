@@ -8,7 +8,7 @@ arrivals.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxserve.api.request import Slo
@@ -51,7 +51,7 @@ def compare(
     system: System,
     scheduler: SchedulerConfig,
     cache: CacheConfig,
-    arrivals: Sequence[Arrival],
+    arrivals: Iterable[Arrival],
     slo: Slo = Slo(),  # noqa: B008
     until: float = float("inf"),
     lookahead: int = 1,

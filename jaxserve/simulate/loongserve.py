@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -107,7 +107,7 @@ class LoongServe:
         self._serial = 0
         self._in_use = {True: 0, False: 0}  # instances that prefill: reserved ones and others
 
-    def run(self, arrivals: Sequence[Arrival], until: float = float("inf")) -> None:
+    def run(self, arrivals: Iterable[Arrival], until: float = float("inf")) -> None:
         """Runs arrivals to the end, or to clock second `until`."""
         coming = deque(enumerate(arrivals))
         while True:

@@ -147,14 +147,19 @@ def drive(
         if request.arrival > until:
             break
         replica.advance(request.arrival, through=False)
-        due = request.arrival + replica.scheduler.ttft_objective(request)
-        sink = recorder.sink(request, kind, due)
-        try:
-            replica.submit(request, sink)
-        except RequestError as error:
-            recorder.refused(request, kind, error)
+        submit(replica, recorder, request, kind)
     replica.advance(until)
     return recorder
+
+
+def submit(replica: VirtualReplica, recorder: Recorder, request: Request, kind: str) -> None:
+    """Submits a request, and records how it ends or why it was refused."""
+    due = request.arrival + replica.scheduler.ttft_objective(request)
+    sink = recorder.sink(request, kind, due)
+    try:
+        replica.submit(request, sink)
+    except RequestError as error:
+        recorder.refused(request, kind, error)
 
 
 def execute(

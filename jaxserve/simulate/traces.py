@@ -20,6 +20,8 @@ import numpy as np
 from jaxserve.simulate.arrival import BLOCK, LONG, MOST_TOKENS, Arrival
 from jaxserve.simulate.spec import did_you_mean, fault, to_number
 
+ARRIVED_AT = "arrived_at"  # column of seconds in a file of lengths
+TIME_COLUMN = re.compile(r"arriv|time", re.IGNORECASE)
 WORD_TOKENS = 1.35  # tokens per English word (data/README 1.1)
 
 
@@ -141,8 +143,6 @@ def _check_columns(where: str, header: Sequence[str], fields: Sequence[str]) -> 
             fault(f"{where}: column {column} looks like times, which {ARRIVED_AT} has (seconds)")
 
 
-ARRIVED_AT = "arrived_at"
-TIME_COLUMN = re.compile(r"arriv|time", re.IGNORECASE)
 MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d(?:\.\d{1,9})?)(?:Z|\+00:00)?")
 
 

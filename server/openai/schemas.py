@@ -110,13 +110,14 @@ class JsonSchema(OpenModel):
     strict: bool | None = None
 
 
+def schema_in(field: str) -> ConfigDict:
+    """Says in the OpenAPI schema that a format of type json_schema needs this field."""
+    of_type: JsonObject = {"properties": {"type": {"const": "json_schema"}}, "required": ["type"]}
+    return ConfigDict(json_schema_extra={"if": of_type, "then": {"required": [field]}})
+
+
 class ResponseFormat(OpenModel):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "if": {"properties": {"type": {"const": "json_schema"}}, "required": ["type"]},
-            "then": {"required": ["json_schema"]},
-        }
-    )
+    model_config = schema_in("json_schema")
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None

@@ -174,6 +174,11 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(serve):
     assert "Talk" in seen[1] and "More" in seen[1]
     terminal.type("\x03")
     terminal.until(r">>> ")
+    terminal.type("\x1b[A\n")  # the line before, by readline
+    assert "More" in terminal.until(r"\r\n.{3}")
+    terminal.type("\x03")
+    terminal.until(r">>> ")
+    assert seen[2].count("More") == 2
     terminal.type("/nothing\n")
     terminal.until(r"/nothing is not a command")
     terminal.until(r">>> ")
@@ -181,7 +186,7 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(serve):
     assert terminal.close() == 0
 
 
-def test_a_conversation_that_is_too_long_says_what_to_do(serve):
+def test_a_message_that_fails_is_taken_back_and_the_conversation_goes_on(serve):
     served = served_saying(serve, "Fine.")
     terminal = Terminal("chat", url(served))
     terminal.until(r">>> ")

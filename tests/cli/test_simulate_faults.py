@@ -145,10 +145,12 @@ def nothing_runs(monkeypatch):
 
 
 @pytest.mark.parametrize("flags, said", FLAGS, ids=[" ".join(flags) for flags, _ in FLAGS])
-def test_a_flag(capsys, nothing_runs, flags, said):
+def test_a_flag(capsys, nothing_runs, tmp_path, monkeypatch, flags, said):
+    monkeypatch.chdir(tmp_path)
     qps = [] if any(flag.startswith("--qps") for flag in flags) else ["--qps=1"]
     code, _, err = simulate(capsys, *qps, *flags)
     assert code == 2 and len(err.splitlines()) == 1 and said in err, err
+    assert not list(tmp_path.iterdir()), "a file is left"
 
 
 @pytest.mark.parametrize("name, text, said", FILES, ids=[said for *_, said in FILES])

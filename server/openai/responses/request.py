@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from jaxserve.api.errors import RequestError
 from jaxserve.server.json_body import JsonObject
-from jaxserve.server.openai.schemas import ChatRequest
+from jaxserve.server.openai.schemas import ChatRequest, schema_in
 from jaxserve.server.openai.unknown_fields import OpenModel
 
 MAX_ITEMS = 10_000
@@ -18,12 +18,7 @@ TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 class TextFormat(OpenModel):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "if": {"properties": {"type": {"const": "json_schema"}}, "required": ["type"]},
-            "then": {"required": ["schema"]},
-        }
-    )
+    model_config = schema_in("schema")
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = Field(None, max_length=64)
