@@ -114,7 +114,6 @@ def scheduling_options() -> list[Option]:
 
 def run(values: dict[str, Any]) -> int:
     system = System(shape_of(values["model"]), values["gpu"], mesh_of(values["mesh"]))
-    system.check()
     scheduler, cache = configs(values)
     arrivals = parse(
         values["workload"], qps=values["qps"], requests=values["requests"], seed=values["seed"]

@@ -105,7 +105,9 @@ class System:
         cache: CacheConfig,
         lookahead: int = 1,
     ) -> VirtualReplica:
-        """A virtual replica of this system; without `cache.pages`, as many as fit in memory."""
+        """A virtual replica of this system; without `cache.pages`, as many as fit in memory.
+        Errors: ConfigError where the model cannot run on the mesh."""
+        self.check()
         pages = cache.pages or self.kv_tokens() // cache.block_size
         if cache.kv_cache_dtype != "auto":
             raise ConfigError(

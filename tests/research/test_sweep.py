@@ -64,10 +64,12 @@ def test_a_mistake_is_told_before_anything_runs(flags, said, capsys, tmp_path, m
 
 
 def test_a_point_that_cannot_be_run_is_a_line_with_the_reason(tmp_path):
-    points = grid(BASE, {"mesh": ["tp=8", "tp=99", "spp=2,kvp=2"], "gpu_memory_utilization": [0.9]})
+    points = grid(
+        BASE, {"mesh": ["tp=8", "tp=99", "spp=64", "spp=2,kvp=2"], "gpu_memory_utilization": [0.9]}
+    )
     rows = runner.sweep(points, SIMULATED, tmp_path / "out.jsonl")
-    assert [bool(row["simulated"]) for row in rows] == [True, False, True]
-    assert "tp" in rows[1]["reason"]
+    assert [bool(row["simulated"]) for row in rows] == [True, False, False, True]
+    assert "tp" in rows[1]["reason"] and "more stages than 32 layers" in rows[2]["reason"]
     assert rows[0]["simulated"]["all"]["finished"] == 5
     without = runner.sweep([Point.of({"prompt": "8"})], SIMULATED, tmp_path / "out.jsonl")
     assert "qps" in without[0]["reason"]
