@@ -59,6 +59,13 @@ RUNS: dict[str, list[list[str]]] = {
         ["-m", "experiments.live_page", "--help"],
         ["-c", "import selenium.webdriver"],
     ],
+    "research": [
+        [
+            *("-m", "jaxserve", "bench", "sweep", "--run=simulated", "--gpu=h100"),
+            *("--base=model=llama3-8b;qps=1;requests=2", "--axes=mesh=tp=4|tp=8"),
+            *("--out={folder}.jsonl", "--html={folder}.html"),
+        ],
+    ],
     "test": [["-m", "pytest", "--collect-only", "-qq"]],
     "dev": [["-m", "mypy", "--version"], ["-m", "ruff", "--version"]],
 }
