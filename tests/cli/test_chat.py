@@ -108,18 +108,27 @@ def test_faults_are_told_in_a_line(command, serve, capsys, monkeypatch, tmp_path
     assert "max_tokens" in failed(url(keyed), "--max_tokens=0")
 
 
+# Makes the terminal the process's own, so that Ctrl-C typed there is a signal, also where whoever
+# started the tests ignores it; becomes the command then.
+OWN_TERMINAL = """
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, "-m", "jaxserve", *sys.argv[1:]])
+"""
+
+
 class Terminal:
     """A command behind a pseudo terminal."""
 
     def __init__(self, *arguments: str):
         self._end, other = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jaxserve", *arguments],
+            [sys.executable, "-c", OWN_TERMINAL, *arguments],
             stdin=other,
             stdout=other,
             stderr=other,
             start_new_session=True,
-            preexec_fn=_own_terminal,
         )
         os.close(other)
         self.shown = ""
@@ -144,14 +153,6 @@ class Terminal:
             self.process.kill()
             self.process.wait()
             os.close(self._end)
-
-
-def _own_terminal() -> None:
-    """Makes the terminal the process's own, so that Ctrl-C typed there is a signal."""
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(serve):
