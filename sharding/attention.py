@@ -2,10 +2,10 @@
 pages, then attends.
 
 Rows of local sequences attend over the pages of their lane alone. Settled rows of spread sequences
-reach KV on other lanes by the exchange strategy that the program was compiled for (`exchange`);
-other spread rows, decodes among them, always by `gather`, since their keys and values may belong on
-any lane. The bytes that cross lanes depend only on the number of tokens in the step, except with
-`pass_kv`, which moves KV (Medha, section 3.4).
+reach KV on other lanes of their group by the exchange strategy that the program was compiled for
+(`exchange`); other spread rows, decodes among them, always by `gather`, since their keys and values
+may belong on any lane. The bytes that cross lanes depend only on the number of tokens in the step,
+except with `pass_kv`, which moves KV (Medha, section 3.4).
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.sharding.exchange import EXCHANGES, split
-from jaxserve.sharding.mesh import KVP
 from jaxserve.sharding.rows import Groups, Rows, write_kv
 
 
@@ -44,7 +42,7 @@ def attention(
     # pool for the readers. `gather` writes the keys and values that it gathers itself.
     for exchange, part, mine in parts:
         if exchange != "gather":
-            own = tuple(rows.computed_by(lax.axis_index(KVP)) for rows in part.spread)
+            own = tuple(rows.computed_by(groups.lanes.index()) for rows in part.spread)
             pages = write_kv(pages, kv[mine], own)
     for exchange, part, mine in parts:
         out, pages = EXCHANGES[exchange](q[mine], kv[mine], pages, part, attend)
@@ -64,7 +62,7 @@ def _spread_parts(groups: Groups) -> list[tuple[str, Groups, slice]]:
     for settled in (False, True):
         spread = tuple(rows for rows in groups.spread if rows.settled == settled)
         if spread:
-            stop = at + sum(rows.pos.size for rows in spread) // lax.axis_size(KVP)
+            stop = at + sum(rows.pos.size for rows in spread) // groups.lanes.size
             exchange = groups.exchange if settled else "gather"
             out.append((exchange, dataclasses.replace(groups, spread=spread), slice(at, stop)))
             at = stop

@@ -12,7 +12,8 @@ Which is fastest depends on the number of new and of cached tokens; results are 
 writes the gathered keys and values to their pages; with the ring strategies the caller has done so.
 
 Everything here runs inside shard_map, on one lane and one rank; each rank's heads have their own
-ring.
+ring. Lanes meet in groups (`lane_groups`): `lanes` are those of one group, and `lane` is counted in
+it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jax import lax
 
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.merge import merge
-from jaxserve.sharding.mesh import KVP
+from jaxserve.sharding.lane_groups import LaneGroups
 from jaxserve.sharding.rows import Groups, Rows, write_kv
 
 KV_CHUNK_TOKENS = 2048  # of KV that a lane sends at once in `pass_kv`
@@ -44,18 +45,18 @@ def gather(
     q: jax.Array, kv: jax.Array, pages: KVPages, groups: Groups, attend: Attend
 ) -> tuple[jax.Array, KVPages]:
     """Attends by one all-gather and one all-to-all, whose bytes depend only on the new tokens."""
-    lanes = lax.axis_size(KVP)
-    gathered = lax.all_gather(jnp.concatenate([q, kv], 2), KVP)  # [lanes, T, K, G + 2, H]
-    parts = split(gathered, groups.spread, lanes)
+    lanes = groups.lanes
+    gathered = lanes.gather(jnp.concatenate([q, kv], 2))  # [lanes, T, K, G + 2, H]
+    parts = split(gathered, groups.spread, lanes.size)
     for rows, x in zip(groups.spread, parts):
         pages = write_kv(pages, x[:, :, -2:], (rows,))
     partials = [
         attend(x[:, :, :-2], rows, pages.take(0), groups.table)
         for rows, x in zip(groups.spread, parts)
     ]
-    by_lane = lambda x: x.reshape(lanes, -1, *x.shape[1:])  # rows are in order of lanes
+    by_lane = lambda x: x.reshape(lanes.size, -1, *x.shape[1:])  # rows are in order of lanes
     outs, lses = (jnp.concatenate([by_lane(x) for x in xs], 1) for xs in zip(*partials))
-    return _merge_across_lanes(outs, lses), pages
+    return _merge_across(lanes, outs, lses), pages
 
 
 def pass_q(
@@ -63,11 +64,12 @@ def pass_q(
 ) -> tuple[jax.Array, KVPages]:
     """Ring pass-Q: queries travel in lanes - 1 hops; the partial results of all hops return in one
     all-to-all (Context Parallelism paper, Alg. 3 and 4)."""
-    lanes = lax.axis_size(KVP)
-    lane = lax.axis_index(KVP)
+    lanes = groups.lanes.size
+    lane = groups.lanes.index()
     by_hop = []
     for hop in range(lanes):
-        arriving = _send_to_next(q) if hop < lanes - 1 else q  # before the attention that hides it
+        # before the attention that hides it
+        arriving = groups.lanes.send_to_next(q) if hop < lanes - 1 else q
         owner = (lane - hop) % lanes
         partials = [
             attend(x, rows.computed_by(owner), pages.take(0), groups.table)
@@ -77,7 +79,7 @@ def pass_q(
         q = arriving
     hop_of_lane = (lane - jnp.arange(lanes)) % lanes  # the hop at which a lane's queries were here
     outs, lses = (jnp.stack(x)[hop_of_lane] for x in zip(*by_hop))
-    return _merge_across_lanes(outs, lses), pages
+    return _merge_across(groups.lanes, outs, lses), pages
 
 
 def pass_kv(
@@ -85,8 +87,8 @@ def pass_kv(
 ) -> tuple[jax.Array, KVPages]:
     """Ring pass-KV: blocks travel in lanes - 1 hops, chunk by chunk (Context Parallelism paper,
     Alg. 2)."""
-    lanes = lax.axis_size(KVP)
-    lane = lax.axis_index(KVP)
+    lanes = groups.lanes.size
+    lane = groups.lanes.index()
     own = [rows.computed_by(lane) for rows in groups.spread]
     width = max(1, KV_CHUNK_TOKENS // pages.kv.shape[4])  # pages of a chunk
     # entries of the sequences of this step on every lane
@@ -105,7 +107,7 @@ def pass_kv(
         )
         for hop in range(lanes):
             # before the attention that hides it
-            arriving = jax.tree.map(_send_to_next, here) if hop < lanes - 1 else here
+            arriving = jax.tree.map(groups.lanes.send_to_next, here) if hop < lanes - 1 else here
             owner = (lane - hop) % lanes
             chunk_pages, blocks = here
             stop = jnp.clip(ends[:, owner] - first, 0, width)
@@ -123,7 +125,8 @@ def pass_kv(
     nothing = [
         (x.astype(jnp.float32) * 0, x[..., 0].astype(jnp.float32) * 0 - jnp.inf) for x in queries
     ]
-    outs = lax.fori_loop(0, -(-ends[-1].max() // width), chunk, nothing)
+    chunks = groups.lanes.most(-(-ends[-1].max() // width))
+    outs = lax.fori_loop(0, chunks, chunk, nothing)
     return jnp.concatenate([out for out, _ in outs]), pages
 
 
@@ -158,14 +161,8 @@ def _kv_chunk(
     return pages.take((0, table[0, slot, entry])), table[1, slot, entry]
 
 
-def _send_to_next(x: jax.Array) -> jax.Array:
-    """Sends x to the next lane of the ring, and returns what the previous lane sent."""
-    lanes = lax.axis_size(KVP)
-    return lax.ppermute(x, KVP, [(lane, (lane + 1) % lanes) for lane in range(lanes)])
-
-
-def _merge_across_lanes(out: jax.Array, lse: jax.Array) -> jax.Array:
-    """Sends partial results (out [lanes, T, K, G, H], lse [lanes, T, K, G]: all lanes' tokens over
-    this lane's blocks) back to the tokens' lanes, and merges those of this lane's tokens."""
-    partials: Any = lax.all_to_all(jnp.concatenate([out, lse[..., None]], -1), KVP, 0, 0)
+def _merge_across(lanes: LaneGroups, out: jax.Array, lse: jax.Array) -> jax.Array:
+    """Sends partial results (out [lanes, T, K, G, H], lse [lanes, T, K, G]: all tokens of the group
+    over this lane's blocks) back to the tokens' lanes, and merges those of this lane's tokens."""
+    partials = lanes.exchange(jnp.concatenate([out, lse[..., None]], -1))
     return merge(partials[..., :-1], partials[..., -1])[0]

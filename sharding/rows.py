@@ -2,8 +2,8 @@
 written to, and the page-table entries they attend over.
 
 A *local* sequence has all its blocks on one lane and is computed there without other lanes. The
-blocks of a *spread* sequence are distributed over lanes, and all lanes know its rows. Everything
-here runs inside shard_map, on one lane and one rank.
+blocks of a *spread* sequence are distributed over the lanes of a group, all of which know its rows.
+Everything here runs inside shard_map, on one lane and one rank. Lanes are counted in their group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from jax import lax
 from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import KVPages, quantize
 from jaxserve.kernels.table import entries_below
-from jaxserve.sharding.mesh import KVP
+from jaxserve.sharding.lane_groups import LaneGroups
+
+ALONE = LaneGroups(1)
 
 
 @functools.partial(
@@ -67,21 +69,23 @@ class Rows:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["local", "spread", "table"],
-    meta_fields=["exchange"],
+    meta_fields=["exchange", "lanes"],
 )
 @dataclasses.dataclass(frozen=True)
 class Groups:
     """All rows of a step that one lane needs.
 
-    local: rows of sequences on this lane. spread: rows of spread sequences of all lanes, in order
-    of lanes, [lanes * R, T] each. table [2, slots, W]: this lane's page table. exchange: strategy
-    for settled spread rows, a name in `sharding.exchange.EXCHANGES`.
+    local: rows of sequences on this lane. spread: rows of spread sequences of all lanes of this
+    lane's group, in order of lanes, [lanes * R, T] each. table [2, slots, W]: this lane's page
+    table. exchange: strategy for settled spread rows, a name in `sharding.exchange.EXCHANGES`.
+    lanes: the groups of lanes that meet for spread rows.
     """
 
     local: tuple[Rows, ...]
     spread: tuple[Rows, ...]
     table: jax.Array
     exchange: str = "gather"
+    lanes: LaneGroups = ALONE
 
     def local_tokens(self) -> int:
         """Number of tokens in local rows, padding included."""
@@ -120,7 +124,8 @@ def spread_rows(
     size: int,
     settled: bool = False,
 ) -> Rows:
-    """Rows of `width` tokens of spread sequences, of whose blocks lane `lane` (this one) has some.
+    """Rows of `width` tokens of spread sequences, of whose blocks lane `lane` (this one) of the
+    group has some.
 
     entries_per_lane [R, lanes]: blocks that each lane has. The other arguments are those of
     `local_rows`.
@@ -132,11 +137,6 @@ def spread_rows(
     here = (index < entries[:, None]) & (table[1][slot[:, None], index] == block) & (pos >= 0)
     page = jnp.where(here, table[0][slot[:, None], index], pages)
     return Rows(slot, pos, entries, page, entries_per_lane, settled)
-
-
-def all_gather_rows(x: jax.Array) -> jax.Array:
-    """Gathers [R, ...] of each lane to [lanes * R, ...] on every lane."""
-    return lax.all_gather(x, KVP, tiled=True)
 
 
 def write_kv(pages: KVPages, kv: jax.Array, groups: tuple[Rows, ...]) -> KVPages:

@@ -34,7 +34,9 @@ class Batch:
     # in `tokens`
     is_decode: np.ndarray
     sample: np.ndarray  # [n] bool; a token is sampled after the chunk's last one
-    spread: np.ndarray  # [n] bool; blocks lie on more than the home lane
+    # [n] lanes that compute the chunk and meet in attention: the group of this size (see
+    # `lane_groups`) that has the home lane; all the sequence's blocks lie in it; 1: a local chunk
+    group_size: np.ndarray
     blocks_per_lane: (
         np.ndarray
     )  # [n, lanes] blocks of the sequence on each lane, those of this step included
@@ -53,6 +55,11 @@ class Batch:
     # [m, 7] pages whose blocks lower tiers are to keep, read before the step: lane, page, retention
     # of the block (see `Request`), its key as four integers
     stores: np.ndarray = field(default_factory=lambda: NO_STORES)
+
+    @property
+    def spread(self) -> np.ndarray:
+        """[n] bool; whether a chunk meets other lanes than its home."""
+        return self.group_size > 1
 
     @property
     def nbytes(self) -> int:

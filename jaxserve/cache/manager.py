@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxserve.api.batch import NO_STORES
+from jaxserve.api.lane_groups import size_of
 from jaxserve.api.request import NORMAL_RETENTION, KvSource
 from jaxserve.cache.block_events import BlockEvents, StoredBlocks
 from jaxserve.cache.hashes import BlockHashes, root_key
@@ -47,9 +48,10 @@ class CacheManager:
     fetched from.
 
     To be read by all, by slot: `tables` (the page of every block, in order), `home` (lane),
-    `spread` (whether any block is on another lane than home), `blocks_per_lane` [slots, lanes] and
-    `capacity` (tokens for which the slot has pages). `events` tells what is stored and lost,
-    `stores` has the pages that are to be kept in lower tiers.
+    `group_size` (of the smallest group of lanes that has home and all blocks; above 1 the sequence
+    is `spread`), `blocks_per_lane` [slots, lanes] and `capacity` (tokens for which the slot has
+    pages). `events` tells what is stored and lost, `stores` has the pages that are to be kept in
+    lower tiers.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class CacheManager:
         self.pages = PageAllocator(lanes, config.pages, self.events)
         self.tables: list[list[int]] = [[] for _ in range(slots)]
         self.home = np.zeros(slots, np.int32)
-        self.spread = np.zeros(slots, bool)
+        self.group_size = np.ones(slots, np.int32)
         self.blocks_per_lane = np.zeros((slots, lanes), np.int32)
         self.capacity = np.zeros(slots, np.int32)
         self.lower = lower
@@ -103,6 +105,11 @@ class CacheManager:
     def total(self) -> int:
         """Pages of all lanes."""
         return self.pages.lanes * self.pages.per_lane
+
+    @property
+    def spread(self) -> np.ndarray:
+        """[slots] bool; whether any block is on another lane than home."""
+        return self.group_size > 1
 
     @property
     def available(self) -> int:
@@ -345,7 +352,7 @@ class CacheManager:
         self.blocks_per_lane[slot] = held
         if len(held) > 1:
             self._last_lane[slot] = lane
-            self.spread[slot] = held[self.home[slot]] < len(table)
+            self.group_size[slot] = size_of(int(self.home[slot]), held)
         for watcher in self._watchers:
             watcher.taken(slot, table[first:])
 
@@ -431,7 +438,7 @@ class CacheManager:
         by_lane = self._count_by_lane(np.asarray(table, np.intp))
         self.blocks_per_lane[slot] = by_lane
         self.capacity[slot] = len(table) * self.block_size
-        self.spread[slot] = by_lane[self.home[slot]] < len(table)
+        self.group_size[slot] = size_of(int(self.home[slot]), by_lane.tolist())
 
     def _count_by_lane(self, pages: np.ndarray) -> np.ndarray:
         lanes, _ = self.pages.locate(pages)
@@ -472,8 +479,10 @@ class CacheManager:
             assert self.capacity[slot] == len(table) * self.block_size, (
                 f"slot {slot}: capacity {self.capacity[slot]} with {len(table)} blocks"
             )
-            assert self.spread[slot] == (counted[self.home[slot]] < len(table)), (
-                f"slot {slot}: spread {self.spread[slot]} with {counted} from {self.home[slot]}"
+            size = size_of(int(self.home[slot]), counted.tolist())
+            assert self.group_size[slot] == size, (
+                f"slot {slot}: groups of {self.group_size[slot]} with {counted} from "
+                f"{self.home[slot]}"
             )
 
 

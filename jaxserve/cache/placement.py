@@ -11,6 +11,8 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
+from jaxserve.api.lane_groups import size_around
+
 
 class PlacementView(NamedTuple):
     """What a placement may look at."""
@@ -29,8 +31,9 @@ class PlacementView(NamedTuple):
 
 
 def grow(view: PlacementView) -> int:
-    """Stays on a lane until the sequence's limit there is reached, then goes to the lane with the
-    most pages available (Medha's dynamic growth, M5).
+    """Stays on a lane until the sequence's limit there is reached, then goes to a lane of the
+    smallest group with which some lane can join, of these to that with the most pages available
+    (Medha's dynamic growth, M5).
 
     Once every lane with room holds as many blocks as the limit says, blocks go on to where most
     pages are available: the limit says when lanes join, not what fits.
@@ -38,7 +41,12 @@ def grow(view: PlacementView) -> int:
     if view.available[view.lane] and view.held[view.lane] < view.limit:
         return view.lane
     lanes = [lane for lane, pages in enumerate(view.available) if pages]
-    return max(lanes, key=lambda lane: (view.held[lane] < view.limit, view.available[lane], -lane))
+    joining = [lane for lane in lanes if view.held[lane] < view.limit]
+    if not joining:
+        return max(lanes, key=lambda lane: (view.available[lane], -lane))
+    members = [lane for lane, blocks in enumerate(view.held) if blocks or lane == view.home]
+    size = lambda lane: size_around((*members, lane), len(view.held))
+    return min(joining, key=lambda lane: (size(lane), -view.available[lane], lane))
 
 
 def round_robin(view: PlacementView) -> int:

@@ -316,9 +316,9 @@ Chooser = Callable[["ExchangeChooser", ExchangeWork, Mapping[str, float]], str]
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeChooser:
-    """Chooses for the steps of one mesh. chooser: a name of `CHOOSERS`, or a rule of one's own.
-    piece: tokens of KV that a lane sends on at once, see `pass_kv`. Errors: ConfigError that names
-    the field."""
+    """Chooses for steps in which groups of `lanes` lanes meet. chooser: a name of `CHOOSERS`, or a
+    rule of one's own. piece: tokens of KV that a lane sends on at once, see `pass_kv`. Errors:
+    ConfigError that names the field."""
 
     lanes: int
     heads: Heads

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxserve.api.batch import Batch
+from jaxserve.api.lane_groups import group_around, group_sizes, size_of
 from jaxserve.settings.schema import MeshConfig
 
 HOST_SECONDS = 0.003  # in which the host decides and issues a step
@@ -266,21 +267,23 @@ class Predictor:
         self, lanes: list[LaneLoad], home: int, held: Sequence[int] | None, cached: int, new: int
     ) -> list[tuple[int, LaneLoad]]:
         """The lanes that a chunk bears on, with it. The tokens of a spread one are dealt over the
-        lanes; each lane attends, for all of them, over what it holds."""
+        lanes of its group; each lane attends, for all of them, over what it holds."""
         if held is None:
             return [(home, self._more(lanes[home], new, self.costs.attend_chunk(cached, new), 0))]
-        own = -(-new // len(lanes))
+        group = group_around(home, size_of(home, held))
+        own = -(-new // len(group))
+        shares = _shares(held)
         return [
             (
                 index,
                 self._more(
                     lanes[index],
                     own,
-                    self.costs.attend_chunk(cached * share, new, new * share),
-                    new,
+                    self.costs.attend_chunk(cached * shares[index], new, new * shares[index]),
+                    new if len(group) > 1 else 0,
                 ),
             )
-            for index, share in enumerate(_shares(held))
+            for index in group
         ]
 
     def _more(self, lane: LaneLoad, tokens: int, attention: float, spread: int) -> LaneLoad:
@@ -303,31 +306,31 @@ class Predictor:
 
     # --- a whole prompt
 
-    def prefill(self, cached: int, total: int, chunk: int) -> float:
-        """Seconds to prefill tokens `cached` to before `total` alone, in chunks of `chunk`: the sum
-        of the steps' paces (Medha, Eq. 4)."""
+    def prefill(self, cached: float, total: int, chunk: int) -> float:
+        """Seconds to prefill tokens `cached` to before `total` alone, in chunks of `chunk` for each
+        lane that takes part: the sum of the steps' paces (Medha, Eq. 4)."""
         if total <= cached:
             return 0.0
-        far = min(max(cached, self.reach), total)  # from here on the context is spread over lanes
-        return (
-            self._chunks(cached, far, chunk, spread=False)
-            + self._chunks(far, total, chunk, spread=True)
-            + self.head(1)
-        )
+        seconds = self.head(1)
+        for lanes in group_sizes(self.mesh.kvp):  # as lanes join
+            end = total if lanes == self.mesh.kvp else min(total, self.reach * lanes)
+            seconds += self._chunks(cached, end, chunk * lanes, lanes)
+            cached = max(cached, end)
+        return seconds
 
-    def _chunks(self, cached: float, total: float, chunk: int, spread: bool) -> float:
+    def _chunks(self, cached: float, total: float, chunk: int, lanes: int) -> float:
+        """The same on a group of `lanes` lanes, in chunks of so many tokens of all of them."""
         if total <= cached:
             return 0.0
         costs = self.costs
         new = total - cached
-        lanes = self.mesh.kvp if spread else 1
         steps = math.ceil(new / chunk)
         size = new / steps
-        context = _fullest(self.reach, lanes, cached, total) if spread else (cached + total) / 2
+        context = _fullest(self.reach, lanes, cached, total) if lanes > 1 else (cached + total) / 2
         own = size / lanes
         layer = steps * (costs.linear(math.ceil(own)) + costs.chunk) + costs.chunk_token * new
         layer += smooth_max(costs.pair * context * new, costs.read * steps * (context + own / 2))
-        if spread:
+        if lanes > 1:
             layer += steps * costs.kvp + costs.kvp_token * new
         return (steps * costs.launch + self.layers * layer) * self.scale
 

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxserve.api.batch import Batch
+from jaxserve.api.lane_groups import group_around
 from jaxserve.engine.dealing import (
     ChunkSlice,
     RingSlice,
     StepDemand,
     deal,
-    group_sizes,
+    extent,
     launches,
 )
 from jaxserve.engine.shapes import FEED, NOWHERE, StepShape, layout
@@ -60,7 +61,7 @@ def to_arrays(
         for riding, count in launches(batch.moves, lanes):
             view["moves"][:] = riding
             moves = batch.moves[: len(batch.moves) - count]
-    slices = deal(work, shape, lanes, ring) if work.long else []
+    slices = deal(work, shape, ring) if work.long else []
     if slices:
         _fill_slices(batch, view, shape, slices, last)
     sampled = _fill_samples(batch, view["samples"], last)
@@ -114,7 +115,7 @@ def _fill_singles(
         given = np.flatnonzero(single & ~batch.is_decode)
         ids[given] = batch.tokens[_tokens_at(batch)[given]]
     local = (0, 0)
-    spread = group_sizes(shape.local)
+    spread = extent(shape.local)
     for flag, (row, token), (rows, _) in (
         (False, local, shape.decode),
         (True, spread, shape.spread_decode),
@@ -130,7 +131,10 @@ def _fill_singles(
             view["tokens"][lane, token : token + len(mine)] = ids[mine]
             last[mine] = np.arange(token, token + len(mine))
             if flag:
-                view["held"][lane, : len(mine)] = batch.blocks_per_lane[mine]
+                among = group_around(lane, shape.group_size)
+                view["held"][lane, : len(mine)] = batch.blocks_per_lane[
+                    mine, among.start : among.stop
+                ]
 
 
 def _fill_slices(
@@ -141,7 +145,7 @@ def _fill_slices(
     last: np.ndarray,
 ) -> None:
     at = _tokens_at(batch)
-    local_rows, local_tokens = group_sizes(shape.local)
+    local_rows, local_tokens = extent(shape.local)
     for piece in slices:
         chunk = piece.chunk
         lane = piece.lane
@@ -163,5 +167,6 @@ def _fill_slices(
         )
         view["tokens"][lane, token : token + size] = batch.tokens[first : first + size]
         if spread:
-            view["held"][lane, row] = batch.blocks_per_lane[chunk]
+            among = group_around(lane, shape.group_size)
+            view["held"][lane, row] = batch.blocks_per_lane[chunk, among.start : among.stop]
         last[chunk] = token + size - 1

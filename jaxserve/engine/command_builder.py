@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Set
+from dataclasses import replace
 
 import numpy as np
 
 from jaxserve.api.batch import Batch
+from jaxserve.api.lane_groups import group_sizes
 from jaxserve.costs.exchange_choice import ExchangeChooser
 from jaxserve.engine import sampling_rows, token_masks
 from jaxserve.engine.arrays import to_arrays
@@ -49,7 +51,10 @@ class CommandBuilder:
         self._config = config
         self._scheduler = scheduler
         self._registry = registry
-        self._chooser = chooser
+        sizes = group_sizes(plan.mesh.kvp)[1:]
+        self._choosers = (
+            {} if chooser is None else {size: replace(chooser, lanes=size) for size in sizes}
+        )
         self._uncompiled = uncompiled
         self._shape_index = {shape: index for index, shape in enumerate(plan.shapes)}
         self._begins = True  # the first command has the devices forget what they did before
@@ -184,18 +189,21 @@ class CommandBuilder:
         assert shape is not None, f"no compiled shape holds {demand}"
         if not ring:
             return shape
-        exchange = self._config.exchange if self._chooser is None else self._choose(batch)
+        exchange = self._choose(batch, demand) if self._choosers else self._config.exchange
         if exchange == "gather":
             return shape
         return self._plan.shape_for(demand, exchange, fullest(ring), moves, but) or shape
 
-    def _choose(self, batch: Batch) -> str:
-        """The fastest exchange for the spread chunks of a batch; the decision is logged."""
-        assert self._chooser is not None
-        far = np.flatnonzero(batch.spread & (batch.length > 1))  # decodes are gathered
-        chunks = list(zip(batch.start[far].tolist(), batch.length[far].tolist()))
-        shards = (batch.blocks_per_lane[far].max(1) * self._plan.block_size).tolist()
-        decision = self._chooser.choose(chunks, shards)
+    def _choose(self, batch: Batch, demand: StepDemand) -> str:
+        """The fastest exchange for the spread chunks of a batch, in the group of lanes that takes
+        longest; the decision is logged."""
+        chooser = self._choosers[demand.group_size]
+        groups: dict[int, list[int]] = {}
+        for chunk in demand.long:  # decodes are gathered
+            if chunk.spread:
+                groups.setdefault(chunk.lane // demand.group_size, []).append(chunk.row)
+        decisions = [chooser.choose(*self._spread_work(batch, rows)) for rows in groups.values()]
+        decision = max(decisions, key=lambda decision: decision.seconds[decision.strategy])
         log.debug(
             "batch %d: %s out of %s seconds per layer",
             batch.number,
@@ -203,3 +211,11 @@ class CommandBuilder:
             decision.seconds,
         )
         return decision.strategy
+
+    def _spread_work(
+        self, batch: Batch, rows: list[int]
+    ) -> tuple[list[tuple[int, int]], list[int]]:
+        """Of these chunks, (cached, new) tokens, and tokens of KV on the lane that holds most."""
+        chunks = list(zip(batch.start[rows].tolist(), batch.length[rows].tolist()))
+        blocks = batch.blocks_per_lane[rows].max(1)
+        return chunks, (blocks * self._plan.block_size).tolist()

@@ -15,10 +15,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxserve.api.lane_groups import group_sizes
 from jaxserve.settings.schema import SchedulerConfig
 
 NOWHERE = np.int32(2**30)  # a slot that no table has: writes to it are dropped
 MOVES = 32  # pages that one launch moves from each lane to each
+FEW_DECODES = 4  # spread sequences that decode on a lane, in most steps
+FEW_ROWS = 4  # a part of the rows of a step, for spread chunks that do not fill it
 FEED = -1  # in place of a token id: the one sampled last for the row's slot
 
 
@@ -32,6 +35,7 @@ class StepShape:
     spread_decode: tuple[int, int] = (0, 0)
     spread_prefill: tuple[int, int] = (0, 0)
     samples: int = 1  # tokens it may sample per lane
+    group_size: int = 1  # lanes that meet for spread rows: see `api.lane_groups`
     # how spread rows and blocks on other lanes meet: see sharding.exchange
     exchange: str = "gather"
     moves: int = 0  # pages that it may move from each lane to each, beside its layers
@@ -58,11 +62,12 @@ class StepShape:
     @functools.cached_property
     def _name(self) -> str:
         name = lambda groups: "+".join(f"{rows}x{width}" for rows, width in groups)
+        if not self.spread:
+            return name(self.local)
         exchange = "" if self.exchange == "gather" else f"_{self.exchange}"
         moves = "_moves" if self.moves else ""
-        return name(self.local) + (
-            f"_spread_{name(self.spread)}{exchange}{moves}" if self.spread else ""
-        )
+        spread = f"{name(self.spread)}_on_{self.group_size}{exchange}{moves}"
+        return f"{name(self.local)}_spread_{spread}"
 
 
 def shapes(config: SchedulerConfig, lanes: int) -> list[StepShape]:
@@ -76,28 +81,43 @@ def shapes(config: SchedulerConfig, lanes: int) -> list[StepShape]:
     out = [StepShape((rows, 1)) for rows in _powers(1, config.max_seqs, 2)]
     out += [StepShape(decode, group) for group in wide + many for decode in ((0, 0), most)]
     out += [StepShape(most, (rows, tile)) for rows in _powers(2, tiles, 2) if rows < tiles]
+    for group_size in group_sizes(lanes)[1:]:
+        out += _spread_shapes(config, group_size, (min(FEW_DECODES, config.max_seqs), 1))
     if lanes > 1:
-        dealt = -(-tiles // lanes)
-        out += [
-            StepShape(most, (0, 0), most),
-            StepShape(most, (0, 0), most, (dealt, tile)),
-            StepShape(most, (tiles, tile), most, (dealt, tile)),
-        ]
-        out += [StepShape(most, (tiles, tile), most, (tiles, tile))]
-        # cut where lanes change: some rows are short
-        ring = [(min(tiles, dealt + 1), tile), (tiles, tile)] if tile > 1 else []
-        out += [
-            StepShape(most, local, most, group, exchange=exchange)
-            for group in ring
-            for local in ((0, 0), (tiles, tile))
-            for exchange in rings(config)
-        ]
-    if lanes > 1 and config.planner != "none":
-        out += [dataclasses.replace(shape, moves=MOVES) for shape in out if shape.spread_prefill[0]]
+        out += _spread_shapes(config, lanes, most)
     sizes = sample_sizes(config)
     fit = lambda shape: next((size for size in sizes if size >= shape.rows), sizes[-1])
     out = [dataclasses.replace(shape, samples=fit(shape)) for shape in dict.fromkeys(out)]
-    return sorted(out, key=lambda shape: (bool(shape.spread), shape.tokens, shape.rows))
+    return sorted(
+        out, key=lambda shape: (bool(shape.spread), shape.tokens, shape.rows, shape.group_size)
+    )
+
+
+def _spread_shapes(
+    config: SchedulerConfig, group_size: int, decode: tuple[int, int]
+) -> Iterator[StepShape]:
+    """The shapes with spread rows on groups of this size. decode: rows of spread sequences that
+    decode."""
+    most = (config.max_seqs, 1)
+    tile = config.tile
+    tiles = config.tiles
+    yield StepShape(most, spread_decode=decode, group_size=group_size)
+    few = -(-tiles // FEW_ROWS)
+    # around a ring: cut where lanes change, so that some rows are short
+    ring = (few + 1, tiles + 1) if tile > 1 else ()
+    exchanges = ("gather", *rings(config))
+    moves = (0, MOVES) if config.planner != "none" else (0,)
+    for exchange, local, moved in itertools.product(exchanges, ((0, 0), (tiles, tile)), moves):
+        for rows in (few, tiles) if exchange == "gather" else ring:
+            yield StepShape(
+                most,
+                local,
+                decode,
+                (rows, tile),
+                exchange=exchange,
+                moves=moved,
+                group_size=group_size,
+            )
 
 
 def first_shapes(shapes: list[StepShape]) -> list[StepShape]:
@@ -155,17 +175,17 @@ class Layout:
 @functools.cache
 def layout(shape: StepShape, lanes: int, block: int) -> Layout:
     """deltas: slot, index, page, block. tokens: ids or FEED. rows: slot, start, length. held: of
-    spread rows, entries per lane. samples: token (of the lane's tokens) to sample after, slot,
-    position of the sampled token. moves: see `rebalance.move`."""
+    spread rows, entries per lane of the group. samples: token (of the lane's tokens) to sample
+    after, slot, position of the sampled token. moves: see `page_moves.move_pages`."""
     spread = sum(rows for rows, _ in shape.spread)
     new = lambda groups: sum(
         rows * (1 if width == 1 else -(-width // block) + 1) for rows, width in groups
     )
     sizes: dict[str, tuple[int, ...]] = {
-        "deltas": (new(shape.local) + lanes * new(shape.spread), 4),
+        "deltas": (new(shape.local) + shape.group_size * new(shape.spread), 4),
         "tokens": (shape.tokens,),
         "rows": (shape.rows, 3),
-        "held": (spread, lanes),
+        "held": (spread, shape.group_size),
         "samples": (shape.samples, 3),
         "moves": (2, lanes, shape.moves),
     }

@@ -22,8 +22,9 @@ from jaxserve.engine import sampling, sampling_rows
 from jaxserve.engine.shapes import StepShape, layout
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.models.decoder import Head, Stage, run_layers
+from jaxserve.sharding.lane_groups import LaneGroups
 from jaxserve.sharding.mesh import KVP
-from jaxserve.sharding.rows import Groups, all_gather_rows, local_rows, spread_rows
+from jaxserve.sharding.rows import Groups, local_rows, spread_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,11 +191,12 @@ def _groups(
         local.append(local_rows(slot, start, length, width, table, pages, size))
         row += rows
     first = row
+    lanes = LaneGroups(shape.group_size)
     for rows, width in shape.spread:
         mine = jnp.concatenate(
             [view["rows"][row : row + rows], view["held"][row - first : row - first + rows]], 1
         )
-        mine = all_gather_rows(mine)  # every lane needs all spread rows
+        mine = lanes.gather_rows(mine)  # each lane of a group needs all its spread rows
         settled = shape.exchange != "gather" and width > 1
         slot, start, length = mine[:, :3].T
         spread.append(
@@ -203,7 +205,7 @@ def _groups(
                 start,
                 length,
                 mine[:, 3:],
-                jax.lax.axis_index(KVP),
+                lanes.index(),
                 width,
                 table,
                 pages,
@@ -212,4 +214,4 @@ def _groups(
             )
         )
         row += rows
-    return Groups(tuple(local), tuple(spread), table, shape.exchange)
+    return Groups(tuple(local), tuple(spread), table, shape.exchange, lanes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from jaxserve.api.lane_groups import group_around, size_of
 from jaxserve.costs.predictor import LaneLoad, Predictor
 
 # share of the decodes' time that chunks get where decodes alone take all there is
@@ -54,15 +55,23 @@ class StepBudget:
         decodes = self.decode_seconds[home]
         return decodes + share * max(0.0, self.target - decodes)
 
+    def group(self, home: int, held: BlocksPerLane) -> range:
+        """The lanes that a chunk bears on: those of its group, if its sequence is spread."""
+        return range(home, home + 1) if held is None else group_around(home, size_of(home, held))
+
+    def most(self, home: int, held: BlocksPerLane) -> int:
+        """The most tokens of a chunk: as many as the lanes of its group can still take; none where
+        the home lane, which computes the last of them, takes no more."""
+        lanes = self.group(home, held)
+        return sum(self.tokens_left[lane] for lane in lanes) if self.tokens_left[home] else 0
+
     def seconds(self, home: int, held: BlocksPerLane) -> float:
-        """Seconds so far of the lanes that a chunk would bear on: all, if its sequence is
-        spread."""
-        return self.lane_seconds[home] if held is None else max(self.lane_seconds)
+        """Seconds so far of the lanes that a chunk would bear on."""
+        return max(self.lane_seconds[lane] for lane in self.group(home, held))
 
     def seconds_with(self, home: int, held: BlocksPerLane, cached: int, new: int) -> float:
         """Seconds of these lanes with a chunk of `new` tokens after `cached` ones."""
-        lanes = self._with((home, held, cached, new))
-        return lanes[0][2] if held is None else max(seconds for _, _, seconds in lanes)
+        return max(seconds for _, _, seconds in self._with((home, held, cached, new)))
 
     def _with(self, chunk: Chunk) -> list[tuple[int, LaneLoad, float]]:
         if self._tried[0] != chunk:
@@ -74,13 +83,24 @@ class StepBudget:
         return self._tried[1]
 
     def add(self, home: int, held: BlocksPerLane, cached: int, new: int) -> None:
-        """Adds a chunk to the step. It takes whole tiles of the home lane's tokens, as the device
-        computes them."""
+        """Adds a chunk to the step. It takes whole tiles, as the device computes them: the last one
+        of its home lane's tokens, the others of those of the lanes of its group that have most
+        left."""
         for index, lane, seconds in self._with((home, held, cached, new)):
             self.lanes[index] = lane
             self.lane_seconds[index] = seconds
         self._tried = (None, [])
-        self.tokens_left[home] = max(0, self.tokens_left[home] - -(-new // self.tile) * self.tile)
+        tiles = -(-new // self.tile)
+        lanes = self.group(home, held)
+        if len(lanes) > 1:
+            self._take(home, 1)
+            for _ in range(tiles - 1):
+                self._take(max(lanes, key=self.tokens_left.__getitem__), 1)
+        else:
+            self._take(home, tiles)
+
+    def _take(self, lane: int, tiles: int) -> None:
+        self.tokens_left[lane] = max(0, self.tokens_left[lane] - tiles * self.tile)
 
 
 # budget, home lane, blocks per lane, cached tokens, most new tokens, step time in seconds

@@ -160,7 +160,9 @@ class BatchPacker:
         is_decode = np.ones(slot.size, bool)
         tokens = block_lane = np.empty(0, np.int32)
         sample = slots.phase[slot] == DECODE
+        group_size = cache.group_size[slot]
         if chunks:
+            group_size[decodes.size :] = [chunk.group_size for chunk in chunks]
             start[decodes.size :] = [chunk.start for chunk in chunks]
             length[decodes.size :] = [chunk.stop - chunk.start for chunk in chunks]
             is_decode[decodes.size :] = False
@@ -183,7 +185,7 @@ class BatchPacker:
             length=length,
             is_decode=is_decode,
             sample=sample,
-            spread=cache.spread[slot],
+            group_size=group_size,
             blocks_per_lane=cache.blocks_per_lane[slot],
             block_lane=block_lane,
             tokens=tokens,
@@ -200,6 +202,6 @@ class BatchPacker:
         lanes = [
             cache.lanes_of(chunk.slot, chunk.start // cache.block_size, cache.blocks(chunk.stop))
             for chunk in chunks
-            if cache.spread[chunk.slot] and chunk.stop - chunk.start > 1
+            if chunk.group_size > 1 and chunk.stop - chunk.start > 1
         ]
         return np.concatenate(lanes) if lanes else np.empty(0, np.int32)

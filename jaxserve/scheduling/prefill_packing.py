@@ -15,10 +15,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jaxserve.api.lane_groups import group_around, size_of
 from jaxserve.api.request import KvSource
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import Predictor
-from jaxserve.scheduling.budget import CHUNKING, StepBudget
+from jaxserve.scheduling.budget import CHUNKING, BlocksPerLane, StepBudget
 from jaxserve.scheduling.page_admission import PageAdmission
 from jaxserve.scheduling.policies import relative_slack
 from jaxserve.scheduling.prefetch import QueuePrefetch
@@ -44,10 +45,18 @@ class ChunkCandidate(NamedTuple):
     """Where a sequence's next chunk would run."""
 
     home: int  # lane
-    blocks_per_lane: list[int] | None  # if the sequence is spread
+    # if the sequence is spread; where its lanes are planned, what they will hold, in proportion
+    blocks_per_lane: BlocksPerLane
     start: int  # first token
     # of a sequence that waits: the pages that hold its first blocks already
     pages: np.ndarray | None
+
+    @property
+    def lanes(self) -> range:
+        """The lanes that would compute it."""
+        if self.blocks_per_lane is None:
+            return range(self.home, self.home + 1)
+        return group_around(self.home, size_of(self.home, self.blocks_per_lane))
 
 
 class PrefillChunk(NamedTuple):
@@ -57,6 +66,7 @@ class PrefillChunk(NamedTuple):
     start: int
     stop: int
     admitted: bool  # the sequence got its slot in this step
+    group_size: int  # lanes that compute it, see Batch
 
 
 class Planner(Protocol):
@@ -166,7 +176,7 @@ class PrefillPacker:
         """
         self._admit(step, long, candidate)
         candidate = self._candidate(step, long) or candidate._replace(pages=None)
-        if len(step.budget.lanes) > 1 and candidate.blocks_per_lane is None:
+        if len(candidate.lanes) < len(step.budget.lanes):
             self._add_sharers(step, long, candidate, order.ranked())
         work = SHARER_WORK_RATIO * long.prefill_seconds_left
         self._add_sharers(step, long, candidate, order.ranked(work))
@@ -188,7 +198,7 @@ class PrefillPacker:
             if candidate is None:
                 continue
             tried += 1
-            apart = candidate.home != place.home and place.blocks_per_lane is None
+            apart = candidate.home not in place.lanes and place.home not in candidate.lanes
             if apart or other.prefill_seconds_left <= most_work:
                 share = 1.0 if apart else self._share(step, other)
                 limit = step.budget.limit(candidate.home, share)
@@ -220,9 +230,20 @@ class PrefillPacker:
             sequence.ticket = None  # what has not come by now is computed
         if sequence.ticket is not None or not step.budget.tokens_left[home]:
             return None
-        spread = self.cache.spread[slot]
+        start = int(self.slots.issued[slot])
+        spread = self.cache.group_size[slot] > 1
         held = self.cache.blocks_per_lane[slot].tolist() if spread else None
-        return ChunkCandidate(home, held, int(self.slots.issued[slot]), None)
+        return ChunkCandidate(home, self._planned(sequence, start, held), start, None)
+
+    def _planned(self, sequence: Sequence, start: int, held: BlocksPerLane) -> BlocksPerLane:
+        """What the lanes hold of a sequence, in proportion, once the plan for its token `start` is
+        followed: an equal part each; `held` where one lane does all."""
+        lanes = sequence.plan_at(start).lanes
+        if len(lanes) < 2:
+            return held
+        share = max(held or (1,))
+        out = held or [0] * self.cache.pages.lanes
+        return [share if lane in lanes else blocks for lane, blocks in enumerate(out)]
 
     def _candidate_to_admit(self, step: PrefillStep, sequence: Sequence) -> ChunkCandidate | None:
         """Where the first chunk of a waiting sequence would run, by the plan that it gets, or on
@@ -246,7 +267,8 @@ class PrefillPacker:
             stop = min(start + step.config.chunk_tokens, sequence.prefill_len)
             need = self.cache.blocks(stop) - len(pages)
             home = self.cache.choose_home(pages, lanes, need, step.pending)
-        candidate = ChunkCandidate(home, None, start, pages)
+        held = self._planned(sequence, start, None)
+        candidate = ChunkCandidate(home, held, start, pages)
         first = len(pages)
         keys, source = self._fetchable(step.budget.predictor, sequence, first)
         if not keys:
@@ -315,9 +337,9 @@ class PrefillPacker:
         return CHUNKING[step.config.chunking](step.budget, home, held, start, most, limit)
 
     def _most(self, step: PrefillStep, sequence: Sequence, candidate: ChunkCandidate) -> int:
-        """The most tokens of the chunk: to the end of the plan's part, as its lane can take."""
+        """The most tokens of the chunk: to the end of the plan's part, as its lanes can take."""
         rest = sequence.plan_at(candidate.start).stop - candidate.start
-        return min(rest, step.budget.tokens_left[candidate.home])
+        return min(rest, step.budget.most(candidate.home, candidate.blocks_per_lane))
 
     def _add_first(
         self, step: PrefillStep, sequence: Sequence, candidate: ChunkCandidate, length: int
@@ -340,7 +362,7 @@ class PrefillPacker:
             return False
         self._admit(step, sequence, candidate)
         step.budget.add(candidate.home, candidate.blocks_per_lane, candidate.start, length)
-        step.chunks.append(self._issue(sequence, length))
+        step.chunks.append(self._issue(sequence, length, len(candidate.lanes)))
         return True
 
     def _admit(self, step: PrefillStep, sequence: Sequence, candidate: ChunkCandidate) -> None:
@@ -366,17 +388,20 @@ class PrefillPacker:
         capacity = int(cache.capacity[sequence.slot]) + spare * cache.block_size
         return min(sequence.prefill_len - start, most, capacity - start)
 
-    def _issue(self, sequence: Sequence, length: int) -> PrefillChunk:
-        """Gives the sequence's next tokens pages and counts them as issued."""
+    def _issue(self, sequence: Sequence, length: int, lanes: int) -> PrefillChunk:
+        """Gives the sequence's next tokens pages and counts them as issued. lanes: how many of
+        them compute the chunk; more, where pages are taken on others."""
         slot = sequence.slot
         slots = self.slots
         start = int(slots.issued[slot])
-        chunk = PrefillChunk(slot, start, start + length, slot in slots.unannounced)
+        stop = start + length
+        planned = sequence.plan_at(start).lanes
+        if sequence.plan and planned != self.cache.group(slot):
+            self.cache.regroup(slot, planned)  # where there is no room it goes on as it was
+        self.cache.extend(slot, self.cache.blocks(stop) - len(self.cache.tables[slot]))
+        size = max(lanes, int(self.cache.group_size[slot]))
+        chunk = PrefillChunk(slot, start, stop, slot in slots.unannounced, size)
         slots.unannounced.discard(slot)
-        lanes = sequence.plan_at(start).lanes
-        if sequence.plan and lanes != self.cache.group(slot):
-            self.cache.regroup(slot, lanes)  # where there is no room it goes on as it was
-        self.cache.extend(slot, self.cache.blocks(chunk.stop) - len(self.cache.tables[slot]))
         slots.issued[slot] = chunk.stop
         if chunk.stop < sequence.prefill_len:
             sequence.prefill_seconds_left = slots.work(chunk.stop, sequence.prefill_len)

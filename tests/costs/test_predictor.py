@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.api.lane_groups import group_around, size_of
 from jaxserve.costs.predictor import Costs, LaneLoad, Predictor, ShapeCost, smooth_max
 from jaxserve.costs.profiles import costs, shapes
 from jaxserve.scheduling import Batch
@@ -19,8 +20,8 @@ REAL = costs("a100", shapes()["llama3-8b"], 8)
 
 
 def chunks(*rows: tuple[int, int, list[int]], home: int = 0) -> Batch:
-    """A batch of (start, length, blocks held per lane); chunks of one token are decodes. More than
-    one lane with blocks: spread."""
+    """A batch of (start, length, blocks held per lane); chunks of one token are decodes. Blocks on
+    other lanes than home: spread."""
     start, length = (np.array([row[place] for row in rows], np.int32) for place in (0, 1))
     held = np.array([row[2] for row in rows], np.int32)
     feed = length == 1
@@ -34,7 +35,7 @@ def chunks(*rows: tuple[int, int, list[int]], home: int = 0) -> Batch:
         length,
         feed,
         feed,
-        (held > 0).sum(1) > 1,
+        np.array([size_of(home, row) for row in held.tolist()], np.int32),
         held,
         np.empty(0, np.int32),
         np.zeros(int(length[~feed].sum()), np.int32),
@@ -195,7 +196,11 @@ def test_the_shares_of_a_spread_chunk_add_up(held, cached, new):
             made.attend_chunk(cached, new)
         )
         assert [lane.attention == 0 for lane in lanes] == [blocks == 0 for blocks in held]
-        assert {(lane.tokens, lane.spread) for lane in lanes} == {(-(-new // len(held)), new)}
+        group = group_around(0, size_of(0, held))
+        share = -(-new // len(group)), new * (len(group) > 1)
+        assert [(lane.tokens, lane.spread) for lane in lanes] == [
+            share if lane in group else (0, 0) for lane in range(len(held))
+        ]
 
 
 @settings(deadline=None)
@@ -365,19 +370,21 @@ def grown(context: int, reach: int, lanes: int) -> list[int]:
 @pytest.mark.parametrize("lanes", [2, 4])
 @pytest.mark.parametrize("total", [1000, 4096, 6144, 16384, 65536])
 def test_prefill_over_lanes_is_the_sum_of_its_steps(total, lanes):
-    """Local up to 4096 tokens, then dealt over all lanes, of which the fullest decides; two lanes
-    hold 2 x 4096, four 4 x 4096."""
+    """Local up to 4096 tokens, then dealt over two lanes up to 2 x 4096, then over four, of which
+    the fullest decides; a step has a chunk for each lane."""
     made = Costs(layers=2, linear_token=1, pair=1e-3, chunk=1, launch=3, kvp=7, kvp_token=0.25)
     reach = 4096
     chunk = 512
     predictor = Predictor(made, MeshConfig(kvp=lanes), reach)
     steps = 0.0
-    for start in range(0, total, chunk):
-        held = grown(start, reach, lanes)
-        new = min(chunk, total - start)
+    start = 0
+    while start < total:
+        new = min(chunk * size_of(0, grown(start + 1, reach, lanes)), total - start)
+        held = grown(start + new // 2, reach, lanes)
         steps += predictor.with_chunk(
             [LaneLoad()] * lanes, 0, held if start >= reach else None, start, new
         )
+        start += new
     assert predictor.prefill(0, total, chunk) == pytest.approx(steps, rel=0.03)
     assert predictor.prefill(0, total, chunk) <= Predictor(made, MeshConfig()).prefill(
         0, total, chunk

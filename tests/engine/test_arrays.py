@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from jaxserve.api.lane_groups import group_around
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
@@ -157,13 +158,16 @@ def row_tokens(
 
 
 def check_held(batch: Batch, arrays: StepArrays, view: dict[str, np.ndarray]) -> None:
-    """Every row of a spread sequence knows how many of its blocks each lane holds."""
+    """Every row of a spread sequence knows how many of its blocks each lane of its group holds, and
+    no other lane holds any."""
     held = {int(slot): row.tolist() for slot, row in zip(batch.slot, batch.blocks_per_lane)}
     local = sum(rows for rows, _ in arrays.shape.local)
     for lane in range(len(view["rows"])):
         for row, (slot, _, length) in enumerate(view["rows"][lane, local:].tolist()):
             if length:
-                assert view["held"][lane, row].tolist() == held[slot]
+                group = group_around(lane, arrays.shape.group_size)
+                assert view["held"][lane, row].tolist() == held[slot][group.start : group.stop]
+                assert sum(held[slot][lane] for lane in group) == sum(held[slot])
 
 
 @pytest.mark.parametrize("lanes, seqs, chunk, placement, lane_tokens", CONFIGS)

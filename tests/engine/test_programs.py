@@ -217,6 +217,7 @@ def test_nothing_is_compiled_after_warm_up_whatever_is_asked(lanes, compiled):
             requests(runner, length)
             if length % 9 == 0:  # alone, in pairs, in crowds
                 runner.run(chunks=(1, 5, 32) if length % 2 else ())
+        runner.run()
         # a long prefix hit
         again = runner.submit(np.random.default_rng(200).integers(3, 512, 200), max_tokens=2)
         runner.run()

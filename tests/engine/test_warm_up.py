@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.engine.dealing import StepDemand
+from jaxserve.engine.dealing import LongChunk, StepDemand
 from jaxserve.engine.shapes import first_shapes, shapes
 from jaxserve.settings.schema import SchedulerConfig
 from tests.engine.harness import Runner, engine
@@ -21,7 +21,8 @@ CONFIGS = st.builds(
     chunk_tokens=st.sampled_from([1, 16, 64, 100, 512]),
     exchange=st.sampled_from(["gather", "pass_q", "pass_kv", "auto"]),
 )
-LONG = st.tuples(st.integers(0, 3), st.integers(2, 600), st.booleans())  # lane, length, spread
+# lane, length, group size
+LONG = st.tuples(st.integers(0, 3), st.integers(2, 600), st.sampled_from([1, 2, 4]))
 
 
 @given(
@@ -34,8 +35,12 @@ LONG = st.tuples(st.integers(0, 3), st.integers(2, 600), st.booleans())  # lane,
 def test_what_fits_a_shape_fits_one_of_the_first_with_the_same_exchange(
     config, lanes, local, spread, long
 ):
-    chunks = tuple((row, lane % lanes, *rest) for row, (lane, *rest) in enumerate(long))
-    demand = StepDemand(local, spread if lanes > 1 else 0, chunks, lanes)
+    chunks = tuple(
+        LongChunk(row, lane % lanes, length, min(size, lanes))
+        for row, (lane, length, size) in enumerate(long)
+    )
+    largest = max((chunk.group_size for chunk in chunks), default=1)
+    demand = StepDemand(local, spread if lanes > 1 else 0, chunks, lanes, largest)
     every = shapes(config, lanes)
     first = first_shapes(every)
     assert len(first) <= 8

@@ -1,5 +1,5 @@
-"""Every exchange strategy gives dense attention, and the bytes that cross lanes are those of the
-formulas."""
+"""Every exchange strategy gives dense attention in groups of every size, and the bytes that cross
+the lanes of a group are those of the formulas."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from jaxserve.costs.exchange_choice import ExchangeWork, Heads
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.sharding import attention, exchange
 from jaxserve.sharding.exchange import EXCHANGES
+from jaxserve.sharding.lane_groups import LaneGroups
 from jaxserve.sharding.mesh import KVP, TP
-from jaxserve.sharding.rows import Groups, all_gather_rows, spread_rows
+from jaxserve.sharding.rows import Groups, spread_rows
 from tests.examples import examples
 
 # tokens of a page, head dim, sequences, pages of a lane, tokens of a prefill row
@@ -34,15 +35,18 @@ WIDTH = 8
 ROWS = 16
 DECODES = 2
 HEADS = {1: (2, 3), 2: (1, 16), 4: (4, 1), 8: (1, 2)}  # kv heads and queries of each, by lanes
+GROUPS = [(1, 1), (2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)]  # lanes, and those of a group
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
 
 @dataclass
 class Case:
-    """Sequences whose blocks are on random lanes; the last sequences decode. rows: (slot, start,
-    length, lane) of decodes and of prefill rows."""
+    """Sequences whose blocks are on random lanes of a random group; the last sequences decode.
+    group_size: lanes of a group. rows: (slot, start, length, lane) of decodes and of prefill
+    rows."""
 
     lanes: int
+    group_size: int
     cached: list[int]
     new: list[int]
     seed: int
@@ -55,9 +59,11 @@ class Case:
         decodes = []
         prefills = []
         for slot, (cached, new) in enumerate(zip(self.cached, self.new)):
-            self.owner.append(rng.integers(0, self.lanes, -(-(cached + new) // C)))
+            first = int(rng.integers(0, self.lanes)) // self.group_size * self.group_size
+            last = first + self.group_size
+            self.owner.append(rng.integers(first, last, -(-(cached + new) // C)))
             if new == 1 and len(decodes) < DECODES:
-                decodes.append((slot, cached, 1, int(rng.integers(self.lanes))))
+                decodes.append((slot, cached, 1, int(rng.integers(first, last))))
                 continue
             at = cached
             while at < cached + new:  # rows that end where the lane changes
@@ -76,45 +82,45 @@ class Case:
 
 
 @st.composite
-def cases(draw, lanes: int):
+def cases(draw, lanes: int, group_size: int):
     count = draw(st.integers(1, SLOTS))
     new = draw(st.lists(st.sampled_from([0, 1, 1, 2, 7, 16, 19]), min_size=count, max_size=count))
     cached = draw(st.lists(st.integers(0, 60), min_size=count, max_size=count))
-    return Case(lanes, cached, new, draw(st.integers(0, 1000)))
+    return Case(lanes, group_size, cached, new, draw(st.integers(0, 1000)))
 
 
-def program(strategy: str, count: int, everywhere, rows, pages, q, kv):
+def program(strategy: str, lanes: LaneGroups, everywhere, rows, pages, q, kv):
     """The attention of a step in one layer, on one lane."""
     table = everywhere[0]
-    lane = jax.lax.axis_index(KVP)
+    lane = lanes.index()
     groups = []
     at = 0
     for number, width in ((DECODES, 1), (ROWS, WIDTH)):
-        mine = all_gather_rows(rows[0, at : at + number])
+        mine = lanes.gather_rows(rows[0, at : at + number])
         settled = strategy != "gather" and width > 1
         groups.append(
             spread_rows(*mine[:, :3].T, mine[:, 3:], lane, width, table, PAGES, C, settled)
         )
         at += number
     out, pool = attention.attention(
-        q[0], kv[0], KVPages(pages), None, Groups((), tuple(groups), table, strategy), 0.3
+        q[0], kv[0], KVPages(pages), None, Groups((), tuple(groups), table, strategy, lanes), 0.3
     )
     return out[None], pool.kv
 
 
 @functools.cache
-def compiled(strategy: str, lanes: int):
+def compiled(strategy: str, lanes: int, group_size: int):
     mesh = Mesh(np.array(jax.devices()[:lanes]).reshape(lanes, 1), (KVP, TP))
     lane = PartitionSpec(KVP)
-    f = functools.partial(program, strategy, lanes)
+    f = functools.partial(program, strategy, LaneGroups(group_size))
     return jax.jit(
         jax.shard_map(f, mesh=mesh, in_specs=(lane,) * 5, out_specs=(lane, lane), check_vma=False)
     )
 
 
 def inputs(case: Case):
-    """Table [lanes, 2, SLOTS, W], rows [lanes, n, 3 + lanes], pages, q, kv of all lanes; all keys
-    and values by slot; a token's place."""
+    """Table [lanes, 2, SLOTS, W], rows [lanes, n, 3 + group_size], pages, q, kv of all lanes; all
+    keys and values by slot; a token's place."""
     rng = np.random.default_rng([case.seed, 1])
     K, G = HEADS[case.lanes]
     table = rng.integers(0, PAGES, (case.lanes, 2, SLOTS, 24)).astype(np.int32)
@@ -132,7 +138,7 @@ def inputs(case: Case):
             held[slot, lane] += 1
             old = x[block * C : min((block + 1) * C, case.cached[slot])]
             pages[lane, page, :, :, : len(old)] = old.transpose(1, 2, 0, 3)
-    rows = np.zeros((case.lanes, DECODES + ROWS, 3 + case.lanes), np.int32)
+    rows = np.zeros((case.lanes, DECODES + ROWS, 3 + case.group_size), np.int32)
     tokens = DECODES + ROWS * WIDTH
     q = rng.standard_normal((case.lanes, tokens, K, G, H)).astype(np.float32)
     kv = np.full((case.lanes, tokens, K, 2, H), np.nan, np.float32)
@@ -143,7 +149,8 @@ def inputs(case: Case):
             row = group * DECODES + used[group, lane]
             at = group * DECODES + used[group, lane] * width
             used[group, lane] += 1
-            rows[lane, row] = slot, start, length, *held[slot]
+            first = lane - lane % case.group_size
+            rows[lane, row] = slot, start, length, *held[slot, first : first + case.group_size]
             kv[lane, at : at + length] = truth[slot][start : start + length]
             places += [(slot, start + i, lane, at + i) for i in range(length)]
     return (table, rows, pages, q, kv), truth, places, pages_of
@@ -158,7 +165,7 @@ def dense(q: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 def assert_dense(case: Case, strategy: str) -> None:
     arguments, truth, places, pages_of = inputs(case)
-    out, pages = map(np.asarray, compiled(strategy, case.lanes)(*arguments))
+    out, pages = map(np.asarray, compiled(strategy, case.lanes, case.group_size)(*arguments))
     for slot, position, lane, token in places:
         np.testing.assert_allclose(
             out[lane, token],
@@ -178,11 +185,11 @@ def small_pieces(monkeypatch):
     )  # several of them, the last one not full
 
 
-@pytest.mark.parametrize("lanes", HEADS)
+@pytest.mark.parametrize("lanes, group_size", GROUPS)
 @pytest.mark.parametrize("strategy", EXCHANGES)
-def test_every_strategy_is_dense_attention(strategy, lanes):
-    @settings(max_examples=examples(40), deadline=None, database=None)
-    @given(cases(lanes))
+def test_every_strategy_is_dense_attention(strategy, lanes, group_size):
+    @settings(max_examples=examples(25), deadline=None, database=None)
+    @given(cases(lanes, group_size))
     def check(case: Case) -> None:
         assert_dense(case, strategy)
 
@@ -192,18 +199,22 @@ def test_every_strategy_is_dense_attention(strategy, lanes):
 @pytest.mark.parametrize("strategy", EXCHANGES)
 def test_a_prompt_of_fewer_tokens_than_lanes_after_a_context_that_one_lane_holds(strategy):
     for cached, new in ((0, 3), (40, 2), (41, 1), (0, 1)):
-        case = Case(8, [cached], [new], 1)
+        case = Case(8, 8, [cached], [new], 1)
         case.owner[0][:] = 5
         case.rows = ([], [(0, cached, new, 5)])
         assert_dense(case, strategy)
 
 
-def crossed(strategy: str, lanes: int) -> dict[str, int]:
+def text_of(strategy: str, lanes: int, group_size: int) -> str:
+    """The compiled program."""
+    arguments = inputs(Case(lanes, group_size, [40], [16], 0))[0]
+    return compiled(strategy, lanes, group_size).lower(*arguments).compile().as_text()
+
+
+def crossed(strategy: str, lanes: int, group_size: int) -> dict[str, int]:
     """Bytes that a lane sends to others in the compiled program, by collective; for `pass_kv` those
     of one chunk."""
-    text = (
-        compiled(strategy, lanes).lower(*inputs(Case(lanes, [40], [16], 0))[0]).compile().as_text()
-    )
+    text = text_of(strategy, lanes, group_size)
     out = {"all-gather": 0, "all-to-all": 0, "collective-permute": 0}
     for line in text.splitlines():
         if found := re.search(
@@ -215,21 +226,23 @@ def crossed(strategy: str, lanes: int) -> dict[str, int]:
             ]
             whole = sum(arrays)  # f32 only: what says which rows there are is small
             out[found[2]] += (
-                whole if found[2] == "collective-permute" else whole * (lanes - 1) // lanes
+                whole
+                if found[2] == "collective-permute"
+                else whole * (group_size - 1) // group_size
             )
     return {name: int(size) for name, size in out.items()}
 
 
-@pytest.mark.parametrize("lanes", [2, 4, 8])
-def test_what_crosses_lanes_is_what_the_formulas_say(lanes):
+@pytest.mark.parametrize("lanes, group_size", GROUPS[1:])
+def test_what_crosses_lanes_is_what_the_formulas_say(lanes, group_size):
     """Compares compiled programs with the formulas of `costs.exchange_choice`, which are those of
     the Context Parallelism paper; all rows of a step count as new tokens."""
     K, G = HEADS[lanes]
     heads = Heads(K * G, K, H, item=4, partial=4)
     rows = ROWS * WIDTH
     new = ExchangeWork(
-        lanes,
-        tokens=lanes * (rows + DECODES),
+        group_size,
+        tokens=group_size * (rows + DECODES),
         context=0,
         pairs=0,
         share=rows + DECODES,
@@ -237,7 +250,7 @@ def test_what_crosses_lanes_is_what_the_formulas_say(lanes):
         touched=0,
     )
     said = traffic.gather(new, heads)
-    assert crossed("gather", lanes) == {
+    assert crossed("gather", lanes, group_size) == {
         "all-gather": said.gathered,
         "all-to-all": said.exchanged,
         "collective-permute": 0,
@@ -246,25 +259,43 @@ def test_what_crosses_lanes_is_what_the_formulas_say(lanes):
     few = traffic.gather(dataclasses.replace(new, share=DECODES), heads)
     new = dataclasses.replace(new, share=rows)
     said = traffic.pass_q(new, heads)
-    assert crossed("pass_q", lanes) == {
+    assert crossed("pass_q", lanes, group_size) == {
         "all-gather": few.gathered,
         "all-to-all": few.exchanged + said.exchanged,
         "collective-permute": said.hops * said.hop,
     }
     said = traffic.pass_kv(new, heads, piece=3 * C)
     assert said.rounds == 1
-    assert crossed("pass_kv", lanes) == {
+    assert crossed("pass_kv", lanes, group_size) == {
         "all-gather": few.gathered,
         "all-to-all": few.exchanged,
         "collective-permute": said.hops * said.hop,
     }
 
 
+@pytest.mark.parametrize("strategy", EXCHANGES)
+@pytest.mark.parametrize("lanes, group_size", [(4, 2), (8, 2), (8, 4)])
+def test_nothing_leaves_a_group_and_a_ring_has_a_hop_less_than_lanes(strategy, lanes, group_size):
+    text = text_of(strategy, lanes, group_size)
+    hops = re.findall(r"source_target_pairs=\{(.*?)\}\}?[,\n]", text)
+    for pairs in hops:
+        for source, target in re.findall(r"(\d+),(\d+)", pairs):
+            assert int(source) // group_size == int(target) // group_size
+            assert int(target) % group_size == (int(source) + 1) % group_size
+    wanted = {"gather": 0, "pass_q": 1, "pass_kv": 2}  # blocks come with their numbers
+    assert len(hops) == wanted[strategy] * (group_size - 1)
+    together = re.findall(r"replica_groups=(\S+)", text)
+    first = ",".join(str(lane) for lane in range(group_size))
+    assert together and all(first in groups or "<=" in groups for groups in together)
+    sizes = {int(size) for groups in together for size in re.findall(r"\[\d+,(\d+)\]<=", groups)}
+    assert sizes <= {group_size}
+
+
 @pytest.mark.parametrize("strategy", ["pass_q", "pass_kv"])
 def test_a_hop_does_not_wait_for_the_attention_that_it_runs_beside(strategy):
     """Each hop sends what the previous hop received, or what the lane had: it does not depend on
     attention."""
-    text = compiled(strategy, 4).lower(*inputs(Case(4, [40], [16], 0))[0]).compile().as_text()
+    text = text_of(strategy, 4, 4)
     made = dict(re.findall(r"^\s*(?:ROOT )?%([\w.-]+) = (.*)$", text, re.M))
     hops = [name for name, what in made.items() if re.search(r" collective-permute\(", what)]
     sources = [re.search(r"collective-permute\(%([\w.-]+)\)", made[name])[1] for name in hops]

@@ -79,7 +79,7 @@ def batch_of(point: MeasurePoint, lanes: int, block_size: int) -> Batch:
         length=tile(length),
         is_decode=feed,
         sample=np.full(lanes * each, point.sample),
-        spread=np.zeros(lanes * each, bool),
+        group_size=np.ones(lanes * each, np.int32),
         blocks_per_lane=held,
         block_lane=np.empty(0, np.int32),
         tokens=np.ones(int(tile(length)[~feed].sum()), np.int32),

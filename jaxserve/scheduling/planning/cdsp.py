@@ -113,16 +113,20 @@ def _fit(size: int, points: np.ndarray) -> Latency:
 
 @dataclass(frozen=True)
 class Instances:
-    """Prefill instances. latencies: by group size, which are powers of two; per_node: instances in
-    a node; block: every chunk but the last ends on a multiple of so many tokens."""
+    """Prefill instances. latencies: by group size, powers of two where not aligned; per_node:
+    instances in a node; block: every chunk but the last ends on a multiple of so many tokens;
+    aligned: groups are those of `api.lane_groups`, as the lanes of a replica meet; else any
+    instances."""
 
     latencies: Mapping[int, Latency]
     per_node: int
     block: int = 1
+    aligned: bool = False
 
     def __post_init__(self) -> None:
         """Errors: ConfigError."""
-        if not self.latencies or any(size < 1 or size & (size - 1) for size in self.latencies):
+        powers = all(size > 0 and not size & (size - 1) for size in self.latencies)
+        if not self.latencies or not (powers or self.aligned):
             raise ConfigError(
                 "latencies", f"group sizes must be powers of two, not {list(self.latencies)}"
             )
@@ -167,7 +171,8 @@ def occupied(queues: Queues, plan: CdspPlan) -> np.ndarray:
 
 # --- groups
 
-# how many instances of each node a group has: always those that are free first
+# how many instances of each node a group has: always those that are free first; of aligned groups
+# their numbers
 Counts = tuple[int, ...]
 Group = tuple[Counts, float]  # and when the last of them is free
 
@@ -238,6 +243,28 @@ class _Groups:
                 for number in self._members[node, :count].tolist()
             )
         )
+
+
+class _AlignedGroups:
+    """Groups of neighbours, as buddies are: the group of each size that is free first, and what
+    grows out of it."""
+
+    def __init__(self, queues: Queues):
+        self._times = np.asarray(queues, float)
+        self._known: dict[tuple[Counts, int], Group] = {}
+        self.none: Group = ((), 0.0)
+
+    def extended(self, group: Group, size: int) -> Group:
+        """The group grown to so many instances."""
+        key = group[0], size
+        if key not in self._known:
+            waits = self._times.reshape(-1, size).max(1)
+            index = group[0][0] // size if group[0] else int(waits.argmin())
+            self._known[key] = tuple(range(index * size, (index + 1) * size)), float(waits[index])
+        return self._known[key]
+
+    def members(self, group: Group) -> tuple[int, ...]:
+        return group[0]
 
 
 # --- policies
@@ -346,9 +373,12 @@ class _Search:
     """One prompt, at one moment. Group sizes are told by their index, ascending."""
 
     def __init__(self, instances: Instances, queues: Queues, tokens: int, rate: float):
-        self.sizes = sorted(size for size in instances.latencies if size <= len(queues))
+        whole = lambda size: size <= len(queues) and not (instances.aligned and len(queues) % size)
+        self.sizes = sorted(filter(whole, instances.latencies))
         self.latencies = [instances.latencies[size] for size in self.sizes]
-        self.groups = _Groups(queues, instances.per_node)
+        self.groups = (
+            _AlignedGroups(queues) if instances.aligned else _Groups(queues, instances.per_node)
+        )
         self.total = tokens
         self.block = instances.block
         self.keep = 1 - rate

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 
+from jaxserve.api.lane_groups import group_sizes
 from jaxserve.costs.exchange_choice import ExchangeChooser
 from jaxserve.costs.predictor import Costs
 from jaxserve.scheduling.planning import cdsp
@@ -24,13 +25,13 @@ LENGTHS = 8  # lengths of chunks and of histories to predict, each twice the one
 def instances_of(costs: Costs, exchange: ExchangeChooser, longest: int, block: int) -> Instances:
     """The lanes, all in one node, with latencies for contexts up to `longest` tokens. Chunks but
     the last are of whole blocks."""
-    sizes = [2**power for power in range(exchange.lanes.bit_length()) if 2**power <= exchange.lanes]
+    sizes = group_sizes(exchange.lanes)
     lengths = [max(1, longest >> power) for power in range(LENGTHS)]
     points = [
         (size, history, tokens, _seconds(costs, exchange, size, history, tokens))
         for size, history, tokens in itertools.product(sizes, [0, *lengths], lengths)
     ]
-    return Instances(cdsp.fit(points), exchange.lanes, block)
+    return Instances(cdsp.fit(points), exchange.lanes, block, aligned=True)
 
 
 def _seconds(

@@ -1,0 +1,40 @@
+"""Aligned groups of lanes, in which the lanes of a spread sequence meet.
+
+The lanes of a replica divide into groups of equal size, as buddies do: with size 2 these are lanes
+0 and 1, 2 and 3, and so on. The groups of one size lie within those of every larger size. A step's
+program has one size; all its groups run side by side.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+
+
+@functools.cache
+def group_sizes(lanes: int) -> tuple[int, ...]:
+    """The sizes that groups of `lanes` lanes may have, ascending: 1, 2, 4 and so on as far as they
+    divide `lanes`, and `lanes`."""
+    powers = (2**power for power in range(lanes.bit_length()))
+    return tuple(dict.fromkeys([*(size for size in powers if lanes % size == 0), lanes]))
+
+
+def group_around(lane: int, size: int) -> range:
+    """The lanes of the group of this size that has `lane`."""
+    first = lane - lane % size
+    return range(first, first + size)
+
+
+def size_around(some: Iterable[int], lanes: int) -> int:
+    """The least size with which one group has all of `some` lanes, of which there is one at least.
+    lanes: how many there are."""
+    members = list(some)
+    low = min(members)
+    high = max(members)
+    return next(size for size in group_sizes(lanes) if low // size == high // size)
+
+
+def size_of(home: int, held: Sequence[int]) -> int:
+    """The least size with which one group has a sequence's home lane and all lanes that hold some
+    of its blocks. held: blocks on each lane."""
+    return size_around((home, *(lane for lane, blocks in enumerate(held) if blocks)), len(held))
