@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -221,6 +222,24 @@ class Plans:
             at = min(target, at + self.rng.randint(1, self.longest))
             parts.append(PlanPart(at, tuple(group)))
         return tuple(parts)
+
+
+class InGroups:
+    """Plans of one part: each prompt of more than `least` tokens on the next group of `size`
+    lanes."""
+
+    def __init__(self, size: int, lanes: int = 8, least: int = 64):
+        self.groups = itertools.cycle(
+            tuple(range(first, first + size)) for first in range(0, lanes, size)
+        )
+        self.least = least
+
+    def arrived(self, now: float) -> None:
+        pass
+
+    def __call__(self, pending: list[float], start: int, target: int) -> tuple[PlanPart, ...]:
+        group = next(self.groups)
+        return (PlanPart(target, group if target > self.least else group[:1]),)
 
 
 def generate(

@@ -15,6 +15,7 @@ import pytest
 
 from jaxserve.costs.predictor import Costs
 from tests.engine.harness import (
+    InGroups,
     Plans,
     Runner,
     assert_empty,
@@ -230,6 +231,61 @@ def whole(smollm2_gguf):
 def plain(whole):
     """The whole model on one device, with an empty cache."""
     return fresh(whole, "grow")
+
+
+PLACED_BY_PLAN = ("striped", "zigzag")
+
+
+def assert_golden_in_groups(source, cases, exchange: str, sizes, placements) -> None:
+    """Prompts of eight lanes in groups of each size, beside short ones on one lane, then again with
+    their blocks found. Where no plan says which lanes, random blocks lie on all of them, and those
+    that grow on as few as hold them."""
+    real = engine(source, "kvp=8", chunk=128, seqs=8, pages=100, max_len=2048, exchange=exchange)
+    for placement in placements:
+        for size in sizes if placement in PLACED_BY_PLAN else (8,):
+            planned = placement in PLACED_BY_PLAN
+            real = fresh(
+                real,
+                placement,
+                pages=100 if planned else 45,
+                planner=InGroups(size) if planned else None,
+            )
+            shapes = shapes_of(real)
+            for _ in range(2):
+                runner = Runner(real)
+                ids = [submit(runner, case) for case in cases]
+                runner.run()
+                assert [runner.ids(id) for id in ids] == [case["output_ids"] for case in cases]
+            assert size in {shape.group_size for shape in shapes if shape.spread}
+            assert exchange in {shape.exchange for shape in shapes} or not planned
+            assert_empty(real)
+
+
+IN_ALL_GROUPS = (2, 4, 8), ("striped", "zigzag", "random", "round_robin", "grow")
+
+
+@pytest.mark.parametrize(
+    "exchange, sizes, placements",
+    [
+        ("pass_kv", (2,), ("zigzag",)),
+        pytest.param("gather", *IN_ALL_GROUPS, marks=pytest.mark.matrix),
+        pytest.param("pass_q", *IN_ALL_GROUPS, marks=pytest.mark.matrix),
+        pytest.param("pass_kv", *IN_ALL_GROUPS, marks=pytest.mark.matrix),
+    ],
+    ids=["few", "gather", "pass_q", "pass_kv"],
+)
+def test_the_first_layers_say_what_the_reference_says_in_groups_of_lanes(
+    exchange, sizes, placements, first_words, smollm2_first_layers
+):
+    assert_golden_in_groups(smollm2_first_layers, short(first_words), exchange, sizes, placements)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("exchange", ["gather", "pass_q", "pass_kv"])
+def test_tokens_equal_the_reference_in_groups_of_lanes(exchange, golden, smollm2_gguf):
+    assert_golden_in_groups(
+        smollm2_gguf, short(golden["cases"], 2000), exchange, (2, 4), ("striped", "random")
+    )
 
 
 @pytest.mark.matrix
