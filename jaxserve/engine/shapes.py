@@ -81,10 +81,12 @@ def shapes(config: SchedulerConfig, lanes: int) -> list[StepShape]:
     out = [StepShape((rows, 1)) for rows in _powers(1, config.max_seqs, 2)]
     out += [StepShape(decode, group) for group in wide + many for decode in ((0, 0), most)]
     out += [StepShape(most, (rows, tile)) for rows in _powers(2, tiles, 2) if rows < tiles]
-    for group_size in group_sizes(lanes)[1:]:
-        out += _spread_shapes(config, group_size, (min(FEW_DECODES, config.max_seqs), 1))
+    few = -(-tiles // FEW_ROWS)
+    for size in group_sizes(lanes)[1:]:
+        decodes = (min(FEW_DECODES, config.max_seqs), 1)
+        out += _spread_shapes(config, size, decodes, (few, tiles), ((0, 0), (tiles, tile)))
     if lanes > 1:
-        out += _spread_shapes(config, lanes, most)
+        out += _spread_shapes(config, lanes, most, (tiles,), ((tiles, tile),))
     sizes = sample_sizes(config)
     fit = lambda shape: next((size for size in sizes if size >= shape.rows), sizes[-1])
     out = [dataclasses.replace(shape, samples=fit(shape)) for shape in dict.fromkeys(out)]
@@ -94,26 +96,26 @@ def shapes(config: SchedulerConfig, lanes: int) -> list[StepShape]:
 
 
 def _spread_shapes(
-    config: SchedulerConfig, group_size: int, decode: tuple[int, int]
+    config: SchedulerConfig,
+    group_size: int,
+    decodes: tuple[int, int],
+    chunk_rows: tuple[int, ...],
+    local_rows: tuple[tuple[int, int], ...],
 ) -> Iterator[StepShape]:
-    """The shapes with spread rows on groups of this size. decode: rows of spread sequences that
-    decode."""
+    """The shapes with spread rows on groups of this size. decodes: rows of spread sequences that
+    decode; chunk_rows: numbers of rows of spread chunks; local_rows: rows of local chunks."""
     most = (config.max_seqs, 1)
     tile = config.tile
-    tiles = config.tiles
-    yield StepShape(most, spread_decode=decode, group_size=group_size)
-    few = -(-tiles // FEW_ROWS)
-    # around a ring: cut where lanes change, so that some rows are short
-    ring = (few + 1, tiles + 1) if tile > 1 else ()
-    exchanges = ("gather", *rings(config))
+    yield StepShape(most, spread_decode=decodes, group_size=group_size)
     moves = (0, MOVES) if config.planner != "none" else (0,)
-    for exchange, local, moved in itertools.product(exchanges, ((0, 0), (tiles, tile)), moves):
-        for rows in (few, tiles) if exchange == "gather" else ring:
+    for exchange in ("gather", *(rings(config) if tile > 1 else ())):
+        cut = exchange != "gather"  # where lanes change: some rows are short
+        for rows, local, moved in itertools.product(chunk_rows, local_rows, moves):
             yield StepShape(
                 most,
                 local,
-                decode,
-                (rows, tile),
+                decodes,
+                (rows + cut, tile),
                 exchange=exchange,
                 moves=moved,
                 group_size=group_size,

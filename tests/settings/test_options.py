@@ -68,10 +68,6 @@ def test_settings_land_where_they_belong_and_the_rest_is_default():
             "placement: grow cannot follow --planner=cdsp; that needs striped or zigzag",
         ),
         (
-            {"mesh": "kvp=2", "planner": "single", "placement": "zigzag"},
-            "exchange: with gather all lanes compute every step, whatever --planner=single says",
-        ),
-        (
             {"mesh": "kvp=6", "planner": "fixed-4", "placement": "zigzag", "exchange": "auto"},
             "planner: fixed-4 needs a kvp that 4 divides; --mesh has kvp=6",
         ),

@@ -103,12 +103,6 @@ def check_lanes(mesh: MeshConfig, cache: CacheConfig, scheduler: SchedulerConfig
             "placement",
             f"{cache.placement} cannot follow --planner={planner}; that needs striped or zigzag",
         )
-    if scheduler.exchange == "gather":
-        raise ConfigError(
-            "exchange",
-            f"with gather all lanes compute every step, whatever --planner={planner} says; that "
-            "needs auto, pass_q, pass_kv, alg1 or alg5",
-        )
     size = int(planner.removeprefix("fixed-")) if planner.startswith("fixed-") else 1
     if mesh.kvp % size:
         raise ConfigError(

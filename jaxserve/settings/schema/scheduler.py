@@ -28,7 +28,11 @@ class SchedulerConfig(Objectives):
     )
     max_seqs: int = option(16, "largest number of sequences that run at once", low=1, high=4096)
     chunk_tokens: int = option(
-        512, "largest number of prefill tokens in a step, per lane", low=1, high=65536
+        512,
+        "largest number of prefill tokens in a step, per lane; one prompt may have those of all "
+        "lanes that compute it",
+        low=1,
+        high=65536,
     )
     min_chunk: int = option(
         64,
@@ -60,7 +64,7 @@ class SchedulerConfig(Objectives):
         "none",
         "how many lanes compute a prompt: chosen for each of its chunks so that it ends soonest "
         "(cdsp), chosen once for all of it (single), always N (fixed-N), or by lane_tokens (none); "
-        "needs a placement of striped or zigzag and an exchange other than gather",
+        "needs a placement of striped or zigzag",
         choices=("none", "single", "cdsp", "fixed-2", "fixed-4", "fixed-8", "fixed-16"),
     )
     improvement: float | None = option(
