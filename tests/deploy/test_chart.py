@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import jaxserve
+from jaxserve.cli.main import load
 from jaxserve.observe.metrics import PREFIX, READ
 from tests.deploy import helm
 from tests.deploy.variants import VARIANTS
@@ -18,6 +19,7 @@ from tests.deploy.variants import VARIANTS
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="the extra `deploy`")
 pytestmark = pytest.mark.skipif(helm.helm() is None, reason=f"no helm: `{helm.COMMAND}`")
 
+DEFAULTS = load("serve").options
 KUBERNETES = "1.36"
 CUSTOM = {"LeaderWorkerSet", "ScaledObject", "PodMonitor", "InferencePool"}
 PAUSE = 5  # seconds before SIGTERM, so that routes are gone
@@ -142,6 +144,8 @@ def test_probes_go_where_the_server_answers(name):
             "livenessProbe": "/health",
             "readinessProbe": "/ready",
         }
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert ports == {"http": DEFAULTS["port"].default, "grpc": DEFAULTS["grpc_port"].default}
         tls = any(argument.startswith("--tls_cert") for argument in container["args"])
         assert {probe["httpGet"]["scheme"] for probe in probes.values()} == {
             "HTTPS" if tls else "HTTP"
