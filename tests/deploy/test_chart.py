@@ -173,6 +173,13 @@ def test_a_conductor_is_told_every_replica():
     }
 
 
+def test_hosts_find_their_leader():
+    """By a Service that the controller of a LeaderWorkerSet makes of its name, if there is none."""
+    (group,) = of_kind("several hosts", "LeaderWorkerSet")
+    services = [service["metadata"]["name"] for service in of_kind("several hosts", "Service")]
+    assert services and group["metadata"]["name"] not in services
+
+
 def test_gpus_are_asked_for():
     (pod,) = pods("GPUs")
     (container,) = pod["spec"]["containers"]
@@ -190,6 +197,7 @@ def test_scaling_asks_for_metrics_that_there_are():
         target = scaled["spec"]["scaleTargetRef"]
         (workload,) = of_kind(name, target["kind"])
         assert workload["metadata"]["name"] == target["name"]
+        assert all(f'pod=~"{target["name"]}-[0-9]+"' in query for query in queries)
         assert "replicas" not in workload["spec"]
 
 
