@@ -43,12 +43,12 @@ def lint() -> str:
     return _helm("lint", "--strict", str(CHART))
 
 
-def render(values: dict[str, Any]) -> list[dict[str, Any]]:
+def render(values: dict[str, Any], release: str = RELEASE) -> list[dict[str, Any]]:
     """The chart's objects with these values over its own. Errors: ChartError."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(values, file)
         file.flush()
-        text = _helm("template", RELEASE, str(CHART), "--namespace", NAMESPACE, "-f", file.name)
+        text = _helm("template", release, str(CHART), "--namespace", NAMESPACE, "-f", file.name)
     return [document for document in yaml.safe_load_all(text) if document]
 
 

@@ -180,6 +180,14 @@ def test_hosts_find_their_leader():
     assert services and group["metadata"]["name"] not in services
 
 
+@pytest.mark.parametrize("name", ["several hosts", "prefill and decode apart"])
+def test_the_longest_name_of_a_release_fits(name):
+    """53 characters, as Helm says; Kubernetes puts up to eleven behind those of sets of pods."""
+    for found in helm.render(VARIANTS[name], release="r" * 53):
+        limit = 63 if found["kind"] in ("Service", "Deployment") else 52
+        assert len(found["metadata"]["name"]) <= limit
+
+
 def test_gpus_are_asked_for():
     (pod,) = pods("GPUs")
     (container,) = pod["spec"]["containers"]

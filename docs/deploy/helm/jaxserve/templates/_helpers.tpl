@@ -1,5 +1,7 @@
+{{/* Short enough for what is put behind it, also by Kubernetes */}}
 {{- define "jaxserve.name" -}}
-{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-{{ .Chart.Name }}{{ end }}
+{{- $name := ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name) (contains .Chart.Name .Release.Name) }}
+{{- $name | trunc 40 | trimSuffix "-" }}
 {{- end }}
 
 {{/* Labels by which this release's pods are found */}}
