@@ -36,9 +36,20 @@ class CommandLine:
     grace: float = 0.0
 
 
+def _dockerfile() -> str:
+    """An instruction a line."""
+    return (DEPLOY / "docker" / "Dockerfile").read_text().replace("\\\n", " ")
+
+
+def health_check() -> list[str]:
+    """The command by which Docker asks whether the image's server lives."""
+    (command,) = re.findall(r"^HEALTHCHECK .* CMD (\[.*\])$", _dockerfile(), re.M)
+    return json.loads(command)
+
+
 def of_image() -> CommandLine:
     """ENTRYPOINT and CMD of the image, with a key, which it does not start without."""
-    text = (DEPLOY / "docker" / "Dockerfile").read_text().replace("\\\n", " ")
+    text = _dockerfile()
     entry, command = (
         json.loads(re.findall(rf"^{name} (\[.*\])$", text, re.M)[-1])
         for name in ("ENTRYPOINT", "CMD")

@@ -22,7 +22,7 @@ import pytest
 from jaxserve.cli.main import main
 from tests.conftest import QUICK_COMPILES
 from tests.deploy import helm
-from tests.deploy.command_lines import CommandLine, of_image, of_pods
+from tests.deploy.command_lines import CommandLine, health_check, of_image, of_pods
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -151,6 +151,14 @@ def address(process: subprocess.Popen[str]) -> str:
     raise AssertionError("the server told no address")
 
 
+def docker_says_healthy(url: str) -> bool:
+    """By the image's HEALTHCHECK, at the server's port."""
+    python, *arguments = health_check()
+    assert python == "python"
+    there = [argument.replace("http://127.0.0.1:8000", url) for argument in arguments]
+    return subprocess.run([sys.executable, *there], capture_output=True, timeout=30).returncode == 0
+
+
 def test_the_container_serves_and_drains(container, server, tmp_path):
     line, key = container
     url = address(server)
@@ -164,8 +172,10 @@ def test_the_container_serves_and_drains(container, server, tmp_path):
     status, answer = get(f"{url}/v1/completions", body, key)
     assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 4
 
+    assert docker_says_healthy(url)
     server.send_signal(signal.SIGTERM)
     assert server.wait(line.grace) == 0, (tmp_path / "log").read_text()
     cache = Path(line.environment["JAXSERVE_CACHE"])
     assert cache.stat().st_mode & 0o077 == 0
     assert list(cache.glob("**/*")), "nothing was kept for the next start"
+    assert not docker_says_healthy(url)
