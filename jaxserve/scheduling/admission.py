@@ -23,6 +23,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Slo
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import Predictor
+from jaxserve.scheduling.completion_lengths import CompletionLengths
 from jaxserve.scheduling.events import BatchPacked, EventBus, FirstToken, Tokens
 from jaxserve.scheduling.forecast import LoadForecast, LoadModel
 from jaxserve.scheduling.prefill_packing import SHARER_WORK_RATIO
@@ -116,19 +117,24 @@ class AdmissionController:
     """Accepts or refuses requests. Refuses nothing while nobody knows what steps cost."""
 
     def __init__(
-        self, config: SchedulerConfig, cache: CacheManager, slots: SlotTable, predictor: Predictor
+        self,
+        config: SchedulerConfig,
+        cache: CacheManager,
+        slots: SlotTable,
+        predictor: Predictor,
+        lengths: CompletionLengths,
     ):
         self.config = config
         self.slots = slots
         self.predictor = predictor
-        self.load = LoadModel(config, cache, slots, predictor)
+        self.load = LoadModel(config, cache, slots, predictor, lengths)
         self.margins = LatenessMargins(slots)
 
     def listen(self, bus: EventBus) -> None:
         """Learns from what the scheduler publishes on this bus."""
         bus.subscribe(BatchPacked, self._learn_batch)
         bus.subscribe(FirstToken, self._learn_first_token)
-        bus.subscribe(Tokens, self._learn_tokens)
+        bus.subscribe(Tokens, lambda event: self.load.changed())
 
     def check(self, sequence: Sequence, now: float, begun: float, feasible: bool) -> float:
         """Clock second at which the sequence, which has come just now, should have its first token.
@@ -307,9 +313,6 @@ class AdmissionController:
 
     def _learn_first_token(self, event: FirstToken) -> None:
         self.margins.first_token(event.sequence, event.now)
-
-    def _learn_tokens(self, event: Tokens) -> None:
-        self.load.learn_tokens(event.sampled, event.ended)
 
 
 def _size_class(tokens: np.ndarray) -> np.ndarray:

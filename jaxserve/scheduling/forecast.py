@@ -17,6 +17,7 @@ from jaxserve.api.batch import Batch
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import LaneLoad, Predictor
 from jaxserve.scheduling.budget import MIN_PREFILL_SHARE
+from jaxserve.scheduling.completion_lengths import CompletionLengths
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import DECODE, SlotTable
 from jaxserve.scheduling.waiting_queue import TOKENS, WORK
@@ -28,7 +29,6 @@ MIN_PREFILL_RATE = 1e-3  # seconds of prefill done per second, where a forecast 
 SMOOTHING = 0.1  # weight of the last step in `prefill_yield` and in the mean time of steps
 MIN_YIELD, MAX_YIELD = 0.05, 4.0  # limits of what one step tells of `prefill_yield`
 MAX_STEP_RATIO = 1.25  # a step is predicted to take at most so many times the mean of late
-TOKEN_DECAY = 0.999  # weight that a decoded token leaves to those before it
 
 
 class LoadForecast(NamedTuple):
@@ -50,7 +50,12 @@ class LoadModel:
     """Predicts by what costs tell and by what was learnt of the steps so far."""
 
     def __init__(
-        self, config: SchedulerConfig, cache: CacheManager, slots: SlotTable, predictor: Predictor
+        self,
+        config: SchedulerConfig,
+        cache: CacheManager,
+        slots: SlotTable,
+        predictor: Predictor,
+        lengths: CompletionLengths,
     ):
         self.config = config
         self.cache = cache
@@ -59,9 +64,7 @@ class LoadModel:
         # seconds of prefill alone that a step does in a second that it has for prefill
         self.prefill_yield = 1.0
         self._mixed_step = math.inf  # mean seconds in a stage of steps with decodes and prompts
-        # decayed numbers of tokens decoded and of completions that ended by them
-        self._tokens = 0.0
-        self._ended = 0.0
+        self._lengths = lengths
         self._counts = np.unique(np.linspace(0, config.max_seqs, CURVE_POINTS).astype(int))
         self._current: LoadForecast | None = None
 
@@ -82,7 +85,7 @@ class LoadModel:
         tighter = sequence.tpot < forecast.tpot
         if tighter:
             forecast = self._forecast(sequence.tpot, sequence.prefill_len)
-        tokens = min(sequence.max_new_tokens - 1, self._remaining_tokens)
+        tokens = min(sequence.max_new_tokens - 1, self._lengths.remaining)
         return forecast._replace(completion=tokens * forecast.step), tighter
 
     def most_decodes(self, tpot: float) -> int:
@@ -92,11 +95,6 @@ class LoadModel:
     def _most_decodes(self, decode_step: np.ndarray, tpot: float) -> int:
         limit = MAX_DECODE_SHARE * (tpot / self.predictor.mesh.spp)
         return int(np.searchsorted(decode_step, limit, side="right")) - 1
-
-    @property
-    def _remaining_tokens(self) -> float:
-        """Tokens that a completion may still be expected to put out, whenever one looks."""
-        return self._tokens / self._ended if self._ended else math.inf
 
     def _forecast(self, tpot: float, context: float) -> LoadForecast:
         """With a tightest objective of at most `tpot`; decodes to come have `context` tokens."""
@@ -109,7 +107,7 @@ class LoadModel:
         step, prefill_share = self._mixed_steps(decode_step, tpot / stages)
         rate = np.maximum(prefill_share * self.prefill_yield, MIN_PREFILL_RATE)
         period = min(float(step[decodes]), MAX_STEP_RATIO * self._mixed_step) * stages
-        remaining = self._remaining_tokens
+        remaining = self._lengths.remaining
         ends = np.minimum(slots.max_positions - slots.issued, remaining) * period
         busy = np.where(running, ends, 0.0)
         for sequence in slots.prefilling:
@@ -237,10 +235,6 @@ class LoadModel:
         else:
             self._mixed_step += SMOOTHING * (seconds - self._mixed_step)
 
-    def learn_tokens(self, count: int, ended: int) -> None:
-        """Learns from a batch that gave `count` tokens, and `ended` so many completions, how long
-        completions are."""
+    def changed(self) -> None:
+        """Tokens came, so that less is left to do."""
         self._current = None
-        kept = TOKEN_DECAY**count
-        self._tokens = kept * self._tokens + count
-        self._ended = kept * self._ended + ended

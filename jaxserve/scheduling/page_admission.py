@@ -1,12 +1,14 @@
 """Admits waiting prompts as far as there are pages, with a reserve for small prompts.
 
-A prompt is admitted when there are pages for all of it, beside those promised to prompts admitted
-before and one page per decode: so no prefill has to preempt another. Large prompts leave a part of
-all pages to small ones. A large prompt that is first in the order and does not fit claims the pages
-that come free: until it is admitted, small prompts together hold no more than their part, even
-those that rank before it. So a document that does not fit yet holds up no chat, and no stream of
-chats keeps a document out. No large prompt passes another that waits for pages, and no small one
-another small one.
+A prompt is admitted when there are pages for all of it and for what it is expected to put out,
+beside those promised to what was admitted before and those that decodes are expected to take
+(`decode_reserve`): so no prefill has to preempt another, and no decode is preempted as long as
+completions are no longer than expected. Where nothing else runs, its prompt has to fit. Large
+prompts leave a part of all pages to small ones. A large prompt that is first in the order and does
+not fit claims the pages that come free: until it is admitted, small prompts together hold no more
+than their part, with what they are expected to put out, even those that rank before it. So a
+document that does not fit yet holds up no chat, and no stream of chats keeps a document out. No
+large prompt passes another that waits for pages, and no small one another small one.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Sequence as Sequenced
 import numpy as np
 
 from jaxserve.cache import NO_MATCH, CacheManager
+from jaxserve.scheduling.decode_reserve import DecodeReserve
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slots import SlotTable
 
@@ -82,10 +85,12 @@ class PageAdmission:
         self,
         cache: CacheManager,
         slots: SlotTable,
+        decode_reserve: DecodeReserve,
         most: Callable[[float], int] | None = None,
     ):
         self.cache = cache
         self.slots = slots
+        self.decode_reserve = decode_reserve
         self.most = most
         self._small_pages = int(SMALL_PROMPT * cache.total)  # the most that a small prompt takes
         self.small_tokens = self._small_pages * cache.block_size
@@ -104,8 +109,12 @@ class PageAdmission:
             if self._held_by_small.is_small[sequence.slot]:
                 promised_to_small += pages
         self._reserve = reserve
-        self._spare = cache.available - reserve - promised
-        self._of_small = self._held_by_small.count + promised_to_small  # pages held or promised
+        growth = self.decode_reserve.by_slot()
+        kept = self.decode_reserve.bounded(int(growth.sum()))
+        self._spare = cache.available - max(reserve, kept) - promised
+        # pages held, promised or expected
+        self._of_small = self._held_by_small.count + promised_to_small
+        self._of_small += int(growth[self._held_by_small.is_small].sum())
         self._tpot = self.slots.tightest()
         self._open = ALL if self._has_slot else NONE
         if self._claimant is not None and not self._waits(self._claimant):
@@ -144,11 +153,12 @@ class PageAdmission:
         reserve = self._reserve_for_small(self._claimant if small else sequence)
         left_to_small = max(0, reserve - self._of_small)
         takes = need - len(pages) + cache.evictable(pages)
-        spare = self._spare
+        growth = self._growth(sequence)
+        spare = self._spare - growth
         if takes > self._small_pages:
             spare -= left_to_small
         claimed = small and self._claimant is not None
-        if claimed and need - self._held_by_small.among(pages) > left_to_small:
+        if claimed and need + growth - self._held_by_small.among(pages) > left_to_small:
             self._open = (self._open[0], False)
         elif takes <= spare:
             return pages
@@ -158,6 +168,12 @@ class PageAdmission:
             self._claimant = sequence
             self._open = (False, self._open[1])
         return None
+
+    def _growth(self, sequence: Sequence) -> int:
+        """Pages for what a waiting sequence will put out; none where nothing runs beside it."""
+        if len(self.slots.free) == len(self.slots.phase):
+            return 0
+        return self.decode_reserve.of(sequence)
 
     def _cached_pages(self, sequence: Sequence) -> np.ndarray:
         """Pages of the sequence's first blocks; its last token is always computed."""
@@ -174,9 +190,10 @@ class PageAdmission:
         cache = self.cache
         small = self.is_small(sequence)
         blocks = cache.blocks(sequence.prefill_len)
-        self._spare -= blocks - len(pages) + cache.evictable(pages)
+        growth = self._growth(sequence)
+        self._spare -= blocks - len(pages) + cache.evictable(pages) + growth
         if small:
-            self._of_small += blocks - self._held_by_small.among(pages)
+            self._of_small += blocks - self._held_by_small.among(pages) + growth
         slot = self.slots.admit(sequence, max(len(pages) * cache.block_size, sequence.received))
         self._held_by_small.is_small[slot] = small
         cache.admit(slot, pages, home, blocks, sequence.request.cache_retention)

@@ -20,6 +20,8 @@ from jaxserve.api.request import Request
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import NOMINAL, Costs, Predictor
 from jaxserve.scheduling.admission import AdmissionController
+from jaxserve.scheduling.completion_lengths import CompletionLengths
+from jaxserve.scheduling.decode_reserve import DecodeReserve
 from jaxserve.scheduling.events import (
     Admitted,
     BatchPacked,
@@ -97,13 +99,16 @@ class Scheduler:
         self._eos = frozenset(eos_ids)
         self.slots = SlotTable(config.max_seqs, cache, self._work)
         self.bus = EventBus() if bus is None else bus
+        lengths = CompletionLengths()
+        lengths.listen(self.bus)
         self.admission: AdmissionController | None = None
         if config.admission != "queue":
-            self.admission = AdmissionController(config, cache, self.slots, self.predictor)
+            self.admission = AdmissionController(config, cache, self.slots, self.predictor, lengths)
             self.admission.listen(self.bus)
         self._planner = planner
         most = None if self.admission is None else self.admission.most
-        self._page_admission = PageAdmission(cache, self.slots, most)
+        reserve = DecodeReserve(cache, self.slots, lengths, config.decode_reserve)
+        self._page_admission = PageAdmission(cache, self.slots, reserve, most)
         self.packer = BatchPacker(
             config, mesh, cache, self.slots, self.predictor, self._page_admission, planner
         )

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished, Progress, Token
+from jaxserve.api.lane_groups import group_sizes
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
@@ -234,12 +235,15 @@ class Replica:
 
     def _check_limits(self, batch: Batch) -> None:
         config = self.scheduler.config
-        for lane in range(self.cache.pages.lanes):
-            lengths = batch.length[(batch.lane == lane) & ~batch.is_decode]
-            tiles = -(-lengths // config.tile)
-            assert lengths.sum() <= config.chunk_tokens and tiles.sum() <= config.tiles, (
-                f"lane {lane} gets {lengths}"
-            )
+        lanes = self.cache.pages.lanes
+        for size in group_sizes(lanes):  # what must be computed in a group: of others its last row
+            for first in range(0, lanes, size):
+                inside = (batch.lane // size == first // size) & ~batch.is_decode
+                tiles = -(-batch.length[inside] // config.tile)
+                tiles = np.where(batch.group_size[inside] <= size, tiles, 1)
+                assert tiles.sum() <= config.tiles * size, (
+                    f"lanes from {first}, {size} of them, get {batch.length[inside]}"
+                )
         for seq, stop in zip(batch.seq.tolist(), (batch.start + batch.length).tolist()):
             assert stop <= self.scheduler.sequences[seq].max_positions, (
                 f"sequence {seq} is issued beyond its end"

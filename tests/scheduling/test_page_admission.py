@@ -216,7 +216,7 @@ DOCUMENT = [2, 3] * (25 * SIZE)  # 50 pages
 def beside(pages: int) -> Replica:
     """The document is in the cache, and nobody holds it; request 1 holds so many pages for four
     steps."""
-    replica = cache(prefix_caching=True)
+    replica = cache(prefix_caching=True, decode_reserve=0)
     replica.add(DOCUMENT, max_tokens=1)
     replica.drain()
     ask(replica, pages, steps=4)

@@ -19,9 +19,9 @@ def small(**fields) -> Replica:
     )
 
 
-def tight(pages: int, **fields) -> Replica:
+def tight(pages: int, decode_reserve: float = 0.0, **fields) -> Replica:
     return Replica(
-        SchedulerConfig(max_seqs=4, chunk_tokens=8),
+        SchedulerConfig(max_seqs=4, chunk_tokens=8, decode_reserve=decode_reserve),
         CacheConfig(block_size=4, pages=pages, prefix_caching=False),
         **fields,
     )
@@ -169,7 +169,7 @@ def test_another_salt_a_bypass_and_prompt_logprobs_read_no_cached_blocks():
 
 def test_a_decode_without_a_page_makes_the_youngest_prefill_wait_again():
     replica = Replica(
-        SchedulerConfig(max_seqs=4, chunk_tokens=2),
+        SchedulerConfig(max_seqs=4, chunk_tokens=2, decode_reserve=0),
         CacheConfig(block_size=4, pages=8, prefix_caching=False),
     )
     replica.add(PROMPT[:2], max_tokens=20, ignore_eos=True)
@@ -200,6 +200,32 @@ def test_a_prompt_waits_until_there_are_pages_for_all_of_it():
     assert chunks(replica.step()) == [(1, 0, 8, "prefill")]
     replica.drain()
     replica.check_answers()
+
+
+def test_a_prompt_waits_where_its_answer_would_take_the_pages_of_a_decode():
+    """As in the test below, with pages kept: 4 tokens and 8 more take three pages of four, and the
+    other would need as many."""
+    replica = tight(4, decode_reserve=1.0)
+    replica.add(PROMPT[:4], max_tokens=9, ignore_eos=True)
+    replica.add(PROMPT[:3], max_tokens=9, ignore_eos=True)
+    replica.step()
+    for position in range(4, 12):
+        assert chunks(replica.step()) == [(0, position, 1, "decode")]
+    assert chunks(replica.step()) == [(1, 0, 3, "last")]
+    replica.drain()
+    replica.check_answers()
+    assert replica.scheduler.preemptions == 0
+
+
+@pytest.mark.parametrize("share, preempted", [(1.0, False), (0.0, True)])
+def test_decodes_are_preempted_by_choice_only(share, preempted):
+    """Forty completions of equal length, four at once, in pages for two to three of them."""
+    replica = tight(24, decode_reserve=share)
+    for number in range(40):
+        replica.add(PROMPT[: 3 + number % 5], max_tokens=32, ignore_eos=True)
+    replica.drain()
+    replica.check_answers()
+    assert (replica.scheduler.preemptions > 0) == preempted
 
 
 def test_a_preempted_decode_prefills_what_it_has_said_and_goes_on():

@@ -87,6 +87,14 @@ class SchedulerConfig(Objectives):
         "(adaptive chunks)",
         low=0.0001,
     )
+    decode_reserve: float = option(
+        0.5,
+        "largest share of all pages that is kept free for what running sequences will still put "
+        "out, as long as completions are on average; with less, more run at once, and decodes may "
+        "be preempted (0 to 1)",
+        low=0,
+        high=1,
+    )
     max_queue: int = option(
         4096, "largest number of waiting requests; further ones are refused", low=1
     )

@@ -1,0 +1,50 @@
+"""Pages that admission keeps free for what running sequences will still put out, so that no decode
+has to be preempted for want of a page (medha.md M8)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxserve.cache import CacheManager
+from jaxserve.scheduling.completion_lengths import CompletionLengths
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.slots import DECODE, PREFILL, SlotTable
+
+
+class DecodeReserve:
+    """Predicts the pages: each sequence goes on for as long as completions do on average, and no
+    longer than it may. share: of all pages, the most that are kept free; with 0 a page for each
+    decode, and decodes may have to be preempted."""
+
+    def __init__(
+        self, cache: CacheManager, slots: SlotTable, lengths: CompletionLengths, share: float
+    ):
+        self._cache = cache
+        self._slots = slots
+        self._lengths = lengths
+        self._most = int(share * cache.total)
+
+    def by_slot(self) -> np.ndarray:
+        """Pages [slots] of the sequences that run, beside those of their prompts."""
+        slots = self._slots
+        start = slots.issued.copy()
+        for sequence in slots.prefilling:
+            start[sequence.slot] = sequence.prefill_len
+        runs = (slots.phase == DECODE) | (slots.phase == PREFILL)
+        return np.where(runs, self._growth(start, slots.max_positions), 0)
+
+    def of(self, sequence: Sequence) -> int:
+        """Pages of a sequence that waits, beside those of its prompt."""
+        return self.bounded(int(self._growth(sequence.prefill_len, sequence.max_positions)))
+
+    def bounded(self, pages: int) -> int:
+        """As many of these as are kept free at most."""
+        return min(pages, self._most)
+
+    def _growth(self, start: Any, most: Any) -> Any:
+        """Pages from position `start` to where a sequence is expected to end, at `most` at last."""
+        size = self._cache.block_size
+        end = np.minimum(start + self._lengths.remaining, most)
+        return np.maximum(-(-end // size) - -(-start // size), 0)
