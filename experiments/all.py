@@ -2,10 +2,6 @@
 page of all figures. What is made already, of the same code and arguments, is kept.
 
 python -m experiments.all --out=DIR --jobs=2
-python -m experiments.all --only=tetris,mooncake.table1,profiles
-
-Figures are made as the kept ones were, with as many requests; the table at the end says whether
-their verdicts are the same.
 """
 
 from __future__ import annotations
@@ -32,6 +28,14 @@ from jaxserve.settings.schema import ConfigError
 
 ROOT = Path(__file__).parents[1]
 PROFILES = "profiles"
+ABOUT = """\
+Figures are made as the kept ones were, with as many requests; the table at the end says how long
+each took, and how many of its verdicts are those of the kept results. What was made already of the
+same code and arguments is not made again.
+
+  python -m experiments.all --out=DIR --jobs=2
+  python -m experiments.all --only=tetris,mooncake.table1,profiles
+"""
 OPTIONS = [
     Option("out", str, str(ROOT / "build" / "figures"), "folder; each paper has its own in it"),
     Option(
@@ -54,7 +58,7 @@ OPTIONS = [
 
 def run(values: dict[str, Any]) -> int:
     out = Path(values["out"])
-    chosen = list(_chosen(values["only"]))
+    chosen = list(dict.fromkeys(_chosen(values["only"])))
     stamp = _code()
     tasks = [_task(name, number, values, out, stamp) for name, number in chosen]
     done = runner.run([task for task in tasks if task], values["jobs"], out / "stamps")
@@ -163,7 +167,7 @@ def _verdicts(found: Paper, name: str, folder: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    command = Command({"what is made": OPTIONS}, run, __doc__ or "")
+    command = Command({"what is made": OPTIONS}, run, ABOUT)
     return command_line("all", "all that was made of the papers, again", command, arguments)
 
 

@@ -24,6 +24,7 @@ from jaxserve.settings.options import Option
 PAGE = Path(__file__).parents[1] / "docs" / "reproduction.md"
 NOT_MADE = "not made"
 NOT_BUILT = "not built"
+FITTED = "fitted to this table"
 HEAD = """\
 # The papers' figures at a glance
 
@@ -36,7 +37,9 @@ ran. *What ran* says which of jaxserve's
 own parts did: where no real scheduler, planner, routing or cache is named, none was. \
 ×2.28 is ours by the paper's; *close* is within a factor
 of 1.25 either way. > and < are limits, where the paper gives a direction or a bound. \
-A number of requests in a command is what the kept
+*Fitted to*: numbers of tables
+to which a model's constants are fitted; they show the fit, no prediction. A number of requests \
+in a command is what the kept
 results have: fewer than the paper's. Remarks, why a number differs among them, are in each \
 paper's summary.
 """
@@ -97,10 +100,10 @@ def page(folder_of: Callable[[Paper], Path]) -> str:
     parts = [
         HEAD,
         table(
-            ("paper", "claims", *COUNTED, "figures and tables not made"),
+            ("paper", "numbers", "fitted to", *COUNTED, "figures and tables not made"),
             [
                 *(_counted(one, folder_of(one)) for one in papers),
-                ("TokenLake", "0", *[""] * len(COUNTED), f"all {len(TOKENLAKE)}: {NOT_BUILT}"),
+                ("TokenLake", "0", "", *[""] * len(COUNTED), f"all {len(TOKENLAKE)}: {NOT_BUILT}"),
             ],
         ),
     ]
@@ -122,15 +125,15 @@ def _source(one: Paper) -> str:
 
 
 def _counted(one: Paper, folder: Path) -> Row:
+    made = one.made_in(folder)
     found = Counter(
-        claim.verdict(claim.ours(rows))
-        for figure, rows in one.made_in(folder)
-        for claim in figure.claims
+        claim.verdict(claim.ours(rows)) for figure, rows in made for claim in figure.claims
     )
+    fitted = sum(len(figure.claims) for figure, _ in made if FITTED in one.what_runs(figure))
     unmade = sum(NOT_MADE in why for why in one.others.values())
     left = f"{unmade}, and {len(one.others) - unmade} without a number of their own"
     numbers = (str(found[verdict] or "") for verdict in COUNTED)
-    return one.title, str(found.total()), *numbers, left
+    return one.title, str(found.total()), str(fitted or ""), *numbers, left
 
 
 def _rows(one: Paper, folder: Path) -> Iterator[Row]:
