@@ -32,16 +32,24 @@ OPTIONS = {
 }
 
 
-def build(out: str, repository: str = "") -> int:
-    """Writes the site; returns mkdocs' exit code. Errors: ModuleNotFoundError without mkdocs."""
+def build(out: str, repository: str = "", config: Path = CONFIG) -> int:
+    """Writes the site; returns mkdocs' exit code, and tells its warnings where that is not 0.
+    Errors: ModuleNotFoundError without mkdocs."""
     if importlib.util.find_spec("material") is None:
         raise ModuleNotFoundError("No module named 'material'", name="mkdocs-material")
-    built = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
-    return subprocess.run(
-        [*built, f"--config-file={CONFIG}", f"--site-dir={Path(out).absolute()}"],
+    # not --quiet: what that does not tell of, --strict does not count
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    done = subprocess.run(
+        [*command, f"--config-file={config}", f"--site-dir={Path(out).absolute()}"],
         cwd=ROOT,  # `python -m` finds `experiments` here
         env={**os.environ, "DOCS_REPOSITORY": repository, "NO_MKDOCS_2_WARNING": "1"},
-    ).returncode
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        told = [line for line in done.stderr.splitlines() if not line.startswith("INFO")]
+        print(*told, sep="\n", file=sys.stderr)
+    return done.returncode
 
 
 def main(arguments: Sequence[str]) -> int:

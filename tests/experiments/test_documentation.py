@@ -75,6 +75,23 @@ def test_diagrams_are_drawn_and_documents_from_elsewhere_are_pages(site):
     assert "Whom we defend against" in (site / "security.html").read_text()
 
 
+@pytest.mark.parametrize(
+    "text, told",
+    [("[b](missing.md)", "missing.md"), ("[b](index.md#nothing)", "#nothing"), ("# Here", "")],
+)
+def test_a_link_that_leads_nowhere_ends_the_build(text, told, tmp_path, capfd):
+    pytest.importorskip("material")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(text)
+    config = tmp_path / "mkdocs.yml"
+    config.write_text(
+        f"INHERIT: {documentation.CONFIG}\n"
+        "docs_dir: docs\nnav: [index.md]\nhooks: []\nextra_css: []\ntheme: {name: mkdocs}\n"
+    )
+    assert documentation.build(str(tmp_path / "site"), config=config) == int(bool(told))
+    assert told in capfd.readouterr().err
+
+
 def test_what_the_navigation_does_not_name_is_under_more():
     pytest.importorskip("mkdocs")
     from experiments.documentation import hooks
