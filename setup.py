@@ -65,6 +65,7 @@ TEST = [
     "pandas>=2.1",
     "pyarrow>=14",
 ]
+DOCS = ["mkdocs-material>=9.6"]  # the site: python -m experiments.documentation
 
 setup(
     name="jaxserve",
@@ -120,7 +121,8 @@ setup(
     ],
     extras_require={
         "test": TEST,
-        "dev": [*TEST, "mypy>=1.11"],
+        "docs": DOCS,
+        "dev": [*TEST, *DOCS, "mypy>=1.11"],
         "traces": ["opentelemetry-sdk>=1.25", "opentelemetry-exporter-otlp>=1.25"],
         # with Debian's libibverbs1 and libnuma1, or the like
         "mooncake": ["mooncake-transfer-engine-non-cuda>=0.3.13"],

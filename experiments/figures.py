@@ -1,5 +1,5 @@
 """What the papers' figures share: rows to CSV and back, the paper's numbers beside ours, pictures,
-the command line, the summary.
+the command line of one, the summary. `papers` makes all of a paper.
 
 A figure is a file: a sweep that yields rows, claims read off the rows, panels to draw. What a sweep
 is given is up to its paper.
@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import csv
 import functools
-import importlib
 import math
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments import markdown
 from experiments.script import command_line
 from jaxserve.cli.display import table
 from jaxserve.cli.files import figure_class
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
-from jaxserve.settings.schema import ConfigError
 
 Cell = float | str
 Row = dict[str, Cell]
@@ -49,7 +47,18 @@ class Claim:
     limit: bool = False
     remark: str = ""
 
+    @property
+    def said(self) -> str:
+        """The paper's number as people write it, such as 30x or > 15 s."""
+        sign = {"higher": "> ", "lower": "< "}.get(self.better, "") if self.limit else ""
+        return sign + number(self.paper, self.unit)
+
+    def times(self, ours: float) -> float:
+        """Ours by the paper's; NaN for a limit, and where there is nothing of ours."""
+        return math.nan if self.limit else ours / self.paper
+
     def verdict(self, ours: float) -> str:
+        """Whether ours is close, better, holds, ..."""
         if not math.isfinite(ours):
             return "nothing to compare"
         ratio = ours / self.paper
@@ -79,8 +88,9 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of the paper. kind: 'simulated', or 'computed' where it is closed-form from the
-    predictor."""
+    """One figure of the paper. kind: 'simulated', 'computed' where it is closed-form, or
+    'measured'. runs: what of jaxserve is run for it, where that is not what is said of the kind
+    (`papers.Paper.runs`)."""
 
     name: str
     title: str
@@ -88,6 +98,7 @@ class Figure:
     sweep: Callable[[Any], Iterable[Row]]
     claims: tuple[Claim, ...]
     panels: tuple[Panel, ...]
+    runs: str = ""
 
 
 # --- rows
@@ -170,15 +181,7 @@ def compared(figure: Figure, rows: Rows) -> str:
     lines = []
     for claim in figure.claims:
         ours = claim.ours(rows)
-        sign = {"higher": ">", "lower": "<"}.get(claim.better, "") if claim.limit else ""
-        lines.append(
-            [
-                claim.what,
-                sign + number(claim.paper, claim.unit),
-                number(ours, claim.unit),
-                claim.verdict(ours),
-            ]
-        )
+        lines.append([claim.what, claim.said, number(ours, claim.unit), claim.verdict(ours)])
     return table([f"{figure.name}, {figure.kind}", "paper", "ours", ""], lines)
 
 
@@ -261,55 +264,6 @@ def main(
     )
 
 
-def main_of_all(
-    paper: str,
-    numbers: Sequence[str],
-    options: Sequence[Option],
-    settings_of: Callable[[dict[str, Any]], Any],
-    head: str,
-    arguments: Sequence[str],
-) -> int:
-    """The command line of `python -m experiments.PAPER`: figures by number, each a module `figN` or
-    `tableN`, and summary.md."""
-    choice = Option(
-        "figures",
-        str,
-        ",".join(numbers),
-        "which, as N,N; the summary has all whose CSV is in the folder",
-    )
-
-    def run(values: dict[str, Any]) -> int:
-        out = Path(values["out"])
-        settings = settings_of(values)
-        for figure in figures_of(paper, numbers, values["figures"]):
-            began = time.monotonic()
-            print(make(figure, settings, out), end="\n\n", flush=True)
-            print(f"{figure.name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-        (out / "summary.md").write_text(summary(figures_of(paper, numbers), out, head))
-        return 0
-
-    command = Command(
-        {"what is made": [*options, choice]}, run, f"python -m experiments.{paper} --out=DIR"
-    )
-    return command_line(paper, f"all figures of experiments/{paper}", command, arguments)
-
-
-def figures_of(paper: str, numbers: Sequence[str], wanted: str | None = None) -> list[Figure]:
-    """The figures of a paper; wanted: only these, as 'N,N'. Errors: ConfigError for one that there
-    is not."""
-    chosen = (
-        list(numbers)
-        if wanted is None
-        else [number for number in wanted.replace(" ", "").split(",") if number]
-    )
-    if unknown := [number for number in chosen if number not in numbers]:
-        raise ConfigError("figures", f"{', '.join(unknown)}: known are {', '.join(numbers)}")
-    name = lambda number: number if number.startswith("table") else f"fig{number}"
-    return [
-        importlib.import_module(f"experiments.{paper}.{name(number)}").FIGURE for number in chosen
-    ]
-
-
 # --- the summary
 
 COLUMNS = ("figure", "how", "what", "paper", "where", "ours", "ours / paper", "verdict", "remark")
@@ -319,41 +273,36 @@ direction or a bound, not a number.
 """
 
 
-def summary(figures: Sequence[Figure], folder: Path, head: str) -> str:
+def made_in(folder: Path, figures: Iterable[Figure]) -> Iterator[tuple[Figure, Rows]]:
+    """Those of the figures whose CSV is in the folder, with their rows."""
+    for figure in figures:
+        file = folder / f"{figure.name}.csv"
+        if file.is_file():
+            yield figure, read_csv(file)
+
+
+def summary(figures: Iterable[Figure], folder: Path, head: str) -> str:
     """summary.md: the paper's numbers and ours in one table, of those figures whose CSV is in the
     folder."""
-    made = [
-        (figure, read_csv(file))
-        for figure in figures
-        if (file := folder / f"{figure.name}.csv").is_file()
-    ]
+    made = list(made_in(folder, figures))
     lengths = sorted({str(row["lengths"]) for _, rows in made for row in rows if "lengths" in row})
-    told = [f"Lengths of the requests: {', '.join(lengths) or 'none'}.", ""]
-    lines = [
-        _line(COLUMNS),
-        _line("---" for _ in COLUMNS),
-        *(_line(cells) for figure, rows in made for cells in _summed(figure, rows)),
-    ]
-    return "\n".join([head + "\n" + VERDICTS, *told, *lines]) + "\n"
+    told = f"Lengths of the requests: {', '.join(lengths) or 'none'}."
+    compared = (cells for figure, rows in made for cells in _summed(figure, rows))
+    return "\n".join([head + "\n" + VERDICTS, told, "", markdown.table(COLUMNS, compared)]) + "\n"
 
 
 def _summed(figure: Figure, rows: Rows) -> Iterator[Sequence[str]]:
     for claim in figure.claims:
         ours = claim.ours(rows)
-        share = f"{ours / claim.paper:.2f}" if math.isfinite(ours) and not claim.limit else ""
-        sign = {"higher": "> ", "lower": "< "}.get(claim.better, "") if claim.limit else ""
+        times = claim.times(ours)
         yield (
             figure.name.removeprefix("fig"),
             figure.kind,
             claim.what,
-            sign + number(claim.paper, claim.unit),
+            claim.said,
             claim.source,
             number(ours, claim.unit),
-            share,
+            f"{times:.2f}" if math.isfinite(times) else "",
             claim.verdict(ours),
             claim.remark,
         )
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"

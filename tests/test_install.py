@@ -43,6 +43,7 @@ RUNS: dict[str, list[list[str]]] = {
         cuda: [["-c", f"import jax_plugins.xla_{cuda}"], ["-m", "jaxserve", "doctor", *TINY]]
         for cuda in ("cuda12", "cuda13")
     },
+    "docs": [["-m", "experiments.documentation", "--out={folder}"]],
     "traces": [["-c", TRACES]],
     "examples": [["-m", "experiments.examples.client", "--help"]],
     "deploy": [["-c", "import kubernetes_validate"], ["-m", "tests.deploy.helm"]],

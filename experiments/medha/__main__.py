@@ -6,10 +6,9 @@ python -m experiments.medha --out=DIR
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
-from experiments.figures import main_of_all
 from experiments.medha.figure import OPTIONS, settings_of
+from experiments.papers import Paper
 
 NUMBERS = (
     "1",
@@ -40,10 +39,31 @@ coefficients alone. Baselines are
 simulated over the same arrivals, with the same coefficients. Runs under load last an hour, \
 those of figures 17 and 18 ten minutes.
 """
-
-
-def main(arguments: Sequence[str]) -> int:
-    return main_of_all("medha", NUMBERS, OPTIONS, settings_of, HEAD, arguments)
+PAPER = Paper(
+    "medha",
+    "Medha",
+    NUMBERS,
+    HEAD,
+    OPTIONS,
+    settings_of,
+    runs={
+        "simulated": "real scheduler and cache, virtual clock",
+        "computed": "closed form of the step predictor",
+    },
+    together=(("1", "15", "16", "21", "22", "23"), ("17", "18")),
+    others={
+        "2": "bounds by the data sheet of one DGX-H100; not made",
+        "3": "a drawing",
+        "4": "a drawing of the pools' load over time, without axes to compare with",
+        "5a": "a drawing",
+        "7": "a drawing",
+        "12": "a drawing",
+        "14": "a drawing",
+        "table1": "notation",
+        "table2": "kinds of parallelism compared in words",
+    },
+)
+main = PAPER.main
 
 
 if __name__ == "__main__":

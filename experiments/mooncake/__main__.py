@@ -6,10 +6,9 @@ python -m experiments.mooncake --out=DIR
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
-from experiments.figures import main_of_all
 from experiments.mooncake.figure import OPTIONS, settings_of
+from experiments.papers import Paper
 
 NUMBERS = (
     "table1",
@@ -39,10 +38,35 @@ where a step takes what coefficients say that were fitted to public measurements
 *computed*: read off these coefficients, the
 paper's equations or the traces alone.
 """
-
-
-def main(arguments: Sequence[str]) -> int:
-    return main_of_all("mooncake", NUMBERS, OPTIONS, settings_of, HEAD, arguments)
+PAPER = Paper(
+    "mooncake",
+    "Mooncake",
+    NUMBERS,
+    HEAD,
+    OPTIONS,
+    settings_of,
+    runs={
+        "simulated": "real routing, scheduler and cache, virtual clock",
+        "computed": "closed form",
+    },
+    together=(("table4", "6"), ("17", "18")),
+    others={
+        "2": "a drawing",
+        "3": "a drawing",
+        "4": "a drawing",
+        "7": "made with figure 6",
+        "8": "a day of a cluster in production; its load is not public",
+        "9": "a drawing",
+        "10": "other projects' features",
+        "11": "a drawing",
+        "12": "a drawing",
+        "24": "SGLang on A10, measured; not made",
+        "25": "vLLM on A10, measured; not made",
+        "table2": "other projects' features",
+        "table5": "SGLang on H20, measured; not made",
+    },
+)
+main = PAPER.main
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ FIGURE = Figure(
         Panel("hit rate", "mtokens", "hit", "workload", log="x"),
         Panel("share of the highest", "mtokens", "of_highest", "workload", log="x"),
     ),
+    runs="real cache",
 )
 
 if __name__ == "__main__":

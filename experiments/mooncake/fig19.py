@@ -127,6 +127,7 @@ FIGURE = Figure(
         ),
     ),
     panels=(Panel("hit rate", "step", "hit", "strategy"),),
+    runs="real cache",
 )
 
 if __name__ == "__main__":

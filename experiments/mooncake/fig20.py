@@ -65,6 +65,7 @@ FIGURE = Figure(
         ),
     ),
     panels=(Panel("seconds", "gb", "seconds", "transport", log="xy"),),
+    runs="closed form of the simulated network, with the paper's rate",
 )
 
 if __name__ == "__main__":

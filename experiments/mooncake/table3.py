@@ -61,6 +61,7 @@ FIGURE = Figure(
     sweep,
     claims=tuple(_claims()),
     panels=(Panel("Table 3", "prompt_tokens", "hit", "workload"),),
+    runs="real cache, unbounded",
 )
 
 if __name__ == "__main__":

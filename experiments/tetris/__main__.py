@@ -6,9 +6,8 @@ python -m experiments.tetris --out=DIR
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
-from experiments.figures import main_of_all
+from experiments.papers import Paper
 from experiments.tetris.figure import OPTIONS, settings_of
 
 NUMBERS = ("table1", "table2", "3", "8", "9", "10", "11", "12", "13", "14")
@@ -22,10 +21,30 @@ take what Eq. 1 says, fitted to the paper's Table 1 for 8B and to a composed mod
 *measured*: on the CPU where this was run, whatever else ran there. Baselines are simulated over \
 the same arrivals with the same latencies.
 """
-
-
-def main(arguments: Sequence[str]) -> int:
-    return main_of_all("tetris", NUMBERS, OPTIONS, settings_of, HEAD, arguments)
+PAPER = Paper(
+    "tetris",
+    "Tetris",
+    NUMBERS,
+    HEAD,
+    OPTIONS,
+    settings_of,
+    runs={
+        "simulated": "real planner; instances by Eq. 1, no engine's scheduler",
+        "computed": "closed form",
+        "measured": "real planner, timed on a CPU",
+    },
+    together=(("8", "9", "10", "13"),),
+    others={
+        "1": "a drawing",
+        "2": "decode latency by TP and SP, measured on A100; not made",
+        "4": "a drawing",
+        "5": "a drawing",
+        "6": "a drawing",
+        "7": "a drawing; the handshake for transfers is not simulated",
+        "14e": "transfers and halved backends, with 14f; not made",
+    },
+)
+main = PAPER.main
 
 
 if __name__ == "__main__":

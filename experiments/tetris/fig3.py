@@ -134,6 +134,7 @@ FIGURE = Figure(
         Panel("32k, then 16k", "tokens", "ttft_s", "rule", (("example", "queue"),)),
         Panel("128k beside 16k", "tokens", "ttft_s", "rule", (("example", "gap"),)),
     ),
+    runs="real planner, latencies of Table 1",
 )
 
 if __name__ == "__main__":

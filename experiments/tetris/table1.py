@@ -83,6 +83,7 @@ FIGURE = Figure(
             ("composed", "composed_s"),
         )
     ),
+    runs="closed form, fitted to this table",
 )
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from jaxserve.engine.worker import Worker
 from jaxserve.engine.worker_group import WorkerGroup
 from jaxserve.group.channel import free_port
 from jaxserve.group.handshake import Certificate
-from jaxserve.group.layout import described, devices_each
+from jaxserve.group.layout import check_processes, described
 from jaxserve.group.member import LEADER, Member, Pulse, this_member
 from jaxserve.group.messages import Hello, shared_settings
 from jaxserve.kernels.kv_pages import FP8, pool_shapes
@@ -137,10 +137,8 @@ def open_group(
     config: EngineConfig, member: Member, progress: bool = True, warm_up: bool = True
 ) -> tuple[WorkerGroup, ModelConfig]:
     """Waits for the workers of this leader's group, and until they make tokens."""
-    if config.cache.host_cache_gib:
-        raise ConfigError("host_cache_gib", "is for a replica in one process, without launch")
     pulse = Pulse(member)
-    devices_each(config.mesh, member.workers, member.ranks_across_hosts)
+    check_processes(config, member.workers, member.ranks_across_hosts)
     for line in described(config.mesh, member.workers):
         print(line, file=sys.stderr)
     checkpoint = open_checkpoint(config.source.model, config.source.revision)

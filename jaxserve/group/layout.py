@@ -9,7 +9,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.settings.schema import ConfigError, MeshConfig
+from jaxserve.settings.schema import ConfigError, EngineConfig, MeshConfig
+
+
+def check_processes(config: EngineConfig, processes: int, ranks_across: bool = False) -> None:
+    """Refuses settings of a replica that cannot be on several processes, or not on so many. Errors:
+    ConfigError."""
+    if config.cache.host_cache_gib:
+        raise ConfigError("host_cache_gib", "is for a replica in one process, without launch")
+    devices_each(config.mesh, processes, ranks_across)
 
 
 def devices_each(mesh: MeshConfig, processes: int, ranks_across: bool = False) -> int:

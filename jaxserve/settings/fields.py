@@ -41,6 +41,10 @@ class ConfigError(ValueError):
         self.field = field
         self.message = message
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str]]:
+        """Lets it come back from another process."""
+        return type(self), (self.field, self.message)
+
 
 @dataclasses.dataclass(frozen=True)
 class Option:

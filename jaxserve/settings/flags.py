@@ -246,26 +246,27 @@ class _Parser(flags.ArgumentParser):
 
 def _line(option: Option, width: int) -> str:
     """The flag and its help. Choices that do not fit beside the flag are told in the help."""
-    choices, told = "|".join(option.choices), ""
-    if option.kind is bool:
-        left = f"  --[no]{option.name}"
-    else:
-        left = f"  --{option.name}={choices or _placeholder(option.kind)}"
+    left, told = f"  {spelling(option)}", ""
     if len(left) > width:
         left, told = f"  --{option.name}=NAME", f": {', '.join(option.choices)}"
-    text = textwrap.wrap(f"{option.help}{told} {_extra(option)}".strip(), width - COLUMN)
+    text = textwrap.wrap(f"{option.help}{told} {limits(option)}".strip(), width - COLUMN)
     if len(left) > COLUMN - 2:
         text.insert(0, "")
     first, *rest = text
     return "\n".join([f"{left:{COLUMN}}{first}".rstrip(), *(" " * COLUMN + line for line in rest)])
 
 
-def _placeholder(kind: Any) -> str:
-    return PLACEHOLDERS.get(kind) or kind.PLACEHOLDER
+def spelling(option: Option) -> str:
+    """How a flag is typed: --[no]name, --name=one|other, --name=N."""
+    if option.kind is bool:
+        return f"--[no]{option.name}"
+    kind: Any = option.kind
+    value = PLACEHOLDERS.get(kind) or kind.PLACEHOLDER
+    return f"--{option.name}={'|'.join(option.choices) or value}"
 
 
-def _extra(option: Option) -> str:
-    """'(default 16, 1 to 4096)'"""
+def limits(option: Option) -> str:
+    """Tells default and limits of a flag, such as '(default 16, 1 to 4096)'; '' for neither."""
     parts = []
     default = option.default
     if isinstance(default, bool):

@@ -14,7 +14,7 @@ from experiments.context_parallel.system import RANKS, RINGS, calibrated
 from jaxserve.costs.exchange_choice import Boundary
 from tests.experiments.figure_checks import check_all, made_small
 
-FIGURES = {made.name: made for made in figures.figures_of("context_parallel", every.NUMBERS)}
+FIGURES = {made.name: made for made in every.PAPER.figures()}
 FOLDER = Path(every.__file__).parent
 
 

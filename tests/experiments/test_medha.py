@@ -14,7 +14,7 @@ from experiments.medha import figure, systems
 from experiments.medha.figure import MedhaSettings
 from tests.experiments.figure_checks import assert_one_line, check_all, made_small
 
-FIGURES = {made.name: made for made in figures.figures_of("medha", every.NUMBERS)}
+FIGURES = {made.name: made for made in every.PAPER.figures()}
 SMALL = MedhaSettings(
     requests=5
 )  # generated lengths: the third prompt of seed 0 may be long, or none

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import figures
 from experiments.mooncake import __main__ as every
 from experiments.mooncake import clusters, fig19, fig22, fig23, figure
 from experiments.mooncake.cache_replay import (
@@ -26,7 +25,7 @@ from experiments.mooncake.node import A800, H800, KV_BYTES
 from jaxserve.simulate.arrival import BLOCK, Arrival
 from tests.experiments.figure_checks import assert_one_line, check_all, made_small
 
-FIGURES = {made.name: made for made in figures.figures_of("mooncake", every.NUMBERS)}
+FIGURES = {made.name: made for made in every.PAPER.figures()}
 SMALL = MooncakeSettings(requests=120)  # generated traces only
 TINY = MooncakeSettings(requests=12)  # for figures that simulate clusters
 CLUSTERS = (

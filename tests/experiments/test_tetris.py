@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import figures
 from experiments.tetris import __main__ as every
 from experiments.tetris import figure, model, systems, table2
 from experiments.tetris.figure import TetrisSettings
 from tests.experiments.figure_checks import assert_one_line, check_all, made_small
 
-FIGURES = {made.name: made for made in figures.figures_of("tetris", every.NUMBERS)}
+FIGURES = {made.name: made for made in every.PAPER.figures()}
 SMALL = TetrisSettings(requests=12)  # generated lengths only
 MODELS = systems.MODELS
 

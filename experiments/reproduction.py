@@ -1,0 +1,204 @@
+"""docs/reproduction.md: every figure and table of the five papers, the paper's numbers beside ours,
+from the results that are kept.
+
+python -m experiments.reproduction
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.figures import Claim, Figure, number
+from experiments.markdown import plain, table
+from experiments.papers import BUILT, Paper, module, paper
+from experiments.script import command_line
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option
+
+PAGE = Path(__file__).parents[1] / "docs" / "reproduction.md"
+NOT_MADE = "not made"
+NOT_BUILT = "not built"
+FITTED = "fitted to this table"
+HEAD = """\
+# The papers' figures at a glance
+
+Made by `python -m experiments.reproduction` of the results that are kept beside each paper's \
+figures; `python -m experiments.all` makes
+them all again. No number of ours was measured on a GPU: *simulated* is a virtual clock whose \
+steps take what public measurements say,
+*computed* is read off formulas and coefficients alone, *measured* is a clock on the CPU where it \
+ran. *What ran* says which of jaxserve's
+own parts did: where no real scheduler, planner, routing or cache is named, none was. \
+×2.28 is ours by the paper's; *close* is within a factor
+of 1.25 either way. > and < are limits, where the paper gives a direction or a bound. \
+*Fitted to*: numbers of tables
+to which a model's constants are fitted; they show the fit, no prediction. A number of requests \
+in a command is what the kept
+results have: fewer than the paper's. Remarks, why a number differs among them, are in each \
+paper's summary.
+"""
+# figures and tables of TokenLake, and its numbers, none of which is made yet
+TOKENLAKE: Mapping[str, tuple[str, Sequence[tuple[str, str]]]] = {
+    "1": ("Limits of cache-aware routing", ()),
+    "2": ("Limits of prefill and decode apart", ()),
+    "3": ("Effect of pooling GPUs", (("gain over instances apart", "no number in the text"),)),
+    "4": ("System", ()),
+    "5": ("Interfaces", ()),
+    "6": ("Interactions of instances", ()),
+    "7": ("Limits of strict locality", ()),
+    "8": ("Dispatching, an example", ()),
+    "9": (
+        "End to end, 8 A100",
+        (
+            ("P90 goodput, LooGLE, over 1P3D / 3P1D", "2.08x / 2.04x"),
+            ("P90 goodput, SCBench, over the router", "2.55x"),
+            ("P90 goodput, ShareGPT, over 1P3D / 3P1D", "3.71x / 1.56x"),
+        ),
+    ),
+    "10": (
+        "Balance of load",
+        (
+            ("mean CV of accesses per instance", "11 %"),
+            ("the same, router / 1P3D / 3P1D", "99 % / 62 % / 122 %"),
+        ),
+    ),
+    "11": (
+        "Hit rate by cache size, LooGLE",
+        (
+            ("hit rate over 1P3D", "1.67x to 2.14x"),
+            ("hit rate over 3P1D", "1.78x to 2.70x"),
+            ("hit rate over the router", "1.72x to 2.04x"),
+        ),
+    ),
+    "12": (
+        "Pooling and elasticity",
+        (
+            ("latency lower by pooling alone, 1P3D / 3P1D", "26.62x to 86.05x / 2.18x to 39.48x"),
+            ("elastic over 1P3D / 3P1D, up to", "5.22x / 2.82x"),
+        ),
+    ),
+    "13": (
+        "Two servers, 16 A800",
+        (("P90 goodput over 6P2D / 2P6D / the router", "5.47x / 28.49x / 5.46x"),),
+    ),
+}
+COLUMNS = ("figure", "what", "paper", "ours", "verdict", "how", "what ran")
+COUNTED = ("close", "better", "holds", "worse", "does not hold", "higher", "lower")
+
+Row = Sequence[str]
+
+
+def page(folder_of: Callable[[Paper], Path]) -> str:
+    """The page, of the results of each paper in a folder."""
+    papers = [paper(folder) for folder in BUILT]
+    parts = [
+        HEAD,
+        table(
+            ("paper", "numbers", "fitted to", *COUNTED, "figures and tables not made"),
+            [
+                *(_counted(one, folder_of(one)) for one in papers),
+                ("TokenLake", "0", "", *[""] * len(COUNTED), f"all {len(TOKENLAKE)}: {NOT_BUILT}"),
+            ],
+        ),
+    ]
+    for one in papers:
+        parts += [f"## {one.title}", _source(one), table(COLUMNS, _rows(one, folder_of(one)))]
+    parts += [
+        "## TokenLake",
+        "Not built yet: no figure of it is made.",
+        table(COLUMNS, _tokenlake()),
+    ]
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def _source(one: Paper) -> str:
+    return (
+        f"`python -m experiments.{one.folder}`, or one figure as told beside it; remarks: "
+        f"[summary](../experiments/{one.folder}/results/summary.md)."
+    )
+
+
+def _counted(one: Paper, folder: Path) -> Row:
+    made = one.made_in(folder)
+    found = Counter(
+        claim.verdict(claim.ours(rows)) for figure, rows in made for claim in figure.claims
+    )
+    fitted = sum(len(figure.claims) for figure, _ in made if FITTED in one.what_runs(figure))
+    unmade = sum(NOT_MADE in why for why in one.others.values())
+    left = f"{unmade}, and {len(one.others) - unmade} without a number of their own"
+    numbers = (str(found[verdict] or "") for verdict in COUNTED)
+    return one.title, str(found.total()), str(fitted or ""), *numbers, left
+
+
+def _rows(one: Paper, folder: Path) -> Iterator[Row]:
+    """A paper's figures in its own order, tables behind them: a row for each claim."""
+    made = {figure.name: (figure, rows) for figure, rows in one.made_in(folder)}
+    for name in sorted([*one.numbers, *one.others], key=_place):
+        if name in one.others:
+            yield _called(name), one.others[name], "", "", _unmade(one.others[name]), "", ""
+        elif module(name) not in made:
+            yield _called(name), one.figure(name).title, "", "", NOT_MADE, "", ""
+        else:
+            figure, rows = made[module(name)]
+            yield _called(name), _titled(one, name, figure), "", "", "", "", ""
+            how = (figure.kind, one.what_runs(figure))
+            yield from ((*_claimed(claim, claim.ours(rows)), *how) for claim in figure.claims)
+
+
+def _titled(one: Paper, name: str, figure: Figure) -> str:
+    requests = one.kept_requests(name)
+    flags = f" --requests={requests}" if requests else ""
+    command = f"`python -m experiments.{one.folder}.{figure.name}{flags}`"
+    return f"**{plain(figure.title)}**, {command}"
+
+
+def _claimed(claim: Claim, ours: float) -> Row:
+    times = claim.times(ours)
+    verdict = claim.verdict(ours)
+    shown = f"{verdict}, ×{times:.2f}" if math.isfinite(times) else verdict
+    return "", plain(claim.what), plain(claim.said), number(ours, claim.unit), shown
+
+
+def _tokenlake() -> Iterator[Row]:
+    for name, (title, numbers) in TOKENLAKE.items():
+        yield _called(name), f"**{title}**", "", "", NOT_BUILT if numbers else "a drawing", "", ""
+        yield from (("", what, said, "", NOT_BUILT, "", "") for what, said in numbers)
+
+
+def _unmade(why: str) -> str:
+    return NOT_MADE if NOT_MADE in why else ""
+
+
+def _called(name: str) -> str:
+    """'15' -> 'Figure 15', 'table4' -> 'Table 4'."""
+    return f"Table {name.removeprefix('table')}" if name.startswith("table") else f"Figure {name}"
+
+
+def _place(name: str) -> tuple[bool, int, str]:
+    found = re.search(r"\d+", name)
+    assert found
+    return name.startswith("table"), int(found[0]), name
+
+
+def kept(one: Paper) -> Path:
+    """The folder of the results that are kept."""
+    return one.results
+
+
+def main(arguments: Sequence[str]) -> int:
+    def run(values: dict[str, Any]) -> int:
+        Path(values["out"]).write_text(page(kept))
+        return 0
+
+    command = Command({"what is made": [Option("out", str, str(PAGE), "file of the page")]}, run)
+    return command_line("reproduction", "all figures of the papers on a page", command, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
