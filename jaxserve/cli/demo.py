@@ -61,10 +61,12 @@ DEFAULTS = {
     "lane_tokens": 256,
     "chunk_tokens": 128,
     "max_seqs": 4,
+    "kv_memory_gib": 0.25,
     "profile": "none",
+    "compile_all": False,
 }
 ONE_DEVICE_TOKENS = 5  # times as many tokens
-ONE_DEVICE = {"mesh": "", "lane_tokens": None, "chunk_tokens": 512}
+ONE_DEVICE = {"mesh": "", "lane_tokens": None, "chunk_tokens": 256}
 
 
 @dataclasses.dataclass
