@@ -136,7 +136,7 @@ class ChatWriter:
             yield chunk
 
     def _delta_chunks(self, output: Delta) -> Iterator[JsonObject]:
-        deltas = self._deltas(output.index, self._parts.read(output.index, output.text))
+        deltas = self._deltas(output.index, self._parts.read(output))
         logprobs = self._logprobs(output) if output.logprobs else None
         # an empty text tells that tokens came; with tools it may be a call that is held back
         if not deltas and (logprobs or not self._parts.has_tools):
@@ -166,13 +166,18 @@ class ChatWriter:
             ids["prompt_token_ids"] = list(completions[0][0].prompt_ids)
         if self._body.prompt_logprobs is not None:
             ids["prompt_logprobs"] = self._token_writer.prompt_logprobs(completions[0][0])
+        choices = [self._choice(completion) for completion in completions[0]]
         return {
             **self.head,
             **ids,
-            "choices": [self._choice(completion) for completion in completions[0]],
-            "usage": usage_of(completions[0]),
+            "choices": choices,
+            "usage": self.usage(completions[0]),  # of what has been read
             **kv_transfer.answer(self._body.kv_transfer_params),
         }
+
+    def usage(self, ended: Sequence[Finished | Completion]) -> JsonObject:
+        details = {"reasoning_tokens": self._parts.reasoning_tokens}
+        return usage_of(ended) | {"completion_tokens_details": details}
 
     def failed(self, error: RequestError) -> JsonObject:
         return error_body(error)
@@ -189,7 +194,7 @@ class ChatWriter:
 
     def _choice(self, completion: Completion) -> JsonObject:
         index = completion.index
-        parts = self._parts.read(index, completion.text) + self._parts.flush(index)
+        parts = self._parts.read(completion) + self._parts.flush(index)
         choice = {
             "index": index,
             "message": _message(parts),

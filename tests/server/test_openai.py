@@ -236,15 +236,39 @@ def test_reasoning_is_apart_from_the_answer(http):
     script = [*b"Hm.</think>\n\nHi", EOS]
     client = http(FakeReplica(script=script), tokenizer=Thinker)
     body = {**CHAT, "max_tokens": 500}
-    message = post(client, "/v1/chat/completions", body).json()["choices"][0]["message"]
+    answer = post(client, "/v1/chat/completions", body).json()
+    message = answer["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Hi")
-    chunks, _ = events(client, "/v1/chat/completions", body)
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+    streamed = {**body, "stream_options": {"include_usage": True}}
+    (*chunks, last), _ = events(client, "/v1/chat/completions", streamed)
+    assert last["usage"] == answer["usage"]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
     assert "".join(delta.get("content", "") for delta in deltas) == "Hi"
     without = {**body, "include_reasoning": False}
     message = post(client, "/v1/chat/completions", without).json()["choices"][0]["message"]
     assert "reasoning_content" not in message and message["content"] == "Hi"
+
+
+@pytest.mark.parametrize(
+    ("says", "tokens"),
+    [
+        (b"k</think>Hm. k", 1),
+        ("Hé.</think>Hi".encode(), 4),
+        ("Hm. é".encode()[:-1], 4),  # a character that was cut off has no token
+        (b"</think>Hi", 0),
+    ],
+)
+def test_tokens_of_reasoning_are_counted_for_each_choice(http, says, tokens):
+    client = http(FakeReplica(script=[*says, EOS]), tokenizer=Thinker)
+    body = {**CHAT, "max_tokens": 500, "n": 2}
+    for asked in (body, {**body, "include_reasoning": False}):
+        usage = post(client, "/v1/chat/completions", asked).json()["usage"]
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": 2 * tokens}
+    client = http(FakeReplica(script=[*says, EOS]), tokenizer=Thinker, reasoning_parser="none")
+    usage = post(client, "/v1/chat/completions", body).json()["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
 def test_reasoning_is_part_of_the_answer_where_that_is_asked_for(http):
