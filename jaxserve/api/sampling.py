@@ -64,9 +64,9 @@ class SamplingParams:
     def check(self) -> None:
         """Refuses wrong types and values out of range. Errors: RequestError that names the
         field."""
-        for name, low, high in _FLOAT_RANGES:
+        for name, low, high in FLOAT_RANGES:
             check_number(name, getattr(self, name), low, high)
-        for name, low, high in _INT_RANGES:
+        for name, low, high in INT_RANGES:
             if (value := getattr(self, name)) is not None:
                 check_integer(name, value, low, high)
         if self.top_p == 0:
@@ -140,7 +140,7 @@ _TUPLES = {
     "stop_token_ids": lambda value: _listed("stop_token_ids", value),
     "logit_bias": _bias,
 }
-_FLOAT_RANGES = (
+FLOAT_RANGES = (
     ("temperature", 0, 100),
     ("top_p", 0, 1),
     ("min_p", 0, 1),
@@ -148,7 +148,7 @@ _FLOAT_RANGES = (
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
 )
-_INT_RANGES = (
+INT_RANGES = (
     ("top_k", -1, 2**31 - 1),
     ("seed", -MAX_SEED, MAX_SEED - 1),
     ("n", 1, MAX_N),

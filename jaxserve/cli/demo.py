@@ -222,9 +222,7 @@ async def _ask(client: Any, talk: Talk, sampling: SamplingParams, view: Streams)
                 view.end(talk.name, f"done: {output.usage.completion} tokens in {now:.1f} s")
 
 
-_SHOWN = (
-    "What is this Python module for? [the source of jaxserve.api.sampling and jaxserve.text.output]"
-)
+_SHOWN = "What is this Python module for? [jaxserve.api.sampling, jaxserve.text.output]"
 
 
 async def _long_question(client: Any, tokens: int) -> str:

@@ -16,8 +16,24 @@ from pydantic import ConfigDict, FailFast, Field, StrictInt, ValidationError, Wi
 from pydantic_core import core_schema
 
 from jaxserve.api.errors import RequestError, check_integer
-from jaxserve.api.request import EPHEMERAL, MAX_RETENTION, NORMAL_RETENTION, Slo
-from jaxserve.api.sampling import SamplingParams
+from jaxserve.api.request import (
+    EPHEMERAL,
+    MAX_ID_CHARS,
+    MAX_PRIORITY,
+    MAX_RETENTION,
+    NORMAL_RETENTION,
+    Slo,
+)
+from jaxserve.api.sampling import (
+    FLOAT_RANGES,
+    INT_RANGES,
+    MAX_LOGIT_BIAS,
+    MAX_SEED,
+    MAX_STOP,
+    MAX_STOP_CHARS,
+    MAX_STOP_IDS,
+    SamplingParams,
+)
 from jaxserve.server.http_app import first_fault
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.openai.unknown_fields import OpenModel
@@ -59,6 +75,42 @@ _SAMPLING_FIELDS = (
     "stop_token_ids",
     "ignore_eos",
 )
+
+
+_TOKEN_ID: JsonObject = {"minimum": 0, "maximum": 2**31 - 1}
+_STOP_TEXT: JsonObject = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
+# what `SamplingParams` and `Request` check, for the OpenAPI schema; others' names of fields too
+_LIMITS: dict[str, JsonObject] = {
+    **{name: {"minimum": low, "maximum": high} for name, low, high in FLOAT_RANGES + INT_RANGES},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 100},
+    "seed": {"minimum": -MAX_SEED, "maximum": MAX_SEED - 1024},  # FastAPI writes them as floats
+    "priority": {"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY},
+    "request_id": {"maxLength": MAX_ID_CHARS},
+    "truncate_prompt_tokens": {"minimum": -1},
+    "stop": {"maxItems": MAX_STOP, "items": _STOP_TEXT, "maxLength": MAX_STOP_CHARS},
+    "stop_sequences": {"maxItems": MAX_STOP, "items": _STOP_TEXT},
+    "stop_token_ids": {"maxItems": MAX_STOP_IDS, "items": _TOKEN_ID},
+    "logit_bias": {
+        "maxProperties": MAX_LOGIT_BIAS,
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": {"minimum": -100, "maximum": 100},
+    },
+    "cache_retention": {"minimum": 1, "maximum": MAX_RETENTION},
+    **{
+        name: {"exclusiveMinimum": 0, "maximum": 1000 * MAX_OBJECTIVE_SECONDS}
+        for name in ("ttft_ms", "tpot_ms", "deadline_ms")
+    },
+}
+_LIMITS["max_completion_tokens"] = _LIMITS["max_output_tokens"] = _LIMITS["max_tokens"]
+_LIMITS["top_logprobs"] = _LIMITS["logprobs"]
+
+
+def limits_told(schema: JsonObject) -> None:
+    """Adds to the schema of a request's body the limits that are checked later. A limit of a type
+    says nothing of values of other types."""
+    for name, about in schema["properties"].items():
+        about.update(_LIMITS.get(name, {}))
 
 
 class only:  # noqa: N801: an annotation
@@ -135,6 +187,8 @@ class StructuredOutputs(OpenModel):
 
 class PromptRequest(OpenModel):
     """Fields that all requests with prompts share, whether these are continued or embedded."""
+
+    model_config = ConfigDict(json_schema_extra=limits_told)
 
     model: str = Field("", description="'' or absent means the one that is served")
     request_id: str | None = Field(

@@ -226,6 +226,16 @@ def test_calls_are_told_from_text(http, script, content, calls):
     assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
 
 
+@pytest.mark.parametrize(("field", "beyond"), [("temperature", 100.5), ("n", 129), ("priority", 9)])
+def test_the_schema_tells_the_limits_that_are_checked(http, field, beyond):
+    client = http(FakeReplica(script=[EOS]))
+    schemas = client.get("/openapi.json").json()["components"]["schemas"]
+    limit = schemas["ChatRequest"]["properties"][field]["maximum"]
+    assert post(client, "/v1/chat/completions", {**CHAT, field: limit}).status_code == 200
+    assert limit < beyond
+    assert post(client, "/v1/chat/completions", {**CHAT, field: beyond}).status_code == 400
+
+
 class Thinker(FakeTokenizer):
     """A tokenizer of a model whose prompts end within reasoning."""
 
