@@ -14,6 +14,7 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 32
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 512
+MAX_WRONG_SHOWN = 8  # of a field's wrong entries, in an error
 MAX_SEED = 2**63
 
 
@@ -125,14 +126,18 @@ def _bias(value: Any) -> tuple:
         pairs = [(id, bias) for id, bias in given]
     except (TypeError, ValueError):
         raise RequestError("logit_bias", "must map token ids to numbers") from None
-    return tuple((_token_id(id), bias) for id, bias in pairs)
+    wrong = [f"{id!a:.50}" for id, _ in pairs if not _is_whole(id)]
+    if wrong:
+        raise RequestError("logit_bias", f"no token ids: {', '.join(wrong[:MAX_WRONG_SHOWN])}")
+    return tuple((int(id), bias) for id, bias in pairs)
 
 
-def _token_id(value: Any) -> int:
+def _is_whole(value: Any) -> bool:
     try:
-        return int(value)
-    except (TypeError, ValueError):
-        raise RequestError("logit_bias", f"{value!a:.50} is not a token id") from None
+        int(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
 
 
 _TUPLES = {

@@ -45,7 +45,7 @@ class CountRequest(OpenModel):
     """What /v1/messages/count_tokens takes."""
 
     model: str = Field("", description="'' or absent means the one that is served")
-    messages: Annotated[list[Message], FirstFault()]
+    messages: Annotated[list[Message], FirstFault(), Field(json_schema_extra={"minItems": 1})]
     system: str | list[dict[str, Any]] | None = None
     tools: Annotated[list[Tool], FirstFault()] | None = Field(None, max_length=128)
     tool_choice: ToolChoice | None = None

@@ -38,7 +38,7 @@ def generate_call(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    tools = [_tool_message(tool) for tool in body.usable_tools]
+    tools = [tool_message(tool) for tool in body.usable_tools]
     guided, guided_field = body.guided()
     if body.must_call:
         # a response format is one of texts, and a forced call is none
@@ -84,7 +84,7 @@ def _strict_calls(frontend: Frontend, tools: Sequence[JsonObject]) -> Guided | N
     return calls_guide(tools, marks.begin, marks.end, tokenizer.is_token(marks.begin))
 
 
-def _tool_message(tool: Tool) -> JsonObject:
+def tool_message(tool: Tool) -> JsonObject:
     """A tool as the model's template gets it."""
     known = tool.function.model_dump(include=set(Function.model_fields), exclude_none=True)
     return {"type": tool.type, "function": known}

@@ -43,7 +43,7 @@ MAX_PROMPTS = 128  # of one request
 COMPLETION_TOKENS = 16  # the protocol's default where a completion has no max_tokens
 UNLIMITED_TOKENS = 2**31 - 1  # max_tokens of a chat that sets none: up to the model's limit
 MAX_OBJECTIVE_SECONDS = 1e9
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
 _PROMPT_IDS = {**_IDS, "minItems": 1}
 _PROMPT = {
     "anyOf": [
@@ -96,6 +96,10 @@ _LIMITS: dict[str, JsonObject] = {
         "propertyNames": {"pattern": "^[0-9]{1,9}$"},
         "additionalProperties": {"minimum": -100, "maximum": 100},
     },
+    "messages": {"minItems": 1},
+    "documents": {"minItems": 1},
+    "top_n": {"minimum": 1},
+    "dimensions": {"minimum": 1},
     "cache_retention": {"minimum": 1, "maximum": MAX_RETENTION},
     **{
         name: {"exclusiveMinimum": 0, "maximum": 1000 * MAX_OBJECTIVE_SECONDS}
@@ -147,7 +151,12 @@ class FirstFault(FailFast):
     __hash__ = object.__hash__  # unions of annotated types must be hashable
 
 
-Messages = Annotated[list[dict[str, Any]], FirstFault(), Field(json_schema_extra={"minItems": 1})]
+_MESSAGE = {"type": "object", "properties": {"role": {"type": "string"}}, "required": ["role"]}
+Messages = Annotated[
+    list[dict[str, Any]],
+    FirstFault(),
+    Field(json_schema_extra={"minItems": 1, "items": _MESSAGE}),
+]
 
 
 class StreamOptions(OpenModel):
@@ -487,6 +496,10 @@ class TokenizeRequest(OpenModel):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Annotated[list[Tool], FirstFault()] | None = Field(None, max_length=128)
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
 

@@ -783,6 +783,35 @@ def test_a_fault_of_ours_tells_nothing_of_itself(http, caplog):
     eventually(lambda: "secret detail" in caplog.text)
 
 
+class Prompted(FakeTokenizer):
+    """A tokenizer of a model whose template shows tools, a variable and the answer's beginning."""
+
+    template = ChatTemplate(
+        "{{ tools[0].function.name if tools }}{{ mood }}<{{ messages[0].content }}>"
+        "{{ 'A:' if add_generation_prompt }}",
+        {},
+    )
+
+
+def test_a_chat_is_tokenized_as_it_would_be_served(http):
+    client = http(FakeReplica(script=[EOS]), tokenizer=Prompted)
+
+    def rendered(**fields):
+        answer = post(client, "/tokenize", {"messages": CHAT["messages"], **fields}).json()
+        return bytes(answer["tokens"]).decode()
+
+    assert rendered() == "<hi>A:"
+    assert rendered(add_generation_prompt=False) == "<hi>"
+    assert rendered(tools=TOOLS, chat_template_kwargs={"mood": "!"}) == "add!<hi>A:"
+    assert rendered(continue_final_message=True, add_generation_prompt=False) == "<hi"
+
+
+def test_all_keys_of_a_bias_that_are_no_token_ids_are_told(http):
+    answer = post(http(), "/v1/chat/completions", {**CHAT, "logit_bias": {"a": 1, "5": 1, "b": 2}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].endswith("logit_bias: no token ids: 'a', 'b'")
+
+
 def test_tokens_there_and_back(http):
     client = http()
     answer = post(client, "/tokenize", {"prompt": "h\u00e9", "return_token_strs": True}).json()
