@@ -85,8 +85,15 @@ CLIENTS = (
         VLLM,
         (TORCH,),
         flags=("--admission=queue",),  # its tests want the model's own limit
-        seconds=2400,
+        seconds=3600,
         environment="vllm",
     ),
-    Client("schemathesis", "run_schemathesis.py", ("schemathesis",), model=TINY, flags=SHORT),
+    Client(
+        "schemathesis",
+        "run_schemathesis.py",
+        ("schemathesis",),
+        model=TINY,
+        flags=SHORT,
+        seconds=1800,
+    ),
 )

@@ -14,6 +14,7 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 32
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 512
+MAX_WRONG_SHOWN = 8  # of a field's wrong entries, in an error
 MAX_SEED = 2**63
 
 
@@ -64,9 +65,9 @@ class SamplingParams:
     def check(self) -> None:
         """Refuses wrong types and values out of range. Errors: RequestError that names the
         field."""
-        for name, low, high in _FLOAT_RANGES:
+        for name, low, high in FLOAT_RANGES:
             check_number(name, getattr(self, name), low, high)
-        for name, low, high in _INT_RANGES:
+        for name, low, high in INT_RANGES:
             if (value := getattr(self, name)) is not None:
                 check_integer(name, value, low, high)
         if self.top_p == 0:
@@ -125,14 +126,18 @@ def _bias(value: Any) -> tuple:
         pairs = [(id, bias) for id, bias in given]
     except (TypeError, ValueError):
         raise RequestError("logit_bias", "must map token ids to numbers") from None
-    return tuple((_token_id(id), bias) for id, bias in pairs)
+    wrong = [f"{id!a:.50}" for id, _ in pairs if not _is_whole(id)]
+    if wrong:
+        raise RequestError("logit_bias", f"no token ids: {', '.join(wrong[:MAX_WRONG_SHOWN])}")
+    return tuple((int(id), bias) for id, bias in pairs)
 
 
-def _token_id(value: Any) -> int:
+def _is_whole(value: Any) -> bool:
     try:
-        return int(value)
-    except (TypeError, ValueError):
-        raise RequestError("logit_bias", f"{value!a:.50} is not a token id") from None
+        int(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
 
 
 _TUPLES = {
@@ -140,7 +145,7 @@ _TUPLES = {
     "stop_token_ids": lambda value: _listed("stop_token_ids", value),
     "logit_bias": _bias,
 }
-_FLOAT_RANGES = (
+FLOAT_RANGES = (
     ("temperature", 0, 100),
     ("top_p", 0, 1),
     ("min_p", 0, 1),
@@ -148,7 +153,7 @@ _FLOAT_RANGES = (
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
 )
-_INT_RANGES = (
+INT_RANGES = (
     ("top_k", -1, 2**31 - 1),
     ("seed", -MAX_SEED, MAX_SEED - 1),
     ("n", 1, MAX_N),

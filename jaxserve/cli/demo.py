@@ -61,10 +61,12 @@ DEFAULTS = {
     "lane_tokens": 256,
     "chunk_tokens": 128,
     "max_seqs": 4,
+    "kv_memory_gib": 0.25,
     "profile": "none",
+    "compile_all": False,
 }
 ONE_DEVICE_TOKENS = 5  # times as many tokens
-ONE_DEVICE = {"mesh": "", "lane_tokens": None, "chunk_tokens": 512}
+ONE_DEVICE = {"mesh": "", "lane_tokens": None, "chunk_tokens": 256}
 
 
 @dataclasses.dataclass
@@ -220,9 +222,7 @@ async def _ask(client: Any, talk: Talk, sampling: SamplingParams, view: Streams)
                 view.end(talk.name, f"done: {output.usage.completion} tokens in {now:.1f} s")
 
 
-_SHOWN = (
-    "What is this Python module for? [the source of jaxserve.api.sampling and jaxserve.text.output]"
-)
+_SHOWN = "What is this Python module for? [jaxserve.api.sampling, jaxserve.text.output]"
 
 
 async def _long_question(client: Any, tokens: int) -> str:

@@ -29,7 +29,8 @@ ENGINE = {
     "model": [*_of(ModelSource, "mesh"), *degree_options().values()],
     "cache": _of(CacheConfig),
     "scheduling": _of(
-        SchedulerConfig, "profile", "lookahead", "hang_timeout", "replay", "role", "compile_cache"
+        SchedulerConfig,
+        *("profile", "lookahead", "hang_timeout", "replay", "role", "compile_cache", "compile_all"),
     ),
 }
 CONFIG = {

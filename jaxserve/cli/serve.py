@@ -46,8 +46,6 @@ def run(values: dict[str, Any]) -> int:
     engine = engine_config(values)
     server = server_config(values)
     logs.setup(server.log_format, server.log_level)
-    if sys.stderr.isatty():  # a bar shows what is compiled
-        logging.getLogger("jaxserve.engine.programs").setLevel(logging.WARNING)
     check_host(server)
     registry = _registry(values["registry"], server)
     peers = _peers(server) if server.replica_port is not None else None

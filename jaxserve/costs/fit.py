@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares, nnls
 
 from jaxserve.costs.predictor import Costs, LaneLoad, Predictor, ShapeCost
 from jaxserve.settings.schema import ConfigError, MeshConfig
@@ -72,6 +71,8 @@ def _attention(
 ) -> Costs:
     """Attention to what is cached: what a point with context takes beyond the one of the same shape
     without."""
+    from scipy.optimize import least_squares  # slow to import, and most servers fit nothing
+
     bare = {sample.shape: sample.seconds for sample in base if sample.samples or not sample.decodes}
     rest = [sample for sample in rest if sample.shape in bare]
     if not rest:
@@ -114,6 +115,8 @@ def _context(costs: Costs, sample: StepSample) -> float:
 def _linear(costs: Costs, base: Sequence[StepSample], stage: int) -> Costs:
     """Seconds of every shape without attention and head, and of tokens in between where no shape is
     asked for."""
+    from scipy.optimize import nnls
+
     silent = [sample for sample in base if sample.decodes and not sample.samples]
     head = max(
         0.0,

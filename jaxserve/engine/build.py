@@ -85,7 +85,8 @@ def build(
     if profiled:
         profile = profile_for(config, worker, max_length(config, worker.plan.model), progress)
     engine = make_engine(config, worker, model, profile)
-    worker.compile_others()
+    if config.compile_all:
+        worker.compile_others()
     return engine
 
 
@@ -143,7 +144,7 @@ def open_group(
         print(line, file=sys.stderr)
     checkpoint = open_checkpoint(config.source.model, config.source.revision)
     plan = make_plan(config, checkpoint.config.with_tp(config.mesh.tp))
-    with progress_bar("compiling", None, progress and warm_up) as step:
+    with progress_bar("compiling programs", None, progress and warm_up) as step:
         group = WorkerGroup(
             plan,
             member,
@@ -181,7 +182,8 @@ def open_worker(
     worker = load_worker(config, checkpoint, progress, peers)
     if warm_up:
         shapes = None if everything else first_shapes(worker.plan.shapes)
-        with progress_bar("compiling", worker.program_count(shapes), progress) as step:
+        count = worker.program_count(shapes)
+        with progress_bar("compiling programs", count, progress) as step:
             worker.warm_up(step, shapes=shapes)
     return worker, checkpoint.config
 

@@ -41,7 +41,7 @@ class Programs:
         if name not in self.compiled:
             with self._locks.setdefault(name, threading.Lock()):
                 if name not in self.compiled:
-                    log.info("compiling %s", name)
+                    log.debug("compiling %s", name)
                     self.compiled[name] = lower().compile()
         return self.compiled[name]
 

@@ -124,13 +124,14 @@ def _spread_shapes(
 
 def first_shapes(shapes: list[StepShape]) -> list[StepShape]:
     """Picks the few shapes that together hold every batch, to be compiled before the others: the
-    largest of each exchange, the largest with decodes alone, and the smallest and the largest with
-    decodes and one row of a prompt."""
+    largest of each exchange, the largest with decodes alone, also spread ones, and the smallest and
+    the largest with decodes and one row of a prompt."""
     largest = {(bool(shape.spread), shape.exchange, shape.moves): shape for shape in shapes}
     local = [shape for shape in shapes if not shape.spread]
     decodes = [shape for shape in local if not shape.prefill[0]]
+    spread = [shape for shape in shapes if shape.spread and not shape.spread_prefill[0]]
     mixed = [shape for shape in local if shape.decode[0] and shape.prefill[0] == 1]
-    chosen = {*largest.values(), *decodes[-1:], *mixed[:1], *mixed[-1:]}
+    chosen = {*largest.values(), *decodes[-1:], *spread[-1:], *mixed[:1], *mixed[-1:]}
     return [shape for shape in shapes if shape in chosen]
 
 

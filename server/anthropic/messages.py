@@ -60,23 +60,26 @@ class MessagesWriter:
 
     def chunks(self, number: int, output: Output) -> Iterator[JsonObject]:
         if isinstance(output, Delta):
-            yield from self._added(self._parts.read(0, output.text))
+            yield from self._added(self._parts.read(output))
         elif isinstance(output, Finished):
             yield from self._added(self._parts.flush(0))
             yield from self._block_done()
             stop = self._stop_of(output)
-            yield {"type": "message_delta", "delta": stop, "usage": _usage(output.usage)}
+            yield {"type": "message_delta", "delta": stop, "usage": self.usage([output])}
             yield {"type": "message_stop"}
 
     def whole(self, completions: Sequence[Sequence[Completion]]) -> JsonObject:
         completion = completions[0][0]
-        parts = joined([*self._parts.read(0, completion.text), *self._parts.flush(0)])
+        parts = joined([*self._parts.read(completion), *self._parts.flush(0)])
         return {
             **self.head,
             "content": list(_blocks(parts)),
             **self._stop_of(completion),
-            "usage": _usage(completion.usage),
+            "usage": self.usage([completion]),
         }
+
+    def usage(self, ended: Sequence[Finished | Completion]) -> JsonObject:
+        return _usage(ended[0].usage)
 
     def failed(self, error: RequestError) -> JsonObject:
         return error_body(error)

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from jaxserve.api.errors import RequestError
 from jaxserve.server.json_body import JsonObject
-from jaxserve.server.openai.schemas import ChatRequest, FirstFault
+from jaxserve.server.openai.schemas import ChatRequest, FirstFault, limits_told
 from jaxserve.server.openai.unknown_fields import OpenModel
 
 # of content that models need not see again
@@ -45,7 +45,7 @@ class CountRequest(OpenModel):
     """What /v1/messages/count_tokens takes."""
 
     model: str = Field("", description="'' or absent means the one that is served")
-    messages: Annotated[list[Message], FirstFault()]
+    messages: Annotated[list[Message], FirstFault(), Field(json_schema_extra={"minItems": 1})]
     system: str | list[dict[str, Any]] | None = None
     tools: Annotated[list[Tool], FirstFault()] | None = Field(None, max_length=128)
     tool_choice: ToolChoice | None = None
@@ -76,6 +76,8 @@ class CountRequest(OpenModel):
 
 class MessagesRequest(CountRequest):
     """What /v1/messages takes."""
+
+    model_config = ConfigDict(json_schema_extra=limits_told)
 
     max_tokens: int
     temperature: float | None = None

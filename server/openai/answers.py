@@ -77,6 +77,9 @@ class ResponseWriter(Protocol):
     def whole(self, completions: Sequence[Sequence[Completion]]) -> JsonObject:
         """The response without streaming. completions: by prompt."""
 
+    def usage(self, ended: Sequence[Finished | Completion]) -> JsonObject:
+        """The usage of all prompts and completions, of which these are the ends."""
+
     def failed(self, error: RequestError) -> JsonObject:
         """What ends a stream that failed."""
 
@@ -188,7 +191,7 @@ async def _events(
                     if len(data) > MAX_EVENT_BYTES:  # lets other streams write in between
                         await asyncio.sleep(0)
         if mode in (StreamMode.WITH_USAGE, StreamMode.WITH_RUNNING_USAGE):
-            yield _event({**writer.head, "choices": [], "usage": usage_of(finished)})
+            yield _event({**writer.head, "choices": [], "usage": writer.usage(finished)})
         if not writer.named_events:
             yield DONE
     except RequestError as error:

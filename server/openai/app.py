@@ -198,7 +198,13 @@ def _model_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.APIRout
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt", "give either prompt or messages")
         if body.prompt is None:
-            prompt: Chat | Text = Chat(body.messages or ())
+            prompt: Chat | Text = Chat(
+                body.messages or (),
+                [chat.tool_message(tool) for tool in body.tools or ()],
+                body.chat_template_kwargs or {},
+                body.add_generation_prompt,
+                body.continue_final_message,
+            )
         else:
             prompt = Text(body.prompt, body.add_special_tokens)
         ids = (await frontend.tokenize(prompt, request.state.caller)).tolist()
@@ -208,6 +214,7 @@ def _model_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.APIRout
                 "count": len(ids),
                 "max_model_len": frontend.info.max_model_len,
                 "tokens": ids,
+                "token_strs": None,
             }
             if body.return_token_strs:
                 token_writer = TokenWriter(frontend.tokenizer)

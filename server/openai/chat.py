@@ -38,7 +38,7 @@ def generate_call(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    tools = [_tool_message(tool) for tool in body.usable_tools]
+    tools = [tool_message(tool) for tool in body.usable_tools]
     guided, guided_field = body.guided()
     if body.must_call:
         # a response format is one of texts, and a forced call is none
@@ -84,7 +84,7 @@ def _strict_calls(frontend: Frontend, tools: Sequence[JsonObject]) -> Guided | N
     return calls_guide(tools, marks.begin, marks.end, tokenizer.is_token(marks.begin))
 
 
-def _tool_message(tool: Tool) -> JsonObject:
+def tool_message(tool: Tool) -> JsonObject:
     """A tool as the model's template gets it."""
     known = tool.function.model_dump(include=set(Function.model_fields), exclude_none=True)
     return {"type": tool.type, "function": known}
@@ -136,7 +136,7 @@ class ChatWriter:
             yield chunk
 
     def _delta_chunks(self, output: Delta) -> Iterator[JsonObject]:
-        deltas = self._deltas(output.index, self._parts.read(output.index, output.text))
+        deltas = self._deltas(output.index, self._parts.read(output))
         logprobs = self._logprobs(output) if output.logprobs else None
         # an empty text tells that tokens came; with tools it may be a call that is held back
         if not deltas and (logprobs or not self._parts.has_tools):
@@ -166,13 +166,18 @@ class ChatWriter:
             ids["prompt_token_ids"] = list(completions[0][0].prompt_ids)
         if self._body.prompt_logprobs is not None:
             ids["prompt_logprobs"] = self._token_writer.prompt_logprobs(completions[0][0])
+        choices = [self._choice(completion) for completion in completions[0]]
         return {
             **self.head,
             **ids,
-            "choices": [self._choice(completion) for completion in completions[0]],
-            "usage": usage_of(completions[0]),
+            "choices": choices,
+            "usage": self.usage(completions[0]),  # of what has been read
             **kv_transfer.answer(self._body.kv_transfer_params),
         }
+
+    def usage(self, ended: Sequence[Finished | Completion]) -> JsonObject:
+        details = {"reasoning_tokens": self._parts.reasoning_tokens}
+        return usage_of(ended) | {"completion_tokens_details": details}
 
     def failed(self, error: RequestError) -> JsonObject:
         return error_body(error)
@@ -189,7 +194,7 @@ class ChatWriter:
 
     def _choice(self, completion: Completion) -> JsonObject:
         index = completion.index
-        parts = self._parts.read(index, completion.text) + self._parts.flush(index)
+        parts = self._parts.read(completion) + self._parts.flush(index)
         choice = {
             "index": index,
             "message": _message(parts),

@@ -3,7 +3,9 @@ protocol they are written in."""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 from jaxserve.server.frontend import Frontend
@@ -19,17 +21,21 @@ from jaxserve.text.chat_output import (
 )
 from jaxserve.text.chat_output.formats import FORCED
 from jaxserve.text.chat_output.reader import MAX_CALLS
+from jaxserve.text.output import Completion, Delta
 
 PROMPT_TAIL = 16  # tokens at a prompt's end that may show that it ends within reasoning
 
 
 @dataclasses.dataclass(slots=True)
 class _Choice:
-    """One completion. calls: those that have begun. drops_call: whether the newest has no place."""
+    """One completion. calls: those that have begun. drops_call: whether the newest has no place.
+    pieces: of its tokens. thoughts: its reasoning, in as many texts as it has been interrupted."""
 
     reader: ChatReader
     calls: int = 0
     drops_call: bool = False
+    pieces: list[bytes] = dataclasses.field(default_factory=list)
+    thoughts: list[str] = dataclasses.field(default_factory=lambda: [""])
 
 
 class ChatParts:
@@ -52,10 +58,12 @@ class ChatParts:
             inside = bool(reasoning.end) and shown.endswith(reasoning.begin)
             self._form = dataclasses.replace(self._form, in_reasoning=inside)
 
-    def read(self, index: int, text: str) -> list[Part]:
+    def read(self, output: Delta | Completion) -> list[Part]:
         """The parts of further text of a choice."""
-        choice = self._choice(index)
-        return list(self._wanted(choice, choice.reader.push(text)))
+        choice = self._choice(output.index)
+        if self._form.reasoning is not None and self._tokenizer is not None:
+            choice.pieces += map(self._tokenizer.piece, output.ids)
+        return list(self._wanted(choice, choice.reader.push(output.text)))
 
     def flush(self, index: int) -> list[Part]:
         """The parts that are left of a choice that has ended."""
@@ -66,6 +74,11 @@ class ChatParts:
         """How many calls of a choice have begun."""
         return self._choice(index).calls
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many tokens of all choices are of reasoning, without the marks around it."""
+        return sum(_tokens_of(each.thoughts, each.pieces) for each in self._choices.values())
+
     def _choice(self, index: int) -> _Choice:
         if index not in self._choices:
             self._choices[index] = _Choice(ChatReader(self._form))
@@ -73,6 +86,10 @@ class ChatParts:
 
     def _wanted(self, choice: _Choice, parts: Sequence[Part]) -> Iterator[Part]:
         for part in parts:
+            if isinstance(part, Reasoning):
+                choice.thoughts[-1] += part.text
+            elif choice.thoughts[-1]:
+                choice.thoughts.append("")
             if isinstance(part, CallBegin):
                 choice.drops_call = choice.calls == self._most_calls
                 choice.calls += not choice.drops_call
@@ -80,6 +97,21 @@ class ChatParts:
                 continue
             if self._keeps_reasoning or not isinstance(part, Reasoning):
                 yield part
+
+
+def _tokens_of(texts: Sequence[str], pieces: Sequence[bytes]) -> int:
+    """How many tokens hold a part of these texts, which stand in them one after the other."""
+    whole = b"".join(pieces)
+    ends = list(itertools.accumulate(map(len, pieces)))
+    place = 0
+    count = 0
+    for text in texts:
+        shown = text.rstrip("\ufffd").encode()  # without a character that was cut off
+        begin = whole.find(shown, place)
+        if shown and begin >= 0:
+            place = begin + len(shown)
+            count += bisect.bisect_left(ends, place) + 1 - bisect.bisect_right(ends, begin)
+    return count
 
 
 def output_format(frontend: Frontend, body: ChatRequest) -> OutputFormat:

@@ -171,9 +171,12 @@ class CompletionWriter:
             for number, group in enumerate(completions)
             for index, completion in enumerate(self._best(group))
         ]
-        usage = usage_of(completion for group in completions for completion in group)
+        usage = self.usage([completion for group in completions for completion in group])
         extra = kv_transfer.answer(self._body.kv_transfer_params)
         return {**self.head, "choices": choices, "usage": usage, **extra}
+
+    def usage(self, ended: Sequence[Finished | Completion]) -> JsonObject:
+        return usage_of(ended)
 
     def failed(self, error: RequestError) -> JsonObject:
         return error_body(error)

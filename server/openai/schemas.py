@@ -16,8 +16,24 @@ from pydantic import ConfigDict, FailFast, Field, StrictInt, ValidationError, Wi
 from pydantic_core import core_schema
 
 from jaxserve.api.errors import RequestError, check_integer
-from jaxserve.api.request import EPHEMERAL, MAX_RETENTION, NORMAL_RETENTION, Slo
-from jaxserve.api.sampling import SamplingParams
+from jaxserve.api.request import (
+    EPHEMERAL,
+    MAX_ID_CHARS,
+    MAX_PRIORITY,
+    MAX_RETENTION,
+    NORMAL_RETENTION,
+    Slo,
+)
+from jaxserve.api.sampling import (
+    FLOAT_RANGES,
+    INT_RANGES,
+    MAX_LOGIT_BIAS,
+    MAX_SEED,
+    MAX_STOP,
+    MAX_STOP_CHARS,
+    MAX_STOP_IDS,
+    SamplingParams,
+)
 from jaxserve.server.http_app import first_fault
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.openai.unknown_fields import OpenModel
@@ -27,7 +43,7 @@ MAX_PROMPTS = 128  # of one request
 COMPLETION_TOKENS = 16  # the protocol's default where a completion has no max_tokens
 UNLIMITED_TOKENS = 2**31 - 1  # max_tokens of a chat that sets none: up to the model's limit
 MAX_OBJECTIVE_SECONDS = 1e9
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
 _PROMPT_IDS = {**_IDS, "minItems": 1}
 _PROMPT = {
     "anyOf": [
@@ -59,6 +75,46 @@ _SAMPLING_FIELDS = (
     "stop_token_ids",
     "ignore_eos",
 )
+
+
+_TOKEN_ID: JsonObject = {"minimum": 0, "maximum": 2**31 - 1}
+_STOP_TEXT: JsonObject = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
+# what `SamplingParams` and `Request` check, for the OpenAPI schema; others' names of fields too
+_LIMITS: dict[str, JsonObject] = {
+    **{name: {"minimum": low, "maximum": high} for name, low, high in FLOAT_RANGES + INT_RANGES},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 100},
+    "seed": {"minimum": -MAX_SEED, "maximum": MAX_SEED - 1024},  # FastAPI writes them as floats
+    "priority": {"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY},
+    "request_id": {"maxLength": MAX_ID_CHARS},
+    "truncate_prompt_tokens": {"minimum": -1},
+    "stop": {"maxItems": MAX_STOP, "items": _STOP_TEXT, "maxLength": MAX_STOP_CHARS},
+    "stop_sequences": {"maxItems": MAX_STOP, "items": _STOP_TEXT},
+    "stop_token_ids": {"maxItems": MAX_STOP_IDS, "items": _TOKEN_ID},
+    "logit_bias": {
+        "maxProperties": MAX_LOGIT_BIAS,
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": {"minimum": -100, "maximum": 100},
+    },
+    "messages": {"minItems": 1},
+    "documents": {"minItems": 1},
+    "top_n": {"minimum": 1},
+    "dimensions": {"minimum": 1},
+    "cache_retention": {"minimum": 1, "maximum": MAX_RETENTION},
+    **{
+        name: {"exclusiveMinimum": 0, "maximum": 1000 * MAX_OBJECTIVE_SECONDS}
+        for name in ("ttft_ms", "tpot_ms", "deadline_ms")
+    },
+}
+_LIMITS["max_completion_tokens"] = _LIMITS["max_output_tokens"] = _LIMITS["max_tokens"]
+_LIMITS["top_logprobs"] = _LIMITS["logprobs"]
+
+
+def limits_told(schema: JsonObject) -> None:
+    """Adds to the schema of a request's body the limits that are checked later. A limit of a type
+    says nothing of values of other types."""
+    for name, about in schema["properties"].items():
+        about.update(_LIMITS.get(name, {}))
 
 
 class only:  # noqa: N801: an annotation
@@ -95,7 +151,12 @@ class FirstFault(FailFast):
     __hash__ = object.__hash__  # unions of annotated types must be hashable
 
 
-Messages = Annotated[list[dict[str, Any]], FirstFault(), Field(json_schema_extra={"minItems": 1})]
+_MESSAGE = {"type": "object", "properties": {"role": {"type": "string"}}, "required": ["role"]}
+Messages = Annotated[
+    list[dict[str, Any]],
+    FirstFault(),
+    Field(json_schema_extra={"minItems": 1, "items": _MESSAGE}),
+]
 
 
 class StreamOptions(OpenModel):
@@ -135,6 +196,8 @@ class StructuredOutputs(OpenModel):
 
 class PromptRequest(OpenModel):
     """Fields that all requests with prompts share, whether these are continued or embedded."""
+
+    model_config = ConfigDict(json_schema_extra=limits_told)
 
     model: str = Field("", description="'' or absent means the one that is served")
     request_id: str | None = Field(
@@ -433,6 +496,10 @@ class TokenizeRequest(OpenModel):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Annotated[list[Tool], FirstFault()] | None = Field(None, max_length=128)
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
 

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.engine.build import build
 from jaxserve.engine.dealing import LongChunk, StepDemand
 from jaxserve.engine.shapes import first_shapes, shapes
-from jaxserve.settings.schema import SchedulerConfig
+from jaxserve.settings.schema import CacheConfig, EngineConfig, ModelSource, SchedulerConfig
 from tests.engine.harness import Runner, engine
 
 CONFIGS = st.builds(
@@ -43,7 +44,7 @@ def test_what_fits_a_shape_fits_one_of_the_first_with_the_same_exchange(
     demand = StepDemand(local, spread if lanes > 1 else 0, chunks, lanes, largest)
     every = shapes(config, lanes)
     first = first_shapes(every)
-    assert len(first) <= 8
+    assert len(first) <= 9
     for shape in filter(demand.fits, every):
         assert any(one.exchange == shape.exchange and demand.fits(one) for one in first), shape
 
@@ -66,6 +67,19 @@ def test_batches_run_before_all_programs_are_compiled_and_say_the_same(real):
     assert [said(other, prompt) for prompt in prompts] == expected
     assert other.worker.compiles == compiled, "a shape was used that is not compiled"
     other.worker.close()
+
+
+def test_a_replica_that_does_not_live_long_compiles_no_others():
+    config = EngineConfig(
+        ModelSource("random:tiny", max_model_len=256),
+        cache=CacheConfig(pages=64),
+        scheduler=SchedulerConfig(max_seqs=1, chunk_tokens=32),
+        compile_all=False,
+    )
+    real = build(config, progress=False)
+    assert real.worker.uncompiled
+    assert not any(thread.name == "compiler" for thread in threading.enumerate())
+    real.worker.close()
 
 
 def test_the_others_are_compiled_beside_traffic(real):

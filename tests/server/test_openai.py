@@ -226,6 +226,16 @@ def test_calls_are_told_from_text(http, script, content, calls):
     assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
 
 
+@pytest.mark.parametrize(("field", "beyond"), [("temperature", 100.5), ("n", 129), ("priority", 9)])
+def test_the_schema_tells_the_limits_that_are_checked(http, field, beyond):
+    client = http(FakeReplica(script=[EOS]))
+    schemas = client.get("/openapi.json").json()["components"]["schemas"]
+    limit = schemas["ChatRequest"]["properties"][field]["maximum"]
+    assert post(client, "/v1/chat/completions", {**CHAT, field: limit}).status_code == 200
+    assert limit < beyond
+    assert post(client, "/v1/chat/completions", {**CHAT, field: beyond}).status_code == 400
+
+
 class Thinker(FakeTokenizer):
     """A tokenizer of a model whose prompts end within reasoning."""
 
@@ -236,15 +246,39 @@ def test_reasoning_is_apart_from_the_answer(http):
     script = [*b"Hm.</think>\n\nHi", EOS]
     client = http(FakeReplica(script=script), tokenizer=Thinker)
     body = {**CHAT, "max_tokens": 500}
-    message = post(client, "/v1/chat/completions", body).json()["choices"][0]["message"]
+    answer = post(client, "/v1/chat/completions", body).json()
+    message = answer["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Hi")
-    chunks, _ = events(client, "/v1/chat/completions", body)
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+    streamed = {**body, "stream_options": {"include_usage": True}}
+    (*chunks, last), _ = events(client, "/v1/chat/completions", streamed)
+    assert last["usage"] == answer["usage"]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
     assert "".join(delta.get("content", "") for delta in deltas) == "Hi"
     without = {**body, "include_reasoning": False}
     message = post(client, "/v1/chat/completions", without).json()["choices"][0]["message"]
     assert "reasoning_content" not in message and message["content"] == "Hi"
+
+
+@pytest.mark.parametrize(
+    ("says", "tokens"),
+    [
+        (b"k</think>Hm. k", 1),
+        ("Hé.</think>Hi".encode(), 4),
+        ("Hm. é".encode()[:-1], 4),  # a character that was cut off has no token
+        (b"</think>Hi", 0),
+    ],
+)
+def test_tokens_of_reasoning_are_counted_for_each_choice(http, says, tokens):
+    client = http(FakeReplica(script=[*says, EOS]), tokenizer=Thinker)
+    body = {**CHAT, "max_tokens": 500, "n": 2}
+    for asked in (body, {**body, "include_reasoning": False}):
+        usage = post(client, "/v1/chat/completions", asked).json()["usage"]
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": 2 * tokens}
+    client = http(FakeReplica(script=[*says, EOS]), tokenizer=Thinker, reasoning_parser="none")
+    usage = post(client, "/v1/chat/completions", body).json()["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
 def test_reasoning_is_part_of_the_answer_where_that_is_asked_for(http):
@@ -747,6 +781,35 @@ def test_a_fault_of_ours_tells_nothing_of_itself(http, caplog):
         and answer.json()["error"]["type"] == "server_error"
     )
     eventually(lambda: "secret detail" in caplog.text)
+
+
+class Prompted(FakeTokenizer):
+    """A tokenizer of a model whose template shows tools, a variable and the answer's beginning."""
+
+    template = ChatTemplate(
+        "{{ tools[0].function.name if tools }}{{ mood }}<{{ messages[0].content }}>"
+        "{{ 'A:' if add_generation_prompt }}",
+        {},
+    )
+
+
+def test_a_chat_is_tokenized_as_it_would_be_served(http):
+    client = http(FakeReplica(script=[EOS]), tokenizer=Prompted)
+
+    def rendered(**fields):
+        answer = post(client, "/tokenize", {"messages": CHAT["messages"], **fields}).json()
+        return bytes(answer["tokens"]).decode()
+
+    assert rendered() == "<hi>A:"
+    assert rendered(add_generation_prompt=False) == "<hi>"
+    assert rendered(tools=TOOLS, chat_template_kwargs={"mood": "!"}) == "add!<hi>A:"
+    assert rendered(continue_final_message=True, add_generation_prompt=False) == "<hi"
+
+
+def test_all_keys_of_a_bias_that_are_no_token_ids_are_told(http):
+    answer = post(http(), "/v1/chat/completions", {**CHAT, "logit_bias": {"a": 1, "5": 1, "b": 2}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].endswith("logit_bias: no token ids: 'a', 'b'")
 
 
 def test_tokens_there_and_back(http):

@@ -184,6 +184,8 @@ def test_reasoning_is_an_item_of_its_own(client):
     events = list(asked.responses.create(model="", input="hi", tools=[ADD], stream=True))
     thoughts = [e.delta for e in events if e.type == "response.reasoning_text.delta"]
     assert "".join(thoughts) == "Hm."
+    for usage in (made.usage, events[-1].response.usage):
+        assert usage.output_tokens_details.reasoning_tokens == len("Hm.")
     items = [type(item) for item in events[-1].response.output]
     assert items == [type(item) for item in made.output]
     again = asked.responses.create(model="", input=[*made.output, {"role": "user", "content": "x"}])

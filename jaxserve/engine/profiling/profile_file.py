@@ -107,7 +107,7 @@ def measure_costs(
     longest = min(longest, plan.width * plan.block_size)
     shapes = [shape for shape in plan.shapes if shape not in worker.uncompiled]
     points = list(grid(shapes, longest, max(1, plan.slots // plan.mesh.kvp), pairs))
-    with progress_bar("measuring", len(points), progress) as done:
+    with progress_bar("measuring steps", len(points), progress) as done:
         found = measure(worker, points, done, repeats)
     samples = [_sample(one) for one in found]
     on_cpu = worker.platform == "cpu"

@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
 
 from jaxserve.settings.schema import ConfigError
 
@@ -89,6 +88,8 @@ def fit(points: Iterable[LatencyPoint]) -> dict[int, Latency]:
 
 
 def _fit(size: int, points: np.ndarray) -> Latency:
+    from scipy.optimize import nnls  # slow to import, and most servers fit nothing
+
     history, tokens, seconds = points.T
     columns = np.stack([np.ones_like(tokens), tokens, history * tokens, tokens * tokens])
     used = columns.max(axis=1) > 0

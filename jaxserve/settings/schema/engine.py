@@ -56,6 +56,11 @@ class EngineConfig(Settings):
     compile_cache: str | None = option(
         None, "folder of compiled programs; default: under the user's cache folder; '' for none"
     )
+    compile_all: bool = option(
+        True,
+        "compile beside traffic the programs of steps of all sizes; off: only the few that hold "
+        "every batch, for replicas that do not live long",
+    )
 
     automatic: tuple[str, ...] = field(default=(), compare=False)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from jaxserve.api.errors import RequestError
 from jaxserve.server.json_body import JsonObject
-from jaxserve.server.openai.schemas import ChatRequest, schema_in
+from jaxserve.server.openai.schemas import ChatRequest, limits_told, schema_in
 from jaxserve.server.openai.unknown_fields import OpenModel
 
 MAX_ITEMS = 10_000
@@ -66,6 +66,8 @@ class AllowedTools(OpenModel):
 
 
 class ResponsesRequest(OpenModel):
+    model_config = ConfigDict(json_schema_extra=limits_told)
+
     model: str = Field("", description="'' or absent means the one that is served")
     input: str | list[dict[str, Any]]
     instructions: str | None = None

@@ -103,7 +103,7 @@ class ResponsesWriter:
     def chunks(self, number: int, output: Output) -> Iterator[JsonObject]:
         if isinstance(output, Delta):
             self._read_logprobs(output)
-            yield from self._added(self._parts.read(0, output.text))
+            yield from self._added(self._parts.read(output))
         elif isinstance(output, Finished):
             yield from self._added(self._parts.flush(0))
             yield from self._item_done()
@@ -114,29 +114,32 @@ class ResponsesWriter:
     def whole(self, completions: Sequence[Sequence[Completion]]) -> JsonObject:
         completion = completions[0][0]
         self._read_logprobs(completion)
-        parts = self._parts.read(0, completion.text) + self._parts.flush(0)
+        parts = self._parts.read(completion) + self._parts.flush(0)
         for _ in (*self._added(parts), *self._item_done()):
             pass  # what a stream would tell: the items are made meanwhile
         return self._response(self._items, completion)
+
+    def usage(self, ended: Sequence[Finished | Completion]) -> JsonObject:
+        usage = ended[0].usage
+        return {
+            "input_tokens": usage.prompt,
+            "input_tokens_details": {"cached_tokens": usage.cached},
+            "output_tokens": usage.completion,
+            "output_tokens_details": {"reasoning_tokens": self._parts.reasoning_tokens},
+            "total_tokens": usage.prompt + usage.completion,
+        }
 
     def failed(self, error: RequestError) -> JsonObject:
         return self._event("error", **error_body(error)["error"])
 
     def _response(self, items: Sequence[JsonObject], ended: Finished | Completion) -> JsonObject:
         cut = ended.reason == "length"
-        usage = ended.usage
         response = {
             **self.head,
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": items,
-            "usage": {
-                "input_tokens": usage.prompt,
-                "input_tokens_details": {"cached_tokens": usage.cached},
-                "output_tokens": usage.completion,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage.prompt + usage.completion,
-            },
+            "usage": self.usage([ended]),
         }
         if self._store is not None:
             self._store(response)
