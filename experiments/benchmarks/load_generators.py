@@ -6,8 +6,11 @@ turn, and the ratios of what they print.
 
 Each has the environment that `experiments.clients` makes. The order changes from round to round,
 and a ratio is of one round, so that what else the machine does hits all alike; the table has the
-median of the rounds, and the least and the most. All send prompts and outputs of one length, in a
-closed loop, or at equal gaps; the server keeps no prefixes.
+median of the rounds, and the least and the most. Where the machine is busy, `--step=0.2` shows
+whether all measure the same: the times of that server are known.
+
+All send prompts and outputs of one length, in a closed loop, or at equal gaps; the server keeps no
+prefixes.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ from jaxserve.folders import cache_folder
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError
+from tests.server.conftest import started
+from tests.server.fakes import FakeReplica
 
 SECONDS = 900  # for one run of a generator
 OURS = "jaxserve"
@@ -46,6 +51,14 @@ OPTIONS = {
         Option("concurrency", int, 2, "requests at once, in the closed loop", 1),
         Option("qps", float, None, "instead: requests per second, at equal gaps", 0.001),
         Option("url", str, None, "a server that runs already; default: SmolLM2-135M is served"),
+        Option(
+            "step",
+            float,
+            None,
+            "instead: our server with a stand-in for a replica, whose steps take so many seconds "
+            "and give each request a token, whatever else the machine does",
+            0.001,
+        ),
         Option("folder", str, None, "of the environments; default: clients in the cache folder"),
         Option("json", str, None, "file for all figures"),
     ]
@@ -257,6 +270,10 @@ def chosen(text: str) -> list[str]:
 def _server(values: Mapping[str, Any], folder: Path) -> Iterator[str]:
     if values["url"]:
         yield values["url"].rstrip("/").removesuffix("/v1")
+        return
+    if values["step"]:
+        with contextlib.ExitStack() as stack:
+            yield started(stack, FakeReplica(step_seconds=values["step"])).server.url
         return
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
