@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -20,12 +19,12 @@ from jaxserve.api.errors import RequestError
 from jaxserve.cli.display import Waiting
 from jaxserve.cli.own_server import OwnServer, StartingServer, starting_server
 from jaxserve.cli.sampling_flags import HELP
+from jaxserve.server.openai.reading import chunk_of, error_message, first_model
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError
 
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 600.0  # between two events of an answer
-QUOTED = 300  # characters of what a server says that is no error of the protocol
 CLIENT = [
     Option("url", str, None, "address of a running server, http://HOST:PORT; default: start one"),
     Option(
@@ -111,15 +110,7 @@ class OpenAIClient:
 
     def _first_model(self) -> str:
         with self._told("url"):
-            answer = self._http.get("/models")
-            if answer.status_code in (401, 403):
-                raise ConfigError("api_key", _message(answer))
-            if answer.is_error:
-                raise ConfigError("url", f"{self._url}: {_message(answer)}")
-            try:
-                return answer.json()["data"][0]["id"]
-            except (ValueError, LookupError, TypeError):
-                raise ConfigError("url", f"{self._url} names no models at /v1/models") from None
+            return first_model(self._http.get("/models"))["id"]
 
     def _stream(self, path: str, body: Mapping[str, Any]) -> Pieces:
         asked = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
@@ -128,8 +119,8 @@ class OpenAIClient:
         with self._told(""), self._http.stream("POST", path, json={**asked, **body}) as answer:
             if answer.is_error:
                 answer.read()
-                raise RequestError("", _message(answer), "INVALID_ARGUMENT")
-            for chunk in _chunks(answer):
+                raise RequestError("", error_message(answer), "INVALID_ARGUMENT")
+            for chunk in filter(None, map(chunk_of, answer.iter_lines())):
                 for piece in _pieces(chunk, answered):
                     answered.first = answered.first or time.monotonic() - began
                     yield piece
@@ -147,18 +138,6 @@ class OpenAIClient:
             raise RequestError("", said, "UNAVAILABLE") from None
 
 
-def _chunks(answer: httpx.Response) -> Iterator[Mapping[str, Any]]:
-    """The events of a stream. Errors: RequestError for one that tells of an error."""
-    for line in answer.iter_lines():
-        data = line.removeprefix("data:").strip()
-        if not line.startswith("data:") or data == "[DONE]":
-            continue
-        chunk = json.loads(data)
-        if chunk.get("error"):
-            raise RequestError("", str(chunk["error"].get("message", chunk["error"])), "INTERNAL")
-        yield chunk
-
-
 def _pieces(chunk: Mapping[str, Any], answered: Answered) -> Pieces:
     if usage := chunk.get("usage"):
         answered.prompt_tokens = usage.get("prompt_tokens", 0)
@@ -170,14 +149,6 @@ def _pieces(chunk: Mapping[str, Any], answered: Answered) -> Pieces:
             yield Piece(thought, reasoning=True)
         if text := delta.get("content") or choice.get("text"):
             yield Piece(text)
-
-
-def _message(answer: httpx.Response) -> str:
-    """What an error says."""
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return f"HTTP {answer.status_code} {answer.text[:QUOTED].strip()}".strip()
 
 
 def answer_fields(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,8 +37,9 @@ were fitted to public measurements of the GPU. All figures are simulated.
 
 A workload is a generator or a file, which may end in .gz too:
 poisson:mix=NAME or burst:mix=NAME, with mixes {", ".join(MIXES)};
-poisson:prompt=LENGTHS,output=LENGTHS, with N, uniform:LOW:HIGH, exponential:MEAN or
-lognormal:MEDIAN:SIGMA[:LOW:HIGH];
+poisson:prompt=LENGTHS,output=LENGTHS, with N, LOW:HIGH, exponential:MEAN or
+lognormal:MEDIAN:SIGMA[:LOW:HIGH], and prefix=N,groups=N for shared prefixes; likewise
+gamma (with burstiness=X) and constant;
 FILE.jsonl, Mooncake's: timestamp (ms), input_length, output_length, hash_ids of 512 tokens;
 FILE.csv, Azure's: TIMESTAMP, ContextTokens, GeneratedTokens; or lengths: num_prefill_tokens,
 num_decode_tokens, and arrived_at (seconds), without which they come as --qps says.

@@ -18,6 +18,7 @@ import numpy as np
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished, Token
 from jaxserve.api.request import Request, Slo
+from jaxserve.research.prompts import prompt_ids
 from jaxserve.simulate.arrival import Arrival, class_of, to_request
 from jaxserve.simulate.recorder import Outcome, Recorder, RequestRecord
 from jaxserve.simulate.replica import VirtualReplica
@@ -27,24 +28,14 @@ REQUEST_SECONDS = 600.0  # in which some request of a live replica must end
 Sink = Callable[[Sequence[Event]], None]
 
 
-def prompt_ids(arrival: Arrival, number: int, vocab: int) -> np.ndarray:
-    """The token ids of a prompt, int32 [arrival.prompt]: equal blocks of a trace have equal ids,
-    all other tokens are random and differ by `number`."""
-    parts = [
-        np.random.default_rng((0, int(block))).integers(0, vocab, arrival.block, np.int32)
-        for block in (() if arrival.blocks is None else arrival.blocks)
-    ]
-    own = np.random.default_rng((1, number)).integers(0, vocab, arrival.prompt, np.int32)
-    shared = np.concatenate(parts)[: arrival.prompt] if parts else own[:0]
-    return np.concatenate([shared, own[len(shared) :]])
-
-
 class LiveRun:
-    """One load on a live engine, which was started. name: begins the requests' ids."""
+    """One load on a live engine, which was started. name: begins the requests' ids. seed: of the
+    prompts."""
 
-    def __init__(self, engine: Any, name: str):
+    def __init__(self, engine: Any, name: str, seed: int = 0):
         self._engine = engine
         self._name = name
+        self._seed = seed
         self._recorder = Recorder()
         self._gaps: list[float] = []
         self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -87,7 +78,7 @@ class LiveRun:
         plan = to_request(arrival, number, engine.info.max_model_len)
         request = Request.make(
             f"{self._name}{number}",
-            prompt_ids(arrival, number, engine.info.vocab),
+            prompt_ids(arrival, number, engine.info.vocab, (self._seed,)),
             plan.sampling,
             vocab=engine.info.vocab,
             max_len=engine.info.max_model_len,

@@ -28,7 +28,7 @@ def measure(point: Point, simulated: bool) -> dict[str, Any]:
     RequestError, TimeoutError."""
     from jaxserve.engine import build
 
-    arrivals = point.load.arrivals()
+    arrivals = point.load.schedule()
     concurrency = point.load.concurrency
     config = build.for_this_machine(point.config())
     worker, model = build.open_executor(config, progress=False)
@@ -41,10 +41,11 @@ def measure(point: Point, simulated: bool) -> dict[str, Any]:
         LiveRun(engine, "warm").at_once(arrivals[:WARM_UP_REQUESTS], 1)
         engine.post(engine.flush_cache)
         compiled = worker.compiles
+        live = LiveRun(engine, "r", point.load.seed)
         if concurrency is None:
-            outcome = LiveRun(engine, "r").at_their_times(arrivals)
+            outcome = live.at_their_times(arrivals)
         else:
-            outcome = LiveRun(engine, "r").at_once(arrivals, concurrency)
+            outcome = live.at_once(arrivals, concurrency)
         compiled = worker.compiles - compiled
     finally:
         engine.close()

@@ -16,47 +16,15 @@ from typing import Any
 
 import yaml
 
-from jaxserve.settings.fields import Option, Settings, option, own_options
+from jaxserve.research.load import LOAD, Load
+from jaxserve.settings.fields import Option
 from jaxserve.settings.options import make, near, options_of
 from jaxserve.settings.schema import ConfigError, EngineConfig
 from jaxserve.settings.schema.engine import SERVED
-from jaxserve.simulate import workload
-from jaxserve.simulate.arrival import Arrival
 
 MAX_POINTS = 10_000
 Values = Mapping[str, Any]
 ALL = options_of(EngineConfig)
-
-
-@dataclasses.dataclass(frozen=True)
-class Load(Settings):
-    """What a replica is asked to do. Arrivals come when a Poisson process says so (`qps`), when a
-    trace says so (`workload` with times of its own), or each when another has ended
-    (`concurrency`)."""
-
-    workload: str = option("", "file or generator, as for simulate; default: prompt, output")
-    prompt: str = option("256", "tokens of a prompt: N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA")
-    output: str = option("16", "tokens of an output, likewise")
-    qps: float | None = option(None, "requests per second", 1e-6)
-    concurrency: int | None = option(None, "requests at once, the next when one has ended", 1)
-    requests: int = option(20, "how many", 1)
-    seed: int = option(0, "of arrivals, lengths and prompts", 0)
-
-    def arrivals(self) -> list[Arrival]:
-        """The requests by time. Errors: ConfigError."""
-        if (self.qps is None) == (self.concurrency is None) and not self.recorded:
-            raise ConfigError("qps", "give either qps or concurrency")
-        spec = self.workload or f"poisson:prompt={self.prompt},output={self.output}"
-        qps = 1.0 if self.qps is None and not self.recorded else self.qps
-        return workload.parse(spec, qps=qps, requests=self.requests, seed=self.seed)
-
-    @property
-    def recorded(self) -> bool:
-        """Whether the arrivals are a file's."""
-        return bool(self.workload) and self.workload.partition(":")[0] not in workload.TIMES
-
-
-LOAD = {option.name: option for option in own_options(Load)}
 
 
 @dataclasses.dataclass(frozen=True)

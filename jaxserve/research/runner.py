@@ -54,7 +54,7 @@ class Runner:
         found: dict[str, Any]
         try:
             point.config()
-            point.load.arrivals()
+            point.load.schedule()
             found = self._live(point) if self.gpu is None else _simulated(point, self.gpu)
         except ConfigError as error:
             found = {"reason": str(error)}
@@ -161,7 +161,7 @@ def _answer(command: Sequence[str], asked: str, limit: float) -> dict[str, Any]:
 def _simulated(point: Point, gpu: str) -> dict[str, Any]:
     """The figures of a replica of such GPUs. Errors: ConfigError."""
     config = point.config()
-    arrivals = point.load.arrivals()
+    arrivals = point.load.schedule()
     system = System(shape_of(config.source.model), gpu, config.mesh)
     check_lanes(config.mesh, config.cache, config.scheduler)
     replica = system.replica(config.scheduler, config.cache, config.lookahead)

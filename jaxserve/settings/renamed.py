@@ -63,7 +63,11 @@ VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {  # setting -> as in vLLM -> v
         "gpt-oss": "harmony",
     },
 }
-FLAGS: Mapping[str, str] = {}  # old name -> name
+FLAGS: Mapping[str, str] = {  # old name -> name
+    "rates": "qps",
+    "prompt_len": "prompt",
+    "output_len": "output",
+}
 VALUES: Mapping[str, Mapping[str, str]] = {  # setting -> old value -> value
     # the papers' LRS is the least relative slack, --policy=slack
     "policy": {"lrs": "llf"},

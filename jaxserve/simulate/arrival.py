@@ -4,7 +4,7 @@ of many."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,24 @@ def to_request(arrival: Arrival, number: int, max_len: int, slo: Slo = Slo()) ->
         temperature=0.0, max_tokens=min(arrival.output, max_len - arrival.prompt), ignore_eos=True
     )
     return Request(str(number), prompt, sampling, arrival=arrival.time, slo=slo)
+
+
+def scaled(arrival: Arrival, time: float, length: float) -> Arrival:
+    """Multiplies an arrival's time and lengths; a length stays at least 1.
+
+    Hash ids stay what they are, each of so many tokens less that prompts have as many blocks as
+    before: a full block becomes one of `length` times its tokens, and what stands in a last block
+    that is not full is scaled likewise and rounded up. So two prompts share exactly the blocks that
+    they shared.
+    """
+    output = max(1, round(arrival.output * length))
+    if arrival.blocks is None:
+        prompt = max(1, round(arrival.prompt * length))
+        return replace(arrival, time=arrival.time * time, prompt=prompt, output=output)
+    block = max(1, round(arrival.block * length))
+    full, rest = divmod(arrival.prompt, arrival.block)
+    prompt = full * block + -(-rest * block // arrival.block)
+    return replace(arrival, time=arrival.time * time, prompt=prompt, output=output, block=block)
 
 
 def class_of(prompt: int) -> str:

@@ -187,6 +187,7 @@ MIXES: dict[str, tuple[MixPart, ...]] = {
 }
 
 FIXED = "fixed"
+OPTIONS = ("mix", "prompt", "output", "prefix", "groups")
 
 
 def drawn(options: dict[str, str], count: int, seed: int) -> list[Arrival]:
@@ -202,6 +203,8 @@ def drawn(options: dict[str, str], count: int, seed: int) -> list[Arrival]:
             np.clip(np.rint(draw(rng, int(mine.sum()))), 1, MOST_TOKENS)
             for draw in (part.prompt, part.output)
         ]
+    if "prefix" in options:
+        return _prefixed(options, lengths, rng)
     prompts, outputs = lengths.tolist()
     blocks = (
         _blocks(parts, which.tolist(), prompts, rng)
@@ -214,9 +217,26 @@ def drawn(options: dict[str, str], count: int, seed: int) -> list[Arrival]:
     ]
 
 
+def _prefixed(
+    options: dict[str, str], lengths: np.ndarray, rng: np.random.Generator
+) -> list[Arrival]:
+    """Arrivals whose prompts begin with the prefix of their group, and have `lengths` (prompt,
+    output) [2, count] beside it."""
+    prefix, groups = (
+        int(to_number(name, options.get(name, "1"), 1, MOST_TOKENS))
+        for name in ("prefix", "groups")
+    )
+    prompts, outputs = lengths.tolist()
+    drawn = rng.integers(0, groups, len(prompts)).tolist()
+    return [
+        Arrival(0.0, prefix + prompt, output, blocks=(group,), block=prefix)
+        for prompt, output, group in zip(prompts, outputs, drawn)
+    ]
+
+
 def _parts(options: dict[str, str]) -> tuple[MixPart, ...]:
     mix = options.get("mix", FIXED)
-    given = [name for name in ("prompt", "output") if name in options]
+    given = [name for name in OPTIONS[1:] if name in options]
     if mix != FIXED and mix not in MIXES:
         fault(
             f"unknown mix {mix!r}; known are "
@@ -224,8 +244,10 @@ def _parts(options: dict[str, str]) -> tuple[MixPart, ...]:
         )
     if mix != FIXED and given:
         fault(f"mix={mix} sets the lengths; {given[0]} goes with mix={FIXED} only")
-    if mix == FIXED and len(given) < 2:
+    if mix == FIXED and not {"prompt", "output"} <= options.keys():
         fault("lengths are needed: mix=NAME, or prompt=LENGTHS and output=LENGTHS")
+    if "groups" in options and "prefix" not in options:
+        fault("groups goes with prefix only")
     if mix != FIXED:
         return MIXES[mix]
     return (MixPart(_lengths("prompt", options["prompt"]), _lengths("output", options["output"])),)
@@ -241,7 +263,9 @@ LENGTHS: dict[str, tuple[Callable[..., Lengths], int, int]] = {
 
 
 def _lengths(name: str, text: str) -> Lengths:
-    form, *words = text.split(":") if ":" in text or text.isalpha() else ("constant", text)
+    form, *words = text.split(":")
+    if not form.isalpha():
+        form, words = "uniform" if words else "constant", [form, *words]
     if form not in LENGTHS:
         fault(
             f"{name}: unknown distribution {form!r}; known are a number, "

@@ -199,7 +199,7 @@ def outcome_summary(outcome: Outcome, tpot: float) -> dict[str, Any]:
         "span": span,
         "busy": outcome.busy,
         "tokens_per_s": tokens / span if span else 0.0,
-        "token_gap": _spread(outcome.gaps),
+        "token_gap": spread(outcome.gaps),
         "refused": dict(outcome.refusals),
         "all": _figures(records, tpot),
         **{
@@ -217,14 +217,14 @@ def _figures(records: Sequence[RequestRecord], tpot: float) -> dict[str, Any]:
         "requests": len(records),
         "begun": len(begun),
         "finished": len(ended),
-        "ttft": _spread(np.array([record.ttft for record in begun])),
-        "tpot": _spread(np.array([r.tpot for r in ended if r.output > 1])),
+        "ttft": spread(np.array([record.ttft for record in begun])),
+        "tpot": spread(np.array([r.tpot for r in ended if r.output > 1])),
         "ttft_met": sum(record.first <= record.due for record in begun) / count,
         "tpot_met": sum(record.tpot <= tpot for record in ended) / count,
     }
 
 
-def _spread(values: np.ndarray) -> dict[str, float]:
+def spread(values: np.ndarray) -> dict[str, float]:
     if not len(values):
         return {}
     points = np.percentile(values, PERCENTILES).tolist()

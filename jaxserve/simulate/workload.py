@@ -12,12 +12,16 @@ mixes of lengths calibrated to them.
                       replacement, and again once all are used, and arrive as a Poisson process of
                       rate qps.
     poisson:OPTIONS   Exponential gaps of mean 1 / qps.
+    gamma:OPTIONS     Gaps of a gamma distribution of mean 1 / qps and shape `burstiness` (1): a
+                      Poisson process at 1, burstier below, evener above.
+    constant:OPTIONS  Gaps of 1 / qps.
     burst:OPTIONS     A Poisson process whose rate is a square wave of mean qps: `period` (60 s), of
                       which the last `duty` (0.25) is at `factor` (4) times the rate of the rest.
 
 OPTIONS name the lengths in tokens: `mix=NAME`, a row of MIXES, or `prompt=LENGTHS,output=LENGTHS`
-(with or without `mix=fixed`). LENGTHS is N, uniform:LOW:HIGH, exponential:MEAN or
-lognormal:MEDIAN:SIGMA[:LOW:HIGH], the last cut off at LOW and HIGH.
+(with or without `mix=fixed`). LENGTHS is N, LOW:HIGH or uniform:LOW:HIGH, exponential:MEAN or
+lognormal:MEDIAN:SIGMA[:LOW:HIGH], the last cut off at LOW and HIGH. Before such a prompt stands
+with `prefix=N` one of `groups=N` (1) prefixes of so many tokens.
 
 The first arrival of a file with times is at 0. The first `requests` arrivals are taken (default:
 all of a file, 1000 of a generator); then, where qps is given, recorded times are stretched so that
@@ -56,7 +60,7 @@ def parse(
         raise ConfigError("seed", f"must not be below 0, not {seed}")
     name, _, text = spec.partition(":")
     if name in TIMES:
-        given = to_options(text, ("mix", "prompt", "output", *TIMES[name][1]))
+        given = to_options(text, (*mixes.OPTIONS, *TIMES[name][1]))
         count = requests or GENERATED_REQUESTS
         return _timed(
             mixes.drawn(given, count, seed), TIMES[name][0](_rate(qps, name), count, seed, given)
@@ -94,6 +98,15 @@ def _poisson(qps: float, count: int, seed: int, options: dict[str, str]) -> np.n
     return np.cumsum(np.random.default_rng((seed, 1)).exponential(1.0, count)) / qps
 
 
+def _gamma(qps: float, count: int, seed: int, options: dict[str, str]) -> np.ndarray:
+    shape = to_number("burstiness", options.get("burstiness", "1"), 1e-3)
+    return np.cumsum(np.random.default_rng((seed, 1)).gamma(shape, 1 / shape, count)) / qps
+
+
+def _constant(qps: float, count: int, seed: int, options: dict[str, str]) -> np.ndarray:
+    return np.arange(count) / qps
+
+
 def _burst(qps: float, count: int, seed: int, options: dict[str, str]) -> np.ndarray:
     """Arrival times of a Poisson process whose rate is a square wave: a process of unit rate,
     mapped by the inverse of the expected number of arrivals up to a time."""
@@ -110,8 +123,18 @@ TIMES: dict[
     str, tuple[Callable[[float, int, int, dict[str, str]], np.ndarray], tuple[str, ...]]
 ] = {
     "poisson": (_poisson, ()),
+    "gamma": (_gamma, ("burstiness",)),
+    "constant": (_constant, ()),
     "burst": (_burst, ("period", "factor", "duty")),
 }
+
+
+def retimed(
+    arrivals: list[Arrival], process: str, qps: float, seed: int, options: dict[str, str]
+) -> list[Arrival]:
+    """The arrivals in their order, at the times of a process of TIMES, which has such options.
+    Errors: ConfigError."""
+    return _timed(arrivals, TIMES[process][0](qps, len(arrivals), seed, options))
 
 
 def _timed(arrivals: list[Arrival], times: np.ndarray) -> list[Arrival]:

@@ -1,85 +1,113 @@
 import json
 
-import numpy as np
 import pytest
 
 from jaxserve.cli import main as cli
-from jaxserve.cli.bench.serve import Sent, figures, plan, report
 from jaxserve.cli.own_server import flag
 from tests.server.fakes import FakeReplica
 
 
-def test_arrivals_are_poisson_and_repeatable():
-    first, second = (
-        plan(5.0, 4000, [(10, 20), (3, 3)], np.random.default_rng(1)) for _ in range(2)
-    )
-    gaps = np.diff([s.planned for s in first])
-    assert first == second
-    assert abs(gaps.mean() - 0.2) < 0.01 and abs(gaps.std() - 0.2) < 0.02
-    assert {s.prompt for s in first} == set(range(10, 21)) and {s.output for s in first} == {3}
+def addresses(served):
+    return {"grpc": f"--target={served.target}", "http": f"--url={served.server.url}"}
 
 
-def test_figures_count_from_the_planned_moment():
-    sent = [
-        Sent(planned=1.0, prompt=10, output=5, sent=1.5, first=2.0, last=4.0, tokens=5),
-        Sent(planned=1.0, prompt=10, output=5, sent=1.0, status="RESOURCE_EXHAUSTED"),
-    ]
-    found = figures(sent)
-    assert (
-        found["ttft_ms"]["p50"] == 1000
-        and found["tpot_ms"]["p50"] == 500
-        and found["e2e_ms"]["p99"] == 3000
-    )
-    assert found["lag_ms"]["p50"] == 250 and found["refused"] == {"RESOURCE_EXHAUSTED": 1}
-    assert found["output_tokens_per_s"] == pytest.approx(5 / 3) and found[
-        "requests_per_s"
-    ] == pytest.approx(1 / 3)
-    assert "1000/1000/1000" in report([(2.0, sent)])
-
-
-def test_figures_of_nothing_are_zero():
-    assert figures([Sent(1.0, 1, 1, 1.0, status="UNAVAILABLE")])["output_tokens_per_s"] == 0
-
-
-def test_a_running_server_is_measured(serve, capsys, tmp_path):
+@pytest.mark.parametrize("transport", ["grpc", "http"])
+def test_a_running_server_is_measured(serve, capsys, tmp_path, transport):
     served = serve(FakeReplica(step_seconds=0.001))
-    out = tmp_path / "out.json"
+    out = tmp_path / "out.jsonl"
     code = cli.main(
         [
             "bench",
             "serve",
-            f"--target={served.target}",
-            "--rates=50,200",
+            addresses(served)[transport],
+            "--qps=50,200",
             "--requests=20",
-            "--prompt_len=3:9",
-            "--output_len=4",
+            "--prompt=3:9",
+            "--output=4",
+            "--repeats=2",
+            "--goodput=ttft:60,tpot:60",
             f"--json={out}",
         ]
     )
     shown = capsys.readouterr().out
-    runs = json.loads(out.read_text())["runs"]
-    assert code == 0 and "TTFT ms" in shown and len(shown.splitlines()) == 6
-    assert [r["done"] for r in runs] == [20, 20] and not served.engine.requests
-    assert all(s["tokens"] == 4 and s["status"] == "OK" for r in runs for s in r["requests"])
+    runs = [json.loads(line) for line in out.read_text().splitlines()]
+    assert code == 0 and "TTFT ms" in shown and "t-interval at 95%" in shown
+    assert [(r["load"]["qps"], r["seed"]) for r in runs] == [(50, 0), (50, 1), (200, 0), (200, 1)]
+    for run in runs:
+        found = run["figures"]
+        assert found["done"] == 20 and found["goodput_share"] == 1
+        assert found["ttft"]["count"] == 20 and found["prefix_hit_rate"] == 0
+        assert {each["tokens"] for each in run["requests"]} == {4}
+        assert {each["prompt"] for each in run["requests"]} <= set(range(3, 10))
+        assert run["machine"]["jaxserve"] and run["served"]["max_len"] == 4096
+    assert not served.engine.requests
+
+
+@pytest.mark.parametrize("transport", ["grpc", "http"])
+def test_what_the_server_refuses_is_told_with_the_reason(serve, capsys, transport):
+    served = serve(FakeReplica(step_seconds=0.02, max_queue=1))
+    command = ["bench", "serve", addresses(served)[transport], "--concurrency=4", "--warmup=0"]
+    assert cli.main([*command, "--prompt=4", "--output=8", "--requests=12"]) == 0
+    shown = capsys.readouterr().out
+    assert "4 at once" in shown and "refused: RESOURCE_EXHAUSTED: " in shown
+    assert "1 requests wait already" in shown
+
+
+def test_the_exit_code_says_that_nothing_was_served(serve, capsys):
+    served = serve(FakeReplica(max_queue=0))
+    assert cli.main(["bench", "serve", f"--url={served.server.url}", "--qps=100"]) == 1
+
+
+def test_conversations_are_played_over_http(serve, tmp_path, capsys):
+    file = tmp_path / "talks.json"
+    talk = [{"from": "human", "value": "How are you?"}, {"from": "gpt", "value": "Fine."}]
+    file.write_text(json.dumps([{"conversations": talk}] * 3))
+    out = tmp_path / "out.jsonl"
+    command = ["bench", "serve", f"--url={serve().server.url}", f"--workload={file}", "--qps=100"]
+    assert cli.main([*command, "--requests=3", f"--json={out}"]) == 0
+    requests = json.loads(out.read_text())["requests"]
+    assert [(r["prompt"], r["tokens"]) for r in requests] == [(12, 5)] * 3
+
+
+def test_the_distributions_are_drawn(serve, tmp_path, capsys):
+    picture = tmp_path / "out.svg"
+    target = f"--target={serve().target}"
+    assert cli.main(["bench", "serve", target, "--qps=100", f"--plot={picture}"]) == 0
+    assert "<svg" in picture.read_text()
 
 
 @pytest.mark.parametrize(
     "flag, message",
     [
-        ("--rates=0", "--rates: '0'"),
-        ("--rates=1,x", "--rates: 'x'"),
-        ("--prompt_len=9:3", "--prompt_len: '9:3'"),
-        ("--output_len=-1", "--output_len: '-1'"),
+        ("--qps=0", "--qps: '0'"),
+        ("--qps=1,x", "--qps: 'x'"),
+        ("--prompt=9:3", "prompt: 9 to 3 is no range"),
+        ("--output=-1", "output must be a number"),
+        ("--workload=nowhere.jsonl", "there is no file nowhere.jsonl"),
+        ("--goodput=ttft", "--goodput: 'ttft' is not NAME:SECONDS"),
+        ("--plot=out.txt", "--plot: 'out.txt' ends neither"),
         ("--mesh=x", "--mesh: 'x'"),
+        ("--url=http://127.0.0.1:9", "--url: http://127.0.0.1:9: "),
     ],
 )
 def test_mistakes_are_named(capsys, flag, message):
     assert cli.main(["bench", "serve", flag]) == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err.strip()
+    assert message in error and "\n" not in error
 
 
-def test_lengths_beyond_the_model_are_refused(serve, capsys):
-    assert cli.main(["bench", "serve", f"--target={serve().target}", "--prompt_len=5000"]) == 2
+def test_two_servers_or_another_transport_are_refused(capsys):
+    both = ["--url=http://127.0.0.1:9", "--target=127.0.0.1:9"]
+    assert cli.main(["bench", "serve", *both]) == 2
+    assert "give either --url or --target" in capsys.readouterr().err
+    assert cli.main(["bench", "serve", both[0], "--transport=grpc"]) == 2
+    assert "--transport: --url is for http" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("transport", ["grpc", "http"])
+def test_lengths_beyond_the_model_are_refused(serve, capsys, transport):
+    command = ["bench", "serve", addresses(serve())[transport]]
+    assert cli.main([*command, "--prompt=5000"]) == 2
     assert "the model's limit is 4096" in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ import pytest
 
 COMMANDS = {
     "soak": ["soak", "--minutes=9", "--callers=1"],
-    "bench serve": ["bench", "serve", "--rates=0.1", "--requests=99", "--prompt_len=4"],
+    "bench serve": ["bench", "serve", "--qps=0.1", "--requests=99", "--prompt=4"],
 }
 TINY = ["--model=random:tiny", "--max_model_len=256", "--max_seqs=2", "--profile=none"]
 

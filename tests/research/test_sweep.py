@@ -14,8 +14,9 @@ import pytest
 
 from jaxserve.cli.main import main
 from jaxserve.research import runner
-from jaxserve.research.drive import prompt_ids, virtual
+from jaxserve.research.drive import virtual
 from jaxserve.research.points import Point, grid, parsed_axes, parsed_base, read_grid
+from jaxserve.research.prompts import prompt_ids
 from jaxserve.research.runner import Runner
 from jaxserve.settings.schema import ConfigError, MeshConfig
 from jaxserve.simulate.arrival import Arrival
@@ -153,7 +154,7 @@ def test_a_point_that_takes_too_long_is_ended(tmp_path):
 def test_virtual_time_is_that_of_simulate():
     system = System(shape_of("llama3-8b"), "h100", MeshConfig(tp=8))
     point = Point.of({**BASE, "requests": 30, "prompt": "lognormal:2000:1", "qps": 5.0})
-    config, arrivals = point.config(), point.load.arrivals()
+    config, arrivals = point.config(), point.load.schedule()
     made = [system.replica(config.scheduler, config.cache) for _ in range(2)]
     assert virtual(made[0], arrivals, None).records == execute(made[1], arrivals).records
 

@@ -303,10 +303,10 @@ def test_a_running_server_with_keys_and_tls_is_measured(files, capsys, tmp_path,
         "bench",
         "serve",
         "--requests=3",
-        "--rates=100",
-        "--output_len=2",
+        "--qps=100",
+        "--output=2",
         "--warmup=0",
-        "--prompt_len=4",
+        "--prompt=4",
     ]
     with served({**files.pair(), "api_keys": str(key_file)}) as server:
         with Client(server.target, **files.roots) as client:

@@ -54,8 +54,9 @@ def test_a_setting_by_its_old_name_works_everywhere_and_is_warned_of(write, monk
 
 
 def test_no_name_of_today_is_also_an_old_one():
+    today = SERVE.options.keys() | cli.load("bench serve").options.keys()
     for old, new in renamed.FLAGS.items():
-        assert old not in SERVE.options and new in SERVE.options
+        assert old not in today and new in today
     for name, values in renamed.VALUES.items():
         choices = SERVE.options[name].choices
         assert not set(values) & set(choices) and set(values.values()) <= set(choices)

@@ -317,6 +317,27 @@ def test_poisson_gaps_have_mean_and_variation_of_an_exponential():
     assert np.corrcoef(gaps[1:], gaps[:-1])[0, 1] == pytest.approx(0, abs=0.02)
 
 
+@pytest.mark.parametrize("burstiness", [0.25, 1, 4])
+def test_gamma_gaps_vary_as_their_burstiness_says(burstiness):
+    spec = f"gamma:{FIXED},burstiness={burstiness}"
+    gaps = np.diff([a.time for a in parse(spec, qps=4.0, requests=50_000)])
+    assert gaps.mean() == pytest.approx(0.25, rel=0.03)
+    assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.03)
+
+
+def test_constant_gaps_are_equal():
+    times = [a.time for a in parse(f"constant:{FIXED}", qps=4.0, requests=5)]
+    assert times == [0, 0.25, 0.5, 0.75, 1]
+
+
+@pytest.mark.parametrize("spec", ["9:3", "3:9:2"])
+def test_two_numbers_are_a_range(spec):
+    with pytest.raises(ConfigError):
+        parse(f"constant:prompt={spec},output=1", qps=1.0)
+    lengths = {a.prompt for a in parse("constant:prompt=3:5,output=1", qps=1.0, requests=200)}
+    assert lengths == {3, 4, 5}
+
+
 def test_a_burst_is_a_square_wave_of_the_asked_mean():
     times = np.array(
         [
@@ -545,13 +566,13 @@ def test_a_malformed_file_is_named_with_line_and_field(tmp_path, name, text, sai
 @pytest.mark.parametrize(
     "spec, said",
     [
-        ("", "'' is neither a generator .poisson, burst. nor a file"),
+        ("", "'' is neither a generator .poisson, gamma, constant, burst. nor a file"),
         ("poison:mix=medha-5", "did you mean poisson"),
         ("poisson", "lengths are needed"),
         ("poisson:mix=medha5", "unknown mix 'medha5'.*did you mean medha-5"),
         (
             "poisson:mx=medha-5",
-            "unknown option 'mx'; known are mix, prompt, output; did you mean mix",
+            "unknown option 'mx'; known are mix, prompt, output, prefix, groups; did you mean mix",
         ),
         ("poisson:period=3,mix=medha-5", "unknown option 'period'"),
         ("poisson:mix", "'mix' is not mix=VALUE"),
@@ -561,6 +582,8 @@ def test_a_malformed_file_is_named_with_line_and_field(tmp_path, name, text, sai
             "mix=medha-5 sets the lengths; prompt goes with mix=fixed only",
         ),
         ("poisson:mix=fixed,prompt=3", "lengths are needed"),
+        ("poisson:prompt=3,output=1,groups=2", "groups goes with prefix only"),
+        ("poisson:mix=medha-5,prefix=9", "prefix goes with mix=fixed only"),
         ("poisson:prompt=x3,output=1", "prompt must be a number from 1 .* not 'x3'"),
         ("poisson:prompt=0,output=1", "prompt must be a number from 1"),
         ("poisson:prompt=nan,output=1", "prompt: unknown distribution 'nan'"),

