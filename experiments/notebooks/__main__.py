@@ -39,23 +39,29 @@ OPTIONS = {
 def run(values: dict[str, Any]) -> int:
     try:
         import nbformat
+        from nbclient.exceptions import CellExecutionError
 
-        from experiments.notebooks.execute import execute, names, pictures, read
+        from experiments.notebooks.execute import execute, names, pictures, read, with_values
     except ModuleNotFoundError as error:
         raise ConfigError("notebooks", f"needs {error.name}: {INSTALL}") from None
     chosen = names() if values["only"] is None else values["only"].split(",")
-    for name in chosen:
-        read(name)
-    for name in chosen:
+    sizes = SMALL if values["size"] == "small" else {}
+    notebooks = {name: with_values(read(name), sizes.get(name, {})) for name in chosen}
+    failed = 0
+    for name, notebook in notebooks.items():
         began = time.monotonic()
-        executed = execute(name, SMALL[name] if values["size"] == "small" else {})
+        try:
+            execute(notebook)
+        except CellExecutionError as error:
+            failed += 1
+            print(error, file=sys.stderr)
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
         if values["pictures"]:
-            for file, data in pictures(name, executed):
+            for file, data in pictures(name, notebook):
                 _folder(values["pictures"]).joinpath(file).write_bytes(data)
         if values["executed"]:
-            nbformat.write(executed, _folder(values["executed"]) / f"{name}.ipynb")
-    return 0
+            nbformat.write(notebook, _folder(values["executed"]) / f"{name}.ipynb")
+    return 1 if failed else 0
 
 
 def _folder(name: str) -> Path:

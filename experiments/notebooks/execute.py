@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import base64
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,23 +57,8 @@ def read(name: str) -> NotebookNode:
     return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
 
-def execute(name: str, values: Mapping[str, Any]) -> NotebookNode:
-    """Executes a notebook in a process of its own, which has ended when this returns; returns it
-    with its outputs. values: of its parameters. Errors: ConfigError for a value that is no
-    parameter; nbclient's CellExecutionError and CellTimeoutError."""
-    notebook = read(name)
-    _replace(notebook, values)
-    client = NotebookClient(
-        notebook,
-        timeout=CELL_SECONDS,
-        kernel_name="python3",
-        kernel_manager_class=ThisPython,
-        resources={"metadata": {"path": str(ROOT)}},
-    )
-    return client.execute(env=_environment())
-
-
-def _replace(notebook: NotebookNode, values: Mapping[str, Any]) -> None:
+def with_values(notebook: NotebookNode, values: Mapping[str, Any]) -> NotebookNode:
+    """Sets parameters of a notebook. Errors: ConfigError for what is none of them."""
     place, cell = next(
         (place, cell)
         for place, cell in enumerate(notebook.cells)
@@ -91,16 +77,26 @@ def _replace(notebook: NotebookNode, values: Mapping[str, Any]) -> None:
         )
     lines = [f"{parameter} = {value!r}" for parameter, value in values.items()]
     notebook.cells.insert(place + 1, nbformat.v4.new_code_cell("\n".join(lines)))
+    return notebook
+
+
+def execute(notebook: NotebookNode) -> NotebookNode:
+    """Executes a notebook in a process of its own, which has ended when this returns; returns it
+    with its outputs. Errors: nbclient's CellExecutionError and CellTimeoutError."""
+    client = NotebookClient(
+        notebook,
+        timeout=CELL_SECONDS,
+        kernel_name="python3",
+        kernel_manager_class=ThisPython,
+        resources={"metadata": {"path": str(ROOT)}},
+    )
+    with tempfile.TemporaryDirectory() as profile:
+        return client.execute(env=_environment() | {"IPYTHONDIR": profile})
 
 
 def _environment() -> dict[str, str]:
     """That of this process, with several devices on a CPU."""
-    return {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(DEVICES),
-        "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # a warning of frozen modules
-        **os.environ,
-    }
+    return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES), **os.environ}
 
 
 def pictures(name: str, executed: NotebookNode) -> Iterator[tuple[str, bytes]]:

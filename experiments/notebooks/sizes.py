@@ -15,7 +15,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "live_meshes": ["tp=1", "kvp=2"],
         "devices": 4,
         "load": {"prompt": "2000", "output": "4", "requests": 8},
-        "qps": [4],
+        "concurrency": [2],
     },
     "exchange": {"points": 12, "rules": ["gather", "pass_kv"]},
     "slack": {"long": 60_000, "seconds": 4},

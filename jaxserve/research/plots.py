@@ -23,10 +23,11 @@ def front(
     label: str,
     color: str,
     names: int | None = None,
+    above: bool = True,
 ) -> pd.DataFrame:
     """Draws points by two columns, and those of them that none beats as a line with their meshes;
     returns these. lower: the column of which less is better. names: most meshes that are written
-    down, from both ends of the line on; None: all."""
+    down, evenly along the line, `above` it or below; None: all."""
     best = pareto(found, lower, higher)
     axes.plot(found[lower], found[higher], ".", color=color, alpha=0.5, label=label)
     axes.plot(best[lower], best[higher], "-", color=color, drawstyle="steps-post")
@@ -35,12 +36,24 @@ def front(
         axes.annotate(
             short(row["mesh"]),
             (row[lower], row[higher]),
-            xytext=(3, 3),
+            xytext=(3, 3 if above else -9),
             textcoords="offset points",
             fontsize=6,
             color=color,
         )
     return best
+
+
+def plain(axes: Any, *names: str) -> None:
+    """Numbers logarithmic axes, 'x' or 'y', as people write them: 0.2, 0.5, 1, 2, 5."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    for name in names:
+        axes.set(**{f"{name}scale": "log"})
+        axis = getattr(axes, f"{name}axis")
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _spread(count: int, most: int | None) -> list[int]:
