@@ -6,6 +6,7 @@ python -m experiments.notebooks --only=sweep,slack --pictures=docs/images/notebo
 
 from __future__ import annotations
 
+import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -49,19 +50,26 @@ def run(values: dict[str, Any]) -> int:
     notebooks = {name: with_values(read(name), sizes.get(name, {})) for name in chosen}
     failed = 0
     for name, notebook in notebooks.items():
-        began = time.monotonic()
+        began, worked = time.monotonic(), _cpu_seconds()
         try:
             execute(notebook)
         except CellExecutionError as error:
             failed += 1
             print(error, file=sys.stderr)
-        print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+        took, cpu = time.monotonic() - began, _cpu_seconds() - worked
+        print(f"{name}: {took:.0f} s, {cpu:.0f} s of CPU", flush=True)
         if values["pictures"]:
             for file, data in pictures(name, notebook):
                 _folder(values["pictures"]).joinpath(file).write_bytes(data)
         if values["executed"]:
             nbformat.write(notebook, _folder(values["executed"]) / f"{name}.ipynb")
     return 1 if failed else 0
+
+
+def _cpu_seconds() -> float:
+    """Of the processes that have ended: what a busy machine does not lengthen."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _folder(name: str) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 SMALL: dict[str, dict[str, Any]] = {
     "quickstart": {
         "model": "random:tiny",
-        "mesh": "spp=2,tp=2",
+        "mesh": "kvp=2,tp=2",
         "prompts": [[5, 6, 7, 8] * 20, [9, 10, 11]],
         "settings": {"max_model_len": 256, "pages": 64, "chunk_tokens": 64, "max_seqs": 2},
     },

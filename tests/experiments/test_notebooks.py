@@ -121,7 +121,7 @@ def test_the_command_keeps_pictures_and_outputs(capsys, tmp_path: Path):
         )
         == 0
     )
-    assert re.fullmatch(r"degree: \d+ s\n", capsys.readouterr().out)
+    assert re.fullmatch(r"degree: \d+ s, \d+ s of CPU\n", capsys.readouterr().out)
     assert {file.name for file in (tmp_path / "a").iterdir()} >= {"degree-plans.png"}
     executed = nbformat.read(tmp_path / "degree.ipynb", as_version=4)
     assert any(cell.get("outputs") for cell in executed.cells)
