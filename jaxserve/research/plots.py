@@ -23,20 +23,20 @@ def front(
     label: str,
     color: str,
     names: int | None = None,
-    above: bool = True,
 ) -> pd.DataFrame:
-    """Draws points by two columns, and those of them that none beats as a line with their meshes;
-    returns these. lower: the column of which less is better. names: most meshes that are written
-    down, evenly along the line, `above` it or below; None: all."""
+    """Draws points by two columns, and those of them that none beats as a line on which each mesh
+    is named where it begins; returns these. lower: the column of which less is better. names: most
+    that are named, evenly along the line; None: all."""
     best = pareto(found, lower, higher)
     axes.plot(found[lower], found[higher], ".", color=color, alpha=0.5, label=label)
     axes.plot(best[lower], best[higher], "-", color=color, drawstyle="steps-post")
-    for place in _spread(len(best), names):
-        row = best.iloc[place]
+    begins = best[best["mesh"] != best["mesh"].shift()]
+    for place in _spread(len(begins), names):
+        row = begins.iloc[place]
         axes.annotate(
             short(row["mesh"]),
             (row[lower], row[higher]),
-            xytext=(3, 3 if above else -9),
+            xytext=(3, 3),
             textcoords="offset points",
             fontsize=6,
             color=color,

@@ -56,9 +56,10 @@ def test_stages_have_rows_of_their_own(axes):
 
 def test_a_front_names_the_meshes_that_none_beats(axes):
     meshes = ["spp=1,kvp=1,tp=1", "spp=2,kvp=1,tp=1", "spp=1,kvp=2,tp=1", "spp=1,kvp=1,tp=2"]
-    found = pd.DataFrame({"x": [1, 2, 3, 4], "y": [1, 3, 2, 4], "mesh": meshes})
+    meshes.append(meshes[-1])
+    found = pd.DataFrame({"x": [1, 2, 3, 4, 5], "y": [1, 3, 2, 4, 5], "mesh": meshes})
     best = plots.front(axes, found, "x", "y", "all", "C0")
-    assert list(best["x"]) == [1, 2, 4]
+    assert list(best["x"]) == [1, 2, 4, 5]
     assert [text.get_text() for text in axes.texts] == ["one device", "spp=2", "tp=2"]
     plots.front(axes, found, "x", "y", "few", "C1", names=2)
     assert [text.get_text() for text in axes.texts[3:]] == ["one device", "tp=2"]
