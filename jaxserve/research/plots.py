@@ -13,35 +13,40 @@ from jaxserve.research.frames import pareto, short
 
 BAR = 0.9  # height of a row of a timeline, of 1
 EDGED = 400  # bars from which on edges would hide them
+NAME_SIZE = (60, 9)  # points, width and height of a mesh's name
 
 
 def front(
-    axes: Any,
-    found: pd.DataFrame,
-    lower: str,
-    higher: str,
-    label: str,
-    color: str,
-    names: int | None = None,
+    axes: Any, found: pd.DataFrame, lower: str, higher: str, label: str, color: str
 ) -> pd.DataFrame:
-    """Draws points by two columns, and those of them that none beats as a line on which each mesh
-    is named where it begins; returns these. lower: the column of which less is better. names: most
-    that are named, evenly along the line; None: all."""
+    """Draws points by two columns, and those of them that none beats as a line on which meshes are
+    named where they begin, as far as there is room; returns these. lower: the column of which less
+    is better. Scales of the axes must be set before, for they say where there is room."""
     best = pareto(found, lower, higher)
     axes.plot(found[lower], found[higher], ".", color=color, alpha=0.5, label=label)
     axes.plot(best[lower], best[higher], "-", color=color, drawstyle="steps-post")
-    begins = best[best["mesh"] != best["mesh"].shift()]
-    for place in _spread(len(begins), names):
-        row = begins.iloc[place]
-        axes.annotate(
-            short(row["mesh"]),
-            (row[lower], row[higher]),
-            xytext=(3, 3),
-            textcoords="offset points",
-            fontsize=6,
-            color=color,
-        )
+    name_meshes(axes, best[best["mesh"] != best["mesh"].shift()], lower, higher, color)
     return best
+
+
+def name_meshes(axes: Any, found: pd.DataFrame, x: str, y: str, color: str) -> None:
+    """Writes the mesh of each point to the upper left of it, where a front has no points; not where
+    another one's name would be hidden."""
+    axes.autoscale_view()
+    named: list[np.ndarray] = []
+    for _, row in found.iterrows():
+        point = axes.transData.transform((row[x], row[y])) * 72 / axes.figure.dpi
+        if all((abs(point - other) >= NAME_SIZE).any() for other in named):
+            named.append(point)
+            axes.annotate(
+                short(row["mesh"]),
+                (row[x], row[y]),
+                xytext=(-3, 2),
+                textcoords="offset points",
+                ha="right",
+                fontsize=7,
+                color=color,
+            )
 
 
 def plain(axes: Any, *names: str) -> None:
@@ -54,12 +59,6 @@ def plain(axes: Any, *names: str) -> None:
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())
-
-
-def _spread(count: int, most: int | None) -> list[int]:
-    """At most so many of `count` places, evenly, both ends among them."""
-    few = count if most is None else min(count, most)
-    return sorted({round(place) for place in np.linspace(0, count - 1, few)}) if few else []
 
 
 def timeline(

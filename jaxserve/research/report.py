@@ -128,10 +128,10 @@ def front(figure: Any, found: pd.DataFrame) -> bool:
     """Tokens per second and device against TTFT and TPOT, with the points that none beats."""
     panels = figure.subplots(1, 2)
     for axes, name in zip(panels, ("ttft_p90", "tpot_p90")):
+        axes.set(xlabel=f"{name[:4].upper()} p90, s", ylabel="tokens/s and device", xscale="log")
         for number, source in enumerate(SOURCES):
             points = found[(found["source"] == source) & (found["finished"] > 0)]
             plots.front(axes, with_speed(points), name, "speed", source, f"C{number}")
-        axes.set(xlabel=f"{name[:4].upper()} p90, s", ylabel="tokens/s and device", xscale="log")
     panels[0].legend(fontsize=7)
     return len(found[found["source"] != ""]) > 1
 

@@ -61,8 +61,13 @@ def test_a_front_names_the_meshes_that_none_beats(axes):
     best = plots.front(axes, found, "x", "y", "all", "C0")
     assert list(best["x"]) == [1, 2, 4, 5]
     assert [text.get_text() for text in axes.texts] == ["one device", "spp=2", "tp=2"]
-    plots.front(axes, found, "x", "y", "few", "C1", names=2)
-    assert [text.get_text() for text in axes.texts[3:]] == ["one device", "tp=2"]
+
+
+def test_a_name_is_left_out_where_it_would_hide_another(axes):
+    found = pd.DataFrame({"x": [1, 1.001, 9], "y": [1, 1.001, 9], "mesh": ["tp=1", "tp=2", "tp=4"]})
+    axes.plot(found["x"], found["y"])
+    plots.name_meshes(axes, found, "x", "y", "C0")
+    assert [text.get_text() for text in axes.texts] == ["one device", "tp=4"]
 
 
 def test_regions_have_the_colours_of_all_values_also_of_those_that_are_not_there(axes):
