@@ -40,26 +40,27 @@ OPTIONS = {
 def run(values: dict[str, Any]) -> int:
     try:
         import nbformat
-        from nbclient.exceptions import CellExecutionError
 
-        from experiments.notebooks.execute import execute, names, pictures, read, with_values
+        from experiments.notebooks import execute as notebooks
     except ModuleNotFoundError as error:
         raise ConfigError("notebooks", f"needs {error.name}: {INSTALL}") from None
-    chosen = names() if values["only"] is None else values["only"].split(",")
+    chosen = notebooks.names() if values["only"] is None else values["only"].split(",")
     sizes = SMALL if values["size"] == "small" else {}
-    notebooks = {name: with_values(read(name), sizes.get(name, {})) for name in chosen}
+    read = {
+        name: notebooks.with_values(notebooks.read(name), sizes.get(name, {})) for name in chosen
+    }
     failed = 0
-    for name, notebook in notebooks.items():
+    for name, notebook in read.items():
         began, worked = time.monotonic(), _cpu_seconds()
         try:
-            execute(notebook)
-        except CellExecutionError as error:
+            notebooks.execute(notebook)
+        except notebooks.FAILURES as error:
             failed += 1
             print(error, file=sys.stderr)
         took, cpu = time.monotonic() - began, _cpu_seconds() - worked
         print(f"{name}: {took:.0f} s, {cpu:.0f} s of CPU", flush=True)
         if values["pictures"]:
-            for file, data in pictures(name, notebook):
+            for file, data in notebooks.pictures(name, notebook):
                 _folder(values["pictures"]).joinpath(file).write_bytes(data)
         if values["executed"]:
             nbformat.write(notebook, _folder(values["executed"]) / f"{name}.ipynb")

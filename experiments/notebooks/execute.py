@@ -20,6 +20,7 @@ import zmq
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 from traitlets import default
 
@@ -29,6 +30,7 @@ FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 DEVICES = 8  # that JAX shows on a CPU, where the environment does not say
 CELL_SECONDS = 600
+FAILURES = (CellExecutionError, CellTimeoutError, DeadKernelError)
 PARAMETERS = "parameters"  # tag of the cell whose values may be replaced
 
 
@@ -75,6 +77,8 @@ def with_values(notebook: NotebookNode, values: Mapping[str, Any]) -> NotebookNo
         raise ConfigError(
             PARAMETERS, f"{', '.join(sorted(unknown))}: known are {', '.join(sorted(known))}"
         )
+    if not values:
+        return notebook
     lines = [f"{parameter} = {value!r}" for parameter, value in values.items()]
     notebook.cells.insert(place + 1, nbformat.v4.new_code_cell("\n".join(lines)))
     return notebook
@@ -82,7 +86,7 @@ def with_values(notebook: NotebookNode, values: Mapping[str, Any]) -> NotebookNo
 
 def execute(notebook: NotebookNode) -> NotebookNode:
     """Executes a notebook in a process of its own, which has ended when this returns; returns it
-    with its outputs. Errors: nbclient's CellExecutionError and CellTimeoutError."""
+    with its outputs. Errors: nbclient's, see FAILURES."""
     client = NotebookClient(
         notebook,
         timeout=CELL_SECONDS,
@@ -95,8 +99,10 @@ def execute(notebook: NotebookNode) -> NotebookNode:
 
 
 def _environment() -> dict[str, str]:
-    """That of this process, with several devices on a CPU."""
-    return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES), **os.environ}
+    """That of this process, with several devices on a CPU where it says nothing of them."""
+    said = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    devices = {} if said else {"JAX_NUM_CPU_DEVICES": str(DEVICES)}
+    return {"JAX_PLATFORMS": "cpu", **devices, **os.environ}
 
 
 def pictures(name: str, executed: NotebookNode) -> Iterator[tuple[str, bytes]]:
