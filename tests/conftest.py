@@ -26,7 +26,15 @@ QUICK_COMPILES: tuple[str, ...] = (
 if metadata.version("jaxlib").startswith("0.10."):
     QUICK_COMPILES += ("--xla_cpu_use_fusion_emitters=false",)
 # Files that take longest: they start first, so that no process is left with one at the end.
-LONGEST = ("engine/test_golden.py", "cli", "engine", "models", "simulate", "server")
+LONGEST = (
+    "engine/test_golden.py",
+    "experiments/test_notebooks.py",
+    "cli",
+    "engine",
+    "models",
+    "simulate",
+    "server",
+)
 
 # Both are read when JAX is first imported, which no host-side test does.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "12")

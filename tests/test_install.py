@@ -67,6 +67,7 @@ RUNS: dict[str, list[list[str]]] = {
             *("--base=model=llama3-8b;qps=1;requests=2", "--axes=mesh=tp=4|tp=8"),
             *("--out={folder}.jsonl", "--html={folder}.html"),
         ],
+        ["-m", "experiments.notebooks", "--size=small"],
     ],
     "test": [["-m", "pytest", "--collect-only", "-qq"]],
     "dev": [["-m", "mypy", "--version"], ["-m", "ruff", "--version"]],

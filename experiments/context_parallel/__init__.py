@@ -2,5 +2,6 @@
 
 `paper` is what the paper prints, `system` its hosts as a model of time over
 `jaxserve.costs.exchange_choice`, calibrated on three of its tables, and `figure` the command line.
-`python -m experiments.context_parallel` makes all of them; `explore.ipynb` is for playing.
+`python -m experiments.context_parallel` makes all of them; `experiments/notebooks/exchange.ipynb`
+has the hosts beside those of jaxserve's own profiles.
 """

@@ -209,27 +209,8 @@ def report_of(
             "ttft_stretch": scheduler.ttft_stretch,
             "ttft_of_longest": trial.objective(trial.longest),
         },
-        "plans": [row_of(answer) for answer in answers],
+        "plans": [answer.row for answer in answers],
         "left_out": [{"mesh": str(mesh), "reason": reason} for mesh, reason in out],
-    }
-
-
-def row_of(answer: PlanAnswer) -> dict[str, Any]:
-    """A plan for the report; seconds, tokens and bytes."""
-    plan = answer.plan
-    return {
-        "plan": str(plan),
-        "gpus": plan.mesh.devices,
-        "mesh": str(plan.mesh),
-        "chunking": plan.chunking,
-        "chunk_tokens": plan.chunk_tokens,
-        "requests": answer.requests,
-        "met": answer.met,
-        "capacity": answer.capacity,
-        "kv_tokens": answer.kv_tokens,
-        "weight_bytes_per_gpu": answer.weights,
-        "longest_alone": answer.alone,
-        "figures": answer.figures,
     }
 
 

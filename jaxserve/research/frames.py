@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxserve.research import runner
 from jaxserve.research.points import Point
 from jaxserve.research.runner import Runner
 from jaxserve.settings.schema import MeshConfig
+from jaxserve.simulate.recorder import Outcome
 
 FIGURES = {  # column: path in a line's figures
     "ttft_mean": ("all", "ttft", "mean"),
@@ -72,6 +74,17 @@ def _at(figures: Any, path: Sequence[str]) -> float | None:
     return figures
 
 
+def with_speed(found: pd.DataFrame) -> pd.DataFrame:
+    """Adds `speed`: tokens per second and device."""
+    return found.assign(speed=found["tokens_per_s"] / found["devices"])
+
+
+def short(mesh: str) -> str:
+    """A mesh without the axes that have one device."""
+    axes = [axis for axis in str(mesh).split(",") if not axis.endswith("=1")]
+    return ",".join(axes) or "one device"
+
+
 def pareto(found: pd.DataFrame, lower: str, higher: str) -> pd.DataFrame:
     """The rows that no other beats in both columns, by the one of which less is better."""
     known = found.dropna(subset=[lower, higher])
@@ -100,10 +113,25 @@ def varied(found: pd.DataFrame) -> list[str]:
     return [name for name in found.columns if name not in fixed and texts[name].nunique() > 1]
 
 
-def timeline(replica: Replica) -> pd.DataFrame:
+def records(outcome: Outcome) -> pd.DataFrame:
+    """A row per request of a run: the fields of `RequestRecord`, `ttft` and `tpot` in seconds, and
+    `late`, whether the first token came after it was due."""
+    rows = [
+        {
+            **dataclasses.asdict(record),
+            "ttft": record.ttft,
+            "tpot": record.tpot,
+            "late": record.first > record.due,
+        }
+        for record in outcome.records
+    ]
+    return pd.DataFrame(rows)
+
+
+def timeline(replica: Replica, requests: Collection[str] | None = None) -> pd.DataFrame:
     """What ran lately on a replica, by its journal: a row per stage and chunk of a step, with
     `begin` and `end` (seconds since the first), `stage`, `lanes`, `request`, `kind` (prefill or
-    decode), `first` (token) and `tokens`."""
+    decode), `first` (token) and `tokens`. requests: ids of those that are wanted; default: all."""
     rows: list[tuple[Any, ...]] = []
     since = 0
     more = True
@@ -113,6 +141,8 @@ def timeline(replica: Replica) -> pd.DataFrame:
             rows.extend(_chunks(step, view["names"]))
         since, more = view["next"], view["more"]
     made = pd.DataFrame(rows, columns=TIMELINE)
+    if requests is not None:
+        made = made[made["request"].isin(requests)]
     first = made["begin"].min()
     return made.assign(begin=made["begin"] - first, end=made["end"] - first)
 

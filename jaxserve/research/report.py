@@ -14,7 +14,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from jaxserve.research.frames import SOURCES, compared, frame, pareto, varied
+from jaxserve.research import plots
+from jaxserve.research.frames import SOURCES, compared, frame, short, varied, with_speed
 
 MAX_SERIES = 12  # lines of a picture; more cannot be told apart
 STYLE = (
@@ -99,12 +100,6 @@ def series(found: pd.DataFrame, but: Sequence[str]) -> Series:
                 yield name, source, points
 
 
-def short(mesh: str) -> str:
-    """A mesh without the axes that have one device."""
-    axes = [axis for axis in str(mesh).split(",") if not axis.endswith("=1")]
-    return ",".join(axes) or "one device"
-
-
 def _lines(axes: Any, found: pd.DataFrame, but: Sequence[str], x: str, y: str) -> None:
     colors: dict[str, str] = {}
     for name, source, points in series(found, but):
@@ -133,16 +128,10 @@ def front(figure: Any, found: pd.DataFrame) -> bool:
     """Tokens per second and device against TTFT and TPOT, with the points that none beats."""
     panels = figure.subplots(1, 2)
     for axes, name in zip(panels, ("ttft_p90", "tpot_p90")):
-        for source in SOURCES:
-            points = found[(found["source"] == source) & (found["finished"] > 0)]
-            points = points.assign(speed=points["tokens_per_s"] / points["devices"])
-            best = pareto(points, name, "speed")
-            color = "C0" if source == "live" else "C1"
-            axes.plot(points[name], points["speed"], ".", color=color, alpha=0.5, label=source)
-            axes.plot(best[name], best["speed"], "-", color=color, drawstyle="steps-post")
-            for _, row in best.iterrows():
-                axes.annotate(short(row["mesh"]), (row[name], row["speed"]), fontsize=6)
         axes.set(xlabel=f"{name[:4].upper()} p90, s", ylabel="tokens/s and device", xscale="log")
+        for number, source in enumerate(SOURCES):
+            points = found[(found["source"] == source) & (found["finished"] > 0)]
+            plots.front(axes, with_speed(points), name, "speed", source, f"C{number}")
     panels[0].legend(fontsize=7)
     return len(found[found["source"] != ""]) > 1
 

@@ -87,6 +87,25 @@ class PlanAnswer:
         """Sort key, best first: by the share that met the objectives, then by TTFT p90."""
         return -self.met, self.figures["ttft"].get("p90", math.inf)
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """The answer as plain data for JSON; seconds, tokens and bytes."""
+        plan = self.plan
+        return {
+            "plan": str(plan),
+            "gpus": plan.mesh.devices,
+            "mesh": str(plan.mesh),
+            "chunking": plan.chunking,
+            "chunk_tokens": plan.chunk_tokens,
+            "requests": self.requests,
+            "met": self.met,
+            "capacity": self.capacity,
+            "kv_tokens": self.kv_tokens,
+            "weight_bytes_per_gpu": self.weights,
+            "longest_alone": self.alone,
+            "figures": self.figures,
+        }
+
 
 # --- what is possible
 
@@ -98,7 +117,7 @@ def meshes(
     with the reason."""
     possible = []
     impossible = []
-    for mesh in _degrees(count):
+    for mesh in meshes_of(count):
         reason = _obstacle(mesh, question)
         if reason:
             impossible.append((mesh, reason))
@@ -107,7 +126,8 @@ def meshes(
     return possible, impossible
 
 
-def _degrees(count: int) -> Iterator[MeshConfig]:
+def meshes_of(count: int) -> Iterator[MeshConfig]:
+    """All meshes of `count` devices, whether a model can run on them or not."""
     for tp in _divisors(count):
         for spp in _divisors(count // tp):
             yield MeshConfig(spp=spp, kvp=count // tp // spp, tp=tp)

@@ -1,7 +1,6 @@
 """The context parallel paper's figures: each one's rows, claims and panels; what the calibration
 fits and what it then predicts."""
 
-import json
 import math
 from pathlib import Path
 
@@ -166,21 +165,3 @@ def test_one_sequence_of_128k_is_too_little_for_the_papers_network(rows):
     assert times[0] < times[1] > times[2] > times[3]
     ring = [table7.ttit(rows["table7"], hosts, "ring") for hosts in table7.HOSTS]
     assert ring == sorted(ring) and all(ours < theirs for ours, theirs in zip(times[1:], ring[1:]))
-
-
-# --- the notebook
-
-
-def test_the_notebook_runs(monkeypatch):
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    notebook = json.loads((FOLDER / "explore.ipynb").read_text())
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert notebook["nbformat"] == 4 and not any(
-        cell["outputs"] or cell["execution_count"] for cell in cells
-    )
-    names: dict = {}
-    for cell in cells:
-        exec("".join(cell["source"]), names)
-    names["plt"].close("all")
-    assert set(names["choice"].ravel()) >= {0.0, 1.0}
