@@ -28,24 +28,23 @@ def install(folder: Path, names: list[str], python: str) -> None:
     Errors: InstallError."""
     python = working_python(python)
     folder.mkdir(parents=True, exist_ok=True)
+    overrides = folder / "overrides.txt"
+    overrides.write_text(TORCH + "\n")
     for name in names:
         place = folder / PEERS[name]
-        print(f"installing {name} in {place}", file=sys.stderr, flush=True)
-        overrides = folder / "overrides.txt"
-        overrides.write_text(TORCH + "\n")
-        uv = uv_program(folder)
-        if not (place / "bin" / "python").exists():
-            _run(uv, "venv", "--quiet", "--python", python, str(place))
-        _run(
-            uv,
-            "pip",
-            "install",
-            "--python",
-            str(place / "bin" / "python"),
-            "--overrides",
-            str(overrides),
-            *REQUIREMENTS[name],
-        )
+        make_environment(place, python, REQUIREMENTS[name], "--overrides", str(overrides))
+
+
+def make_environment(place: Path, python: str, packages: list[str], *flags: str) -> None:
+    """Makes an environment with these packages, or completes it; flags: more for uv pip install.
+    Errors: InstallError."""
+    print(f"installing {', '.join(packages)} in {place}", file=sys.stderr, flush=True)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    uv = uv_program(place.parent)
+    own = str(place / "bin" / "python")
+    if not Path(own).exists():
+        _run(uv, "venv", "--quiet", "--python", python, str(place))
+    _run(uv, "pip", "install", "--quiet", "--python", own, *flags, *packages)
 
 
 def working_python(python: str) -> str:
