@@ -42,7 +42,6 @@ from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.planning.lanes import LanePlanner
 from jaxserve.settings.options import values_of
 from jaxserve.settings.schema import ConfigError, EngineConfig, SchedulerConfig
-from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.mesh import ensure_devices
 from jaxserve.store.disk import DiskBlocks
 from jaxserve.store.mooncake import MooncakeBlocks, address_towards, load_client
@@ -238,10 +237,7 @@ def make_engine(
     plan = worker.plan
     cache = make_cache(config, plan, model, worker.lower_tiers)
     scheduler = make_scheduler(config, plan, cache, profile)
-    chooser = None
-    if profile is not None and config.scheduler.exchange not in EXCHANGES and config.mesh.kvp > 1:
-        chooser = profile.chooser(plan, config.scheduler.exchange)
-    return Engine(config, worker, scheduler, chooser)
+    return Engine(config, worker, scheduler)
 
 
 def make_scheduler(
@@ -257,6 +253,7 @@ def make_scheduler(
         plan.model.eos_ids,
         costs=NOMINAL if profile is None else profile.costs,
         planner=None if profile is None else _planner(config.scheduler, plan, profile, most),
+        exchange=None if profile is None else profile.chooser(plan, config.scheduler.exchange),
     )
 
 
@@ -325,7 +322,7 @@ def _planner(
     rates = profile.improvement.get(config.planner) or {0.0: IMPROVEMENT}
     if config.improvement is not None:
         rates = {0.0: config.improvement}
-    return LanePlanner(config.planner, profile.instances(plan, config.exchange, max_len), rates)
+    return LanePlanner(config.planner, profile.instances(plan, config, max_len), rates)
 
 
 def make_plan(

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxserve.costs.exchange_choice import MOVES
 from jaxserve.settings.schema import SchedulerConfig
 
 NOWHERE = np.int32(2**30)  # a slot that no table has: writes to it are dropped
-MOVES = 32  # pages that one launch moves from each lane to each
 FEED = -1  # in place of a token id: the one sampled last for the row's slot
 
 

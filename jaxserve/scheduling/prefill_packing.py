@@ -44,7 +44,8 @@ class ChunkCandidate(NamedTuple):
     """Where a sequence's next chunk would run."""
 
     home: int  # lane
-    blocks_per_lane: list[int] | None  # if the sequence is spread
+    # if the sequence is spread, or will be by this chunk; else None
+    blocks_per_lane: list[int] | None
     start: int  # first token
     # of a sequence that waits: the pages that hold its first blocks already
     pages: np.ndarray | None
@@ -82,11 +83,23 @@ class PrefillStep:
     chunks: list[PrefillChunk] = field(default_factory=list)
     out_of_pages: bool = False  # a sequence that is partly prefilled found no page
 
-    def count_pending(self, sequence: Sequence, home: int, start: int) -> None:
-        """Counts what is left of a prompt as work of the lanes that will do it."""
-        lanes = sequence.plan_at(start).lanes or (home,)
-        for lane in lanes:
-            self.pending[lane] += sequence.prefill_seconds_left / len(lanes)
+    def count_pending(self, sequence: Sequence, home: int) -> None:
+        """Counts what is left of a prompt as work of the lanes that will do it: all that are part
+        of its plan, until that has ended."""
+        for lane in sequence.plan[-1].lanes if sequence.plan else (home,):
+            self.pending[lane] += sequence.prefill_seconds_left
+
+    def seconds_left(self, sequence: Sequence, start: int) -> float:
+        """Predicted seconds of a prompt's prefill from token `start` on, as it is planned."""
+        chunk = self.config.chunk_tokens
+        predictor = self.budget.predictor
+        if not sequence.plan:
+            return predictor.prefill(start, sequence.prefill_len, chunk)
+        seconds = 0.0
+        for part in sequence.plan:
+            seconds += predictor.prefill_on(len(part.lanes), start, part.stop, chunk)
+            start = max(start, part.stop)
+        return seconds
 
 
 class PrefillPacker:
@@ -121,8 +134,7 @@ class PrefillPacker:
         reserve = int(np.count_nonzero(self.slots.phase == DECODE))
         step = PrefillStep(config, now, budget, reserve, [0.0] * len(budget.lanes))
         for sequence in self.slots.prefilling:
-            slot = sequence.slot
-            step.count_pending(sequence, int(self.cache.home[slot]), int(self.slots.issued[slot]))
+            step.count_pending(sequence, int(self.cache.home[sequence.slot]))
         self.admission.begin(reserve)
         if not reserve:
             self._preempt_for_oldest()
@@ -166,7 +178,7 @@ class PrefillPacker:
         """
         self._admit(step, long, candidate)
         candidate = self._candidate(step, long) or candidate._replace(pages=None)
-        if len(step.budget.lanes) > 1 and candidate.blocks_per_lane is None:
+        if len(step.budget.lanes) > 1 and (candidate.blocks_per_lane is None or long.plan):
             self._add_sharers(step, long, candidate, order.ranked())
         work = SHARER_WORK_RATIO * long.prefill_seconds_left
         self._add_sharers(step, long, candidate, order.ranked(work))
@@ -188,7 +200,7 @@ class PrefillPacker:
             if candidate is None:
                 continue
             tried += 1
-            apart = candidate.home != place.home and place.blocks_per_lane is None
+            apart = _apart(place, candidate, planned=bool(long.plan))
             if apart or other.prefill_seconds_left <= most_work:
                 share = 1.0 if apart else self._share(step, other)
                 limit = step.budget.limit(candidate.home, share)
@@ -220,9 +232,21 @@ class PrefillPacker:
             sequence.ticket = None  # what has not come by now is computed
         if sequence.ticket is not None or not step.budget.tokens_left[home]:
             return None
-        spread = self.cache.spread[slot]
-        held = self.cache.blocks_per_lane[slot].tolist() if spread else None
-        return ChunkCandidate(home, held, int(self.slots.issued[slot]), None)
+        start = int(self.slots.issued[slot])
+        return ChunkCandidate(home, self._blocks_per_lane(sequence, start), start, None)
+
+    def _blocks_per_lane(self, sequence: Sequence, start: int) -> list[int] | None:
+        """Blocks on each lane, or how they will be dealt by the chunk from token `start` on; None
+        where one lane has them all."""
+        cache = self.cache
+        slot = sequence.slot
+        planned = sequence.plan_at(start).lanes
+        if slot != NO_SLOT and cache.spread[slot] and planned in ((), cache.group(slot)):
+            return cache.blocks_per_lane[slot].tolist()
+        lanes = planned or cache.dealt_over(cache.blocks(sequence.prefill_len))
+        if len(lanes) < 2:
+            return None
+        return [int(lane in lanes) for lane in range(cache.pages.lanes)]
 
     def _candidate_to_admit(self, step: PrefillStep, sequence: Sequence) -> ChunkCandidate | None:
         """Where the first chunk of a waiting sequence would run, by the plan that it gets, or on
@@ -246,7 +270,7 @@ class PrefillPacker:
             stop = min(start + step.config.chunk_tokens, sequence.prefill_len)
             need = self.cache.blocks(stop) - len(pages)
             home = self.cache.choose_home(pages, lanes, need, step.pending)
-        candidate = ChunkCandidate(home, None, start, pages)
+        candidate = ChunkCandidate(home, self._blocks_per_lane(sequence, start), start, pages)
         first = len(pages)
         keys, source = self._fetchable(step.budget.predictor, sequence, first)
         if not keys:
@@ -340,7 +364,7 @@ class PrefillPacker:
             return False
         self._admit(step, sequence, candidate)
         step.budget.add(candidate.home, candidate.blocks_per_lane, candidate.start, length)
-        step.chunks.append(self._issue(sequence, length))
+        step.chunks.append(self._issue(step, sequence, length))
         return True
 
     def _admit(self, step: PrefillStep, sequence: Sequence, candidate: ChunkCandidate) -> None:
@@ -350,9 +374,9 @@ class PrefillPacker:
         if pages is None:
             return
         self.admission.admit(sequence, pages, home)
-        if start:
-            sequence.prefill_seconds_left = self.slots.work(start, sequence.prefill_len)
-        step.count_pending(sequence, home, start)
+        if start or sequence.plan:
+            sequence.prefill_seconds_left = step.seconds_left(sequence, start)
+        step.count_pending(sequence, home)
         if sequence.started_at is None:
             sequence.started_at = step.now
             sequence.cached_tokens = start
@@ -366,7 +390,7 @@ class PrefillPacker:
         capacity = int(cache.capacity[sequence.slot]) + spare * cache.block_size
         return min(sequence.prefill_len - start, most, capacity - start)
 
-    def _issue(self, sequence: Sequence, length: int) -> PrefillChunk:
+    def _issue(self, step: PrefillStep, sequence: Sequence, length: int) -> PrefillChunk:
         """Gives the sequence's next tokens pages and counts them as issued."""
         slot = sequence.slot
         slots = self.slots
@@ -379,9 +403,22 @@ class PrefillPacker:
         self.cache.extend(slot, self.cache.blocks(chunk.stop) - len(self.cache.tables[slot]))
         slots.issued[slot] = chunk.stop
         if chunk.stop < sequence.prefill_len:
-            sequence.prefill_seconds_left = slots.work(chunk.stop, sequence.prefill_len)
+            sequence.prefill_seconds_left = step.seconds_left(sequence, chunk.stop)
         else:
             sequence.prefill_seconds_left = 0.0
             slots.phase[slot] = DECODE
             slots.prefilling.remove(sequence)
         return chunk
+
+
+def _apart(long: ChunkCandidate, other: ChunkCandidate, planned: bool) -> bool:
+    """Whether another prompt's chunk runs on lanes that a long prompt's does not use. Gathered
+    queries burden all lanes; planned prompts go round a ring."""
+    if long.blocks_per_lane is None:
+        return other.home != long.home
+    if not planned:
+        return False
+    used = other.blocks_per_lane or [
+        int(lane == other.home) for lane in range(len(long.blocks_per_lane))
+    ]
+    return not any(mine and theirs for mine, theirs in zip(long.blocks_per_lane, used))

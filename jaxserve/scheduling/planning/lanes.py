@@ -1,18 +1,16 @@
 """Plans which lanes of a replica compute which part of a prompt, by `cdsp`.
 
-The lanes are the prefill instances of Tetris. The seconds of a chunk on a group of lanes come from
-the engine's profile: each lane computes a share of the linear layers, and attention takes as long
-as with the exchange that steps would choose among so many lanes.
+The lanes are the prefill instances of Tetris. The seconds of a chunk on a group of lanes are those
+of the steps that it will take (`Predictor`): each lane of the group computes a share of the linear
+layers, and attention takes as long as with the exchange that these steps would choose.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Mapping
 
-from jaxserve.costs.exchange_choice import ExchangeChooser
-from jaxserve.costs.predictor import Costs
+from jaxserve.costs.predictor import Predictor
 from jaxserve.scheduling.planning import cdsp
 from jaxserve.scheduling.planning.cdsp import Instances
 from jaxserve.scheduling.planning.improvement import ImprovementRate
@@ -21,26 +19,17 @@ from jaxserve.scheduling.sequence import PlanPart
 LENGTHS = 8  # lengths of chunks and of histories to predict, each twice the one before
 
 
-def instances_of(costs: Costs, exchange: ExchangeChooser, longest: int, block: int) -> Instances:
-    """The lanes, all in one node, with latencies for contexts up to `longest` tokens. Chunks but
-    the last are of whole blocks."""
-    sizes = [2**power for power in range(exchange.lanes.bit_length()) if 2**power <= exchange.lanes]
+def instances_of(predictor: Predictor, step: int, longest: int, block: int) -> Instances:
+    """The lanes, all in one node, with latencies for contexts up to `longest` tokens, in steps of
+    `step` tokens. Chunks but the last are of whole blocks."""
+    lanes = predictor.mesh.kvp
+    sizes = [2**power for power in range(lanes.bit_length()) if 2**power <= lanes]
     lengths = [max(1, longest >> power) for power in range(LENGTHS)]
     points = [
-        (size, history, tokens, _seconds(costs, exchange, size, history, tokens))
+        (size, history, tokens, predictor.prefill_on(size, history, history + tokens, step))
         for size, history, tokens in itertools.product(sizes, [0, *lengths], lengths)
     ]
-    return Instances(cdsp.fit(points), exchange.lanes, block)
-
-
-def _seconds(
-    costs: Costs, exchange: ExchangeChooser, size: int, history: int, tokens: int
-) -> float:
-    group = dataclasses.replace(exchange, lanes=size)
-    decision = group.choose([(history, tokens)])
-    return costs.launch + costs.layers * (
-        costs.linear(-(-tokens // size)) + decision.seconds[decision.strategy]
-    )
+    return Instances(cdsp.fit(points), lanes, block)
 
 
 class LanePlanner:
