@@ -30,7 +30,7 @@ from jaxserve.simulate.plan import (
     search,
     simulations,
 )
-from jaxserve.simulate.run import shape_of
+from jaxserve.simulate.run import check_classes, shape_of
 from jaxserve.simulate.workload import parse
 
 ABOUT = f"""\
@@ -117,6 +117,7 @@ def run(values: dict[str, Any]) -> int:
     _check_files(values)
     found = plans(fit)
     trial = PlanRunner(question, found)
+    check_classes(question.scheduler, trial.arrivals)
     with progress_bar("plans", simulations(len(found), values["best"]), sys.stderr.isatty()) as bar:
         answers = search(trial, found, values["best"], bar)
     report = report_of(values, trial, answers, out)
@@ -136,7 +137,7 @@ def question_of(values: Mapping[str, Any]) -> PlanQuestion:
             "chunking": "adaptive",
             "chunk_tokens": CHUNKS[0][1],
             "pages": None,
-            "kv_memory_gib": 1.0,
+            "kv_memory_gib": None,
         }
     )
     arrivals = lambda qps, requests: parse(

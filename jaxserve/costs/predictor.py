@@ -364,11 +364,9 @@ class Predictor:
         cached: int,
         new: int,
     ) -> list[tuple[int, LaneLoad]]:
-        """The same, by the exchange that the spread chunks so far and this one would choose. New
-        tokens are taken to be dealt as the context is, or, where lanes fill one by one, to be on
-        one lane."""
+        """The same, by the exchange that the spread chunks so far and this one would choose."""
         shares = np.array(_shares(held))
-        computed = shares if self.dealt else np.eye(1, len(lanes), home)[0]
+        computed = self._computed(exchange, shares, new)
         before = lanes[home].chunks_spread or exchange.nothing()
         chunks = before.plus(cached, new, computed, shares)
         decision = exchange.decide(chunks.work())
@@ -378,6 +376,16 @@ class Predictor:
             (index, self._more(lane, tokens, 0.0, 0, chunks, seconds))
             for index, (lane, tokens) in enumerate(zip(lanes, own))
         ]
+
+    def _computed(self, exchange: ExchangeChooser, held: np.ndarray, new: int) -> np.ndarray:
+        """The share of a chunk's tokens that each lane is expected to compute round a ring, given
+        the share of the context that it holds: whole blocks are dealt, and where lanes fill one by
+        one, all are on the last."""
+        blocks = -(-new // exchange.block) if self.dealt else 1
+        lanes = np.flatnonzero(held)
+        if blocks >= len(lanes):
+            return held
+        return np.isin(np.arange(len(held)), lanes[:blocks]) / blocks
 
     def _more(
         self,
@@ -476,7 +484,7 @@ class Predictor:
         if not self.dealt:
             lanes = min(lanes, math.ceil((cached + new) / self.reach))
         held = (np.arange(exchange.lanes) < lanes) / lanes
-        computed = held if self.dealt else np.eye(1, exchange.lanes)[0]
+        computed = self._computed(exchange, held, new)
         chunks = exchange.nothing().plus(round(cached), new, computed, held)
         decision = exchange.decide(chunks.work())
         own = max(chunks.computed(decision.strategy))

@@ -39,7 +39,7 @@ from jaxserve.group.messages import Hello, shared_settings
 from jaxserve.kernels.kv_pages import FP8, pool_shapes
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling import Scheduler
-from jaxserve.scheduling.planning.lanes import LanePlanner
+from jaxserve.scheduling.planning.lanes import LanePlanner, improvement_rates
 from jaxserve.settings.options import values_of
 from jaxserve.settings.schema import ConfigError, EngineConfig, SchedulerConfig
 from jaxserve.sharding.mesh import ensure_devices
@@ -55,7 +55,6 @@ from jaxserve.weights.store import OrbaxFolder
 log = logging.getLogger(__name__)
 LEAST_PAGES = 2
 STORE_SECONDS = 2.0  # of a call of the shared store
-IMPROVEMENT = 0.1  # share of a prompt's time that more lanes must save, where nobody knows better
 DTYPES = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -319,9 +318,7 @@ def _planner(
     """Plans which lanes compute which part of a prompt, where that is asked for."""
     if not plan.moves:
         return None
-    rates = profile.improvement.get(config.planner) or {0.0: IMPROVEMENT}
-    if config.improvement is not None:
-        rates = {0.0: config.improvement}
+    rates = improvement_rates(config, profile.improvement.get(config.planner, {}))
     return LanePlanner(config.planner, profile.instances(plan, config, max_len), rates)
 
 

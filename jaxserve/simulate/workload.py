@@ -10,7 +10,7 @@ mixes of lengths calibrated to them.
                       (num_prefill_tokens, num_decode_tokens, and arrived_at in seconds); L-Eval
                       (words, n_questions, ...). Where there are no times, rows are drawn without
                       replacement, and again once all are used, and arrive as a Poisson process of
-                      rate qps.
+                      rate qps. All but L-Eval, and .jsonl, may have `class`, the request's.
     poisson:OPTIONS   Exponential gaps of mean 1 / qps.
     burst:OPTIONS     A Poisson process whose rate is a square wave of mean qps: `period` (60 s), of
                       which the last `duty` (0.25) is at `factor` (4) times the rate of the rest.

@@ -15,7 +15,9 @@ from jaxserve.scheduling.planning import cdsp
 from jaxserve.scheduling.planning.cdsp import Instances
 from jaxserve.scheduling.planning.improvement import ImprovementRate
 from jaxserve.scheduling.sequence import PlanPart
+from jaxserve.settings.schema import SchedulerConfig
 
+IMPROVEMENT = 0.1  # share of a prompt's time that more lanes must save, where nobody knows better
 LENGTHS = 8  # lengths of chunks and of histories to predict, each twice the one before
 
 
@@ -30,6 +32,15 @@ def instances_of(predictor: Predictor, step: int, longest: int, block: int) -> I
         for size, history, tokens in itertools.product(sizes, [0, *lengths], lengths)
     ]
     return Instances(cdsp.fit(points), lanes, block)
+
+
+def improvement_rates(
+    scheduler: SchedulerConfig, profiled: Mapping[float, float] = {}
+) -> Mapping[float, float]:
+    """Improvement rate by requests per second: as it is set, else as it was profiled."""
+    if scheduler.improvement is not None:
+        return {0.0: scheduler.improvement}
+    return profiled or {0.0: IMPROVEMENT}
 
 
 class LanePlanner:
