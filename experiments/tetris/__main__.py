@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from experiments.figures import main_of_all
 from experiments.tetris.figure import OPTIONS, settings_of
 
-NUMBERS = ("table1", "table2", "3", "8", "9", "10", "11", "12", "13", "14")
+NUMBERS = ("table1", "table2", "3", "8", "8_served", "9", "10", "11", "12", "13", "14")
 HEAD = """\
 # Tetris' figures, again
 
