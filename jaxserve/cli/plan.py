@@ -30,7 +30,7 @@ from jaxserve.simulate.plan import (
     search,
     simulations,
 )
-from jaxserve.simulate.run import check_classes, shape_of
+from jaxserve.simulate.run import shape_of
 from jaxserve.simulate.workload import parse
 
 ABOUT = f"""\
@@ -117,7 +117,6 @@ def run(values: dict[str, Any]) -> int:
     _check_files(values)
     found = plans(fit)
     trial = PlanRunner(question, found)
-    check_classes(question.scheduler, trial.arrivals)
     with progress_bar("plans", simulations(len(found), values["best"]), sys.stderr.isatty()) as bar:
         answers = search(trial, found, values["best"], bar)
     report = report_of(values, trial, answers, out)

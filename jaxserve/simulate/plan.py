@@ -26,7 +26,14 @@ from jaxserve.settings.schema import (
 )
 from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.recorder import Outcome, RequestRecord
-from jaxserve.simulate.run import System, drive, outcome_summary, requests, tpot_by_kind
+from jaxserve.simulate.run import (
+    System,
+    check_classes,
+    drive,
+    outcome_summary,
+    requests,
+    tpot_by_kind,
+)
 
 CHUNKS = (("adaptive", 8192), ("static", 2048), ("static", 512))
 COARSE_SHARE = 5  # the first pass has one in so many of the requests
@@ -167,11 +174,13 @@ def plans(
 
 
 class PlanRunner:
-    """Simulates plans on one workload, all by the same objectives."""
+    """Simulates plans on one workload, all by the same objectives. Errors: ConfigError for a class
+    of requests that none is of."""
 
     def __init__(self, question: PlanQuestion, plans: Sequence[MeshPlan]):
         self.question = question
         self.arrivals = question.arrivals(question.qps, question.requests)
+        check_classes(question.scheduler, self.arrivals)
         self.longest = max(arrival.prompt for arrival in self.arrivals)
         every = [question.predictor(plan) for plan in plans]
         chunks = [plan.chunk_tokens for plan in plans]
