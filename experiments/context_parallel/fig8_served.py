@@ -60,7 +60,7 @@ def replica(hosts: int, exchange: str) -> VirtualReplica:
         hosts, HEADS, host.prefill, "roofline" if exchange == "auto" else exchange, block=BLOCK
     )
     lanes = dict(placement="striped", lane_tokens=BLOCK) if hosts > 1 else {}
-    cache = CacheConfig(block_size=BLOCK, pages=2**14, **lanes)
+    cache = CacheConfig(block_size=BLOCK, pages=2**11, **lanes)
     config = SchedulerConfig(
         chunk_tokens=CHUNK, max_seqs=1, exchange=exchange if hosts > 1 else "gather"
     )
