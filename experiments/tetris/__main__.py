@@ -10,7 +10,7 @@ import sys
 from experiments.papers import Paper
 from experiments.tetris.figure import OPTIONS, settings_of
 
-NUMBERS = ("table1", "table2", "3", "8", "9", "10", "11", "12", "13", "14")
+NUMBERS = ("table1", "table2", "3", "8", "8_served", "9", "10", "11", "12", "13", "14")
 HEAD = """\
 # Tetris' figures, again
 

@@ -38,3 +38,9 @@ def size_of(home: int, held: Sequence[int]) -> int:
     """The least size with which one group has a sequence's home lane and all lanes that hold some
     of its blocks. held: blocks on each lane."""
     return size_around((home, *(lane for lane, blocks in enumerate(held) if blocks)), len(held))
+
+
+def lanes_of(home: int, held: Sequence[int] | None) -> range:
+    """The lanes that compute a sequence: those of the group of `size_of`; home alone, where `held`
+    is None."""
+    return range(home, home + 1) if held is None else group_around(home, size_of(home, held))

@@ -19,7 +19,13 @@ from jaxserve.api.request import NORMAL_RETENTION, KvSource
 from jaxserve.cache.block_events import BlockEvents, StoredBlocks
 from jaxserve.cache.hashes import BlockHashes, root_key
 from jaxserve.cache.pages import PageAllocator, PageCounts
-from jaxserve.cache.placement import PLACEMENTS, Placement, PlacementView
+from jaxserve.cache.placement import (
+    DEALING,
+    PLACEMENTS,
+    SCATTERING,
+    Placement,
+    PlacementView,
+)
 from jaxserve.cache.prefix_match import NO_MATCH, PrefixMatch, find_prefix
 from jaxserve.cache.stores import PendingStores
 from jaxserve.cache.table_updates import BLOCK, INDEX, LANE, PAGE, SLOT, TableUpdates
@@ -120,6 +126,18 @@ class CacheManager:
     def reach(self) -> int:
         """Tokens of a sequence that a lane holds before the next one joins."""
         return min(self._lane_limit, self.pages.per_lane) * self.block_size
+
+    @property
+    def deals(self) -> bool:
+        """Whether lanes share a long prompt's blocks from its first ones on; else they fill one
+        after the other."""
+        return self._place in DEALING + SCATTERING
+
+    def dealt_over(self, blocks: int) -> tuple[int, ...]:
+        """The lanes that share a prompt of so many blocks from its first ones on, if nobody plans;
+        none where they fill one after the other, or one holds it."""
+        shared = self._place in SCATTERING or (self._place in DEALING and blocks > self._lane_limit)
+        return tuple(range(self.pages.lanes)) if shared else ()
 
     def blocks(self, tokens: int) -> int:
         """Blocks, and so pages, that this many tokens take."""

@@ -93,6 +93,8 @@ def scatter(view: PlacementView) -> int:
 
 
 Placement = Callable[[PlacementView], int]
+DEALING = (striped, zigzag)  # long prompts over their group
+SCATTERING = (round_robin, scatter)  # all prompts over all lanes
 PLACEMENTS: dict[str, Placement] = {
     "grow": grow,
     "striped": striped,

@@ -136,7 +136,7 @@ def question_of(values: Mapping[str, Any]) -> PlanQuestion:
             "chunking": "adaptive",
             "chunk_tokens": CHUNKS[0][1],
             "pages": None,
-            "kv_memory_gib": 1.0,
+            "kv_memory_gib": None,
         }
     )
     arrivals = lambda qps, requests: parse(

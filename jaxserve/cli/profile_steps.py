@@ -93,7 +93,7 @@ def improvement(values: dict[str, Any], config: EngineConfig, plan: Any, max_len
     ]
 
     def search(profile: Any) -> dict[str, dict[float, float]]:
-        instances = profile.instances(plan, config.scheduler.exchange, max_len)
+        instances = profile.instances(plan, config.scheduler, max_len)
         lanes = config.mesh.kvp
         one = min(instances.latencies)
         seconds = statistics.fmean(

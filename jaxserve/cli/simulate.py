@@ -21,14 +21,20 @@ from jaxserve.settings.schema import (
     ConfigError,
     MeshConfig,
     SchedulerConfig,
-    check_lanes,
 )
 from jaxserve.simulate.arrival import Arrival, workload_summary
-from jaxserve.simulate.baselines import BASELINES, check_baseline, compare
+from jaxserve.simulate.baselines import BASELINES, POOLS, check_baseline, compare
 from jaxserve.simulate.mixes import MIXES
 from jaxserve.simulate.recorder import Outcome, RequestRecord
 from jaxserve.simulate.replica import VirtualReplica
-from jaxserve.simulate.run import System, execute, outcome_summary, shape_of
+from jaxserve.simulate.run import (
+    System,
+    check_classes,
+    execute,
+    outcome_summary,
+    shape_of,
+    tpot_by_kind,
+)
 from jaxserve.simulate.workload import parse
 
 ABOUT = f"""\
@@ -42,7 +48,9 @@ lognormal:MEDIAN:SIGMA[:LOW:HIGH], and prefix=N,groups=N for shared prefixes; li
 gamma (with burstiness=X) and constant;
 FILE.jsonl, Mooncake's: timestamp (ms), input_length, output_length, hash_ids of 512 tokens;
 FILE.csv, Azure's: TIMESTAMP, ContextTokens, GeneratedTokens; or lengths: num_prefill_tokens,
-num_decode_tokens, and arrived_at (seconds), without which they come as --qps says.
+num_decode_tokens, and arrived_at (seconds), without which they come as --qps says. Both may have
+`class`: requests of a class of --classes; others are short, medium and long ones by their prompt.
+Lanes (kvp) take --placement, --exchange and --planner as `jaxserve serve` does.
 The exit code is 1 where no request was served.
 
   jaxserve simulate --model=llama3-8b --gpu=a100 --mesh=tp=8,spp=2 --qps=0.5 --requests=500
@@ -106,7 +114,6 @@ def scheduling_options() -> list[Option]:
         "adaptive (to the objectives of the decodes), or static:N tokens",
     )
     found = {**options_of(SchedulerConfig), **options_of(CacheConfig), "chunking": chunking}
-    del found["classes"]  # simulated requests name none
     return [
         dataclasses.replace(option, default=DEFAULTS.get(name, option.default))
         for name, option in found.items()
@@ -121,9 +128,9 @@ def run(values: dict[str, Any]) -> int:
     )
     names = [name for name in values["baseline"].replace(" ", "").split(",") if name]
     check(names, values)
+    check_classes(scheduler, arrivals)
     until = values["duration"] or float("inf")
     replica = system.replica(scheduler, cache, values["lookahead"])
-    check_lanes(system.mesh, cache, scheduler)
     total = len(arrivals) * (1 + len(names))
     with progress_bar("simulating", total, sys.stderr.isatty()) as step:
         outcomes = {"jaxserve": execute(replica, _told(arrivals, step), until=until)}
@@ -154,6 +161,8 @@ def check(baselines: Sequence[str], values: Mapping[str, Any]) -> None:
     """Refuses before the run what would fail after it. Errors: ConfigError."""
     for name in baselines:
         check_baseline(name)
+        if values["classes"] and name in POOLS:
+            raise ConfigError("baseline", f"{name} knows no --classes")
     if values["plot"]:
         check_picture("plot", values["plot"])
     for flag in filter(values.get, ("json", "csv", "plot")):
@@ -197,7 +206,8 @@ def report_of(
         "scheduler": dataclasses.asdict(scheduler),
         "workload": workload_summary(arrivals),
         "results": {
-            name: outcome_summary(outcome, scheduler.tpot) for name, outcome in outcomes.items()
+            name: outcome_summary(outcome, scheduler.tpot, tpot_by_kind(scheduler))
+            for name, outcome in outcomes.items()
         },
     }
 

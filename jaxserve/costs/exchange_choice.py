@@ -34,6 +34,8 @@ from jaxserve.costs.profiles import ITEM, PARTIAL, Link
 from jaxserve.settings.schema import ConfigError
 
 RIDGE = 1e-4  # of the logistic regression: keeps it finite where a line parts all points
+MOVES = 32  # pages that one launch moves from each lane to each
+PIECE = 2048  # tokens of KV that a lane of the engine sends on at once in `pass_kv`
 
 
 def _need(fits: bool, field: str, value: Any, rule: str) -> None:
@@ -97,10 +99,25 @@ class ExchangeWork:
     share: int  # new tokens of a lane, at most
     shard: int  # tokens of KV on a lane, at most; what goes round is padded to it
     touched: float  # of these, those of sequences that have queries in a step of the ring
+    # what differs where chunks are on some of the lanes only; 0: they are on all
+    even: int = 0  # new tokens of a lane where any lane may compute them: gathered ones
+    holders: int = 0  # lanes that hold a sequence
+    here: float = 0.0  # pairs of all queries and the KV of the lane that attends most
+    step: float = 0.0  # pairs of one lane's queries and another's KV, at most
 
     @property
     def cached(self) -> int:
         return self.context - self.tokens
+
+    @property
+    def gathered_pairs(self) -> float:
+        """Of all queries and one lane's KV, at most."""
+        return self.here or self.pairs * self.shard / self.context
+
+    @property
+    def step_pairs(self) -> float:
+        """Of one lane's queries and one lane's KV, at most: those of a step of the ring."""
+        return self.step or self.pairs * self.shard / self.context * self.share / self.tokens
 
 
 def work_of(
@@ -141,6 +158,76 @@ def work_of(
     return ExchangeWork(lanes, tokens, context, pairs, share + visits, prefill + decode, touched)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpreadChunks:
+    """The spread chunks of a step, each of which bears on the lanes of its group. group_size: of
+    the largest group; holders: most lanes that hold a chunk's sequence.
+
+    by_lane [9, lanes]: sums over the chunks of the lane's groups: new tokens; tokens of context;
+    pairs of query and key; new tokens of the lane where any lane of the group may compute them
+    (gathered); and what the lane itself has: new tokens that it computes round a ring; tokens of KV
+    that it holds; pairs of all queries and its KV; pairs of its queries and another lane's KV, at
+    most; tokens of KV that these are paired with."""
+
+    by_lane: np.ndarray
+    group_size: int = 1
+    holders: int = 0
+
+    @classmethod
+    def none(cls, lanes: int) -> SpreadChunks:
+        return cls(np.zeros((9, lanes)))
+
+    def plus(
+        self, cached: int, new: int, computed: np.ndarray, held: np.ndarray, group: range
+    ) -> SpreadChunks:
+        """With a chunk of `new` tokens after `cached` ones. computed, held [lanes]: each lane's
+        share of the new tokens and of all KV; group: the lanes that compute it."""
+        context = cached + new
+        pairs = new * (cached + (new + 1) / 2)
+        most = held.max()
+        own = np.zeros_like(self.by_lane)
+        totals = new, context, pairs, -(-new // len(group))
+        own[:4, group.start : group.stop] = np.array(totals)[:, None]
+        own[4] = new * computed
+        own[5] = context * held
+        own[6] = pairs * held
+        own[7] = pairs * most * computed
+        own[8] = context * most * (computed > 0)
+        return SpreadChunks(
+            self.by_lane + own,
+            max(self.group_size, len(group)),
+            max(self.holders, int(np.count_nonzero(held))),
+        )
+
+    @property
+    def lanes(self) -> np.ndarray:
+        """[lanes] bool; those that some chunk bears on."""
+        return self.by_lane[0] > 0
+
+    def computed(self, strategy: str) -> list[int]:
+        """New tokens that each lane computes: gathered ones go to all lanes of a group alike."""
+        return np.ceil(self.by_lane[3 if strategy == "gather" else 4]).astype(int).tolist()
+
+    def work(self) -> ExchangeWork:
+        """The sums, on the lane that has most of each."""
+        tokens, context, pairs, even, share, shard, here, step, touched = self.by_lane.max(
+            1
+        ).tolist()
+        return ExchangeWork(
+            self.group_size,
+            int(tokens),
+            int(context),
+            pairs,
+            math.ceil(share),
+            math.ceil(shard),
+            touched,
+            int(even),
+            self.holders,
+            here,
+            step,
+        )
+
+
 # --- bytes
 
 
@@ -172,7 +259,7 @@ class ExchangeBytes:
 def gather(work: ExchangeWork, heads: Heads, piece: int = 0) -> ExchangeBytes:
     """(N-1) T/N (N_H + 2 N_KV) H e for queries, keys and values; (N-1) T/N N_H (H + 1) partial for
     the partials."""
-    far = (work.lanes - 1) * work.share
+    far = (work.lanes - 1) * (work.even or work.share)
     return ExchangeBytes(
         work.lanes,
         gathered=far * (heads.query_bytes + heads.new_kv_bytes),
@@ -316,15 +403,18 @@ Chooser = Callable[["ExchangeChooser", ExchangeWork, Mapping[str, float]], str]
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeChooser:
-    """Chooses for steps in which groups of `lanes` lanes meet. chooser: a name of `CHOOSERS`, or a
-    rule of one's own. piece: tokens of KV that a lane sends on at once, see `pass_kv`. Errors:
-    ConfigError that names the field."""
+    """Chooses for steps in which groups of `lanes` lanes meet, and tells how long what it chooses
+    takes. chooser: a name of `CHOOSERS`, or a rule of one's own. piece: tokens of KV that a lane
+    sends on at once, see `pass_kv`. costs: of attention, where a profile has them; None: as the
+    rates say. block: tokens of a page. Errors: ConfigError that names the field."""
 
     lanes: int
     heads: Heads
     rates: ExchangeRates
     chooser: str | Chooser = "roofline"
     piece: int = 0
+    costs: Costs | None = None
+    block: int = 1
 
     def __post_init__(self) -> None:
         _need(self.lanes >= 1, "lanes", self.lanes, "1 or more")
@@ -336,7 +426,14 @@ class ExchangeChooser:
         self, chunks: Sequence[tuple[int, int]], shards: Sequence[int] | None = None
     ) -> Decision:
         """For a step's spread chunks of (cached, new) tokens. Errors: see `work_of`."""
-        work = work_of(chunks, self.lanes, shards)
+        return self.decide(work_of(chunks, self.lanes, shards))
+
+    def nothing(self) -> SpreadChunks:
+        """A step of so many lanes without spread chunks."""
+        return SpreadChunks.none(self.lanes)
+
+    def decide(self, work: ExchangeWork) -> Decision:
+        """For the spread chunks of a step."""
         seconds = self.seconds(work)
         choose = CHOOSERS[self.chooser] if isinstance(self.chooser, str) else self.chooser
         return Decision(choose(self, work, seconds), seconds)
@@ -344,20 +441,21 @@ class ExchangeChooser:
     def seconds(self, work: ExchangeWork) -> dict[str, float]:
         """Of attention and what lanes send for it, per layer, by strategy."""
         if self.lanes == 1:
-            return dict.fromkeys(TRAFFIC, self.attention(work.pairs, work.shard))
-        part = work.shard / work.context  # of all keys, on the fullest lane
-        step = work.pairs * part * work.share / work.tokens
+            return dict.fromkeys(TRAFFIC, self.attention(work.pairs, work.shard, work.tokens))
         return {
             "gather": self._gather(
-                gather(work, self.heads), self.attention(work.pairs * part, work.shard)
+                gather(work, self.heads),
+                self.attention(work.gathered_pairs, work.shard, work.tokens),
             ),
-            "pass_kv": self._ring(pass_kv(work, self.heads, self.piece), step, work.touched),
-            "pass_q": self._ring(pass_q(work, self.heads), step, work.touched),
+            "pass_kv": self._ring(pass_kv(work, self.heads, self.piece), work),
+            "pass_q": self._ring(pass_q(work, self.heads), work),
         }
 
-    def attention(self, pairs: float, read: float) -> float:
-        """Seconds of so many pairs of query and key, over `read` tokens of KV: computing or
-        reading, whichever takes longer."""
+    def attention(self, pairs: float, read: float, queries: float = 0.0) -> float:
+        """Seconds of so many pairs of query and key, of so many `queries`, over `read` tokens of
+        KV: computing or reading, whichever takes longer."""
+        if self.costs is not None:
+            return self.costs.attend(pairs, read, queries)
         heads = self.heads
         rates = self.rates
         computed = 4 * heads.heads * heads.head_dim * pairs / rates.flops_per_s
@@ -368,16 +466,37 @@ class ExchangeChooser:
             self.rates.gather(traffic.gathered) + attention + self.rates.exchange(traffic.exchanged)
         )
 
-    def _ring(self, traffic: ExchangeBytes, pairs: float, read: float) -> float:
+    def _ring(self, traffic: ExchangeBytes, work: ExchangeWork) -> float:
         """Each hop beside the attention of what came before it; the last attention; the all-to-all,
-        where there is one."""
-        attention = self.attention(pairs / traffic.rounds, read / traffic.rounds)
+        where there is one. The ring passes all lanes of a group, also those that hold
+        nothing."""
+        rounds = traffic.rounds
+        attention = self.attention(
+            work.step_pairs / rounds, work.touched / rounds, work.share / rounds
+        )
         hop = self.rates.hop(traffic.hop)
         home = self.rates.exchange(traffic.exchanged) if traffic.exchanged else 0.0
-        return (
-            traffic.rounds * ((self.lanes - 1) * self.rates.beside(hop, attention) + attention)
-            + home
-        )
+        beside = (work.holders or self.lanes) - 1
+        hops = beside * self.rates.beside(hop, attention) + (self.lanes - 1 - beside) * hop
+        return rounds * (hops + attention) + home
+
+    def decodes(self, tokens: int) -> float:
+        """Seconds in which lanes gather the queries of so many decodes, and send partials home."""
+        far = tokens * (self.lanes - 1) / self.lanes
+        heads = self.heads
+        return self.rates.gather(
+            far * (heads.query_bytes + heads.new_kv_bytes)
+        ) + self.rates.exchange(far * heads.partial_bytes)
+
+    @staticmethod
+    def launches(moves: int) -> int:
+        """Launches that move so many pages from a lane to another."""
+        return -(-moves // MOVES)
+
+    def move(self) -> float:
+        """Seconds per layer in which a launch moves pages between lanes. It is as long whatever it
+        moves: MOVES pages from each lane to each."""
+        return self.rates.exchange((self.lanes - 1) * MOVES * self.block * self.heads.kv_bytes)
 
     # --- the paper's thresholds
 

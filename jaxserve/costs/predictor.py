@@ -5,7 +5,8 @@ A step runs through the stages one after the other; within a stage the slowest l
 lane's time in one layer is that of its linear parts, which depends on how many tokens it computes,
 plus attention, which depends on who attends to how much, plus what ranks and lanes say to each
 other. `Costs` holds the coefficients, in seconds; `Predictor` applies them to batches and, while
-serving, corrects them by what steps really took.
+serving, corrects them by what steps really took. How lanes exchange what spread chunks need, and
+how long that takes, it asks an `ExchangeChooser`; without one they gather queries.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxserve.api.batch import Batch
-from jaxserve.api.lane_groups import group_around, group_sizes, size_of
+from jaxserve.api.lane_groups import group_around, group_sizes, lanes_of, size_around
 from jaxserve.settings.schema import MeshConfig
+
+if TYPE_CHECKING:
+    from jaxserve.costs.exchange_choice import Decision, ExchangeChooser, SpreadChunks
 
 HOST_SECONDS = 0.003  # in which the host decides and issues a step
 EARLY_SHARE = 0.1  # of a step's predicted time, by which it may end early
@@ -99,11 +104,15 @@ class Costs:
         of a spread context, `cached` and `own` are its shares of the tokens before and of the new
         ones."""
         own = new if own is None else own
-        return (
-            self.chunk
-            + self.chunk_token * new
-            + smooth_max(self.pair * (cached + own / 2) * new, self.read * (cached + own))
-        )
+        return self._attend(self.pair * (cached + own / 2) * new, cached + own, new)
+
+    def attend(self, pairs: float, read: float, queries: float) -> float:
+        """One layer's attention of `queries` new tokens in so many pairs of query and key, over
+        `read` tokens of KV."""
+        return self._attend(self.pair * pairs, read, queries)
+
+    def _attend(self, computed: float, read: float, queries: float) -> float:
+        return self.chunk + self.chunk_token * queries + smooth_max(computed, self.read * read)
 
     def attend_decodes(self, count: int, context: float) -> float:
         """One layer's attention of `count` decodes over `context` tokens together."""
@@ -150,21 +159,43 @@ class LaneLoad:
     tokens: int = 0  # prefill tokens of its own
     tiles: int = 0  # rows that hold them
     attention: float = 0.0  # seconds per layer, of the chunks
-    spread: int = 0  # spread tokens that it exchanges with the others
+    spread: int = 0  # spread tokens that it exchanges with the others, as Costs.kvp_token counts
     samples: int = 0
+    # the step's spread chunks, the same on all lanes, and seconds per layer of the attention and
+    # exchange of those that bear on this one; None where no chooser says what they take
+    chunks_spread: SpreadChunks | None = None
+    exchange: float = 0.0
 
 
 class Predictor:
     """Seconds of batches on a mesh. `reach` is how many tokens of a sequence a lane holds before
-    the next one joins. `scale` is what the online correction has learnt: it starts at 1."""
+    the next one joins; dealt: longer prompts are dealt over all lanes from their first token on.
+    `scale` is what the online correction has learnt: it starts at 1."""
 
     def __init__(
-        self, costs: Costs, mesh: MeshConfig, reach: float = math.inf, memory: float = 0.05
+        self,
+        costs: Costs,
+        mesh: MeshConfig,
+        reach: float = math.inf,
+        memory: float = 0.05,
+        exchange: ExchangeChooser | None = None,
+        dealt: bool = False,
     ):
         self.mesh = mesh
         self.memory = memory
         self.reach = reach if mesh.kvp > 1 else math.inf
         self.costs = costs
+        self.exchange = exchange if mesh.kvp > 1 else None
+        # the same by size of the groups of lanes that meet
+        self._choosers = (
+            {}
+            if self.exchange is None
+            else {
+                size: dataclasses.replace(self.exchange, lanes=size)
+                for size in group_sizes(mesh.kvp)
+            }
+        )
+        self.dealt = dealt
         self.layers = -(-costs.layers // mesh.spp)
         self.scale = 1.0
         self.calibrated = costs != NOMINAL  # whether its costs are seconds: NOMINAL counts work
@@ -190,9 +221,13 @@ class Predictor:
         layer = shape.seconds if shape else costs.linear(count + lane.tokens)
         if costs.longest:
             context = lane.longest * (shape.decodes if shape else count)
-        layer += costs.attention(lane.attention, costs.attend_decodes(count, context))
-        if lane.spread:
+        layer += costs.attention(
+            lane.attention + lane.exchange, costs.attend_decodes(count, context)
+        )
+        if lane.spread and self.exchange is None:
             layer += costs.kvp + costs.kvp_token * lane.spread
+        elif lane.spread and self.exchange is not None:
+            layer += self.exchange.decodes(lane.spread)
         return (costs.launch + self.layers * layer) * self.scale + self.head(lane.samples)
 
     def head(self, samples: int) -> float:
@@ -217,12 +252,54 @@ class Predictor:
             batch.spread[single],
             batch.blocks_per_lane[single],
         )
+        known = self.exchange is not None
         for row in np.flatnonzero(~single).tolist():
             held = batch.blocks_per_lane[row].tolist() if batch.spread[row] else None
-            self.add_chunk(
-                out, int(batch.lane[row]), held, int(batch.start[row]), int(batch.length[row])
-            )
-        return out
+            if held is None or not known:
+                self.add_chunk(
+                    out, int(batch.lane[row]), held, int(batch.start[row]), int(batch.length[row])
+                )
+        return self._with_spread(out, batch) if known else out
+
+    def _with_spread(self, lanes: list[LaneLoad], batch: Batch) -> list[LaneLoad]:
+        """The lanes with the batch's spread chunks, which are computed where their blocks are if
+        they go round a ring."""
+        strategy, seconds, chunks = self._exchanged(batch)
+        count = int(np.count_nonzero(batch.spread & (batch.length > 1)))
+        return [
+            self._more(lane, own, 0.0, 0, chunks, seconds, count) if takes_part else lane
+            for lane, own, takes_part in zip(lanes, chunks.computed(strategy), chunks.lanes)
+        ]
+
+    def strategy(self, batch: Batch) -> str:
+        """How the batch's spread chunks of more than one token reach KV on other lanes."""
+        return self._exchanged(batch)[0]
+
+    def _exchanged(self, batch: Batch) -> tuple[str, float, SpreadChunks]:
+        """The strategy for a batch's spread chunks, seconds per layer, and the chunks. Round a ring
+        a token is sampled where its blocks are: they are gathered where that is not its home."""
+        exchange = self.exchange
+        assert exchange is not None
+        chunks = exchange.nothing()
+        settled = True
+        at = 0
+        for row in np.flatnonzero(batch.spread & (batch.length > 1)).tolist():
+            start = int(batch.start[row])
+            new = int(batch.length[row])
+            first = start // exchange.block
+            ends = np.arange(first, (start + new - 1) // exchange.block + 2) * exchange.block
+            block_lane = batch.block_lane[at : at + len(ends) - 1]
+            at += len(block_lane)
+            tokens = np.bincount(block_lane, np.diff(ends.clip(start, start + new)), self.mesh.kvp)
+            held = batch.blocks_per_lane[row]
+            group = group_around(int(batch.lane[row]), int(batch.group_size[row]))
+            chunks = chunks.plus(start, new, tokens / new, held / held.sum(), group)
+            settled &= not batch.sample[row] or block_lane[-1] == batch.lane[row]
+        if chunks.group_size == 1:
+            return "gather", 0.0, chunks
+        decision = self._decide(chunks)
+        strategy = decision.strategy if settled else "gather"
+        return strategy, decision.seconds[strategy], chunks
 
     def decodes(
         self, context: np.ndarray, lane: np.ndarray, spread: np.ndarray, held: np.ndarray
@@ -261,16 +338,21 @@ class Predictor:
         self, lanes: list[LaneLoad], home: int, held: Sequence[int] | None, cached: int, new: int
     ) -> float:
         """Seconds of the step, on the lanes that it bears on, if the chunk joined."""
-        return max(self.lane(lane) for _, lane in self.joined(lanes, home, held, cached, new))
+        group = lanes_of(home, held)
+        joined = self.joined(lanes, home, held, cached, new)
+        return max(self.lane(lane) for index, lane in joined if index in group)
 
     def joined(
         self, lanes: list[LaneLoad], home: int, held: Sequence[int] | None, cached: int, new: int
     ) -> list[tuple[int, LaneLoad]]:
-        """The lanes that a chunk bears on, with it. The tokens of a spread one are dealt over the
-        lanes of its group; each lane attends, for all of them, over what it holds."""
+        """The lanes that a chunk bears on, with it, and others that have to know of it. The tokens
+        of a spread one are dealt over the lanes of its group; each of them attends, for all of
+        them, over what it holds."""
         if held is None:
             return [(home, self._more(lanes[home], new, self.costs.attend_chunk(cached, new), 0))]
-        group = group_around(home, size_of(home, held))
+        if self.exchange is not None:
+            return self._joined_by_exchange(self.exchange, lanes, home, held, cached, new)
+        group = lanes_of(home, held)
         own = -(-new // len(group))
         shares = _shares(held)
         return [
@@ -286,23 +368,85 @@ class Predictor:
             for index in group
         ]
 
-    def _more(self, lane: LaneLoad, tokens: int, attention: float, spread: int) -> LaneLoad:
+    def _joined_by_exchange(
+        self,
+        exchange: ExchangeChooser,
+        lanes: list[LaneLoad],
+        home: int,
+        held: Sequence[int],
+        cached: int,
+        new: int,
+    ) -> list[tuple[int, LaneLoad]]:
+        """The same, by the exchange that the spread chunks so far and this one would choose."""
+        group = lanes_of(home, held)
+        shares = np.array(_shares(held))
+        computed = self._computed(exchange, shares, new)
+        before = lanes[home].chunks_spread or exchange.nothing()
+        chunks = before.plus(cached, new, computed, shares, group)
+        decision = self._decide(chunks)
+        seconds = decision.seconds[decision.strategy]
+        alone = exchange.nothing().plus(cached, new, computed, shares, group)
+        own = alone.computed(decision.strategy)
+        return [
+            (
+                index,
+                self._more(lane, own[index], 0.0, 0, chunks, seconds)
+                if index in group
+                else dataclasses.replace(lane, chunks_spread=chunks),
+            )
+            for index, lane in enumerate(lanes)
+        ]
+
+    def _decide(self, chunks: SpreadChunks) -> Decision:
+        """How the lanes of each group exchange what these chunks need."""
+        return self._choosers[chunks.group_size].decide(chunks.work())
+
+    def _computed(self, exchange: ExchangeChooser, held: np.ndarray, new: int) -> np.ndarray:
+        """The share of a chunk's tokens that each lane is expected to compute round a ring, given
+        the share of the context that it holds: whole blocks are dealt, and where lanes fill one by
+        one, all are on the last."""
+        blocks = -(-new // exchange.block) if self.dealt else 1
+        lanes = np.flatnonzero(held)
+        if blocks >= len(lanes):
+            return held
+        return np.isin(np.arange(len(held)), lanes[:blocks]) / blocks
+
+    def _more(
+        self,
+        lane: LaneLoad,
+        tokens: int,
+        attention: float,
+        spread: int,
+        chunks_spread: SpreadChunks | None = None,
+        exchange: float = 0.0,
+        chunks: int = 1,
+    ) -> LaneLoad:
         tiles = lane.tiles - (-tokens // self.costs.tile)
         return LaneLoad(
             lane.decodes,
             lane.context,
             lane.longest,
-            lane.chunks + 1,
+            lane.chunks + chunks,
             lane.tokens + tokens,
             tiles,
             lane.attention + attention,
             lane.spread + spread,
             lane.samples,
+            chunks_spread or lane.chunks_spread,
+            exchange or lane.exchange,
         )
 
     def seconds(self, batch: Batch) -> float:
-        """A batch's pace: see `stage`."""
-        return self.stage(self.lanes(batch))
+        """A batch's pace: see `stage`. The last launch of pages that change lanes runs beside the
+        layers, those before it do not."""
+        stage = self.stage(self.lanes(batch))
+        exchange = self.exchange
+        if exchange is None or not len(batch.moves):
+            return stage
+        pairs = np.bincount(batch.moves[:, 0] * self.mesh.kvp + batch.moves[:, 2])
+        launch = self.layers * exchange.move() * self.scale
+        before = exchange.launches(int(pairs.max())) - 1
+        return before * launch + exchange.rates.beside(launch, stage)
 
     # --- a whole prompt
 
@@ -312,16 +456,26 @@ class Predictor:
         if total <= cached:
             return 0.0
         seconds = self.head(1)
+        if self.dealt and total > self.reach:
+            return seconds + self._chunks(cached, total, chunk * self.mesh.kvp, self.mesh.kvp)
         for lanes in group_sizes(self.mesh.kvp):  # as lanes join
             end = total if lanes == self.mesh.kvp else min(total, self.reach * lanes)
             seconds += self._chunks(cached, end, chunk * lanes, lanes)
             cached = max(cached, end)
         return seconds
 
+    def prefill_on(self, lanes: int, cached: int, total: int, chunk: int) -> float:
+        """The same where tokens `cached` to before `total` are dealt over so many lanes, as the
+        ones before them are."""
+        return self._chunks(cached, total, chunk * lanes, lanes) + self.head(1)
+
     def _chunks(self, cached: float, total: float, chunk: int, lanes: int) -> float:
         """The same on a group of `lanes` lanes, in chunks of so many tokens of all of them."""
         if total <= cached:
             return 0.0
+        spread = lanes > 1
+        if spread and self.exchange is not None:
+            return self._exchanged_chunks(self.exchange, cached, total, chunk, lanes)
         costs = self.costs
         new = total - cached
         steps = math.ceil(new / chunk)
@@ -333,6 +487,34 @@ class Predictor:
         if lanes > 1:
             layer += steps * costs.kvp + costs.kvp_token * new
         return (steps * costs.launch + self.layers * layer) * self.scale
+
+    def _exchanged_chunks(
+        self, exchange: ExchangeChooser, cached: float, total: float, chunk: int, lanes: int
+    ) -> float:
+        """Of steps whose chunks are exchanged: what they take at three lengths of the context,
+        weighted as Simpson does, times their number."""
+        steps = math.ceil((total - cached) / chunk)
+        size = math.ceil((total - cached) / steps)
+        layer = sum(
+            weight * self._exchanged_layer(exchange, cached + at * (steps - 1) * size, size, lanes)
+            for weight, at in ((1 / 6, 0.0), (2 / 3, 0.5), (1 / 6, 1.0))
+        )
+        return steps * (self.costs.launch + self.layers * layer) * self.scale
+
+    def _exchanged_layer(
+        self, exchange: ExchangeChooser, cached: float, new: int, lanes: int
+    ) -> float:
+        """One layer of a chunk alone in its step, dealt over so many lanes, or on lanes that were
+        filled one by one."""
+        if not self.dealt:
+            lanes = min(lanes, math.ceil((cached + new) / self.reach))
+        held = (np.arange(exchange.lanes) < lanes) / lanes
+        computed = self._computed(exchange, held, new)
+        group = group_around(0, size_around(range(lanes), exchange.lanes))
+        chunks = exchange.nothing().plus(round(cached), new, computed, held, group)
+        decision = self._decide(chunks)
+        own = max(chunks.computed(decision.strategy))
+        return self.costs.linear(own) + decision.seconds[decision.strategy]
 
     # --- learning while serving
 

@@ -39,10 +39,9 @@ from jaxserve.group.messages import Hello, shared_settings
 from jaxserve.kernels.kv_pages import FP8, pool_shapes
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling import Scheduler
-from jaxserve.scheduling.planning.lanes import LanePlanner
+from jaxserve.scheduling.planning.lanes import LanePlanner, improvement_rates
 from jaxserve.settings.options import values_of
 from jaxserve.settings.schema import ConfigError, EngineConfig, SchedulerConfig
-from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.mesh import ensure_devices
 from jaxserve.store.disk import DiskBlocks
 from jaxserve.store.mooncake import MooncakeBlocks, address_towards, load_client
@@ -56,7 +55,6 @@ from jaxserve.weights.store import OrbaxFolder
 log = logging.getLogger(__name__)
 LEAST_PAGES = 2
 STORE_SECONDS = 2.0  # of a call of the shared store
-IMPROVEMENT = 0.1  # share of a prompt's time that more lanes must save, where nobody knows better
 DTYPES = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -238,10 +236,7 @@ def make_engine(
     plan = worker.plan
     cache = make_cache(config, plan, model, worker.lower_tiers)
     scheduler = make_scheduler(config, plan, cache, profile)
-    chooser = None
-    if profile is not None and config.scheduler.exchange not in EXCHANGES and config.mesh.kvp > 1:
-        chooser = profile.chooser(plan, config.scheduler.exchange)
-    return Engine(config, worker, scheduler, chooser)
+    return Engine(config, worker, scheduler)
 
 
 def make_scheduler(
@@ -257,6 +252,7 @@ def make_scheduler(
         plan.model.eos_ids,
         costs=NOMINAL if profile is None else profile.costs,
         planner=None if profile is None else _planner(config.scheduler, plan, profile, most),
+        exchange=None if profile is None else profile.chooser(plan, config.scheduler.exchange),
     )
 
 
@@ -322,10 +318,8 @@ def _planner(
     """Plans which lanes compute which part of a prompt, where that is asked for."""
     if not plan.moves:
         return None
-    rates = profile.improvement.get(config.planner) or {0.0: IMPROVEMENT}
-    if config.improvement is not None:
-        rates = {0.0: config.improvement}
-    return LanePlanner(config.planner, profile.instances(plan, config.exchange, max_len), rates)
+    rates = improvement_rates(config, profile.improvement.get(config.planner, {}))
+    return LanePlanner(config.planner, profile.instances(plan, config, max_len), rates)
 
 
 def make_plan(

@@ -1,21 +1,17 @@
 """Writes step commands: what a batch means for the devices.
 
 The builder knows what the devices were told before: which version of the sampled tokens each slot's
-last token is in, and how each slot samples. It decides how lanes exchange what they need
-(`costs.exchange_choice`), picks the cheapest compiled shape, and fills its rows.
+last token is in, and how each slot samples. It asks the scheduler's predictor how lanes exchange
+what they need, picks the cheapest compiled shape, and fills its rows.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Set
-from dataclasses import replace
 
 import numpy as np
 
 from jaxserve.api.batch import Batch
-from jaxserve.api.lane_groups import group_sizes
-from jaxserve.costs.exchange_choice import ExchangeChooser
 from jaxserve.engine import sampling_rows, token_masks
 from jaxserve.engine.arrays import to_arrays
 from jaxserve.engine.command import NO_SAMPLING, NO_STEP, SAMPLE_LATER, StepCommand
@@ -29,14 +25,12 @@ from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.scheduler import Events
 from jaxserve.settings.schema import SchedulerConfig
 
-log = logging.getLogger(__name__)
 GREEDY, FULL, LOGPROBS, GUIDED = range(len(VARIANTS))
 
 
 class CommandBuilder:
-    """Commands for workers with this plan. chooser: chooses the exchange between lanes step by
-    step; None: always the configured one. uncompiled: tells the shapes that no step may have yet.
-    """
+    """Commands for workers with this plan. uncompiled: tells the shapes that no step may have
+    yet."""
 
     def __init__(
         self,
@@ -44,17 +38,12 @@ class CommandBuilder:
         config: SchedulerConfig,
         scheduler: Scheduler,
         registry: Registry,
-        chooser: ExchangeChooser | None = None,
         uncompiled: Callable[[], Set[StepShape]] = frozenset,
     ):
         self._plan = plan
         self._config = config
         self._scheduler = scheduler
         self._registry = registry
-        sizes = group_sizes(plan.mesh.kvp)[1:]
-        self._choosers = (
-            {} if chooser is None else {size: replace(chooser, lanes=size) for size in sizes}
-        )
         self._uncompiled = uncompiled
         self._shape_index = {shape: index for index, shape in enumerate(plan.shapes)}
         self._begins = True  # the first command has the devices forget what they did before
@@ -189,33 +178,9 @@ class CommandBuilder:
         assert shape is not None, f"no compiled shape holds {demand}"
         if not ring:
             return shape
-        exchange = self._choose(batch, demand) if self._choosers else self._config.exchange
+        predictor = self._scheduler.predictor
+        known = predictor.exchange is not None
+        exchange = predictor.strategy(batch) if known else self._config.exchange
         if exchange == "gather":
             return shape
         return self._plan.shape_for(demand, exchange, fullest(ring), moves, but) or shape
-
-    def _choose(self, batch: Batch, demand: StepDemand) -> str:
-        """The fastest exchange for the spread chunks of a batch, in the group of lanes that takes
-        longest; the decision is logged."""
-        chooser = self._choosers[demand.group_size]
-        groups: dict[int, list[int]] = {}
-        for chunk in demand.long:  # decodes are gathered
-            if chunk.spread:
-                groups.setdefault(chunk.lane // demand.group_size, []).append(chunk.row)
-        decisions = [chooser.choose(*self._spread_work(batch, rows)) for rows in groups.values()]
-        decision = max(decisions, key=lambda decision: decision.seconds[decision.strategy])
-        log.debug(
-            "batch %d: %s out of %s seconds per layer",
-            batch.number,
-            decision.strategy,
-            decision.seconds,
-        )
-        return decision.strategy
-
-    def _spread_work(
-        self, batch: Batch, rows: list[int]
-    ) -> tuple[list[tuple[int, int]], list[int]]:
-        """Of these chunks, (cached, new) tokens, and tokens of KV on the lane that holds most."""
-        chunks = list(zip(batch.start[rows].tolist(), batch.length[rows].tolist()))
-        blocks = batch.blocks_per_lane[rows].max(1)
-        return chunks, (blocks * self._plan.block_size).tolist()

@@ -29,7 +29,6 @@ from jaxserve.api.request import Request
 from jaxserve.cache.block_events import BlockEvents
 from jaxserve.cache.tiers import LowerTiers, TierCounts
 from jaxserve.clock import Clock, WallClock
-from jaxserve.costs.exchange_choice import ExchangeChooser
 from jaxserve.engine import results
 from jaxserve.engine.block_export import TierExporter
 from jaxserve.engine.block_mover import Arrival
@@ -112,17 +111,13 @@ def _tier_readings(tiers: LowerTiers | None) -> dict[str, float]:
 
 class Engine:
     """See the module. `scheduler` decides, `worker` executes; the engine owns both, and the thread
-    between them. Implements `replica.protocol.Replica`.
-
-    chooser: chooses how lanes exchange what they need, step by step; None: as configured.
-    """
+    between them. Implements `replica.protocol.Replica`."""
 
     def __init__(
         self,
         config: EngineConfig,
         worker: CommandExecutor,
         scheduler: Scheduler,
-        chooser: ExchangeChooser | None = None,
         clock: Clock | None = None,
     ):
         self.config = config
@@ -143,7 +138,6 @@ class Engine:
             config.scheduler,
             scheduler,
             self._registry,
-            chooser,
             lambda: worker.uncompiled,
         )
         self._flights: deque[InFlightBatch] = deque()

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxserve.api.lane_groups import group_sizes
+from jaxserve.costs.exchange_choice import MOVES
 from jaxserve.settings.schema import SchedulerConfig
 
 NOWHERE = np.int32(2**30)  # a slot that no table has: writes to it are dropped
-MOVES = 32  # pages that one launch moves from each lane to each
 FEW_DECODES = 4  # spread sequences that decode on a lane, in most steps
 FEW_ROWS = 4  # a part of the rows of a step, for spread chunks that do not fill it
 FEED = -1  # in place of a token id: the one sampled last for the row's slot

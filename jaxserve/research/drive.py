@@ -19,10 +19,11 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished, Token
 from jaxserve.api.request import Request, Slo
 from jaxserve.research.prompts import prompt_ids
-from jaxserve.simulate.arrival import Arrival, class_of, to_request
+from jaxserve.settings.schema import SchedulerConfig
+from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.recorder import Outcome, Recorder, RequestRecord
 from jaxserve.simulate.replica import VirtualReplica
-from jaxserve.simulate.run import execute, outcome_summary, requests, submit
+from jaxserve.simulate.run import execute, outcome_summary, requests, submit, tpot_by_kind
 
 REQUEST_SECONDS = 600.0  # in which some request of a live replica must end
 Sink = Callable[[Sequence[Event]], None]
@@ -74,12 +75,15 @@ class LiveRun:
 
     def _send(self, arrival: Arrival, number: int, at: float) -> None:
         engine = self._engine
-        kind = arrival.kind or class_of(arrival.prompt)
-        plan = to_request(arrival, number, engine.info.max_model_len)
+        ((plan, kind),) = requests(
+            [arrival], engine.info.max_model_len, Slo(), engine.info.class_names
+        )
         request = Request.make(
             f"{self._name}{number}",
             prompt_ids(arrival, number, engine.info.vocab, (self._seed,)),
             plan.sampling,
+            classes=engine.info.class_names,
+            slo=plan.slo,
             vocab=engine.info.vocab,
             max_len=engine.info.max_model_len,
             arrival=at,
@@ -127,7 +131,8 @@ def virtual(
     recorder = Recorder()
     replica.listeners.append(recorder)
     replica.start()
-    for request, kind in requests(arrivals, replica.info.max_model_len, Slo()):
+    info = replica.info
+    for request, kind in requests(arrivals, info.max_model_len, Slo(), info.class_names):
         while len(recorder.pending) == concurrency:
             replica.advance(replica.next_event())
         submit(replica, recorder, dataclasses.replace(request, arrival=replica.now()), kind)
@@ -135,7 +140,7 @@ def virtual(
     return recorder.outcome()
 
 
-def figures(outcome: Outcome, tpot: float) -> dict[str, Any]:
+def figures(outcome: Outcome, scheduler: SchedulerConfig) -> dict[str, Any]:
     """Sums up a run as `outcome_summary` does, without the kinds of requests."""
-    found = outcome_summary(outcome, tpot)
+    found = outcome_summary(outcome, scheduler.tpot, tpot_by_kind(scheduler))
     return {name: found[name] for name in ("span", "tokens_per_s", "token_gap", "refused", "all")}

@@ -50,7 +50,7 @@ def measure(point: Point, simulated: bool) -> dict[str, Any]:
     finally:
         engine.close()
     found = {
-        "live": figures(outcome, config.scheduler.tpot),
+        "live": figures(outcome, config.scheduler),
         "compiled": compiled,
         "platform": worker.platform,
         "device": worker.device_kind,
@@ -59,7 +59,7 @@ def measure(point: Point, simulated: bool) -> dict[str, Any]:
         cache = build.make_cache(config, worker.plan, model)
         scheduler = build.make_scheduler(config, worker.plan, cache, profile)
         replica = VirtualReplica(scheduler, config.cache, config.mesh, config.lookahead)
-        found["simulated"] = figures(virtual(replica, arrivals, concurrency), config.scheduler.tpot)
+        found["simulated"] = figures(virtual(replica, arrivals, concurrency), config.scheduler)
     return found
 
 

@@ -3,6 +3,7 @@ frames: how lanes exchange, how many of them compute a chunk, which mesh serves 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,23 +11,29 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from jaxserve.costs.exchange_choice import Chooser, ExchangeChooser, Heads, rates_of
+from jaxserve.costs.exchange_choice import Chooser, ExchangeChooser
+from jaxserve.costs.predictor import Predictor
 from jaxserve.research.frames import TIMELINE
 from jaxserve.scheduling.planning.cdsp import POLICIES, Instances
 from jaxserve.scheduling.planning.lanes import instances_of
+from jaxserve.settings.schema import ConfigError
 from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.plan import CHUNKS, PlanQuestion, PlanRunner, meshes, plans, search
 from jaxserve.simulate.run import System
 from jaxserve.simulate.tetris import PrefillInstances, constant
 
+BLOCK = 16  # tokens of a page
+STEP = 8192  # prefill tokens of a step for each lane
 QUEUED = "queued"  # kind of a lane's work that is there already
 
 
 def exchange_chooser(system: System, chooser: str | Chooser = "roofline") -> ExchangeChooser:
     """What chooses how the lanes of a system exchange, by the costs of its devices. Errors:
     ConfigError."""
-    heads = Heads(*system.shape.rank_heads(system.mesh.tp), system.shape.head_dim)
-    return ExchangeChooser(system.mesh.kvp, heads, rates_of(system.costs, heads), chooser)
+    found = system.exchange("auto", BLOCK)
+    if found is None:
+        raise ConfigError("mesh", f"{system.mesh} has one lane, which exchanges nothing")
+    return dataclasses.replace(found, chooser=chooser)
 
 
 def exchanges(
@@ -45,10 +52,12 @@ def exchanges(
     return pd.DataFrame(rows)
 
 
-def lanes(system: System, longest: int, block: int = 16) -> Instances:
-    """The lanes of a system to plan with, for contexts up to `longest` tokens. Errors:
-    ConfigError."""
-    return instances_of(system.costs, exchange_chooser(system), longest, block)
+def lanes(system: System, longest: int, block: int = BLOCK, step: int = STEP) -> Instances:
+    """The lanes of a system to plan with, for contexts up to `longest` tokens, in steps of `step`
+    tokens for each lane. Errors: ConfigError."""
+    exchange = system.exchange("auto", block)
+    predictor = Predictor(system.costs, system.mesh, exchange=exchange, dealt=True)
+    return instances_of(predictor, step, longest, block)
 
 
 def planned(

@@ -22,8 +22,8 @@ from typing import Any
 from jaxserve.observe.machine import machine
 from jaxserve.research.drive import figures, virtual
 from jaxserve.research.points import Point
-from jaxserve.settings.schema import ConfigError, check_lanes
-from jaxserve.simulate.run import System, shape_of
+from jaxserve.settings.schema import ConfigError
+from jaxserve.simulate.run import System, check_classes, shape_of
 
 RUNS = ("live", "simulated", "both")
 QUOTED = 300  # characters of what a process that failed said last
@@ -163,10 +163,10 @@ def _simulated(point: Point, gpu: str) -> dict[str, Any]:
     config = point.config()
     arrivals = point.load.schedule()
     system = System(shape_of(config.source.model), gpu, config.mesh)
-    check_lanes(config.mesh, config.cache, config.scheduler)
+    check_classes(config.scheduler, arrivals)
     replica = system.replica(config.scheduler, config.cache, config.lookahead)
     outcome = virtual(replica, arrivals, point.load.concurrency)
-    return {"simulated": figures(outcome, config.scheduler.tpot)}
+    return {"simulated": figures(outcome, config.scheduler)}
 
 
 def unfinished(rows: Sequence[Mapping[str, Any]]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxserve.api.lane_groups import group_around, size_of
+from jaxserve.api.lane_groups import lanes_of
 from jaxserve.costs.predictor import LaneLoad, Predictor
 
 # share of the decodes' time that chunks get where decodes alone take all there is
@@ -55,23 +55,21 @@ class StepBudget:
         decodes = self.decode_seconds[home]
         return decodes + share * max(0.0, self.target - decodes)
 
-    def group(self, home: int, held: BlocksPerLane) -> range:
-        """The lanes that a chunk bears on: those of its group, if its sequence is spread."""
-        return range(home, home + 1) if held is None else group_around(home, size_of(home, held))
-
     def most(self, home: int, held: BlocksPerLane) -> int:
         """The most tokens of a chunk: as many as the lanes of its group can still take; none where
         the home lane, which computes the last of them, takes no more."""
-        lanes = self.group(home, held)
+        lanes = lanes_of(home, held)
         return sum(self.tokens_left[lane] for lane in lanes) if self.tokens_left[home] else 0
 
     def seconds(self, home: int, held: BlocksPerLane) -> float:
         """Seconds so far of the lanes that a chunk would bear on."""
-        return max(self.lane_seconds[lane] for lane in self.group(home, held))
+        return max(self.lane_seconds[lane] for lane in lanes_of(home, held))
 
     def seconds_with(self, home: int, held: BlocksPerLane, cached: int, new: int) -> float:
         """Seconds of these lanes with a chunk of `new` tokens after `cached` ones."""
-        return max(seconds for _, _, seconds in self._with((home, held, cached, new)))
+        lanes = lanes_of(home, held)
+        with_chunk = self._with((home, held, cached, new))
+        return max(seconds for lane, _, seconds in with_chunk if lane in lanes)
 
     def _with(self, chunk: Chunk) -> list[tuple[int, LaneLoad, float]]:
         if self._tried[0] != chunk:
@@ -91,7 +89,7 @@ class StepBudget:
             self.lane_seconds[index] = seconds
         self._tried = (None, [])
         tiles = -(-new // self.tile)
-        lanes = self.group(home, held)
+        lanes = lanes_of(home, held)
         if len(lanes) > 1:
             self._take(home, 1)
             for _ in range(tiles - 1):

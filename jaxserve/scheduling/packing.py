@@ -17,6 +17,8 @@ are left to the batches after it.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from jaxserve.api.batch import Batch
@@ -61,7 +63,11 @@ class BatchPacker:
             budget = self._budget(decodes)
         if not chunks and not decodes.size:
             return None
-        return self._batch(number, decodes, chunks, max(budget.lane_seconds)), chunks
+        batch = self._batch(number, decodes, chunks, max(budget.lane_seconds))
+        if self.predictor.exchange is not None and (batch.block_lane.size or len(batch.moves)):
+            # now it is known where blocks are
+            batch = dataclasses.replace(batch, seconds=self.predictor.seconds(batch))
+        return batch, chunks
 
     def _budget(self, decodes: np.ndarray) -> StepBudget:
         """What a step with these decodes has for prefill. A token passes all stages, so a step may

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jaxserve.api.lane_groups import group_around, size_of
+from jaxserve.api.lane_groups import lanes_of
 from jaxserve.api.request import KvSource
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import Predictor
@@ -45,7 +45,7 @@ class ChunkCandidate(NamedTuple):
     """Where a sequence's next chunk would run."""
 
     home: int  # lane
-    # if the sequence is spread; where its lanes are planned, what they will hold, in proportion
+    # if the sequence is spread, or will be by this chunk; else None
     blocks_per_lane: BlocksPerLane
     start: int  # first token
     # of a sequence that waits: the pages that hold its first blocks already
@@ -54,9 +54,7 @@ class ChunkCandidate(NamedTuple):
     @property
     def lanes(self) -> range:
         """The lanes that would compute it."""
-        if self.blocks_per_lane is None:
-            return range(self.home, self.home + 1)
-        return group_around(self.home, size_of(self.home, self.blocks_per_lane))
+        return lanes_of(self.home, self.blocks_per_lane)
 
 
 class PrefillChunk(NamedTuple):
@@ -92,11 +90,23 @@ class PrefillStep:
     chunks: list[PrefillChunk] = field(default_factory=list)
     out_of_pages: bool = False  # a sequence that is partly prefilled found no page
 
-    def count_pending(self, sequence: Sequence, home: int, start: int) -> None:
-        """Counts what is left of a prompt as work of the lanes that will do it."""
-        lanes = sequence.plan_at(start).lanes or (home,)
-        for lane in lanes:
-            self.pending[lane] += sequence.prefill_seconds_left / len(lanes)
+    def count_pending(self, sequence: Sequence, home: int) -> None:
+        """Counts what is left of a prompt as work of the lanes that will do it: all that are part
+        of its plan, until that has ended."""
+        for lane in sequence.plan[-1].lanes if sequence.plan else (home,):
+            self.pending[lane] += sequence.prefill_seconds_left
+
+    def seconds_left(self, sequence: Sequence, start: int) -> float:
+        """Predicted seconds of a prompt's prefill from token `start` on, as it is planned."""
+        chunk = self.config.chunk_tokens
+        predictor = self.budget.predictor
+        if not sequence.plan:
+            return predictor.prefill(start, sequence.prefill_len, chunk)
+        seconds = 0.0
+        for part in sequence.plan:
+            seconds += predictor.prefill_on(len(part.lanes), start, part.stop, chunk)
+            start = max(start, part.stop)
+        return seconds
 
 
 class PrefillPacker:
@@ -131,8 +141,7 @@ class PrefillPacker:
         reserve = int(np.count_nonzero(self.slots.phase == DECODE))
         step = PrefillStep(config, now, budget, reserve, [0.0] * len(budget.lanes))
         for sequence in self.slots.prefilling:
-            slot = sequence.slot
-            step.count_pending(sequence, int(self.cache.home[slot]), int(self.slots.issued[slot]))
+            step.count_pending(sequence, int(self.cache.home[sequence.slot]))
         self.admission.begin(reserve)
         if not reserve:
             self._preempt_for_oldest()
@@ -231,19 +240,20 @@ class PrefillPacker:
         if sequence.ticket is not None or not step.budget.tokens_left[home]:
             return None
         start = int(self.slots.issued[slot])
-        spread = self.cache.group_size[slot] > 1
-        held = self.cache.blocks_per_lane[slot].tolist() if spread else None
-        return ChunkCandidate(home, self._planned(sequence, start, held), start, None)
+        return ChunkCandidate(home, self._blocks_per_lane(sequence, start), start, None)
 
-    def _planned(self, sequence: Sequence, start: int, held: BlocksPerLane) -> BlocksPerLane:
-        """What the lanes hold of a sequence, in proportion, once the plan for its token `start` is
-        followed: an equal part each; `held` where one lane does all."""
-        lanes = sequence.plan_at(start).lanes
+    def _blocks_per_lane(self, sequence: Sequence, start: int) -> BlocksPerLane:
+        """Blocks on each lane, or how they will be dealt by the chunk from token `start` on; None
+        where one lane has them all."""
+        cache = self.cache
+        slot = sequence.slot
+        planned = sequence.plan_at(start).lanes
+        if slot != NO_SLOT and cache.spread[slot] and planned in ((), cache.group(slot)):
+            return cache.blocks_per_lane[slot].tolist()
+        lanes = planned or cache.dealt_over(cache.blocks(sequence.prefill_len))
         if len(lanes) < 2:
-            return held
-        share = max(held or (1,))
-        out = held or [0] * self.cache.pages.lanes
-        return [share if lane in lanes else blocks for lane, blocks in enumerate(out)]
+            return None
+        return [int(lane in lanes) for lane in range(cache.pages.lanes)]
 
     def _candidate_to_admit(self, step: PrefillStep, sequence: Sequence) -> ChunkCandidate | None:
         """Where the first chunk of a waiting sequence would run, by the plan that it gets, or on
@@ -267,8 +277,7 @@ class PrefillPacker:
             stop = min(start + step.config.chunk_tokens, sequence.prefill_len)
             need = self.cache.blocks(stop) - len(pages)
             home = self.cache.choose_home(pages, lanes, need, step.pending)
-        held = self._planned(sequence, start, None)
-        candidate = ChunkCandidate(home, held, start, pages)
+        candidate = ChunkCandidate(home, self._blocks_per_lane(sequence, start), start, pages)
         first = len(pages)
         keys, source = self._fetchable(step.budget.predictor, sequence, first)
         if not keys:
@@ -362,7 +371,7 @@ class PrefillPacker:
             return False
         self._admit(step, sequence, candidate)
         step.budget.add(candidate.home, candidate.blocks_per_lane, candidate.start, length)
-        step.chunks.append(self._issue(sequence, length, len(candidate.lanes)))
+        step.chunks.append(self._issue(step, sequence, length, len(candidate.lanes)))
         return True
 
     def _admit(self, step: PrefillStep, sequence: Sequence, candidate: ChunkCandidate) -> None:
@@ -372,9 +381,9 @@ class PrefillPacker:
         if pages is None:
             return
         self.admission.admit(sequence, pages, home)
-        if start:
-            sequence.prefill_seconds_left = self.slots.work(start, sequence.prefill_len)
-        step.count_pending(sequence, home, start)
+        if start or sequence.plan:
+            sequence.prefill_seconds_left = step.seconds_left(sequence, start)
+        step.count_pending(sequence, home)
         if sequence.started_at is None:
             sequence.started_at = step.now
             sequence.cached_tokens = start
@@ -388,7 +397,9 @@ class PrefillPacker:
         capacity = int(cache.capacity[sequence.slot]) + spare * cache.block_size
         return min(sequence.prefill_len - start, most, capacity - start)
 
-    def _issue(self, sequence: Sequence, length: int, lanes: int) -> PrefillChunk:
+    def _issue(
+        self, step: PrefillStep, sequence: Sequence, length: int, lanes: int
+    ) -> PrefillChunk:
         """Gives the sequence's next tokens pages and counts them as issued. lanes: how many of
         them compute the chunk; more, where pages are taken on others."""
         slot = sequence.slot
@@ -404,7 +415,7 @@ class PrefillPacker:
         slots.unannounced.discard(slot)
         slots.issued[slot] = chunk.stop
         if chunk.stop < sequence.prefill_len:
-            sequence.prefill_seconds_left = slots.work(chunk.stop, sequence.prefill_len)
+            sequence.prefill_seconds_left = step.seconds_left(sequence, chunk.stop)
         else:
             sequence.prefill_seconds_left = 0.0
             slots.phase[slot] = DECODE

@@ -18,6 +18,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Event, Finished, Logprobs, Progress, Token
 from jaxserve.api.request import Request
 from jaxserve.cache import CacheManager
+from jaxserve.costs.exchange_choice import ExchangeChooser
 from jaxserve.costs.predictor import NOMINAL, Costs, Predictor
 from jaxserve.scheduling.admission import AdmissionController
 from jaxserve.scheduling.completion_lengths import CompletionLengths
@@ -79,6 +80,8 @@ class Scheduler:
 
     costs: what steps cost; NOMINAL where nobody knows. planner: plans which lanes compute which
     part of a prompt, where that is planned. bus: hears what happens; of its own by default.
+    exchange: how lanes exchange what spread chunks need, and what that costs; None where nobody
+    knows.
     """
 
     def __init__(
@@ -91,11 +94,12 @@ class Scheduler:
         costs: Costs = NOMINAL,
         planner: Planner | None = None,
         bus: EventBus | None = None,
+        exchange: ExchangeChooser | None = None,
     ):
         self.config = config
         self.cache = cache
         self.max_len = max_len
-        self.predictor = Predictor(costs, mesh, cache.reach)
+        self.predictor = Predictor(costs, mesh, cache.reach, exchange=exchange, dealt=cache.deals)
         self._eos = frozenset(eos_ids)
         self.slots = SlotTable(config.max_seqs, cache, self._work)
         self.bus = EventBus() if bus is None else bus

@@ -81,6 +81,11 @@ def class_of(prompt: int) -> str:
     return next(name for name, most in CLASSES if prompt <= most)
 
 
+def kind_of(arrival: Arrival) -> str:
+    """As it is named, else by the length of its prompt."""
+    return arrival.kind or class_of(arrival.prompt)
+
+
 def workload_summary(arrivals: Sequence[Arrival]) -> dict[str, Any]:
     """Figures of a workload. `span` from first to last in seconds; `rate` the inverse of the mean
     gap, 0 where there is none; `long` the share of prompts of at least `long_limit` tokens;

@@ -71,7 +71,7 @@ def compare(
         )
     objective = system.replica(scheduler, cache).scheduler.default_ttft
     server = LoongServe(
-        pool(system, **POOLS[name]),
+        pool(system.with_cache(cache), **POOLS[name]),
         lambda prompt: slo.ttft or objective(prompt),
         scheduler.max_seqs,
     )
@@ -93,7 +93,7 @@ def pool(system: System, tp: int, reserved: float) -> LoongPool:
         count,
         part.costs,
         part.kv_tokens(),
-        2 * 2 * kv_heads * system.shape.head_dim,
+        2 * kv_heads * system.kv_vector_bytes,
         links[min(links)],
         round(reserved * count),
     )

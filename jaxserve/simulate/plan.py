@@ -10,17 +10,30 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.api.request import Slo
+from jaxserve.api.request import Request, Slo
 from jaxserve.costs.predictor import Predictor
 from jaxserve.costs.profiles import ModelShape
-from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.simulate.arrival import Arrival, class_of, to_request
+from jaxserve.settings.schema import (
+    CacheConfig,
+    ConfigError,
+    MeshConfig,
+    SchedulerConfig,
+    check_lanes,
+)
+from jaxserve.simulate.arrival import Arrival
 from jaxserve.simulate.recorder import Outcome, RequestRecord
-from jaxserve.simulate.run import System, drive, outcome_summary
+from jaxserve.simulate.run import (
+    System,
+    check_classes,
+    drive,
+    outcome_summary,
+    requests,
+    tpot_by_kind,
+)
 
 CHUNKS = (("adaptive", 8192), ("static", 2048), ("static", 512))
 COARSE_SHARE = 5  # the first pass has one in so many of the requests
@@ -63,7 +76,26 @@ class PlanQuestion:
     lookahead: int = 1
 
     def system(self, mesh: MeshConfig) -> System:
-        return System(self.shape, self.device, mesh)
+        return System(self.shape, self.device, mesh).with_cache(self.cache)
+
+    def settings(self, mesh: MeshConfig) -> tuple[SchedulerConfig, CacheConfig]:
+        """Those of a replica on this mesh: what is said of lanes has no meaning on one."""
+        if mesh.kvp > 1:
+            return self.scheduler, self.cache
+        return (
+            dataclasses.replace(
+                self.scheduler, exchange="gather", planner="none", improvement=None
+            ),
+            dataclasses.replace(self.cache, placement="grow", lane_tokens=None),
+        )
+
+    def predictor(self, plan: MeshPlan) -> Predictor:
+        """What prompts take alone on a plan's mesh."""
+        scheduler, cache = self.settings(plan.mesh)
+        scheduler = dataclasses.replace(
+            scheduler, chunking=plan.chunking, chunk_tokens=plan.chunk_tokens
+        )
+        return self.system(plan.mesh).replica(scheduler, cache).scheduler.predictor
 
 
 @dataclass(frozen=True)
@@ -144,6 +176,11 @@ def _obstacle(mesh: MeshConfig, question: PlanQuestion) -> str:
         return reason
     if (tokens := system.kv_tokens()) < 2 * question.cache.block_size:
         return f"KV of {tokens} tokens fits, which is less than two blocks"
+    scheduler, cache = question.settings(mesh)
+    try:
+        check_lanes(mesh, cache, scheduler)
+    except ConfigError as error:
+        return str(error)
     return ""
 
 
@@ -157,13 +194,15 @@ def plans(
 
 
 class PlanRunner:
-    """Simulates plans on one workload, all by the same objectives."""
+    """Simulates plans on one workload, all by the same objectives. Errors: ConfigError for a class
+    of requests that none is of."""
 
     def __init__(self, question: PlanQuestion, plans: Sequence[MeshPlan]):
         self.question = question
         self.arrivals = question.arrivals(question.qps, question.requests)
+        check_classes(question.scheduler, self.arrivals)
         self.longest = max(arrival.prompt for arrival in self.arrivals)
-        every = [Predictor(question.system(plan.mesh).costs, plan.mesh) for plan in plans]
+        every = [question.predictor(plan) for plan in plans]
         chunks = [plan.chunk_tokens for plan in plans]
         self._soonest, self._chunk = min(
             zip(every, chunks), key=lambda pair: pair[0].prefill(0, self.longest, pair[1])
@@ -175,26 +214,28 @@ class PlanRunner:
         span = self.arrivals[-1].time - self.arrivals[0].time
         return self.question.qps or (len(self.arrivals) / span if span > 0 else 1.0)
 
-    def objective(self, prompt: int) -> float:
+    def objective(self, prompt: int, class_name: str | None = None) -> float:
         """Seconds to the first token that every plan is measured by, for a prompt of so many
         tokens."""
+        given = self.question.scheduler.objectives[class_name]
+        return max(given.ttft, given.ttft_stretch * self._soonest.prefill(0, prompt, self._chunk))
+
+    def _met(self, records: Sequence[RequestRecord]) -> float:
         scheduler = self.question.scheduler
-        return max(
-            scheduler.ttft, scheduler.ttft_stretch * self._soonest.prefill(0, prompt, self._chunk)
-        )
+        return met(records, scheduler.tpot, tpot_by_kind(scheduler))
 
     def answer(self, plan: MeshPlan, requests: int | None = None) -> PlanAnswer:
         """Simulates a plan at the question's rate, with so many of the requests."""
         system = self.question.system(plan.mesh)
-        tpot = self.question.scheduler.tpot
+        scheduler = self.question.scheduler
         outcome = self._run(plan, self.arrivals[:requests])
         alone = self._run(plan, [Arrival(0.0, self.longest, 1)]).records[0]
         block = self.question.cache.block_size
         return PlanAnswer(
             plan,
             len(outcome.records),
-            met(outcome.records, tpot),
-            outcome_summary(outcome, tpot)["all"],
+            self._met(outcome.records),
+            outcome_summary(outcome, scheduler.tpot, tpot_by_kind(scheduler))["all"],
             plan.mesh.kvp * (system.kv_tokens() // block) * block,
             system.shape.weight_bytes() / (plan.mesh.spp * plan.mesh.tp),
             None if alone.reason == "refused" else alone.ttft,
@@ -215,34 +256,37 @@ class PlanRunner:
         records = self._run(plan, arrivals).records
         kinds = {record.kind for record in records}
         return min(
-            met([record for record in records if record.kind == kind], self.question.scheduler.tpot)
-            for kind in kinds
+            self._met([record for record in records if record.kind == kind]) for kind in kinds
         )
 
     def _run(self, plan: MeshPlan, arrivals: Sequence[Arrival]) -> Outcome:
         question = self.question
+        scheduler, cache = question.settings(plan.mesh)
         config = dataclasses.replace(
-            question.scheduler, chunking=plan.chunking, chunk_tokens=plan.chunk_tokens
+            scheduler, chunking=plan.chunking, chunk_tokens=plan.chunk_tokens
         )
-        replica = question.system(plan.mesh).replica(config, question.cache, question.lookahead)
-        most = replica.info.max_model_len
+        replica = question.system(plan.mesh).replica(config, cache, question.lookahead)
+        info = replica.info
         coming = (
-            (
-                to_request(arrival, number, most, Slo(ttft=self.objective(arrival.prompt))),
-                arrival.kind or class_of(arrival.prompt),
-            )
-            for number, arrival in enumerate(arrivals)
+            (self._with_objective(request), kind)
+            for request, kind in requests(arrivals, info.max_model_len, Slo(), info.class_names)
         )
         return drive(replica, coming).outcome()
 
+    def _with_objective(self, request: Request) -> Request:
+        slo = request.slo
+        ttft = self.objective(len(request.prompt), slo.class_name)
+        return dataclasses.replace(request, slo=dataclasses.replace(slo, ttft=ttft))
 
-def met(records: Sequence[RequestRecord], tpot: float) -> float:
-    """The share of requests that ended by themselves, with the first token when it was due and
-    `tpot` seconds per token or less."""
+
+def met(records: Sequence[RequestRecord], tpot: float, by_kind: Mapping[str, float] = {}) -> float:
+    """The share of requests that ended by themselves, with the first token when it was due and no
+    more seconds per token than `by_kind`, for others `tpot`, says."""
     ended = [record for record in records if record.reason in ("stop", "length")]
-    return sum(record.first <= record.due and record.tpot <= tpot for record in ended) / max(
-        1, len(records)
-    )
+    return sum(
+        record.first <= record.due and record.tpot <= by_kind.get(record.kind, tpot)
+        for record in ended
+    ) / max(1, len(records))
 
 
 # --- the search

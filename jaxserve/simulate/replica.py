@@ -319,7 +319,7 @@ def _info(
         max_model_len=scheduler.max_len,
         mesh=mesh,
         dtype="bfloat16",
-        kv_dtype="bfloat16",
+        kv_dtype="float8_e4m3fn" if cache.kv_cache_dtype == "fp8" else "bfloat16",
         platform=platform,
         block_size=scheduler.cache.block_size,
         pages_per_lane=scheduler.cache.total // mesh.kvp,

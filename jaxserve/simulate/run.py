@@ -1,11 +1,16 @@
 """Puts a simulated system together from a model's shape, a kind of device and a mesh, drives
-requests through it, and sums up what came of them."""
+requests through it, and sums up what came of them.
+
+Lanes, their placements, exchanges and plans are those of an engine. Links between lanes are those
+of the device's table (`costs/profiles.json`): inside a node where all lanes and ranks of a stage
+fit one, else the adapters between nodes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +20,33 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request, Slo
 from jaxserve.cache import CacheManager
 from jaxserve.checkpoint.zoo import MODELS
-from jaxserve.costs.predictor import Costs
-from jaxserve.costs.profiles import ModelShape, costs, devices
+from jaxserve.costs.exchange_choice import (
+    CHOOSERS,
+    PIECE,
+    ExchangeChooser,
+    Heads,
+    rates_of,
+)
+from jaxserve.costs.predictor import Costs, Predictor
+from jaxserve.costs.profiles import ITEM, Link, ModelShape, costs, devices
 from jaxserve.scheduling import Scheduler
-from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
-from jaxserve.simulate.arrival import Arrival, class_of, to_request
+from jaxserve.scheduling.planning.lanes import LanePlanner, improvement_rates, instances_of
+from jaxserve.settings.schema import (
+    CacheConfig,
+    ConfigError,
+    MeshConfig,
+    SchedulerConfig,
+    check_lanes,
+)
+from jaxserve.simulate.arrival import Arrival, kind_of, to_request
 from jaxserve.simulate.recorder import Outcome, Recorder, RequestRecord, span_of
 from jaxserve.simulate.replica import VirtualReplica
 
 NODE_DEVICES = 8  # ranks of tp stay within a node
 MEMORY_SHARE = 0.9  # of a device's memory, for weights and KV
+PLANNED_TOKENS = 2**19  # of the longest prompt that plans' latencies are fitted to
+FP8_SCALE = 2  # bytes of the scale of a key or value in FP8
+TIERS = ("host_cache_gib", "disk_cache", "kv_store")  # settings of what is below the devices
 PERCENTILES = (50, 90, 99)
 
 
@@ -49,16 +71,74 @@ def shape_of(name: str) -> ModelShape:
 @dataclass(frozen=True)
 class System:
     """A simulated system: a model's shape on `mesh` of `device`s. A replica has no limit on a
-    sequence but its pages."""
+    sequence but its pages. memory: share of a device's that weights and KV may fill. kv_gib: memory
+    for KV per device, where it is given. kv_cache_dtype: see CacheConfig."""
 
     shape: ModelShape
     device: str
     mesh: MeshConfig
+    memory: float = MEMORY_SHARE
+    kv_gib: float | None = None
+    kv_cache_dtype: str = "auto"
+
+    def with_cache(self, cache: CacheConfig) -> System:
+        """The system with what these settings say of memory and KV. Errors: ConfigError for tiers
+        below the devices, which are not simulated."""
+        for name in TIERS:
+            if getattr(cache, name):
+                raise ConfigError(
+                    name, f"{getattr(cache, name)}: nothing below the devices is simulated"
+                )
+        return dataclasses.replace(
+            self,
+            memory=cache.gpu_memory_utilization,
+            kv_gib=cache.kv_memory_gib,
+            kv_cache_dtype=cache.kv_cache_dtype,
+        )
 
     @property
     def costs(self) -> Costs:
-        """Errors: ConfigError for an unknown device or a degree of tp that was not measured."""
-        return costs(self.device, self.shape, self.mesh.tp)
+        """KV in another type is read in proportion to its bytes; steps were measured with that of
+        bfloat16. Errors: ConfigError for an unknown device or a degree of tp that was not
+        measured."""
+        known = costs(self.device, self.shape, self.mesh.tp)
+        bytes_ = self.kv_vector_bytes / (ITEM * self.shape.head_dim)
+        return dataclasses.replace(
+            known, read=known.read * bytes_, decode_kv=known.decode_kv * bytes_
+        )
+
+    @property
+    def kv_vector_bytes(self) -> int:
+        """Bytes of a key or a value of one head."""
+        size = self.shape.head_dim
+        return size + FP8_SCALE if self.kv_cache_dtype == "fp8" else ITEM * size
+
+    @property
+    def link(self) -> Link:
+        """From a lane to another, for one rank."""
+        device = devices()[self.device]
+        if self.mesh.kvp * self.mesh.tp <= NODE_DEVICES:
+            return device.ranks[min(device.ranks)]
+        return device.node
+
+    def exchange(self, exchange: str, block: int) -> ExchangeChooser | None:
+        """How lanes exchange what spread chunks need, with pages of `block` tokens; None on one
+        lane. exchange: the setting."""
+        if self.mesh.kvp == 1:
+            return None
+        heads, kv_heads = self.shape.rank_heads(self.mesh.tp)
+        sizes = Heads(heads, kv_heads, self.shape.head_dim, stored=self.kv_vector_bytes)
+        link = self.link
+        rates = rates_of(self.costs, sizes)
+        return ExchangeChooser(
+            self.mesh.kvp,
+            sizes,
+            dataclasses.replace(rates, hop=link, gather=link, exchange=link),
+            exchange if exchange in CHOOSERS else "roofline",
+            piece=PIECE,
+            costs=self.costs,
+            block=block,
+        )
 
     def check(self) -> None:
         """Errors: ConfigError where the model cannot run on the mesh."""
@@ -85,9 +165,7 @@ class System:
     def kv_tokens(self) -> int:
         """Tokens whose KV fits on one lane. Errors: ConfigError where not even the weights fit."""
         ranks = self.mesh.spp * self.mesh.tp
-        free = (
-            MEMORY_SHARE * devices()[self.device].memory_bytes - self.shape.weight_bytes() / ranks
-        )
+        free = self.memory * devices()[self.device].memory_bytes - self.shape.weight_bytes() / ranks
         if free <= 0:
             need = self.shape.weight_bytes() / ranks / 2**30
             raise ConfigError(
@@ -97,7 +175,9 @@ class System:
             )
         heads = self.shape.rank_heads(self.mesh.tp)[1]
         layers = -(-self.shape.layers // self.mesh.spp)
-        return int(free / (layers * 2 * 2 * heads * self.shape.head_dim))
+        if self.kv_gib is not None:
+            free = self.kv_gib * 2**30
+        return int(free / (layers * 2 * heads * self.kv_vector_bytes))
 
     def replica(
         self,
@@ -106,31 +186,41 @@ class System:
         lookahead: int = 1,
     ) -> VirtualReplica:
         """A virtual replica of this system; without `cache.pages`, as many as fit in memory.
-        Errors: ConfigError where the model cannot run on the mesh."""
-        self.check()
-        pages = cache.pages or self.kv_tokens() // cache.block_size
-        if cache.kv_cache_dtype != "auto":
-            raise ConfigError(
-                "kv_cache_dtype",
-                f"{cache.kv_cache_dtype}: steps were measured with KV of bfloat16; only auto is "
-                "known",
-            )
-        for name, idle in (("exchange", "gather"), ("planner", "none")):
-            if getattr(scheduler, name) != idle:
-                raise ConfigError(
-                    name, f"{getattr(scheduler, name)}: replicas are simulated with {idle} only"
-                )
+        Errors: ConfigError where the model cannot run on the mesh, or the settings cannot be."""
+        system = self.with_cache(cache)
+        system.check()
+        check_lanes(self.mesh, cache, scheduler)
+        pages = cache.pages or system.kv_tokens() // cache.block_size
         stripe = scheduler.stripe(cache.block_size)
         cache = dataclasses.replace(cache, pages=pages)
         manager = CacheManager(cache, self.mesh.kvp, scheduler.max_seqs, stripe=stripe)
+        exchange = system.exchange(scheduler.exchange, cache.block_size)
         return VirtualReplica(
-            Scheduler(scheduler, manager, self.mesh, 2**31 - 1, costs=self.costs),
+            Scheduler(
+                scheduler,
+                manager,
+                self.mesh,
+                2**31 - 1,
+                costs=system.costs,
+                planner=system.planner(scheduler, exchange),
+                exchange=exchange,
+            ),
             cache,
             self.mesh,
             lookahead,
             shape=self.shape,
             platform=self.device,
         )
+
+    def planner(
+        self, scheduler: SchedulerConfig, exchange: ExchangeChooser | None
+    ) -> LanePlanner | None:
+        """Plans which lanes compute which part of a prompt; None where that is not asked for."""
+        if scheduler.planner == "none" or exchange is None:
+            return None
+        predictor = Predictor(self.costs, self.mesh, exchange=exchange, dealt=True)
+        lanes = instances_of(predictor, scheduler.chunk_tokens, PLANNED_TOKENS, exchange.block)
+        return LanePlanner(scheduler.planner, lanes, improvement_rates(scheduler))
 
 
 def drive(
@@ -173,23 +263,47 @@ def execute(
 ) -> Outcome:
     """Runs all arrivals; those that have not ended by clock second `until` have the reason
     'unfinished'."""
-    coming = requests(arrivals, replica.info.max_model_len, slo)
+    coming = requests(arrivals, replica.info.max_model_len, slo, replica.info.class_names)
     recorder = drive(replica, coming, until, keep_steps)
     for request_id in list(recorder.pending):
         replica.cancel(request_id, "unfinished")
     return recorder.outcome()
 
 
-def requests(arrivals: Iterable[Arrival], max_len: int, slo: Slo) -> Iterable[tuple[Request, str]]:
-    """Makes the requests of arrivals with their kinds, each when it is needed."""
+def requests(
+    arrivals: Iterable[Arrival], max_len: int, slo: Slo, classes: Collection[str] = ()
+) -> Iterable[tuple[Request, str]]:
+    """Makes the requests of arrivals with their kinds, each when it is needed; a kind that is one
+    of `classes` is the request's class."""
     for number, arrival in enumerate(arrivals):
-        yield to_request(arrival, number, max_len, slo), arrival.kind or class_of(arrival.prompt)
+        kind = kind_of(arrival)
+        own = dataclasses.replace(slo, class_name=kind) if kind in classes else slo
+        yield to_request(arrival, number, max_len, own), kind
 
 
-def outcome_summary(outcome: Outcome, tpot: float) -> dict[str, Any]:
+def check_classes(scheduler: SchedulerConfig, arrivals: Iterable[Arrival]) -> None:
+    """Errors: ConfigError for a class that is the kind of no request."""
+    kinds = {kind_of(arrival) for arrival in arrivals}
+    for name in scheduler.class_names:
+        if name not in kinds:
+            raise ConfigError(
+                "classes",
+                f"no request is of the class {name}; requests are {', '.join(sorted(kinds))}",
+            )
+
+
+def tpot_by_kind(scheduler: SchedulerConfig) -> Mapping[str, float]:
+    """Objectives per output token of the kinds of requests that are classes, in seconds."""
+    return {name: scheduler.objectives[name].tpot for name in scheduler.class_names}
+
+
+def outcome_summary(
+    outcome: Outcome, tpot: float, by_kind: Mapping[str, float] = {}
+) -> dict[str, Any]:
     """Figures of a run: percentiles in seconds, overall and by kind; `ttft_met` and `tpot_met` are
-    shares of all requests that met their objectives; TTFT is over those that had a first token
-    (`begun`), TPOT over those that ended by themselves (`finished`). refused: how many, by reason.
+    shares of all requests that met their objectives (`by_kind`, for others `tpot`); TTFT is over
+    those that had a first token (`begun`), TPOT over those that ended by themselves (`finished`).
+    refused: how many, by reason.
     """
     records = outcome.records
     kinds = sorted({record.kind for record in records})
@@ -201,15 +315,17 @@ def outcome_summary(outcome: Outcome, tpot: float) -> dict[str, Any]:
         "tokens_per_s": tokens / span if span else 0.0,
         "token_gap": spread(outcome.gaps),
         "refused": dict(outcome.refusals),
-        "all": _figures(records, tpot),
+        "all": _figures(records, tpot, by_kind),
         **{
-            kind: _figures([record for record in records if record.kind == kind], tpot)
+            kind: _figures([record for record in records if record.kind == kind], tpot, by_kind)
             for kind in kinds
         },
     }
 
 
-def _figures(records: Sequence[RequestRecord], tpot: float) -> dict[str, Any]:
+def _figures(
+    records: Sequence[RequestRecord], tpot: float, by_kind: Mapping[str, float]
+) -> dict[str, Any]:
     begun = [record for record in records if record.output]
     ended = [record for record in begun if record.reason in ("stop", "length")]
     count = max(1, len(records))
@@ -220,7 +336,7 @@ def _figures(records: Sequence[RequestRecord], tpot: float) -> dict[str, Any]:
         "ttft": spread(np.array([record.ttft for record in begun])),
         "tpot": spread(np.array([r.tpot for r in ended if r.output > 1])),
         "ttft_met": sum(record.first <= record.due for record in begun) / count,
-        "tpot_met": sum(record.tpot <= tpot for record in ended) / count,
+        "tpot_met": sum(record.tpot <= by_kind.get(record.kind, tpot) for record in ended) / count,
     }
 
 

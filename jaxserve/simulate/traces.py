@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.settings.schema.objectives import CLASS_NAME
 from jaxserve.simulate.arrival import BLOCK, LONG, MOST_TOKENS, Arrival
 from jaxserve.simulate.spec import did_you_mean, fault, to_number
 
+CLASS = "class"  # optional column and field: the kind of a request, see `--classes`
 ARRIVED_AT = "arrived_at"  # column of seconds in a file of lengths
 TIME_COLUMN = re.compile(r"arriv|time", re.IGNORECASE)
 WORD_TOKENS = 1.35  # tokens per English word (data/README 1.1)
@@ -51,6 +53,15 @@ def _length(where: str, field: str, value: Any) -> int:
         value = int(value.partition(".")[0])
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_TOKENS:
         fault(f"{where}: {field} must be a whole number of tokens of at least 1, not {value!r:.80}")
+    return value
+
+
+def _kind(where: str, value: Any) -> str:
+    """Checks the name of a class, which may be missing; from JSON or CSV."""
+    if value in (None, ""):
+        return ""
+    if not isinstance(value, str) or not CLASS_NAME.fullmatch(value):
+        fault(f"{where}: {CLASS} must be 1 to 64 letters, digits, - and _, not {value!r:.80}")
     return value
 
 
@@ -95,8 +106,9 @@ def _line(
     prompt, output = (
         _length(where, field, row[field]) for field in ("input_length", "output_length")
     )
+    kind = _kind(where, row.get(CLASS))
     if ids is None:
-        return Arrival(time * second, prompt, output, block=size)
+        return Arrival(time * second, prompt, output, kind, block=size)
     if not isinstance(ids, list) or any(type(value) is not int for value in ids):
         fault(f"{where}: hash_ids must be a list of whole numbers, not {ids!r:.80}")
     expected = -(-prompt // size)
@@ -107,7 +119,7 @@ def _line(
             "allows too many ids or too few"
         )
     blocks = np.array([dense.setdefault(value, len(dense)) for value in ids[:expected]], np.int32)
-    return Arrival(time * second, prompt, output, blocks=blocks, block=size)
+    return Arrival(time * second, prompt, output, kind, blocks, size)
 
 
 def table(path: Path) -> list[Arrival]:
@@ -160,14 +172,15 @@ def _azure(where: str, row: dict[str, str]) -> list[Arrival]:
     prompt, output = (
         _length(where, field, row[field]) for field in ("ContextTokens", "GeneratedTokens")
     )
-    return [Arrival(seconds, prompt, output)]
+    return [Arrival(seconds, prompt, output, _kind(where, row.get(CLASS)))]
 
 
 def _pair(where: str, row: dict[str, str]) -> list[Arrival]:
     prompt, output = (
         _length(where, field, row[field]) for field in ("num_prefill_tokens", "num_decode_tokens")
     )
-    return [Arrival(math.nan, prompt, output, "long" if prompt >= LONG else "short")]
+    kind = _kind(where, row.get(CLASS)) or ("long" if prompt >= LONG else "short")
+    return [Arrival(math.nan, prompt, output, kind)]
 
 
 def _timed_pair(where: str, row: dict[str, str]) -> list[Arrival]:

@@ -10,7 +10,7 @@ mixes of lengths calibrated to them.
                       (num_prefill_tokens, num_decode_tokens, and arrived_at in seconds); L-Eval
                       (words, n_questions, ...). Where there are no times, rows are drawn without
                       replacement, and again once all are used, and arrive as a Poisson process of
-                      rate qps.
+                      rate qps. All but L-Eval, and .jsonl, may have `class`, the request's.
     poisson:OPTIONS   Exponential gaps of mean 1 / qps.
     gamma:OPTIONS     Gaps of a gamma distribution of mean 1 / qps and shape `burstiness` (1): a
                       Poisson process at 1, burstier below, evener above.

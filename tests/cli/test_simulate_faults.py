@@ -3,6 +3,7 @@ the flag and the limit, before anything is simulated."""
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 
@@ -22,6 +23,7 @@ def line(**changed) -> str:
     return json.dumps({**LINE, **changed}) + "\n"
 
 
+LANES = ("--mesh=kvp=4,tp=2",)
 FLAGS = [
     # systems
     (["--model=llama9"], "--model: 'llama9' is not one of"),
@@ -91,6 +93,27 @@ FLAGS = [
     (["--ttft_stretch=0.5"], "--ttft_stretch=0.5: 0.5 is below the limit 1"),
     (["--step_time=0"], "--step_time=0: 0.0 is below the limit"),
     (["--placement=near"], "--placement=near: 'near' is not one of"),
+    (["--exchange=ring"], "--exchange=ring: 'ring' is not one of gather, pass_q, pass_kv, auto"),
+    (["--exchange=auto"], "--exchange: auto has no effect on one lane"),
+    (["--planner=cdsp"], "--planner: cdsp has no effect on one lane"),
+    (["--placement=zigzag"], "--placement: zigzag has no effect on one lane"),
+    ([*LANES, "--placement=striped"], "--placement: striped deals out prompts of more than"),
+    ([*LANES, "--planner=cdsp"], "--placement: grow cannot follow --planner=cdsp"),
+    ([*LANES, "--placement=zigzag", "--planner=cdsp"], "--exchange: with gather all lanes compute"),
+    (
+        [*LANES, "--placement=striped", "--planner=fixed-8", "--exchange=auto"],
+        "--planner: fixed-8 needs a kvp that 8 divides; --mesh has kvp=4",
+    ),
+    ([*LANES, "--improvement=0.2"], "--improvement: has no effect with --planner=none"),
+    (["--classes=chat:ttft=1"], "--classes: no request is of the class chat; requests are long, "),
+    (["--classes=chat:ttft"], "--classes: chat: ttft: '' is not a number"),
+    (["--classes=short:ttft=0"], "--classes: short: ttft: 0.0 is below the limit"),
+    (
+        ["--classes=short:ttft=1", "--baseline=loongserve"],
+        "--baseline: loongserve knows no --classes",
+    ),
+    (["--kv_cache_dtype=int4"], "--kv_cache_dtype=int4: 'int4' is not one of auto, fp8"),
+    (["--host_cache_gib=4"], "--host_cache_gib: 4.0: nothing below the devices is simulated"),
     # output
     (["--baseline=vllm"], "--baseline: 'vllm' is not one of sarathi-512, "),
     (["--baseline=lrs"], "--baseline: 'lrs' is slack-unshared now"),
@@ -113,6 +136,9 @@ FILES = [
     ("a.jsonl", line(output_length=1.5), "a.jsonl:1: output_length must be a whole number"),
     ("a.jsonl", line(hash_ids=[1]), "a.jsonl:1: hash_ids must have 2 ids for 600 tokens"),
     ("a.jsonl", line(hash_ids="x"), "a.jsonl:1: hash_ids must be a list of whole numbers"),
+    ("a.jsonl", line(**{"class": "a b"}), "a.jsonl:1: class must be 1 to 64 letters, digits"),
+    ("a.jsonl", line(**{"class": 3}), "a.jsonl:1: class must be 1 to 64 letters, digits"),
+    ("a.csv", "class," + LENGTHS + "a b,2,3\n", "a.csv:2: class must be 1 to 64 letters"),
     ("a.csv", "a,b\n1,2\n", "a.csv:1: column TIMESTAMP is missing"),
     ("a.csv", LENGTHS, "has a header and no rows"),
     ("a.csv", LENGTHS + "1,2,3\n", "a.csv:2: has more fields than the 2 of the header"),
@@ -171,6 +197,8 @@ PLAN = [
     (["--model=llama3-70b", "--gpus=1"], "--gpus: no mesh of 1 a100 runs the model"),
     (["--qps=0"], "--qps: must be above 0, not 0"),
     (["--plot=a.txt"], "--plot: 'a.txt' ends neither in .png nor in .svg"),
+    (["--classes=chat:ttft=1"], "--classes: no request is of the class chat; requests are "),
+    (["--host_cache_gib=4"], "--host_cache_gib: 4.0: nothing below the devices is simulated"),
 ]
 
 
@@ -196,6 +224,36 @@ def test_times_of_a_file_of_lengths_are_used(capsys, tmp_path):
     arrival, prompt = rows[0].index("arrival"), rows[0].index("prompt")
     found = sorted((float(row[arrival]), int(row[prompt])) for row in rows[1:])
     assert found == [(0.0, 100), (1.0, 300), (3.0, 200)]
+
+
+TRACES = {
+    "a.jsonl": "".join(
+        json.dumps({**row, "hash_ids": [1, 2], "class": kind}) + "\n"
+        for kind, row in (
+            ("chat", dict(timestamp=7000, input_length=600, output_length=3)),
+            ("batch", dict(timestamp=9500, input_length=700, output_length=4)),
+        )
+    ),
+    "azure.csv": f"class,{AZURE}"
+    "chat,2023-11-16 18:15:46.5,600,3\nbatch,2023-11-16 18:15:49.0,700,4\n",
+    "lengths.csv": f"class,{TIMED}chat,3,600,3\nbatch,5.5,700,4\n",
+}
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_requests_of_a_trace_come_at_its_times_and_have_their_classes(capsys, tmp_path, name):
+    """On lanes as on one: the objectives of a class are those of its requests."""
+    path = tmp_path / name
+    path.write_text(TRACES[name])
+    out = tmp_path / "s.csv"
+    classes = "--classes=chat:ttft=5;batch:ttft=40,tpot=1"
+    lanes = ("--mesh=kvp=4,tp=2", "--placement=striped", "--planner=cdsp", "--exchange=auto")
+    assert simulate(capsys, f"--workload={path}", classes, *lanes, f"--csv={out}")[0] == 0
+    with open(out, newline="") as file:
+        rows = sorted(csv.DictReader(file), key=lambda row: float(row["arrival"]))
+    found = [(float(row["arrival"]), row["kind"], float(row["due"])) for row in rows]
+    assert found == [(0.0, "chat", 5.0), (2.5, "batch", 42.5)]
+    assert [(row["prompt"], row["output"]) for row in rows] == [("600", "3"), ("700", "4")]
 
 
 def test_refused_requests_are_told_with_the_reason(capsys):

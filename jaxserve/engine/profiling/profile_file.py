@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxserve.costs.exchange_choice import CHOOSERS, ExchangeChooser, Heads, rates_of
 from jaxserve.costs.fit import CostsFit, StepSample, fit_costs, from_json, to_json
-from jaxserve.costs.predictor import Costs
+from jaxserve.costs.predictor import Costs, Predictor
 from jaxserve.costs.profiles import Link
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.profiling.measure import MeasuredStep, grid, measure
@@ -31,7 +31,7 @@ from jaxserve.kernels.kv_pages import FP8, SCALE_DTYPE
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling.planning.cdsp import Instances
 from jaxserve.scheduling.planning.lanes import instances_of
-from jaxserve.settings.schema import ConfigError, EngineConfig
+from jaxserve.settings.schema import ConfigError, EngineConfig, SchedulerConfig
 from jaxserve.sharding.exchange import EXCHANGES, KV_CHUNK_TOKENS
 
 log = logging.getLogger(__name__)
@@ -66,12 +66,16 @@ class EngineProfile:
             dataclasses.replace(rates_of(self.costs, heads), **links),
             exchange if exchange in CHOOSERS else "roofline",
             piece=KV_CHUNK_TOKENS,
+            costs=self.costs,
+            block=plan.block_size,
         )
 
-    def instances(self, plan: StagePlan, exchange: str, max_len: int) -> Instances:
+    def instances(self, plan: StagePlan, scheduler: SchedulerConfig, max_len: int) -> Instances:
         """The lanes, to plan with; sequences have at most `max_len` tokens."""
         longest = min(max_len, plan.width * plan.block_size * plan.mesh.kvp)
-        return instances_of(self.costs, self.chooser(plan, exchange), longest, plan.block_size)
+        exchange = self.chooser(plan, scheduler.exchange)
+        predictor = Predictor(self.costs, plan.mesh, exchange=exchange, dealt=True)
+        return instances_of(predictor, scheduler.chunk_tokens, longest, plan.block_size)
 
 
 def profile_for(

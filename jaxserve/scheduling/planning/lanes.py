@@ -1,47 +1,46 @@
 """Plans which lanes of a replica compute which part of a prompt, by `cdsp`.
 
-The lanes are the prefill instances of Tetris. The seconds of a chunk on a group of lanes come from
-the engine's profile: each lane computes a share of the linear layers, and attention takes as long
-as with the exchange that steps would choose among so many lanes.
+The lanes are the prefill instances of Tetris. The seconds of a chunk on a group of lanes are those
+of the steps that it will take (`Predictor`): each lane of the group computes a share of the linear
+layers, and attention takes as long as with the exchange that these steps would choose.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Mapping
 
 from jaxserve.api.lane_groups import group_sizes
-from jaxserve.costs.exchange_choice import ExchangeChooser
-from jaxserve.costs.predictor import Costs
+from jaxserve.costs.predictor import Predictor
 from jaxserve.scheduling.planning import cdsp
 from jaxserve.scheduling.planning.cdsp import Instances
 from jaxserve.scheduling.planning.improvement import ImprovementRate
 from jaxserve.scheduling.sequence import PlanPart
+from jaxserve.settings.schema import SchedulerConfig
 
+IMPROVEMENT = 0.1  # share of a prompt's time that more lanes must save, where nobody knows better
 LENGTHS = 8  # lengths of chunks and of histories to predict, each twice the one before
 
 
-def instances_of(costs: Costs, exchange: ExchangeChooser, longest: int, block: int) -> Instances:
-    """The lanes, all in one node, with latencies for contexts up to `longest` tokens. Chunks but
-    the last are of whole blocks."""
-    sizes = group_sizes(exchange.lanes)
+def instances_of(predictor: Predictor, step: int, longest: int, block: int) -> Instances:
+    """The lanes, all in one node, with latencies for contexts up to `longest` tokens, in steps of
+    `step` tokens for each lane. Chunks but the last are of whole blocks."""
+    sizes = group_sizes(predictor.mesh.kvp)
     lengths = [max(1, longest >> power) for power in range(LENGTHS)]
     points = [
-        (size, history, tokens, _seconds(costs, exchange, size, history, tokens))
+        (size, history, tokens, predictor.prefill_on(size, history, history + tokens, step))
         for size, history, tokens in itertools.product(sizes, [0, *lengths], lengths)
     ]
-    return Instances(cdsp.fit(points), exchange.lanes, block, aligned=True)
+    return Instances(cdsp.fit(points), predictor.mesh.kvp, block, aligned=True)
 
 
-def _seconds(
-    costs: Costs, exchange: ExchangeChooser, size: int, history: int, tokens: int
-) -> float:
-    group = dataclasses.replace(exchange, lanes=size)
-    decision = group.choose([(history, tokens)])
-    return costs.launch + costs.layers * (
-        costs.linear(-(-tokens // size)) + decision.seconds[decision.strategy]
-    )
+def improvement_rates(
+    scheduler: SchedulerConfig, profiled: Mapping[float, float] = {}
+) -> Mapping[float, float]:
+    """Improvement rate by requests per second: as it is set, else as it was profiled."""
+    if scheduler.improvement is not None:
+        return {0.0: scheduler.improvement}
+    return profiled or {0.0: IMPROVEMENT}
 
 
 class LanePlanner:
