@@ -33,7 +33,10 @@ PAPER = Paper(
     HEAD,
     OPTIONS,
     settings_of,
-    runs={"computed": "closed form of the exchange chooser, calibrated on tables 5, 6, 8"},
+    runs={
+        "computed": "closed form of the exchange chooser, calibrated on tables 5, 6, 8",
+        "simulated": "scheduler, cache and exchange chooser of a virtual replica",
+    },
     others={
         "1": "a drawing; the sharding is `placement=zigzag`, tested in tests/cache",
         "2": "a drawing; as figure 1",

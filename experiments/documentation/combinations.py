@@ -126,8 +126,8 @@ def page() -> str:
             "Every pair of settings of one replica, tried on the checks that refuse settings at a "
             "start: `+` is taken, a letter is refused for the reason below, `.` is two values of "
             "one setting. Columns are numbered as rows. What a setting needs by itself is given "
-            "with it: lanes (`kvp=2`), a placement that deals out and an exchange other than "
-            "`gather` for a planner, host memory for the tiers below it.",
+            "with it: lanes (`kvp=2`), a placement that deals out for a planner, host memory for "
+            "the tiers below it.",
             "That a pair is taken is tested further: `tests/experiments/test_combinations.py` has "
             "a small model generate with each of them that one process can run without a store "
             "(`-m matrix`), and the tokens are those of one device.",

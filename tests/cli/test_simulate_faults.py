@@ -46,7 +46,10 @@ FLAGS = [
     (["--lookahead=-1"], "--lookahead=-1: -1 is below the limit 0"),
     (["--lookahead=one"], "--lookahead=one: must be a whole number"),
     # loads
-    (["--workload="], "--workload: '' is neither a generator (poisson, burst) nor a file"),
+    (
+        ["--workload="],
+        "--workload: '' is neither a generator (poisson, gamma, constant, burst) nor",
+    ),
     (["--workload=poison:mix=medha-5"], "did you mean poisson?"),
     (["--workload=poisson"], "--workload: lengths are needed"),
     (["--workload=poisson:mix=medha5"], "--workload: unknown mix 'medha5'"),
@@ -99,7 +102,6 @@ FLAGS = [
     (["--placement=zigzag"], "--placement: zigzag has no effect on one lane"),
     ([*LANES, "--placement=striped"], "--placement: striped deals out prompts of more than"),
     ([*LANES, "--planner=cdsp"], "--placement: grow cannot follow --planner=cdsp"),
-    ([*LANES, "--placement=zigzag", "--planner=cdsp"], "--exchange: with gather all lanes compute"),
     (
         [*LANES, "--placement=striped", "--planner=fixed-8", "--exchange=auto"],
         "--planner: fixed-8 needs a kvp that 8 divides; --mesh has kvp=4",

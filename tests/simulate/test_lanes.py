@@ -169,10 +169,10 @@ def test_a_step_takes_what_the_exchange_says(strategy):
     """Linear parts of a lane's share, and what the chooser says of attention and hops: of one chunk
     over all four lanes."""
     made = replica(strategy, chunking="static")
-    _, batches = run(made, [Arrival(0.0, 65_536, 1)])
+    _, batches = run(made, [Arrival(0.0, 100_000, 1)])
     predictor = made.scheduler.predictor
     exchange = predictor.exchange
-    batch = batches[2]
+    batch = batches[1]
     cached, new = int(batch.start[0]), int(batch.length[0])
     layer = exchange.choose([(cached, new)]).seconds[strategy] + predictor.costs.linear(new // 4)
     assert batch.seconds == pytest.approx(
@@ -223,25 +223,28 @@ def test_a_growing_group_moves_pages_and_the_clock_knows():
     assert moving.seconds > without
 
 
-def test_a_small_group_passes_the_whole_ring():
-    """Lanes that hold nothing hand on what comes: hops, and no attention."""
-    made = replica("pass_kv").scheduler.predictor
-    exchange = made.exchange
-    held = np.array([0.5, 0.5, 0.0, 0.0])
-    even = np.full(4, 0.25)
-    half, whole = (
-        exchange.nothing().plus(50_000, 4096, share, share).work() for share in (held, even)
-    )
-    assert (half.holders, whole.holders) == (2, 4) and half.share == 2 * whole.share
+def test_a_small_group_passes_a_ring_of_its_own_lanes():
+    """Half of the lanes take twice as long to attend, and have one hop of three."""
+    exchange = replica("pass_kv").scheduler.predictor.exchange
+    works = []
+    for lanes in (2, 4):
+        share = (np.arange(4) < lanes) / lanes
+        works.append(exchange.nothing().plus(50_000, 4096, share, share, range(lanes)).work())
+    half, whole = works
+    assert (half.lanes, whole.lanes) == (half.holders, whole.holders) == (2, 4)
+    assert half.share == 2 * whole.share
 
     def seconds(hop: Link) -> list[float]:
-        chooser = dataclasses.replace(exchange, rates=dataclasses.replace(exchange.rates, hop=hop))
-        return [chooser.seconds(work)["pass_kv"] for work in (half, whole)]
+        rates = dataclasses.replace(exchange.rates, hop=hop)
+        return [
+            dataclasses.replace(exchange, lanes=work.lanes, rates=rates).seconds(work)["pass_kv"]
+            for work in works
+        ]
 
     computing = seconds(Link(0.0, 1e30))
     assert 1.5 < computing[0] / computing[1] < 2  # half of the lanes, and what each call takes
-    rounds = [-(-work.shard // exchange.piece) for work in (half, whole)]
-    assert seconds(Link(1.0, 1e30)) == pytest.approx([3 * count for count in rounds], rel=0.01)
+    rounds = [-(-work.shard // exchange.piece) for work in works]
+    assert seconds(Link(1.0, 1e30)) == pytest.approx([rounds[0], 3 * rounds[1]], rel=0.01)
 
 
 def test_prompts_on_disjoint_groups_of_lanes_take_as_long_as_one():
