@@ -3,6 +3,7 @@ has to be preempted for want of a page (medha.md M8)."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from jaxserve.cache import CacheManager
 from jaxserve.scheduling.completion_lengths import CompletionLengths
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import DECODE, PREFILL, SlotTable
+
+UNKNOWN_TOKENS = 256  # that a completion is taken to put out until one has ended
 
 
 class DecodeReserve:
@@ -46,5 +49,8 @@ class DecodeReserve:
     def _growth(self, start: Any, most: Any) -> Any:
         """Pages from position `start` to where a sequence is expected to end, at `most` at last."""
         size = self._cache.block_size
-        end = np.minimum(start + self._lengths.remaining, most)
+        tokens = self._lengths.remaining
+        if tokens == math.inf:
+            tokens = UNKNOWN_TOKENS
+        end = np.minimum(start + tokens, most)
         return np.maximum(-(-end // size) - -(-start // size), 0)
