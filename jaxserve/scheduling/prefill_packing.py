@@ -370,9 +370,26 @@ class PrefillPacker:
         if not length:
             return False
         self._admit(step, sequence, candidate)
-        step.budget.add(candidate.home, candidate.blocks_per_lane, candidate.start, length)
-        step.chunks.append(self._issue(step, sequence, length, len(candidate.lanes)))
+        home, held, start, _ = candidate
+        lanes = 1 if length <= step.budget.tokens_left[home] else len(candidate.lanes)
+        self._extend(sequence, start + length)
+        if lanes == 1 == self.cache.group_size[sequence.slot]:
+            held = None  # its blocks came to lie at home, and all of it fits there
+        else:
+            lanes = max(len(candidate.lanes), int(self.cache.group_size[sequence.slot]))
+        step.budget.add(home, held, start, length)
+        step.chunks.append(self._issue(step, sequence, length, lanes))
         return True
+
+    def _extend(self, sequence: Sequence, stop: int) -> None:
+        """Gives the sequence pages for its tokens to before `stop`, on the lanes that its plan has
+        for them."""
+        cache = self.cache
+        slot = sequence.slot
+        planned = sequence.plan_at(int(self.slots.issued[slot])).lanes
+        if sequence.plan and planned != cache.group(slot):
+            cache.regroup(slot, planned)  # where there is no room it goes on as it was
+        cache.extend(slot, cache.blocks(stop) - len(cache.tables[slot]))
 
     def _admit(self, step: PrefillStep, sequence: Sequence, candidate: ChunkCandidate) -> None:
         """Gives a waiting sequence its slot and the pages that hold its first blocks; does nothing
@@ -400,18 +417,12 @@ class PrefillPacker:
     def _issue(
         self, step: PrefillStep, sequence: Sequence, length: int, lanes: int
     ) -> PrefillChunk:
-        """Gives the sequence's next tokens pages and counts them as issued. lanes: how many of
-        them compute the chunk; more, where pages are taken on others."""
+        """Counts the sequence's next tokens, which have pages, as issued. lanes: how many of them
+        compute the chunk."""
         slot = sequence.slot
         slots = self.slots
         start = int(slots.issued[slot])
-        stop = start + length
-        planned = sequence.plan_at(start).lanes
-        if sequence.plan and planned != self.cache.group(slot):
-            self.cache.regroup(slot, planned)  # where there is no room it goes on as it was
-        self.cache.extend(slot, self.cache.blocks(stop) - len(self.cache.tables[slot]))
-        size = max(lanes, int(self.cache.group_size[slot]))
-        chunk = PrefillChunk(slot, start, stop, slot in slots.unannounced, size)
+        chunk = PrefillChunk(slot, start, start + length, slot in slots.unannounced, lanes)
         slots.unannounced.discard(slot)
         slots.issued[slot] = chunk.stop
         if chunk.stop < sequence.prefill_len:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished, Progress, Token
-from jaxserve.api.lane_groups import group_sizes
+from jaxserve.api.lane_groups import group_around, group_sizes
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
@@ -117,7 +117,8 @@ class Device:
         assert sorted(found) == list(range(-(-stop // self.block_size))), (
             f"blocks {sorted(found)} for {stop} tokens"
         )
-        assert batch.spread[row] == any(lane != batch.lane[row] for lane, _ in found.values())
+        group = group_around(int(batch.lane[row]), int(batch.group_size[row]))
+        assert all(lane in group for lane, _ in found.values())
         return found
 
     def _compute(self, batch: Batch, row: int, tokens: list[int]) -> set[tuple[int, int]]:
