@@ -56,13 +56,14 @@ def plain(engines) -> Engine:
 
 
 def with_pages(old: Engine, pages: int) -> Engine:
-    """A new engine on the same devices that uses few of their pages."""
+    """A new engine on the same devices that uses few of their pages, and keeps none free."""
     plan = old.worker.plan
     cache = CacheManager(
         dataclasses.replace(old.config.cache, pages=pages), plan.mesh.kvp, plan.slots
     )
     max_len = old.info.max_model_len
-    scheduler = Scheduler(old.config.scheduler, cache, plan.mesh, max_len, (EOS,))
+    config = dataclasses.replace(old.config.scheduler, decode_reserve=0.0)
+    scheduler = Scheduler(config, cache, plan.mesh, max_len, (EOS,))
     return Engine(old.config, old.worker, scheduler)
 
 
