@@ -136,6 +136,7 @@ setup(
             "pyarrow>=14",
             "safetensors>=0.4",
             "selenium>=4.20",
+            "pyte>=0.8",
         ],
         "research": RESEARCH,
         "examples": ["openai>=2"],

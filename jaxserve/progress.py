@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -31,6 +32,16 @@ def progress_bar(name: str, total: int | None, show: bool) -> Iterator[Callable[
             bar.set_postfix_str(name, refresh=False)
             bar.update()
 
+        yield step
+
+
+@contextlib.contextmanager
+def terminal_bar(name: str, total: int | None) -> Iterator[Callable[[str], None]]:
+    """The same bar on a terminal; nothing elsewhere, for commands whose output is a table."""
+    if not sys.stderr.isatty():
+        yield lambda name: None
+        return
+    with progress_bar(name, total, True) as step:
         yield step
 
 

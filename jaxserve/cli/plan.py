@@ -4,7 +4,6 @@ GPU."""
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from jaxserve.cli.display import table
 from jaxserve.cli.files import check_picture, check_writable, figure_class
 from jaxserve.cli.simulate import configs, scheduling_options
 from jaxserve.costs.profiles import devices
-from jaxserve.progress import progress_bar
+from jaxserve.progress import terminal_bar
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError, MeshConfig
@@ -117,7 +116,7 @@ def run(values: dict[str, Any]) -> int:
     _check_files(values)
     found = plans(fit)
     trial = PlanRunner(question, found)
-    with progress_bar("plans", simulations(len(found), values["best"]), sys.stderr.isatty()) as bar:
+    with terminal_bar("plans", simulations(len(found), values["best"])) as bar:
         answers = search(trial, found, values["best"], bar)
     report = report_of(values, trial, answers, out)
     print(shown(report))

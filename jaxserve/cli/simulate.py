@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from jaxserve.cli.display import table
 from jaxserve.cli.files import check_picture, check_writable, figure_class
 from jaxserve.costs.profiles import devices
-from jaxserve.progress import progress_bar
+from jaxserve.progress import terminal_bar
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option, make, options_of
 from jaxserve.settings.schema import (
@@ -132,7 +131,7 @@ def run(values: dict[str, Any]) -> int:
     until = values["duration"] or float("inf")
     replica = system.replica(scheduler, cache, values["lookahead"])
     total = len(arrivals) * (1 + len(names))
-    with progress_bar("simulating", total, sys.stderr.isatty()) as step:
+    with terminal_bar("simulating", total) as step:
         outcomes = {"jaxserve": execute(replica, _told(arrivals, step), until=until)}
         for name in names:
             coming = _told(arrivals, step)
