@@ -16,12 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.benchmarks.sharing import TimedSink
+from experiments.benchmarks.sharing import TimedSink, send_random
 from experiments.multihost.hlo import collectives
 from experiments.script import command_line, keep
 from jaxserve.api.lane_groups import group_sizes
-from jaxserve.api.request import Request
-from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import table
 from jaxserve.cli.files import check_picture
 from jaxserve.observe.machine import described, machine
@@ -129,21 +127,8 @@ class LanesBench:
 
     def send(self, tokens: int, seed: int) -> TimedSink:
         """A random prompt of so many tokens, the same for the same seed."""
-        heard = TimedSink()
-        info = self.engine.info
-        prompt = np.random.default_rng(seed).integers(0, info.vocab, tokens)
-        sampling = SamplingParams.make(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
         self._serial += 1
-        request = Request.make(
-            f"{self._serial}",
-            prompt,
-            sampling,
-            vocab=info.vocab,
-            max_len=info.max_model_len,
-            arrival=self.engine.now(),
-        )
-        self.engine.submit(request, heard)
-        return heard
+        return send_random(self.engine, f"{self._serial}", tokens, OUTPUT, seed)
 
     def run(self, shorts: int) -> tuple[TimedSink, list[TimedSink], list[Step]]:
         """The long prompt and `shorts` short ones, all at once, to their ends."""

@@ -86,6 +86,26 @@ class TimedSink:
         return self.times[0] - self.sent
 
 
+def send_random(
+    engine: Any, id: str, tokens: int, output: int, seed: int, slo: Slo | None = None
+) -> TimedSink:
+    """Submits a random prompt of `tokens` tokens, the same for the same seed, to be answered
+    greedily with `output` tokens."""
+    heard = TimedSink()
+    info = engine.info
+    request = Request.make(
+        id,
+        np.random.default_rng(seed).integers(0, info.vocab, tokens),
+        SamplingParams.make(temperature=0, max_tokens=output, ignore_eos=True),
+        vocab=info.vocab,
+        max_len=info.max_model_len,
+        arrival=engine.now(),
+        slo=slo or Slo(),
+    )
+    engine.submit(request, heard)
+    return heard
+
+
 class SharingBench:
     """An engine that runs, and the requests of this benchmark."""
 
@@ -115,28 +135,12 @@ class SharingBench:
 
     def send(self, tokens: int, output: int, seed: int) -> TimedSink:
         """A random prompt of so many tokens, the same for the same seed."""
-        heard = TimedSink()
-        vocab = self.engine.info.vocab
-        prompt = np.random.default_rng(seed).integers(0, vocab, tokens)
-        sampling = SamplingParams.make(temperature=0, max_tokens=output, ignore_eos=True)
+        self._serial += 1
         slo = Slo(
             ttft=self.values["ttft"] if tokens == self.values["short"] else None,
             tpot=self.values["tpot"],
         )
-        self._serial += 1
-        self.engine.submit(
-            Request.make(
-                f"{self._serial}",
-                prompt,
-                sampling,
-                vocab=vocab,
-                max_len=self.engine.info.max_model_len,
-                arrival=self.engine.now(),
-                slo=slo,
-            ),
-            heard,
-        )
-        return heard
+        return send_random(self.engine, f"{self._serial}", tokens, output, seed, slo)
 
     def idle(self, shorts: int) -> tuple[list[TimedSink], list[TimedSink]]:
         """Short requests one at a time, then the decodes alone."""

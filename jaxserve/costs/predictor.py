@@ -473,8 +473,7 @@ class Predictor:
         """The same on a group of `lanes` lanes, in chunks of so many tokens of all of them."""
         if total <= cached:
             return 0.0
-        spread = lanes > 1
-        if spread and self.exchange is not None:
+        if lanes > 1 and self.exchange is not None:
             return self._exchanged_chunks(self.exchange, cached, total, chunk, lanes)
         costs = self.costs
         new = total - cached

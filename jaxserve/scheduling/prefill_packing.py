@@ -371,12 +371,12 @@ class PrefillPacker:
             return False
         self._admit(step, sequence, candidate)
         home, held, start, _ = candidate
-        lanes = 1 if length <= step.budget.tokens_left[home] else len(candidate.lanes)
         self._extend(sequence, start + length)
-        if lanes == 1 == self.cache.group_size[sequence.slot]:
+        lanes = int(self.cache.group_size[sequence.slot])
+        if lanes == 1 and length <= step.budget.tokens_left[home]:
             held = None  # its blocks came to lie at home, and all of it fits there
         else:
-            lanes = max(len(candidate.lanes), int(self.cache.group_size[sequence.slot]))
+            lanes = max(lanes, len(candidate.lanes))
         step.budget.add(home, held, start, length)
         step.chunks.append(self._issue(step, sequence, length, lanes))
         return True

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.costs.profiles import Link
+from jaxserve.sharding.lane_groups import LaneGroups
 from jaxserve.sharding.mesh import KVP
 
 SIZES = 2**14, 2**23  # bytes of the messages that are timed
@@ -29,8 +30,7 @@ def measure_links(mesh: Mesh) -> dict[str, Link]:
 
 
 def _hop(x: jax.Array) -> jax.Array:
-    lanes = lax.axis_size(KVP)
-    return lax.ppermute(x, KVP, [(lane, (lane + 1) % lanes) for lane in range(lanes)])
+    return LaneGroups(lax.axis_size(KVP)).send_to_next(x)
 
 
 def _gather(x: jax.Array) -> jax.Array:

@@ -304,10 +304,8 @@ def fixed(
             f"{size} is no group size of {list(instances.latencies)} "
             f"that divides {len(queues)} instances",
         )
-    waits = np.asarray(queues, float).reshape(-1, size).max(1)
-    index = int(waits.argmin())
-    start = float(waits[index])
-    group = tuple(range(index * size, (index + 1) * size))
+    groups = _AlignedGroups(queues)
+    group, start = groups.extended(groups.none, size)
     return CdspPlan(
         (
             CdspChunk(
