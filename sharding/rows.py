@@ -20,8 +20,6 @@ from jaxserve.kernels.kv_pages import KVPages, quantize
 from jaxserve.kernels.table import entries_below
 from jaxserve.sharding.lane_groups import LaneGroups
 
-ALONE = LaneGroups(1)
-
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -84,8 +82,8 @@ class Groups:
     local: tuple[Rows, ...]
     spread: tuple[Rows, ...]
     table: jax.Array
-    exchange: str = "gather"
-    lanes: LaneGroups = ALONE
+    exchange: str
+    lanes: LaneGroups
 
     def local_tokens(self) -> int:
         """Number of tokens in local rows, padding included."""

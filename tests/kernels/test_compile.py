@@ -37,6 +37,7 @@ from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig
 from jaxserve.sharding import attention
 from jaxserve.sharding.exchange import COMPILER_OPTIONS
+from jaxserve.sharding.lane_groups import LaneGroups
 from jaxserve.sharding.mesh import KVP
 from jaxserve.sharding.rows import Groups, local_rows, spread_rows
 from tests.kernels import cuda
@@ -309,8 +310,9 @@ def ring_step(
     size = pages.kv.shape[4]
     lane = jax.lax.axis_index(KVP)
     rows = spread_rows(slot, start, length, everywhere, lane, len(q), table, P, size, True)
+    groups = Groups((), (rows,), table, exchange, LaneGroups(jax.lax.axis_size(KVP)))
     with as_on_a_gpu(mosaic.attend):
-        return attention.attention(q, kv, pages, None, Groups((), (rows,), table, exchange), 0.1)
+        return attention.attention(q, kv, pages, None, groups, 0.1)
 
 
 @needs_compiler
@@ -352,6 +354,8 @@ def step(
         if spread
         else (),
         table,
+        "gather",
+        LaneGroups(jax.lax.axis_size(KVP) if spread else 1),
     )
     with as_on_a_gpu(mosaic.attend):
         return attention.attention(q, kv, pages, None, groups, 0.1)
