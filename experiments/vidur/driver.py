@@ -150,9 +150,13 @@ def ordered(scheduler: type, policy: str) -> type:
 
 
 class FullChunks(fcfs.BatchFormationTrackerWithRuntimePrediction):
-    """Chunks that fill the time of a step, in whole tiles, as jaxserve's do. Vidur's own end within
-    a tenth of it, and have 1024 tokens at most: its search starts from twice the size of the last
-    chunk, which it never finds, for Python gives that attribute another name."""
+    """Chunks that fill the time of a step, in whole tiles, as jaxserve's do without sharing: a
+    prompt that does not end in a step is the last one in it, though a tile of a shorter context
+    would still fit. Vidur's own chunks end within a tenth of the time, and have 1024 tokens at
+    most: its search starts from twice the size of the last chunk, which it never finds, for Python
+    gives that attribute another name."""
+
+    full = False  # the last chunk added does not end its prompt
 
     def get_max_chunk_size_for_request(
         self,
@@ -161,6 +165,8 @@ class FullChunks(fcfs.BatchFormationTrackerWithRuntimePrediction):
         active_kvp_groups: list[int],
         target_batch_time: float,
     ) -> int:
+        if self.full:
+            return 0
         rest = request.num_prefill_tokens - num_processed_tokens
 
         def seconds(tokens: int) -> float:
@@ -170,6 +176,7 @@ class FullChunks(fcfs.BatchFormationTrackerWithRuntimePrediction):
 
         if seconds(rest) <= target_batch_time:
             return rest
+        self.full = True
         fits, too_many = 0, -(-rest // TILE)  # tiles
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
