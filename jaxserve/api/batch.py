@@ -44,10 +44,10 @@ class Batch:
     # after chunk
     block_lane: np.ndarray
     tokens: np.ndarray  # [sum of length where not feed] token ids, chunk after chunk
-    # [m, 4] pages that move before the step, in this order: lane, page, to lane, page
+    # [m, 4] pages that the step moves: lane, page, to lane, page. All at once, within the groups of
+    # lanes of its chunks; none is both read and written
     moves: np.ndarray
-    # [m, 5] new page table entries: lane, slot, index in the row, page, block; ascending blocks per
-    # row
+    # [m, 5] new page table entries: lane, slot, index in the row, page, block
     table_updates: np.ndarray
     seconds: float  # predicted time in the slowest stage
     # rows of this batch whose sequence has just got its slot: set its sampling state

@@ -2,11 +2,16 @@
 
 A sequence's blocks are numbered in the order of its tokens; each is on one page of one lane. The
 host knows a sequence by its slot, and keeps for each slot the pages of its blocks in order; the
-device keeps a row of pages per slot and lane (see `table_updates`).
+device keeps a row of pages per slot and lane, each with the number of its block.
+
+In a row the blocks of the newest chunk ascend, behind all older ones. These ascend too, unless
+blocks have moved there from other lanes: attention sees them whole, in whatever order. Rows of
+sequences on one lane, and of models with sliding windows, always ascend.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -28,7 +33,15 @@ from jaxserve.cache.placement import (
 )
 from jaxserve.cache.prefix_match import NO_MATCH, PrefixMatch, find_prefix
 from jaxserve.cache.stores import PendingStores
-from jaxserve.cache.table_updates import BLOCK, INDEX, LANE, PAGE, SLOT, TableUpdates
+from jaxserve.cache.table_updates import (
+    BLOCK,
+    INDEX,
+    LANE,
+    PAGE,
+    SLOT,
+    PageMoves,
+    TableUpdates,
+)
 from jaxserve.cache.tiers import Fetch, LowerTiers, SourceBlocks
 from jaxserve.settings.schema import CacheConfig, ConfigError
 
@@ -51,7 +64,8 @@ class CacheManager:
     config: `pages`, which is per lane, must be given. fingerprint, dtype: what besides tokens tells
     the blocks of one model from another's. placement: instead of the config's, by name or as a
     function. stripe: see PlacementView. lower: where blocks that leave the devices are kept, and
-    fetched from.
+    fetched from. most_moves: pages that a batch moves from a lane to another. ascending: the blocks
+    of every row must ascend, as for models with sliding windows.
 
     To be read by all, by slot: `tables` (the page of every block, in order), `home` (lane),
     `group_size` (of the smallest group of lanes that has home and all blocks; above 1 the sequence
@@ -70,6 +84,8 @@ class CacheManager:
         placement: str | Placement | None = None,
         stripe: int = 1,
         lower: LowerTiers | None = None,
+        most_moves: int = 0,
+        ascending: bool = False,
     ):
         if config.pages is None:
             raise ConfigError("pages", "must be known before the cache is made")
@@ -84,6 +100,8 @@ class CacheManager:
         self.capacity = np.zeros(slots, np.int32)
         self.lower = lower
         self._updates = TableUpdates()
+        self._moves = PageMoves(config.pages, most_moves)
+        self._ascending = ascending
         self.stores = PendingStores(self.pages)
         if lower is not None:
             self.pages.on_evict = self._evicted
@@ -104,6 +122,10 @@ class CacheManager:
         self._prompt_blocks = [0] * slots
         self._retention = [NORMAL_RETENTION] * slots
         self._group: list[tuple[int, ...]] = [()] * slots
+        # by slot: the blocks of each lane's row, where there are several lanes; and, until its
+        # blocks are dealt evenly, how many each lane has too many (below 0: too few)
+        self._rows: list[list[list[int]]] = [[[] for _ in range(lanes)] for _ in range(slots)]
+        self._surplus: dict[int, list[int]] = {}
 
     # --- what there is
 
@@ -347,7 +369,11 @@ class CacheManager:
         self.stores.retain_longer(self.tables[slot], retention)
         if len(pages):
             self.pages.ref(pages)
-            self._updates.add_all(self._entries(slot))
+            entries = self._entries(slot)
+            self._updates.add_all(entries)
+            if lanes > 1:
+                by_lane = (entries[entries[:, LANE] == lane, BLOCK] for lane in range(lanes))
+                self._rows[slot] = [row.tolist() for row in by_lane]
             for watcher in self._watchers:
                 watcher.taken(slot, self.tables[slot])
         self._recount(slot)
@@ -361,6 +387,7 @@ class CacheManager:
         for block in range(first, first + blocks):
             if len(held) > 1:
                 lane = self._next_lane(slot, block, held, lane)
+                self._rows[slot][lane].append(block)
             page = self.pages.allocate(lane)
             self.stores.renewed(page)
             self._updates.add(lane, slot, held[lane], self.pages.locate(page)[1], block)
@@ -390,45 +417,115 @@ class CacheManager:
         )
         return self._place(view)
 
-    def regroup(self, slot: int, group: tuple[int, ...]) -> bool:
-        """Deals the slot's blocks out over the lanes of `group`, those so far and those to come.
-
-        As few blocks move as it takes until the lanes have equally many, but for one (Tetris,
-        section 4.1). Blocks that other sequences hold too stay where they are. No page more or less
-        is available after it. Returns False, with nothing changed, where a lane has no room.
-        """
-        table = self.tables[slot]
-        pages = np.asarray(table, np.intp)
-        own = np.flatnonzero(self.pages.refs[pages] == 1)
-        own_per_lane = self._count_by_lane(pages[own])
-        fixed = self.blocks_per_lane[slot] - own_per_lane
-        wanted = np.array(_even(group, fixed.tolist(), own_per_lane.tolist()))
-        if (wanted - own_per_lane > self.pages.available()).any():
-            return False
-        before = self._entries(slot)
-        targets = [lane for lane in group for _ in range(wanted[lane] - own_per_lane[lane])]
-        too_many = (own_per_lane - wanted).tolist()
-        for block in own[::-1].tolist():
-            lane, _ = self.pages.locate(table[block])
-            if too_many[lane] > 0:
-                too_many[lane] -= 1
-                table[block] = self._move(slot, table[block], targets.pop())
+    def regroup(self, slot: int, group: tuple[int, ...]) -> None:
+        """Deals the slot's next blocks out over the lanes of `group`, and those so far, which the
+        calls of `rebalance` move bit by bit: as few as it takes until the lanes have equally many,
+        but for one (Tetris, section 4.1). Blocks that other sequences hold too stay where they
+        are."""
+        pages = np.asarray(self.tables[slot], np.intp)
+        own = self._count_by_lane(pages[self.pages.refs[pages] == 1])
+        fixed = self.blocks_per_lane[slot] - own
+        wanted = _even(group, fixed.tolist(), own.tolist())
         self._group[slot] = group
-        self._recount(slot)
-        if len(own):
-            self._updates.replace(before, self._entries(slot))
-        return True
+        self._surplus[slot] = (own - wanted).tolist()
 
-    def _move(self, slot: int, page: int, lane: int) -> int:
-        """Moves a block of the slot to a page of `lane`; returns that."""
-        new = self.pages.move(page, lane)
-        self._updates.add_move(*self.pages.locate(page), *self.pages.locate(new))
-        self.stores.renewed(new)
-        self.stores.retain(new, self.stores.retention(page))
+    def rebalance(self, slot: int, before: int) -> int:
+        """Moves blocks of a regrouped slot, of those before number `before`, as many as the next
+        batch has room for; returns how many. No page more or less is available after it."""
+        surplus = self._surplus.get(slot)
+        if surplus is None:
+            return 0
+        starts: dict[int, int] = {}  # by lane: where its row begins to differ
+        moved = 0
+        for lane in range(len(surplus)):
+            for to_lane in sorted(range(len(surplus)), key=surplus.__getitem__):
+                moved += self._give(slot, lane, to_lane, before, starts)
+        if max(surplus) <= 0 or min(surplus) >= 0:
+            del self._surplus[slot]
+        if moved:
+            home = int(self.home[slot])
+            held = [len(row) for row in self._rows[slot]]
+            self.blocks_per_lane[slot] = held
+            self.group_size[slot] = size_of(home, held)
+            if self.group_size[slot] == 1:
+                self._rows[slot][home].sort()
+                starts = {home: 0}
+            for lane, start in starts.items():
+                self._updates.rewrite(lane, slot, start, self._row_entries(slot, lane, start))
+        return moved
+
+    def behind(self, slot: int) -> int:
+        """Blocks of a regrouped slot that have yet to move."""
+        return sum(max(0, count) for count in self._surplus.get(slot, ()))
+
+    def _give(self, slot: int, lane: int, to_lane: int, before: int, starts: dict[int, int]) -> int:
+        """Moves blocks from a lane that has too many to one that has too few, the last of its row
+        first; returns how many."""
+        surplus = self._surplus[slot]
+        room = min(self._moves.room(lane, to_lane), self.pages.available()[to_lane])
+        count = min(surplus[lane], -surplus[to_lane], room)
+        if count <= 0:
+            return 0
+        blocks, start = self._pop_movable(slot, lane, before, count)
+        surplus[lane] -= count  # where fewer can move, the others stay
+        if not blocks:
+            return 0
+        surplus[to_lane] += len(blocks)
+        starts[lane] = min(start, starts.get(lane, start))
+        start = self._insert(slot, to_lane, before, blocks)
+        starts[to_lane] = min(start, starts.get(to_lane, start))
+        self._move(slot, lane, to_lane, blocks)
+        return len(blocks)
+
+    def _pop_movable(self, slot: int, lane: int, before: int, count: int) -> tuple[list[int], int]:
+        """Takes the last `count` blocks from a lane's row, of those before number `before` that the
+        slot alone holds: these, and where the row begins to differ."""
+        row = self._rows[slot][lane]
+        table = self.tables[slot]
+        refs = self.pages.refs
+        blocks: list[int] = []
+        others: list[int] = []
+        start = len(row)
+        while row and len(blocks) < count:
+            block = row.pop()
+            page = table[block]
+            if block < before and refs[page] == 1 and not self._moves.writes(page):
+                blocks.append(block)
+                start = len(row)
+            else:
+                others.append(block)
+        row += reversed(others)
+        return blocks[::-1], start
+
+    def _insert(self, slot: int, lane: int, before: int, blocks: list[int]) -> int:
+        """Puts blocks into a lane's row, in front of those from number `before` on; returns where
+        it begins to differ."""
+        row = self._rows[slot][lane]
+        if self._ascending:
+            start = bisect.bisect(row, min(blocks))
+            row += blocks
+            row.sort()
+            return start
+        current: list[int] = []
+        while row and row[-1] >= before:
+            current.append(row.pop())
+        start = len(row)
+        row += blocks
+        row += reversed(current)
+        return start
+
+    def _move(self, slot: int, lane: int, to_lane: int, blocks: list[int]) -> None:
+        """Moves these blocks of the slot from pages of a lane to those of another."""
+        table = self.tables[slot]
+        pages = [table[block] for block in blocks]
+        targets = self.pages.move(pages, to_lane)
+        self._moves.add(lane, to_lane, pages, targets)
+        self.stores.moved(pages, targets)
+        for block, target in zip(blocks, targets):
+            table[block] = target
         for watcher in self._watchers:
-            watcher.released(slot, [page])
-            watcher.taken(slot, [new])
-        return new
+            watcher.released(slot, pages)
+            watcher.taken(slot, targets)
 
     def group(self, slot: int) -> tuple[int, ...]:
         """The lanes over which the slot's next blocks are dealt out; none where one lane may hold
@@ -444,6 +541,8 @@ class CacheManager:
         """Empties the slot: its published blocks stay cached, its other pages are free."""
         pages = self.tables[slot]
         self.tables[slot] = []
+        self._rows[slot] = [[] for _ in range(self.pages.lanes)]
+        self._surplus.pop(slot, None)
         self.pages.unref(pages)
         self._updates.drop(slot)
         self._recount(slot)
@@ -465,7 +564,7 @@ class CacheManager:
     # --- what the device is told
 
     def _entries(self, slot: int) -> np.ndarray:
-        """The slot's page table as entries [blocks, 5], see TableUpdates."""
+        """The entries [blocks, 5] of a slot whose rows all ascend, see TableUpdates."""
         pages = np.asarray(self.tables[slot], np.intp)
         entries = np.empty((len(pages), 5), np.int32)
         entries[:, LANE], entries[:, PAGE] = self.pages.locate(pages)
@@ -476,15 +575,27 @@ class CacheManager:
             entries[on_lane, INDEX] = np.arange(np.count_nonzero(on_lane))
         return entries
 
+    def _row_entries(self, slot: int, lane: int, start: int) -> np.ndarray:
+        """The entries [m, 5] of a slot's row on a lane, from index `start` on."""
+        blocks = self._rows[slot][lane][start:]
+        table = self.tables[slot]
+        entries = np.empty((len(blocks), 5), np.int32)
+        entries[:, LANE] = lane
+        entries[:, SLOT] = slot
+        entries[:, INDEX] = np.arange(start, start + len(blocks))
+        entries[:, BLOCK] = blocks
+        entries[:, PAGE] = np.array([table[block] for block in blocks], np.int64)
+        entries[:, PAGE] -= lane * self.pages.per_lane
+        return entries
+
     def take_table_updates(self) -> np.ndarray:
         """Page table entries [m, 5] that are new since the last call, none twice: lane, slot, index
         in the row, page on the lane, block."""
         return self._updates.take()
 
     def take_moves(self) -> np.ndarray:
-        """Pages [m, 4] to be moved before the next batch, in this order: lane, page, to lane, to
-        page."""
-        return self._updates.take_moves()
+        """Pages [m, 4] that the next batch moves, see `Batch.moves`."""
+        return self._moves.take()
 
     def check(self) -> None:
         """Errors: AssertionError with what differs."""
@@ -497,11 +608,19 @@ class CacheManager:
             assert self.capacity[slot] == len(table) * self.block_size, (
                 f"slot {slot}: capacity {self.capacity[slot]} with {len(table)} blocks"
             )
+            self._check_rows(slot)
             size = size_of(int(self.home[slot]), counted.tolist())
             assert self.group_size[slot] == size, (
                 f"slot {slot}: groups of {self.group_size[slot]} with {counted} from "
                 f"{self.home[slot]}"
             )
+
+    def _check_rows(self, slot: int) -> None:
+        lanes, _ = self.pages.locate(np.asarray(self.tables[slot], np.intp))
+        for lane, row in enumerate(self._rows[slot] if self.pages.lanes > 1 else ()):
+            blocks = np.flatnonzero(lanes == lane).tolist()
+            in_order = row if self._ascending or self.group_size[slot] == 1 else sorted(row)
+            assert in_order == blocks, f"slot {slot}: a row of lane {lane} has {row}, not {blocks}"
 
 
 def _even(group: tuple[int, ...], fixed: list[int], own: list[int]) -> list[int]:

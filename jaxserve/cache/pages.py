@@ -112,14 +112,21 @@ class PageAllocator:
             else:
                 self.free[lane].append(page)
 
-    def move(self, page: int, lane: int) -> int:
-        """Allocates a page of `lane` in place of this one, which one sequence holds: it takes over
-        the key, and the old one becomes free. Errors: KeyError where there is no page."""
-        assert self.refs[page] == 1, f"page {page} has {self.refs[page]} holders"
-        new = self.allocate(lane)
-        if page in self.key_of:
-            self.publish(new, self._take_key(page))
-        self.unref([page])
+    def move(self, pages: Sequence[int], lane: int) -> list[int]:
+        """Allocates pages of `lane` in place of these of one other lane, each of which one sequence
+        holds: they take over the keys, and the old ones become free. Errors: KeyError where there
+        are not so many."""
+        new = [self.allocate(lane) for _ in pages]
+        keyed = [page for page in pages if page in self.key_of]
+        for page, target in zip(pages, new):
+            key = self.key_of.pop(page, None)
+            if key is not None:
+                self.page_of[key] = target
+                self.key_of[target] = key
+        self.generation[keyed] += 1
+        self.refs[pages] -= 1
+        old_lane, _ = self.locate(pages[0])
+        self.free[old_lane] += reversed(pages)
         return new
 
     def publish(self, page: int, key: bytes) -> bool:

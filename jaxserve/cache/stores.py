@@ -12,7 +12,7 @@ that is ephemeral is not kept when it leaves; where somebody elsewhere wants it,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -104,6 +104,13 @@ class PendingStores:
         """The page is given to another block from the next command on."""
         self._renewed.add(page)
         self._retention.pop(page, None)
+
+    def moved(self, pages: Sequence[int], targets: Sequence[int]) -> None:
+        """Blocks move from these pages to the targets with the next command."""
+        self._renewed.update(targets)
+        if self._retention:
+            for page, target in zip(pages, targets):
+                self.retain(target, self.retention(page))
 
     def take(self) -> np.ndarray:
         """Stores [m, 7] int32 since the last call, see `Batch.stores`."""

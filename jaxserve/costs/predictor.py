@@ -403,12 +403,12 @@ class Predictor:
 
     def _computed(self, exchange: ExchangeChooser, held: np.ndarray, new: int) -> np.ndarray:
         """The share of a chunk's tokens that each lane is expected to compute round a ring, given
-        the share of the context that it holds: whole blocks are dealt, and where lanes fill one by
-        one, all are on the last."""
+        the share of the context that it holds: whole blocks are dealt evenly, and where lanes fill
+        one by one, all are on the last."""
         blocks = -(-new // exchange.block) if self.dealt else 1
         lanes = np.flatnonzero(held)
         if blocks >= len(lanes):
-            return held
+            return (held > 0) / len(lanes)
         return np.isin(np.arange(len(held)), lanes[:blocks]) / blocks
 
     def _more(
@@ -437,16 +437,12 @@ class Predictor:
         )
 
     def seconds(self, batch: Batch) -> float:
-        """A batch's pace: see `stage`. The last launch of pages that change lanes runs beside the
-        layers, those before it do not."""
+        """A batch's pace: see `stage`. Pages change lanes beside the layers."""
         stage = self.stage(self.lanes(batch))
-        exchange = self.exchange
-        if exchange is None or not len(batch.moves):
+        if self.exchange is None or not len(batch.moves):
             return stage
-        pairs = np.bincount(batch.moves[:, 0] * self.mesh.kvp + batch.moves[:, 2])
-        launch = self.layers * exchange.move() * self.scale
-        before = exchange.launches(int(pairs.max())) - 1
-        return before * launch + exchange.rates.beside(launch, stage)
+        exchange = self._choosers[int(batch.group_size.max())]
+        return exchange.rates.beside(self.layers * exchange.move() * self.scale, stage)
 
     # --- a whole prompt
 

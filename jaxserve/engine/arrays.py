@@ -15,7 +15,6 @@ from jaxserve.engine.dealing import (
     StepDemand,
     deal,
     extent,
-    launches,
 )
 from jaxserve.engine.shapes import FEED, NOWHERE, StepShape, layout
 
@@ -27,8 +26,7 @@ class StepArrays:
     rows [lanes, size]: see `shapes.layout`. last [n]: index of each chunk's last token among its
     home lane's tokens. sampled [n]: where among its lane's samples a chunk's token will be; -1: it
     samples none. slices: of the chunks of more than one token. early_updates [m, 5]: page-table
-    entries (after a long prefix hit) for which the rows have no room. early_moves [m, 4]: page
-    moves that do not ride with the step.
+    entries (after a long prefix hit) for which the rows have no room.
     """
 
     shape: StepShape
@@ -37,7 +35,6 @@ class StepArrays:
     sampled: np.ndarray
     slices: list[ChunkSlice]
     early_updates: np.ndarray
-    early_moves: np.ndarray
 
 
 def to_arrays(
@@ -55,18 +52,28 @@ def to_arrays(
     view = place.views(rows)
     last = np.zeros(len(batch.slot), np.int32)
     _fill_singles(batch, view, shape, last)
-    moves = batch.moves
-    if shape.moves:
-        view["moves"][:] = NOWHERE
-        for riding, count in launches(batch.moves, lanes):
-            view["moves"][:] = riding
-            moves = batch.moves[: len(batch.moves) - count]
+    _fill_moves(batch.moves, view["moves"], shape.group_size)
     slices = deal(work, shape, ring) if work.long else []
     if slices:
         _fill_slices(batch, view, shape, slices, last)
     sampled = _fill_samples(batch, view["samples"], last)
     early = _fill_deltas(batch.table_updates, view["deltas"])
-    return StepArrays(shape, rows, last, sampled, slices, early, moves)
+    return StepArrays(shape, rows, last, sampled, slices, early)
+
+
+def _fill_moves(moves: np.ndarray, out: np.ndarray, size: int) -> None:
+    """Moves [m, 4] as [lanes, 2, size, most], see `page_moves.move_pages`."""
+    out[:] = NOWHERE
+    if not len(moves):
+        return
+    lane, page, to_lane, target = moves.T
+    pair = lane * len(out) + to_lane
+    order = np.argsort(pair, kind="stable")
+    _, first, count = np.unique(pair[order], return_index=True, return_counts=True)
+    nth = np.empty_like(order)  # of the moves of its pair
+    nth[order] = np.arange(len(moves)) - np.repeat(first, count)
+    out[lane, 0, to_lane % size, nth] = page
+    out[to_lane, 1, lane % size, nth] = target
 
 
 def _per_lane(rows: np.ndarray, lane: np.ndarray, lanes: int) -> list[np.ndarray]:

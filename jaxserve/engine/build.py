@@ -268,6 +268,8 @@ def make_cache(
         *cache_identity(config, model),
         stripe=config.scheduler.stripe(config.cache.block_size),
         lower=lower,
+        most_moves=plan.moves,
+        ascending=model.sliding_window is not None,
     )
 
 
@@ -340,9 +342,8 @@ def make_plan(
         size,
         config.scheduler.max_seqs,
         blocks,
-        shapes(config.scheduler, config.mesh.kvp),
+        shapes(config.scheduler, config.mesh.kvp, size),
         sample_sizes(config.scheduler),
-        moves=config.scheduler.planner != "none" and config.mesh.kvp > 1,
     )
     if config.cache.pages is None:
         plan = dataclasses.replace(plan, pages=_pages(config, plan, blocks, room))

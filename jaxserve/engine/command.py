@@ -20,7 +20,7 @@ from jaxserve.cache.tiers import STORE_COLUMNS
 from jaxserve.engine.sampling_rows import SamplingAdmission
 from jaxserve.engine.shapes import StepShape, layout
 
-VERSION = 3  # of the byte form
+VERSION = 4  # of the byte form
 NO_STEP = -1  # in place of a shape: nothing is computed, only what else the command says
 NO_SAMPLING = -1  # in place of a variant: no token is sampled after this step
 SAMPLE_LATER = -2  # tokens are sampled by a later command, once their masks are known
@@ -53,17 +53,16 @@ class WorkersLost(Exception):
 class StepCommand:
     """One step, or what else the devices must do between two. In this order a worker: forgets all
     that it holds (`reset`), sets the sampling state of new sequences, reads pages that lower tiers
-    are to keep, moves pages, writes pages that came from there, sets page-table entries, runs the
-    layers, samples, scores prompt tokens, and pools.
+    are to keep, writes pages that came from there, sets page-table entries, runs the layers,
+    samples, scores prompt tokens, and pools.
 
     shape: index of the compiled shape, or NO_STEP. rows [lanes, size]: the step's row of each lane,
     see `shapes.layout`. reads: the version of the sampled tokens that the step feeds (0: none).
     variant: index in VARIANTS, NO_SAMPLING or SAMPLE_LATER; with NO_STEP it samples for the newest
     step that was to be sampled later. masks [lanes, samples, words]: bits of the tokens that may be
-    sampled, for the guided variant. moves [m, 4]: lane, page, to lane, page, in this order. stores
-    [m, 7]: lane, page, seconds to keep its block, the block's key as four integers. loads [m, 2]:
-    ticket and number of pieces of fetches (`block_mover`).
-    table_updates [m, 5]: lane, slot, index in the row, page, block. scores
+    sampled, for the guided variant. stores [m, 7]: lane, page, seconds to keep its block, the
+    block's key as four integers. loads [m, 2]: ticket and number of pieces of fetches
+    (`block_mover`). table_updates [m, 5]: lane, slot, index in the row, page, block. scores
     [k, 2, lanes, SCORES]: tokens of the step, and the ids whose log-probabilities are wanted. pools
     [k, lanes, SCORES]: tokens of the step that prompts are embedded by, first those that are; the
     rest is negative.
@@ -76,7 +75,6 @@ class StepCommand:
     reset: bool = False
     admissions: tuple[SamplingAdmission, ...] = ()
     stores: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
-    moves: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
     loads: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
     table_updates: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
     rows: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
@@ -128,7 +126,6 @@ class CommandCodec:
     def _parts(self, command: StepCommand) -> Iterator[np.ndarray]:
         """Everything that is an array, each with rows that resemble each other."""
         yield command.stores.reshape(-1, STORE_COLUMNS)
-        yield command.moves.reshape(-1, 4)
         yield command.loads.reshape(-1, 2)
         yield command.table_updates.reshape(-1, 5)
         yield command.masks.reshape(-1, 1)
@@ -190,7 +187,6 @@ class CommandCodec:
             raise CommandError(f"shape {shape} is not among the {len(self._layouts)} compiled")
         reader = _Reader(data, _HEAD.size)
         stores = reader.array().reshape(-1, STORE_COLUMNS)
-        moves = reader.array().reshape(-1, 4)
         loads = reader.array().reshape(-1, 2)
         updates = reader.array().reshape(-1, 5)
         masks = reader.array()
@@ -214,7 +210,6 @@ class CommandCodec:
             reset=bool(reset),
             admissions=admissions,
             stores=stores,
-            moves=moves,
             loads=loads,
             table_updates=updates,
             rows=rows,

@@ -80,7 +80,6 @@ class CommandBuilder:
             reset=self._begins,
             admissions=tuple(admissions),
             stores=batch.stores,
-            moves=arrays.early_moves,
             table_updates=arrays.early_updates,
             rows=arrays.rows,
             scores=scores,
@@ -172,9 +171,8 @@ class CommandBuilder:
     def _shape(self, batch: Batch, demand: StepDemand, ring: list[RingSlice]) -> StepShape:
         """The cheapest compiled shape; one with a ring where that is faster and the blocks of all
         spread chunks lie as a ring needs."""
-        moves = bool(len(batch.moves))
         but = self._uncompiled()
-        shape = self._plan.shape_for(demand, moves=moves, but=but)
+        shape = self._plan.shape_for(demand, but=but)
         assert shape is not None, f"no compiled shape holds {demand}"
         if not ring:
             return shape
@@ -183,4 +181,4 @@ class CommandBuilder:
         exchange = predictor.strategy(batch) if known else self._config.exchange
         if exchange == "gather":
             return shape
-        return self._plan.shape_for(demand, exchange, fullest(ring), moves, but) or shape
+        return self._plan.shape_for(demand, exchange, fullest(ring), but) or shape

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxserve.api.batch import Batch
 from jaxserve.api.lane_groups import group_around, group_sizes
-from jaxserve.engine.shapes import MOVES, NOWHERE, StepShape
+from jaxserve.engine.shapes import StepShape
 
 
 class LongChunk(NamedTuple):
@@ -41,6 +41,7 @@ class StepDemand:
     long: tuple[LongChunk, ...]
     lanes: int
     group_size: int  # of the largest group in which spread chunks meet
+    moves: bool  # whether pages change lanes
 
     @classmethod
     def of(cls, batch: Batch, lanes: int) -> StepDemand:
@@ -58,14 +59,16 @@ class StepDemand:
             )
         fields = (batch.lane, batch.length, batch.group_size)
         long = zip(at.tolist(), *(field[at].tolist() for field in fields))
-        return cls(local, spread, tuple(map(LongChunk._make, long)), lanes, size)
+        return cls(
+            local, spread, tuple(map(LongChunk._make, long)), lanes, size, len(batch.moves) > 0
+        )
 
     def fits(self, shape: StepShape) -> bool:
         """Whether the shape holds it; rows of a ring are dealt by where blocks are (`settled`),
         which is looked at elsewhere."""
         if self.local > shape.decode[0] or self.spread > shape.spread_decode[0]:
             return False
-        if self.group_size > shape.group_size:
+        if self.group_size > shape.group_size or self.moves > bool(shape.moves):
             return False
         return not self.long or (
             self._fits(shape.prefill, False) and self._fits(shape.spread_prefill, True)
@@ -99,29 +102,6 @@ class ChunkSlice:
     size: int
     lane: int
     token: int
-
-
-def launches(moves: np.ndarray, lanes: int, most: int = MOVES) -> Iterator[tuple[np.ndarray, int]]:
-    """Cuts page moves [m, 4] (lane, page, to lane, page) into launches of at most `most` per pair
-    of lanes: ints [lanes, 2, lanes, most], see `sharding.page_moves`, and how many moves they are.
-    In their order: a launch ends before a move that reads, or writes, what another one of it
-    writes."""
-    ints = np.full((lanes, 2, lanes, most), NOWHERE, np.int32)
-    count = Counter[tuple[int, int]]()
-    written = set[tuple[int, int]]()
-    for lane, page, to, new in moves.tolist():
-        if count[lane, to] == most or not written.isdisjoint({(lane, page), (to, new)}):
-            yield ints, sum(count.values())
-            ints = np.full_like(ints, NOWHERE)
-            count = Counter()
-            written = set()
-        nth = count[lane, to]
-        ints[lane, 0, to, nth] = page
-        ints[to, 1, lane, nth] = new
-        count[lane, to] += 1
-        written.add((to, new))
-    if written:
-        yield ints, sum(count.values())
 
 
 RingSlice = tuple[int, int, int, int]  # chunk, offset in it, size, lane

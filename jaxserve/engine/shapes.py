@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxserve.api.lane_groups import group_sizes
-from jaxserve.costs.exchange_choice import MOVES
+from jaxserve.costs.exchange_choice import moves_per_pair
 from jaxserve.settings.schema import SchedulerConfig
 
 NOWHERE = np.int32(2**30)  # a slot that no table has: writes to it are dropped
@@ -38,7 +38,7 @@ class StepShape:
     group_size: int = 1  # lanes that meet for spread rows: see `api.lane_groups`
     # how spread rows and blocks on other lanes meet: see sharding.exchange
     exchange: str = "gather"
-    moves: int = 0  # pages that it may move from each lane to each, beside its layers
+    moves: int = 0  # pages that it may move from each lane of a group to each, beside its layers
 
     @property
     def local(self) -> tuple[tuple[int, int], ...]:
@@ -70,9 +70,9 @@ class StepShape:
         return f"{name(self.local)}_spread_{spread}"
 
 
-def shapes(config: SchedulerConfig, lanes: int) -> list[StepShape]:
-    """All shapes of an engine, cheapest first. Every batch that the scheduler may start fits the
-    last of them."""
+def shapes(config: SchedulerConfig, lanes: int, block: int) -> list[StepShape]:
+    """All shapes of an engine with pages of `block` tokens, cheapest first. Every batch that the
+    scheduler may start fits the last of them."""
     most = (config.max_seqs, 1)
     tile = config.tile
     tiles = config.tiles
@@ -82,11 +82,14 @@ def shapes(config: SchedulerConfig, lanes: int) -> list[StepShape]:
     out += [StepShape(decode, group) for group in wide + many for decode in ((0, 0), most)]
     out += [StepShape(most, (rows, tile)) for rows in _powers(2, tiles, 2) if rows < tiles]
     few = -(-tiles // FEW_ROWS)
+    moves: tuple[int, ...] = (0,)
+    if config.planner != "none":
+        moves = (0, moves_per_pair(config.chunk_tokens, block, lanes))
     for size in group_sizes(lanes)[1:]:
         decodes = (min(FEW_DECODES, config.max_seqs), 1)
-        out += _spread_shapes(config, size, decodes, (few, tiles), ((0, 0), (tiles, tile)))
+        out += _spread_shapes(config, size, decodes, (few, tiles), ((0, 0), (tiles, tile)), moves)
     if lanes > 1:
-        out += _spread_shapes(config, lanes, most, (tiles,), ((tiles, tile),))
+        out += _spread_shapes(config, lanes, most, (tiles,), ((tiles, tile),), moves)
     sizes = sample_sizes(config)
     fit = lambda shape: next((size for size in sizes if size >= shape.rows), sizes[-1])
     out = [dataclasses.replace(shape, samples=fit(shape)) for shape in dict.fromkeys(out)]
@@ -101,13 +104,14 @@ def _spread_shapes(
     decodes: tuple[int, int],
     chunk_rows: tuple[int, ...],
     local_rows: tuple[tuple[int, int], ...],
+    moves: tuple[int, ...],
 ) -> Iterator[StepShape]:
     """The shapes with spread rows on groups of this size. decodes: rows of spread sequences that
-    decode; chunk_rows: numbers of rows of spread chunks; local_rows: rows of local chunks."""
+    decode; chunk_rows: numbers of rows of spread chunks; local_rows: rows of local chunks; moves:
+    pages from each lane to each."""
     most = (config.max_seqs, 1)
     tile = config.tile
     yield StepShape(most, spread_decode=decodes, group_size=group_size)
-    moves = (0, MOVES) if config.planner != "none" else (0,)
     for exchange in ("gather", *(rings(config) if tile > 1 else ())):
         cut = exchange != "gather"  # where lanes change: some rows are short
         for rows, local, moved in itertools.product(chunk_rows, local_rows, moves):
@@ -177,20 +181,24 @@ class Layout:
 
 @functools.cache
 def layout(shape: StepShape, lanes: int, block: int) -> Layout:
-    """deltas: slot, index, page, block. tokens: ids or FEED. rows: slot, start, length. held: of
-    spread rows, entries per lane of the group. samples: token (of the lane's tokens) to sample
-    after, slot, position of the sampled token. moves: see `page_moves.move_pages`."""
+    """deltas: slot, index, page, block; with room for what the step's tokens and moves change.
+    tokens: ids or FEED. rows: slot, start, length. held: of spread rows, entries per lane of the
+    group. samples: token (of the lane's tokens) to sample after, slot, position of the sampled
+    token. moves: see `page_moves.move_pages`."""
     spread = sum(rows for rows, _ in shape.spread)
     new = lambda groups: sum(
         rows * (1 if width == 1 else -(-width // block) + 1) for rows, width in groups
     )
     sizes: dict[str, tuple[int, ...]] = {
-        "deltas": (new(shape.local) + shape.group_size * new(shape.spread), 4),
+        "deltas": (
+            new(shape.local) + shape.group_size * (new(shape.spread) + shape.moves),
+            4,
+        ),
         "tokens": (shape.tokens,),
         "rows": (shape.rows, 3),
         "held": (spread, shape.group_size),
         "samples": (shape.samples, 3),
-        "moves": (2, lanes, shape.moves),
+        "moves": (2, shape.group_size, shape.moves),
     }
     ends = list(itertools.accumulate(math.prod(size) for size in sizes.values()))
     return Layout(

@@ -31,31 +31,31 @@ class StagePlan:
     width: int  # page table entries per slot and lane
     shapes: list[StepShape]
     samples: list[int]
-    moves: bool = False  # whether pages may move from lane to lane
 
     def shape_for(
         self,
         work: StepDemand,
         exchange: str = "gather",
         rows: int = 0,
-        moves: bool = False,
         but: Set[StepShape] = frozenset(),
     ) -> StepShape | None:
         """Finds the cheapest shape with this exchange that holds `work`; None where none does.
         Every batch of the scheduler fits one that gathers queries.
 
-        rows: rows of spread chunks that it has room for on a lane. moves: prefer one that moves
-        pages too. but: shapes to leave out, which are not compiled yet.
+        rows: rows of spread chunks that it has room for on a lane. but: shapes to leave out, which
+        are not compiled yet.
         """
-        first = None
         for shape in self.shapes:
             if shape in but:
                 continue
             if shape.exchange == exchange and rows <= shape.spread_prefill[0] and work.fits(shape):
-                if bool(shape.moves) == moves:
-                    return shape
-                first = first or shape
-        return first
+                return shape
+        return None
+
+    @property
+    def moves(self) -> int:
+        """Pages that a step may move from a lane to another; 0 where none ever moves."""
+        return max(shape.moves for shape in self.shapes)
 
     def codec(self) -> CommandCodec:
         """Makes bytes of commands for workers with this plan."""

@@ -27,16 +27,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.checkpoint.zoo import layers_of
 from jaxserve.engine import sampling, sampling_rows
 from jaxserve.engine.command import SCORES
-from jaxserve.engine.dealing import launches
 from jaxserve.engine.programs import Lower, Programs
-from jaxserve.engine.shapes import MOVES, NOWHERE, StepShape, layout
+from jaxserve.engine.shapes import NOWHERE, StepShape, layout
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step import Weights, head, layers, pool, score, write_table
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.models.decoder import declare, padded_vocab, parameters, stage_modules
 from jaxserve.sharding.exchange import COMPILER_OPTIONS
 from jaxserve.sharding.mesh import KVP, stage_meshes
-from jaxserve.sharding.page_moves import move_pages
 from jaxserve.sharding.rules import sharding, spec
 
 UPDATES = 1024  # page-table entries set by one launch of the table program
@@ -261,13 +259,6 @@ class Stages:
                 program = self.programs.get(*self._table_program(stage))
                 stage.table = program(stage.table, ints)
 
-    def move_pages(self, moves: np.ndarray) -> None:
-        """Moves KV pages between lanes, in order. moves [m, 4]: from lane, page, to lane, page."""
-        for ints, _ in launches(moves, self.plan.mesh.kvp):
-            for stage in self.stages:
-                program = self.programs.get(*self._move_program(stage))
-                stage.pages = program(stage.pages, ints)
-
     # --- programs: name, and how to lower it
 
     def all_programs(
@@ -300,8 +291,6 @@ class Stages:
             yield self._admit_program()
         for stage in self.stages:
             yield self._table_program(stage)
-            if self.plan.moves:
-                yield self._move_program(stage)
 
     def _lower_layers(self, stage: Stage, shape: StepShape) -> Any:
         plan = self.plan
@@ -408,18 +397,6 @@ class Stages:
             return program.lower(self._sampling_shapes(), blank)
 
         return "admit", lower
-
-    def _move_program(self, stage: Stage) -> tuple[str, Lower]:
-        def lower() -> Any:
-            lane = spec("lanes")
-            pool = [spec(*POOL_AXES)] * len(stage.layers)
-            f = lambda pages, ints: move_pages(pages, ints[0])
-            ints = self._last((2, self.plan.mesh.kvp, MOVES), jnp.int32, stage.mesh)
-            return compiled(f, stage.mesh, (pool, lane), pool, donate=(0,)).lower(
-                self._page_shapes(stage), ints
-            )
-
-        return f"move_{stage.index}", lower
 
     def _table_program(self, stage: Stage) -> tuple[str, Lower]:
         def lower() -> Any:

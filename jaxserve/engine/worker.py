@@ -180,7 +180,6 @@ class Worker:
                 self.stages.admit(admission)
             if self.mover is not None:
                 self.mover.store(command.stores)
-            self.stages.move_pages(command.moves)
             for ticket, piece in command.loads.tolist():
                 self._mover.load(ticket, piece)
             self.stages.set_table(command.table_updates)

@@ -184,12 +184,12 @@ def run_layers(
 ):
     """Runs hidden states x [T, D] at positions [T] (-1: padding) through the stage's layers.
 
-    pages: KV pages, one pool per layer. moves [2, lanes, m]: pages to move between lanes before
+    pages: KV pages, one pool per layer. moves [2, size, m]: pages to move between lanes before
     attention, as in `move_pages`; they do not depend on the hidden states, so the compiler may
     overlap them with the layers' matrix products (Tetris, section 4.1). Returns x and the pools.
     """
     cos_sin = rope_cos_sin(jnp.maximum(positions, 0), config)
-    pages = list(pages) if moves is None else move_pages(pages, moves)
+    pages = list(pages) if moves is None else move_pages(pages, moves, groups.lanes)
     for i, layer in enumerate(stage.layers):
         x, pages[i] = _run_layer(*nnx.split(layer), x, positions, cos_sin, groups, pages[i])
     return x, pages

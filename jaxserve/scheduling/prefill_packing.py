@@ -240,20 +240,23 @@ class PrefillPacker:
         if sequence.ticket is not None or not step.budget.tokens_left[home]:
             return None
         start = int(self.slots.issued[slot])
-        return ChunkCandidate(home, self._blocks_per_lane(sequence, start), start, None)
+        return ChunkCandidate(home, self._blocks_per_lane(sequence, home, start), start, None)
 
-    def _blocks_per_lane(self, sequence: Sequence, start: int) -> BlocksPerLane:
-        """Blocks on each lane, or how they will be dealt by the chunk from token `start` on; None
-        where one lane has them all."""
+    def _blocks_per_lane(self, sequence: Sequence, home: int, start: int) -> BlocksPerLane:
+        """Blocks on each lane, and one at least on those over which the chunk from token `start` on
+        is dealt; None where the home lane has them all."""
         cache = self.cache
-        slot = sequence.slot
-        planned = sequence.plan_at(start).lanes
-        if slot != NO_SLOT and cache.spread[slot] and planned in ((), cache.group(slot)):
-            return cache.blocks_per_lane[slot].tolist()
-        lanes = planned or cache.dealt_over(cache.blocks(sequence.prefill_len))
-        if len(lanes) < 2:
+        lanes = sequence.plan_at(start).lanes
+        lanes = lanes or cache.dealt_over(cache.blocks(sequence.prefill_len))
+        if sequence.slot == NO_SLOT:
+            held = [0] * cache.pages.lanes
+        elif not lanes and not cache.spread[sequence.slot]:
             return None
-        return [int(lane in lanes) for lane in range(cache.pages.lanes)]
+        else:
+            held = cache.blocks_per_lane[sequence.slot].tolist()
+        for lane in lanes:
+            held[lane] = max(held[lane], 1)
+        return held if len(lanes_of(home, held)) > 1 else None
 
     def _candidate_to_admit(self, step: PrefillStep, sequence: Sequence) -> ChunkCandidate | None:
         """Where the first chunk of a waiting sequence would run, by the plan that it gets, or on
@@ -277,7 +280,7 @@ class PrefillPacker:
             stop = min(start + step.config.chunk_tokens, sequence.prefill_len)
             need = self.cache.blocks(stop) - len(pages)
             home = self.cache.choose_home(pages, lanes, need, step.pending)
-        candidate = ChunkCandidate(home, self._blocks_per_lane(sequence, start), start, pages)
+        candidate = ChunkCandidate(home, self._blocks_per_lane(sequence, home, start), start, pages)
         first = len(pages)
         keys, source = self._fetchable(step.budget.predictor, sequence, first)
         if not keys:
@@ -371,9 +374,9 @@ class PrefillPacker:
             return False
         self._admit(step, sequence, candidate)
         home, held, start, _ = candidate
-        self._extend(sequence, start + length)
+        moved = self._extend(sequence, start + length)
         lanes = int(self.cache.group_size[sequence.slot])
-        if lanes == 1 and length <= step.budget.tokens_left[home]:
+        if lanes == 1 and not moved and length <= step.budget.tokens_left[home]:
             held = None  # its blocks came to lie at home, and all of it fits there
         else:
             lanes = max(lanes, len(candidate.lanes))
@@ -381,15 +384,18 @@ class PrefillPacker:
         step.chunks.append(self._issue(step, sequence, length, lanes))
         return True
 
-    def _extend(self, sequence: Sequence, stop: int) -> None:
+    def _extend(self, sequence: Sequence, stop: int) -> int:
         """Gives the sequence pages for its tokens to before `stop`, on the lanes that its plan has
-        for them."""
+        for them; returns how many of its blocks move there."""
         cache = self.cache
         slot = sequence.slot
-        planned = sequence.plan_at(int(self.slots.issued[slot])).lanes
+        start = int(self.slots.issued[slot])
+        planned = sequence.plan_at(start).lanes
         if sequence.plan and planned != cache.group(slot):
-            cache.regroup(slot, planned)  # where there is no room it goes on as it was
+            cache.regroup(slot, planned)
+        moved = cache.rebalance(slot, start // cache.block_size)
         cache.extend(slot, cache.blocks(stop) - len(cache.tables[slot]))
+        return moved
 
     def _admit(self, step: PrefillStep, sequence: Sequence, candidate: ChunkCandidate) -> None:
         """Gives a waiting sequence its slot and the pages that hold its first blocks; does nothing

@@ -25,6 +25,7 @@ from jaxserve.costs.exchange_choice import (
     PIECE,
     ExchangeChooser,
     Heads,
+    moves_per_pair,
     rates_of,
 )
 from jaxserve.costs.predictor import Costs, Predictor
@@ -121,9 +122,9 @@ class System:
             return device.ranks[min(device.ranks)]
         return device.node
 
-    def exchange(self, exchange: str, block: int) -> ExchangeChooser | None:
-        """How lanes exchange what spread chunks need, with pages of `block` tokens; None on one
-        lane. exchange: the setting."""
+    def exchange(self, exchange: str, block: int, moves: int = 0) -> ExchangeChooser | None:
+        """How lanes exchange what spread chunks need, with pages of `block` tokens, of which a step
+        moves so many from each lane to each; None on one lane. exchange: the setting."""
         if self.mesh.kvp == 1:
             return None
         heads, kv_heads = self.shape.rank_heads(self.mesh.tp)
@@ -138,6 +139,7 @@ class System:
             piece=PIECE,
             costs=self.costs,
             block=block,
+            moves=moves,
         )
 
     def check(self) -> None:
@@ -193,8 +195,10 @@ class System:
         pages = cache.pages or system.kv_tokens() // cache.block_size
         stripe = scheduler.stripe(cache.block_size)
         cache = dataclasses.replace(cache, pages=pages)
-        manager = CacheManager(cache, self.mesh.kvp, scheduler.max_seqs, stripe=stripe)
-        exchange = system.exchange(scheduler.exchange, cache.block_size)
+        lanes = self.mesh.kvp
+        moves = moves_per_pair(scheduler.chunk_tokens, cache.block_size, lanes)
+        manager = CacheManager(cache, lanes, scheduler.max_seqs, stripe=stripe, most_moves=moves)
+        exchange = system.exchange(scheduler.exchange, cache.block_size, moves)
         return VirtualReplica(
             Scheduler(
                 scheduler,

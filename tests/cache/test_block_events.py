@@ -42,7 +42,8 @@ class Mirror:
 
 
 def make_cache(lanes: int = 1, pages: int = 6, **fields) -> CacheManager:
-    return CacheManager(CacheConfig(block_size=SIZE, pages=pages, **fields), lanes, SLOTS)
+    config = CacheConfig(block_size=SIZE, pages=pages, **fields)
+    return CacheManager(config, lanes, SLOTS, most_moves=pages)
 
 
 def hear(cache: CacheManager) -> Mirror:
@@ -107,7 +108,8 @@ def test_a_block_that_changes_lanes_is_neither_lost_nor_new():
     mirror = hear(cache)
     fill(cache, 0, range(16))
     count = len(mirror.heard)
-    assert cache.regroup(0, (0, 1)) and cache.spread[0]
+    cache.regroup(0, (0, 1))
+    assert cache.rebalance(0, 4) == 2 and cache.spread[0]
     assert len(mirror.heard) == count and mirror.keys == set(cache.pages.page_of)
 
 
@@ -157,6 +159,7 @@ class Cache(RuleBasedStateMachine):
     def regroup(self, slot: int) -> None:
         if slot in self.used:
             self.cache.regroup(slot, (0, 1))
+            self.cache.rebalance(slot, len(self.cache.tables[slot]))
 
     @rule()
     def flush(self) -> None:

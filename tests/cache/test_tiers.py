@@ -344,11 +344,12 @@ def test_who_fetches_blocks_has_them_kept_as_long_as_it_asks(cache, lower):
 
 
 def test_a_block_that_moves_to_another_lane_is_retained_there():
-    cache = CacheManager(CacheConfig(block_size=4, pages=4), 2, 3, lower=Lower())
+    cache = CacheManager(CacheConfig(block_size=4, pages=4), 2, 3, lower=Lower(), most_moves=4)
     hashes = chain([1] * 16)
     cache.admit(0, cache.match(hashes, 0).pages, 0, retention=600)
     cache.extend(0, 4)
     cache.publish(0, 0, 4, hashes)
-    assert cache.regroup(0, (0, 1))
+    cache.regroup(0, (0, 1))
+    assert cache.rebalance(0, 4) == 2
     rows = cache.stores_at_the_end()
     assert sorted(rows[:, 0].tolist()) == [0, 0, 1, 1] and set(rows[:, 2].tolist()) == {600}

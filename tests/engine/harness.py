@@ -46,16 +46,21 @@ def engine(
     max_len: int = 2048,
     exchange: str = "gather",
     dtype: str = "float32",
+    planned: bool = False,
     **cache,
 ) -> Engine:
-    """An engine whose programs are compiled when first used."""
+    """An engine whose programs are compiled when first used. planned: those that move pages are
+    among them; who plans is said to `fresh`."""
+    planner = "cdsp" if planned else "none"
+    if planned:
+        cache.setdefault("placement", "striped")
     config = EngineConfig(
         ModelSource(model=str(model), max_model_len=max_len, dtype=dtype),
         MeshConfig.parse(mesh),
         CacheConfig(block_size=block, pages=pages, **cache),
-        SchedulerConfig(max_seqs=seqs, chunk_tokens=chunk, exchange=exchange),
+        SchedulerConfig(max_seqs=seqs, chunk_tokens=chunk, exchange=exchange, planner=planner),
     )
-    return build(config, progress=False, warm_up=False)
+    return build(config, progress=False, warm_up=False, profiled=not planned)
 
 
 def fresh(
@@ -75,7 +80,7 @@ def fresh(
     )
     scheduler = Scheduler(
         config.scheduler,
-        CacheManager(cache, plan.mesh.kvp, plan.slots, placement=placement),
+        CacheManager(cache, plan.mesh.kvp, plan.slots, placement=placement, most_moves=plan.moves),
         plan.mesh,
         old.info.max_model_len,
         plan.model.eos_ids,

@@ -173,7 +173,7 @@ def check_held(batch: Batch, arrays: StepArrays, view: dict[str, np.ndarray]) ->
 @pytest.mark.parametrize("lanes, seqs, chunk, placement, lane_tokens", CONFIGS)
 def test_every_batch_fits_a_shape_that_says_all_of_it(lanes, seqs, chunk, placement, lane_tokens):
     config = SchedulerConfig(max_seqs=seqs, chunk_tokens=chunk)
-    compiled = shapes(config, lanes)
+    compiled = shapes(config, lanes, BLOCK)
     used = set()
     spread = 0
     for seed in range(6):
@@ -194,7 +194,7 @@ def test_around_a_ring_each_token_is_computed_where_its_block_is(placement):
     config = SchedulerConfig(max_seqs=8, chunk_tokens=96, min_chunk=16, exchange="pass_q")
     lanes = 4
     rings = 0
-    compiled = shapes(config, lanes)
+    compiled = shapes(config, lanes, BLOCK)
     for seed in range(6):
         where = {}  # slot, block -> lane
         for batch in traffic(config, lanes, placement, 32, seed):
@@ -243,7 +243,7 @@ def test_around_a_ring_each_token_is_computed_where_its_block_is(placement):
 @pytest.mark.parametrize("lanes, seqs, chunk, placement, lane_tokens", CONFIGS)
 def test_shapes_are_few_different_and_sample_enough(lanes, seqs, chunk, placement, lane_tokens):
     config = SchedulerConfig(max_seqs=seqs, chunk_tokens=chunk)
-    compiled = shapes(config, lanes)
+    compiled = shapes(config, lanes, BLOCK)
     assert len(set(map(str, compiled))) == len(compiled) < 40
     assert [bool(shape.spread) for shape in compiled] == sorted(
         bool(shape.spread) for shape in compiled

@@ -32,7 +32,7 @@ def decode_messages(context: int, lanes: int, company: int) -> list[tuple]:
     )
     cache = CacheManager(room, lanes, config.max_seqs)
     scheduler = Scheduler(config, cache, MeshConfig(kvp=lanes), context + 1000)
-    compiled = shapes(config, lanes)
+    compiled = shapes(config, lanes, BLOCK)
     params = SamplingParams(temperature=0, max_tokens=900)
     for number, length in enumerate([context] + [BLOCK] * company):
         scheduler.add(Request(str(number), np.zeros(length, np.int32), params))

@@ -14,6 +14,7 @@ from jaxserve.api.batch import Batch
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
+from jaxserve.costs.exchange_choice import moves_per_pair
 from jaxserve.engine.arrays import to_arrays
 from jaxserve.engine.command import NO_SAMPLING, CommandCodec, CommandError, StepCommand, StepResult
 from jaxserve.engine.dealing import StepDemand
@@ -24,7 +25,7 @@ from jaxserve.engine.worker import Worker
 from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.sequence import PlanPart
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
-from tests.engine.harness import SHARED, Plans, Runner, engine, fresh, shared
+from tests.engine.harness import SHARED, Plans, Runner, engine, fresh
 
 BLOCK = 16
 
@@ -70,9 +71,10 @@ def replay(worker: Worker, messages: list[bytes]) -> list[np.ndarray]:
     [*(pytest.param(mesh, marks=pytest.mark.matrix) for mesh in ("", "spp=2")), "kvp=2"],
 )
 def test_a_recorded_run_replayed_by_a_fresh_worker_gives_equal_tokens(mesh):
-    real = shared(mesh)
+    planned = "kvp" in mesh
+    real = engine(mesh=mesh, planned=planned, **SHARED)
     recording = Recording(real.worker)
-    planner = Plans(3, lanes=2) if "kvp" in mesh else None
+    planner = Plans(3, lanes=2) if planned else None
     again = fresh(real, "striped" if planner else "grow", pages=60, planner=planner)
     recorded = Engine(again.config, recording, again.scheduler)
     runner = Runner(recorded)
@@ -84,7 +86,7 @@ def test_a_recorded_run_replayed_by_a_fresh_worker_gives_equal_tokens(mesh):
     runner.run()
     runner.submit(prompt, max_tokens=6)  # after a prefix hit
     runner.run()
-    other = engine(mesh=mesh, **SHARED)
+    other = engine(mesh=mesh, planned=planned, **SHARED)
     found = replay(other.worker, recording.messages)
     assert len(found) == len(recording.tokens) > 10
     assert all(np.array_equal(a, b) for a, b in zip(found, recording.tokens))
@@ -113,7 +115,7 @@ def same(a: StepCommand, b: StepCommand) -> bool:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_bytes_give_the_result_back(data):
-    codec = CommandCodec(shapes(SchedulerConfig(max_seqs=4, chunk_tokens=32), 2), 2, BLOCK)
+    codec = CommandCodec(shapes(SchedulerConfig(max_seqs=4, chunk_tokens=32), 2, BLOCK), 2, BLOCK)
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     lanes, samples, k = 2, data.draw(st.integers(1, 5)), data.draw(st.integers(0, 3))
     floats = lambda *shape: rng.normal(size=shape).astype(np.float32)
@@ -146,7 +148,7 @@ def test_bytes_give_the_result_back(data):
 @given(data=st.data())
 def test_bytes_give_the_command_back(data):
     config = SchedulerConfig(max_seqs=4, chunk_tokens=32, planner="cdsp")
-    compiled = shapes(config, 2)
+    compiled = shapes(config, 2, BLOCK)
     codec = CommandCodec(compiled, 2, BLOCK)
     index = data.draw(st.integers(-1, len(compiled) - 1))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
@@ -167,7 +169,6 @@ def test_bytes_give_the_command_back(data):
         variant=data.draw(st.integers(-2, 3)),
         reset=data.draw(st.booleans()),
         admissions=tuple(launches[: data.draw(st.integers(0, 2))]),
-        moves=ints(data.draw(st.integers(0, 5)), 4),
         table_updates=ints(data.draw(st.integers(0, 5)), 5),
         rows=rows,
         masks=ints(2, 2, 3) if data.draw(st.booleans()) else np.zeros((0, 1), np.int32),
@@ -194,17 +195,14 @@ def test_bytes_of_another_version_or_of_nothing_are_refused():
 
 def size_of(batch: Batch, config: SchedulerConfig, lanes: int) -> int:
     """Bytes of a batch's command."""
-    compiled = shapes(config, lanes)
+    compiled = shapes(config, lanes, BLOCK)
     demand = StepDemand.of(batch, lanes)
-    moves = bool(len(batch.moves))
-    fits = [shape for shape in compiled if demand.fits(shape)]
-    shape = next((shape for shape in fits if bool(shape.moves) == moves), fits[0])
+    shape = next(shape for shape in compiled if demand.fits(shape))
     arrays = to_arrays(batch, demand, shape, lanes, BLOCK)
     command = StepCommand(
         number=batch.number,
         shape=compiled.index(shape),
         variant=0 if batch.sample.any() else NO_SAMPLING,
-        moves=arrays.early_moves,
         table_updates=arrays.early_updates,
         rows=arrays.rows,
     )
@@ -239,7 +237,10 @@ def sizes(context: int) -> dict[str, list[int]]:
         pages = 2 * context // BLOCK + 200
         placement = "striped" if planner else "grow"
         cache = CacheManager(
-            CacheConfig(block_size=BLOCK, pages=pages, placement=placement), lanes, 4
+            CacheConfig(block_size=BLOCK, pages=pages, placement=placement),
+            lanes,
+            4,
+            most_moves=moves_per_pair(config.chunk_tokens, BLOCK, lanes),
         )
         scheduler = Scheduler(
             config, cache, MeshConfig(kvp=lanes), 2 * context + 1000, planner=planner

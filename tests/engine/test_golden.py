@@ -207,7 +207,7 @@ def test_tokens_equal_the_reference_by_random_plans_on_eight_lanes(
         max_len=2048,
         exchange=exchange,
         placement=placement,
-        lane_tokens=256,
+        planned=True,
     )
     cases = short(golden["cases"], 2000)
     moved: list[int] = []
@@ -240,7 +240,16 @@ def assert_golden_in_groups(source, cases, exchange: str, sizes, placements) -> 
     """Prompts of eight lanes in groups of each size, beside short ones on one lane, then again with
     their blocks found. Where no plan says which lanes, random blocks lie on all of them, and those
     that grow on as few as hold them."""
-    real = engine(source, "kvp=8", chunk=128, seqs=8, pages=100, max_len=2048, exchange=exchange)
+    real = engine(
+        source,
+        "kvp=8",
+        chunk=128,
+        seqs=8,
+        pages=100,
+        max_len=2048,
+        exchange=exchange,
+        planned=True,
+    )
     for placement in placements:
         for size in sizes if placement in PLACED_BY_PLAN else (8,):
             planned = placement in PLACED_BY_PLAN

@@ -42,7 +42,7 @@ def right():
     scope="module", params=["pass_kv", pytest.param("pass_q", marks=pytest.mark.matrix), "gather"]
 )
 def lanes(request):
-    return engine(mesh=f"kvp={LANES}", exchange=request.param, **MESH)
+    return engine(mesh=f"kvp={LANES}", exchange=request.param, planned=True, **MESH)
 
 
 def issued(real) -> list:

@@ -42,7 +42,7 @@ def test_what_fits_a_shape_fits_one_of_the_first_with_the_same_exchange(
     )
     largest = max((chunk.group_size for chunk in chunks), default=1)
     demand = StepDemand(local, spread if lanes > 1 else 0, chunks, lanes, largest)
-    every = shapes(config, lanes)
+    every = shapes(config, lanes, 16)
     first = first_shapes(every)
     assert len(first) <= 9
     for shape in filter(demand.fits, every):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.costs import exchange_choice
-from jaxserve.costs.exchange_choice import MOVES, TRAFFIC
+from jaxserve.costs.exchange_choice import TRAFFIC, moves_per_pair
 from jaxserve.costs.predictor import Costs, LaneLoad, Predictor
 from jaxserve.costs.profiles import Link, devices, shapes
 from jaxserve.scheduling import Batch
@@ -181,46 +181,58 @@ def test_a_step_takes_what_the_exchange_says(strategy):
 
 
 def test_pages_that_change_lanes_take_time():
-    """A launch is as long whatever it moves; the last one runs beside the layers."""
+    """As long however few they are, beside the layers."""
     predictor = replica("pass_q", "cdsp").scheduler.predictor
+    assert predictor.exchange.moves == moves_per_pair(8192, 64, 4) == 64
     launch = predictor.layers * predictor.exchange.move()
     batch = run(replica("pass_q"), [Arrival(0.0, 5_000, 1)])[1][0]
     without = predictor.seconds(batch)
-
-    def moved(count: int) -> float:
-        moves = np.zeros((count, 4), np.int32)
-        moves[:, 2] = 1
-        return predictor.seconds(dataclasses.replace(batch, moves=moves))
-
-    assert moved(1) == moved(MOVES) == max(without, launch)
-    assert moved(MOVES + 1) == pytest.approx(launch + max(without, launch))
-    assert moved(3 * MOVES) == pytest.approx(2 * launch + max(without, launch))
+    moves = np.array([[0, 0, 1, 0]])
+    moving = dataclasses.replace(batch, moves=moves, group_size=np.full(len(batch.slot), 4))
+    assert predictor.seconds(moving) == max(without, launch) > 0
 
 
 class Growing:
-    """Plans one lane for the first 32,768 tokens of a prompt, and all four for the rest."""
+    """Plans one lane for the first `alone` tokens of a prompt, and all four for the rest."""
+
+    def __init__(self, alone: int):
+        self.alone = alone
 
     def arrived(self, now: float) -> None:
         pass
 
     def __call__(self, pending: list[float], start: int, target: int) -> tuple[PlanPart, ...]:
-        return PlanPart(32_768, (0,)), PlanPart(target, (0, 1, 2, 3))
+        return PlanPart(self.alone, (0,)), PlanPart(target, (0, 1, 2, 3))
+
+
+def moving_batches(alone: int, prompt: int) -> tuple[VirtualReplica, list[Batch]]:
+    """The batches of a prompt that move pages."""
+    made = replica("pass_q", "cdsp", chunking="static", cache={"pages": 3000})
+    made.scheduler.packer.prefill.planner = Growing(alone)
+    _, batches = run(made, [Arrival(0.0, prompt, 1)])
+    return made, [batch for batch in batches if len(batch.moves)]
 
 
 def test_a_growing_group_moves_pages_and_the_clock_knows():
-    """Three quarters of 512 blocks move, 128 from one lane to each: in four launches."""
-    made = replica("pass_q", "cdsp", chunking="static")
-    made.scheduler.packer.prefill.planner = Growing()
-    _, batches = run(made, [Arrival(0.0, 60_000, 1)])
-    (moving,) = [batch for batch in batches if len(batch.moves)]
-    assert len(moving.moves) == pytest.approx(3 * 128, abs=2 * 4)
+    """Three quarters of 256 blocks move, 64 from one lane to each."""
+    made, (moving,) = moving_batches(16_384, 60_000)
+    assert len(moving.moves) == 3 * 64
     predictor = made.scheduler.predictor
     without = predictor.seconds(dataclasses.replace(moving, moves=moving.moves[:0]))
     launch = predictor.layers * predictor.exchange.move()
-    assert moving.seconds == pytest.approx(
-        (predictor.exchange.launches(128) - 1) * launch + max(launch, without), rel=0.3
+    assert moving.seconds == pytest.approx(max(launch, without))
+
+
+def test_what_a_step_cannot_move_goes_with_the_next_ones():
+    """Three quarters of 1024 blocks, 256 from one lane to each, in four steps of 64."""
+    _, moving = moving_batches(65_536, 300_000)
+    assert [len(batch.moves) for batch in moving] == [3 * 64] * 4
+    assert all(set(batch.moves[:, 0].tolist()) == {0} for batch in moving)
+    assert [batch.number for batch in moving] == list(
+        range(moving[0].number, moving[0].number + 4)
     )
-    assert moving.seconds > without
+    held = moving[-1].blocks_per_lane[0]
+    assert held.max() - held.min() <= 1
 
 
 def test_a_small_group_passes_a_ring_of_its_own_lanes():

@@ -68,6 +68,7 @@ class EngineProfile:
             piece=KV_CHUNK_TOKENS,
             costs=self.costs,
             block=plan.block_size,
+            moves=plan.moves,
         )
 
     def instances(self, plan: StagePlan, scheduler: SchedulerConfig, max_len: int) -> Instances:
