@@ -340,7 +340,7 @@ class CacheManager:
         """
         if len(lanes) == 1:
             return lanes[0]
-        matched = self._count_by_lane(pages)
+        matched = self.count_by_lane(pages)
         available = self.pages.available()
 
         def preference(lane: int) -> tuple[int, bool, float, int, int]:
@@ -423,7 +423,7 @@ class CacheManager:
         but for one (Tetris, section 4.1). Blocks that other sequences hold too stay where they
         are."""
         pages = np.asarray(self.tables[slot], np.intp)
-        own = self._count_by_lane(pages[self.pages.refs[pages] == 1])
+        own = self.count_by_lane(pages[self.pages.refs[pages] == 1])
         fixed = self.blocks_per_lane[slot] - own
         wanted = _even(group, fixed.tolist(), own.tolist())
         self._group[slot] = group
@@ -552,12 +552,13 @@ class CacheManager:
     def _recount(self, slot: int) -> None:
         """Sets what is kept of the slot's page table."""
         table = self.tables[slot]
-        by_lane = self._count_by_lane(np.asarray(table, np.intp))
+        by_lane = self.count_by_lane(np.asarray(table, np.intp))
         self.blocks_per_lane[slot] = by_lane
         self.capacity[slot] = len(table) * self.block_size
         self.group_size[slot] = size_of(int(self.home[slot]), by_lane.tolist())
 
-    def _count_by_lane(self, pages: np.ndarray) -> np.ndarray:
+    def count_by_lane(self, pages: np.ndarray) -> np.ndarray:
+        """How many of these pages each lane has."""
         lanes, _ = self.pages.locate(pages)
         return np.bincount(lanes, minlength=self.pages.lanes)
 
@@ -601,7 +602,7 @@ class CacheManager:
         """Errors: AssertionError with what differs."""
         self.pages.check(page for table in self.tables for page in table)
         for slot, table in enumerate(self.tables):
-            counted = self._count_by_lane(np.asarray(table, np.intp))
+            counted = self.count_by_lane(np.asarray(table, np.intp))
             assert (counted == self.blocks_per_lane[slot]).all(), (
                 f"slot {slot}: blocks per lane are {self.blocks_per_lane[slot]}, counted {counted}"
             )

@@ -67,6 +67,7 @@ def _fill_moves(moves: np.ndarray, out: np.ndarray, size: int) -> None:
     if not len(moves):
         return
     lane, page, to_lane, target = moves.T
+    assert (lane // size == to_lane // size).all(), f"{moves} leave groups of {size} lanes"
     pair = lane * len(out) + to_lane
     order = np.argsort(pair, kind="stable")
     _, first, count = np.unique(pair[order], return_index=True, return_counts=True)

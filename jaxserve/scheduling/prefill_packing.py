@@ -240,20 +240,19 @@ class PrefillPacker:
         if sequence.ticket is not None or not step.budget.tokens_left[home]:
             return None
         start = int(self.slots.issued[slot])
-        return ChunkCandidate(home, self._blocks_per_lane(sequence, home, start), start, None)
+        held = self.cache.blocks_per_lane[slot]
+        return ChunkCandidate(home, self._to_deal(sequence, home, start, held), start, None)
 
-    def _blocks_per_lane(self, sequence: Sequence, home: int, start: int) -> BlocksPerLane:
-        """Blocks on each lane, and one at least on those over which the chunk from token `start` on
-        is dealt; None where the home lane has them all."""
-        cache = self.cache
+    def _to_deal(
+        self, sequence: Sequence, home: int, start: int, blocks: np.ndarray
+    ) -> BlocksPerLane:
+        """The `blocks` that lanes have of a sequence, and one at least on those over which its
+        chunk from token `start` on is dealt; None where the home lane has them all."""
         lanes = sequence.plan_at(start).lanes
-        lanes = lanes or cache.dealt_over(cache.blocks(sequence.prefill_len))
-        if sequence.slot == NO_SLOT:
-            held = [0] * cache.pages.lanes
-        elif not lanes and not cache.spread[sequence.slot]:
+        lanes = lanes or self.cache.dealt_over(self.cache.blocks(sequence.prefill_len))
+        if len(blocks) == 1:
             return None
-        else:
-            held = cache.blocks_per_lane[sequence.slot].tolist()
+        held = blocks.tolist()
         for lane in lanes:
             held[lane] = max(held[lane], 1)
         return held if len(lanes_of(home, held)) > 1 else None
@@ -280,7 +279,8 @@ class PrefillPacker:
             stop = min(start + step.config.chunk_tokens, sequence.prefill_len)
             need = self.cache.blocks(stop) - len(pages)
             home = self.cache.choose_home(pages, lanes, need, step.pending)
-        candidate = ChunkCandidate(home, self._blocks_per_lane(sequence, home, start), start, pages)
+        held = self.cache.count_by_lane(pages)
+        candidate = ChunkCandidate(home, self._to_deal(sequence, home, start, held), start, pages)
         first = len(pages)
         keys, source = self._fetchable(step.budget.predictor, sequence, first)
         if not keys:
@@ -374,9 +374,8 @@ class PrefillPacker:
             return False
         self._admit(step, sequence, candidate)
         home, held, start, _ = candidate
-        moved = self._extend(sequence, start + length)
-        lanes = int(self.cache.group_size[sequence.slot])
-        if lanes == 1 and not moved and length <= step.budget.tokens_left[home]:
+        lanes = self._extend(sequence, start + length)
+        if lanes == 1 and length <= step.budget.tokens_left[home]:
             held = None  # its blocks came to lie at home, and all of it fits there
         else:
             lanes = max(lanes, len(candidate.lanes))
@@ -386,16 +385,19 @@ class PrefillPacker:
 
     def _extend(self, sequence: Sequence, stop: int) -> int:
         """Gives the sequence pages for its tokens to before `stop`, on the lanes that its plan has
-        for them; returns how many of its blocks move there."""
+        for them; returns the size of the group of lanes that has its blocks, where they were and
+        where they go."""
         cache = self.cache
         slot = sequence.slot
         start = int(self.slots.issued[slot])
         planned = sequence.plan_at(start).lanes
         if sequence.plan and planned != cache.group(slot):
             cache.regroup(slot, planned)
+        before = int(cache.group_size[slot])
         moved = cache.rebalance(slot, start // cache.block_size)
         cache.extend(slot, cache.blocks(stop) - len(cache.tables[slot]))
-        return moved
+        lanes = int(cache.group_size[slot])
+        return max(before, lanes) if moved else lanes
 
     def _admit(self, step: PrefillStep, sequence: Sequence, candidate: ChunkCandidate) -> None:
         """Gives a waiting sequence its slot and the pages that hold its first blocks; does nothing

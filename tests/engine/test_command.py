@@ -194,11 +194,13 @@ def test_bytes_of_another_version_or_of_nothing_are_refused():
 
 
 def size_of(batch: Batch, config: SchedulerConfig, lanes: int) -> int:
-    """Bytes of a batch's command."""
+    """Bytes of a batch's command; one that moves pages has them, and what changes in the page
+    tables by that, go with the step."""
     compiled = shapes(config, lanes, BLOCK)
     demand = StepDemand.of(batch, lanes)
     shape = next(shape for shape in compiled if demand.fits(shape))
     arrays = to_arrays(batch, demand, shape, lanes, BLOCK)
+    assert not len(batch.moves) or not len(arrays.early_updates)
     command = StepCommand(
         number=batch.number,
         shape=compiled.index(shape),

@@ -228,9 +228,7 @@ def test_what_a_step_cannot_move_goes_with_the_next_ones():
     _, moving = moving_batches(65_536, 300_000)
     assert [len(batch.moves) for batch in moving] == [3 * 64] * 4
     assert all(set(batch.moves[:, 0].tolist()) == {0} for batch in moving)
-    assert [batch.number for batch in moving] == list(
-        range(moving[0].number, moving[0].number + 4)
-    )
+    assert [batch.number for batch in moving] == list(range(moving[0].number, moving[0].number + 4))
     held = moving[-1].blocks_per_lane[0]
     assert held.max() - held.min() <= 1
 
