@@ -26,7 +26,8 @@ def attend(
     q_pos    [R, T] int32        their positions; negative: padding, which sees nothing
     pages    P pages of C tokens
     table    [2, slots, W] int32 page table: page and block (position // C) of each entry, by
-                                 sequence, in ascending order of blocks
+                                 sequence, in ascending order of blocks; those before the block of
+                                 a row's first query in any order, if there is no window
     slot     [R] int32           row of the page table of each row of queries
     entries  [R] int32           valid entries in that row of the page table
     scale                        factor on q k

@@ -1,4 +1,4 @@
-"""Search in page tables, whose blocks ascend."""
+"""Search in page tables, whose blocks ascend, but for those that all queries see whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ MAX_COMPARISONS = 2**18  # above it a binary search is cheaper than comparing wi
 def entries_below(
     blocks: jax.Array, slot: jax.Array, entries: jax.Array, wanted: jax.Array
 ) -> jax.Array:
-    """Counts, among the first `entries` blocks of table row `slot`, those below `wanted`.
+    """Counts, among the first `entries` blocks of table row `slot`, those below `wanted`, behind
+    which only others lie.
 
     blocks [slots, W], slot [R], entries and wanted [R, n] (or entries [R, 1]) -> int32 [R, n].
     """

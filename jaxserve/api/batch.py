@@ -20,7 +20,7 @@ class Batch:
     feed come first.
 
     A chunk's tokens are at positions `start` to before `start + length`. The row of a page table,
-    per lane and slot, lists that lane's blocks of the sequence in ascending order.
+    per lane and slot, lists that lane's blocks of the sequence (in which order: `cache.manager`).
     """
 
     number: int  # counts up from 0

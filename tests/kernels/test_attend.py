@@ -67,6 +67,19 @@ def make_case(shape: Shape, seed: int, first_block: int = 0) -> Case:
     )
 
 
+def with_moved_history(case: Case, size: int, seed: int) -> Case:
+    """The case with the blocks that all queries of a row see whole in any order, as after they have
+    come from other lanes. size: tokens of a page."""
+    rng = np.random.default_rng(seed)
+    table = case.table.copy()
+    for row, slot in enumerate(case.slot):
+        queries = case.q_pos[row][case.q_pos[row] >= 0]
+        blocks = table[1, slot, : case.entries[row]]
+        older = int((blocks < queries.min(initial=HUGE) // size).sum())
+        table[:, slot, :older] = table[:, slot, rng.permutation(older)]
+    return dataclasses.replace(case, table=table)
+
+
 @functools.cache
 def compiled(name: str, window: int | None):
     return jax.jit(functools.partial(ops.attend, scale=0.3, window=window, implementation=name))
@@ -86,6 +99,14 @@ def assert_means_truth(name: str, case: Case, window: int | None) -> None:
 def test_attention_over_pages_is_dense_attention(name, shape):
     for seed in range(6):
         assert_means_truth(name, make_case(shape, seed), shape.window)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if not shape.window], ids=str)
+@pytest.mark.parametrize("name", PORTABLE)
+def test_blocks_that_all_queries_see_whole_lie_in_any_order(name, shape):
+    for seed in range(3):
+        case = with_moved_history(make_case(shape, seed), shape.C, seed)
+        assert_means_truth(name, case, shape.window)
 
 
 @pytest.mark.parametrize(
