@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks.gpu.cases import Case, truth
-from tests.kernels.test_attend import Shape, make_case
+from tests.kernels.test_attend import Shape, make_case, with_moved_history
 
 if jax.__version_info__ < (0, 11, 2):
     pytest.skip("Mosaic GPU kernels need jax 0.11.2", allow_module_level=True)
@@ -79,6 +79,12 @@ def test_the_kernel_is_dense_attention(shape, tiles):
     for seed in range(3):
         for out in ("float32", "bfloat16"):  # rows less than a tile are stored otherwise
             assert_means_dense(make_case(shape, seed), tiles, shape.window, out_dtype=out)
+
+
+@pytest.mark.parametrize("shape, tiles", SHAPES[3:8], ids=str)
+def test_blocks_that_all_queries_see_whole_lie_in_any_order(shape, tiles):
+    case = with_moved_history(make_case(shape, 1), shape.C, 1)
+    assert_means_dense(case, tiles, out_dtype="bfloat16")
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5, 16, 60])
