@@ -61,12 +61,17 @@ def run(values: dict[str, Any]) -> int:
     python = environment(values)
     rows = []
     kept = []
+    failed = []
     for load in loads:
         arrivals = load.arrivals(values["requests"], values["seed"])
         for peer in peers:
             records = simulated(peer.baseline, arrivals)
             job = job_of(peer, arrivals, records)
-            firsts = run_vidur(python, job, values["patience"])
+            try:
+                firsts = run_vidur(python, job, values["patience"])
+            except VidurError as error:
+                failed.append(f"{load}, {peer.policy}, {peer.difference}: {error}")
+                continue
             came = np.array([record.arrival for record in records])
             ours = np.array([record.first for record in records]) - came
             found = Comparison(ours, np.array(firsts) - came)
@@ -77,7 +82,9 @@ def run(values: dict[str, Any]) -> int:
     percents = [text for percent in PERCENTILES for text in (f"P{percent}", "ratio")]
     print(table(["load", "policy", "vidur", *percents, "correlation"], rows))
     keep(values, comparisons=kept)
-    return 0
+    for told in failed:
+        print(told, file=sys.stderr)
+    return int(bool(failed))
 
 
 def chosen(only: str) -> list[Peer]:

@@ -15,10 +15,17 @@ from jaxserve.costs.predictor import Costs
 from jaxserve.engine import build, page_io
 from jaxserve.observe.kv_events import KvEventLog
 from jaxserve.scheduling import prefill_packing
-from jaxserve.settings.schema import CacheConfig, ConfigError
+from jaxserve.settings.schema import (
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    MeshConfig,
+    ModelSource,
+    SchedulerConfig,
+)
 from jaxserve.store import shared
 from tests.cache.test_tier_events import Picture
-from tests.engine.harness import Runner, assert_empty, engine, generate
+from tests.engine.harness import Runner, assert_empty, engine, generate, watch_batches
 from tests.engine.harness import shared as shared_engine
 from tests.store.test_shared import Shelves
 from tests.waiting import eventually
@@ -255,6 +262,34 @@ def test_under_random_traffic(expected):
             if rng.random() < 0.05:
                 tiers._host.view(slot)[rng.randrange(tiers.block_bytes)] ^= np.uint8(1)
     assert tiers.counts().host_reads > 100 and tiers.counts().wrong
+    assert_empty(real)
+    real.close()
+
+
+def test_what_a_preempted_decode_had_is_fetched_not_computed():
+    """Pages are promised to more decodes than there are. A decode that has to go finds its full
+    blocks again, those of its answer too: on the devices, else in host memory."""
+    config = EngineConfig(
+        ModelSource("random:tiny", max_model_len=512),
+        MeshConfig(),
+        CacheConfig(block_size=16, pages=14, host_cache_gib=0.02),
+        SchedulerConfig(max_seqs=4, chunk_tokens=32, decode_reserve=0.0),
+    )
+    real = build.build(config, progress=False, warm_up=False)
+    asked = [prompt[:40] for prompt in prompts() if len(prompt) > 40][:4]
+    computed = 0
+
+    def count(batch) -> None:
+        nonlocal computed
+        computed += int(batch.length[~batch.is_decode].sum())
+
+    watch_batches(real, count)
+    found = generate(real, asked, max_tokens=120, ignore_eos=True)
+    assert found == generate(shared_engine(), asked, max_tokens=120, ignore_eos=True)
+    assert real.scheduler.preemptions > 1
+    assert real.worker.lower_tiers.counts().host_reads > 4
+    # each time no more than what no full block had
+    assert computed - sum(map(len, asked)) <= 2 * 16 * real.scheduler.preemptions
     assert_empty(real)
     real.close()
 
