@@ -170,12 +170,14 @@ class CommandBuilder:
         return ring_rows(batch, demand, self._config.tile, self._plan.block_size)
 
     def _shape(self, batch: Batch, demand: StepDemand, ring: list[RingSlice]) -> StepShape:
-        """The cheapest compiled shape; one with a ring where that is faster and the blocks of all
-        spread chunks lie as a ring needs."""
+        """The cheapest compiled shape; one with a ring where that is faster, and, of chunks, the
+        blocks of all spread ones lie as a ring needs."""
         moves = bool(len(batch.moves))
         but = self._uncompiled()
         shape = self._plan.shape_for(demand, moves=moves, but=but)
         assert shape is not None, f"no compiled shape holds {demand}"
+        if demand.spread and not demand.long and self._rings_decodes(batch):
+            return self._plan.decode_ring_for(demand, but) or shape
         if not ring:
             return shape
         predictor = self._scheduler.predictor
@@ -184,3 +186,11 @@ class CommandBuilder:
         if exchange == "gather":
             return shape
         return self._plan.shape_for(demand, exchange, fullest(ring), moves, but) or shape
+
+    def _rings_decodes(self, batch: Batch) -> bool:
+        """Whether the spread decodes of a batch of decodes go round a ring. Pages that move do so
+        beside layers that gather."""
+        exchange = self._config.decode_exchange
+        if exchange == "auto" and len(batch.moves) == 0:
+            exchange = self._scheduler.predictor.decode_strategy(batch)
+        return exchange == "pass_q" and len(batch.moves) == 0

@@ -121,9 +121,11 @@ class System:
             return device.ranks[min(device.ranks)]
         return device.node
 
-    def exchange(self, exchange: str, block: int) -> ExchangeChooser | None:
-        """How lanes exchange what spread chunks need, with pages of `block` tokens; None on one
-        lane. exchange: the setting."""
+    def exchange(
+        self, exchange: str, block: int, decode_exchange: str = "gather"
+    ) -> ExchangeChooser | None:
+        """How lanes exchange what spread sequences need, with pages of `block` tokens; None on one
+        lane. exchange, decode_exchange: the settings."""
         if self.mesh.kvp == 1:
             return None
         heads, kv_heads = self.shape.rank_heads(self.mesh.tp)
@@ -138,6 +140,7 @@ class System:
             piece=PIECE,
             costs=self.costs,
             block=block,
+            decode_exchange=decode_exchange,
         )
 
     def check(self) -> None:
@@ -194,7 +197,7 @@ class System:
         stripe = scheduler.stripe(cache.block_size)
         cache = dataclasses.replace(cache, pages=pages)
         manager = CacheManager(cache, self.mesh.kvp, scheduler.max_seqs, stripe=stripe)
-        exchange = system.exchange(scheduler.exchange, cache.block_size)
+        exchange = system.exchange(scheduler.exchange, cache.block_size, scheduler.decode_exchange)
         return VirtualReplica(
             Scheduler(
                 scheduler,

@@ -221,8 +221,8 @@ def test_local_decodes_burden_their_home_and_spread_ones_every_lane_by_its_block
     predictor = Predictor(Costs(layers=1), MeshConfig(kvp=2))
     context = np.array([100, 40, 1000])
     home = np.array([0, 1, 1])
-    spread = np.array([False, False, True])
-    lanes = predictor.decodes(context, home, spread, np.array([[7, 0], [0, 3], [30, 10]]))
+    group_size = np.array([1, 1, 2])
+    lanes = predictor.decodes(context, home, group_size, np.array([[7, 0], [0, 3], [30, 10]]))
     assert [(lane.decodes, lane.context, lane.spread, lane.samples) for lane in lanes] == [
         (1, 100 + 750, 1, 1),
         (2, 40 + 250, 1, 2),

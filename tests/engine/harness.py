@@ -45,6 +45,7 @@ def engine(
     block: int = 16,
     max_len: int = 2048,
     exchange: str = "gather",
+    decode_exchange: str = "gather",
     dtype: str = "float32",
     **cache,
 ) -> Engine:
@@ -53,7 +54,9 @@ def engine(
         ModelSource(model=str(model), max_model_len=max_len, dtype=dtype),
         MeshConfig.parse(mesh),
         CacheConfig(block_size=block, pages=pages, **cache),
-        SchedulerConfig(max_seqs=seqs, chunk_tokens=chunk, exchange=exchange),
+        SchedulerConfig(
+            max_seqs=seqs, chunk_tokens=chunk, exchange=exchange, decode_exchange=decode_exchange
+        ),
     )
     return build(config, progress=False, warm_up=False)
 
