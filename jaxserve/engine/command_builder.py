@@ -190,7 +190,9 @@ class CommandBuilder:
     def _rings_decodes(self, batch: Batch) -> bool:
         """Whether the spread decodes of a batch of decodes go round a ring. Pages that move do so
         beside layers that gather."""
+        if len(batch.moves):
+            return False
         exchange = self._config.decode_exchange
-        if exchange == "auto" and len(batch.moves) == 0:
+        if exchange == "auto":
             exchange = self._scheduler.predictor.decode_strategy(batch)
-        return exchange == "pass_q" and len(batch.moves) == 0
+        return exchange == "pass_q"
