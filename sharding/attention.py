@@ -3,9 +3,10 @@ pages, then attends.
 
 Rows of local sequences attend over the pages of their lane alone. Settled rows of spread sequences
 reach KV on other lanes of their group by the exchange strategy that the program was compiled for
-(`exchange`); other spread rows, decodes among them, always by `gather`, since their keys and values
-may belong on any lane. The bytes that cross lanes depend only on the number of tokens in the step,
-except with `pass_kv`, which moves KV (Medha, section 3.4).
+(`exchange`). The keys and values of other spread rows, decodes among them, may belong on any lane:
+beside settled rows these go by `gather`; alone by the program's strategy, and where that is a ring,
+their keys and values are gathered first, which are few. The bytes that cross lanes depend only on
+the number of tokens in the step, except with `pass_kv`, which moves KV (Medha, section 3.4).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import KVPages
-from jaxserve.sharding.exchange import EXCHANGES, split
+from jaxserve.sharding.exchange import EXCHANGES, split, write_gathered
 from jaxserve.sharding.rows import Groups, Rows, write_kv
 
 
@@ -41,9 +42,13 @@ def attention(
     # Everything is written before anything is read: XLA's CPU compiler would otherwise copy the
     # pool for the readers. `gather` writes the keys and values that it gathers itself.
     for exchange, part, mine in parts:
-        if exchange != "gather":
+        if exchange == "gather":
+            continue
+        if part.settled:
             own = tuple(rows.computed_by(groups.lanes.index()) for rows in part.spread)
             pages = write_kv(pages, kv[mine], own)
+        else:
+            pages = write_gathered(kv[mine], pages, part)
     for exchange, part, mine in parts:
         out, pages = EXCHANGES[exchange](q[mine], kv[mine], pages, part, attend)
         spread_outs.append(out.astype(q.dtype))
@@ -63,7 +68,7 @@ def _spread_parts(groups: Groups) -> list[tuple[str, Groups, slice]]:
         spread = tuple(rows for rows in groups.spread if rows.settled == settled)
         if spread:
             stop = at + sum(rows.pos.size for rows in spread) // groups.lanes.size
-            exchange = groups.exchange if settled else "gather"
+            exchange = groups.exchange if settled or not groups.settled else "gather"
             out.append((exchange, dataclasses.replace(groups, spread=spread), slice(at, stop)))
             at = stop
     return out

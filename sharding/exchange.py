@@ -9,7 +9,8 @@ signature; a program is compiled for one of them.
   depend on the length of contexts (ring pass-KV of the same paper).
 
 Which is fastest depends on the number of new and of cached tokens; results are equal. `gather`
-writes the gathered keys and values to their pages; with the ring strategies the caller has done so.
+writes the gathered keys and values to their pages; with the ring strategies the caller has done so,
+by `write_gathered` where these may belong on any lane.
 
 Everything here runs inside shard_map, on one lane and one rank; each rank's heads have their own
 ring. Lanes meet in groups (`lane_groups`): `lanes` are those of one group, and `lane` is counted in
@@ -47,16 +48,20 @@ def gather(
     """Attends by one all-gather and one all-to-all, whose bytes depend only on the new tokens."""
     lanes = groups.lanes
     gathered = lanes.gather(jnp.concatenate([q, kv], 2))  # [lanes, T, K, G + 2, H]
-    parts = split(gathered, groups.spread, lanes.size)
-    for rows, x in zip(groups.spread, parts):
-        pages = write_kv(pages, x[:, :, -2:], (rows,))
+    pages = _write(gathered[:, :, :, -2:], pages, groups)
     partials = [
-        attend(x[:, :, :-2], rows, pages.take(0), groups.table)
-        for rows, x in zip(groups.spread, parts)
+        attend(x, rows, pages.take(0), groups.table)
+        for rows, x in zip(groups.spread, split(gathered[:, :, :, :-2], groups.spread, lanes.size))
     ]
     by_lane = lambda x: x.reshape(lanes.size, -1, *x.shape[1:])  # rows are in order of lanes
     outs, lses = (jnp.concatenate([by_lane(x) for x in xs], 1) for xs in zip(*partials))
     return _merge_across(lanes, outs, lses), pages
+
+
+def write_gathered(kv: jax.Array, pages: KVPages, groups: Groups) -> KVPages:
+    """Writes new keys and values [T, K, 2, H] to their pages, on whichever lane of the group these
+    are: all lanes get them in one all-gather."""
+    return _write(groups.lanes.gather(kv), pages, groups)
 
 
 def pass_q(
@@ -147,6 +152,13 @@ def split(x: jax.Array, groups: tuple[Rows, ...], lanes: int) -> list[jax.Array]
         out.append(x[:, at : at + count].reshape(len(x) * count, *x.shape[2:]))
         at += count
     return out
+
+
+def _write(gathered: jax.Array, pages: KVPages, groups: Groups) -> KVPages:
+    """Writes those keys and values [lanes, T, K, 2, H] of the lanes of a group that belong here."""
+    for rows, x in zip(groups.spread, split(gathered, groups.spread, groups.lanes.size)):
+        pages = write_kv(pages, x, (rows,))
+    return pages
 
 
 def _kv_chunk(

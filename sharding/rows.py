@@ -75,8 +75,8 @@ class Groups:
 
     local: rows of sequences on this lane. spread: rows of spread sequences of all lanes of this
     lane's group, in order of lanes, [lanes * R, T] each. table [2, slots, W]: this lane's page
-    table. exchange: strategy for settled spread rows, a name in `sharding.exchange.EXCHANGES`.
-    lanes: the groups of lanes that meet for spread rows.
+    table. exchange: strategy for settled spread rows, or for the others where there are none; a
+    name in `sharding.exchange.EXCHANGES`. lanes: the groups of lanes that meet for spread rows.
     """
 
     local: tuple[Rows, ...]
@@ -84,6 +84,11 @@ class Groups:
     table: jax.Array
     exchange: str
     lanes: LaneGroups
+
+    @property
+    def settled(self) -> bool:
+        """Whether any spread rows are settled."""
+        return any(rows.settled for rows in self.spread)
 
     def local_tokens(self) -> int:
         """Number of tokens in local rows, padding included."""

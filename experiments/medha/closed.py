@@ -45,7 +45,8 @@ class Node:
         lanes = self.mesh.kvp
         held = np.ones((count, lanes), int)
         home = np.arange(count) % lanes
-        return self.predictor.decodes(np.array(contexts, int), home, np.full(count, spread), held)
+        size = np.full(count, lanes if spread else 1)
+        return self.predictor.decodes(np.array(contexts, int), home, size, held)
 
     def token(self, context: int) -> float:
         """Seconds per token of one request that decodes alone, its KV over all lanes."""

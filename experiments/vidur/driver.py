@@ -67,7 +67,7 @@ class Times:
         count = int(single.sum())
         nowhere = np.zeros(count, int)
         lanes = self.predictor.decodes(
-            context[single], nowhere, nowhere.astype(bool), np.ones((count, 1), int)
+            context[single], nowhere, nowhere + 1, np.ones((count, 1), int)
         )
         for cached, new in zip(context[~single].tolist(), tokens[~single].tolist()):
             self.predictor.add_chunk(lanes, 0, None, cached, new)

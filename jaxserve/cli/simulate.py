@@ -49,7 +49,7 @@ FILE.jsonl, Mooncake's: timestamp (ms), input_length, output_length, hash_ids of
 FILE.csv, Azure's: TIMESTAMP, ContextTokens, GeneratedTokens; or lengths: num_prefill_tokens,
 num_decode_tokens, and arrived_at (seconds), without which they come as --qps says. Both may have
 `class`: requests of a class of --classes; others are short, medium and long ones by their prompt.
-Lanes (kvp) take --placement, --exchange and --planner as `jaxserve serve` does.
+Lanes (kvp) take --placement, --exchange, --decode_exchange and --planner as `jaxserve serve` does.
 The exit code is 1 where no request was served.
 
   jaxserve simulate --model=llama3-8b --gpu=a100 --mesh=tp=8,spp=2 --qps=0.5 --requests=500

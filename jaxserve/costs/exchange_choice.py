@@ -11,7 +11,8 @@ and Medha, section 3.4):
 - `pass_kv`: queries stay and KV goes round a ring of lanes in N - 1 hops; a hop runs beside the
   attention of the step before.
 - `pass_q`: KV stays and queries go round in N - 1 hops; the partials, which are as long as the
-  queries, come home in one all-to-all, which nothing hides.
+  queries, come home in one all-to-all, which nothing hides. Decodes may go so too, where they are
+  all that is spread in a step: their new keys and values are gathered first.
 
 A step's chunks are summed up in `ExchangeWork`. `TRAFFIC` gives the bytes per strategy,
 `ExchangeChooser` the seconds, and `CHOOSERS` are the rules by which it picks: the least seconds,
@@ -169,6 +170,15 @@ def work_of(
     return ExchangeWork(lanes, tokens, context, pairs, share + visits, prefill + decode, touched)
 
 
+def work_of_decodes(lanes: int, share: int, kv: float) -> ExchangeWork:
+    """Sums up decodes in a group of `lanes` lanes, each of which sends as many rows as the one that
+    is home to most, `share`, and of whose KV a lane holds at most `kv` tokens. Of these, one lane's
+    queries need an even share."""
+    return ExchangeWork(
+        lanes, lanes * share, math.ceil(lanes * kv), kv * lanes, share, math.ceil(kv), kv / lanes
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpreadChunks:
     """The spread chunks of a step, each of which bears on the lanes of its group. group_size: of
@@ -298,10 +308,22 @@ def pass_q(work: ExchangeWork, heads: Heads, piece: int = 0) -> ExchangeBytes:
     )
 
 
+def pass_q_decodes(work: ExchangeWork, heads: Heads, piece: int = 0) -> ExchangeBytes:
+    """As `pass_q`, and (N-1) T/N 2 N_KV H e for the new keys and values of decodes: these may
+    belong on any lane, and are gathered."""
+    gathered = (work.lanes - 1) * work.share * heads.new_kv_bytes
+    return dataclasses.replace(pass_q(work, heads), gathered=gathered)
+
+
 TRAFFIC: dict[str, Callable[..., ExchangeBytes]] = {
     "gather": gather,
     "pass_kv": pass_kv,
     "pass_q": pass_q,
+}
+# of steps whose spread rows are decodes alone
+DECODE_TRAFFIC: dict[str, Callable[..., ExchangeBytes]] = {
+    "gather": gather,
+    "pass_q": pass_q_decodes,
 }
 
 
@@ -418,7 +440,8 @@ class ExchangeChooser:
     takes. chooser: a name of `CHOOSERS`, or a rule of one's own. piece: tokens of KV that a lane
     sends on at once, see `pass_kv`. costs: of attention, where a profile has them; None: as the
     rates say. block: tokens of a page. moves: pages that a step moves from each lane to each, where
-    it moves some. Errors: ConfigError that names the field."""
+    it moves some. decode_exchange: strategy of steps whose spread rows are decodes alone, of
+    `DECODE_TRAFFIC`; auto: that of least seconds. Errors: ConfigError that names the field."""
 
     lanes: int
     heads: Heads
@@ -428,12 +451,16 @@ class ExchangeChooser:
     costs: Costs | None = None
     block: int = 1
     moves: int = 0
+    decode_exchange: str = "gather"
 
     def __post_init__(self) -> None:
         _need(self.lanes >= 1, "lanes", self.lanes, "1 or more")
         _need(self.piece >= 0, "piece", self.piece, "0 or more")
         known = callable(self.chooser) or self.chooser in CHOOSERS
         _need(known, "chooser", repr(self.chooser), f"one of {', '.join(CHOOSERS)}")
+        some = "auto", *DECODE_TRAFFIC
+        known = self.decode_exchange in some
+        _need(known, "decode_exchange", repr(self.decode_exchange), f"one of {', '.join(some)}")
 
     def choose(
         self, chunks: Sequence[tuple[int, int]], shards: Sequence[int] | None = None
@@ -493,13 +520,38 @@ class ExchangeChooser:
         hops = beside * self.rates.beside(hop, attention) + (self.lanes - 1 - beside) * hop
         return rounds * (hops + attention) + home
 
-    def decodes(self, tokens: int) -> float:
-        """Seconds in which lanes gather the queries of so many decodes, and send partials home."""
-        far = tokens * (self.lanes - 1) / self.lanes
-        heads = self.heads
-        return self.rates.gather(
-            far * (heads.query_bytes + heads.new_kv_bytes)
-        ) + self.rates.exchange(far * heads.partial_bytes)
+    def decodes(self, share: int, kv: float) -> Decision:
+        """For a step whose spread rows are decodes alone: see `work_of_decodes`. The seconds are
+        those that lanes take besides the attention of as many decodes of their own."""
+        work = work_of_decodes(self.lanes, share, kv)
+        traffic = gather(work, self.heads)
+        seconds = {
+            "gather": self.rates.gather(traffic.gathered) + self.rates.exchange(traffic.exchanged),
+            "pass_q": self._decode_ring(work),
+        }
+        fixed = self.decode_exchange
+        strategy = min(seconds, key=seconds.__getitem__) if fixed == "auto" else fixed
+        return Decision(strategy, seconds)
+
+    def _decode_ring(self, work: ExchangeWork) -> float:
+        """New keys and values in an all-gather; what of each hop the attention beside it does not
+        hide; a call of attention more for each; partials home in an all-to-all."""
+        rates = self.rates
+        traffic = pass_q_decodes(work, self.heads)
+        call = self._attention_of_decodes(0, 0.0)
+        attention = self._attention_of_decodes(work.share, work.touched)
+        exposed = rates.beside(rates.hop(traffic.hop), attention) - attention
+        return (
+            rates.gather(traffic.gathered)
+            + traffic.hops * (exposed + call)
+            + rates.exchange(traffic.exchanged)
+        )
+
+    def _attention_of_decodes(self, queries: int, kv: float) -> float:
+        """Seconds of a call of attention of so many decodes over `kv` tokens together."""
+        if self.costs is None:
+            return self.attention(kv, kv, queries)
+        return self.costs.decode + self.costs.decode_seq * queries + self.costs.decode_kv * kv
 
     def move(self) -> float:
         """Seconds per layer in which a step moves pages between lanes, however few they are."""

@@ -161,6 +161,9 @@ class LaneLoad:
     attention: float = 0.0  # seconds per layer, of the chunks
     spread: int = 0  # spread tokens that it exchanges with the others, as Costs.kvp_token counts
     samples: int = 0
+    # how the step's spread decodes reach KV on other lanes, the same on all lanes, if nothing else
+    # is spread; None where there are none or no chooser says what it takes
+    decode_exchange: Decision | None = None
     # the step's spread chunks, the same on all lanes, and seconds per layer of the attention and
     # exchange of those that bear on this one; None where no chooser says what they take
     chunks_spread: SpreadChunks | None = None
@@ -226,8 +229,9 @@ class Predictor:
         )
         if lane.spread and self.exchange is None:
             layer += costs.kvp + costs.kvp_token * lane.spread
-        elif lane.spread and self.exchange is not None:
-            layer += self.exchange.decodes(lane.spread)
+        elif lane.decode_exchange is not None:
+            decision = lane.decode_exchange
+            layer += decision.seconds["gather" if lane.chunks else decision.strategy]
         return (costs.launch + self.layers * layer) * self.scale + self.head(lane.samples)
 
     def head(self, samples: int) -> float:
@@ -249,8 +253,9 @@ class Predictor:
         out = self.decodes(
             batch.start[single],
             batch.lane[single],
-            batch.spread[single],
+            batch.group_size[single],
             batch.blocks_per_lane[single],
+            alone=bool(single.all()),
         )
         known = self.exchange is not None
         for row in np.flatnonzero(~single).tolist():
@@ -274,6 +279,11 @@ class Predictor:
     def strategy(self, batch: Batch) -> str:
         """How the batch's spread chunks of more than one token reach KV on other lanes."""
         return self._exchanged(batch)[0]
+
+    def decode_strategy(self, batch: Batch) -> str:
+        """How the spread decodes of a batch of decodes reach KV on other lanes."""
+        decision = self.lanes(batch)[0].decode_exchange
+        return "gather" if decision is None else decision.strategy
 
     def _exchanged(self, batch: Batch) -> tuple[str, float, SpreadChunks]:
         """The strategy for a batch's spread chunks, seconds per layer, and the chunks. Round a ring
@@ -302,10 +312,16 @@ class Predictor:
         return strategy, decision.seconds[strategy], chunks
 
     def decodes(
-        self, context: np.ndarray, lane: np.ndarray, spread: np.ndarray, held: np.ndarray
+        self,
+        context: np.ndarray,
+        lane: np.ndarray,
+        group_size: np.ndarray,
+        held: np.ndarray,
+        alone: bool = True,
     ) -> list[LaneLoad]:
-        """What the lanes do for chunks of one token: context [n] tokens, home lane [n], spread [n]
-        bool, held [n, lanes] blocks."""
+        """What the lanes do for chunks of one token: context [n] tokens, home lane [n], group_size
+        [n] lanes that meet, held [n, lanes] blocks. alone: whether no lane has another chunk so
+        far; beside these, queries of decodes are gathered."""
         if self.mesh.kvp == 1:
             return [
                 LaneLoad(
@@ -316,13 +332,21 @@ class Predictor:
                 )
             ]
         count = np.bincount(lane, minlength=self.mesh.kvp).tolist()
+        spread = group_size > 1
         here = np.bincount(lane, np.where(spread, 0, context), self.mesh.kvp)
         far = held[spread]
         tokens = context[spread]
-        here = here + (tokens[:, None] * far / np.maximum(far.sum(1, keepdims=True), 1)).sum(0)
+        of_spread = (tokens[:, None] * far / np.maximum(far.sum(1, keepdims=True), 1)).sum(0)
+        here = here + of_spread
+        decision = None
+        if self.exchange is not None and len(tokens):
+            share = int(np.bincount(lane[spread]).max())
+            decision = self._choosers[int(group_size.max())].decodes(share, float(of_spread.max()))
+            if not alone:
+                decision = dataclasses.replace(decision, strategy="gather")
         longest = [float(context[lane == index].max(initial=0)) for index in range(self.mesh.kvp)]
         return [
-            LaneLoad(n, float(kv), most, spread=len(tokens), samples=n)
+            LaneLoad(n, float(kv), most, spread=len(tokens), samples=n, decode_exchange=decision)
             for n, kv, most in zip(count, here, longest)
         ]
 
@@ -432,6 +456,7 @@ class Predictor:
             lane.attention + attention,
             lane.spread + spread,
             lane.samples,
+            lane.decode_exchange,
             chunks_spread or lane.chunks_spread,
             exchange or lane.exchange,
         )

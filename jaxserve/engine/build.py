@@ -252,7 +252,7 @@ def make_scheduler(
         plan.model.eos_ids,
         costs=NOMINAL if profile is None else profile.costs,
         planner=None if profile is None else _planner(config.scheduler, plan, profile, most),
-        exchange=None if profile is None else profile.chooser(plan, config.scheduler.exchange),
+        exchange=None if profile is None else profile.chooser(plan, config.scheduler),
     )
 
 

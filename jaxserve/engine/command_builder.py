@@ -169,11 +169,13 @@ class CommandBuilder:
         return ring_rows(batch, demand, self._config.tile, self._plan.block_size)
 
     def _shape(self, batch: Batch, demand: StepDemand, ring: list[RingSlice]) -> StepShape:
-        """The cheapest compiled shape; one with a ring where that is faster and the blocks of all
-        spread chunks lie as a ring needs."""
+        """The cheapest compiled shape; one with a ring where that is faster, and, of chunks, the
+        blocks of all spread ones lie as a ring needs."""
         but = self._uncompiled()
         shape = self._plan.shape_for(demand, but=but)
         assert shape is not None, f"no compiled shape holds {demand}"
+        if demand.spread and not demand.long and self._rings_decodes(batch):
+            return self._plan.decode_ring_for(demand, but) or shape
         if not ring:
             return shape
         predictor = self._scheduler.predictor
@@ -182,3 +184,10 @@ class CommandBuilder:
         if exchange == "gather":
             return shape
         return self._plan.shape_for(demand, exchange, fullest(ring), but) or shape
+
+    def _rings_decodes(self, batch: Batch) -> bool:
+        """Whether the spread decodes of a batch of decodes go round a ring."""
+        exchange = self._config.decode_exchange
+        if exchange == "auto":
+            exchange = self._scheduler.predictor.decode_strategy(batch)
+        return exchange == "pass_q"

@@ -36,7 +36,8 @@ class StepShape:
     spread_prefill: tuple[int, int] = (0, 0)
     samples: int = 1  # tokens it may sample per lane
     group_size: int = 1  # lanes that meet for spread rows: see `api.lane_groups`
-    # how spread rows and blocks on other lanes meet: see sharding.exchange
+    # how spread rows, of prompts where there are any, and blocks on other lanes meet: see
+    # sharding.exchange
     exchange: str = "gather"
     moves: int = 0  # pages that it may move from each lane of a group to each, beside its layers
 
@@ -47,6 +48,11 @@ class StepShape:
     @property
     def spread(self) -> tuple[tuple[int, int], ...]:
         return tuple(group for group in (self.spread_decode, self.spread_prefill) if group[0])
+
+    @property
+    def decode_ring(self) -> bool:
+        """Whether queries of decodes go round a ring: they do only where no other row is spread."""
+        return self.exchange != "gather" and not self.spread_prefill[0]
 
     @property
     def rows(self) -> int:
@@ -111,7 +117,8 @@ def _spread_shapes(
     pages from each lane to each."""
     most = (config.max_seqs, 1)
     tile = config.tile
-    yield StepShape(most, spread_decode=decodes, group_size=group_size)
+    for exchange in decode_exchanges(config):
+        yield StepShape(most, spread_decode=decodes, group_size=group_size, exchange=exchange)
     for exchange in ("gather", *(rings(config) if tile > 1 else ())):
         cut = exchange != "gather"  # where lanes change: some rows are short
         for rows, local, moved in itertools.product(chunk_rows, local_rows, moves):
@@ -128,14 +135,16 @@ def _spread_shapes(
 
 def first_shapes(shapes: list[StepShape]) -> list[StepShape]:
     """Picks the few shapes that together hold every batch, to be compiled before the others: the
-    largest of each exchange, the largest with decodes alone, also spread ones, and the smallest and
-    the largest with decodes and one row of a prompt."""
+    largest of each exchange, the largest with decodes alone, also spread ones by each exchange, and
+    the smallest and the largest with decodes and one row of a prompt."""
     largest = {(bool(shape.spread), shape.exchange, shape.moves): shape for shape in shapes}
     local = [shape for shape in shapes if not shape.spread]
     decodes = [shape for shape in local if not shape.prefill[0]]
-    spread = [shape for shape in shapes if shape.spread and not shape.spread_prefill[0]]
+    spread = {
+        shape.exchange: shape for shape in shapes if shape.spread and not shape.spread_prefill[0]
+    }
     mixed = [shape for shape in local if shape.decode[0] and shape.prefill[0] == 1]
-    chosen = {*largest.values(), *decodes[-1:], *spread[-1:], *mixed[:1], *mixed[-1:]}
+    chosen = {*largest.values(), *decodes[-1:], *spread.values(), *mixed[:1], *mixed[-1:]}
     return [shape for shape in shapes if shape in chosen]
 
 
@@ -149,6 +158,11 @@ def rings(config: SchedulerConfig) -> tuple[str, ...]:
         if config.exchange in both
         else both
     )
+
+
+def decode_exchanges(config: SchedulerConfig) -> tuple[str, ...]:
+    """The exchanges that steps may choose whose spread rows are decodes alone."""
+    return ("gather",) if config.decode_exchange == "gather" else ("gather", "pass_q")
 
 
 def sample_sizes(config: SchedulerConfig) -> list[int]:

@@ -57,6 +57,14 @@ class StagePlan:
         """Pages that a step may move from a lane to another; 0 where none ever moves."""
         return max(shape.moves for shape in self.shapes)
 
+    def decode_ring_for(
+        self, work: StepDemand, but: Set[StepShape] = frozenset()
+    ) -> StepShape | None:
+        """Finds the cheapest shape that holds `work` and sends queries of decodes round a ring;
+        None where none does. but: shapes to leave out, which are not compiled yet."""
+        rings = (shape for shape in self.shapes if shape.decode_ring and shape not in but)
+        return next(filter(work.fits, rings), None)
+
     def codec(self) -> CommandCodec:
         """Makes bytes of commands for workers with this plan."""
         return CommandCodec(self.shapes, self.mesh.kvp, self.block_size)

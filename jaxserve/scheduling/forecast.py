@@ -220,7 +220,7 @@ class LoadModel:
         if fed.any():
             self._learn_mixed_step(batch.seconds)
             lanes = self.predictor.decodes(
-                batch.start[fed], batch.lane[fed], batch.spread[fed], batch.blocks_per_lane[fed]
+                batch.start[fed], batch.lane[fed], batch.group_size[fed], batch.blocks_per_lane[fed]
             )
             decode_seconds = self.predictor.stage(lanes)
         seconds = batch.seconds - decode_seconds

@@ -78,7 +78,7 @@ class BatchPacker:
         lanes = self.predictor.decodes(
             slots.issued[decodes],
             cache.home[decodes],
-            cache.spread[decodes],
+            cache.group_size[decodes],
             cache.blocks_per_lane[decodes],
         )
         running = (slots.phase == DECODE) & (slots.issued < slots.max_positions)

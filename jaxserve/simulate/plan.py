@@ -84,7 +84,11 @@ class PlanQuestion:
             return self.scheduler, self.cache
         return (
             dataclasses.replace(
-                self.scheduler, exchange="gather", planner="none", improvement=None
+                self.scheduler,
+                exchange="gather",
+                decode_exchange="gather",
+                planner="none",
+                improvement=None,
             ),
             dataclasses.replace(self.cache, placement="grow", lane_tokens=None),
         )

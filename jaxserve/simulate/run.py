@@ -122,9 +122,12 @@ class System:
             return device.ranks[min(device.ranks)]
         return device.node
 
-    def exchange(self, exchange: str, block: int, moves: int = 0) -> ExchangeChooser | None:
-        """How lanes exchange what spread chunks need, with pages of `block` tokens, of which a step
-        moves so many from each lane to each; None on one lane. exchange: the setting."""
+    def exchange(
+        self, exchange: str, block: int, decode_exchange: str = "gather", moves: int = 0
+    ) -> ExchangeChooser | None:
+        """How lanes exchange what spread sequences need, with pages of `block` tokens, of which a
+        step moves so many from each lane to each; None on one lane. exchange, decode_exchange: the
+        settings."""
         if self.mesh.kvp == 1:
             return None
         heads, kv_heads = self.shape.rank_heads(self.mesh.tp)
@@ -140,6 +143,7 @@ class System:
             costs=self.costs,
             block=block,
             moves=moves,
+            decode_exchange=decode_exchange,
         )
 
     def check(self) -> None:
@@ -198,7 +202,9 @@ class System:
         lanes = self.mesh.kvp
         moves = moves_per_pair(scheduler.chunk_tokens, cache.block_size, lanes)
         manager = CacheManager(cache, lanes, scheduler.max_seqs, stripe=stripe, most_moves=moves)
-        exchange = system.exchange(scheduler.exchange, cache.block_size, moves)
+        exchange = system.exchange(
+            scheduler.exchange, cache.block_size, scheduler.decode_exchange, moves
+        )
         return VirtualReplica(
             Scheduler(
                 scheduler,

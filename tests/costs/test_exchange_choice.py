@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxserve.costs.exchange_choice import (
     CHOOSERS,
+    DECODE_TRAFFIC,
     TRAFFIC,
     Boundary,
     ExchangeChooser,
@@ -20,6 +21,7 @@ from jaxserve.costs.exchange_choice import (
     fitted,
     rates_of,
     work_of,
+    work_of_decodes,
 )
 from jaxserve.costs.predictor import NOMINAL
 from jaxserve.costs.profiles import Link, ModelShape, devices
@@ -125,6 +127,17 @@ def test_work_is_never_less_than_an_even_split(chunks, lanes):
         and work.shard * lanes >= work.context
         and 0 < work.touched <= work.shard + 1e-6
     )
+
+
+def test_bytes_of_decodes_by_hand():
+    """Of five on four lanes, of which two are at home on one: all lanes send two rows of 4096 B of
+    queries and 512 of keys and values, and 4128 of partials, to three others."""
+    work = work_of_decodes(4, 2, 1000.0)
+    ring, all_lanes = (DECODE_TRAFFIC[name](work, HEADS) for name in ("pass_q", "gather"))
+    assert (ring.hops, ring.hop) == (3, 2 * 4096)
+    assert (ring.gathered, ring.exchanged) == (3 * 2 * 512, 3 * 2 * 4128)
+    assert (all_lanes.hops, all_lanes.gathered) == (0, 3 * 2 * (4096 + 512))
+    assert all_lanes.exchanged == ring.exchanged
 
 
 # --- seconds
@@ -325,3 +338,72 @@ def test_what_is_wrong_is_named(field, make):
 def test_choosers_and_strategies_have_their_names():
     assert list(TRAFFIC) == ["gather", "pass_kv", "pass_q"]
     assert list(CHOOSERS) == ["roofline", "alg1", "alg5", *TRAFFIC]
+
+
+# --- decodes
+
+
+def test_seconds_of_decodes_by_hand():
+    """Of two on each of four lanes. A hop takes longer than the attention of a quarter of the KV,
+    and is hidden behind it where there is 100 times as much."""
+    gathered = 30e-6 + 3 * 2 * 4608 / 25e9
+    home = 70e-6 + 3 * 2 * 4128 / 40e9
+    kv = 30e-6 + 3 * 2 * 512 / 25e9
+    hop = 30e-6 + 2 * 4096 / 25e9
+    attention = 5e-6 + 10_000 * 512 / 2e12
+    seconds = exchange(4).decodes(2, 40_000).seconds
+    assert seconds["gather"] == pytest.approx(gathered + home)
+    assert seconds["pass_q"] == pytest.approx(kv + 3 * (hop - attention + 5e-6) + home)
+    hidden = exchange(4).decodes(2, 4_000_000).seconds
+    assert hidden["gather"] == seconds["gather"]
+    assert hidden["pass_q"] == pytest.approx(kv + 3 * 5e-6 + home)
+
+
+def test_what_of_a_hop_nothing_hides_counts():
+    rates = dataclasses.replace(RATES, hidden=0.0)
+    open_, hidden = (
+        ExchangeChooser(4, HEADS, some).decodes(2, 4e6).seconds["pass_q"] for some in (rates, RATES)
+    )
+    assert open_ - hidden == pytest.approx(3 * (30e-6 + 2 * 4096 / 25e9))
+
+
+@pytest.mark.parametrize(
+    "share, context, fastest",
+    [(1, 1_000, "gather"), (1, 1e7, "gather"), (200, 1_000, "gather"), (200, 100_000, "pass_q")],
+)
+def test_decodes_go_round_a_ring_where_they_are_many_and_their_contexts_long(
+    share, context, fastest
+):
+    """Few have queries that are gathered sooner than a ring makes its calls of attention; short
+    contexts hide no hop."""
+    decision = exchange(4, decode_exchange="auto").decodes(share, share * context)
+    assert decision.strategy == fastest == min(decision.seconds, key=decision.seconds.get)
+    for fixed in DECODE_TRAFFIC:
+        found = exchange(4, decode_exchange=fixed).decodes(share, share * context)
+        assert (found.strategy, found.seconds) == (fixed, decision.seconds)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "fastest"), [(25e9, "pass_q"), (2.5e12, "gather")])
+def test_a_slow_link_favours_the_ring_of_long_decodes(bytes_per_s, fastest):
+    link = Link(1e-6, bytes_per_s)
+    rates = dataclasses.replace(RATES, hop=link, gather=link, exchange=link)
+    chooser = ExchangeChooser(8, HEADS, rates, decode_exchange="auto")
+    assert chooser.decodes(64, 64 * 500_000).strategy == fastest
+
+
+def test_a_smaller_group_of_as_many_decodes_a_lane_says_less():
+    two, four, eight = (exchange(lanes).decodes(4, 1e5).seconds for lanes in (2, 4, 8))
+    for name in DECODE_TRAFFIC:
+        assert two[name] < four[name] < eight[name]
+
+
+def test_attention_of_decodes_takes_what_a_profile_says():
+    costs = dataclasses.replace(NOMINAL, decode=1.0, decode_seq=0.5, decode_kv=1e-3)
+    seconds = exchange(2, costs=costs).decodes(3, 1000).seconds
+    # a call more, which hides the hop
+    assert seconds["pass_q"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_an_exchange_of_decodes_that_is_not_known_is_refused():
+    with pytest.raises(ConfigError, match="decode_exchange: 'pass_kv' is not one of auto, gather"):
+        exchange(4, decode_exchange="pass_kv")

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.api.lane_groups import group_around, size_of
+from jaxserve.costs.exchange_choice import ExchangeChooser, ExchangeRates, Heads
 from jaxserve.costs.predictor import Costs, LaneLoad, Predictor, ShapeCost, smooth_max
-from jaxserve.costs.profiles import costs, shapes
+from jaxserve.costs.profiles import Link, costs, shapes
 from jaxserve.scheduling import Batch
 from jaxserve.settings.schema import MeshConfig
 from tests.examples import examples
@@ -221,12 +222,55 @@ def test_local_decodes_burden_their_home_and_spread_ones_every_lane_by_its_block
     predictor = Predictor(Costs(layers=1), MeshConfig(kvp=2))
     context = np.array([100, 40, 1000])
     home = np.array([0, 1, 1])
-    spread = np.array([False, False, True])
-    lanes = predictor.decodes(context, home, spread, np.array([[7, 0], [0, 3], [30, 10]]))
+    group_size = np.array([1, 1, 2])
+    lanes = predictor.decodes(context, home, group_size, np.array([[7, 0], [0, 3], [30, 10]]))
     assert [(lane.decodes, lane.context, lane.spread, lane.samples) for lane in lanes] == [
         (1, 100 + 750, 1, 1),
         (2, 40 + 250, 1, 2),
     ]
+
+
+LINK = Link(1e-5, 1e9)
+RATES = ExchangeRates(1e15, 1e12, 1e-6, LINK, LINK, LINK)
+
+
+def ringing(decode_exchange: str) -> Predictor:
+    """Four lanes with a slow link."""
+    exchange = ExchangeChooser(4, Heads(8, 2, 64), RATES, decode_exchange=decode_exchange)
+    return Predictor(Costs(layers=1, decode_kv=1e-9), MeshConfig(kvp=4), exchange=exchange)
+
+
+def test_a_step_of_decodes_takes_what_the_exchange_that_is_chosen_does():
+    """In a group of two lanes less than in one of four; beside a chunk they are gathered."""
+    many = [(10**6, 1, [50, 50, 0, 0])] * 40
+    wide = [(10**6, 1, [25] * 4)] * 40
+    for rows, lanes in ((many, 2), (wide, 4)):
+        seconds = {name: ringing(name).seconds(chunks(*rows)) for name in ("gather", "pass_q")}
+        attention = 40 * 1e-9 * 10**6 / lanes
+        choice = ExchangeChooser(lanes, Heads(8, 2, 64), RATES).decodes(40, 40 * 10**6 / lanes)
+        for name, found in seconds.items():
+            assert found == pytest.approx(attention + choice.seconds[name])
+        assert seconds["pass_q"] < seconds["gather"]
+        auto = ringing("auto")
+        assert auto.seconds(chunks(*rows)) == seconds["pass_q"]
+        assert auto.decode_strategy(chunks(*rows)) == "pass_q"
+        beside = [*rows, (0, 8, [1, 0, 0, 0])]
+        assert auto.decode_strategy(chunks(*beside)) == "gather"
+        assert auto.seconds(chunks(*beside)) == pytest.approx(
+            ringing("gather").seconds(chunks(*beside))
+        )
+    assert ringing("auto").decode_strategy(chunks((50, 1, [1, 1, 0, 0]))) == "gather"
+    assert ringing("auto").decode_strategy(chunks((50, 1, [1, 0, 0, 0]))) == "gather"
+
+
+def test_a_chunk_that_joins_spread_decodes_has_their_queries_gathered():
+    rows = [(10**6, 1, [25] * 4)] * 40
+    joined = []
+    for name in ("gather", "pass_q"):
+        predictor = ringing(name)
+        lanes = predictor.lanes(chunks(*rows))
+        joined.append(predictor.with_chunk(lanes, 0, None, 0, 8))
+    assert joined[0] == joined[1]
 
 
 def test_a_batch_is_its_decodes_and_its_chunks():

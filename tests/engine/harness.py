@@ -17,6 +17,7 @@ from jaxserve.api.events import Event, Finished, Token
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
+from jaxserve.costs.exchange_choice import ExchangeChooser
 from jaxserve.costs.predictor import NOMINAL, Costs
 from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine
@@ -45,6 +46,7 @@ def engine(
     block: int = 16,
     max_len: int = 2048,
     exchange: str = "gather",
+    decode_exchange: str = "gather",
     dtype: str = "float32",
     planned: bool = False,
     **cache,
@@ -58,7 +60,13 @@ def engine(
         ModelSource(model=str(model), max_model_len=max_len, dtype=dtype),
         MeshConfig.parse(mesh),
         CacheConfig(block_size=block, pages=pages, **cache),
-        SchedulerConfig(max_seqs=seqs, chunk_tokens=chunk, exchange=exchange, planner=planner),
+        SchedulerConfig(
+            max_seqs=seqs,
+            chunk_tokens=chunk,
+            exchange=exchange,
+            decode_exchange=decode_exchange,
+            planner=planner,
+        ),
     )
     return build(config, progress=False, warm_up=False, profiled=not planned)
 
@@ -69,10 +77,12 @@ def fresh(
     pages: int | None = None,
     planner: Planner | None = None,
     costs: Costs = NOMINAL,
+    exchange: ExchangeChooser | None = None,
     **settings,
 ) -> Engine:
     """An engine on the same devices with an empty cache, another placement, so many of the pages,
-    and other settings of the scheduler. It overwrites those of the old one: use that no more."""
+    costs of steps and exchanges, and other settings of the scheduler. It overwrites those of the
+    old one: use that no more."""
     plan = old.worker.plan
     cache = dataclasses.replace(old.config.cache, pages=pages or plan.pages)
     config = dataclasses.replace(
@@ -86,6 +96,7 @@ def fresh(
         plan.model.eos_ids,
         costs,
         planner,
+        exchange=exchange,
     )
     return Engine(config, old.worker, scheduler)
 

@@ -194,6 +194,68 @@ def test_tokens_equal_the_reference_around_a_ring(
     assert_golden_around_a_ring(smollm2_gguf, golden["cases"], mesh, exchange, placement, chunks)
 
 
+DECODE_RING = ("kvp=4", "zigzag")
+DECODE_RINGS = [
+    ("kvp=2", "grow"),
+    ("kvp=4", "random"),
+    ("spp=2,kvp=2,tp=3", "striped"),
+    ("kvp=8", "striped"),
+]
+
+
+def assert_golden_with_decodes_around_a_ring(source, cases, mesh, placement) -> None:
+    """Decodes of prompts of more than 64 tokens, which lie on all lanes, go round a ring in steps
+    without chunks; their new blocks come to lie on several lanes."""
+    real = engine(
+        source,
+        mesh,
+        chunk=512,
+        seqs=8,
+        pages=128,
+        max_len=2048,
+        decode_exchange="pass_q",
+        placement=placement,
+        lane_tokens=64,
+    )
+    shapes = shapes_of(real)
+    held: dict[int, set[tuple[int, ...]]] = {}
+    see = lambda batch: [
+        held.setdefault(seq, set()).add(tuple(row))
+        for seq, row, fed in zip(
+            batch.seq.tolist(), batch.blocks_per_lane.tolist(), batch.is_decode
+        )
+        if fed
+    ]
+    watch_batches(real, see)
+    runner = Runner(real)
+    ids = [submit(runner, case) for case in cases]
+    runner.run()
+    assert [runner.ids(id) for id in ids] == [case["output_ids"] for case in cases]
+    assert sum(shape.decode_ring for shape in shapes) > 5
+    grown = [np.ptp(np.array(list(rows)), 0) for rows in held.values()]
+    assert max(np.count_nonzero(lanes) for lanes in grown) > 1
+    assert_empty(real)
+
+
+@pytest.mark.parametrize(
+    "mesh, placement",
+    [DECODE_RING, *(pytest.param(*ring, marks=pytest.mark.matrix) for ring in DECODE_RINGS)],
+)
+def test_the_first_layers_say_what_the_reference_says_with_decodes_around_a_ring(
+    mesh, placement, golden_first_layers, smollm2_first_layers
+):
+    cases = short(golden_first_layers["cases"])[-3:]
+    assert_golden_with_decodes_around_a_ring(smollm2_first_layers, cases, mesh, placement)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mesh, placement", [DECODE_RING, *DECODE_RINGS])
+def test_tokens_equal_the_reference_with_decodes_around_a_ring(
+    mesh, placement, golden, smollm2_gguf
+):
+    assert_golden_with_decodes_around_a_ring(smollm2_gguf, short(golden["cases"]), mesh, placement)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "exchange, placement", [("pass_q", "striped"), ("pass_kv", "zigzag"), ("gather", "striped")]
@@ -239,7 +301,9 @@ def plain(whole):
 PLACED_BY_PLAN = ("striped", "zigzag")
 
 
-def assert_golden_in_groups(source, cases, exchange: str, sizes, placements) -> None:
+def assert_golden_in_groups(
+    source, cases, exchange: str, sizes, placements, decode_exchange: str = "gather"
+) -> None:
     """Prompts of eight lanes in groups of each size, beside short ones on one lane, then again with
     their blocks found. Where no plan says which lanes, random blocks lie on all of them, and those
     that grow on as few as hold them."""
@@ -251,6 +315,7 @@ def assert_golden_in_groups(source, cases, exchange: str, sizes, placements) -> 
         pages=100,
         max_len=2048,
         exchange=exchange,
+        decode_exchange=decode_exchange,
         planned=True,
     )
     for placement in placements:
@@ -271,6 +336,8 @@ def assert_golden_in_groups(source, cases, exchange: str, sizes, placements) -> 
             met = {shape.group_size for shape in shapes if shape.spread}
             assert size in met or (placement == "grow" and met)
             assert exchange in {shape.exchange for shape in shapes} or not planned
+            ringed = any(shape.decode_ring for shape in shapes)
+            assert ringed == (decode_exchange == "pass_q")
             assert_empty(real)
 
 
@@ -291,6 +358,15 @@ def test_the_first_layers_say_what_the_reference_says_in_groups_of_lanes(
     exchange, sizes, placements, first_words, smollm2_first_layers
 ):
     assert_golden_in_groups(smollm2_first_layers, short(first_words), exchange, sizes, placements)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("exchange", ["gather", "pass_kv"])
+def test_the_first_layers_say_what_the_reference_says_in_groups_with_decodes_around_rings(
+    exchange, first_words, smollm2_first_layers
+):
+    cases = short(first_words)
+    assert_golden_in_groups(smollm2_first_layers, cases, exchange, *IN_ALL_GROUPS, "pass_q")
 
 
 @pytest.mark.matrix

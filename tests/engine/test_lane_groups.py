@@ -3,11 +3,14 @@ several groups run in the same steps, and a step takes a chunk for each lane of 
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 
 from jaxserve.api.lane_groups import group_around, group_sizes, size_around, size_of
+from jaxserve.costs.exchange_choice import ExchangeChooser, ExchangeRates, Heads
+from jaxserve.costs.profiles import Link
 from jaxserve.engine.shapes import layout
 from jaxserve.scheduling.events import StepIssued
 from jaxserve.scheduling.sequence import PlanPart
@@ -113,6 +116,37 @@ def test_a_step_takes_a_chunk_for_each_lane_of_a_group(lanes, right):
     lengths = [int(batch.length[0]) for _, _, batch in steps if not batch.is_decode[0]]
     assert lengths == [4 * CHUNK, 4 * CHUNK, 300 - 8 * CHUNK]
     assert all(shape.group_size == 4 for shape, _, _ in steps)
+
+
+LINK = Link(1e-6, 1e9)
+RATES = ExchangeRates(1e15, 1e6, 1e-6, LINK, LINK, LINK)
+
+
+@pytest.fixture(scope="module")
+def rings():
+    return engine(mesh="kvp=4", decode_exchange="auto", **MESH)
+
+
+@pytest.mark.parametrize(
+    ("link", "ring"), [(Link(1e-6, 1e3), True), (Link(1e-3, 1e12), False)], ids=["narrow", "slow"]
+)
+def test_decodes_go_round_a_ring_where_that_is_predicted_to_be_faster(rings, right, link, ring):
+    """By the step; in the smallest group, and never beside a chunk of a prompt."""
+    rates = dataclasses.replace(RATES, hop=link, gather=link)
+    block = rings.config.cache.block_size
+    chooser = ExchangeChooser(4, Heads(4, 2, 16), rates, block=block, decode_exchange="auto")
+    real = fresh(rings, "striped", planner=Lanes({300: (0, 1), 250: (2, 3)}), exchange=chooser)
+    steps = []
+    plan = real.worker.plan
+    real.bus.subscribe(
+        StepIssued, lambda step: steps.append((plan.shapes[step.command.shape], step.batch))
+    )
+    assert generate(real, PROMPTS, max_tokens=6) == right
+    alone = [shape for shape, batch in steps if batch.is_decode.all() and batch.spread.any()]
+    assert len(alone) > 3 and {shape.decode_ring for shape in alone} == {ring}
+    assert {shape.group_size for shape in alone} == {2}
+    assert not any(shape.decode_ring for shape, batch in steps if not batch.is_decode.all())
+    assert_empty(real)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,8 @@ def ring_q() -> list[Engine]:
 
 @pytest.fixture(scope="module")
 def ring_kv() -> list[Engine]:
-    return [build("kvp=2", context, exchange="pass_kv") for context in CONTEXTS]
+    ring = dict(exchange="pass_kv", decode_exchange="pass_q")
+    return [build("kvp=2", context, **ring) for context in CONTEXTS]
 
 
 @pytest.fixture(scope="module")

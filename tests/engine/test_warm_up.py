@@ -21,6 +21,7 @@ CONFIGS = st.builds(
     max_seqs=st.integers(1, 40),
     chunk_tokens=st.sampled_from([1, 16, 64, 100, 512]),
     exchange=st.sampled_from(["gather", "pass_q", "pass_kv", "auto"]),
+    decode_exchange=st.sampled_from(["gather", "pass_q", "auto"]),
 )
 # lane, length, group size
 LONG = st.tuples(st.integers(0, 3), st.integers(2, 600), st.sampled_from([1, 2, 4]))
@@ -47,6 +48,22 @@ def test_what_fits_a_shape_fits_one_of_the_first_with_the_same_exchange(
     assert len(first) <= 9
     for shape in filter(demand.fits, every):
         assert any(one.exchange == shape.exchange and demand.fits(one) for one in first), shape
+
+
+@pytest.mark.parametrize("exchange", ["gather", "pass_q", "auto"])
+@pytest.mark.parametrize(("lanes", "more"), [(1, 0), (2, 2), (4, 3), (8, 4)])
+def test_decodes_around_rings_need_a_program_for_each_group_size_and_one_for_all(
+    lanes, more, exchange
+):
+    """The largest group has one for few spread decodes and one for as many as there may be."""
+    gathered = shapes(SchedulerConfig(exchange=exchange), lanes, 16)
+    for decode_exchange in ("pass_q", "auto"):
+        every = shapes(SchedulerConfig(exchange=exchange, decode_exchange=decode_exchange), lanes, 16)
+        assert set(gathered) < set(every) or not more
+        rings = [shape for shape in every if shape.decode_ring]
+        assert len(rings) == len(every) - len(gathered) == more
+        assert len(set(map(str, every))) == len(every)
+        assert all(not shape.prefill[0] and not shape.spread_prefill[0] for shape in rings)
 
 
 @pytest.fixture

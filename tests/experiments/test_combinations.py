@@ -32,7 +32,7 @@ def test_a_feature_alone_is_taken(name):
     assert refusal(FEATURES[name]) == ""
 
 
-@pytest.mark.parametrize("setting", ["placement", "exchange", "planner", "role"])
+@pytest.mark.parametrize("setting", ["placement", "exchange", "decode_exchange", "planner", "role"])
 def test_every_choice_has_a_row(setting):
     option = options_of(EngineConfig)[setting]
     kinds = lambda values: {re.sub(r"\d+$", "N", value) for value in values} - {option.default}
@@ -78,7 +78,8 @@ def test_pairs_that_are_taken_give_the_same_tokens(name, tmp_path):
         features = (HERE[name], HERE[other])
         if refusal(*features) == "":
             settings = {"profile": "none", **(settings_of(*features) or {})}
-            if settings.get("exchange") in ("auto", "alg1", "alg5") or "planner" in settings:
+            chosen = settings.get("exchange") in ("auto", "alg1", "alg5")
+            if chosen or settings.get("decode_exchange") == "auto" or "planner" in settings:
                 settings["profile"] = "auto"
             if "host_cache_gib" in settings:
                 settings["host_cache_gib"] = 0.01

@@ -8,8 +8,9 @@ import pytest
 
 from experiments import figures
 from experiments.context_parallel import __main__ as every
-from experiments.context_parallel import fig9, paper, table4, table7, table8
+from experiments.context_parallel import decodes, fig9, paper, table4, table7, table8
 from experiments.context_parallel.system import RANKS, RINGS, calibrated
+from experiments.script import command_line
 from jaxserve.costs.exchange_choice import Boundary
 from tests.experiments.figure_checks import check_all, made_small
 
@@ -165,3 +166,22 @@ def test_one_sequence_of_128k_is_too_little_for_the_papers_network(rows):
     assert times[0] < times[1] > times[2] > times[3]
     ring = [table7.ttit(rows["table7"], hosts, "ring") for hosts in table7.HOSTS]
     assert ring == sorted(ring) and all(ours < theirs for ours, theirs in zip(times[1:], ring[1:]))
+
+
+def test_the_page_has_the_table_of_decodes_that_the_command_prints(capsys):
+    command = decodes.COMMAND
+    page = (FOLDER.parents[1] / "docs" / "sequence_parallelism.md").read_text()
+    assert command_line("decodes", "", command, ["--lanes=16"]) == 0
+    table = capsys.readouterr().out
+    assert f"\n{table}" in page
+    assert "`pass_q`" in table and "`gather`" in table
+    assert command_line("decodes", "", command, ["--lanes=8"]) == 0
+    assert "`pass_q`" not in capsys.readouterr().out  # as the page says
+
+
+def test_decodes_that_do_not_fit_are_left_out_and_lists_are_checked(capsys):
+    command = decodes.COMMAND
+    assert command_line("decodes", "", command, ["--batches=1,2048", "--contexts=1000000"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 1
+    assert command_line("decodes", "", command, ["--batches=0"]) == 2
+    assert "batches: '0' is not a list of numbers above 0" in capsys.readouterr().err

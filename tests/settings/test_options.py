@@ -75,6 +75,12 @@ def test_settings_land_where_they_belong_and_the_rest_is_default():
         ({"mesh": "kvp=2", "placement": "zigzag"}, "placement: zigzag .* --lane_tokens, which is"),
         ({"placement": "random"}, "placement: random has no effect on one lane; give --mesh a kvp"),
         ({"mesh": "tp=3", "exchange": "pass_q"}, "exchange: pass_q has no effect on one lane"),
+        (
+            {"mesh": "kvp=2", "decode_exchange": "auto", "profile": "none"},
+            "decode_exchange: auto needs to know what steps cost",
+        ),
+        ({"decode_exchange": "pass_q"}, "decode_exchange: pass_q has no effect on one lane"),
+        ({"decode_exchange": "pass_kv"}, "decode_exchange: 'pass_kv' is not one of gather, pass_q"),
         ({"mesh": "tp=3", "planner": "cdsp"}, "planner: cdsp has no effect on one lane"),
     ],
 )

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from experiments.multihost.hlo import collectives
 from jaxserve.costs import exchange_choice as traffic
-from jaxserve.costs.exchange_choice import ExchangeWork, Heads
+from jaxserve.costs.exchange_choice import DECODE_TRAFFIC, ExchangeWork, Heads, work_of_decodes
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.sharding import attention, exchange
 from jaxserve.sharding.exchange import EXCHANGES
@@ -90,30 +90,30 @@ def cases(draw, lanes: int, group_size: int):
     return Case(lanes, group_size, cached, new, draw(st.integers(0, 1000)))
 
 
-def program(strategy: str, lanes: LaneGroups, everywhere, rows, pages, q, kv):
-    """The attention of a step in one layer, on one lane."""
+def program(strategy: str, lanes: LaneGroups, alone: bool, everywhere, rows, pages, q, kv):
+    """The attention of a step in one layer, on one lane; alone: of its decodes only."""
     table = everywhere[0]
     lane = lanes.index()
     groups = []
     at = 0
-    for number, width in ((DECODES, 1), (ROWS, WIDTH)):
+    for number, width in ((DECODES, 1),) if alone else ((DECODES, 1), (ROWS, WIDTH)):
         mine = lanes.gather_rows(rows[0, at : at + number])
         settled = strategy != "gather" and width > 1
         groups.append(
             spread_rows(*mine[:, :3].T, mine[:, 3:], lane, width, table, PAGES, C, settled)
         )
         at += number
-    out, pool = attention.attention(
-        q[0], kv[0], KVPages(pages), None, Groups((), tuple(groups), table, strategy, lanes), 0.3
-    )
+    tokens = DECODES if alone else None
+    step = Groups((), tuple(groups), table, strategy, lanes)
+    out, pool = attention.attention(q[0, :tokens], kv[0, :tokens], KVPages(pages), None, step, 0.3)
     return out[None], pool.kv
 
 
 @functools.cache
-def compiled(strategy: str, lanes: int, group_size: int):
+def compiled(strategy: str, lanes: int, group_size: int, alone: bool = False):
     mesh = Mesh(np.array(jax.devices()[:lanes]).reshape(lanes, 1), (KVP, TP))
     lane = PartitionSpec(KVP)
-    f = functools.partial(program, strategy, LaneGroups(group_size))
+    f = functools.partial(program, strategy, LaneGroups(group_size), alone)
     return jax.jit(
         jax.shard_map(f, mesh=mesh, in_specs=(lane,) * 5, out_specs=(lane, lane), check_vma=False)
     )
@@ -164,9 +164,10 @@ def dense(q: np.ndarray, x: np.ndarray) -> np.ndarray:
     return np.einsum("kgs,skh->kgh", weights / weights.sum(-1, keepdims=True), x[:, :, 1])
 
 
-def assert_dense(case: Case, strategy: str) -> None:
+def assert_dense(case: Case, strategy: str, alone: bool = False) -> None:
     arguments, truth, places, pages_of = inputs(case)
-    out, pages = map(np.asarray, compiled(strategy, case.lanes, case.group_size)(*arguments))
+    run = compiled(strategy, case.lanes, case.group_size, alone)
+    out, pages = map(np.asarray, run(*arguments))
     for slot, position, lane, token in places:
         np.testing.assert_allclose(
             out[lane, token],
@@ -197,6 +198,17 @@ def test_every_strategy_is_dense_attention(strategy, lanes, group_size):
     check()
 
 
+@pytest.mark.parametrize("lanes, group_size", GROUPS)
+def test_decodes_alone_go_round_a_ring_wherever_their_keys_belong(lanes, group_size):
+    @settings(max_examples=examples(25), deadline=None, database=None)
+    @given(cases(lanes, group_size))
+    def check(case: Case) -> None:
+        case.rows = case.rows[0], []
+        assert_dense(case, "pass_q", alone=True)
+
+    check()
+
+
 @pytest.mark.parametrize("strategy", EXCHANGES)
 def test_a_prompt_of_fewer_tokens_than_lanes_after_a_context_that_one_lane_holds(strategy):
     for cached, new in ((0, 3), (40, 2), (41, 1), (0, 1)):
@@ -206,16 +218,16 @@ def test_a_prompt_of_fewer_tokens_than_lanes_after_a_context_that_one_lane_holds
         assert_dense(case, strategy)
 
 
-def text_of(strategy: str, lanes: int, group_size: int) -> str:
+def text_of(strategy: str, lanes: int, group_size: int, alone: bool = False) -> str:
     """The compiled program."""
     arguments = inputs(Case(lanes, group_size, [40], [16], 0))[0]
-    return compiled(strategy, lanes, group_size).lower(*arguments).compile().as_text()
+    return compiled(strategy, lanes, group_size, alone).lower(*arguments).compile().as_text()
 
 
-def crossed(strategy: str, lanes: int, group_size: int) -> dict[str, int]:
+def crossed(strategy: str, lanes: int, group_size: int, alone: bool = False) -> dict[str, int]:
     """Bytes that a lane sends to others in the compiled program, by collective; for `pass_kv` those
     of one chunk."""
-    text = text_of(strategy, lanes, group_size)
+    text = text_of(strategy, lanes, group_size, alone)
     out = {"all-gather": 0, "all-to-all": 0, "collective-permute": 0}
     for line in text.splitlines():
         if found := re.search(
@@ -274,10 +286,27 @@ def test_what_crosses_lanes_is_what_the_formulas_say(lanes, group_size):
     }
 
 
-@pytest.mark.parametrize("strategy", EXCHANGES)
+@pytest.mark.parametrize("lanes, group_size", GROUPS[1:])
+@pytest.mark.parametrize("strategy", DECODE_TRAFFIC)
+def test_what_crosses_lanes_for_decodes_alone_is_what_the_formulas_say(strategy, lanes, group_size):
+    K, G = HEADS[lanes]
+    heads = Heads(K * G, K, H, item=4, partial=4)
+    said = DECODE_TRAFFIC[strategy](work_of_decodes(group_size, DECODES, 0.0), heads)
+    assert crossed(strategy, lanes, group_size, alone=True) == {
+        "all-gather": said.gathered,
+        "all-to-all": said.exchanged,
+        "collective-permute": said.hops * said.hop,
+    }
+
+
+@pytest.mark.parametrize(
+    "strategy, alone", [*((strategy, False) for strategy in EXCHANGES), ("pass_q", True)]
+)
 @pytest.mark.parametrize("lanes, group_size", [(4, 2), (8, 2), (8, 4)])
-def test_nothing_leaves_a_group_and_a_ring_has_a_hop_less_than_lanes(strategy, lanes, group_size):
-    found = collectives(text_of(strategy, lanes, group_size), lanes)
+def test_nothing_leaves_a_group_and_a_ring_has_a_hop_less_than_lanes(
+    strategy, alone, lanes, group_size
+):
+    found = collectives(text_of(strategy, lanes, group_size, alone), lanes)
     for one in found:
         # all lanes run the loop over pieces of KV equally often
         loop = one.operation == "all-reduce" and one.bytes == 4 and strategy == "pass_kv"
@@ -291,11 +320,13 @@ def test_nothing_leaves_a_group_and_a_ring_has_a_hop_less_than_lanes(strategy, l
     assert sum(one.times for one in hops) == wanted[strategy] * (group_size - 1)
 
 
-@pytest.mark.parametrize("strategy", ["pass_q", "pass_kv"])
-def test_a_hop_does_not_wait_for_the_attention_that_it_runs_beside(strategy):
+@pytest.mark.parametrize(
+    "strategy, alone", [("pass_q", False), ("pass_kv", False), ("pass_q", True)]
+)
+def test_a_hop_does_not_wait_for_the_attention_that_it_runs_beside(strategy, alone):
     """Each hop sends what the previous hop received, or what the lane had: it does not depend on
     attention."""
-    text = text_of(strategy, 4, 4)
+    text = text_of(strategy, 4, 4, alone)
     made = dict(re.findall(r"^\s*(?:ROOT )?%([\w.-]+) = (.*)$", text, re.M))
     hops = [name for name, what in made.items() if re.search(r" collective-permute\(", what)]
     sources = [re.search(r"collective-permute\(%([\w.-]+)\)", made[name])[1] for name in hops]

@@ -116,6 +116,13 @@ def test_every_placement_is_simulated(placement):
     assert any(batch.spread.any() for batch in batches)
 
 
+@pytest.mark.parametrize("decode_exchange", ["gather", "pass_q", "auto"])
+def test_decodes_are_simulated_by_every_exchange(decode_exchange):
+    outcome, batches = run(replica("gather", decode_exchange=decode_exchange))
+    assert all(record.reason == "length" for record in outcome.records)
+    assert any(batch.spread.any() and batch.is_decode.all() for batch in batches)
+
+
 class Silent(System):
     """Lanes that say what they must in no time."""
 
@@ -128,6 +135,26 @@ class Slow(System):
     @property
     def link(self) -> Link:
         return Link(2e-4, 2e9)
+
+
+class Narrow(System):
+    @property
+    def link(self) -> Link:
+        return Link(1e-6, 1e8)
+
+
+@pytest.mark.parametrize(("system", "better"), [(Slow, "gather"), (Narrow, "pass_q")])
+def test_simulated_decodes_take_the_time_of_what_is_chosen(system, better):
+    """A ring pays the latency of each hop, which a slow link makes long; a narrow one makes queries
+    long, behind which it attends."""
+    tpot = {}
+    for name in ("gather", "pass_q", "auto"):
+        made = replica("gather", system=system, decode_exchange=name)
+        outcome, _ = run(made, [Arrival(0.0, 10_000, 40)] * 8)
+        tpot[name] = max(record.tpot for record in outcome.records)
+    worse = {"gather": "pass_q", "pass_q": "gather"}[better]
+    assert tpot[better] < tpot[worse]
+    assert tpot["auto"] == pytest.approx(tpot[better])
 
 
 def chunks_of(batches: list[Batch]) -> list[tuple[int, ...]]:

@@ -7,7 +7,8 @@ import dataclasses
 import itertools
 from typing import Any
 
-from jaxserve.costs.predictor import LaneLoad
+import numpy as np
+
 from jaxserve.scheduling import Scheduler
 
 LENGTHS = [128, *(2048 * 16**power for power in range(4))]  # tokens of prompts and contexts
@@ -77,14 +78,15 @@ def forecast(scheduler: Scheduler) -> Forecast | None:
 
 def _tpot(scheduler: Scheduler, batch: int, context: int) -> float:
     predictor = scheduler.predictor
-    lanes = scheduler.predictor.mesh.kvp
-    own = -(-batch // lanes)
-    spread = context > predictor.reach
-    here = context / lanes if spread else context
-    lane = LaneLoad(
-        own, here * (batch if spread else own), here, samples=own, spread=batch if spread else 0
+    lanes = predictor.mesh.kvp
+    size = lanes if context > predictor.reach else 1
+    loads = predictor.decodes(
+        np.full(batch, context),
+        np.arange(batch) % lanes,
+        np.full(batch, size),
+        np.ones((batch, lanes), int),
     )
-    return predictor.latency(predictor.stage([lane]), batch, own)
+    return predictor.latency(predictor.stage(loads), batch, -(-batch // lanes))
 
 
 def launch_lines(engine: Any) -> list[str]:

@@ -49,9 +49,9 @@ class EngineProfile:
     links: dict[str, Link]
     improvement: dict[str, dict[float, float]] = dataclasses.field(default_factory=dict)
 
-    def chooser(self, plan: StagePlan, exchange: str) -> ExchangeChooser:
-        """Chooses how spread sequences and their blocks meet. exchange: one of CHOOSERS; another
-        setting is taken as 'roofline'."""
+    def chooser(self, plan: StagePlan, scheduler: SchedulerConfig) -> ExchangeChooser:
+        """Chooses how spread sequences and their blocks meet. An exchange that is none of CHOOSERS
+        is taken as 'roofline'."""
         model = plan.model
         tp = plan.mesh.tp
         item = np.dtype(plan.dtype).itemsize
@@ -64,17 +64,18 @@ class EngineProfile:
             plan.mesh.kvp,
             heads,
             dataclasses.replace(rates_of(self.costs, heads), **links),
-            exchange if exchange in CHOOSERS else "roofline",
+            scheduler.exchange if scheduler.exchange in CHOOSERS else "roofline",
             piece=KV_CHUNK_TOKENS,
             costs=self.costs,
             block=plan.block_size,
             moves=plan.moves,
+            decode_exchange=scheduler.decode_exchange,
         )
 
     def instances(self, plan: StagePlan, scheduler: SchedulerConfig, max_len: int) -> Instances:
         """The lanes, to plan with; sequences have at most `max_len` tokens."""
         longest = min(max_len, plan.width * plan.block_size * plan.mesh.kvp)
-        exchange = self.chooser(plan, scheduler.exchange)
+        exchange = self.chooser(plan, scheduler)
         predictor = Predictor(self.costs, plan.mesh, exchange=exchange, dealt=True)
         return instances_of(predictor, scheduler.chunk_tokens, longest, plan.block_size)
 
@@ -99,7 +100,11 @@ def _needs_no_times(config: EngineConfig) -> bool:
     scheduler = config.scheduler
     if scheduler.policy != "fcfs" or scheduler.chunking != "static":
         return False
-    fixed = scheduler.exchange in EXCHANGES and scheduler.planner == "none"
+    fixed = (
+        scheduler.exchange in EXCHANGES
+        and scheduler.decode_exchange in EXCHANGES
+        and scheduler.planner == "none"
+    )
     return fixed or config.mesh.kvp == 1
 
 

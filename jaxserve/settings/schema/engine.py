@@ -70,6 +70,7 @@ class EngineConfig(Settings):
         scheduler = self.scheduler
         for name, value, needs_costs in (
             ("exchange", scheduler.exchange, scheduler.exchange in ("auto", "alg1", "alg5")),
+            ("decode_exchange", scheduler.decode_exchange, scheduler.decode_exchange == "auto"),
             ("planner", scheduler.planner, scheduler.planner != "none"),
         ):
             if self.profile == "none" and needs_costs:
@@ -86,6 +87,7 @@ def check_lanes(mesh: MeshConfig, cache: CacheConfig, scheduler: SchedulerConfig
     for name, value, default in (
         ("placement", cache.placement, CacheConfig.placement),
         ("exchange", scheduler.exchange, SchedulerConfig.exchange),
+        ("decode_exchange", scheduler.decode_exchange, SchedulerConfig.decode_exchange),
         ("planner", planner, SchedulerConfig.planner),
     ):
         if mesh.kvp == 1 and value != default:

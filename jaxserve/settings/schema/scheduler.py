@@ -60,6 +60,13 @@ class SchedulerConfig(Objectives):
         "step (auto), or as the context parallel paper's Algorithms 1 and 5 choose (alg1, alg5)",
         choices=("gather", "pass_q", "pass_kv", "auto", "alg1", "alg5"),
     )
+    decode_exchange: str = option(
+        "gather",
+        "how decodes of sequences on several lanes reach KV on other lanes, in steps that compute "
+        "no prompt: queries go to all lanes (gather) or round a ring (pass_q), or whichever is "
+        "predicted to be faster in each step (auto)",
+        choices=("gather", "pass_q", "auto"),
+    )
     planner: str = option(
         "none",
         "how many lanes compute a prompt: chosen for each of its chunks so that it ends soonest "
