@@ -22,6 +22,7 @@ CONFIGS = st.builds(
     chunk_tokens=st.sampled_from([1, 16, 64, 100, 512]),
     exchange=st.sampled_from(["gather", "pass_q", "pass_kv", "auto"]),
     decode_exchange=st.sampled_from(["gather", "pass_q", "auto"]),
+    planner=st.sampled_from(["none", "cdsp"]),
 )
 # lane, length, group size
 LONG = st.tuples(st.integers(0, 3), st.integers(2, 600), st.sampled_from([1, 2, 4]))
@@ -33,16 +34,17 @@ LONG = st.tuples(st.integers(0, 3), st.integers(2, 600), st.sampled_from([1, 2, 
     st.integers(0, 40),
     st.integers(0, 40),
     st.lists(LONG, max_size=3),
+    st.booleans(),
 )
 def test_what_fits_a_shape_fits_one_of_the_first_with_the_same_exchange(
-    config, lanes, local, spread, long
+    config, lanes, local, spread, long, moves
 ):
     chunks = tuple(
         LongChunk(row, lane % lanes, length, min(size, lanes))
         for row, (lane, length, size) in enumerate(long)
     )
     largest = max((chunk.group_size for chunk in chunks), default=1)
-    demand = StepDemand(local, spread if lanes > 1 else 0, chunks, lanes, largest)
+    demand = StepDemand(local, spread if lanes > 1 else 0, chunks, lanes, largest, moves)
     every = shapes(config, lanes, 16)
     first = first_shapes(every)
     assert len(first) <= 9
