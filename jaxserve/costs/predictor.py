@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -167,6 +167,15 @@ class LaneLoad:
     exchange: float = 0.0
 
 
+class ExchangedChunks(NamedTuple):
+    """The spread chunks of a batch, the strategy by which they reach KV on other lanes, and what
+    that takes with their attention: seconds per layer."""
+
+    strategy: str
+    seconds: float
+    chunks: SpreadChunks
+
+
 class Predictor:
     """Seconds of batches on a mesh. `reach` is how many tokens of a sequence a lane holds before
     the next one joins; dealt: longer prompts are dealt over all lanes from their first token on.
@@ -243,8 +252,9 @@ class Predictor:
         samples: through all stages, and the hops between them."""
         return stage + (self.mesh.spp - 1) * (stage - self.head(samples) + self.hop(tokens))
 
-    def lanes(self, batch: Batch) -> list[LaneLoad]:
-        """A batch as the work of each lane."""
+    def lanes(self, batch: Batch, exchanged: ExchangedChunks | None = None) -> list[LaneLoad]:
+        """A batch as the work of each lane. exchanged: as `exchanged` said of it, if it was
+        asked."""
         single = batch.length == 1
         out = self.decodes(
             batch.start[single],
@@ -259,25 +269,24 @@ class Predictor:
                 self.add_chunk(
                     out, int(batch.lane[row]), held, int(batch.start[row]), int(batch.length[row])
                 )
-        return self._with_spread(out, batch) if known else out
+        return self._with_spread(out, batch, exchanged or self.exchanged(batch)) if known else out
 
-    def _with_spread(self, lanes: list[LaneLoad], batch: Batch) -> list[LaneLoad]:
+    def _with_spread(
+        self, lanes: list[LaneLoad], batch: Batch, exchanged: ExchangedChunks
+    ) -> list[LaneLoad]:
         """The lanes with the batch's spread chunks, which are computed where their blocks are if
         they go round a ring."""
-        strategy, seconds, chunks = self._exchanged(batch)
+        strategy, seconds, chunks = exchanged
         count = int(np.count_nonzero(batch.spread & (batch.length > 1)))
         return [
             self._more(lane, own, 0.0, 0, chunks, seconds, count) if takes_part else lane
             for lane, own, takes_part in zip(lanes, chunks.computed(strategy), chunks.lanes)
         ]
 
-    def strategy(self, batch: Batch) -> str:
-        """How the batch's spread chunks of more than one token reach KV on other lanes."""
-        return self._exchanged(batch)[0]
-
-    def _exchanged(self, batch: Batch) -> tuple[str, float, SpreadChunks]:
-        """The strategy for a batch's spread chunks, seconds per layer, and the chunks. Round a ring
-        a token is sampled where its blocks are: they are gathered where that is not its home."""
+    def exchanged(self, batch: Batch) -> ExchangedChunks:
+        """Decides how a batch's spread chunks of more than one token reach KV on other lanes. Round
+        a ring a token is sampled where its blocks are: they are gathered where that is not its
+        home."""
         exchange = self.exchange
         assert exchange is not None
         chunks = exchange.nothing()
@@ -296,10 +305,10 @@ class Predictor:
             chunks = chunks.plus(start, new, tokens / new, held / held.sum(), group)
             settled &= not batch.sample[row] or block_lane[-1] == batch.lane[row]
         if chunks.group_size == 1:
-            return "gather", 0.0, chunks
+            return ExchangedChunks("gather", 0.0, chunks)
         decision = self._decide(chunks)
         strategy = decision.strategy if settled else "gather"
-        return strategy, decision.seconds[strategy], chunks
+        return ExchangedChunks(strategy, decision.seconds[strategy], chunks)
 
     def decodes(
         self, context: np.ndarray, lane: np.ndarray, spread: np.ndarray, held: np.ndarray
@@ -436,10 +445,10 @@ class Predictor:
             exchange or lane.exchange,
         )
 
-    def seconds(self, batch: Batch) -> float:
-        """A batch's pace: see `stage`. The last launch of pages that change lanes runs beside the
-        layers, those before it do not."""
-        stage = self.stage(self.lanes(batch))
+    def seconds(self, batch: Batch, exchanged: ExchangedChunks | None = None) -> float:
+        """A batch's pace: see `stage`. exchanged: see `lanes`. The last launch of pages that change
+        lanes runs beside the layers, those before it do not."""
+        stage = self.stage(self.lanes(batch, exchanged))
         exchange = self.exchange
         if exchange is None or not len(batch.moves):
             return stage

@@ -1,8 +1,8 @@
 """Writes step commands: what a batch means for the devices.
 
 The builder knows what the devices were told before: which version of the sampled tokens each slot's
-last token is in, and how each slot samples. It asks the scheduler's predictor how lanes exchange
-what they need, picks the cheapest compiled shape, and fills its rows.
+last token is in, and how each slot samples. It picks the cheapest compiled shape that has the
+batch's exchange between lanes, and fills its rows.
 """
 
 from __future__ import annotations
@@ -164,23 +164,18 @@ class CommandBuilder:
     # --- shapes and exchanges
 
     def _ring(self, batch: Batch, demand: StepDemand) -> list[RingSlice]:
-        """Rows of spread chunks around a ring; none where steps never go round one."""
-        if self._config.exchange == "gather" or not batch.block_lane.size:
+        """Rows of spread chunks around a ring; none where the step does not go round one."""
+        if batch.exchange == "gather" or not batch.block_lane.size:
             return []
         return ring_rows(batch, demand, self._config.tile, self._plan.block_size)
 
     def _shape(self, batch: Batch, demand: StepDemand, ring: list[RingSlice]) -> StepShape:
-        """The cheapest compiled shape; one with a ring where that is faster and the blocks of all
-        spread chunks lie as a ring needs."""
+        """The cheapest compiled shape; one with a ring where the batch goes round one and the
+        blocks of all spread chunks lie as a ring needs."""
         moves = bool(len(batch.moves))
         but = self._uncompiled()
         shape = self._plan.shape_for(demand, moves=moves, but=but)
         assert shape is not None, f"no compiled shape holds {demand}"
         if not ring:
             return shape
-        predictor = self._scheduler.predictor
-        known = predictor.exchange is not None
-        exchange = predictor.strategy(batch) if known else self._config.exchange
-        if exchange == "gather":
-            return shape
-        return self._plan.shape_for(demand, exchange, fullest(ring), moves, but) or shape
+        return self._plan.shape_for(demand, batch.exchange, fullest(ring), moves, but) or shape
