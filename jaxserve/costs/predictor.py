@@ -41,6 +41,18 @@ class ShapeCost:
 
 
 @dataclasses.dataclass(frozen=True)
+class SpreadShape:
+    """A compiled shape of steps with spread chunks, on groups of `group_size` lanes that meet by
+    `exchange`. Per lane: decodes, rows of prefill tokens, and all tokens, padding included."""
+
+    group_size: int
+    exchange: str
+    decodes: int
+    rows: int
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Costs:
     """Seconds of one model, on one kind of device, at one degree of tp. All but `launch`, `head`
     and `hop` are per layer.
@@ -77,9 +89,16 @@ class Costs:
     # what was measured of an engine, cheapest first; a step costs as its shape does
     shapes: tuple[ShapeCost, ...] = ()
     tile: int = 1  # tokens of a prefill row of these shapes, where there are several rows
+    spread_shapes: tuple[SpreadShape, ...] = ()  # those of steps with spread chunks, the same
+    # what a token of padding in a step with spread chunks takes, as a share of any other: 1 where
+    # devices compute what is compiled, 0 where kernels skip it
+    padding: float = 1.0
+    # share of its work for which a lane waits for each other one at work: 0 where each has devices
+    # of its own; costs are those of lanes that are all at work
+    shared: float = 0.0
     longest: bool = False  # decodes cost as if all of the shape's had the longest context of them
 
-    def linear(self, tokens: int) -> float:
+    def linear(self, tokens: float) -> float:
         """One layer's linear parts and the sums over ranks."""
         return (
             smooth_max(self.linear_floor, self.linear_base + self.linear_token * tokens)
@@ -98,6 +117,24 @@ class Costs:
             ):
                 return shape
         return None
+
+    def spread(self, lane: LaneLoad, group_size: int) -> float:
+        """One layer's linear parts in a step with spread chunks, in its compiled shape if there is
+        one that holds what the lane does."""
+        used = lane.decodes + lane.tokens
+        for shape in self.spread_shapes:
+            if (
+                shape.exchange == lane.strategy
+                and shape.group_size >= group_size
+                and shape.decodes >= lane.decodes
+                and shape.rows >= lane.tiles
+            ):
+                return self.linear(used + self.padding * max(0, shape.tokens - used))
+        return self.linear(used)
+
+    def crowd(self, busy: int, lanes: int) -> float:
+        """How much longer work takes with `busy` of so many lanes at work than with all."""
+        return (1 + self.shared * (busy - 1)) / (1 + self.shared * (lanes - 1))
 
     def attend_chunk(self, cached: float, new: int, own: float | None = None) -> float:
         """One layer's attention of `new` tokens after `cached` ones. On a lane that holds a share
@@ -165,6 +202,7 @@ class LaneLoad:
     # exchange of those that bear on this one; None where no chooser says what they take
     chunks_spread: SpreadChunks | None = None
     exchange: float = 0.0
+    strategy: str = "gather"
 
 
 class ExchangedChunks(NamedTuple):
@@ -223,11 +261,20 @@ class Predictor:
 
     def lane(self, lane: LaneLoad) -> float:
         """Seconds of a step on one lane."""
+        layer = self._layer(lane)
+        return (self.costs.launch + self.layers * layer) * self.scale + self.head(lane.samples)
+
+    def _layer(self, lane: LaneLoad) -> float:
+        """Seconds of one layer on one lane."""
         costs = self.costs
         context = lane.context
         count = lane.decodes
+        chunks = lane.chunks_spread
         shape = costs.compiled(lane) if costs.shapes else None
-        layer = shape.seconds if shape else costs.linear(count + lane.tokens)
+        if chunks is not None and costs.spread_shapes:
+            layer = costs.spread(lane, chunks.group_size)
+        else:
+            layer = shape.seconds if shape else costs.linear(count + lane.tokens)
         if costs.longest:
             context = lane.longest * (shape.decodes if shape else count)
         layer += costs.attention(
@@ -237,7 +284,9 @@ class Predictor:
             layer += costs.kvp + costs.kvp_token * lane.spread
         elif lane.spread and self.exchange is not None:
             layer += self.exchange.decodes(lane.spread)
-        return (costs.launch + self.layers * layer) * self.scale + self.head(lane.samples)
+        if chunks is not None and costs.shared:
+            layer *= costs.crowd(int(np.count_nonzero(chunks.lanes)), self.mesh.kvp)
+        return layer
 
     def head(self, samples: int) -> float:
         """Seconds by which the last stage, where tokens are sampled, is slower than the others."""
@@ -279,7 +328,7 @@ class Predictor:
         strategy, seconds, chunks = exchanged
         count = int(np.count_nonzero(batch.spread & (batch.length > 1)))
         return [
-            self._more(lane, own, 0.0, 0, chunks, seconds, count) if takes_part else lane
+            self._more(lane, own, 0.0, 0, chunks, seconds, strategy, count) if takes_part else lane
             for lane, own, takes_part in zip(lanes, chunks.computed(strategy), chunks.lanes)
         ]
 
@@ -399,9 +448,9 @@ class Predictor:
         return [
             (
                 index,
-                self._more(lane, own[index], 0.0, 0, chunks, seconds)
+                self._more(lane, own[index], 0.0, 0, chunks, seconds, decision.strategy)
                 if index in group
-                else dataclasses.replace(lane, chunks_spread=chunks),
+                else dataclasses.replace(lane, chunks_spread=chunks, strategy=decision.strategy),
             )
             for index, lane in enumerate(lanes)
         ]
@@ -428,6 +477,7 @@ class Predictor:
         spread: int,
         chunks_spread: SpreadChunks | None = None,
         exchange: float = 0.0,
+        strategy: str = "",
         chunks: int = 1,
     ) -> LaneLoad:
         tiles = lane.tiles - (-tokens // self.costs.tile)
@@ -443,6 +493,7 @@ class Predictor:
             lane.samples,
             chunks_spread or lane.chunks_spread,
             exchange or lane.exchange,
+            strategy or lane.strategy,
         )
 
     def seconds(self, batch: Batch, exchanged: ExchangedChunks | None = None) -> float:
@@ -522,7 +573,8 @@ class Predictor:
         chunks = exchange.nothing().plus(round(cached), new, computed, held, group)
         decision = self._decide(chunks)
         own = max(chunks.computed(decision.strategy))
-        return self.costs.linear(own) + decision.seconds[decision.strategy]
+        seconds = decision.seconds[decision.strategy]
+        return self._layer(self._more(LaneLoad(), own, 0.0, 0, chunks, seconds, decision.strategy))
 
     # --- learning while serving
 
