@@ -256,10 +256,12 @@ def written(device: dict[str, Device], rows: list[tuple]) -> str:
 
 
 def _counting(costs: Costs) -> dict[str, Any]:
+    """What says more than `Costs` does of itself."""
+    usual = dataclasses.asdict(Costs(layers=0))
     return {
         key: value
         for key, value in dataclasses.asdict(costs).items()
-        if value and abs(value) > TINY
+        if value != usual[key] and abs(value) > TINY
     }
 
 

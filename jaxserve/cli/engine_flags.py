@@ -75,7 +75,10 @@ def engine_config(values: Mapping[str, Any], **instead: Any) -> EngineConfig:
     given = {
         name
         for name in ALL
-        if name in origins or name not in AUTOMATIC or str(values[name]) != str(ALL[name].default)
+        if name not in instead
+        and (
+            name in origins or name not in AUTOMATIC or str(values[name]) != str(ALL[name].default)
+        )
     }
     return make(EngineConfig, {name: values[name] for name in given} | instead)
 

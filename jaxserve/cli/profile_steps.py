@@ -53,12 +53,12 @@ def run(values: dict[str, Any]) -> int:
     worker, _ = open_worker(config, progress)
     most = max_length(config, worker.plan.model)
     longest = min(values["longest"], most)
-    found, points = profile_file.measure_costs(worker, longest, values["repeats"], progress)
+    found = profile_file.measure_costs(worker, longest, values["repeats"], progress)
     identity = profile_file.identity_of(worker, most)
     file = Path(values["out"]) if values["out"] else profile_file.safe_file(identity)
     searched = worker.plan.moves and config.scheduler.planner in ("single", "cdsp")
     search = improvement(values, config, worker.plan, most) if searched else None
-    profile_file.write(file, identity, worker, found, points, search)
+    profile_file.write(file, identity, found, search)
     rows = [
         [
             str(one.shape),
@@ -68,7 +68,7 @@ def run(values: dict[str, Any]) -> int:
             "yes" if one.point.sample else "no",
             f"{one.seconds * 1e3:.2f}",
         ]
-        for one in points
+        for one in found.points
     ]
     print(described(machine()))
     print()
@@ -77,6 +77,13 @@ def run(values: dict[str, Any]) -> int:
         f"\nmean error of the fit {found.fitted:.1%}, of points left out of it "
         f"{found.held_out:.1%}; written to {file}"
     )
+    if found.spread_held_out:
+        errors = [
+            [exchange, str(size), f"{error:.1%}"]
+            for (exchange, size), error in found.spread_held_out.items()
+        ]
+        print("\nsteps with chunks on several lanes, of points left out of the fit:")
+        print(table(["exchange", "lanes", "mean error"], errors))
     return 0
 
 

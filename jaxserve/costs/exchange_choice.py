@@ -430,6 +430,18 @@ class Decision:
     seconds: Mapping[str, float]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Correction:
+    """What measured steps say of an exchange: it takes `factor` times as long as predicted, and
+    `seconds` per layer."""
+
+    seconds: float = 0.0
+    factor: float = 1.0
+
+    def __call__(self, predicted: float) -> float:
+        return self.seconds + self.factor * predicted
+
+
 # picks a strategy by a chooser's rates, a step's work and the predicted seconds by strategy
 Chooser = Callable[["ExchangeChooser", ExchangeWork, Mapping[str, float]], str]
 
@@ -441,7 +453,8 @@ class ExchangeChooser:
     sends on at once, see `pass_kv`. costs: of attention, where a profile has them; None: as the
     rates say. block: tokens of a page. moves: pages that a step moves from each lane to each, where
     it moves some. decode_exchange: strategy of steps whose spread rows are decodes alone, of
-    `DECODE_TRAFFIC`; auto: that of least seconds. Errors: ConfigError that names the field."""
+    `DECODE_TRAFFIC`; auto: that of least seconds. corrections: by strategy, where steps were
+    measured. Errors: ConfigError that names the field."""
 
     lanes: int
     heads: Heads
@@ -452,6 +465,7 @@ class ExchangeChooser:
     block: int = 1
     moves: int = 0
     decode_exchange: str = "gather"
+    corrections: Mapping[str, Correction] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _need(self.lanes >= 1, "lanes", self.lanes, "1 or more")
@@ -474,12 +488,21 @@ class ExchangeChooser:
 
     def decide(self, work: ExchangeWork) -> Decision:
         """For the spread chunks of a step."""
-        seconds = self.seconds(work)
+        seconds = self.corrected(self.seconds(work))
         choose = CHOOSERS[self.chooser] if isinstance(self.chooser, str) else self.chooser
         return Decision(choose(self, work, seconds), seconds)
 
+    def corrected(self, seconds: dict[str, float]) -> dict[str, float]:
+        """`seconds` of each strategy as measured steps say they are."""
+        if not self.corrections:
+            return seconds
+        return {
+            name: self.corrections[name](each) if name in self.corrections else each
+            for name, each in seconds.items()
+        }
+
     def seconds(self, work: ExchangeWork) -> dict[str, float]:
-        """Of attention and what lanes send for it, per layer, by strategy."""
+        """Of attention and what lanes send for it, per layer, by strategy; without corrections."""
         if self.lanes == 1:
             return dict.fromkeys(TRAFFIC, self.attention(work.pairs, work.shard, work.tokens))
         return {

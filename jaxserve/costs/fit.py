@@ -1,4 +1,9 @@
-"""Fits the coefficients of `Costs` to measured steps of an engine, and says how well they fit."""
+"""Fits the coefficients of `Costs` to measured steps of an engine, and says how well they fit.
+
+Steps of local sequences come first. What steps with spread chunks take follows from these costs and
+from how fast lanes talk to each other (`ExchangeChooser`), but for a few numbers: what padding
+takes, how much lanes wait for each other's work, and for each exchange a factor and a constant.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.costs.predictor import Costs, LaneLoad, Predictor, ShapeCost
+from jaxserve.api.batch import Batch
+from jaxserve.costs.exchange_choice import Correction, ExchangeChooser
+from jaxserve.costs.predictor import Costs, LaneLoad, Predictor, ShapeCost, SpreadShape
 from jaxserve.settings.schema import ConfigError, MeshConfig
 
+TRIALS = 50  # steps of the search for what spread chunks take
 FOLDS = 3  # of cross-validation, over the points with context
 
 
@@ -32,6 +40,19 @@ class StepSample:
 
 
 @dataclass(frozen=True)
+class SpreadSample:
+    """A measured step with spread chunks: its batch, whose exchange says how they met, and seconds
+    in the slowest stage."""
+
+    batch: Batch
+    seconds: float
+
+    @property
+    def group_size(self) -> int:
+        return int(self.batch.group_size.max())
+
+
+@dataclass(frozen=True)
 class CostsFit:
     """Fitted costs and their errors. `fitted` is the mean relative error of all points; `held_out`
     that of points with context which a fit to the others has not seen (three folds)."""
@@ -39,6 +60,17 @@ class CostsFit:
     costs: Costs
     fitted: float
     held_out: float
+
+
+@dataclass(frozen=True)
+class SpreadFit:
+    """Costs that are right for steps with spread chunks too, corrections of each exchange, and by
+    exchange and size of group the mean relative error of points that a fit to the others has not
+    seen (three folds)."""
+
+    costs: Costs
+    corrections: dict[str, Correction]
+    held_out: dict[tuple[str, int], float]
 
 
 def fit_costs(
@@ -168,6 +200,94 @@ def predicted(costs: Costs, mesh: MeshConfig, sample: StepSample) -> float:
     return predictor.stage(lanes)
 
 
+def fit_spread(
+    costs: Costs, mesh: MeshConfig, exchange: ExchangeChooser, samples: Sequence[SpreadSample]
+) -> SpreadFit:
+    """Fits what steps with spread chunks take besides what `costs`, fitted to local ones, and
+    `exchange`, without corrections, say of them. Errors: ConfigError where there are no samples."""
+    if not samples:
+        raise ConfigError("profile", "points with spread chunks are needed")
+    steps = [_SpreadStep.of(sample, costs, mesh, exchange) for sample in samples]
+    # points of one exchange and group follow each other: a fold has some of all
+    groups: dict[tuple[str, int], list[float]] = {}
+    for fold in range(FOLDS):
+        kept = [step for index, step in enumerate(steps) if index % FOLDS != fold]
+        found, corrections = _spread_costs(costs, mesh, kept or steps)
+        for step in steps[fold::FOLDS]:
+            at = step.exchange, step.group_size
+            groups.setdefault(at, []).append(abs(step.error(found, mesh, corrections)))
+    held_out = {at: float(np.mean(errors)) for at, errors in sorted(groups.items())}
+    return SpreadFit(*_spread_costs(costs, mesh, steps), held_out)
+
+
+@dataclass(frozen=True)
+class _SpreadStep:
+    """A sample as the work of its lanes, whose exchange is not corrected yet."""
+
+    exchange: str
+    group_size: int
+    lanes: list[LaneLoad]
+    seconds: float
+
+    @classmethod
+    def of(
+        cls, sample: SpreadSample, costs: Costs, mesh: MeshConfig, exchange: ExchangeChooser
+    ) -> _SpreadStep:
+        strategy = sample.batch.exchange
+        fixed = dataclasses.replace(exchange, chooser=strategy, corrections={})
+        # lanes that do the same take as long
+        lanes = {
+            (lane.decodes, lane.context, lane.tokens, lane.exchange): lane
+            for lane in Predictor(costs, mesh, exchange=fixed).lanes(sample.batch)
+        }
+        return cls(strategy, sample.group_size, list(lanes.values()), sample.seconds)
+
+    def error(self, costs: Costs, mesh: MeshConfig, corrections: dict[str, Correction]) -> float:
+        """The relative error of what these say of the step."""
+        correction = corrections.get(self.exchange, Correction())
+        lanes = [
+            dataclasses.replace(lane, exchange=correction(lane.exchange)) if lane.exchange else lane
+            for lane in self.lanes
+        ]
+        return Predictor(costs, mesh).stage(lanes) / self.seconds - 1
+
+
+def _spread_costs(
+    costs: Costs, mesh: MeshConfig, steps: Sequence[_SpreadStep]
+) -> tuple[Costs, dict[str, Correction]]:
+    """The costs and corrections with the least errors, of which outliers count less."""
+    from scipy.optimize import least_squares  # slow to import, and most servers fit nothing
+
+    exchanges = sorted({step.exchange for step in steps})
+    layers = -(-costs.layers // mesh.spp)
+    scale = float(np.median([step.seconds for step in steps])) / layers  # of the constants
+
+    def trial(found: np.ndarray) -> tuple[Costs, dict[str, Correction]]:
+        padding, shared, *each = found.tolist()
+        pairs = zip(exchanges, each[::2], each[1::2])
+        return (
+            dataclasses.replace(costs, padding=padding, shared=shared),
+            {name: Correction(scale * seconds, factor) for name, seconds, factor in pairs},
+        )
+
+    def errors(found: np.ndarray) -> list[float]:
+        costs, corrections = trial(found)
+        return [step.error(costs, mesh, corrections) for step in steps]
+
+    # padding, shared, and for each exchange a constant and a factor
+    start = [0.5, 0.5, *[0.05, 1.0] * len(exchanges)]
+    high = [1.0, 1.0, *[1.0, 10.0] * len(exchanges)]
+    found = least_squares(
+        errors,
+        start,
+        bounds=([0.0] * len(start), high),
+        loss="soft_l1",
+        f_scale=0.1,
+        max_nfev=TRIALS,
+    )
+    return trial(found.x)
+
+
 def to_json(costs: Costs) -> dict[str, Any]:
     return dataclasses.asdict(costs)
 
@@ -176,7 +296,8 @@ def from_json(found: dict[str, Any]) -> Costs:
     """Errors: ConfigError for a field that costs do not have, or a value that is not a number."""
     try:
         shapes = tuple(ShapeCost(**shape) for shape in found.get("shapes", ()))
-        costs = Costs(**{**found, "shapes": shapes})
+        spread = tuple(SpreadShape(**shape) for shape in found.get("spread_shapes", ()))
+        costs = Costs(**{**found, "shapes": shapes, "spread_shapes": spread})
         Predictor(costs, MeshConfig()).prefill(0, 1000, 100)
         return costs
     except (TypeError, AttributeError) as error:

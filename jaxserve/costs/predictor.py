@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,18 @@ class ShapeCost:
     rows: int
     width: int
     seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class SpreadShape:
+    """A compiled shape of steps with spread chunks, on groups of `group_size` lanes that meet by
+    `exchange`. Per lane: decodes, rows of prefill tokens, and all tokens, padding included."""
+
+    group_size: int
+    exchange: str
+    decodes: int
+    rows: int
+    tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +89,16 @@ class Costs:
     # what was measured of an engine, cheapest first; a step costs as its shape does
     shapes: tuple[ShapeCost, ...] = ()
     tile: int = 1  # tokens of a prefill row of these shapes, where there are several rows
+    spread_shapes: tuple[SpreadShape, ...] = ()  # those of steps with spread chunks, the same
+    # what a token of padding in a step with spread chunks takes, as a share of any other: 1 where
+    # devices compute what is compiled, 0 where kernels skip it
+    padding: float = 1.0
+    # share of its work for which a lane waits for each other one at work: 0 where each has devices
+    # of its own; costs are those of lanes that are all at work
+    shared: float = 0.0
     longest: bool = False  # decodes cost as if all of the shape's had the longest context of them
 
-    def linear(self, tokens: int) -> float:
+    def linear(self, tokens: float) -> float:
         """One layer's linear parts and the sums over ranks."""
         return (
             smooth_max(self.linear_floor, self.linear_base + self.linear_token * tokens)
@@ -98,6 +117,24 @@ class Costs:
             ):
                 return shape
         return None
+
+    def spread(self, lane: LaneLoad, group_size: int) -> float:
+        """One layer's linear parts in a step with spread chunks, in its compiled shape if there is
+        one that holds what the lane does."""
+        used = lane.decodes + lane.tokens
+        for shape in self.spread_shapes:
+            if (
+                shape.exchange == lane.strategy
+                and shape.group_size >= group_size
+                and shape.decodes >= lane.decodes
+                and shape.rows >= lane.tiles
+            ):
+                return self.linear(used + self.padding * max(0, shape.tokens - used))
+        return self.linear(used)
+
+    def crowd(self, busy: int, lanes: int) -> float:
+        """How much longer work takes with `busy` of so many lanes at work than with all."""
+        return (1 + self.shared * (busy - 1)) / (1 + self.shared * (lanes - 1))
 
     def attend_chunk(self, cached: float, new: int, own: float | None = None) -> float:
         """One layer's attention of `new` tokens after `cached` ones. On a lane that holds a share
@@ -168,6 +205,16 @@ class LaneLoad:
     # exchange of those that bear on this one; None where no chooser says what they take
     chunks_spread: SpreadChunks | None = None
     exchange: float = 0.0
+    strategy: str = "gather"
+
+
+class ExchangedChunks(NamedTuple):
+    """The spread chunks of a batch, the strategy by which they reach KV on other lanes, and what
+    that takes with their attention: seconds per layer."""
+
+    strategy: str
+    seconds: float
+    chunks: SpreadChunks
 
 
 class Predictor:
@@ -217,11 +264,20 @@ class Predictor:
 
     def lane(self, lane: LaneLoad) -> float:
         """Seconds of a step on one lane."""
+        layer = self._layer(lane)
+        return (self.costs.launch + self.layers * layer) * self.scale + self.head(lane.samples)
+
+    def _layer(self, lane: LaneLoad) -> float:
+        """Seconds of one layer on one lane."""
         costs = self.costs
         context = lane.context
         count = lane.decodes
+        chunks = lane.chunks_spread
         shape = costs.compiled(lane) if costs.shapes else None
-        layer = shape.seconds if shape else costs.linear(count + lane.tokens)
+        if chunks is not None and costs.spread_shapes:
+            layer = costs.spread(lane, chunks.group_size)
+        else:
+            layer = shape.seconds if shape else costs.linear(count + lane.tokens)
         if costs.longest:
             context = lane.longest * (shape.decodes if shape else count)
         layer += costs.attention(
@@ -232,7 +288,9 @@ class Predictor:
         elif lane.decode_exchange is not None:
             decision = lane.decode_exchange
             layer += decision.seconds["gather" if lane.chunks else decision.strategy]
-        return (costs.launch + self.layers * layer) * self.scale + self.head(lane.samples)
+        if chunks is not None and costs.shared:
+            layer *= costs.crowd(int(np.count_nonzero(chunks.lanes)), self.mesh.kvp)
+        return layer
 
     def head(self, samples: int) -> float:
         """Seconds by which the last stage, where tokens are sampled, is slower than the others."""
@@ -247,8 +305,9 @@ class Predictor:
         samples: through all stages, and the hops between them."""
         return stage + (self.mesh.spp - 1) * (stage - self.head(samples) + self.hop(tokens))
 
-    def lanes(self, batch: Batch) -> list[LaneLoad]:
-        """A batch as the work of each lane."""
+    def lanes(self, batch: Batch, exchanged: ExchangedChunks | None = None) -> list[LaneLoad]:
+        """A batch as the work of each lane. exchanged: as `exchanged` said of it, if it was
+        asked."""
         single = batch.length == 1
         out = self.decodes(
             batch.start[single],
@@ -264,30 +323,24 @@ class Predictor:
                 self.add_chunk(
                     out, int(batch.lane[row]), held, int(batch.start[row]), int(batch.length[row])
                 )
-        return self._with_spread(out, batch) if known else out
+        return self._with_spread(out, batch, exchanged or self.exchanged(batch)) if known else out
 
-    def _with_spread(self, lanes: list[LaneLoad], batch: Batch) -> list[LaneLoad]:
+    def _with_spread(
+        self, lanes: list[LaneLoad], batch: Batch, exchanged: ExchangedChunks
+    ) -> list[LaneLoad]:
         """The lanes with the batch's spread chunks, which are computed where their blocks are if
         they go round a ring."""
-        strategy, seconds, chunks = self._exchanged(batch)
+        strategy, seconds, chunks = exchanged
         count = int(np.count_nonzero(batch.spread & (batch.length > 1)))
         return [
-            self._more(lane, own, 0.0, 0, chunks, seconds, count) if takes_part else lane
+            self._more(lane, own, 0.0, 0, chunks, seconds, strategy, count) if takes_part else lane
             for lane, own, takes_part in zip(lanes, chunks.computed(strategy), chunks.lanes)
         ]
 
-    def strategy(self, batch: Batch) -> str:
-        """How the batch's spread chunks of more than one token reach KV on other lanes."""
-        return self._exchanged(batch)[0]
-
-    def decode_strategy(self, batch: Batch) -> str:
-        """How the spread decodes of a batch of decodes reach KV on other lanes."""
-        decision = self.lanes(batch)[0].decode_exchange
-        return "gather" if decision is None else decision.strategy
-
-    def _exchanged(self, batch: Batch) -> tuple[str, float, SpreadChunks]:
-        """The strategy for a batch's spread chunks, seconds per layer, and the chunks. Round a ring
-        a token is sampled where its blocks are: they are gathered where that is not its home."""
+    def exchanged(self, batch: Batch) -> ExchangedChunks:
+        """Decides how a batch's spread chunks of more than one token reach KV on other lanes. Round
+        a ring a token is sampled where its blocks are: they are gathered where that is not its
+        home."""
         exchange = self.exchange
         assert exchange is not None
         chunks = exchange.nothing()
@@ -306,10 +359,10 @@ class Predictor:
             chunks = chunks.plus(start, new, tokens / new, held / held.sum(), group)
             settled &= not batch.sample[row] or block_lane[-1] == batch.lane[row]
         if chunks.group_size == 1:
-            return "gather", 0.0, chunks
+            return ExchangedChunks("gather", 0.0, chunks)
         decision = self._decide(chunks)
         strategy = decision.strategy if settled else "gather"
-        return strategy, decision.seconds[strategy], chunks
+        return ExchangedChunks(strategy, decision.seconds[strategy], chunks)
 
     def decodes(
         self,
@@ -414,9 +467,9 @@ class Predictor:
         return [
             (
                 index,
-                self._more(lane, own[index], 0.0, 0, chunks, seconds)
+                self._more(lane, own[index], 0.0, 0, chunks, seconds, decision.strategy)
                 if index in group
-                else dataclasses.replace(lane, chunks_spread=chunks),
+                else dataclasses.replace(lane, chunks_spread=chunks, strategy=decision.strategy),
             )
             for index, lane in enumerate(lanes)
         ]
@@ -443,6 +496,7 @@ class Predictor:
         spread: int,
         chunks_spread: SpreadChunks | None = None,
         exchange: float = 0.0,
+        strategy: str = "",
         chunks: int = 1,
     ) -> LaneLoad:
         tiles = lane.tiles - (-tokens // self.costs.tile)
@@ -459,11 +513,13 @@ class Predictor:
             lane.decode_exchange,
             chunks_spread or lane.chunks_spread,
             exchange or lane.exchange,
+            strategy or lane.strategy,
         )
 
-    def seconds(self, batch: Batch) -> float:
-        """A batch's pace: see `stage`. Pages change lanes beside the layers."""
-        stage = self.stage(self.lanes(batch))
+    def seconds(self, batch: Batch, exchanged: ExchangedChunks | None = None) -> float:
+        """A batch's pace: see `stage`. exchanged: see `lanes`. Pages change lanes beside the
+        layers."""
+        stage = self.stage(self.lanes(batch, exchanged))
         if self.exchange is None or not len(batch.moves):
             return stage
         exchange = self._choosers[int(batch.group_size.max())]
@@ -534,7 +590,8 @@ class Predictor:
         chunks = exchange.nothing().plus(round(cached), new, computed, held, group)
         decision = self._decide(chunks)
         own = max(chunks.computed(decision.strategy))
-        return self.costs.linear(own) + decision.seconds[decision.strategy]
+        seconds = decision.seconds[decision.strategy]
+        return self._layer(self._more(LaneLoad(), own, 0.0, 0, chunks, seconds, decision.strategy))
 
     # --- learning while serving
 

@@ -1,8 +1,8 @@
 """Writes step commands: what a batch means for the devices.
 
 The builder knows what the devices were told before: which version of the sampled tokens each slot's
-last token is in, and how each slot samples. It asks the scheduler's predictor how lanes exchange
-what they need, picks the cheapest compiled shape, and fills its rows.
+last token is in, and how each slot samples. It picks the cheapest compiled shape that has the
+batch's exchange between lanes, and fills its rows.
 """
 
 from __future__ import annotations
@@ -163,31 +163,19 @@ class CommandBuilder:
     # --- shapes and exchanges
 
     def _ring(self, batch: Batch, demand: StepDemand) -> list[RingSlice]:
-        """Rows of spread chunks around a ring; none where steps never go round one."""
-        if self._config.exchange == "gather" or not batch.block_lane.size:
+        """Rows of spread chunks around a ring; none where the step does not go round one."""
+        if batch.exchange == "gather" or not batch.block_lane.size:
             return []
         return ring_rows(batch, demand, self._config.tile, self._plan.block_size)
 
     def _shape(self, batch: Batch, demand: StepDemand, ring: list[RingSlice]) -> StepShape:
-        """The cheapest compiled shape; one with a ring where that is faster, and, of chunks, the
-        blocks of all spread ones lie as a ring needs."""
+        """The cheapest compiled shape; one with a ring where the batch goes round one, and, of
+        chunks, the blocks of all spread ones lie as a ring needs."""
         but = self._uncompiled()
         shape = self._plan.shape_for(demand, but=but)
         assert shape is not None, f"no compiled shape holds {demand}"
-        if demand.spread and not demand.long and self._rings_decodes(batch):
+        if demand.spread and not demand.long and batch.exchange == "pass_q":
             return self._plan.decode_ring_for(demand, but) or shape
         if not ring:
             return shape
-        predictor = self._scheduler.predictor
-        known = predictor.exchange is not None
-        exchange = predictor.strategy(batch) if known else self._config.exchange
-        if exchange == "gather":
-            return shape
-        return self._plan.shape_for(demand, exchange, fullest(ring), but) or shape
-
-    def _rings_decodes(self, batch: Batch) -> bool:
-        """Whether the spread decodes of a batch of decodes go round a ring."""
-        exchange = self._config.decode_exchange
-        if exchange == "auto":
-            exchange = self._scheduler.predictor.decode_strategy(batch)
-        return exchange == "pass_q"
+        return self._plan.shape_for(demand, batch.exchange, fullest(ring), but) or shape

@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxserve.api.batch import Batch
 from jaxserve.cache import CacheManager
+from jaxserve.costs.exchange_choice import TRAFFIC
 from jaxserve.costs.predictor import Predictor
 from jaxserve.scheduling.budget import StepBudget
 from jaxserve.scheduling.page_admission import PageAdmission
@@ -64,10 +65,30 @@ class BatchPacker:
         if not chunks and not decodes.size:
             return None
         batch = self._batch(number, decodes, chunks, max(budget.lane_seconds))
-        if self.predictor.exchange is not None and (batch.block_lane.size or len(batch.moves)):
-            # now it is known where blocks are
-            batch = dataclasses.replace(batch, seconds=self.predictor.seconds(batch))
+        if batch.block_lane.size or len(batch.moves):
+            batch = self._exchanged(batch)
+        elif batch.spread.any():
+            batch = dataclasses.replace(batch, exchange=self._decode_exchange(budget))
         return batch, chunks
+
+    def _exchanged(self, batch: Batch) -> Batch:
+        """The batch with the exchange of its spread chunks, and its seconds with that, now that it
+        is known where blocks are."""
+        predictor = self.predictor
+        if predictor.exchange is None:
+            fixed = self.config.exchange in TRAFFIC
+            return dataclasses.replace(batch, exchange=self.config.exchange) if fixed else batch
+        chunks = predictor.exchanged(batch)
+        seconds = predictor.seconds(batch, chunks)
+        return dataclasses.replace(batch, exchange=chunks.strategy, seconds=seconds)
+
+    def _decode_exchange(self, budget: StepBudget) -> str:
+        """How spread decodes reach KV on other lanes."""
+        decision = budget.lanes[0].decode_exchange
+        if decision is not None:
+            return decision.strategy
+        fixed = self.config.decode_exchange
+        return fixed if fixed in TRAFFIC else "gather"
 
     def _budget(self, decodes: np.ndarray) -> StepBudget:
         """What a step with these decodes has for prefill. A token passes all stages, so a step may

@@ -21,7 +21,6 @@ from jaxserve.cli.devices import Devices, NoDevices, look
 from jaxserve.cli.doctor import checks
 from jaxserve.cli.doctor import command as doctor
 from jaxserve.cli.doctor.forecast import forecast, launch_lines, seconds, shown
-from jaxserve.costs.fit import CostsFit
 from jaxserve.costs.predictor import Costs
 from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine
@@ -413,7 +412,7 @@ COSTS = Costs(
 def write_profile(file: Path, engine: Engine) -> None:
     """A profile of this engine that says COSTS."""
     identity = profile.identity_of(engine.worker, engine.info.max_model_len)
-    profile.write(file, identity, engine.worker, CostsFit(COSTS, 0.0, 0.0), [])
+    profile.write(file, identity, profile.MeasuredProfile(profile.EngineProfile(COSTS, {})))
 
 
 def test_the_doctor_predicts_what_the_engine_does(capsys, seen, engine):

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
 import pytest
 
-from jaxserve.costs.fit import StepSample, fit_costs, from_json, predicted, to_json
-from jaxserve.costs.predictor import Costs, ShapeCost
+from jaxserve.costs.exchange_choice import (
+    TRAFFIC,
+    Correction,
+    ExchangeChooser,
+    Heads,
+    rates_of,
+)
+from jaxserve.costs.fit import (
+    SpreadSample,
+    StepSample,
+    fit_costs,
+    fit_spread,
+    from_json,
+    predicted,
+    to_json,
+)
+from jaxserve.costs.predictor import Costs, Predictor, ShapeCost, SpreadShape
+from jaxserve.costs.profiles import Link
+from jaxserve.engine.profiling.measure import MeasurePoint, batch_of
 from jaxserve.settings.schema import ConfigError, MeshConfig
 
 SHAPES = [
@@ -92,7 +110,8 @@ def test_a_fit_needs_steps_with_and_without_sampling():
 
 
 def test_costs_pass_through_json_and_strangers_do_not():
-    assert from_json(json.loads(json.dumps(to_json(TRUE)))) == TRUE
+    for costs in (TRUE, LIVE):
+        assert from_json(json.loads(json.dumps(to_json(costs)))) == costs
     for damaged in (
         {**to_json(TRUE), "color": 1},
         {**to_json(TRUE), "pair": "fast"},
@@ -101,3 +120,74 @@ def test_costs_pass_through_json_and_strangers_do_not():
     ):
         with pytest.raises(ConfigError, match="profile"):
             from_json(damaged)
+
+
+# --- steps with spread chunks
+
+FOUR = MeshConfig(kvp=4)
+STRIPE = 4  # blocks of 16 tokens: a row
+SPREAD_SHAPES = tuple(
+    SpreadShape(size, exchange, 4, rows, 4 + 64 * rows)
+    for rows in (2, 5)
+    for size in (2, 4)
+    for exchange in TRAFFIC
+)
+LIVE = dataclasses.replace(
+    TRUE, spread_shapes=SPREAD_SHAPES, padding=0.3, shared=0.4, linear_base=1e-3, linear_token=2e-5
+)
+HEADS = Heads(9, 3, 64, 4)
+LINK = Link(1e-4, 1e9)
+RATES = dataclasses.replace(rates_of(TRUE, HEADS), hop=LINK, gather=LINK, exchange=LINK)
+CORRECTIONS = {
+    "gather": Correction(5e-4, 1.5),
+    "pass_q": Correction(2e-3, 0.8),
+    "pass_kv": Correction(1e-3, 2.0),
+}
+
+
+def chooser(strategy: str, **fields) -> ExchangeChooser:
+    return ExchangeChooser(4, HEADS, RATES, strategy, piece=2048, costs=TRUE, block=16, **fields)
+
+
+def spread_samples(noise: float = 0.0) -> list[SpreadSample]:
+    """As many as `spread_grid` has at most, of an engine that costs LIVE and CORRECTIONS."""
+    dice = np.random.default_rng(0)
+    out = []
+    for size, exchange in itertools.product((2, 4), TRAFFIC):
+        known = Predictor(LIVE, FOUR, exchange=chooser(exchange, corrections=CORRECTIONS))
+        points = [
+            dict(cached=cached, new=rows * 64 * size)
+            for cached in (0, 2048, 16_384)
+            for rows in (1, 4)
+        ]
+        points += [dict(cached=2048, new=256 * size, decodes=1, context=2048)]
+        points += [dict(cached=16_384, new=256 * size, groups=1)] if size == 2 else []
+        for point in points:
+            made = MeasurePoint(
+                chunks=1, group_size=size, exchange=exchange, **{"sample": False, **point}
+            )
+            batch = batch_of(made, 4, 16, STRIPE)
+            seconds = known.seconds(batch) * (1 + noise * dice.standard_normal())
+            out.append(SpreadSample(batch, seconds))
+    return out
+
+
+def test_what_spread_steps_take_besides_is_found_again():
+    found = fit_spread(LIVE, FOUR, chooser("roofline"), spread_samples())
+    assert found.costs.padding == pytest.approx(LIVE.padding, abs=0.05)
+    assert found.costs.shared == pytest.approx(LIVE.shared, abs=0.05)
+    for name, true in CORRECTIONS.items():
+        assert found.corrections[name].factor == pytest.approx(true.factor, rel=0.1)
+    assert set(found.held_out) == set(itertools.product(TRAFFIC, (2, 4)))
+    assert max(found.held_out.values()) < 0.03
+
+
+def test_noise_of_five_percent_costs_spread_steps_no_more_than_fifteen():
+    found = fit_spread(LIVE, FOUR, chooser("roofline"), spread_samples(0.05))
+    assert np.mean(list(found.held_out.values())) < 0.10
+    assert max(found.held_out.values()) < 0.15
+
+
+def test_a_fit_of_spread_steps_needs_some():
+    with pytest.raises(ConfigError, match="points with spread chunks"):
+        fit_spread(LIVE, FOUR, chooser("roofline"), [])

@@ -240,6 +240,11 @@ def ringing(decode_exchange: str) -> Predictor:
     return Predictor(Costs(layers=1, decode_kv=1e-9), MeshConfig(kvp=4), exchange=exchange)
 
 
+def of_decodes(predictor: Predictor, *rows) -> str:
+    """The strategy that a batch's spread decodes get."""
+    return predictor.lanes(chunks(*rows))[0].decode_exchange.strategy
+
+
 def test_a_step_of_decodes_takes_what_the_exchange_that_is_chosen_does():
     """In a group of two lanes less than in one of four; beside a chunk they are gathered."""
     many = [(10**6, 1, [50, 50, 0, 0])] * 40
@@ -253,14 +258,15 @@ def test_a_step_of_decodes_takes_what_the_exchange_that_is_chosen_does():
         assert seconds["pass_q"] < seconds["gather"]
         auto = ringing("auto")
         assert auto.seconds(chunks(*rows)) == seconds["pass_q"]
-        assert auto.decode_strategy(chunks(*rows)) == "pass_q"
+        assert of_decodes(auto, *rows) == "pass_q"
         beside = [*rows, (0, 8, [1, 0, 0, 0])]
-        assert auto.decode_strategy(chunks(*beside)) == "gather"
+        assert of_decodes(auto, *beside) == "gather"
         assert auto.seconds(chunks(*beside)) == pytest.approx(
             ringing("gather").seconds(chunks(*beside))
         )
-    assert ringing("auto").decode_strategy(chunks((50, 1, [1, 1, 0, 0]))) == "gather"
-    assert ringing("auto").decode_strategy(chunks((50, 1, [1, 0, 0, 0]))) == "gather"
+    assert of_decodes(ringing("auto"), (50, 1, [1, 1, 0, 0])) == "gather"
+    (local, *_) = ringing("auto").lanes(chunks((50, 1, [1, 0, 0, 0])))
+    assert local.decode_exchange is None
 
 
 def test_a_chunk_that_joins_spread_decodes_has_their_queries_gathered():

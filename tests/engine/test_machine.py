@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from jaxserve.checkpoint.zoo import MODELS
+from jaxserve.cli import profile_steps
 from jaxserve.cli.engine_flags import engine_config, engine_groups
 from jaxserve.engine.build import for_this_machine, kv_tokens, make_plan
 from jaxserve.engine.machine import fitted
@@ -86,3 +87,8 @@ def test_flags_the_environment_and_files_give_settings_and_defaults_do_not(monke
     fewer = Command(engine_groups(**SERVED, max_seqs=4), lambda values: 0, "")
     monkeypatch.delenv("JAXSERVE_MAX_SEQS")
     assert set(engine_config(parse(fewer, [])).automatic) == everything - {"max_seqs"}
+
+
+def test_a_command_that_sets_a_setting_itself_needs_no_flag_for_it():
+    """As `jaxserve profile`, which has no --profile."""
+    assert engine_config(parse(profile_steps.COMMAND, []), profile="auto").profile == "auto"

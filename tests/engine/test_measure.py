@@ -4,13 +4,24 @@ another."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+from collections import Counter
 
 import pytest
 
+from jaxserve.api.lane_groups import group_sizes
+from jaxserve.costs.exchange_choice import TRAFFIC
 from jaxserve.engine.build import build
 from jaxserve.engine.profiling import profile_file as profile
-from jaxserve.engine.profiling.measure import MeasurePoint, StepTimer, grid
+from jaxserve.engine.profiling.measure import (
+    MeasurePoint,
+    StepTimer,
+    batch_of,
+    grid,
+    spread_grid,
+)
+from jaxserve.engine.shapes import shapes
 from jaxserve.settings.schema import (
     CacheConfig,
     ConfigError,
@@ -43,13 +54,14 @@ def found(real):
 
 
 def test_every_compiled_shape_is_measured_and_the_engine_is_left_as_it_was(real, found):
-    fit, points = found
+    costs = found.profile.costs
+    points = found.points
     assert {str(one.shape) for one in points} == {str(shape) for shape in real.worker.plan.shapes}
     assert all(one.seconds > 0 for one in points)
     assert (
-        len(fit.costs.shapes) == len({one.shape for one in points})
-        and fit.costs.layers == 2
-        and fit.costs.tile == 8
+        len(costs.shapes) == len({one.shape for one in points})
+        and costs.layers == 2
+        and costs.tile == 8
     )
     before = Runner(engine("random:tiny", chunk=32, seqs=4, pages=PAGES, max_len=MAX_LEN))
     after = Runner(real)
@@ -62,10 +74,10 @@ def test_every_compiled_shape_is_measured_and_the_engine_is_left_as_it_was(real,
 
 def test_a_grid_stays_within_slots_and_length():
     for slots in (1, 3, 8):
-        shapes = engine(
+        compiled = engine(
             "random:tiny", chunk=64, seqs=slots, pages=64, max_len=300
         ).worker.plan.shapes
-        for point in grid(shapes, 300, slots):
+        for point in grid(compiled, 300, slots):
             assert point.decodes + point.chunks <= slots and point.longest() <= 300
 
 
@@ -77,10 +89,10 @@ def test_a_point_that_fits_nowhere_is_refused(real):
 def test_a_profile_is_written_read_and_refused_by_another_engine(real, found, tmp_path):
     file = tmp_path / "deep" / "profile.json"
     identity = profile.identity_of(real.worker, real.info.max_model_len)
-    profile.write(file, identity, real.worker, *found)
+    profile.write(file, identity, found)
     assert profile.read(
         file, profile.identity_of(real.worker, real.info.max_model_len)
-    ) == profile.EngineProfile(found[0].costs, {})
+    ) == profile.EngineProfile(found.profile.costs, {})
     assert not [left for left in file.parent.iterdir() if left != file]
     other = json.loads(file.read_text()) | {"model": "another"}
     file.write_text(json.dumps(other))
@@ -125,3 +137,66 @@ def test_slack_scheduling_measures_once_and_keeps_it(tmp_path, monkeypatch):
     assert all(len(runner.ids(f"r{number}")) == 6 for number in range(3))
     assert second.scheduler.predictor.scale != 1.0  # it has learnt from its own steps
     assert_empty(second)
+
+
+# --- several lanes
+
+
+@pytest.fixture(scope="module")
+def two_lanes():
+    config = EngineConfig(
+        ModelSource("random:tiny", max_model_len=MAX_LEN),
+        MeshConfig(kvp=2),
+        CacheConfig(pages=PAGES, block_size=8, lane_tokens=64, placement="striped"),
+        SchedulerConfig(**SETTINGS, exchange="auto"),
+    )
+    return build(config, progress=False, warm_up=False)
+
+
+def test_a_spread_point_lies_evenly_and_ends_at_home():
+    """Two groups of two lanes: 40 blocks of 8 tokens, 20 on each lane, the last one at home."""
+    point = MeasurePoint(chunks=1, cached=256, new=64, group_size=2, exchange="pass_q")
+    batch = batch_of(point, 4, 8, stripe=1)
+    assert batch.blocks_per_lane.tolist() == [[20, 20, 0, 0], [0, 0, 20, 20]]
+    assert batch.block_lane.tolist() == [0, 1] * 4 + [2, 3] * 4
+    assert batch.lane.tolist() == [1, 3] and batch.group_size.tolist() == [2, 2]
+    one = batch_of(dataclasses.replace(point, groups=1, decodes=1, context=9), 4, 8)
+    assert one.lane.tolist() == [0, 1, 2, 3, 1] and one.is_decode.tolist() == [True] * 4 + [False]
+
+
+@pytest.mark.parametrize("lanes", [2, 4, 6, 8])
+def test_a_grid_of_spread_points_is_bounded(lanes):
+    config = SchedulerConfig(exchange="auto")
+    compiled = shapes(config, lanes)
+    points = list(spread_grid(compiled, lanes, 8192, 4))
+    kinds = Counter((point.exchange, point.group_size) for point in points)
+    assert set(kinds) == set(itertools.product(TRAFFIC, group_sizes(lanes)[1:]))
+    assert max(kinds.values()) <= 10
+    assert all(point.longest() <= 8192 for point in points)
+    assert len({point.cached for point in points}) >= 3
+    assert any(point.decodes for point in points)
+    assert any(point.groups for point in points) == (lanes > 2)
+    few = spread_grid(compiled, lanes, 8192, 4, pairs=0)
+    assert {point.cached for point in few} == {0}
+
+
+def test_steps_with_spread_chunks_are_measured_and_kept(two_lanes, tmp_path):
+    worker = two_lanes.worker
+    found = profile.measure_costs(worker, MAX_LEN, 1, False)
+    spread = [one for one in found.points if one.point.group_size > 1]
+    assert {one.shape.exchange for one in spread} == set(TRAFFIC)
+    assert all(one.shape.exchange == one.point.exchange for one in spread)
+    assert set(found.spread_held_out) == {(exchange, 2) for exchange in TRAFFIC}
+    kept = found.profile
+    assert set(kept.corrections) == set(TRAFFIC) and kept.costs.spread_shapes
+    assert 0 <= kept.costs.padding <= 1 and 0 <= kept.costs.shared <= 1
+    identity = profile.identity_of(worker, two_lanes.info.max_model_len)
+    file = tmp_path / "kept.json"
+    profile.write(file, identity, found)
+    assert profile.read(file, identity) == kept
+    assert kept.chooser(worker.plan, "auto").corrections == kept.corrections
+    runner = Runner(two_lanes)
+    runner.submit(range(1, 200), "r", max_tokens=4, ignore_eos=True)
+    runner.run()
+    assert len(runner.ids("r")) == 4
+    assert_empty(two_lanes)

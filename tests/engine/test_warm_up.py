@@ -60,7 +60,9 @@ def test_decodes_around_rings_need_a_program_for_each_group_size_and_one_for_all
     """The largest group has one for few spread decodes and one for as many as there may be."""
     gathered = shapes(SchedulerConfig(exchange=exchange), lanes, 16)
     for decode_exchange in ("pass_q", "auto"):
-        every = shapes(SchedulerConfig(exchange=exchange, decode_exchange=decode_exchange), lanes, 16)
+        every = shapes(
+            SchedulerConfig(exchange=exchange, decode_exchange=decode_exchange), lanes, 16
+        )
         assert set(gathered) < set(every) or not more
         rings = [shape for shape in every if shape.decode_ring]
         assert len(rings) == len(every) - len(gathered) == more

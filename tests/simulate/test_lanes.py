@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxserve.costs import exchange_choice
-from jaxserve.costs.exchange_choice import TRAFFIC, moves_per_pair
-from jaxserve.costs.predictor import Costs, LaneLoad, Predictor
+from jaxserve.costs.exchange_choice import TRAFFIC, Correction, ExchangeChooser, moves_per_pair
+from jaxserve.costs.predictor import Costs, LaneLoad, Predictor, ShapeCost, SpreadShape
 from jaxserve.costs.profiles import Link, devices, shapes
 from jaxserve.scheduling import Batch
 from jaxserve.scheduling.sequence import PlanPart
@@ -171,6 +171,75 @@ def test_what_lanes_cost_changes_what_the_scheduler_does(exchange):
     assert len(free[1]) < len(slow[1])
     first = [min(r.first for r in each.records if r.prompt == 20_000) for each, _ in (free, slow)]
     assert first[0] < first[1]
+
+
+class Live(System):
+    """As a profile of lanes that share two cores says, with numbers fitted to measured steps. What
+    steps run in is compiled: 2 or 8 rows of 64 spread tokens on a lane."""
+
+    @property
+    def costs(self) -> Costs:
+        return Costs(
+            layers=32,
+            linear_base=5e-4,
+            linear_token=2e-5,
+            pair=4e-9,
+            read=1e-7,
+            decode_kv=1e-7,
+            head=5e-3,
+            shapes=tuple(
+                ShapeCost(16, rows, 64, 5e-4 + 2e-5 * (16 + 64 * rows)) for rows in (0, 1, 8)
+            ),
+            tile=64,
+            spread_shapes=tuple(
+                SpreadShape(size, exchange, 16, rows, 20 + 64 * rows)
+                for rows in (2, 8)
+                for size in (2, 4)
+                for exchange in TRAFFIC
+            ),
+            padding=0.1,
+            shared=0.5,
+        )
+
+    def exchange(self, exchange: str, block: int) -> ExchangeChooser | None:
+        made = super().exchange(exchange, block)
+        return made and dataclasses.replace(
+            made, corrections=dict.fromkeys(TRAFFIC, Correction(1e-2, 1.5))
+        )
+
+
+class LiveSilent(Live, Silent):
+    """The same where lanes exchange in no time."""
+
+    def exchange(self, exchange: str, block: int) -> ExchangeChooser | None:
+        made = super().exchange(exchange, block)
+        return made and dataclasses.replace(made, corrections={})
+
+
+@pytest.mark.parametrize("exchange", ["gather", "pass_q", "pass_kv", "auto"])
+def test_what_was_measured_of_an_exchange_changes_what_the_scheduler_does(exchange):
+    """Chunks of the long prompt are smaller, where their exchange takes longer."""
+    arrivals = [Arrival(0.0, 6_000, 2), Arrival(0.01, 500, 10)]
+    settings = dict(chunk_tokens=512, min_chunk=64)
+    silent, slow = (
+        run(replica(exchange, system=kind, **settings), arrivals) for kind in (LiveSilent, Live)
+    )
+    assert chunks_of(silent[1]) != chunks_of(slow[1])
+    assert len(silent[1]) < len(slow[1])
+
+
+@pytest.mark.parametrize("exchange", ["gather", "auto"])
+def test_the_exchange_of_a_step_is_decided_once_and_said_in_its_batch(exchange, monkeypatch):
+    decided = []
+    decide = Predictor.exchanged
+    counted = lambda *args: decided.append(decide(*args)) or decided[-1]
+    monkeypatch.setattr(Predictor, "exchanged", counted)
+    _, batches = run(replica(exchange, chunking="static"), [Arrival(0.0, 100_000, 3)])
+    spread = [batch for batch in batches if batch.block_lane.size]
+    assert len(decided) == len(spread) > 2
+    assert [batch.exchange for batch in spread] == [each.strategy for each in decided]
+    known = {"gather"} if exchange == "gather" else set(TRAFFIC)
+    assert {batch.exchange for batch in spread} <= known
 
 
 def test_the_exchange_is_the_one_that_is_predicted_to_be_fastest():

@@ -7,6 +7,7 @@ neither the way through the stages nor the wait at the end counts.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 import time
@@ -18,7 +19,7 @@ import numpy as np
 from jaxserve.engine.arrays import StepArrays, to_arrays
 from jaxserve.engine.command import NO_SAMPLING, StepCommand, StepResult
 from jaxserve.engine.command_builder import GREEDY
-from jaxserve.engine.dealing import StepDemand
+from jaxserve.engine.dealing import StepDemand, fullest, ring_rows
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.shapes import StepShape
 from jaxserve.engine.stage_plan import StagePlan
@@ -30,8 +31,10 @@ LONG = 0.1  # or that of one, where that takes so many seconds
 
 @dataclass(frozen=True)
 class MeasurePoint:
-    """A step per lane: decodes, each after `context` tokens; chunks of `new` tokens after `cached`
-    ones; whether tokens are sampled."""
+    """A step: on every lane decodes, each after `context` tokens; on every group of `group_size`
+    lanes, or on the first `groups` of them, chunks of `new` tokens after `cached` ones, which are
+    spread over the group and meet by `exchange`; a group of one lane has local chunks. sample:
+    whether tokens are sampled."""
 
     decodes: int = 0
     context: int = 0
@@ -39,6 +42,9 @@ class MeasurePoint:
     cached: int = 0
     new: int = 0
     sample: bool = True
+    group_size: int = 1
+    exchange: str = "gather"
+    groups: int = 0  # 0: all
 
     def longest(self) -> int:
         """Tokens of the longest sequence, those of the step included."""
@@ -47,47 +53,78 @@ class MeasurePoint:
         )
 
     def pairs(self) -> int:
-        """Of tokens that attend and tokens before them."""
-        return self.decodes * self.context + self.chunks * self.new * self.cached
+        """Of tokens that attend and tokens before them, on a lane."""
+        chunks = self.chunks * self.new * self.cached // self.group_size
+        return self.decodes * self.context + chunks
+
+    def __str__(self) -> str:
+        before = max(self.context, self.cached)
+        text = f"{self.decodes} decodes, {self.chunks} chunks of {self.new}, {before} tokens before"
+        if self.group_size > 1:
+            text += f", {self.exchange} on {self.group_size} lanes"
+        return text + (f", {self.groups} at work" if self.groups else "")
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Seconds per step of a point, and the shape in which it ran."""
+    """Seconds per step of a point, the batch that it was, and the shape in which it ran."""
 
     point: MeasurePoint
+    batch: Batch
     shape: StepShape
     seconds: float
 
 
-def batch_of(point: MeasurePoint, lanes: int, block_size: int) -> Batch:
-    """The point on every lane."""
-    each = point.decodes + point.chunks
-    start = np.array([point.context] * point.decodes + [point.cached] * point.chunks, np.int32)
-    length = np.array([1] * point.decodes + [point.new] * point.chunks, np.int32)
-    tile = lambda row: np.tile(row, lanes)
-    lane = np.repeat(np.arange(lanes, dtype=np.int32), each)
-    held = np.zeros((lanes * each, lanes), np.int32)
-    held[np.arange(lanes * each), lane] = tile(-(-(start + length) // block_size))
-    feed = tile(np.arange(each) < point.decodes)
+def batch_of(point: MeasurePoint, lanes: int, block_size: int, stripe: int = 1) -> Batch:
+    """A point as a batch, decodes first. stripe: consecutive blocks of a spread chunk's sequence on
+    one lane; the chunk's home is the lane of its last block, as a ring needs it."""
+    groups = point.groups or lanes // point.group_size
+    decodes = lanes * point.decodes
+    count = decodes + groups * point.chunks
+    row = np.arange(count)
+    is_decode = row < decodes
+    start = np.where(is_decode, point.context, point.cached).astype(np.int32)
+    length = np.where(is_decode, 1, point.new).astype(np.int32)
+    block_lane = _striped(-(-point.longest() // block_size), point.group_size, stripe)
+    chunk_lane = block_lane[point.cached // block_size : -(-point.longest() // block_size)]
+    first = np.repeat(np.arange(groups) * point.group_size, point.chunks)
+    home = first + (chunk_lane[-1] if point.group_size > 1 else 0)
+    lane = np.concatenate([np.repeat(np.arange(lanes), point.decodes), home]).astype(np.int32)
+    held = np.zeros((count, lanes), np.int32)
+    held[row, lane] = -(-(start + length) // block_size)
+    if point.group_size > 1:
+        share = np.bincount(block_lane, minlength=point.group_size)
+        for chunk, at in enumerate(first.tolist(), decodes):
+            held[chunk] = 0
+            held[chunk, at : at + point.group_size] = share
     return Batch(
         number=0,
-        seq=np.arange(lanes * each),
-        slot=np.arange(lanes * each, dtype=np.int32),
+        seq=row,
+        slot=row.astype(np.int32),
         lane=lane,
-        start=tile(start),
-        length=tile(length),
-        is_decode=feed,
-        sample=np.full(lanes * each, point.sample),
-        group_size=np.ones(lanes * each, np.int32),
+        start=start,
+        length=length,
+        is_decode=is_decode,
+        sample=np.full(count, point.sample),
+        group_size=np.where(is_decode, 1, point.group_size).astype(np.int32),
         blocks_per_lane=held,
-        block_lane=np.empty(0, np.int32),
-        tokens=np.ones(int(tile(length)[~feed].sum()), np.int32),
+        block_lane=(
+            np.concatenate([chunk_lane + at for at in first]).astype(np.int32)
+            if point.group_size > 1
+            else np.empty(0, np.int32)
+        ),
+        exchange=point.exchange,
+        tokens=np.ones(int(length[~is_decode].sum()), np.int32),
         moves=np.empty((0, 4), np.int32),
         table_updates=np.empty((0, 5), np.int32),
         seconds=0.0,
         admitted=(),
     )
+
+
+def _striped(blocks: int, lanes: int, stripe: int) -> np.ndarray:
+    """[blocks] the lane of a group of so many that has each block of a sequence."""
+    return np.arange(blocks) // stripe % lanes
 
 
 def first_token(
@@ -118,10 +155,15 @@ class StepTimer:
         self._repeats = repeats
         self._longest = worker.plan.width * worker.plan.block_size
         self._ran: set[StepShape] = set()
-        self._tables: set[int] = set()  # slots whose rows of the page table were written
+        # slots whose rows of the page table were written: for groups of so many lanes
+        self._tables: dict[int, int] = {}
+        # tokens of a row of a spread chunk, and blocks that follow each other on a lane
+        self._tile = max((shape.spread_prefill[1] for shape in worker.plan.shapes), default=1)
+        self._stripe = max(1, self._tile // worker.plan.block_size)
 
     def measure(self, point: MeasurePoint) -> MeasuredStep:
         """Errors: ValueError for a point that no compiled shape or no page table holds."""
+        batch = self._batch(point)
         arrays = self.arrays(point)
         command = StepCommand(
             number=0,
@@ -133,7 +175,10 @@ class StepTimer:
             self._run(command, 1)
             self._ran.add(arrays.shape)
         times = [self._seconds(command) for _ in range(self._repeats)]
-        return MeasuredStep(point, arrays.shape, max(statistics.median(times), 1e-9))
+        return MeasuredStep(point, batch, arrays.shape, max(statistics.median(times), 1e-9))
+
+    def _batch(self, point: MeasurePoint) -> Batch:
+        return batch_of(point, self._mesh.kvp, self._plan.block_size, self._stripe)
 
     def _seconds(self, command: StepCommand) -> float:
         """What each further step of this command takes."""
@@ -146,15 +191,23 @@ class StepTimer:
     def arrays(self, point: MeasurePoint) -> StepArrays:
         """A point as the rows of a compiled shape; its page table is written. Errors: ValueError
         for a point that no compiled shape or no page table holds."""
-        batch = batch_of(point, self._mesh.kvp, self._plan.block_size)
-        demand = StepDemand.of(batch, self._mesh.kvp)
-        shape = self._plan.shape_for(demand, but=self._worker.uncompiled)
+        plan = self._plan
+        lanes = self._mesh.kvp
+        batch = self._batch(point)
+        demand = StepDemand.of(batch, lanes)
+        ring = []
+        if point.exchange != "gather":
+            ring = ring_rows(batch, demand, self._tile, plan.block_size)
+        rows = fullest(ring) if ring else 0
+        but = self._worker.uncompiled
+        shape = plan.shape_for(demand, point.exchange, rows, but=but)
         if shape is None or point.longest() > self._longest:
             raise ValueError(
                 f"{point} fits no compiled shape, or is longer than {self._longest} tokens"
             )
-        self._write_table(int(batch.slot.max()) + 1)
-        return to_arrays(batch, demand, shape, self._mesh.kvp, self._plan.block_size)
+        for slot, spread in zip(batch.slot.tolist(), batch.spread.tolist()):
+            self._write_table(slot, point.group_size if spread else 1)
+        return to_arrays(batch, demand, shape, lanes, plan.block_size, ring)
 
     def _run(self, command: StepCommand, steps: int) -> float:
         """Seconds of so many steps, one after the other."""
@@ -164,17 +217,21 @@ class StepTimer:
         self._worker.settle()
         return time.perf_counter() - began
 
-    def _write_table(self, slots: int) -> None:
-        """Rows of the page table with pages from all over the pool, as after hours of serving."""
+    def _write_table(self, slot: int, group_size: int) -> None:
+        """A row of the page table on all lanes, with pages from all over the pool, as after hours
+        of serving, of a sequence that is spread over groups of this size."""
         plan = self._plan
-        for slot in sorted(set(range(slots)) - self._tables):
-            at = np.arange(plan.width)
+        if self._tables.get(slot) == group_size:
+            return
+        self._tables[slot] = group_size
+        block_lane = _striped(plan.width, group_size, self._stripe)
+        for lane in range(self._mesh.kvp):
+            blocks = np.flatnonzero(block_lane == lane % group_size)
+            at = np.arange(len(blocks))
             pages = (slot * plan.width + at * 7919) % plan.pages
-            for lane in range(self._mesh.kvp):
-                columns = [np.full_like(at, lane), np.full_like(at, slot), at, pages, at]
-                updates = np.stack(columns, 1).astype(np.int32)
-                self._worker.execute(StepCommand(number=0, table_updates=updates))
-            self._tables.add(slot)
+            columns = [np.full_like(at, lane), np.full_like(at, slot), at, pages, blocks]
+            updates = np.stack(columns, 1).astype(np.int32)
+            self._worker.execute(StepCommand(number=0, table_updates=updates))
 
 
 def grid(
@@ -218,6 +275,45 @@ def _full(shape: StepShape, longest: int, slots: int) -> MeasurePoint:
     return MeasurePoint(decodes=decodes, context=1, chunks=chunks, new=new, sample=bool(decodes))
 
 
+def spread_grid(
+    shapes: list[StepShape], lanes: int, longest: int, slots: int, pairs: float = float("inf")
+) -> Iterator[MeasurePoint]:
+    """At most ten points with spread chunks for each size of group and exchange among the shapes:
+    a full step and a small one, of prompts without context, and at a middling and at a long one;
+    two of them beside decodes, and two on one group while the others have nothing to do. Points of
+    more `pairs` are left out."""
+    rows: dict[tuple[int, str], list[int]] = {}
+    width = 1
+    for shape in shapes:
+        if shape.spread_prefill[0]:
+            cut = shape.exchange != "gather"  # a row that is kept for pieces
+            at = shape.group_size, shape.exchange
+            rows.setdefault(at, []).append(shape.spread_prefill[0] - cut)
+            width = shape.spread_prefill[1]
+    for (size, exchange), counts in rows.items():
+        unit = width * size  # whole rows on every lane
+        new = [each for each in sorted({min(counts) * unit, max(counts) * unit}) if each < longest]
+        if not new:
+            continue
+        most = (longest - 1 - new[-1]) // unit * unit
+        contexts = sorted({0, most // 8 // unit * unit, most})
+        chunk = MeasurePoint(chunks=1, sample=False, group_size=size, exchange=exchange)
+        points = [
+            dataclasses.replace(chunk, cached=cached, new=each)
+            for cached in contexts
+            for each in new
+        ]
+        for cached, each in zip(contexts[-2:], (new[-1], new[0])):
+            far = dataclasses.replace(chunk, cached=cached, new=each)
+            if slots > 1:
+                points.append(
+                    dataclasses.replace(far, decodes=slots - 1, context=cached, sample=True)
+                )
+            if size < lanes:
+                points.append(dataclasses.replace(far, groups=1))
+        yield from (point for point in points if point.pairs() <= pairs)
+
+
 def measure(
     worker: CommandExecutor,
     points: list[MeasurePoint],
@@ -229,8 +325,5 @@ def measure(
     found = []
     for point in points:
         found.append(meter.measure(point))
-        done(
-            f"{point.decodes} decodes, {point.chunks} chunks of {point.new}, "
-            f"{max(point.context, point.cached)} tokens before"
-        )
+        done(str(point))
     return found

@@ -18,12 +18,26 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.costs.exchange_choice import CHOOSERS, ExchangeChooser, Heads, rates_of
-from jaxserve.costs.fit import CostsFit, StepSample, fit_costs, from_json, to_json
-from jaxserve.costs.predictor import Costs, Predictor
+from jaxserve.costs.exchange_choice import (
+    CHOOSERS,
+    Correction,
+    ExchangeChooser,
+    Heads,
+    rates_of,
+)
+from jaxserve.costs.fit import (
+    SpreadSample,
+    StepSample,
+    fit_costs,
+    fit_spread,
+    from_json,
+    to_json,
+)
+from jaxserve.costs.predictor import Costs, Predictor, SpreadShape
 from jaxserve.costs.profiles import Link
 from jaxserve.engine.executor import CommandExecutor
-from jaxserve.engine.profiling.measure import MeasuredStep, grid, measure
+from jaxserve.engine.profiling.measure import MeasuredStep, grid, measure, spread_grid
+from jaxserve.engine.shapes import StepShape
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.folders import cache_folder, private_folder
 from jaxserve.kernels.cpu import library
@@ -35,19 +49,21 @@ from jaxserve.settings.schema import ConfigError, EngineConfig, SchedulerConfig
 from jaxserve.sharding.exchange import EXCHANGES, KV_CHUNK_TOKENS
 
 log = logging.getLogger(__name__)
-FORMAT = 4  # of the file
+FORMAT = 5  # of the file
 Search = Callable[["EngineProfile"], dict[str, dict[float, float]]]
 QUICK = 2**20  # most pairs of a step that is measured when nobody asked for a profile
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineProfile:
-    """What steps cost; how fast lanes talk to each other, empty where there is one; and, where it
-    was searched for, by planner the best improvement rate by requests per second."""
+    """What steps cost; how fast lanes talk to each other, empty where there is one; where it was
+    searched for, by planner the best improvement rate by requests per second; and by exchange what
+    measured steps say of it."""
 
     costs: Costs
     links: dict[str, Link]
     improvement: dict[str, dict[float, float]] = dataclasses.field(default_factory=dict)
+    corrections: dict[str, Correction] = dataclasses.field(default_factory=dict)
 
     def chooser(self, plan: StagePlan, scheduler: SchedulerConfig) -> ExchangeChooser:
         """Chooses how spread sequences and their blocks meet. An exchange that is none of CHOOSERS
@@ -70,6 +86,7 @@ class EngineProfile:
             block=plan.block_size,
             moves=plan.moves,
             decode_exchange=scheduler.decode_exchange,
+            corrections=self.corrections,
         )
 
     def instances(self, plan: StagePlan, scheduler: SchedulerConfig, max_len: int) -> Instances:
@@ -78,6 +95,18 @@ class EngineProfile:
         exchange = self.chooser(plan, scheduler)
         predictor = Predictor(self.costs, plan.mesh, exchange=exchange, dealt=True)
         return instances_of(predictor, scheduler.chunk_tokens, longest, plan.block_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredProfile:
+    """A profile and the points that it was fitted to, with the errors of its fit: of local steps as
+    in `CostsFit`, of those with spread chunks as in `SpreadFit`."""
+
+    profile: EngineProfile
+    points: list[MeasuredStep] = dataclasses.field(default_factory=list)
+    fitted: float = 0.0
+    held_out: float = 0.0
+    spread_held_out: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
 
 
 def profile_for(
@@ -91,8 +120,7 @@ def profile_for(
     file = Path(config.profile) if config.profile != "auto" else safe_file(identity)
     if config.profile != "auto" or file.exists():
         return read(file, identity)
-    found, points = measure_costs(worker, max_len, 1, progress, QUICK)
-    return write(file, identity, worker, found, points)
+    return write(file, identity, measure_costs(worker, max_len, 1, progress, QUICK))
 
 
 def _needs_no_times(config: EngineConfig) -> bool:
@@ -110,18 +138,52 @@ def _needs_no_times(config: EngineConfig) -> bool:
 
 def measure_costs(
     worker: CommandExecutor, longest: int, repeats: int, progress: bool, pairs: float = float("inf")
-) -> tuple[CostsFit, list[MeasuredStep]]:
+) -> MeasuredProfile:
     """Measures steps on a worker that serves nobody, with sequences of up to `longest` tokens and
-    steps of up to so many `pairs` of tokens that attend and are attended to, and fits its costs."""
+    steps of up to so many `pairs` of tokens that attend and are attended to, and how fast lanes
+    talk to each other; fits what it costs."""
     plan = worker.plan
     longest = min(longest, plan.width * plan.block_size)
     shapes = [shape for shape in plan.shapes if shape not in worker.uncompiled]
-    points = list(grid(shapes, longest, max(1, plan.slots // plan.mesh.kvp), pairs))
+    slots = max(1, plan.slots // plan.mesh.kvp)
+    points = [
+        *grid(shapes, longest, slots, pairs),
+        *spread_grid(shapes, plan.mesh.kvp, longest, slots, pairs),
+    ]
     with progress_bar("measuring steps", len(points), progress) as done:
         found = measure(worker, points, done, repeats)
-    samples = [_sample(one) for one in found]
-    on_cpu = worker.platform == "cpu"
-    return fit_costs(samples, plan.model.layers, plan.mesh, longest=on_cpu), found
+    return fitted(plan, worker.measure_links(), found, worker.platform == "cpu")
+
+
+def fitted(
+    plan: StagePlan, links: dict[str, Link], found: list[MeasuredStep], on_cpu: bool
+) -> MeasuredProfile:
+    """Fits a profile to measured steps: to local ones, then to those with spread chunks."""
+    local = [_sample(one) for one in found if one.point.group_size == 1]
+    fit = fit_costs(local, plan.model.layers, plan.mesh, longest=on_cpu)
+    profile = EngineProfile(fit.costs, links)
+    spread = [SpreadSample(one.batch, one.seconds) for one in found if one.point.group_size > 1]
+    if not spread:
+        return MeasuredProfile(profile, found, fit.fitted, fit.held_out)
+    costs = dataclasses.replace(fit.costs, spread_shapes=_spread_shapes(plan.shapes))
+    found_spread = fit_spread(costs, plan.mesh, profile.chooser(plan, SchedulerConfig(exchange="auto")), spread)
+    profile = EngineProfile(found_spread.costs, links, corrections=found_spread.corrections)
+    return MeasuredProfile(profile, found, fit.fitted, fit.held_out, found_spread.held_out)
+
+
+def _spread_shapes(shapes: list[StepShape]) -> tuple[SpreadShape, ...]:
+    """What the predictor is to know of the shapes that steps with spread chunks run in."""
+    return tuple(
+        SpreadShape(
+            shape.group_size,
+            shape.exchange,
+            shape.decode[0],
+            shape.prefill[0] + shape.spread_prefill[0],
+            shape.tokens,
+        )
+        for shape in shapes
+        if shape.spread_prefill[0]
+    )
 
 
 def _sample(one: MeasuredStep) -> StepSample:
@@ -189,29 +251,32 @@ def safe_file(identity: dict[str, Any]) -> Path:
 def write(
     file: Path,
     identity: dict[str, Any],
-    worker: CommandExecutor,
-    found: CostsFit,
-    points: list[MeasuredStep],
+    found: MeasuredProfile,
     search: Search | None = None,
 ) -> EngineProfile:
-    """Writes a profile, whole or not at all; lanes are timed for it. search: finds improvement
-    rates by planner, given the profile without them. Errors: ConfigError where it cannot be
-    written."""
-    links = worker.measure_links()
-    profile = EngineProfile(found.costs, links)
+    """Writes a profile, whole or not at all. search: finds improvement rates by planner, given the
+    profile without them. Errors: ConfigError where it cannot be written."""
+    profile = found.profile
     if search is not None:
         profile = dataclasses.replace(profile, improvement=search(profile))
     rows = [
         {**dataclasses.asdict(one.point), "shape": str(one.shape), "seconds": one.seconds}
-        for one in points
+        for one in found.points
     ]
     text = json.dumps(
         {
             **identity,
             "fitted_error": found.fitted,
             "held_out_error": found.held_out,
-            "costs": to_json(found.costs),
-            "links": {name: dataclasses.astuple(link) for name, link in links.items()},
+            "spread_held_out_error": {
+                f"{exchange} on {size}": error
+                for (exchange, size), error in found.spread_held_out.items()
+            },
+            "costs": to_json(profile.costs),
+            "links": {name: dataclasses.astuple(link) for name, link in profile.links.items()},
+            "corrections": {
+                name: dataclasses.astuple(each) for name, each in profile.corrections.items()
+            },
             "improvement": {
                 name: {str(load): rate for load, rate in rates.items()}
                 for name, rates in profile.improvement.items()
@@ -238,6 +303,9 @@ def read(file: Path, identity: dict[str, Any]) -> EngineProfile:
         own = {name: found[name] for name in identity}
         costs = found["costs"]
         links = {name: Link(*map(float, values)) for name, values in found["links"].items()}
+        corrections = {
+            name: Correction(*map(float, values)) for name, values in found["corrections"].items()
+        }
         improvement = {
             name: {float(load): float(rate) for load, rate in rates.items()}
             for name, rates in found["improvement"].items()
@@ -251,4 +319,4 @@ def read(file: Path, identity: dict[str, Any]) -> EngineProfile:
             raise ConfigError(
                 "profile", f"{file} was measured with {name} {own[name]!r}; here it is {value!r}"
             )
-    return EngineProfile(from_json(costs), links, improvement)
+    return EngineProfile(from_json(costs), links, improvement, corrections)
