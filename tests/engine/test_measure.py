@@ -167,7 +167,7 @@ def test_a_spread_point_lies_evenly_and_ends_at_home():
 @pytest.mark.parametrize("lanes", [2, 4, 6, 8])
 def test_a_grid_of_spread_points_is_bounded(lanes):
     config = SchedulerConfig(exchange="auto")
-    compiled = shapes(config, lanes)
+    compiled = shapes(config, lanes, 16)
     points = list(spread_grid(compiled, lanes, 8192, 4))
     kinds = Counter((point.exchange, point.group_size) for point in points)
     assert set(kinds) == set(itertools.product(TRAFFIC, group_sizes(lanes)[1:]))
@@ -194,7 +194,9 @@ def test_steps_with_spread_chunks_are_measured_and_kept(two_lanes, tmp_path):
     file = tmp_path / "kept.json"
     profile.write(file, identity, found)
     assert profile.read(file, identity) == kept
-    assert kept.chooser(worker.plan, "auto").corrections == kept.corrections
+    assert (
+        kept.chooser(worker.plan, SchedulerConfig(exchange="auto")).corrections == kept.corrections
+    )
     runner = Runner(two_lanes)
     runner.submit(range(1, 200), "r", max_tokens=4, ignore_eos=True)
     runner.run()

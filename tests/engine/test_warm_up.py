@@ -47,7 +47,7 @@ def test_what_fits_a_shape_fits_one_of_the_first_with_the_same_exchange(
     demand = StepDemand(local, spread if lanes > 1 else 0, chunks, lanes, largest, moves)
     every = shapes(config, lanes, 16)
     first = first_shapes(every)
-    assert len(first) <= 9
+    assert len(first) <= (13 if config.planner != "none" else 9)
     for shape in filter(demand.fits, every):
         assert any(one.exchange == shape.exchange and demand.fits(one) for one in first), shape
 

@@ -201,8 +201,8 @@ class Live(System):
             shared=0.5,
         )
 
-    def exchange(self, exchange: str, block: int) -> ExchangeChooser | None:
-        made = super().exchange(exchange, block)
+    def exchange(self, *settings: Any) -> ExchangeChooser | None:
+        made = super().exchange(*settings)
         return made and dataclasses.replace(
             made, corrections=dict.fromkeys(TRAFFIC, Correction(1e-2, 1.5))
         )
@@ -211,8 +211,8 @@ class Live(System):
 class LiveSilent(Live, Silent):
     """The same where lanes exchange in no time."""
 
-    def exchange(self, exchange: str, block: int) -> ExchangeChooser | None:
-        made = super().exchange(exchange, block)
+    def exchange(self, *settings: Any) -> ExchangeChooser | None:
+        made = super().exchange(*settings)
         return made and dataclasses.replace(made, corrections={})
 
 

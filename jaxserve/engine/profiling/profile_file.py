@@ -166,7 +166,9 @@ def fitted(
     if not spread:
         return MeasuredProfile(profile, found, fit.fitted, fit.held_out)
     costs = dataclasses.replace(fit.costs, spread_shapes=_spread_shapes(plan.shapes))
-    found_spread = fit_spread(costs, plan.mesh, profile.chooser(plan, SchedulerConfig(exchange="auto")), spread)
+    found_spread = fit_spread(
+        costs, plan.mesh, profile.chooser(plan, SchedulerConfig(exchange="auto")), spread
+    )
     profile = EngineProfile(found_spread.costs, links, corrections=found_spread.corrections)
     return MeasuredProfile(profile, found, fit.fitted, fit.held_out, found_spread.held_out)
 
