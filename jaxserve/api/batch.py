@@ -52,8 +52,8 @@ class Batch:
     seconds: float  # predicted time in the slowest stage
     # rows of this batch whose sequence has just got its slot: set its sampling state
     admitted: tuple[int, ...]
-    # how spread chunks of more than one token, or decodes where no chunk has more, reach KV on other
-    # lanes: a name of `costs.exchange_choice.TRAFFIC`
+    # how spread chunks of more than one token, or decodes where no chunk has more, reach KV on
+    # other lanes: a name of `costs.exchange_choice.TRAFFIC`
     exchange: str = "gather"
     # [m, 7] pages whose blocks lower tiers are to keep, read before the step: lane, page, retention
     # of the block (see `Request`), its key as four integers
