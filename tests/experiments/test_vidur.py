@@ -39,7 +39,7 @@ def test_the_driver_is_told_the_requests_costs_and_settings_of_our_run():
         (arrival.time, arrival.prompt, arrival.output) for arrival in arrivals
     ]
     assert all(told["due"] == told["arrival"] + 2.0 for told in job["requests"])
-    assert Costs(**job["costs"] | {"shapes": ()}) == SYSTEM.costs
+    assert Costs(**job["costs"] | {"shapes": (), "spread_shapes": ()}) == SYSTEM.costs
     assert job["blocks"] * job["block_size"] <= SYSTEM.kv_tokens()
     assert (job["scheduler"], job["step_time"], job["one_queue"]) == ("edf", 0.05, False)
 
