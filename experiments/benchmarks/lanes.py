@@ -58,7 +58,7 @@ COLORS = {"long prompt": "#4477aa", "short prompts": "#ee6677"}
 @dataclasses.dataclass
 class Step:
     """A step with prefill: its shape, predicted and measured seconds, and whether these can be
-    compared, the host's part of them, bytes that the devices were sent."""
+    compared, those in which the host decides and builds it, bytes that the devices were sent."""
 
     shape: str
     predicted: float
@@ -115,7 +115,7 @@ class LanesBench:
         plan = self.engine.worker.plan
         shape = plan.shapes[event.command.shape]
         step = Step(str(shape), event.batch.seconds)
-        step.host = event.schedule + event.build + event.dispatch
+        step.host = event.schedule + event.build
         step.command_bytes = event.command.rows.nbytes
         self._reading[event.batch.number] = step
         self.steps.append(step)

@@ -36,12 +36,14 @@ LARGE_3D = System(shape_of("llama3-70b"), "h100", MeshConfig(tp=8, spp=4, kvp=2)
 @dataclass(frozen=True)
 class LoadCase:
     """A mix at a load. percent: of long prompts; stretch: factor on long prompts' lengths; seconds:
-    after which it is cut off."""
+    after which it is cut off; tpot: objective in seconds per token, and of steps; None: the
+    default."""
 
     qps: float
     percent: int = 5
     stretch: float = 1.0
     seconds: float = HOUR
+    tpot: float | None = None
 
     def arrivals(self, settings: MedhaSettings) -> list[Arrival]:
         most = math.ceil(self.qps * self.seconds)
@@ -101,7 +103,10 @@ SCHEDULERS = {"fcfs": "fcfs-unshared", "edf": "edf-unshared", "lrs": "slack-unsh
 
 @functools.cache
 def _run(name: str, case: LoadCase, settings: MedhaSettings, system: System) -> CaseRun:
-    scheduler, cache = configs({option.name: option.default for option in scheduling_options()})
+    values = {option.name: option.default for option in scheduling_options()}
+    if case.tpot is not None:
+        values |= {"tpot": case.tpot, "step_time": case.tpot}
+    scheduler, cache = configs(values)
     arrivals = case.arrivals(settings)
     if name == "medha":
         outcome = execute(system.replica(scheduler, cache), arrivals, until=case.seconds)

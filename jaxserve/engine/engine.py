@@ -466,11 +466,12 @@ class Engine:
         decided = time.perf_counter()
         command, flight = self._builder.step(batch)
         built = time.perf_counter()
+        # devices of the CPU may compute while a command is issued
+        flight.issued = self.clock.now()
         self.worker.execute(command)
         self._flights.append(flight)
         if flight.sample_later:
             self._sample_with_masks(flight)
-        flight.issued = self.clock.now()
         self._watchdog.clear()
         shape = flight.arrays.shape
         self.bus.publish(

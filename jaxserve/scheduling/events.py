@@ -89,9 +89,9 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class StepIssued:
-    """A step was handed to the devices at clock second `now`. exchange: how sequences on several
-    lanes meet in it; '' where there are none. Host seconds: to decide what is in it, to write its
-    command, and to dispatch that."""
+    """A step was handed to the devices, from clock second `now` on. exchange: how sequences on
+    several lanes meet in it; '' where there are none. Host seconds: to decide what is in it, to
+    write its command, and to dispatch that."""
 
     batch: Batch
     command: Any  # engine.command.StepCommand; None in a simulation
