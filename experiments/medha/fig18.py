@@ -68,7 +68,7 @@ FIGURE = Figure(
             "5.3",
             better="higher",
             remark="the tighter the objective, the more steps have the least chunk, whose time "
-            "KVP alone shortens; no load shows more than the next row",
+            "KVP alone shortens: the next row is their limit",
         ),
         Claim(
             "TPOT beside 64 tokens of a prompt of 2M, 2D / 3D (computed)",
