@@ -437,8 +437,10 @@ class CacheManager:
             return 0
         starts: dict[int, int] = {}  # by lane: where its row begins to differ
         moved = 0
-        for lane in range(len(surplus)):
-            for to_lane in sorted(range(len(surplus)), key=surplus.__getitem__):
+        givers = [lane for lane, count in enumerate(surplus) if count > 0]
+        takers = [lane for lane, count in enumerate(surplus) if count < 0]
+        for lane in givers:
+            for to_lane in sorted(takers, key=surplus.__getitem__):
                 moved += self._give(slot, lane, to_lane, before, starts)
         if max(surplus) <= 0 or min(surplus) >= 0:
             del self._surplus[slot]

@@ -47,7 +47,7 @@ def to_arrays(
 ) -> StepArrays:
     """Writes a batch as the rows of a compiled shape. ring: `ring_rows`, where the shape has an
     exchange around one."""
-    place = layout(shape, lanes, block)
+    place = layout(shape, block)
     rows = np.zeros((lanes, place.size), np.int32)
     view = place.views(rows)
     last = np.zeros(len(batch.slot), np.int32)

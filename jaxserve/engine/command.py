@@ -105,7 +105,7 @@ class CommandCodec:
     """Makes bytes of commands and commands of bytes, for workers that compiled these shapes."""
 
     def __init__(self, shapes: Sequence[StepShape], lanes: int, block_size: int):
-        self._layouts = [layout(shape, lanes, block_size) for shape in shapes]
+        self._layouts = [layout(shape, block_size) for shape in shapes]
         self._lanes = lanes
 
     def encode(self, command: StepCommand) -> bytes:

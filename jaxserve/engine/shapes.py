@@ -194,7 +194,7 @@ class Layout:
 
 
 @functools.cache
-def layout(shape: StepShape, lanes: int, block: int) -> Layout:
+def layout(shape: StepShape, block: int) -> Layout:
     """deltas: slot, index, page, block; with room for what the step's tokens and moves change.
     tokens: ids or FEED. rows: slot, start, length. held: of spread rows, entries per lane of the
     group. samples: token (of the lane's tokens) to sample after, slot, position of the sampled

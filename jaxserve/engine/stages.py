@@ -299,9 +299,7 @@ class Stages:
         values = [spec(*param.axes) for _, param in stage.weights.flat]
         hidden = self._last((shape.tokens, plan.model.d_model), plan.dtype, stage.mesh)
         x = self._last((plan.slots,), jnp.int32, stage.mesh) if stage.index == 0 else hidden
-        ints = self._last(
-            (layout(shape, plan.mesh.kvp, plan.block_size).size,), jnp.int32, stage.mesh
-        )
+        ints = self._last((layout(shape, plan.block_size).size,), jnp.int32, stage.mesh)
         last = stage.index == plan.mesh.spp - 1
         f = functools.partial(layers, stage.weights, plan.model, shape, last)
         return compiled(

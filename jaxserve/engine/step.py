@@ -71,7 +71,7 @@ def layers(
     stage: Stage = weights.module(values)
     size = pages[0].kv.shape[4]
     count = pages[0].kv.shape[1]
-    view = layout(shape, jax.lax.axis_size(KVP), size).views(ints[0])
+    view = layout(shape, size).views(ints[0])
     table = write_table(table, view["deltas"])
     groups = _groups(view, shape, table[0], count, size)
     x = stage.embed_tokens(_tokens(view, shape, x[0])) if hasattr(stage, "embed") else x[0]

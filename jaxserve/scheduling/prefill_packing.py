@@ -240,19 +240,24 @@ class PrefillPacker:
         if sequence.ticket is not None or not step.budget.tokens_left[home]:
             return None
         start = int(self.slots.issued[slot])
-        held = self.cache.blocks_per_lane[slot]
-        return ChunkCandidate(home, self._to_deal(sequence, home, start, held), start, None)
+        return ChunkCandidate(home, self._to_deal(sequence, home, start, None), start, None)
 
     def _to_deal(
-        self, sequence: Sequence, home: int, start: int, blocks: np.ndarray
+        self, sequence: Sequence, home: int, start: int, pages: np.ndarray | None
     ) -> BlocksPerLane:
-        """The `blocks` that lanes have of a sequence, and one at least on those over which its
-        chunk from token `start` on is dealt; None where the home lane has them all."""
-        lanes = sequence.plan_at(start).lanes
-        lanes = lanes or self.cache.dealt_over(self.cache.blocks(sequence.prefill_len))
-        if len(blocks) == 1:
+        """The blocks that lanes have of a sequence, of one that waits on the matched `pages`, and
+        one at least on those over which its chunk from token `start` on is dealt; None where the
+        home lane has them all."""
+        cache = self.cache
+        if cache.pages.lanes == 1:
             return None
+        blocks = (
+            cache.blocks_per_lane[sequence.slot] if pages is None else cache.count_by_lane(pages)
+        )
         held = blocks.tolist()
+        lanes = sequence.plan_at(start).lanes or cache.dealt_over(
+            cache.blocks(sequence.prefill_len)
+        )
         for lane in lanes:
             held[lane] = max(held[lane], 1)
         return held if len(lanes_of(home, held)) > 1 else None
@@ -279,8 +284,7 @@ class PrefillPacker:
             stop = min(start + step.config.chunk_tokens, sequence.prefill_len)
             need = self.cache.blocks(stop) - len(pages)
             home = self.cache.choose_home(pages, lanes, need, step.pending)
-        held = self.cache.count_by_lane(pages)
-        candidate = ChunkCandidate(home, self._to_deal(sequence, home, start, held), start, pages)
+        candidate = ChunkCandidate(home, self._to_deal(sequence, home, start, pages), start, pages)
         first = len(pages)
         keys, source = self._fetchable(step.budget.predictor, sequence, first)
         if not keys:

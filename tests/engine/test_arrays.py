@@ -71,7 +71,7 @@ def said(arrays: StepArrays, lanes: int) -> Counter:
     its home lane."""
     shape = arrays.shape
     found = Counter()
-    view = layout(shape, lanes, BLOCK).views(arrays.rows)
+    view = layout(shape, BLOCK).views(arrays.rows)
     for lane in range(lanes):
         row = token = 0
         for groups, spread in ((shape.local, False), (shape.spread, True)):
@@ -108,7 +108,7 @@ def meant(batch: Batch) -> Counter:
 
 
 def check_message(batch: Batch, arrays: StepArrays, lanes: int) -> None:
-    view = layout(arrays.shape, lanes, BLOCK).views(arrays.rows)
+    view = layout(arrays.shape, BLOCK).views(arrays.rows)
     assert said(arrays, lanes) == meant(batch)
     check_samples(batch, arrays, view)
     check_held(batch, arrays, view)
@@ -226,7 +226,7 @@ def test_around_a_ring_each_token_is_computed_where_its_block_is(placement):
             for chunk in np.flatnonzero(batch.sample):
                 lane = int(batch.lane[chunk])
                 place = int(arrays.sampled[chunk])
-                view = layout(shape, lanes, BLOCK).views(arrays.rows)
+                view = layout(shape, BLOCK).views(arrays.rows)
                 end = int(batch.start[chunk] + batch.length[chunk])
                 assert view["samples"][lane, place].tolist() == [
                     arrays.last[chunk],

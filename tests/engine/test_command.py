@@ -157,7 +157,7 @@ def test_bytes_give_the_command_back(data):
     if index >= 0:
         from jaxserve.engine.shapes import layout
 
-        rows = ints(2, layout(compiled[index], 2, BLOCK).size)
+        rows = ints(2, layout(compiled[index], BLOCK).size)
     params = SamplingParams.make(
         temperature=0.5, logit_bias={3: 1.5, 9: -2.0}, frequency_penalty=0.25, stop_token_ids=[4]
     )

@@ -463,7 +463,7 @@ def step_of_model(
     pools = [pool_shapes(pages, np.dtype(kv))] * model.layers
     rest = (
         array((1, 2, pool.slots, pool.width)),
-        array((1, layout(shape, 1, block).size)),
+        array((1, layout(shape, block).size)),
         array((1, pool.slots)),
     )
     return cuda.compile(
