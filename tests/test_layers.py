@@ -19,7 +19,19 @@ LINKED = ("kernels", "sharding", "server")
 
 # Rooms by floor. A room may import rooms of lower floors and, on its own floor, those before it.
 HOST = {
-    1: ("clock", "api", "progress", "settings", "folders", "group", "checkpoint", "text", "costs"),
+    1: (
+        "clock",
+        "api",
+        "policies",
+        "lanes",
+        "progress",
+        "settings",
+        "folders",
+        "group",
+        "checkpoint",
+        "text",
+        "costs",
+    ),
     2: ("cache", "store", "transfer"),
     3: ("scheduling",),
     4: ("observe", "replica"),
@@ -39,7 +51,7 @@ HOST_ROOMS, DEVICE_ROOMS = (
 
 AXES = {"spp", "kvp", "tp"}
 AXIS_HOMES = {"sharding.mesh", "settings.schema.mesh", "settings.renamed"}  # the last: flags
-NO_CLOCK = ("cache", "scheduling", "costs", "simulate")
+NO_CLOCK = ("policies", "lanes", "cache", "scheduling", "costs", "simulate")
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ import numpy as np
 from experiments.benchmarks.sharing import TimedSink, send_random
 from experiments.multihost.hlo import collectives
 from experiments.script import command_line, keep
-from jaxserve.api.lane_groups import group_sizes
 from jaxserve.cli.display import table
 from jaxserve.cli.files import check_picture
+from jaxserve.lanes.groups import group_sizes
 from jaxserve.observe.machine import described, machine
 from jaxserve.research import plots
 from jaxserve.research.frames import timeline

@@ -24,8 +24,8 @@ import numpy as np
 from experiments.script import command_line, keep
 from jaxserve.cli.display import table
 from jaxserve.cli.simulate import configs, scheduling_options
+from jaxserve.policies import PATIENCE, POLICIES, Policy, relative_slack
 from jaxserve.progress import progress_bar
-from jaxserve.scheduling.policies import PATIENCE, POLICIES, Policy, relative_slack
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError, MeshConfig

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.costs.predictor import Costs, Predictor
-from jaxserve.scheduling.policies import POLICIES
+from jaxserve.policies import POLICIES
 from jaxserve.settings.schema import MeshConfig
 from vidur import config as settings
 from vidur.entities import Batch, KVParallelBatch, Request

@@ -1,4 +1,4 @@
-"""Why a request is refused or failed, and checks of its fields that say so."""
+"""Errors of requests and of settings, and checks of a request's fields."""
 
 from __future__ import annotations
 
@@ -34,6 +34,22 @@ class RequestError(ValueError):
     def retry_seconds(self) -> float:
         """Seconds after which to try again: `retry_after`, or 1 where it is unknown."""
         return 1.0 if self.retry_after is None else self.retry_after
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used.
+
+    field: its name, which is also the flag's. message: what is wrong, without the name.
+    """
+
+    def __init__(self, field: str, message: str):
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str]]:
+        """Lets it come back from another process."""
+        return type(self), (self.field, self.message)
 
 
 def internal_error() -> RequestError:

@@ -19,7 +19,6 @@ from typing import Protocol
 import numpy as np
 
 from jaxserve.api.batch import NO_STORES
-from jaxserve.api.lane_groups import size_of
 from jaxserve.api.request import NORMAL_RETENTION, KvSource
 from jaxserve.cache.block_events import BlockEvents, StoredBlocks
 from jaxserve.cache.hashes import BlockHashes, root_key
@@ -43,6 +42,7 @@ from jaxserve.cache.table_updates import (
     TableUpdates,
 )
 from jaxserve.cache.tiers import Fetch, LowerTiers, SourceBlocks
+from jaxserve.lanes.groups import size_of
 from jaxserve.settings.schema import CacheConfig, ConfigError
 
 UNLIMITED = 2**31  # blocks of a sequence on a lane

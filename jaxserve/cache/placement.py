@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxserve.api.lane_groups import lanes_of, size_around
+from jaxserve.lanes.groups import lanes_of, size_around
 
 
 class PlacementView(NamedTuple):

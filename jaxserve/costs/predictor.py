@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jaxserve.api.batch import Batch
-from jaxserve.api.lane_groups import group_around, group_sizes, lanes_of, size_around
+from jaxserve.lanes.groups import group_around, group_sizes, lanes_of, size_around
 from jaxserve.settings.schema import MeshConfig
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxserve.api.batch import Batch
-from jaxserve.api.lane_groups import group_around
 from jaxserve.engine.dealing import (
     ChunkSlice,
     RingSlice,
@@ -17,6 +16,7 @@ from jaxserve.engine.dealing import (
     extent,
 )
 from jaxserve.engine.shapes import FEED, NOWHERE, StepShape, layout
+from jaxserve.lanes.groups import group_around
 
 
 @dataclasses.dataclass(frozen=True)

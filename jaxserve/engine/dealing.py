@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.api.batch import Batch
-from jaxserve.api.lane_groups import group_around, group_sizes
 from jaxserve.engine.shapes import StepShape
+from jaxserve.lanes.groups import group_around, group_sizes
 
 
 class LongChunk(NamedTuple):

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxserve.api.lane_groups import group_sizes
 from jaxserve.costs.exchange_choice import moves_per_pair
+from jaxserve.lanes.groups import group_sizes
 from jaxserve.settings.schema import SchedulerConfig
 
 NOWHERE = np.int32(2**30)  # a slot that no table has: writes to it are dropped
@@ -35,7 +35,7 @@ class StepShape:
     spread_decode: tuple[int, int] = (0, 0)
     spread_prefill: tuple[int, int] = (0, 0)
     samples: int = 1  # tokens it may sample per lane
-    group_size: int = 1  # lanes that meet for spread rows: see `api.lane_groups`
+    group_size: int = 1  # lanes that meet for spread rows: see `lanes.groups`
     # how spread rows, of prompts where there are any, and blocks on other lanes meet: see
     # sharding.exchange
     exchange: str = "gather"

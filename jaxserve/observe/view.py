@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxserve.cache import PageCounts
 from jaxserve.observe.journal import END_SECONDS, Journal, JournalEnd, JournalStep, Spans
-from jaxserve.scheduling.policies import relative_slack
+from jaxserve.policies import relative_slack
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import DECODE

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxserve.api.lane_groups import lanes_of
 from jaxserve.costs.predictor import LaneLoad, Predictor
+from jaxserve.lanes.groups import lanes_of
 
 # share of the decodes' time that chunks get where decodes alone take all there is
 MIN_PREFILL_SHARE = 0.25

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxserve.cache import CacheManager
 from jaxserve.cache.tiers import LowerTiers
-from jaxserve.scheduling.policies import POLICIES
+from jaxserve.policies import POLICIES
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import SlotTable
 from jaxserve.scheduling.waiting_queue import TOKENS

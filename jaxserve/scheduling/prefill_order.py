@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxserve.policies import POLICIES
 from jaxserve.scheduling.page_admission import PageAdmission
-from jaxserve.scheduling.policies import POLICIES
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import SlotTable
 from jaxserve.scheduling.waiting_queue import TOKENS, WORK, smallest_first

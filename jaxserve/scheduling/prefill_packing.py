@@ -15,13 +15,13 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jaxserve.api.lane_groups import lanes_of
 from jaxserve.api.request import KvSource
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import Predictor
+from jaxserve.lanes.groups import lanes_of
+from jaxserve.policies import relative_slack
 from jaxserve.scheduling.budget import CHUNKING, BlocksPerLane, StepBudget
 from jaxserve.scheduling.page_admission import PageAdmission
-from jaxserve.scheduling.policies import relative_slack
 from jaxserve.scheduling.prefetch import QueuePrefetch
 from jaxserve.scheduling.prefill_order import PrefillOrder
 from jaxserve.scheduling.sequence import NO_SLOT, PlanPart, Sequence

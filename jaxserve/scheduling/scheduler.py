@@ -20,6 +20,7 @@ from jaxserve.api.request import Request
 from jaxserve.cache import CacheManager
 from jaxserve.costs.exchange_choice import ExchangeChooser
 from jaxserve.costs.predictor import NOMINAL, Costs, Predictor
+from jaxserve.policies import POLICIES
 from jaxserve.scheduling.admission import AdmissionController
 from jaxserve.scheduling.completion_lengths import CompletionLengths
 from jaxserve.scheduling.decode_reserve import DecodeReserve
@@ -33,7 +34,6 @@ from jaxserve.scheduling.events import (
 )
 from jaxserve.scheduling.packing import BatchPacker
 from jaxserve.scheduling.page_admission import PageAdmission
-from jaxserve.scheduling.policies import POLICIES
 from jaxserve.scheduling.prefill_packing import SHARER_WORK_RATIO, Planner
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slots import ENDED, LEAVING, SlotTable

@@ -15,6 +15,7 @@ import types
 import typing
 from typing import Any
 
+from jaxserve.api.errors import ConfigError
 from jaxserve.settings import renamed
 
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "k": 10**3, "m": 10**6, "g": 10**9}
@@ -28,22 +29,6 @@ KIND_NAMES: dict[type, str] = {
     str: "a text",
     tuple: "a list of texts",
 }
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be used.
-
-    field: its name, which is also the flag's. message: what is wrong, without the name.
-    """
-
-    def __init__(self, field: str, message: str):
-        super().__init__(f"{field}: {message}")
-        self.field = field
-        self.message = message
-
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str]]:
-        """Lets it come back from another process."""
-        return type(self), (self.field, self.message)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,9 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
+from jaxserve.api.errors import ConfigError
 from jaxserve.settings import renamed
-from jaxserve.settings.fields import ConfigError, Option, kinds_of, own_options, parsed
+from jaxserve.settings.fields import Option, kinds_of, own_options, parsed
 from jaxserve.settings.schema import EngineConfig, MeshConfig
 from jaxserve.settings.schema.engine import AUTOMATIC
 from jaxserve.settings.schema.mesh import degree_options, with_mesh

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.api.lane_groups import group_sizes, lanes_of
 from jaxserve.cache import CacheManager
+from jaxserve.lanes.groups import group_sizes, lanes_of
 from jaxserve.settings.schema import CacheConfig
 from tests.examples import examples
 

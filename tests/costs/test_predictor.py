@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.api.lane_groups import group_around, size_of
 from jaxserve.costs.exchange_choice import ExchangeChooser, ExchangeRates, Heads
 from jaxserve.costs.predictor import Costs, LaneLoad, Predictor, ShapeCost, smooth_max
 from jaxserve.costs.profiles import Link, costs, shapes
+from jaxserve.lanes.groups import group_around, size_of
 from jaxserve.scheduling import Batch
 from jaxserve.settings.schema import MeshConfig
 from tests.examples import examples

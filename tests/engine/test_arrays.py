@@ -9,13 +9,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxserve.api.lane_groups import group_around
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.engine.arrays import StepArrays, to_arrays
 from jaxserve.engine.dealing import StepDemand, fullest, ring_rows
 from jaxserve.engine.shapes import FEED, NOWHERE, layout, sample_sizes, shapes
+from jaxserve.lanes.groups import group_around
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 

@@ -8,10 +8,10 @@ import re
 
 import pytest
 
-from jaxserve.api.lane_groups import group_around, group_sizes, size_around, size_of
 from jaxserve.costs.exchange_choice import ExchangeChooser, ExchangeRates, Heads
 from jaxserve.costs.profiles import Link
 from jaxserve.engine.shapes import layout
+from jaxserve.lanes.groups import group_around, group_sizes, size_around, size_of
 from jaxserve.scheduling.events import StepIssued
 from jaxserve.scheduling.sequence import PlanPart
 from tests.engine.harness import Runner, assert_empty, engine, fresh, generate

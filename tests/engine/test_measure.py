@@ -10,7 +10,6 @@ from collections import Counter
 
 import pytest
 
-from jaxserve.api.lane_groups import group_sizes
 from jaxserve.costs.exchange_choice import TRAFFIC
 from jaxserve.engine.build import build
 from jaxserve.engine.profiling import profile_file as profile
@@ -22,6 +21,7 @@ from jaxserve.engine.profiling.measure import (
     spread_grid,
 )
 from jaxserve.engine.shapes import shapes
+from jaxserve.lanes.groups import group_sizes
 from jaxserve.settings.schema import (
     CacheConfig,
     ConfigError,

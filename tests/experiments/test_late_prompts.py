@@ -9,7 +9,7 @@ import pytest
 
 from experiments.benchmarks.late_prompts import COMMAND, RULES, Case, check, shown, summary
 from experiments.script import command_line
-from jaxserve.scheduling.policies import PATIENCE
+from jaxserve.policies import PATIENCE
 from jaxserve.settings.schema import ConfigError
 from jaxserve.simulate.recorder import RequestRecord
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished, Progress, Token
-from jaxserve.api.lane_groups import group_around, group_sizes
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import NOMINAL, Costs
+from jaxserve.lanes.groups import group_around, group_sizes
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig

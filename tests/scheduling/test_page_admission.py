@@ -17,9 +17,9 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import NO_MATCH, CacheManager, PrefixMatch
 from jaxserve.cache.hashes import BlockHashes
 from jaxserve.costs.predictor import Costs
+from jaxserve.policies import PATIENCE, POLICIES
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.budget import CHUNKING
-from jaxserve.scheduling.policies import PATIENCE, POLICIES
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import LEAVING
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from jaxserve.api.request import Request, Slo
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import Costs, Predictor
+from jaxserve.policies import POLICIES
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.budget import CHUNKING
-from jaxserve.scheduling.policies import POLICIES
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from jaxserve.simulate.arrival import Arrival, to_request
 from jaxserve.simulate.recorder import Recorder, RequestRecord

@@ -116,7 +116,7 @@ def _fit(size: int, points: np.ndarray) -> Latency:
 class Instances:
     """Prefill instances. latencies: by group size, powers of two where not aligned; per_node:
     instances in a node; block: every chunk but the last ends on a multiple of so many tokens;
-    aligned: groups are those of `api.lane_groups`, as the lanes of a replica meet; else any
+    aligned: groups are those of `lanes.groups`, as the lanes of a replica meet; else any
     instances."""
 
     latencies: Mapping[int, Latency]

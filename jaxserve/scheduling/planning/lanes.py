@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from jaxserve.api.lane_groups import group_sizes
 from jaxserve.costs.predictor import Predictor
+from jaxserve.lanes.groups import group_sizes
 from jaxserve.scheduling.planning import cdsp
 from jaxserve.scheduling.planning.cdsp import Instances
 from jaxserve.scheduling.planning.improvement import ImprovementRate

@@ -1,7 +1,7 @@
 """Every setting of jaxserve: frozen dataclasses, one file for each group, whose fields declare
 type, limits and help. The command line's flags are made from them."""
 
-from jaxserve.settings.fields import ConfigError
+from jaxserve.api.errors import ConfigError
 from jaxserve.settings.schema.cache import CacheConfig
 from jaxserve.settings.schema.engine import EngineConfig, check_lanes
 from jaxserve.settings.schema.mesh import MeshConfig

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxserve.settings.fields import ConfigError, Settings, option
+from jaxserve.api.errors import ConfigError
+from jaxserve.settings.fields import Settings, option
 
 
 @dataclass(frozen=True)

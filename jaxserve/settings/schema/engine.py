@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jaxserve.settings.fields import ConfigError, Settings, option
+from jaxserve.api.errors import ConfigError
+from jaxserve.settings.fields import Settings, option
 from jaxserve.settings.schema.cache import CacheConfig
 from jaxserve.settings.schema.mesh import MeshConfig
 from jaxserve.settings.schema.model import ModelSource

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from jaxserve.settings.fields import ConfigError, Option, Settings, option
+from jaxserve.api.errors import ConfigError
+from jaxserve.settings.fields import Option, Settings, option
 
 # settings that give one axis of the mesh each
 DEGREES = {

@@ -6,7 +6,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from jaxserve.settings.fields import ConfigError, Settings, option
+from jaxserve.api.errors import ConfigError
+from jaxserve.settings.fields import Settings, option
 
 CLASS_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 DEFAULT_CLASS = "default"  # label in metrics of requests that name no class

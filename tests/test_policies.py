@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.scheduling.policies import PATIENCE, POLICIES, relative_slack, slack
+from jaxserve.policies import PATIENCE, POLICIES, relative_slack, slack
 from jaxserve.scheduling.waiting_queue import WaitingQueue, smallest_first
 from jaxserve.settings.options import options_of
 from jaxserve.settings.schema import SchedulerConfig
