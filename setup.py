@@ -70,8 +70,8 @@ DOCS = ["mkdocs-material>=9.6"]  # the site: python -m experiments.documentation
 setup(
     name="jaxserve",
     version=VERSION,
-    description="Exact serving of language models with contexts from a hundred tokens to ten "
-    "million, in JAX",
+    description="Exact serving of language models in JAX, with latency objectives for short and "
+    "very long requests",
     long_description=(HERE / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -1,16 +1,16 @@
-"""jaxserve: exact serving of language models with contexts from a hundred tokens to ten million, in
-JAX.
+"""jaxserve: exact serving of language models in JAX, with latency objectives for short and
+very long requests.
 
-The host tower (api, settings, cache, scheduling) decides, in plain ints, and imports no JAX; the
-device tower (kernels, sharding, models, weights, engine) executes; `server` and `llm` stand on
-both. See docs/architecture.md.
+The host tower (api, settings, lanes, cache, scheduling) decides, in plain ints, and imports no
+JAX; the device tower (kernels, sharding, models, weights, engine) executes; `server` and `llm`
+stand on both. See docs/architecture.md.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["LLM", "Request", "SamplingParams"]
 
 

@@ -96,8 +96,7 @@ def overview() -> str:
     lines = [f"  {name:14}{summary}" for name, (_, summary) in COMMANDS.items()]
     return "\n".join(
         [
-            f"jaxserve {jaxserve.__version__}: exact serving of language models with contexts "
-            "from a hundred tokens to ten million",
+            f"jaxserve {jaxserve.__version__}: exact serving of language models in JAX",
             "",
             "usage: jaxserve COMMAND [flags]",
             "",
