@@ -90,7 +90,7 @@ READ: dict[str, tuple[Callable[..., Metric], str]] = {
     ),
     "kv_blocks_wrong": (
         CounterMetricFamily,
-        "KV blocks in host memory whose checksum was wrong; they were computed anew",
+        "KV blocks in host memory whose checksum was wrong; they were computed again",
     ),
     "kv_blocks_in_host": (GaugeMetricFamily, "KV blocks in host memory"),
     "kv_blocks_on_disk": (GaugeMetricFamily, "KV blocks on disk"),
@@ -258,7 +258,7 @@ class Metrics:
         )
         self._queue = self._histogram(
             "request_queue_time_seconds",
-            "Seconds from a request's arrival to its first chunk, told with its first token",
+            "Seconds from a request's arrival to its first chunk, recorded with its first token",
             WAITS,
         )
         self._e2e = self._histogram(
@@ -268,24 +268,26 @@ class Metrics:
         )
         self._prefill = self._histogram(
             "request_prefill_time_seconds",
-            "Seconds from a request's first chunk to its first token, told at its end",
+            "Seconds from a request's first chunk to its first token, recorded at its end",
             WAITS,
         )
         self._decode = self._histogram(
             "request_decode_time_seconds",
-            "Seconds from a request's first token to its last, told at its end",
+            "Seconds from a request's first token to its last, recorded at its end",
             WAITS,
         )
         self._pace = self._histogram(
             "request_time_per_output_token_seconds",
-            "Mean seconds per token of a completion, told at its end",
+            "Mean seconds per token of a completion, recorded at its end",
             STEPS,
         )
         self._prompts = self._histogram(
-            "request_prompt_tokens", "Tokens of a request's prompt, told at its end", LENGTHS
+            "request_prompt_tokens", "Tokens of a request's prompt, recorded at its end", LENGTHS
         )
         self._outputs = self._histogram(
-            "request_generation_tokens", "Tokens that a request generated, told at its end", LENGTHS
+            "request_generation_tokens",
+            "Tokens that a request generated, recorded at its end",
+            LENGTHS,
         )
         self._slack = self._histogram(
             "request_slack_seconds",
