@@ -30,9 +30,10 @@ LONGEST = (
     "engine/test_golden.py",
     "experiments/test_notebooks.py",
     "cli",
+    "lab/cli",
     "engine",
     "models",
-    "simulate",
+    "lab/simulate",
     "server",
 )
 

@@ -26,7 +26,7 @@ def test_virtual_time_moves_when_told_and_never_back():
 def test_nothing_that_serves_asks_for_the_date():
     """A step of the system's date must not end requests or hold them up: durations come from
     monotonic clocks."""
-    for room in ("engine", "scheduling", "cache", "simulate"):
+    for room in ("engine", "scheduling", "cache", "lab/simulate"):
         for path in (ROOT / "jaxserve" / room).glob("*.py"):
             names = {
                 ast.unparse(node)

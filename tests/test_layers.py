@@ -35,10 +35,10 @@ HOST = {
     2: ("cache", "store", "transfer"),
     3: ("scheduling",),
     4: ("observe", "replica"),
-    5: ("cluster", "simulate"),
+    5: ("cluster",),
 }
 DEVICE = {1: ("kernels",), 2: ("sharding",), 3: ("models",), 4: ("weights",), 5: ("engine",)}
-DOORS = {6: ("server", "llm", "research", "cli", "integrations", "__main__")}
+DOORS = {6: ("server", "llm", "cli", "integrations", "lab", "__main__")}
 PLACE = {
     room: (floor, place)
     for tower in (HOST, DEVICE, DOORS)
@@ -51,7 +51,8 @@ HOST_ROOMS, DEVICE_ROOMS = (
 
 AXES = {"spp", "kvp", "tp"}
 AXIS_HOMES = {"sharding.mesh", "settings.schema.mesh", "settings.renamed"}  # the last: flags
-NO_CLOCK = ("policies", "lanes", "cache", "scheduling", "costs", "simulate")
+NO_CLOCK = ("policies", "lanes", "cache", "scheduling", "costs")
+SIMULATOR = "lab.simulate"  # in the laboratory, and bound like a room of the host tower
 
 
 @dataclass(frozen=True)
@@ -140,13 +141,19 @@ def test_a_module_imports_only_from_below(module):
 
 def test_the_host_tower_imports_nothing_of_the_device_tower():
     for module in MODULES:
-        if module.room in HOST_ROOMS:
+        if module.room in HOST_ROOMS or module.name.startswith(SIMULATOR):
             assert not rooms_of(module) & DEVICE_ROOMS, module.name
             assert not [
                 name
                 for name in module.imports()
                 if name.split(".")[0] in ("jax", "jaxlib", "flax", "orbax")
             ], module.name
+
+
+def test_serving_imports_nothing_of_the_laboratory():
+    for module in MODULES:
+        if module.room != "lab":
+            assert "lab" not in rooms_of(module), module.name
 
 
 def test_no_room_imports_another_ones_private_names():
@@ -161,7 +168,7 @@ def test_host_modules_and_the_front_door_can_be_imported_without_jax():
     light = [
         f"jaxserve.{m.name}"
         for m in WRITTEN
-        if m.room in HOST_ROOMS or m.name in ("cli.main", "llm")
+        if m.room in HOST_ROOMS or m.name in ("cli.main", "llm") or m.name.startswith(SIMULATOR)
     ]
     code = (
         "import importlib, sys\n"
@@ -176,7 +183,7 @@ def test_host_modules_and_the_front_door_can_be_imported_without_jax():
 
 def test_the_parts_that_get_time_as_an_argument_have_no_clock_and_no_threads():
     for module in MODULES:
-        if module.room in NO_CLOCK:
+        if module.room in NO_CLOCK or module.name.startswith(SIMULATOR):
             banned = {"time", "datetime", "threading", "asyncio", "logging"} & {
                 name.split(".")[0] for name in module.imports()
             }

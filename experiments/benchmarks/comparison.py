@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from experiments.benchmarks.engines import OWN
-from jaxserve.cli.bench.speed import SpeedPoint
 from jaxserve.cli.display import table
+from jaxserve.lab.cli.bench.speed import SpeedPoint
 
 LAZY = 0.75  # share of the cores below which a prefill says that an engine was hindered
 

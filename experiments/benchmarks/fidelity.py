@@ -22,8 +22,13 @@ from experiments.script import command_line
 from jaxserve.cache import CacheManager
 from jaxserve.cli.display import table
 from jaxserve.costs.predictor import Costs
+from jaxserve.lab.research.drive import LiveRun
+from jaxserve.lab.simulate.arrival import Arrival
+from jaxserve.lab.simulate.recorder import Outcome
+from jaxserve.lab.simulate.replica import VirtualReplica
+from jaxserve.lab.simulate.run import execute
+from jaxserve.lab.simulate.workload import parse as workload
 from jaxserve.observe.machine import described, machine
-from jaxserve.research.drive import LiveRun
 from jaxserve.scheduling import Scheduler
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
@@ -34,11 +39,6 @@ from jaxserve.settings.schema import (
     ModelSource,
     SchedulerConfig,
 )
-from jaxserve.simulate.arrival import Arrival
-from jaxserve.simulate.recorder import Outcome
-from jaxserve.simulate.replica import VirtualReplica
-from jaxserve.simulate.run import execute
-from jaxserve.simulate.workload import parse as workload
 
 OPTIONS = {
     "fidelity": [

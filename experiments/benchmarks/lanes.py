@@ -21,10 +21,10 @@ from experiments.multihost.hlo import collectives
 from experiments.script import command_line, keep
 from jaxserve.cli.display import table
 from jaxserve.cli.files import check_picture
+from jaxserve.lab.research import plots
+from jaxserve.lab.research.frames import timeline
 from jaxserve.lanes.groups import group_sizes
 from jaxserve.observe.machine import described, machine
-from jaxserve.research import plots
-from jaxserve.research.frames import timeline
 from jaxserve.scheduling.events import StepIssued, StepRead
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option

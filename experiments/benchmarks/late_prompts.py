@@ -23,15 +23,15 @@ import numpy as np
 
 from experiments.script import command_line, keep
 from jaxserve.cli.display import table
-from jaxserve.cli.simulate import configs, scheduling_options
+from jaxserve.lab.cli.simulate import configs, scheduling_options
+from jaxserve.lab.simulate.recorder import RequestRecord
+from jaxserve.lab.simulate.run import System, execute, shape_of
+from jaxserve.lab.simulate.workload import parse
 from jaxserve.policies import PATIENCE, POLICIES, Policy, relative_slack
 from jaxserve.progress import progress_bar
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError, MeshConfig
-from jaxserve.simulate.recorder import RequestRecord
-from jaxserve.simulate.run import System, execute, shape_of
-from jaxserve.simulate.workload import parse
 
 SYSTEM = System(shape_of("llama3-8b"), "a100", MeshConfig(tp=8, spp=2))
 POLICY = POLICIES["slack"]

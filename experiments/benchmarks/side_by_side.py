@@ -27,9 +27,9 @@ from experiments.benchmarks.engines import Engine, EngineError, Worker
 from experiments.benchmarks.guard import Meter, wait_until_quiet
 from experiments.benchmarks.install import InstallError, install
 from experiments.script import command_line
-from jaxserve.cli.bench.engine import counts
-from jaxserve.cli.bench.speed import CONTEXT, STEPS, SpeedPoint
 from jaxserve.folders import cache_folder
+from jaxserve.lab.cli.bench.engine import counts
+from jaxserve.lab.cli.bench.speed import CONTEXT, STEPS, SpeedPoint
 from jaxserve.observe.machine import described, machine
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option

@@ -15,10 +15,10 @@ from typing import Any
 
 from experiments.markdown import table
 from experiments.script import command_line
+from jaxserve.lab.simulate.run import System, shape_of
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError, MeshConfig
-from jaxserve.simulate.run import System, shape_of
 
 OPTIONS = {
     "decodes": [

@@ -17,11 +17,11 @@ from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
 from jaxserve.cache import CacheManager
 from jaxserve.costs.exchange_choice import ExchangeChooser
 from jaxserve.costs.predictor import Costs
+from jaxserve.lab.simulate.arrival import Arrival
+from jaxserve.lab.simulate.replica import VirtualReplica
+from jaxserve.lab.simulate.run import execute
 from jaxserve.scheduling import Scheduler
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.simulate.arrival import Arrival
-from jaxserve.simulate.replica import VirtualReplica
-from jaxserve.simulate.run import execute
 
 CASES = (
     (1, 128_000),

@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxserve.costs.predictor import LaneLoad, Predictor
 from jaxserve.costs.profiles import ITEM, ModelShape, devices
+from jaxserve.lab.simulate.run import System, shape_of
 from jaxserve.settings.schema import MeshConfig
-from jaxserve.simulate.run import System, shape_of
 
 POINTS = 400  # of the context at which steps of a prefill are looked at
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
 from experiments.medha.figure import MedhaSettings, main
-from jaxserve.cli.simulate import configs, scheduling_options
+from jaxserve.lab.cli.simulate import configs, scheduling_options
+from jaxserve.lab.simulate.arrival import Arrival
+from jaxserve.lab.simulate.run import System, execute, shape_of
 from jaxserve.settings.schema import MeshConfig
-from jaxserve.simulate.arrival import Arrival
-from jaxserve.simulate.run import System, execute, shape_of
 
 SYSTEM = System(shape_of("llama3-8b"), "h100", MeshConfig(tp=8))
 PROMPT = 1_000_000

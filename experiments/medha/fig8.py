@@ -9,8 +9,8 @@ from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.medha.closed import Node
 from experiments.medha.figure import MedhaSettings, main
 from jaxserve.costs.profiles import ITEM, devices
+from jaxserve.lab.simulate.loongserve import LoongPool
 from jaxserve.settings.schema import MeshConfig
-from jaxserve.simulate.loongserve import LoongPool
 
 PROMPT = 1_000_000
 CHUNK = 4096

@@ -16,13 +16,13 @@ import numpy as np
 
 from experiments.figures import Row
 from experiments.medha.figure import MedhaSettings
-from jaxserve.cli.simulate import configs, scheduling_options
+from jaxserve.lab.cli.simulate import configs, scheduling_options
+from jaxserve.lab.simulate.arrival import Arrival
+from jaxserve.lab.simulate.baselines import compare
+from jaxserve.lab.simulate.recorder import RequestRecord
+from jaxserve.lab.simulate.run import System, execute, shape_of
+from jaxserve.lab.simulate.workload import parse
 from jaxserve.settings.schema import MeshConfig
-from jaxserve.simulate.arrival import Arrival
-from jaxserve.simulate.baselines import compare
-from jaxserve.simulate.recorder import RequestRecord
-from jaxserve.simulate.run import System, execute, shape_of
-from jaxserve.simulate.workload import parse
 
 HOUR = 3600.0  # seconds; the paper's profiling window
 LOADS = (0.25, 0.75, 1.25, 1.75)  # queries per second (Medha 5.2)

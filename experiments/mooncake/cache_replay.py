@@ -16,7 +16,7 @@ from experiments.mooncake.figure import WORKLOADS, MooncakeSettings
 from jaxserve.cache.hashes import BlockHashes, root_key
 from jaxserve.cache.pages import PageAllocator
 from jaxserve.cache.prefix_match import NO_MATCH, find_prefix
-from jaxserve.simulate.arrival import BLOCK, Arrival
+from jaxserve.lab.simulate.arrival import BLOCK, Arrival
 
 ALL = "all"  # the three workloads together
 NODE_TOKENS = 3_000_000  # what the memory of one node holds (7.3.1)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
 from experiments.mooncake.cache_replay import BlockCache, PromptBlocks, block_hashes
 from experiments.mooncake.figure import MooncakeSettings, main
-from jaxserve.simulate.arrival import BLOCK
-from jaxserve.simulate.workload import parse
+from jaxserve.lab.simulate.arrival import BLOCK
+from jaxserve.lab.simulate.workload import parse
 
 REQUESTS = 20_000
 MEMORY = 13_000_000  # tokens

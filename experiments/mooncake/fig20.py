@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.mooncake.figure import MooncakeSettings, main
 from experiments.mooncake.node import KV_BYTES, TRANSFER_BYTES_PER_S
-from jaxserve.simulate.network import Network
+from jaxserve.lab.simulate.network import Network
 
 SIZES = (1, 2, 5, 10, 20, 40)  # GB
 CONTEXT = 128 * 1024  # tokens, whose KV is 40 GiB

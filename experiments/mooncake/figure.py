@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments import figures
+from jaxserve.lab.simulate.arrival import Arrival
+from jaxserve.lab.simulate.workload import parse
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError
-from jaxserve.simulate.arrival import Arrival
-from jaxserve.simulate.workload import parse
 
 RESULTS = Path(__file__).parent / "results"
 SIBLING = Path(__file__).parents[3] / "shared" / "data"

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxserve.costs.predictor import Predictor
+from jaxserve.lab.simulate.run import System, shape_of
 from jaxserve.settings.schema import MeshConfig
-from jaxserve.simulate.run import System, shape_of
 
 SYSTEM = System(shape_of("llama3-70b"), "a100", MeshConfig(tp=8))
 KV_BYTES = SYSTEM.shape.kv_bytes_per_token()  # the paper's 320 KB

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.mooncake.cache_replay import hit_ratio, prompts_of, unbounded
 from experiments.mooncake.figure import WORKLOADS, MooncakeSettings, main
-from jaxserve.simulate.arrival import workload_summary
+from jaxserve.lab.simulate.arrival import workload_summary
 
 REMARKS = {
     "conversation": "of all hash ids; of those of the second half, 39.8 %",

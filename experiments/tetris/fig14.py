@@ -10,7 +10,7 @@ from experiments.tetris.figure import TetrisSettings, main
 from experiments.tetris.model import TP, K, composed
 from experiments.tetris.systems import MODELS
 from jaxserve.costs.profiles import costs, devices
-from jaxserve.simulate.run import shape_of
+from jaxserve.lab.simulate.run import shape_of
 
 CHUNK = {"llama3-8b": 128 * K, "llama3-70b": 64 * K}  # tokens (7.4)
 SHARES = (0.25, 0.5, 1.0, 1.5, 2.0)  # of history, by the chunk

@@ -19,12 +19,12 @@ from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
 from experiments.tetris.figure import TetrisSettings, main
 from experiments.tetris.model import hop
 from jaxserve.costs.profiles import Link
+from jaxserve.lab.simulate.replica import VirtualReplica
+from jaxserve.lab.simulate.run import System, execute, shape_of
+from jaxserve.lab.simulate.tetris import PrefillInstances, constant
 from jaxserve.scheduling.planning.cdsp import POLICIES
 from jaxserve.scheduling.planning.lanes import IMPROVEMENT, LanePlanner
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.simulate.replica import VirtualReplica
-from jaxserve.simulate.run import System, execute, shape_of
-from jaxserve.simulate.tetris import PrefillInstances, constant
 
 LANES = 8
 PLANNERS = ("cdsp", "single", "fixed-2", "fixed-4", "fixed-8")

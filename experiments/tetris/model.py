@@ -13,8 +13,8 @@ import functools
 from collections.abc import Iterator
 
 from jaxserve.costs.profiles import costs, devices
+from jaxserve.lab.simulate.run import shape_of
 from jaxserve.scheduling.planning.cdsp import Instances, Latency, LatencyPoint, fit
-from jaxserve.simulate.run import shape_of
 
 K = 1024
 NODE = 8  # GPUs

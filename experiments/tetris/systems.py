@@ -26,17 +26,17 @@ from experiments.figures import Row, Rows, matching
 from experiments.tetris.figure import TetrisSettings
 from experiments.tetris.model import NODE, TP, instances
 from jaxserve.costs.profiles import costs
-from jaxserve.scheduling.planning.cdsp import POLICIES, Policy
-from jaxserve.scheduling.planning.improvement import ImprovementRate
-from jaxserve.simulate.arrival import Arrival
-from jaxserve.simulate.run import shape_of
-from jaxserve.simulate.tetris import (
+from jaxserve.lab.simulate.arrival import Arrival
+from jaxserve.lab.simulate.run import shape_of
+from jaxserve.lab.simulate.tetris import (
     IMPROVEMENT_RATES,
     PrefillInstances,
     PrefillOutcome,
     best_rates,
     constant,
 )
+from jaxserve.scheduling.planning.cdsp import POLICIES, Policy
+from jaxserve.scheduling.planning.improvement import ImprovementRate
 
 MODELS = ("llama3-8b", "llama3-70b")
 NODES = {"llama3-8b": 4, "llama3-70b": 8}

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.cli.simulate import configs, scheduling_options
+from jaxserve.lab.cli.simulate import configs, scheduling_options
+from jaxserve.lab.simulate.arrival import Arrival
+from jaxserve.lab.simulate.baselines import SCHEDULERS
+from jaxserve.lab.simulate.mixes import MIXES
+from jaxserve.lab.simulate.recorder import RequestRecord
+from jaxserve.lab.simulate.run import System, execute, shape_of
+from jaxserve.lab.simulate.workload import parse
 from jaxserve.settings.schema import ConfigError, MeshConfig, SchedulerConfig
-from jaxserve.simulate.arrival import Arrival
-from jaxserve.simulate.baselines import SCHEDULERS
-from jaxserve.simulate.mixes import MIXES
-from jaxserve.simulate.recorder import RequestRecord
-from jaxserve.simulate.run import System, execute, shape_of
-from jaxserve.simulate.workload import parse
 
 DRIVER = Path(__file__).with_name("driver.py")
 ROOT = DRIVER.parents[2]

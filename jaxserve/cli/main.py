@@ -20,32 +20,41 @@ from jaxserve.settings.flags import Command, UsageError, help_of, parse
 from jaxserve.settings.schema import ConfigError
 from jaxserve.settings.sources import printed
 
-COMMANDS = {  # name -> module in `cli`, summary
-    "serve": ("serve", "serve a model over gRPC and the OpenAI protocol"),
-    "chat": ("chat", "a conversation in the terminal"),
-    "complete": ("complete", "one text goes on"),
-    "generate": ("generate", "complete prompts in this process"),
-    "demo": ("demo", "serve a small model on a mesh of twelve CPU devices and talk to it"),
-    "launch": ("launch", "run a command as a group of processes, on this host or on several"),
-    "conductor": ("conductor", "serve with the replicas of a cluster, without devices"),
-    "cluster": ("cluster", "replicas and a conductor as processes of this machine"),
-    "fetch": ("fetch", "download a model into the cache folder"),
+COMMANDS = {  # name -> module of jaxserve, summary
+    "serve": ("cli.serve", "serve a model over gRPC and the OpenAI protocol"),
+    "chat": ("cli.chat", "a conversation in the terminal"),
+    "complete": ("cli.complete", "one text goes on"),
+    "generate": ("cli.generate", "complete prompts in this process"),
+    "demo": ("lab.cli.demo", "serve a small model on a mesh of twelve CPU devices and talk to it"),
+    "launch": ("cli.launch", "run a command as a group of processes, on this host or on several"),
+    "conductor": ("cli.conductor", "serve with the replicas of a cluster, without devices"),
+    "cluster": ("cli.cluster", "replicas and a conductor as processes of this machine"),
+    "fetch": ("cli.fetch", "download a model into the cache folder"),
     "doctor": (
-        "doctor.command",
+        "cli.doctor.command",
         "look whether serving with these flags would work here, and how fast",
     ),
-    "keys": ("keys", "make and forget the API keys of a server"),
-    "profile": ("profile_steps", "measure what steps cost here, for the scheduler's predictions"),
-    "simulate": ("simulate", "what a model on so many GPUs would make of a workload, simulated"),
-    "plan": ("plan", "which mesh of so many GPUs serves a workload best, simulated"),
+    "keys": ("cli.keys", "make and forget the API keys of a server"),
+    "profile": (
+        "lab.cli.profile_steps",
+        "measure what steps cost here, for the scheduler's predictions",
+    ),
+    "simulate": (
+        "lab.cli.simulate",
+        "what a model on so many GPUs would make of a workload, simulated",
+    ),
+    "plan": ("lab.cli.plan", "which mesh of so many GPUs serves a workload best, simulated"),
     "bench engine": (
-        "bench.engine",
+        "lab.cli.bench.engine",
         "measure prefill, decode and the host's work, without a server",
     ),
-    "bench serve": ("bench.serve", "measure a server under load"),
-    "bench sweep": ("bench.sweep", "measure and simulate replicas of many settings"),
-    "bench scaling": ("bench.scaling", "measure and simulate a prompt on ever more devices"),
-    "soak": ("soak", "everything at once for hours, and what is left afterwards"),
+    "bench serve": ("lab.cli.bench.serve", "measure a server under load"),
+    "bench sweep": ("lab.cli.bench.sweep", "measure and simulate replicas of many settings"),
+    "bench scaling": (
+        "lab.cli.bench.scaling",
+        "measure and simulate a prompt on ever more devices",
+    ),
+    "soak": ("lab.cli.soak", "everything at once for hours, and what is left afterwards"),
 }
 USAGE = 2  # exit code of a command line or a setting at fault
 INTERRUPTED = 130
@@ -88,7 +97,7 @@ def _main(arguments: list[str]) -> int:
 
 def load(name: str) -> Command:
     """Imports a command; others, and what they import, are left alone."""
-    return importlib.import_module(f"jaxserve.cli.{COMMANDS[name][0]}").COMMAND
+    return importlib.import_module(f"jaxserve.{COMMANDS[name][0]}").COMMAND
 
 
 def overview() -> str:

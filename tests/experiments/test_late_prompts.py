@@ -9,9 +9,9 @@ import pytest
 
 from experiments.benchmarks.late_prompts import COMMAND, RULES, Case, check, shown, summary
 from experiments.script import command_line
+from jaxserve.lab.simulate.recorder import RequestRecord
 from jaxserve.policies import PATIENCE
 from jaxserve.settings.schema import ConfigError
-from jaxserve.simulate.recorder import RequestRecord
 
 
 def record(kind: str, arrival: float, budget: float, ttft: float) -> RequestRecord:

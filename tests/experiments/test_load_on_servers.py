@@ -4,7 +4,7 @@ import json
 
 from experiments.benchmarks.load_generators import OURS, chosen, shown
 from experiments.mooncake.live_replay import Line, lines, lru_hit_rate
-from jaxserve.research.load import Load
+from jaxserve.lab.research.load import Load
 
 
 def test_the_lru_cache_hits_leading_blocks_that_are_still_there():

@@ -22,7 +22,7 @@ from experiments.mooncake.cache_replay import (
 )
 from experiments.mooncake.figure import WORKLOADS, MooncakeSettings
 from experiments.mooncake.node import A800, H800, KV_BYTES
-from jaxserve.simulate.arrival import BLOCK, Arrival
+from jaxserve.lab.simulate.arrival import BLOCK, Arrival
 from tests.experiments.figure_checks import assert_one_line, check_all, made_small
 
 FIGURES = {made.name: made for made in every.PAPER.figures()}

@@ -13,7 +13,7 @@ from experiments.benchmarks import engines, model_files, side_by_side
 from experiments.benchmarks.comparison import Comparison, Measurement, agreement
 from experiments.benchmarks.engines import Engine, EngineError, Worker
 from experiments.benchmarks.guard import CpuUsage, Meter, wait_until_quiet
-from jaxserve.cli.bench.speed import SpeedPoint
+from jaxserve.lab.cli.bench.speed import SpeedPoint
 from jaxserve.weights import open_checkpoint
 
 POINT = SpeedPoint("prefill", 128)

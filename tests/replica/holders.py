@@ -17,6 +17,7 @@ from jaxserve.cluster.conductor import Conductor
 from jaxserve.cluster.member import Member
 from jaxserve.costs.predictor import Costs
 from jaxserve.costs.profiles import ModelShape
+from jaxserve.lab.simulate.replica import VirtualReplica
 from jaxserve.replica.protocol import Replica
 from jaxserve.scheduling import Scheduler
 from jaxserve.server.remote_replica import RemoteReplica
@@ -28,7 +29,6 @@ from jaxserve.settings.schema import (
     ModelSource,
     SchedulerConfig,
 )
-from jaxserve.simulate.replica import VirtualReplica
 from tests.server.fakes import FakeReplica
 from tests.waiting import eventually
 

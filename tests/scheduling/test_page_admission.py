@@ -17,17 +17,17 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import NO_MATCH, CacheManager, PrefixMatch
 from jaxserve.cache.hashes import BlockHashes
 from jaxserve.costs.predictor import Costs
+from jaxserve.lab.simulate.arrival import Arrival, to_request
+from jaxserve.lab.simulate.run import drive
 from jaxserve.policies import PATIENCE, POLICIES
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.budget import CHUNKING
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import LEAVING
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.simulate.arrival import Arrival, to_request
-from jaxserve.simulate.run import drive
 from tests.examples import examples
+from tests.lab.simulate.test_replica import Watched, made
 from tests.scheduling.fakes import Replica, chunks
-from tests.simulate.test_replica import Watched, made
 
 PAGES = 128
 SIZE = 4

@@ -415,7 +415,7 @@ def _requests(replica: Replica) -> Row:
 
 def _host_time(replica: Replica) -> list[Row]:
     """The host's microseconds per decode step: medians, and of the total the 90th of a hundred."""
-    from jaxserve.cli.bench.host_time import Crowd, host_time
+    from jaxserve.lab.cli.bench.host_time import Crowd, host_time
 
     rows = []
     for crowd in (

@@ -2,8 +2,8 @@
 
 import protocol
 
-from jaxserve.cli.bench.speed import Runner, SpeedPoint
 from jaxserve.engine.build import build
+from jaxserve.lab.cli.bench.speed import Runner, SpeedPoint
 from jaxserve.observe.machine import machine
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig

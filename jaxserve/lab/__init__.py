@@ -1,0 +1,1 @@
+"""Laboratory: simulations, sweeps, benchmarks and demonstrations. Serving imports nothing of it."""

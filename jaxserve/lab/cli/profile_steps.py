@@ -1,0 +1,119 @@
+"""`jaxserve profile`: measures what steps cost on the engine at hand, for its scheduler and for
+simulations."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxserve.cli.display import table
+from jaxserve.cli.engine_flags import engine_config, engine_groups
+from jaxserve.observe.machine import described, machine
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option
+from jaxserve.settings.schema import EngineConfig
+
+ABOUT = """\
+Runs steps of every compiled shape, with contexts up to --longest, on an engine with the flags
+below, and fits the costs that scheduling predicts with. `jaxserve serve` with the same flags
+finds them; another place is named by --out here and --profile there.
+
+  jaxserve profile --model=smollm2-135m
+"""
+SAMPLE = 300  # requests of a simulation that tries an improvement rate
+STEPS = 8  # loads at which rates are tried
+PROFILE = [
+    Option(
+        "longest",
+        int,
+        65536,
+        "tokens of the longest sequence that is measured, if the model and the cache hold it",
+        2,
+    ),
+    Option("repeats", int, 3, "measurements of each point, of which the median counts", 1),
+    Option(
+        "workload",
+        str,
+        "poisson:mix=tetris-short",
+        "lengths for which plans of lanes (--planner) are tuned, as `jaxserve simulate` takes them",
+    ),
+    Option("out", str, None, "file for the profile; default: where `jaxserve serve` looks"),
+]
+
+
+def run(values: dict[str, Any]) -> int:
+    from jaxserve.engine.build import for_this_machine, max_length, open_worker
+    from jaxserve.engine.profiling import profile_file
+
+    config = for_this_machine(engine_config(values, profile="auto"))
+    progress = sys.stderr.isatty()
+    worker, _ = open_worker(config, progress)
+    most = max_length(config, worker.plan.model)
+    longest = min(values["longest"], most)
+    found = profile_file.measure_costs(worker, longest, values["repeats"], progress)
+    identity = profile_file.identity_of(worker, most)
+    file = Path(values["out"]) if values["out"] else profile_file.safe_file(identity)
+    searched = worker.plan.moves and config.scheduler.planner in ("single", "cdsp")
+    search = improvement(values, config, worker.plan, most) if searched else None
+    profile_file.write(file, identity, found, search)
+    rows = [
+        [
+            str(one.shape),
+            str(one.point.decodes),
+            f"{one.point.chunks} x {one.point.new}",
+            str(max(one.point.context, one.point.cached)),
+            "yes" if one.point.sample else "no",
+            f"{one.seconds * 1e3:.2f}",
+        ]
+        for one in found.points
+    ]
+    print(described(machine()))
+    print()
+    print(table(["shape", "decodes", "chunks", "tokens before", "sampled", "ms per step"], rows))
+    print(
+        f"\nmean error of the fit {found.fitted:.1%}, of points left out of it "
+        f"{found.held_out:.1%}; written to {file}"
+    )
+    if found.spread_held_out:
+        errors = [
+            [exchange, str(size), f"{error:.1%}"]
+            for (exchange, size), error in found.spread_held_out.items()
+        ]
+        print("\nsteps with chunks on several lanes, of points left out of the fit:")
+        print(table(["exchange", "lanes", "mean error"], errors))
+    return 0
+
+
+def improvement(values: dict[str, Any], config: EngineConfig, plan: Any, max_len: int) -> Any:
+    """Returns a search for the improvement rates with the least mean TTFT, by simulation, at loads
+    up to where all lanes are busy (Tetris, 5.1)."""
+    from jaxserve.lab.simulate import tetris, workload
+    from jaxserve.scheduling.planning.cdsp import POLICIES
+
+    planner = config.scheduler.planner
+    sample = lambda qps: [
+        dataclasses.replace(one, prompt=min(one.prompt, max_len - 1))
+        for one in workload.parse(values["workload"], qps=qps, requests=SAMPLE)
+    ]
+
+    def search(profile: Any) -> dict[str, dict[float, float]]:
+        instances = profile.instances(plan, config.scheduler, max_len)
+        lanes = config.mesh.kvp
+        one = min(instances.latencies)
+        seconds = statistics.fmean(
+            instances.latencies[one](0, arrival.prompt) for arrival in sample(1.0)
+        )
+        loads = [lanes / seconds * step / STEPS for step in range(1, STEPS + 1)]
+        return {planner: tetris.best_rates(instances, lanes, POLICIES[planner], sample, loads)}
+
+    return search
+
+
+GROUPS = {
+    title: [option for option in group if option.name != "profile"]
+    for title, group in engine_groups().items()
+}
+COMMAND = Command({"measuring": PROFILE, **GROUPS}, run, ABOUT)

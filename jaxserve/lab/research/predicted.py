@@ -1,0 +1,156 @@
+"""What the predictor and the planners say of prompts and workloads before anything runs, as pandas
+frames: how lanes exchange, how many of them compute a chunk, which mesh serves a workload."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from jaxserve.costs.exchange_choice import Chooser, ExchangeChooser
+from jaxserve.costs.predictor import Predictor
+from jaxserve.lab.research.frames import TIMELINE
+from jaxserve.lab.simulate.arrival import Arrival
+from jaxserve.lab.simulate.plan import CHUNKS, PlanQuestion, PlanRunner, meshes, plans, search
+from jaxserve.lab.simulate.run import System
+from jaxserve.lab.simulate.tetris import PrefillInstances, constant
+from jaxserve.scheduling.planning.cdsp import POLICIES, Instances
+from jaxserve.scheduling.planning.lanes import instances_of
+from jaxserve.settings.schema import ConfigError
+
+BLOCK = 16  # tokens of a page
+STEP = 8192  # prefill tokens of a step for each lane
+QUEUED = "queued"  # kind of a lane's work that is there already
+
+
+def exchange_chooser(system: System, chooser: str | Chooser = "roofline") -> ExchangeChooser:
+    """What chooses how the lanes of a system exchange, by the costs of its devices. Errors:
+    ConfigError."""
+    found = system.exchange("auto", BLOCK)
+    if found is None:
+        raise ConfigError("mesh", f"{system.mesh} has one lane, which exchanges nothing")
+    return dataclasses.replace(found, chooser=chooser)
+
+
+def exchanges(
+    chooser: ExchangeChooser, prompts: Iterable[int], new: Iterable[float]
+) -> pd.DataFrame:
+    """The choice for prompts of so many tokens, of which a share is `new` and the rest is cached: a
+    row for each pair, with `prompt`, `new` (share), the `strategy`, and the seconds per layer of
+    each strategy."""
+    rows = []
+    for prompt, share in itertools.product(prompts, new):
+        tokens = max(1, round(prompt * share))
+        decision = chooser.choose([(prompt - tokens, tokens)])
+        rows.append(
+            {"prompt": prompt, "new": share, "strategy": decision.strategy, **decision.seconds}
+        )
+    return pd.DataFrame(rows)
+
+
+def lanes(system: System, longest: int, block: int = BLOCK, step: int = STEP) -> Instances:
+    """The lanes of a system to plan with, for contexts up to `longest` tokens, in steps of `step`
+    tokens for each lane. Errors: ConfigError."""
+    exchange = system.exchange("auto", block)
+    predictor = Predictor(system.costs, system.mesh, exchange=exchange, dealt=True)
+    return instances_of(predictor, step, longest, block)
+
+
+def planned(
+    instances: Instances, queues: Sequence[float], tokens: int, rate: float, policy: str = "cdsp"
+) -> pd.DataFrame:
+    """A prompt's plan as a timeline, with the `degree` of each chunk (lanes); before it what the
+    lanes have to do first, `queues` in seconds, as chunks of kind QUEUED. rate: share of the time
+    that more lanes must save. Errors: ConfigError."""
+    plan = POLICIES[policy](instances, queues, tokens, rate)
+    before = [
+        (0.0, seconds, 0, (lane,), "others", QUEUED, 0, 1)
+        for lane, seconds in enumerate(queues)
+        if seconds > 0
+    ]
+    chunks = [
+        (chunk.start, chunk.end, 0, chunk.group, "prompt", "prefill", chunk.history, chunk.tokens)
+        for chunk in plan.chunks
+    ]
+    made = pd.DataFrame([*before, *chunks], columns=TIMELINE)
+    return made.assign(degree=made["lanes"].map(len))
+
+
+def degrees(
+    instances: Instances,
+    count: int,
+    prompts: Sequence[int],
+    loads: Sequence[float],
+    rate: float,
+    draws: int = 20,
+) -> pd.DataFrame:
+    """The mean plan of prompts on `count` lanes, each of which has work for a random time: uniform
+    from 0 to `load` seconds, the same draws for all. A row per prompt and load, with the mean
+    `degree` (lanes that compute a token), `chunks` of a plan, and `ttft` in seconds of cdsp and of
+    one chunk (`ttft_single`)."""
+    shares = np.random.default_rng(0).random((draws, count))
+    rows = []
+    for prompt, load in itertools.product(prompts, loads):
+        found = [_of_plan(instances, load * each, prompt, rate) for each in shares]
+        rows.append({"prompt": prompt, "load": load, **pd.DataFrame(found).mean().to_dict()})
+    return pd.DataFrame(rows)
+
+
+def _of_plan(
+    instances: Instances, queues: np.ndarray, prompt: int, rate: float
+) -> dict[str, float]:
+    plan = POLICIES["cdsp"](instances, queues, prompt, rate)
+    return {
+        "degree": sum(chunk.tokens * len(chunk.group) for chunk in plan.chunks) / prompt,
+        "chunks": len(plan.chunks),
+        "ttft": plan.ttft,
+        "ttft_single": POLICIES["single"](instances, queues, prompt, rate).ttft,
+    }
+
+
+def streams(
+    instances: Instances, count: int, arrivals: Sequence[Arrival], rates: Sequence[float]
+) -> pd.DataFrame:
+    """Simulates a stream of prompts on `count` lanes that `cdsp` plans for with each improvement
+    rate, and on groups of one size: a row each, with `policy`, `rate` and `ttft`, the mean in
+    seconds."""
+    fixed = [(f"fixed-{size}", 0.0) for size in instances.latencies]
+    rows = []
+    for policy, rate in [*(("cdsp", rate) for rate in rates), *fixed]:
+        served = PrefillInstances(instances, count, POLICIES[policy], constant(rate)).run(arrivals)
+        rows.append({"policy": policy, "rate": rate, "ttft": float(served.ttft.mean())})
+    return pd.DataFrame(rows)
+
+
+def deployments(
+    question: PlanQuestion,
+    counts: Sequence[int],
+    best: int = 2,
+    chunks: Sequence[tuple[str, int]] = CHUNKS,
+) -> pd.DataFrame:
+    """Simulates the question's workload on the meshes of each count of GPUs, all by the same
+    objectives: a row per plan, the best of a count first, with the fields of `PlanAnswer.row` and
+    its percentiles `ttft_p90` and `tpot_p90` in seconds.
+
+    For the `best` plans of a count `capacity` is known, in requests per second, and with it
+    `replicas`, how many of them bear the question's rate if requests are spread evenly, and
+    `total_gpus`. Errors: ConfigError.
+    """
+    by_count = [plans(meshes(count, question)[0], chunks) for count in counts]
+    runner = PlanRunner(question, [plan for found in by_count for plan in found])
+    answers = [answer for found in by_count for answer in search(runner, found, best)]
+    made = pd.DataFrame([_flat(answer.row) for answer in answers])
+    replicas = np.ceil(runner.rate / made["capacity"].astype(float).replace(0, np.nan))
+    return made.assign(replicas=replicas, total_gpus=replicas * made["gpus"])
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    figures = row.pop("figures")
+    return {
+        **row,
+        **{f"{name}_p90": figures[name].get("p90", np.nan) for name in ("ttft", "tpot")},
+    }

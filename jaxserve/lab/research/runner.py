@@ -1,0 +1,174 @@
+"""Runs the points of a sweep and keeps a line of JSON for each.
+
+A line has the point (`settings`, `load`), what came of it (`live`, `simulated`: figures, or null),
+`reason` where nothing did, and what it was run on. A sweep that was cut short goes on where it was:
+points whose keys are in the file are not run again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxserve.lab.research.drive import figures, virtual
+from jaxserve.lab.research.points import Point
+from jaxserve.lab.simulate.run import System, check_classes, shape_of
+from jaxserve.observe.machine import machine
+from jaxserve.settings.schema import ConfigError
+
+RUNS = ("live", "simulated", "both")
+QUOTED = 300  # characters of what a process that failed said last
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Runner:
+    """How points are run.
+
+    run: live on the devices here, simulated on `gpu`s, or both: live, and simulated with the costs
+    that were measured here. limit: seconds for a live point. Errors: ConfigError.
+    """
+
+    run: str = "both"
+    gpu: str | None = None
+    limit: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.run not in RUNS:
+            raise ConfigError("run", f"{self.run!r} is not one of {', '.join(RUNS)}")
+        if (self.gpu is not None) != (self.run == "simulated"):
+            raise ConfigError("gpu", "goes with run=simulated, and only with that")
+
+    def __call__(self, point: Point) -> Row:
+        """The line of a point; one that cannot be run has a `reason`."""
+        began = time.monotonic()
+        found: dict[str, Any]
+        try:
+            point.config()
+            point.load.schedule()
+            found = self._live(point) if self.gpu is None else _simulated(point, self.gpu)
+        except ConfigError as error:
+            found = {"reason": str(error)}
+        return {
+            "key": key_of(point, self),
+            "settings": dict(point.settings),
+            "load": dataclasses.asdict(point.load),
+            "gpu": self.gpu,
+            "live": None,
+            "simulated": None,
+            "reason": "",
+            **found,
+            "seconds": round(time.monotonic() - began, 3),
+            "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "machine": machine(),
+        }
+
+    def _live(self, point: Point) -> dict[str, Any]:
+        asked = json.dumps({"point": point.given, "simulated": self.run == "both"})
+        return _answer([sys.executable, "-m", "jaxserve.lab.research.measure"], asked, self.limit)
+
+
+def key_of(point: Point, runner: Runner) -> str:
+    """What tells a line from others in a file."""
+    return f"{point.key}-{runner.run}{'' if runner.gpu is None else '-' + runner.gpu}"
+
+
+def sweep(
+    points: Sequence[Point],
+    runner: Runner,
+    out: Path,
+    step: Callable[[str], object] = lambda name: None,
+) -> list[Row]:
+    """The lines of all points, in their order; those that `out` lacks are run and added to it.
+    step: called after each, with what it was. Errors: ConfigError for a file that is no sweep's."""
+    known = {row["key"]: row for row in read(out)} if out.exists() else {}
+    _cut_to_whole_lines(out)
+    rows = []
+    for point in points:
+        key = key_of(point, runner)
+        if key not in known:
+            known[key] = runner(point)
+            _append(out, known[key])
+        rows.append(known[key])
+        step(rows[-1]["reason"] or key)
+    return rows
+
+
+def read(file: Path) -> list[Row]:
+    """The lines of a file; a last one that was cut short is left out. Errors: ConfigError."""
+    lines = file.read_text().split("\n")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line:
+                rows.append(json.loads(line))
+                rows[-1]["key"]
+        except (ValueError, TypeError, KeyError):
+            if number == len(lines):
+                break
+            raise ConfigError("out", f"{file}:{number}: is not a line of a sweep") from None
+    return rows
+
+
+def _cut_to_whole_lines(file: Path) -> None:
+    """Drops a last line that was cut short, so that the next one stands alone."""
+    with open(file, "a+b") as out:
+        out.seek(0)
+        out.truncate(out.read().rfind(b"\n") + 1)
+
+
+def _append(file: Path, row: Row) -> None:
+    """Adds a line, on the disk when this returns."""
+    with open(file, "ab") as out:
+        out.write(json.dumps(row).encode() + b"\n")
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _answer(command: Sequence[str], asked: str, limit: float) -> dict[str, Any]:
+    """What a process answers on its last line; it and all that it started end with this call."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, error = process.communicate(asked, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {"reason": f"took longer than {limit:g} s"}
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode:
+        said = " ".join(error.strip().splitlines()[-1:])[:QUOTED]
+        return {"reason": f"the process ended with code {process.returncode}: {said}"}
+    return json.loads(out.splitlines()[-1])
+
+
+def _simulated(point: Point, gpu: str) -> dict[str, Any]:
+    """The figures of a replica of such GPUs. Errors: ConfigError."""
+    config = point.config()
+    arrivals = point.load.schedule()
+    system = System(shape_of(config.source.model), gpu, config.mesh)
+    check_classes(config.scheduler, arrivals)
+    replica = system.replica(config.scheduler, config.cache, config.lookahead)
+    outcome = virtual(replica, arrivals, point.load.concurrency)
+    return {"simulated": figures(outcome, config.scheduler)}
+
+
+def unfinished(rows: Sequence[Mapping[str, Any]]) -> int:
+    """How many lines have a reason and no figures."""
+    return sum(bool(row["reason"]) for row in rows)

@@ -1,0 +1,134 @@
+"""Figures of requests that a server answered, and their spread over repeats."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from scipy.special import stdtrit
+
+from jaxserve.lab.research.generator import OK, REFUSED, Sent
+from jaxserve.lab.simulate.run import spread
+from jaxserve.settings.schema import ConfigError
+
+OBJECTIVES = ("ttft", "tpot", "e2e")
+CONFIDENCE = 0.95
+SCALARS = (  # figures whose spread over repeats is told
+    *(
+        f"{name}.{point}"
+        for name in ("ttft", "tpot", "itl", "e2e")
+        for point in ("p50", "p90", "p99")
+    ),
+    *("output_tokens_per_s", "total_tokens_per_s", "requests_per_s", "goodput_per_s"),
+    "prefix_hit_rate",
+)
+
+
+def parsed_goodput(text: str) -> dict[str, float]:
+    """Reads 'ttft:0.5,tpot:0.05', in seconds. Errors: ConfigError."""
+    found: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition(":")
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = 0.0
+        if name not in OBJECTIVES or name in found or not 0 < seconds < float("inf"):
+            raise ConfigError(
+                "goodput", f"{part!r} is not NAME:SECONDS with one of {', '.join(OBJECTIVES)}"
+            )
+        found[name] = seconds
+    return found
+
+
+def figures(sent: Sequence[Sent], objectives: Mapping[str, float]) -> dict[str, Any]:
+    """Sums up a run: times in seconds, rates per second.
+
+    Latencies are over the `done` requests; those of TPOT over the ones with at least two tokens,
+    those of ITL over all gaps between events of a stream; `count` says how many each is over.
+    `span` is from the first planned moment to the last token. goodput: requests that met all
+    objectives; `goodput_share` is of all that were sent. prefix_hit_rate: tokens of prompts that
+    the server had, by its own usage, of all tokens of prompts; None where it does not say.
+    """
+    done = [each for each in sent if each.status == OK]
+    span = max((each.last for each in done), default=0.0) - min(each.planned for each in sent)
+    good = sum(
+        all(getattr(each, name) <= limit for name, limit in objectives.items()) for each in done
+    )
+    tokens = sum(each.tokens for each in done)
+    prompts = sum(each.prompt for each in done)
+    per_s = lambda count: count / span if done and span > 0 else 0.0
+    return {
+        "requests": len(sent),
+        "done": len(done),
+        "refused": _reasons(each for each in sent if each.status == REFUSED),
+        "failed": _reasons(each for each in sent if each.status not in (OK, REFUSED)),
+        "span": span if done else 0.0,
+        "ttft": _spread([each.ttft for each in done]),
+        "tpot": _spread([each.tpot for each in done if each.tokens > 1]),
+        "itl": _spread([gap for each in done for gap in each.gaps]),
+        "e2e": _spread([each.e2e for each in done]),
+        "lag": _spread([each.sent - each.planned for each in sent]),
+        "output_tokens": tokens,
+        "prompt_tokens": prompts,
+        "output_tokens_per_s": per_s(tokens),
+        "total_tokens_per_s": per_s(tokens + prompts),
+        "requests_per_s": per_s(len(done)),
+        "goodput_per_s": per_s(good) if objectives else None,
+        "goodput_share": good / len(sent) if objectives else None,
+        "prefix_hit_rate": _hit_rate(done),
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"count": len(values), **spread(np.array(values))}
+
+
+def _hit_rate(done: Sequence[Sent]) -> float | None:
+    known = [each for each in done if each.cached is not None]
+    if not known:
+        return None
+    return sum(each.cached or 0 for each in known) / sum(each.prompt for each in known)
+
+
+def _reasons(sent: Any) -> dict[str, int]:
+    """How many requests have each status, with what the first of them was told."""
+    told: dict[str, str] = {}
+    counted: Counter[str] = Counter()
+    for each in sent:
+        told.setdefault(each.status, each.error)
+        counted[each.status] += 1
+    return {f"{status}: {told[status]}": count for status, count in counted.items()}
+
+
+def scalar(found: Mapping[str, Any], path: str) -> float | None:
+    """One of SCALARS in the figures of a run; None where there is none."""
+    value: Any = found
+    for name in path.split("."):
+        value = value.get(name)
+        if value is None:
+            return None
+    return float(value)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean of repeats, and half the width of Student's t-interval around it at CONFIDENCE;
+    infinite for one value."""
+    count = len(values)
+    if count < 2:
+        return float(np.mean(values)), float("inf")
+    error = float(np.std(values, ddof=1)) / count**0.5
+    return float(np.mean(values)), float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * error
+
+
+def intervals(runs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """`interval` of each of SCALARS that all repeats have."""
+    found = {}
+    for path in SCALARS:
+        values = [scalar(run, path) for run in runs]
+        known = [value for value in values if value is not None]
+        if known and len(known) == len(runs):
+            found[path] = interval(known)
+    return found

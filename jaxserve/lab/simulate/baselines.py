@@ -1,0 +1,99 @@
+"""What jaxserve's scheduling is compared with: rows of scheduler settings, and engines that work in
+another way altogether.
+
+A baseline runs on as many devices of the same kind as the system it is compared with, over the same
+arrivals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxserve.api.request import Slo
+from jaxserve.costs.profiles import devices
+from jaxserve.lab.simulate.arrival import Arrival
+from jaxserve.lab.simulate.loongserve import LoongPool, LoongServe
+from jaxserve.lab.simulate.recorder import Outcome
+from jaxserve.lab.simulate.run import System, execute
+from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
+
+# Settings that make our scheduler another one: policies as `--policy` names them. Unshared: no
+# prompts share a step, which they do under `--policy=NAME` (Medha's LRS is slack-unshared, 5.4).
+SCHEDULERS: Mapping[str, Mapping[str, Any]] = {
+    "sarathi-512": dict(policy="fcfs", chunking="static", chunk_tokens=512),
+    "sarathi-2048": dict(policy="fcfs", chunking="static", chunk_tokens=2048),
+    "fcfs-unshared": dict(policy="fcfs", chunking="adaptive", sharing=0.0),
+    "edf-unshared": dict(policy="edf", chunking="adaptive", sharing=0.0),
+    "slack-unshared": dict(policy="slack", chunking="adaptive", sharing=0.0),
+}
+# LoongServe: ranks of an instance, share of the instances kept for short prompts
+POOLS: Mapping[str, Mapping[str, Any]] = {
+    "loongserve": dict(tp=2, reserved=0.0),
+    "loongserve-reserved": dict(tp=2, reserved=0.25),
+}
+BASELINES = (*SCHEDULERS, *POOLS)
+FORMER = {"fcfs": "fcfs-unshared", "edf": "edf-unshared", "lrs": "slack-unshared"}
+
+
+def check_baseline(name: str) -> None:
+    """Errors: ConfigError for an unknown name."""
+    if name in FORMER:
+        said = f"{name!r} is {FORMER[name]} now: with --policy, prompts share steps"
+        raise ConfigError("baseline", said)
+    if name not in BASELINES:
+        raise ConfigError("baseline", f"{name!r} is not one of {', '.join(BASELINES)}")
+
+
+def compare(
+    name: str,
+    system: System,
+    scheduler: SchedulerConfig,
+    cache: CacheConfig,
+    arrivals: Iterable[Arrival],
+    slo: Slo = Slo(),  # noqa: B008
+    until: float = float("inf"),
+    lookahead: int = 1,
+) -> Outcome:
+    """What the baseline makes of the arrivals. `scheduler` gives what the baseline does not set:
+    limits and objectives.
+
+    Errors: ConfigError for an unknown name, or devices that do not make whole instances.
+    """
+    check_baseline(name)
+    if name in SCHEDULERS:
+        return execute(
+            system.replica(dataclasses.replace(scheduler, **SCHEDULERS[name]), cache, lookahead),
+            arrivals,
+            slo,
+            until,
+        )
+    objective = system.replica(scheduler, cache).scheduler.default_ttft
+    server = LoongServe(
+        pool(system.with_cache(cache), **POOLS[name]),
+        lambda prompt: slo.ttft or objective(prompt),
+        scheduler.max_seqs,
+    )
+    server.run(arrivals, until)
+    server.give_up(until)
+    return server.recorder.outcome()
+
+
+def pool(system: System, tp: int, reserved: float) -> LoongPool:
+    """LoongServe's instances on the system's devices. They are joined as ranks are inside a node:
+    in its favour, for a ring may have to leave it."""
+    count, left = divmod(system.mesh.devices, tp)
+    if left or not count:
+        raise ConfigError("mesh", f"{system.mesh.devices} devices do not make instances of {tp}")
+    part = dataclasses.replace(system, mesh=MeshConfig(tp=tp))
+    kv_heads = system.shape.rank_heads(tp)[1]
+    links = devices()[system.device].ranks
+    return LoongPool(
+        count,
+        part.costs,
+        part.kv_tokens(),
+        2 * kv_heads * system.kv_vector_bytes,
+        links[min(links)],
+        round(reserved * count),
+    )

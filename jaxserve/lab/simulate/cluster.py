@@ -1,0 +1,359 @@
+"""A cluster of virtual replicas under one clock, with the conductor's own decisions: who prefills,
+what is fetched from where, who decodes, who is refused (`jaxserve.cluster`).
+
+A request is prefilled on one replica, which puts out its first token; its KV goes to another as it
+is made, layer by layer, and is decoded there. MIXED replicas do both. Where no replica decodes,
+requests end with their first token. The network is a `Network`: transfers queue on their links.
+
+Replicas that only prefill are run event by event, for what they end sets off transfers; the others
+are run up to the moment at which they are asked something.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Event, Finished, Token
+from jaxserve.api.request import Request, Slo
+from jaxserve.cache.hashes import BlockHashes
+from jaxserve.cluster.admission import ADMISSION, AdmissionView, tbt_at
+from jaxserve.cluster.roles import Role
+from jaxserve.cluster.routing import (
+    ROUTING,
+    PrefillChoice,
+    PrefillView,
+    RoutingQuery,
+    choose_decode,
+    freeness,
+)
+from jaxserve.lab.simulate.arrival import Arrival, to_request
+from jaxserve.lab.simulate.cluster_node import ClusterSpec, Node
+from jaxserve.lab.simulate.cluster_report import (
+    ClusterRecord,
+    ClusterReport,
+    LoadSample,
+    slowest_mean,
+)
+from jaxserve.lab.simulate.network import Network
+from jaxserve.replica.protocol import Sink
+
+__all__ = ["ClusterRecord", "ClusterReport", "ClusterSpec", "LoadSample", "VirtualCluster", "run"]
+
+NEVER = float("inf")
+MAX_LEN = 2**31 - 1
+
+
+def run(spec: ClusterSpec, arrivals: Iterable[Arrival], until: float = NEVER) -> ClusterReport:
+    """Runs arrivals, in the order of their times, through a cluster, to their end or to clock
+    second `until`. Errors: ConfigError for a spec that cannot be simulated."""
+    return VirtualCluster(spec).run(arrivals, until)
+
+
+@dataclasses.dataclass(slots=True)
+class Passage:
+    """A request on its way through the cluster. times: clock seconds of its tokens."""
+
+    request: Request
+    record: ClusterRecord
+    chain: BlockHashes
+    prefill_on: Node
+    decode_on: Node | None
+    times: list[float] = dataclasses.field(default_factory=list)
+
+
+class VirtualCluster:
+    """Runs requests through the nodes of a cluster; see the module."""
+
+    def __init__(self, spec: ClusterSpec):
+        self.spec = spec
+        self.nodes = [Node(number, role, spec) for number, role in enumerate(spec.roles)]
+        self.prefilling = [node for node in self.nodes if node.role.prefills]
+        self.decoding = [node for node in self.nodes if node.role is Role.DECODE]
+        self.network = Network(len(self.nodes), spec.bytes_per_s)
+        self.records: list[ClusterRecord] = []
+        self.samples: list[LoadSample] = []
+        self.bytes_fetched = 0.0
+        # run event by event
+        self._stepped = [node for node in self.nodes if node.role is Role.PREFILL]
+        self._coming = True  # whether requests are still to arrive
+        self._live = 0  # requests that were not refused and have not ended
+        self._now = 0.0
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._random = random.Random(spec.seed)
+        self._token_bytes = spec.system.shape.kv_bytes_per_token()
+        self._layers = spec.system.shape.layers
+        self._slo = Slo(spec.ttft, spec.tbt)
+
+    # --- time
+
+    def run(self, arrivals: Iterable[Arrival], until: float = NEVER) -> ClusterReport:
+        """Runs all arrivals to their end, or to clock second `until`."""
+        if self.spec.sample_every is not None:
+            self._at(0.0, self._sample)
+        for number, arrival in enumerate(arrivals):
+            if arrival.time > until:
+                break
+            self._advance(arrival.time)
+            self._arrive(to_request(arrival, number, MAX_LEN, self._slo))
+        self._coming = False
+        self._advance(until)
+        for node in self.nodes:
+            node.replica.advance(until)
+        return self._report()
+
+    def _at(self, at: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (at, next(self._order), action))
+
+    def _advance(self, to: float) -> None:
+        """Runs what is due by clock second `to`."""
+        while True:
+            timer = self._timers[0][0] if self._timers else NEVER
+            step = min((node.replica.next_event() for node in self._stepped), default=NEVER)
+            at = min(timer, step)
+            if at > to or at == NEVER:
+                break
+            self._now = at
+            if step <= timer:
+                self._step(at)
+            else:
+                heapq.heappop(self._timers)[2]()
+        if to < NEVER:
+            self._now = to
+
+    def _step(self, at: float) -> None:
+        for node in self._stepped:
+            if node.replica.next_event() <= at:
+                node.replica.advance(at)
+
+    # --- a request comes
+
+    def _arrive(self, request: Request) -> None:
+        total = len(request.prompt)
+        for node in self.nodes:
+            node.replica.advance(self._now)
+        chain = self.prefilling[0].cache.block_hashes(
+            request.cache_salt, lambda first, last: request.prompt[first:last]
+        )
+        choice = self._route(chain, total)
+        output = request.sampling.max_tokens
+        decode = self._choose_decode(total + output) if self.decoding else None
+        record = ClusterRecord(request.id, request.arrival, total, output)
+        record.predicted_ttft = choice.ttft
+        record.prefill_seconds = choice.prefill
+        self.records.append(record)
+        try:
+            ADMISSION[self.spec.admission].check_arrival(
+                self._admission_view(choice, decode, total + output)
+            )
+        except RequestError as error:
+            record.reason = "refused"
+            record.refusal = error.reason
+            return
+        self._live += 1
+        self._begin(Passage(request, record, chain, self.nodes[choice.member], decode), choice)
+
+    def _route(self, chain: BlockHashes, total: int) -> PrefillChoice:
+        """Where a prompt of `total` tokens is prefilled; its last token is always computed."""
+        spec = self.spec
+        blocks = (total - 1) // spec.block_size if spec.prefix_caching else 0
+        views = [
+            PrefillView(
+                node.number,
+                node.prefix(chain, blocks) * spec.block_size,
+                node.work.queue(self._now),
+                node.work.prefills,
+            )
+            for node in self.prefilling
+        ]
+        draw = self._random.random()
+        return ROUTING[spec.routing](RoutingQuery(views, total, self, spec.threshold, draw))
+
+    def prefill(self, member: int, cached: int, total: int) -> float:
+        """Seconds to compute a part of a prompt; see `RoutingCosts`."""
+        return self.nodes[member].prefill_seconds(cached, total)
+
+    def transfer(self, source: int, target: int, tokens: int) -> float:
+        """Seconds until so many tokens' KV is there; see `RoutingCosts`."""
+        return self.network.seconds(source, target, tokens * self._token_bytes, self._now)
+
+    def _choose_decode(self, tokens: int) -> Node:
+        """Where a request that ends with so many tokens is decoded: where nobody has room for it,
+        it waits on the freest replica."""
+        views = [node.decode_view(tokens) for node in self.decoding]
+        chosen = choose_decode(views, tokens, self.spec.tbt) or max(views, key=freeness)
+        return self.nodes[chosen.member]
+
+    def _admission_view(
+        self, choice: PrefillChoice, decode: Node | None, tokens: int
+    ) -> AdmissionView:
+        spec = self.spec
+        now = later = 0.0
+        if decode is not None:
+            now = self._tbt_now(decode, tokens)
+            later = tbt_at(
+                decode.predictor,
+                [node.work for node in self.decoding],
+                self._now + choice.ttft,
+                spec.completion,
+                tokens,
+            )
+        return AdmissionView(choice.ttft, now, later, spec.ttft, spec.tbt, spec.completion)
+
+    @staticmethod
+    def _tbt_now(node: Node, tokens: int) -> float:
+        """Seconds per token with so many tokens more on a node; infinite where it has no room."""
+        view = node.decode_view(tokens)
+        return view.tbt if view.free >= tokens else NEVER
+
+    # --- prefill
+
+    def _begin(self, passage: Passage, choice: PrefillChoice) -> None:
+        """Sends a request to where it is prefilled, after what it is to fetch."""
+        record = passage.record
+        node = passage.prefill_on
+        record.prefill_on = node.number
+        now = self._now
+        # what is not computed but waited for delays those behind it too
+        node.work.begin_prefill(record.id, choice.prefill, now)
+        if passage.decode_on is not None:
+            record.decode_on = passage.decode_on.number
+            tokens = record.prompt + record.output
+            passage.decode_on.work.expect_decode(record.id, tokens, now + choice.ttft)
+        if choice.fetch is None:
+            self._submit(passage)
+            return
+        fetch = choice.fetch
+        record.fetched = fetch.tokens
+        size = fetch.tokens * self._token_bytes
+        self.bytes_fetched += size
+        done = self.network.send(fetch.source, node.number, size, now)
+        self._at(done, lambda: self._fetched(passage, fetch.stop // self.spec.block_size))
+
+    def _fetched(self, passage: Passage, blocks: int) -> None:
+        passage.prefill_on.replica.advance(self._now)
+        passage.prefill_on.receive(passage.chain, blocks)
+        self._submit(passage)
+
+    def _submit(self, passage: Passage) -> None:
+        request = passage.request
+        if passage.prefill_on.role is Role.PREFILL:
+            sampling = dataclasses.replace(request.sampling, max_tokens=1)
+            request = dataclasses.replace(request, sampling=sampling)
+        passage.prefill_on.replica.submit(request, self._prefill_sink(passage))
+
+    def _prefill_sink(self, passage: Passage) -> Sink:
+        node = passage.prefill_on
+        record = passage.record
+        times = passage.times
+
+        def hear(events: Sequence[Event]) -> None:
+            for event in events:
+                if isinstance(event, Token):
+                    if not times:
+                        record.first = node.replica.now()
+                        node.work.end_prefill(record.id, record.first)
+                    times.append(node.replica.now())
+                elif isinstance(event, Finished):
+                    record.cached = event.usage.cached
+                    self._prefilled(passage, event)
+
+        return hear
+
+    def _prefilled(self, passage: Passage, end: Finished) -> None:
+        """The replica that prefilled a request has ended it: it goes on where it is decoded."""
+        record = passage.record
+        node = passage.decode_on
+        if node is None or record.output == 1:
+            self._end(passage, passage.prefill_on.replica.now())
+            return
+        begun = record.arrival + end.timing.queued
+        size = record.prompt * self._token_bytes
+        record.transferred = self.network.stream(
+            passage.prefill_on.number, node.number, size, begun, record.first, size / self._layers
+        )
+        self._at(record.transferred, lambda: self._decode(passage))
+
+    # --- decode
+
+    def _decode(self, passage: Passage) -> None:
+        """A request's KV is where it is decoded: it joins the others there, or is refused."""
+        node = passage.decode_on
+        assert node is not None
+        record = passage.record
+        node.replica.advance(self._now)
+        node.work.begin_decode(record.id, self._now)
+        now = self._tbt_now(node, record.prompt + record.output)
+        view = AdmissionView(0.0, now, now, self.spec.ttft, self.spec.tbt, self.spec.completion)
+        try:
+            ADMISSION[self.spec.admission].check_decode(view)
+        except RequestError as error:
+            record.reason = "refused_late"
+            record.refusal = error.reason
+            self._forget(passage)
+            return
+        request = passage.request
+        sampling = dataclasses.replace(request.sampling, max_tokens=record.output - 1)
+        prompt = np.append(request.prompt, np.int32(0))  # with its first token
+        request = dataclasses.replace(request, prompt=prompt, sampling=sampling)
+        node.replica.submit_prefilled(request, self._decode_sink(passage, node), record.prompt)
+
+    def _decode_sink(self, passage: Passage, node: Node) -> Sink:
+        times = passage.times
+
+        def hear(events: Sequence[Event]) -> None:
+            for event in events:
+                if isinstance(event, Token):
+                    times.append(node.replica.now())
+                elif isinstance(event, Finished):
+                    self._end(passage, node.replica.now())
+
+        return hear
+
+    # --- the end
+
+    def _end(self, passage: Passage, at: float) -> None:
+        record = passage.record
+        record.end = at
+        record.tbt = slowest_mean(passage.times)
+        record.reason = "length"
+        self._forget(passage)
+
+    def _forget(self, passage: Passage) -> None:
+        self._live -= 1
+        passage.prefill_on.work.end_prefill(passage.record.id, self._now)
+        if passage.decode_on is not None:
+            passage.decode_on.work.end_decode(passage.record.id)
+
+    def _sample(self) -> None:
+        """Notes the loads of the pools, as long as anything is to come."""
+        spec = self.spec
+        for node in self.nodes:
+            node.replica.advance(self._now)
+        queues = [node.work.queue(self._now) / spec.ttft for node in self.prefilling]
+        pool = self.decoding or [node for node in self.nodes if node.role is Role.MIXED]
+        rates = [node.decode_view(0).tbt / spec.tbt for node in pool]
+        decode = sum(rates) / len(rates) if rates else 0.0
+        self.samples.append(LoadSample(self._now, sum(queues) / len(queues), decode))
+        if spec.sample_every is not None and (self._coming or self._live):
+            self._at(self._now + spec.sample_every, self._sample)
+
+    def _report(self) -> ClusterReport:
+        held = Counter(key for node in self.prefilling for key in node.cache.pages.page_of)
+        holders = np.sort(np.fromiter(held.values(), np.int64, len(held)))[::-1]
+        return ClusterReport(
+            self.records,
+            [node.busy for node in self.nodes],
+            self.network.bytes_sent,
+            self.bytes_fetched,
+            holders,
+            self.samples,
+        )

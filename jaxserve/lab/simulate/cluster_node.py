@@ -1,0 +1,131 @@
+"""A node of a simulated cluster: a virtual replica and the work that was routed to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxserve.api.batch import Batch
+from jaxserve.cache import CacheManager
+from jaxserve.cache.hashes import BlockHashes
+from jaxserve.cluster.admission import ADMISSION, tbt
+from jaxserve.cluster.assignments import Assignments
+from jaxserve.cluster.roles import Role
+from jaxserve.cluster.routing import BALANCING_THRESHOLD, ROUTING, DecodeView
+from jaxserve.lab.simulate.run import System
+from jaxserve.settings.schema import CacheConfig, ConfigError, SchedulerConfig
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """A simulated cluster.
+
+    system: one replica of it. roles: of all replicas. routing, admission: rows of
+    `cluster.routing.ROUTING` and `cluster.admission.ADMISSION`. ttft, tbt: objectives in seconds,
+    which admission compares with. cache_tokens: of KV that a replica that prefills keeps, in
+    whatever memory; None: what fits on the devices. decode_tokens: the same of one that only
+    decodes. bytes_per_s: of each node's network, in either direction (default: 87 GB/s, measured
+    over four 200 Gbps NICs, Mooncake 7.4.1). chunk_tokens: of a prefill step. completion: seconds
+    that a sequence is taken to decode, for predictions. sample_every: seconds between samples of
+    the loads; None: none are taken.
+    """
+
+    system: System
+    roles: tuple[Role, ...]
+    routing: str = "cache_aware"
+    admission: str = "none"
+    ttft: float = 30.0
+    tbt: float = 0.1
+    block_size: int = 512
+    cache_tokens: int | None = 3_000_000
+    decode_tokens: int | None = None
+    bytes_per_s: float = 87e9
+    threshold: float = BALANCING_THRESHOLD
+    prefix_caching: bool = True
+    chunk_tokens: int = 8192
+    max_seqs: int = 256
+    completion: float = 20.0
+    sample_every: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not any(role.prefills for role in self.roles):
+            raise ConfigError("roles", "none of the replicas prefills")
+        for name, value, table in (
+            ("routing", self.routing, ROUTING),
+            ("admission", self.admission, ADMISSION),
+        ):
+            if value not in table:
+                raise ConfigError(name, f"must be one of {', '.join(table)}, not {value!r}")
+
+
+@dataclass
+class Node:
+    """A replica of the cluster, and the work that was routed to it."""
+
+    number: int
+    role: Role
+    spec: ClusterSpec
+    work: Assignments = field(default_factory=Assignments)
+    busy: float = 0.0
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        tokens = spec.cache_tokens if self.role.prefills else spec.decode_tokens
+        cache = CacheConfig(
+            block_size=spec.block_size,
+            pages=None if tokens is None else max(tokens // spec.block_size, 1),
+            prefix_caching=spec.prefix_caching and self.role.prefills,
+        )
+        scheduler = SchedulerConfig(
+            max_seqs=spec.max_seqs, max_queue=10**6, chunk_tokens=spec.chunk_tokens
+        )
+        self.replica = spec.system.replica(scheduler, cache)
+        self.replica.listeners.append(self)
+        self.replica.start()
+        self.predictor = self.replica.scheduler.predictor
+
+    def step_issued(self, batch: Batch, start: float, end: float) -> None:
+        self.busy += batch.seconds
+
+    def step_read(self, batch: Batch, now: float) -> None:
+        """Nothing is to be noted."""
+
+    @property
+    def cache(self) -> CacheManager:
+        return self.replica.scheduler.cache
+
+    def prefill_seconds(self, cached: int, total: int) -> float:
+        return self.predictor.prefill(cached, total, self.spec.chunk_tokens)
+
+    def prefix(self, chain: BlockHashes, blocks: int) -> int:
+        """Blocks of a chain, at most `blocks`, that are cached here."""
+        held = self.cache.pages.page_of
+        return next((block for block in range(blocks) if chain[block] not in held), blocks)
+
+    def receive(self, chain: BlockHashes, blocks: int) -> None:
+        """Caches the first blocks of a chain, as far as there is room."""
+        pages = self.cache.pages
+        held: list[int] = []
+        for block in range(blocks):
+            page = pages.page_of.get(chain[block])
+            if page is not None:
+                pages.ref(np.array([page]))
+            elif any(pages.available()):
+                page = pages.allocate(0)
+                pages.publish(page, chain[block])
+            else:
+                break
+            held.append(page)
+        pages.unref(held)
+
+    def decode_view(self, tokens: int) -> DecodeView:
+        """This replica with a sequence of so many tokens more."""
+        load = self.replica.load()
+        size = self.spec.block_size
+        free = (load.pages_free + load.pages_cached) * size
+        context = load.pages_total * size - free
+        seconds = tbt(self.predictor, load.running + load.waiting + 1, context + tokens)
+        active = load.running + load.waiting
+        return DecodeView(self.number, free, self.work.promised, active, seconds)

@@ -1,0 +1,299 @@
+"""LoongServe (Wu et al., SOSP 2024) as a baseline: elastic sequence parallelism over instances,
+prefill and decode apart, no preemption.
+
+A prompt is computed at once, by as many instances as a dynamic program over the head of the queue
+gives it, each holding a part of the sequence; attention goes round in a ring. Its KV then moves to
+the decode pool, as few instances as hold the KV of all that decode.
+
+What is modelled in its favour: moving KV, scaling down and borrowing instances cost nothing,
+instances that do not decode are all free for prefill, and decodes that need another instance get it
+at once, even while that finishes a prefill. What is not: it cannot interrupt a prefill that has
+begun (Medha, sections 2 and 5).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxserve.costs.predictor import Costs, smooth_max
+from jaxserve.costs.profiles import Link
+from jaxserve.lab.simulate.arrival import Arrival, class_of
+from jaxserve.lab.simulate.recorder import Recorder, RequestRecord
+
+MAX_CONSIDERED = 16  # waiting prompts that the dynamic program looks at, which takes their cube
+
+
+@dataclass(frozen=True)
+class LoongPool:
+    """Instances: how many, what one costs, the tokens of KV it holds, bytes of KV per token and
+    layer of one rank, and the link between two instances. `reserved` of them take only prompts
+    below `short` tokens (Medha 5.3)."""
+
+    count: int
+    costs: Costs
+    capacity: int
+    kv_bytes: float
+    link: Link
+    reserved: int = 0
+    short: int = 8192
+
+    def prefill(self, prompts: Sequence[int], degree: int) -> float:
+        """Seconds to prefill these prompts together on `degree` instances: linear parts and
+        attention are split evenly, and in every layer `degree - 1` hops of KV are hidden behind
+        attention as far as it lasts."""
+        costs = self.costs
+        tokens = sum(prompts)
+        pairs = costs.pair * sum(n * n / 2 for n in prompts) / degree
+        attention = (
+            len(prompts) * costs.chunk
+            + costs.chunk_token * tokens / degree
+            + smooth_max(pairs, costs.read * tokens)
+        )
+        ring = (degree - 1) * self.link(self.kv_bytes * tokens / degree) if degree > 1 else 0.0
+        layer = costs.linear(-(-tokens // degree)) + max(attention, ring)
+        return costs.launch + costs.layers * layer + costs.head + costs.head_token * len(prompts)
+
+    def decode(self, count: int, context: int, degree: int) -> float:
+        """Seconds of a decode step over `degree` instances, each of which is master for its part of
+        the sequences."""
+        costs = self.costs
+        own = -(-count // degree)
+        layer = costs.linear(own) + costs.attend_decodes(own, context / degree)
+        exchange = (
+            2 * self.link(costs.kvp_token * self.link.bytes_per_s * own) if degree > 1 else 0.0
+        )
+        return (
+            costs.launch + costs.layers * (layer + exchange) + costs.head + costs.head_token * own
+        )
+
+
+@dataclass(slots=True)
+class DecodingRequest:
+    """A request that decodes: when its first and its last token came, and how many there are."""
+
+    number: int
+    arrival: Arrival
+    first: float
+    last: float
+    done: int = 1
+
+    @property
+    def context(self) -> int:
+        return self.arrival.prompt + self.done
+
+
+@dataclass
+class LoongServe:
+    """A server of LoongServe, which runs arrivals. `objective` gives the seconds to the first token
+    that a prompt of so many tokens is promised, for the records."""
+
+    pool: LoongPool
+    objective: Callable[[int], float]
+    max_seqs: int = 256
+    recorder: Recorder = field(default_factory=Recorder)  # `busy` is the mean of the instances
+
+    def __post_init__(self) -> None:
+        self._queue: deque[tuple[int, Arrival]] = deque()
+        # end, tie, degree, requests
+        self._prefills: list[tuple[float, int, int, list[tuple[int, Arrival]]]] = []
+        self._running: list[DecodingRequest] = []
+        self._step: float | None = None  # when the decode step in progress ends
+        self._joining: list[DecodingRequest] = []
+        self._serial = 0
+        self._in_use = {True: 0, False: 0}  # instances that prefill: reserved ones and others
+
+    def run(self, arrivals: Iterable[Arrival], until: float = float("inf")) -> None:
+        """Runs arrivals to the end, or to clock second `until`."""
+        coming = deque(enumerate(arrivals))
+        while True:
+            times = [
+                coming[0][1].time if coming else np.inf,
+                self._prefills[0][0] if self._prefills else np.inf,
+                np.inf if self._step is None else self._step,
+            ]
+            now = min(times)
+            if now == np.inf or now > until:
+                return
+            if now == times[0]:
+                self._arrive(*coming.popleft())
+            elif now == times[1]:
+                self._prefilled(now)
+            else:
+                self._decoded(now)
+            self._dispatch(now)
+            self._decode(now)
+
+    def _arrive(self, number: int, arrival: Arrival) -> None:
+        if arrival.prompt + arrival.output > self.pool.capacity * (
+            self.pool.count - self.pool.reserved
+        ):
+            self.recorder.records.append(
+                self._record(number, arrival, 0, arrival.time, arrival.time, "refused")
+            )
+        else:
+            self._queue.append((number, arrival))
+
+    # --- prefill
+
+    def _dispatch(self, now: float) -> None:
+        """Gives free instances to the head of the queue."""
+        if self.pool.reserved:
+            self._dispatch_on(now, True, self.pool.reserved)
+        self._dispatch_on(now, False, self.pool.count - self.pool.reserved - self._decoders())
+
+    def _dispatch_on(self, now: float, reserved: bool, instances: int) -> None:
+        free = instances - self._in_use[reserved]
+        wanted = [
+            entry for entry in self._queue if not reserved or entry[1].prompt < self.pool.short
+        ]
+        seats = (
+            self.max_seqs
+            - len(self._running)
+            - len(self._joining)
+            - sum(len(chosen) for *_, chosen in self._prefills)
+        )
+        if free <= 0 or not wanted or seats <= 0:
+            return
+        batch = self._fitting(wanted[: min(MAX_CONSIDERED, seats)])
+        for group, degree in group_prompts(
+            [arrival.prompt for _, arrival in batch], free, self.pool
+        ):
+            chosen = [batch[index] for index in group]
+            for entry in chosen:
+                self._queue.remove(entry)
+            seconds = self.pool.prefill([arrival.prompt for _, arrival in chosen], degree)
+            self._serial += 1
+            self._in_use[reserved] += degree
+            self.recorder.busy += seconds * degree / self.pool.count
+            heapq.heappush(
+                self._prefills,
+                (now + seconds, self._serial, degree if not reserved else -degree, chosen),
+            )
+
+    def _fitting(self, wanted: list[tuple[int, Arrival]]) -> list[tuple[int, Arrival]]:
+        """The first of these, in order, whose KV fits beside what is held and what is on its
+        way."""
+        room = self.pool.count * self.pool.capacity - self._held()
+        out = []
+        for entry in wanted:
+            room -= entry[1].prompt + entry[1].output
+            if room < 0:
+                break
+            out.append(entry)
+        return out
+
+    def _held(self) -> int:
+        """Tokens of KV that are held or promised."""
+        arrivals = [running.arrival for running in (*self._running, *self._joining)]
+        arrivals += [arrival for *_, chosen in self._prefills for _, arrival in chosen]
+        return sum(arrival.prompt + arrival.output for arrival in arrivals)
+
+    def _prefilled(self, now: float) -> None:
+        _, _, degree, chosen = heapq.heappop(self._prefills)
+        self._in_use[degree < 0] -= abs(degree)
+        for number, arrival in chosen:
+            running = DecodingRequest(number, arrival, now, now)
+            self._joining.append(running) if arrival.output > 1 else self._end(running)
+
+    # --- decode
+
+    def _decoders(self) -> int:
+        """Instances that the KV of all that decode takes."""
+        running = (*self._running, *self._joining)
+        context = sum(r.context for r in running)
+        return max(1, -(-context // self.pool.capacity)) if running else 0
+
+    def _decode(self, now: float) -> None:
+        """Begins the next decode step if none is in progress."""
+        if self._step is not None:
+            return
+        self._running += self._joining
+        self._joining = []
+        if self._running:
+            degree = min(self._decoders(), self.pool.count)
+            seconds = self.pool.decode(
+                len(self._running), sum(r.context for r in self._running), degree
+            )
+            # those borrowed are busy with a prefill
+            own = min(degree, self.pool.count - sum(self._in_use.values()))
+            self.recorder.busy += seconds * max(own, 0) / self.pool.count
+            self._step = now + seconds
+
+    def _decoded(self, now: float) -> None:
+        self._step = None
+        self.recorder.gaps.append(np.array([now - running.last for running in self._running]))
+        for running in self._running:
+            running.done = running.done + 1
+            running.last = now
+        for running in [r for r in self._running if r.done >= r.arrival.output]:
+            self._end(running)
+        self._running = [r for r in self._running if r.done < r.arrival.output]
+
+    def _end(self, running: DecodingRequest) -> None:
+        self.recorder.records.append(
+            self._record(
+                running.number, running.arrival, running.done, running.first, running.last, "length"
+            )
+        )
+
+    def give_up(self, now: float) -> None:
+        """Notes those that have not ended by then: 'unfinished', with what they had put out."""
+        waiting = [*self._queue, *(entry for *_, chosen in self._prefills for entry in chosen)]
+        self.recorder.records += [
+            self._record(number, arrival, 0, now, now, "unfinished") for number, arrival in waiting
+        ]
+        for running in (*self._running, *self._joining):
+            self.recorder.records.append(
+                self._record(
+                    running.number,
+                    running.arrival,
+                    running.done,
+                    running.first,
+                    running.last,
+                    "unfinished",
+                )
+            )
+
+    def _record(
+        self, number: int, arrival: Arrival, output: int, first: float, end: float, reason: str
+    ) -> RequestRecord:
+        due = arrival.time + self.objective(arrival.prompt)
+        kind = arrival.kind or class_of(arrival.prompt)
+        return RequestRecord(
+            str(number), kind, arrival.prompt, output, 0, arrival.time, due, first, end, reason
+        )
+
+
+def group_prompts(
+    prompts: Sequence[int], instances: int, pool: LoongPool
+) -> list[tuple[list[int], int]]:
+    """Groups prompts, each group with a number of instances, so that the sum of all prompts'
+    latencies is least: LoongServe's dynamic program over prompts in the order of their length.
+    Returns (indices of the prompts, instances)."""
+    order = sorted(range(len(prompts)), key=lambda index: -prompts[index])
+    degrees = range(1, instances + 1)
+    # [prompts][instances at most]: sum, groups
+    best: list[list[tuple[float, tuple]]] = [[(0.0, ())] * (instances + 1)]
+    for end in range(1, len(order) + 1):
+        groups = [[prompts[index] for index in order[begin:end]] for begin in range(end)]
+        sums = [
+            [pool.prefill(group, degree) * len(group) for degree in degrees] for group in groups
+        ]
+        row: list[tuple[float, tuple]] = [(float("inf"), ())]
+        for used in degrees:
+            total, begin, degree = min(
+                (best[begin][used - degree][0] + sums[begin][degree - 1], begin, degree)
+                for begin in range(end)
+                for degree in range(1, used + 1)
+            )
+            row.append((total, (*best[begin][used - degree][1], (begin, end, degree))))
+        best.append(row)
+    return [
+        ([order[index] for index in range(begin, end)], degree)
+        for begin, end, degree in best[-1][instances][1]
+    ]

@@ -1,0 +1,361 @@
+"""Puts a simulated system together from a model's shape, a kind of device and a mesh, drives
+requests through it, and sums up what came of them.
+
+Lanes, their placements, exchanges and plans are those of an engine. Links between lanes are those
+of the device's table (`costs/profiles.json`): inside a node where all lanes and ranks of a stage
+fit one, else the adapters between nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.api.errors import RequestError
+from jaxserve.api.request import Request, Slo
+from jaxserve.cache import CacheManager
+from jaxserve.checkpoint.zoo import MODELS
+from jaxserve.costs.exchange_choice import (
+    CHOOSERS,
+    PIECE,
+    ExchangeChooser,
+    Heads,
+    moves_per_pair,
+    rates_of,
+)
+from jaxserve.costs.predictor import Costs, Predictor
+from jaxserve.costs.profiles import ITEM, Link, ModelShape, costs, devices
+from jaxserve.lab.simulate.arrival import Arrival, kind_of, to_request
+from jaxserve.lab.simulate.recorder import Outcome, Recorder, RequestRecord, span_of
+from jaxserve.lab.simulate.replica import VirtualReplica
+from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.planning.lanes import LanePlanner, improvement_rates, instances_of
+from jaxserve.settings.schema import (
+    CacheConfig,
+    ConfigError,
+    MeshConfig,
+    SchedulerConfig,
+    check_lanes,
+)
+
+NODE_DEVICES = 8  # ranks of tp stay within a node
+MEMORY_SHARE = 0.9  # of a device's memory, for weights and KV
+PLANNED_TOKENS = 2**19  # of the longest prompt that plans' latencies are fitted to
+FP8_SCALE = 2  # bytes of the scale of a key or value in FP8
+TIERS = ("host_cache_gib", "disk_cache", "kv_store")  # settings of what is below the devices
+PERCENTILES = (50, 90, 99)
+
+
+def shape_of(name: str) -> ModelShape:
+    """Returns the shape of a model of the zoo; punctuation does not count: llama-3-8b is llama3-8b.
+    Errors: ConfigError."""
+    plain = lambda text: re.sub(r"[-_. ]", "", text.lower())
+    for known, config in MODELS.items():
+        if plain(known) == plain(name):
+            return ModelShape(
+                config.layers,
+                config.d_model,
+                config.heads,
+                config.kv_heads,
+                config.head_dim,
+                config.d_ff,
+                config.vocab,
+            )
+    raise ConfigError("model", f"{name!r} is not one of {', '.join(MODELS)}")
+
+
+@dataclass(frozen=True)
+class System:
+    """A simulated system: a model's shape on `mesh` of `device`s. A replica has no limit on a
+    sequence but its pages. memory: share of a device's that weights and KV may fill. kv_gib: memory
+    for KV per device, where it is given. kv_cache_dtype: see CacheConfig."""
+
+    shape: ModelShape
+    device: str
+    mesh: MeshConfig
+    memory: float = MEMORY_SHARE
+    kv_gib: float | None = None
+    kv_cache_dtype: str = "auto"
+
+    def with_cache(self, cache: CacheConfig) -> System:
+        """The system with what these settings say of memory and KV. Errors: ConfigError for tiers
+        below the devices, which are not simulated."""
+        for name in TIERS:
+            if getattr(cache, name):
+                raise ConfigError(
+                    name, f"{getattr(cache, name)}: nothing below the devices is simulated"
+                )
+        return dataclasses.replace(
+            self,
+            memory=cache.gpu_memory_utilization,
+            kv_gib=cache.kv_memory_gib,
+            kv_cache_dtype=cache.kv_cache_dtype,
+        )
+
+    @property
+    def costs(self) -> Costs:
+        """KV in another type is read in proportion to its bytes; steps were measured with that of
+        bfloat16. Errors: ConfigError for an unknown device or a degree of tp that was not
+        measured."""
+        known = costs(self.device, self.shape, self.mesh.tp)
+        bytes_ = self.kv_vector_bytes / (ITEM * self.shape.head_dim)
+        return dataclasses.replace(
+            known, read=known.read * bytes_, decode_kv=known.decode_kv * bytes_
+        )
+
+    @property
+    def kv_vector_bytes(self) -> int:
+        """Bytes of a key or a value of one head."""
+        size = self.shape.head_dim
+        return size + FP8_SCALE if self.kv_cache_dtype == "fp8" else ITEM * size
+
+    @property
+    def link(self) -> Link:
+        """From a lane to another, for one rank."""
+        device = devices()[self.device]
+        if self.mesh.kvp * self.mesh.tp <= NODE_DEVICES:
+            return device.ranks[min(device.ranks)]
+        return device.node
+
+    def exchange(
+        self, exchange: str, block: int, decode_exchange: str = "gather", moves: int = 0
+    ) -> ExchangeChooser | None:
+        """How lanes exchange what spread sequences need, with pages of `block` tokens, of which a
+        step moves so many from each lane to each; None on one lane. exchange, decode_exchange: the
+        settings."""
+        if self.mesh.kvp == 1:
+            return None
+        heads, kv_heads = self.shape.rank_heads(self.mesh.tp)
+        sizes = Heads(heads, kv_heads, self.shape.head_dim, stored=self.kv_vector_bytes)
+        link = self.link
+        rates = rates_of(self.costs, sizes)
+        return ExchangeChooser(
+            self.mesh.kvp,
+            sizes,
+            dataclasses.replace(rates, hop=link, gather=link, exchange=link),
+            exchange if exchange in CHOOSERS else "roofline",
+            piece=PIECE,
+            costs=self.costs,
+            block=block,
+            moves=moves,
+            decode_exchange=decode_exchange,
+        )
+
+    def check(self) -> None:
+        """Errors: ConfigError where the model cannot run on the mesh."""
+        if reason := self.obstacle():
+            raise ConfigError("mesh", f"{self.mesh}: {reason}")
+
+    def obstacle(self) -> str:
+        """Why the model cannot run on the mesh; '' where it can."""
+        mesh, shape = self.mesh, self.shape
+        if mesh.tp > NODE_DEVICES:
+            return f"more ranks than the {NODE_DEVICES} devices of a node"
+        if mesh.tp not in (1, *devices()[self.device].ranks):
+            return f"sums over {mesh.tp} ranks were not measured on {self.device}"
+        if shape.heads % mesh.tp:
+            return f"{mesh.tp} ranks do not split {shape.heads} heads"
+        if mesh.spp > shape.layers:
+            return f"more stages than {shape.layers} layers"
+        try:
+            self.kv_tokens()
+        except ConfigError as error:
+            return error.message
+        return ""
+
+    def kv_tokens(self) -> int:
+        """Tokens whose KV fits on one lane. Errors: ConfigError where not even the weights fit."""
+        ranks = self.mesh.spp * self.mesh.tp
+        free = self.memory * devices()[self.device].memory_bytes - self.shape.weight_bytes() / ranks
+        if free <= 0:
+            need = self.shape.weight_bytes() / ranks / 2**30
+            raise ConfigError(
+                "mesh",
+                f"{need:.0f} GiB of weights per device leave no room for KV on {self.device} "
+                f"with {self.mesh}",
+            )
+        heads = self.shape.rank_heads(self.mesh.tp)[1]
+        layers = -(-self.shape.layers // self.mesh.spp)
+        if self.kv_gib is not None:
+            free = self.kv_gib * 2**30
+        return int(free / (layers * 2 * heads * self.kv_vector_bytes))
+
+    def replica(
+        self,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        lookahead: int = 1,
+    ) -> VirtualReplica:
+        """A virtual replica of this system; without `cache.pages`, as many as fit in memory.
+        Errors: ConfigError where the model cannot run on the mesh, or the settings cannot be."""
+        system = self.with_cache(cache)
+        system.check()
+        check_lanes(self.mesh, cache, scheduler)
+        pages = cache.pages or system.kv_tokens() // cache.block_size
+        stripe = scheduler.stripe(cache.block_size)
+        cache = dataclasses.replace(cache, pages=pages)
+        lanes = self.mesh.kvp
+        moves = moves_per_pair(scheduler.chunk_tokens, cache.block_size, lanes)
+        manager = CacheManager(cache, lanes, scheduler.max_seqs, stripe=stripe, most_moves=moves)
+        exchange = system.exchange(
+            scheduler.exchange, cache.block_size, scheduler.decode_exchange, moves
+        )
+        return VirtualReplica(
+            Scheduler(
+                scheduler,
+                manager,
+                self.mesh,
+                2**31 - 1,
+                costs=system.costs,
+                planner=system.planner(scheduler, exchange),
+                exchange=exchange,
+            ),
+            cache,
+            self.mesh,
+            lookahead,
+            shape=self.shape,
+            platform=self.device,
+        )
+
+    def planner(
+        self, scheduler: SchedulerConfig, exchange: ExchangeChooser | None
+    ) -> LanePlanner | None:
+        """Plans which lanes compute which part of a prompt; None where that is not asked for."""
+        if scheduler.planner == "none" or exchange is None:
+            return None
+        predictor = Predictor(self.costs, self.mesh, exchange=exchange, dealt=True)
+        lanes = instances_of(predictor, scheduler.chunk_tokens, PLANNED_TOKENS, exchange.block)
+        return LanePlanner(scheduler.planner, lanes, improvement_rates(scheduler))
+
+
+def drive(
+    replica: VirtualReplica,
+    requests: Iterable[tuple[Request, str]],
+    until: float = float("inf"),
+    keep_steps: bool = False,
+) -> Recorder:
+    """Submits (request, kind) pairs in the order of their arrival and runs the replica to the end,
+    or to clock second `until`. What is due when a request arrives happens after it was
+    submitted."""
+    recorder = Recorder(keep_steps)
+    replica.listeners.append(recorder)
+    replica.start()
+    for request, kind in requests:
+        if request.arrival > until:
+            break
+        replica.advance(request.arrival, through=False)
+        submit(replica, recorder, request, kind)
+    replica.advance(until)
+    return recorder
+
+
+def submit(replica: VirtualReplica, recorder: Recorder, request: Request, kind: str) -> None:
+    """Submits a request, and records how it ends or why it was refused."""
+    due = request.arrival + replica.scheduler.ttft_objective(request)
+    sink = recorder.sink(request, kind, due)
+    try:
+        replica.submit(request, sink)
+    except RequestError as error:
+        recorder.refused(request, kind, error)
+
+
+def execute(
+    replica: VirtualReplica,
+    arrivals: Iterable[Arrival],
+    slo: Slo = Slo(),  # noqa: B008
+    until: float = float("inf"),
+    keep_steps: bool = False,
+) -> Outcome:
+    """Runs all arrivals; those that have not ended by clock second `until` have the reason
+    'unfinished'."""
+    coming = requests(arrivals, replica.info.max_model_len, slo, replica.info.class_names)
+    recorder = drive(replica, coming, until, keep_steps)
+    for request_id in list(recorder.pending):
+        replica.cancel(request_id, "unfinished")
+    return recorder.outcome()
+
+
+def requests(
+    arrivals: Iterable[Arrival], max_len: int, slo: Slo, classes: Collection[str] = ()
+) -> Iterable[tuple[Request, str]]:
+    """Makes the requests of arrivals with their kinds, each when it is needed; a kind that is one
+    of `classes` is the request's class."""
+    for number, arrival in enumerate(arrivals):
+        kind = kind_of(arrival)
+        own = dataclasses.replace(slo, class_name=kind) if kind in classes else slo
+        yield to_request(arrival, number, max_len, own), kind
+
+
+def check_classes(scheduler: SchedulerConfig, arrivals: Iterable[Arrival]) -> None:
+    """Errors: ConfigError for a class that is the kind of no request."""
+    kinds = {kind_of(arrival) for arrival in arrivals}
+    for name in scheduler.class_names:
+        if name not in kinds:
+            raise ConfigError(
+                "classes",
+                f"no request is of the class {name}; requests are {', '.join(sorted(kinds))}",
+            )
+
+
+def tpot_by_kind(scheduler: SchedulerConfig) -> Mapping[str, float]:
+    """Objectives per output token of the kinds of requests that are classes, in seconds."""
+    return {name: scheduler.objectives[name].tpot for name in scheduler.class_names}
+
+
+def outcome_summary(
+    outcome: Outcome, tpot: float, by_kind: Mapping[str, float] = {}
+) -> dict[str, Any]:
+    """Figures of a run: percentiles in seconds, overall and by kind; `ttft_met` and `tpot_met` are
+    shares of all requests that met their objectives (`by_kind`, for others `tpot`); TTFT is over
+    those that had a first token (`begun`), TPOT over those that ended by themselves (`finished`).
+    refused: how many, by reason.
+    """
+    records = outcome.records
+    kinds = sorted({record.kind for record in records})
+    span = span_of(records)
+    tokens = sum(record.prompt + record.output for record in records if record.reason != "refused")
+    return {
+        "span": span,
+        "busy": outcome.busy,
+        "tokens_per_s": tokens / span if span else 0.0,
+        "token_gap": spread(outcome.gaps),
+        "refused": dict(outcome.refusals),
+        "all": _figures(records, tpot, by_kind),
+        **{
+            kind: _figures([record for record in records if record.kind == kind], tpot, by_kind)
+            for kind in kinds
+        },
+    }
+
+
+def _figures(
+    records: Sequence[RequestRecord], tpot: float, by_kind: Mapping[str, float]
+) -> dict[str, Any]:
+    begun = [record for record in records if record.output]
+    ended = [record for record in begun if record.reason in ("stop", "length")]
+    count = max(1, len(records))
+    return {
+        "requests": len(records),
+        "begun": len(begun),
+        "finished": len(ended),
+        "ttft": spread(np.array([record.ttft for record in begun])),
+        "tpot": spread(np.array([r.tpot for r in ended if r.output > 1])),
+        "ttft_met": sum(record.first <= record.due for record in begun) / count,
+        "tpot_met": sum(record.tpot <= by_kind.get(record.kind, tpot) for record in ended) / count,
+    }
+
+
+def spread(values: np.ndarray) -> dict[str, float]:
+    if not len(values):
+        return {}
+    points = np.percentile(values, PERCENTILES).tolist()
+    return {
+        "mean": float(values.mean()),
+        **{f"p{p}": value for p, value in zip(PERCENTILES, points)},
+        "max": float(values.max()),
+    }

@@ -1,0 +1,407 @@
+"""Simulated replicas of several lanes: every exchange under every planner, and what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve.costs import exchange_choice
+from jaxserve.costs.exchange_choice import TRAFFIC, Correction, ExchangeChooser, moves_per_pair
+from jaxserve.costs.predictor import Costs, LaneLoad, Predictor, ShapeCost, SpreadShape
+from jaxserve.costs.profiles import Link, devices, shapes
+from jaxserve.lab.simulate.arrival import Arrival
+from jaxserve.lab.simulate.replica import VirtualReplica
+from jaxserve.lab.simulate.run import Outcome, System, execute
+from jaxserve.scheduling import Batch
+from jaxserve.scheduling.sequence import PlanPart
+from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
+from jaxserve.sharding.exchange import KV_CHUNK_TOKENS
+
+SHAPE = shapes()["llama3-8b"]
+PLANNERS = ("none", "single", "cdsp", "fixed-2", "fixed-4")
+EXCHANGES = ("gather", "pass_q", "pass_kv", "auto", "alg1", "alg5")
+ARRIVALS = [
+    Arrival(0.0, 60_000, 20),
+    Arrival(0.1, 3_000, 30),
+    Arrival(0.2, 25_000, 5),
+    Arrival(1.0, 900, 40),
+]
+PROMPT = 131_072
+FOUR = MeshConfig(kvp=4, tp=2)
+
+
+def replica(
+    exchange: str = "auto",
+    planner: str = "none",
+    placement: str = "striped",
+    mesh: MeshConfig = FOUR,
+    system: type[System] = System,
+    cache: Mapping[str, Any] = {},
+    **scheduler,
+) -> VirtualReplica:
+    lane_tokens = 4096 if planner == "none" else None
+    return system(SHAPE, "h100", mesh).replica(
+        SchedulerConfig(
+            **{
+                "exchange": exchange,
+                "planner": planner,
+                "chunk_tokens": 8192,
+                "step_time": 0.1,
+                "chunking": "adaptive",
+                "policy": "slack",
+                "max_seqs": 16,
+                **scheduler,
+            }
+        ),
+        CacheConfig(
+            **{
+                "block_size": 64,
+                "pages": 700,
+                "placement": placement,
+                "lane_tokens": lane_tokens,
+                **cache,
+            }
+        ),
+    )
+
+
+def run(made: VirtualReplica, arrivals: list[Arrival] = ARRIVALS) -> tuple[Outcome, list[Batch]]:
+    """What comes of arrivals, with the scheduler's invariants checked after every step."""
+    batches = []
+
+    class Checked:
+        def step_issued(self, batch: Batch, start: float, end: float) -> None:
+            batches.append(batch)
+
+        def step_read(self, batch: Batch, now: float) -> None:
+            made.scheduler.check()
+
+    made.listeners.append(Checked())
+    return execute(made, arrivals), batches
+
+
+def pairs() -> list[Any]:
+    """Every exchange under every planner that may go with it, by default as many as have each of
+    them twice."""
+    found: list[Any] = [("gather", "none")]
+    for number, exchange in enumerate(EXCHANGES[1:]):
+        for place, planner in enumerate(PLANNERS):
+            always = place in (number, (number + 1) % len(PLANNERS))
+            marks = () if always else pytest.mark.matrix
+            found.append(pytest.param(exchange, planner, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("exchange", "planner"), pairs())
+def test_all_requests_end_with_all_their_tokens(exchange, planner):
+    made = replica(exchange, planner, "zigzag" if planner == "cdsp" else "striped")
+    outcome, batches = run(made)
+    ended = sorted((r.prompt, r.output, r.reason) for r in outcome.records)
+    assert ended == sorted((a.prompt, a.output, "length") for a in ARRIVALS)
+    computed = sum(int(batch.length.sum()) for batch in batches)
+    assert computed == sum(a.prompt + a.output - 1 for a in ARRIVALS)
+    assert made.load().pages_free == made.load().pages_total - made.load().pages_cached
+    spread = any(batch.spread.any() for batch in batches)
+    assert spread
+
+
+@pytest.mark.parametrize("placement", ["grow", "striped", "zigzag", "round_robin", "random"])
+def test_every_placement_is_simulated(placement):
+    outcome, batches = run(replica("auto", placement=placement))
+    assert all(record.reason == "length" for record in outcome.records)
+    assert any(batch.spread.any() for batch in batches)
+
+
+@pytest.mark.parametrize("decode_exchange", ["gather", "pass_q", "auto"])
+def test_decodes_are_simulated_by_every_exchange(decode_exchange):
+    outcome, batches = run(replica("gather", decode_exchange=decode_exchange))
+    assert all(record.reason == "length" for record in outcome.records)
+    assert any(batch.spread.any() and batch.is_decode.all() for batch in batches)
+
+
+class Silent(System):
+    """Lanes that say what they must in no time."""
+
+    @property
+    def link(self) -> Link:
+        return Link(0.0, 1e18)
+
+
+class Slow(System):
+    @property
+    def link(self) -> Link:
+        return Link(2e-4, 2e9)
+
+
+class Narrow(System):
+    @property
+    def link(self) -> Link:
+        return Link(1e-6, 1e8)
+
+
+@pytest.mark.parametrize(("system", "better"), [(Slow, "gather"), (Narrow, "pass_q")])
+def test_simulated_decodes_take_the_time_of_what_is_chosen(system, better):
+    """A ring pays the latency of each hop, which a slow link makes long; a narrow one makes queries
+    long, behind which it attends."""
+    tpot = {}
+    for name in ("gather", "pass_q", "auto"):
+        made = replica("gather", system=system, decode_exchange=name)
+        outcome, _ = run(made, [Arrival(0.0, 10_000, 40)] * 8)
+        tpot[name] = max(record.tpot for record in outcome.records)
+    worse = {"gather": "pass_q", "pass_q": "gather"}[better]
+    assert tpot[better] < tpot[worse]
+    assert tpot["auto"] == pytest.approx(tpot[better])
+
+
+def chunks_of(batches: list[Batch]) -> list[tuple[int, ...]]:
+    return [tuple(batch.length.tolist()) for batch in batches]
+
+
+@pytest.mark.parametrize("exchange", ["gather", "pass_q", "pass_kv"])
+def test_what_lanes_cost_changes_what_the_scheduler_does(exchange):
+    """Chunks are cut to a step's time: where the exchange takes longer they are smaller, and the
+    first token comes later."""
+    arrivals = [Arrival(0.0, 20_000, 2), Arrival(0.01, 3_000, 10)]
+    free, slow = (run(replica(exchange, system=kind), arrivals) for kind in (Silent, Slow))
+    assert chunks_of(free[1]) != chunks_of(slow[1])
+    assert len(free[1]) < len(slow[1])
+    first = [min(r.first for r in each.records if r.prompt == 20_000) for each, _ in (free, slow)]
+    assert first[0] < first[1]
+
+
+class Live(System):
+    """As a profile of lanes that share two cores says, with numbers fitted to measured steps. What
+    steps run in is compiled: 2 or 8 rows of 64 spread tokens on a lane."""
+
+    @property
+    def costs(self) -> Costs:
+        return Costs(
+            layers=32,
+            linear_base=5e-4,
+            linear_token=2e-5,
+            pair=4e-9,
+            read=1e-7,
+            decode_kv=1e-7,
+            head=5e-3,
+            shapes=tuple(
+                ShapeCost(16, rows, 64, 5e-4 + 2e-5 * (16 + 64 * rows)) for rows in (0, 1, 8)
+            ),
+            tile=64,
+            spread_shapes=tuple(
+                SpreadShape(size, exchange, 16, rows, 20 + 64 * rows)
+                for rows in (2, 8)
+                for size in (2, 4)
+                for exchange in TRAFFIC
+            ),
+            padding=0.1,
+            shared=0.5,
+        )
+
+    def exchange(self, *settings: Any) -> ExchangeChooser | None:
+        made = super().exchange(*settings)
+        return made and dataclasses.replace(
+            made, corrections=dict.fromkeys(TRAFFIC, Correction(1e-2, 1.5))
+        )
+
+
+class LiveSilent(Live, Silent):
+    """The same where lanes exchange in no time."""
+
+    def exchange(self, *settings: Any) -> ExchangeChooser | None:
+        made = super().exchange(*settings)
+        return made and dataclasses.replace(made, corrections={})
+
+
+@pytest.mark.parametrize("exchange", ["gather", "pass_q", "pass_kv", "auto"])
+def test_what_was_measured_of_an_exchange_changes_what_the_scheduler_does(exchange):
+    """Chunks of the long prompt are smaller, where their exchange takes longer."""
+    arrivals = [Arrival(0.0, 6_000, 2), Arrival(0.01, 500, 10)]
+    settings = dict(chunk_tokens=512, min_chunk=64)
+    silent, slow = (
+        run(replica(exchange, system=kind, **settings), arrivals) for kind in (LiveSilent, Live)
+    )
+    assert chunks_of(silent[1]) != chunks_of(slow[1])
+    assert len(silent[1]) < len(slow[1])
+
+
+@pytest.mark.parametrize("exchange", ["gather", "auto"])
+def test_the_exchange_of_a_step_is_decided_once_and_said_in_its_batch(exchange, monkeypatch):
+    decided = []
+    decide = Predictor.exchanged
+    counted = lambda *args: decided.append(decide(*args)) or decided[-1]
+    monkeypatch.setattr(Predictor, "exchanged", counted)
+    _, batches = run(replica(exchange, chunking="static"), [Arrival(0.0, 100_000, 3)])
+    spread = [batch for batch in batches if batch.block_lane.size]
+    assert len(decided) == len(spread) > 2
+    assert [batch.exchange for batch in spread] == [each.strategy for each in decided]
+    known = {"gather"} if exchange == "gather" else set(TRAFFIC)
+    assert {batch.exchange for batch in spread} <= known
+
+
+def test_the_exchange_is_the_one_that_is_predicted_to_be_fastest():
+    """With `auto` no prompt waits longer than with the best fixed choice."""
+    alone = [Arrival(0.0, PROMPT, 1)]
+    seconds = {
+        name: run(replica(name, chunking="static"), alone)[0].records[0].ttft
+        for name in ("auto", *TRAFFIC)
+    }
+    assert seconds["auto"] <= min(seconds.values()) * 1.001
+
+
+@pytest.mark.parametrize("exchange", ["gather", "pass_q", "pass_kv", "auto"])
+def test_a_prompt_alone_takes_what_was_predicted_of_it(exchange):
+    made = replica(exchange, chunking="static", mesh=MeshConfig(kvp=4, tp=8))
+    outcome, _ = run(made, [Arrival(0.0, PROMPT, 1)])
+    predicted = made.scheduler.predictor.prefill(0, PROMPT, 8192)
+    assert outcome.records[0].ttft == pytest.approx(predicted, rel=0.04)
+
+
+@pytest.mark.parametrize("strategy", TRAFFIC)
+def test_a_step_takes_what_the_exchange_says(strategy):
+    """Linear parts of a lane's share, and what the chooser says of attention and hops: of one chunk
+    over all four lanes."""
+    made = replica(strategy, chunking="static")
+    _, batches = run(made, [Arrival(0.0, 100_000, 1)])
+    predictor = made.scheduler.predictor
+    exchange = predictor.exchange
+    batch = batches[1]
+    cached, new = int(batch.start[0]), int(batch.length[0])
+    layer = exchange.choose([(cached, new)]).seconds[strategy] + predictor.costs.linear(new // 4)
+    assert batch.seconds == pytest.approx(
+        predictor.costs.launch + predictor.layers * layer, rel=1e-3
+    )
+
+
+def test_pages_that_change_lanes_take_time():
+    """As long however few they are, beside the layers."""
+    predictor = replica("pass_q", "cdsp").scheduler.predictor
+    assert predictor.exchange.moves == moves_per_pair(8192, 64, 4) == 64
+    launch = predictor.layers * predictor.exchange.move()
+    batch = run(replica("pass_q"), [Arrival(0.0, 5_000, 1)])[1][0]
+    without = predictor.seconds(batch)
+    moves = np.array([[0, 0, 1, 0]])
+    moving = dataclasses.replace(batch, moves=moves, group_size=np.full(len(batch.slot), 4))
+    assert predictor.seconds(moving) == max(without, launch) > 0
+
+
+class Growing:
+    """Plans one lane for the first `alone` tokens of a prompt, and all four for the rest."""
+
+    def __init__(self, alone: int):
+        self.alone = alone
+
+    def arrived(self, now: float) -> None:
+        pass
+
+    def __call__(self, pending: list[float], start: int, target: int) -> tuple[PlanPart, ...]:
+        return PlanPart(self.alone, (0,)), PlanPart(target, (0, 1, 2, 3))
+
+
+def moving_batches(alone: int, prompt: int) -> tuple[VirtualReplica, list[Batch]]:
+    """The batches of a prompt that move pages."""
+    made = replica("pass_q", "cdsp", chunking="static", cache={"pages": 3000})
+    made.scheduler.packer.prefill.planner = Growing(alone)
+    _, batches = run(made, [Arrival(0.0, prompt, 1)])
+    return made, [batch for batch in batches if len(batch.moves)]
+
+
+def test_a_growing_group_moves_pages_and_the_clock_knows():
+    """Three quarters of 256 blocks move, 64 from one lane to each."""
+    made, (moving,) = moving_batches(16_384, 60_000)
+    assert len(moving.moves) == 3 * 64
+    predictor = made.scheduler.predictor
+    without = predictor.seconds(dataclasses.replace(moving, moves=moving.moves[:0]))
+    launch = predictor.layers * predictor.exchange.move()
+    assert moving.seconds == pytest.approx(max(launch, without))
+
+
+def test_what_a_step_cannot_move_goes_with_the_next_ones():
+    """Three quarters of 1024 blocks, 256 from one lane to each, in four steps of 64."""
+    _, moving = moving_batches(65_536, 300_000)
+    assert [len(batch.moves) for batch in moving] == [3 * 64] * 4
+    assert all(set(batch.moves[:, 0].tolist()) == {0} for batch in moving)
+    assert [batch.number for batch in moving] == list(range(moving[0].number, moving[0].number + 4))
+    held = moving[-1].blocks_per_lane[0]
+    assert held.max() - held.min() <= 1
+
+
+def test_a_small_group_passes_a_ring_of_its_own_lanes():
+    """Half of the lanes take twice as long to attend, and have one hop of three."""
+    exchange = replica("pass_kv").scheduler.predictor.exchange
+    works = []
+    for lanes in (2, 4):
+        share = (np.arange(4) < lanes) / lanes
+        works.append(exchange.nothing().plus(50_000, 4096, share, share, range(lanes)).work())
+    half, whole = works
+    assert (half.lanes, whole.lanes) == (half.holders, whole.holders) == (2, 4)
+    assert half.share == 2 * whole.share
+
+    def seconds(hop: Link) -> list[float]:
+        rates = dataclasses.replace(exchange.rates, hop=hop)
+        return [
+            dataclasses.replace(exchange, lanes=work.lanes, rates=rates).seconds(work)["pass_kv"]
+            for work in works
+        ]
+
+    computing = seconds(Link(0.0, 1e30))
+    assert 1.5 < computing[0] / computing[1] < 2  # half of the lanes, and what each call takes
+    rounds = [-(-work.shard // exchange.piece) for work in works]
+    assert seconds(Link(1.0, 1e30)) == pytest.approx([rounds[0], 3 * rounds[1]], rel=0.01)
+
+
+def test_prompts_on_disjoint_groups_of_lanes_take_as_long_as_one():
+    made = replica("pass_q", "fixed-2", chunking="static").scheduler.predictor
+    one, both = [LaneLoad()] * 4, [LaneLoad()] * 4
+    made.add_chunk(one, 0, [1, 1, 0, 0], 50_000, 4096)
+    made.add_chunk(both, 0, [1, 1, 0, 0], 50_000, 4096)
+    made.add_chunk(both, 2, [0, 0, 1, 1], 50_000, 4096)
+    assert made.stage(both) == pytest.approx(made.stage(one))
+    assert len({lane.tokens for lane in both}) == 1
+
+
+# --- the model of the system
+
+
+def test_lanes_of_a_node_are_joined_as_its_ranks_are():
+    device = devices()["h100"]
+    links = {
+        (kvp, tp): System(SHAPE, "h100", MeshConfig(kvp=kvp, tp=tp)).link
+        for kvp, tp in ((4, 2), (2, 8), (8, 1), (16, 1))
+    }
+    assert links[4, 2] == links[8, 1] == device.ranks[2]
+    assert links[2, 8] == links[16, 1] == device.node
+
+
+def test_kv_in_fp8_has_half_the_bytes_and_a_scale():
+    plain = System(SHAPE, "h100", MeshConfig(tp=8))
+    small = plain.with_cache(CacheConfig(kv_cache_dtype="fp8"))
+    assert small.kv_vector_bytes == 128 + 2 and plain.kv_vector_bytes == 256
+    assert small.kv_tokens() == pytest.approx(plain.kv_tokens() * 256 / 130, abs=1)
+    assert small.costs.decode_kv == pytest.approx(plain.costs.decode_kv * 130 / 256)
+    assert small.costs.pair == plain.costs.pair
+    decodes = [Arrival(0.0, 100_000, 50)]
+    cache = {"kv_cache_dtype": "fp8"}
+    ends = [run(replica(cache=each), decodes)[0].records[0].tpot for each in ({}, cache)]
+    assert ends[1] < ends[0]
+
+
+def test_memory_for_kv_is_as_it_is_given():
+    system = System(SHAPE, "h100", MeshConfig(tp=8))
+    token = 32 * 2 * 256  # layers, key and value, bytes of one head
+    assert system.with_cache(CacheConfig(kv_memory_gib=1.0)).kv_tokens() == 2**30 // token
+    half = system.with_cache(CacheConfig(gpu_memory_utilization=0.5))
+    assert half.kv_tokens() < system.kv_tokens()
+
+
+def test_a_piece_of_the_ring_is_as_long_as_the_engine_sends():
+    assert exchange_choice.PIECE == KV_CHUNK_TOKENS
+
+
+def test_without_a_chooser_queries_are_gathered():
+    """By the costs alone, as where nothing was measured."""
+    made = Costs(layers=1, linear_token=1, kvp=5)
+    assert Predictor(made, MeshConfig(kvp=2)).exchange is None
