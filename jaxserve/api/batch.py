@@ -7,11 +7,36 @@ sent once, when it is new.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 import numpy as np
 
-NO_STORES = np.zeros((0, 7), np.int32)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageStores:
+    """Pages whose blocks lower tiers are to keep: lane [m], page on that lane [m] and retention of
+    the block (see `Request`) [m], all int32, and the block's key."""
+
+    lanes: np.ndarray
+    pages: np.ndarray
+    retention: np.ndarray
+    keys: list[bytes]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, part: slice) -> PageStores:
+        return PageStores(self.lanes[part], self.pages[part], self.retention[part], self.keys[part])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all fields."""
+        numbers = self.lanes.nbytes + self.pages.nbytes + self.retention.nbytes
+        return numbers + sum(map(len, self.keys))
+
+
+_NONE = np.zeros(0, np.int32)
+NO_STORES = PageStores(_NONE, _NONE, _NONE, [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +80,7 @@ class Batch:
     # how spread chunks of more than one token, or decodes where no chunk has more, reach KV on
     # other lanes: a name of `costs.exchange_choice.TRAFFIC`
     exchange: str = "gather"
-    # [m, 7] pages whose blocks lower tiers are to keep, read before the step: lane, page, retention
-    # of the block (see `Request`), its key as four integers
-    stores: np.ndarray = field(default_factory=lambda: NO_STORES)
+    stores: PageStores = NO_STORES  # read before the step
 
     @property
     def spread(self) -> np.ndarray:

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxserve.api.batch import NO_STORES
+from jaxserve.api.batch import NO_STORES, PageStores
 from jaxserve.api.request import NORMAL_RETENTION, KvSource
 from jaxserve.cache.block_events import BlockEvents, StoredBlocks
 from jaxserve.cache.hashes import BlockHashes, root_key
@@ -315,14 +315,13 @@ class CacheManager:
         self._fetches = []
         return fetches
 
-    def take_stores(self) -> np.ndarray:
-        """Pages [m, 7] whose blocks leave the devices, see `Batch.stores`: to be read before
-        anything else is done to them."""
+    def take_stores(self) -> PageStores:
+        """Pages whose blocks leave the devices: to be read before anything else is done to them."""
         return self.stores.take()
 
-    def stores_at_the_end(self) -> np.ndarray:
-        """Pages [m, 7] whose blocks should outlast the devices, see `Batch.stores`; none where
-        nothing below them does. No more batch may come."""
+    def stores_at_the_end(self) -> PageStores:
+        """Pages whose blocks should outlast the devices; none where nothing below them does. No
+        more batch may come."""
         if self.lower is None or not self.lower.outlasts:
             return NO_STORES
         return self.stores.all()

@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from jaxserve.api.batch import NO_STORES
+from jaxserve.api.batch import NO_STORES, PageStores
 from jaxserve.api.request import EPHEMERAL, NORMAL_RETENTION
 from jaxserve.cache.pages import PageAllocator
-from jaxserve.cache.tiers import STORE_COLUMNS, key_words
 
 
 class PendingStores:
@@ -112,23 +111,24 @@ class PendingStores:
             for page, target in zip(pages, targets):
                 self.retain(target, self.retention(page))
 
-    def take(self) -> np.ndarray:
-        """Stores [m, 7] int32 since the last call, see `Batch.stores`."""
+    def take(self) -> PageStores:
+        """Returns the stores since the last call."""
         keys = self._keys
         self._keys = {}
         self._renewed.clear()
-        return self._rows(keys)
+        return self._stores(keys)
 
-    def all(self) -> np.ndarray:
-        """Stores [m, 7] of all published blocks, as if all their pages were needed."""
+    def all(self) -> PageStores:
+        """Returns stores of all published blocks, as if all their pages were needed."""
         kept = {page: (key, self.retention(page)) for page, key in self._pages.key_of.items()}
-        return self._rows({page: of for page, of in kept.items() if of[1] != EPHEMERAL})
+        return self._stores(
+            {page: (key, wish) for page, (key, wish) in kept.items() if wish != EPHEMERAL}
+        )
 
-    def _rows(self, keys: dict[int, tuple[bytes, int]]) -> np.ndarray:
-        if not keys:
+    def _stores(self, blocks: dict[int, tuple[bytes, int]]) -> PageStores:
+        """blocks: by page, key and retention of the block on it."""
+        if not blocks:
             return NO_STORES
-        stores = np.zeros((len(keys), STORE_COLUMNS), np.int32)
-        stores[:, 0], stores[:, 1] = self._pages.locate(np.fromiter(keys, np.int32))
-        stores[:, 2] = [retention for _, retention in keys.values()]
-        stores[:, 3:] = [key_words(key) for key, _ in keys.values()]
-        return stores
+        lanes, pages = self._pages.locate(np.fromiter(blocks, np.int32))
+        retention = np.array([retention for _, retention in blocks.values()], np.int32)
+        return PageStores(lanes, pages, retention, [key for key, _ in blocks.values()])

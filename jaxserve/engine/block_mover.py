@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.cache.tiers import Fetch, key_of
+from jaxserve.api.batch import PageStores
+from jaxserve.cache.tiers import Fetch
 from jaxserve.engine.page_io import BlocksRead, GatheredBlocks, PageIo
 from jaxserve.engine.resized_stream import ResizedStream
 from jaxserve.store.peers import BlockStream, PeerBlocks
@@ -59,7 +60,7 @@ class BlockMover:
         self.tiers = tiers
         self._arrived = arrived
         self._peers = peers
-        self._stores: queue.Queue[tuple[BlocksRead, list[bytes], list[int]] | None] = queue.Queue()
+        self._stores: queue.Queue[tuple[BlocksRead, PageStores] | None] = queue.Queue()
         self._fetches: queue.Queue[Fetch | None] = queue.Queue()
         self._pieces: dict[tuple[int, int], GatheredBlocks | None] = {}
         self._room = threading.Semaphore(PIECES_AHEAD)
@@ -79,9 +80,8 @@ class BlockMover:
 
     # --- on the engine's thread
 
-    def store(self, stores: np.ndarray) -> None:
-        """Reads pages, before later commands overwrite them, and has their blocks stored. stores:
-        see `StepCommand`."""
+    def store(self, stores: PageStores) -> None:
+        """Reads pages, before later commands overwrite them, and has their blocks stored."""
         if not len(stores):
             return
         if self._stores.qsize() >= STORES_AHEAD:
@@ -89,11 +89,10 @@ class BlockMover:
             self.tiers.events.recheck()
             return
         at = 0
-        for blocks in self.io.read(stores[:, :2]):
+        for blocks in self.io.read(np.stack([stores.lanes, stores.pages], axis=1)):
             part = stores[at : at + len(blocks)]
-            keys = [key_of(row[3:]) for row in part]
-            self.tiers.expect(keys)
-            self._stores.put((blocks, keys, part[:, 2].tolist()))
+            self.tiers.expect(part.keys)
+            self._stores.put((blocks, part))
             at += len(blocks)
 
     @property
@@ -150,14 +149,14 @@ class BlockMover:
         except Exception:
             log.exception("blocks of KV could not be moved")
 
-    def _store(self, job: tuple[BlocksRead, list[bytes], list[int]]) -> None:
-        blocks, keys, retentions = job
+    def _store(self, job: tuple[BlocksRead, PageStores]) -> None:
+        blocks, stores = job
         try:
             blocks.wait()
-            for index, (key, retention) in enumerate(zip(keys, retentions)):
+            for index, (key, retention) in enumerate(zip(stores.keys, stores.retention.tolist())):
                 self.tiers.put(key, functools.partial(blocks.copy, index), retention)
         finally:
-            self.tiers.settle(keys)
+            self.tiers.settle(stores.keys)
 
     def _fetch(self, fetch: Fetch) -> None:
         """Brings the blocks in pieces until one is missing; the last piece may be empty."""

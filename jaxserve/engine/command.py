@@ -16,11 +16,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxserve.cache.tiers import STORE_COLUMNS
+from jaxserve.api.batch import NO_STORES, PageStores
+from jaxserve.cache.hashes import KEY_BYTES
 from jaxserve.engine.sampling_rows import SamplingAdmission
 from jaxserve.engine.shapes import StepShape, layout
 
-VERSION = 4  # of the byte form
+VERSION = 5  # of the byte form
 NO_STEP = -1  # in place of a shape: nothing is computed, only what else the command says
 NO_SAMPLING = -1  # in place of a variant: no token is sampled after this step
 SAMPLE_LATER = -2  # tokens are sampled by a later command, once their masks are known
@@ -60,8 +61,7 @@ class StepCommand:
     see `shapes.layout`. reads: the version of the sampled tokens that the step feeds (0: none).
     variant: index in VARIANTS, NO_SAMPLING or SAMPLE_LATER; with NO_STEP it samples for the newest
     step that was to be sampled later. masks [lanes, samples, words]: bits of the tokens that may be
-    sampled, for the guided variant. stores [m, 7]: lane, page, seconds to keep its block, the
-    block's key as four integers. loads [m, 2]: ticket and number of pieces of fetches
+    sampled, for the guided variant. loads [m, 2]: ticket and number of pieces of fetches
     (`block_mover`). table_updates [m, 5]: lane, slot, index in the row, page, block. scores
     [k, 2, lanes, SCORES]: tokens of the step, and the ids whose log-probabilities are wanted. pools
     [k, lanes, SCORES]: tokens of the step that prompts are embedded by, first those that are; the
@@ -74,7 +74,7 @@ class StepCommand:
     variant: int = NO_SAMPLING
     reset: bool = False
     admissions: tuple[SamplingAdmission, ...] = ()
-    stores: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
+    stores: PageStores = NO_STORES
     loads: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
     table_updates: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
     rows: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
@@ -125,7 +125,9 @@ class CommandCodec:
 
     def _parts(self, command: StepCommand) -> Iterator[np.ndarray]:
         """Everything that is an array, each with rows that resemble each other."""
-        yield command.stores.reshape(-1, STORE_COLUMNS)
+        stores = command.stores
+        yield np.stack([stores.lanes, stores.pages, stores.retention], axis=1)
+        yield np.frombuffer(b"".join(stores.keys), np.uint8).reshape(-1, KEY_BYTES)
         yield command.loads.reshape(-1, 2)
         yield command.table_updates.reshape(-1, 5)
         yield command.masks.reshape(-1, 1)
@@ -186,7 +188,8 @@ class CommandCodec:
         if not NO_STEP <= shape < len(self._layouts):
             raise CommandError(f"shape {shape} is not among the {len(self._layouts)} compiled")
         reader = _Reader(data, _HEAD.size)
-        stores = reader.array().reshape(-1, STORE_COLUMNS)
+        lanes, pages, retention = reader.array().reshape(-1, 3).T
+        keys = [key.tobytes() for key in reader.array().reshape(-1, KEY_BYTES)]
         loads = reader.array().reshape(-1, 2)
         updates = reader.array().reshape(-1, 5)
         masks = reader.array()
@@ -209,7 +212,7 @@ class CommandCodec:
             variant=variant,
             reset=bool(reset),
             admissions=admissions,
-            stores=stores,
+            stores=PageStores(lanes, pages, retention, keys),
             loads=loads,
             table_updates=updates,
             rows=rows,

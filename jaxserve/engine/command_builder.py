@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Set
 
 import numpy as np
 
-from jaxserve.api.batch import Batch
+from jaxserve.api.batch import Batch, PageStores
 from jaxserve.engine import sampling_rows, token_masks
 from jaxserve.engine.arrays import to_arrays
 from jaxserve.engine.command import NO_SAMPLING, NO_STEP, SAMPLE_LATER, StepCommand
@@ -92,15 +92,15 @@ class CommandBuilder:
             batch, arrays, pending, embeddings, sample_later=variant == GUIDED
         )
 
-    def stores(self, stores: np.ndarray) -> StepCommand:
-        """The command that only reads pages, see `Batch.stores`."""
+    def stores(self, stores: PageStores) -> StepCommand:
+        """Makes the command that only reads pages."""
         command = StepCommand(number=NO_STEP, reset=self._begins, stores=stores)
         self._begins = False
         return command
 
-    def load(self, ticket: int, piece: int, stores: np.ndarray) -> StepCommand:
+    def load(self, ticket: int, piece: int, stores: PageStores) -> StepCommand:
         """The command that writes a piece of a fetch to its pages, after what is on pages that are
-        given away was read (see `Batch.stores`)."""
+        given away was read."""
         command = StepCommand(
             number=NO_STEP,
             reset=self._begins,

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import Any, Protocol
 
-import numpy as np
-
+from jaxserve.api.batch import PageStores
 from jaxserve.cache.tiers import Fetch, LowerTiers
 from jaxserve.costs.profiles import Link
 from jaxserve.engine.block_mover import Arrival
@@ -63,9 +62,8 @@ class CommandExecutor(Protocol):
     def drop(self, arrival: Arrival) -> None:
         """Forgets what arrived, and what else was to come of its fetch."""
 
-    def keep(self, stores: np.ndarray) -> None:
-        """Has blocks on the devices kept in lower tiers, and waits for that for a while. stores
-        [m, 7]: see `StepCommand`."""
+    def keep(self, stores: PageStores) -> None:
+        """Has blocks on the devices kept in lower tiers, and waits for that for a while."""
 
     def ready(self) -> bool:
         """Whether the oldest step is done."""

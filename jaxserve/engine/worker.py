@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxserve.api.batch import PageStores
 from jaxserve.cache.tiers import Fetch
 from jaxserve.costs.profiles import Link
 from jaxserve.engine.block_mover import Arrival, BlockMover
@@ -232,9 +233,8 @@ class Worker:
         """Forgets what arrived, and what else was to come of its fetch."""
         self._mover.drop(arrival)
 
-    def keep(self, stores: np.ndarray) -> None:
-        """Has blocks on the devices kept in lower tiers, and waits for that for a while. stores
-        [m, 7]: see `StepCommand`."""
+    def keep(self, stores: PageStores) -> None:
+        """Has blocks on the devices kept in lower tiers, and waits for that for a while."""
         deadline = time.monotonic() + KEEP_SECONDS
         for at in range(0, len(stores), KEEP_PAGES):
             with _device_errors():

@@ -19,8 +19,7 @@ import time
 from collections.abc import Callable, Set
 from typing import Any
 
-import numpy as np
-
+from jaxserve.api.batch import PageStores
 from jaxserve.cache.tiers import Fetch
 from jaxserve.costs.profiles import Link
 from jaxserve.engine.block_mover import Arrival
@@ -361,7 +360,7 @@ class WorkerGroup:
     def drop(self, arrival: Arrival) -> None:
         raise NotImplementedError("workers have no tiers below their devices")
 
-    def keep(self, stores: np.ndarray) -> None:
+    def keep(self, stores: PageStores) -> None:
         """Nothing is kept."""
 
     def ready(self) -> bool:

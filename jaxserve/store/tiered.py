@@ -25,17 +25,10 @@ import numpy as np
 from jaxserve.api.request import EPHEMERAL, NORMAL_RETENTION
 from jaxserve.cache.block_events import Medium
 from jaxserve.cache.tier_events import TierEvents
-from jaxserve.cache.tiers import (
-    NORMAL,
-    PASSING,
-    Fetched,
-    HostTier,
-    Lookup,
-    Placed,
-    TierCounts,
-)
+from jaxserve.cache.tiers import Fetched, Lookup, TierCounts
 from jaxserve.clock import Clock
 from jaxserve.store.fetches import PeerFetches
+from jaxserve.store.host_index import NORMAL, PASSING, HostIndex, Placed
 from jaxserve.store.host_memory import HostBlocks
 from jaxserve.store.shared import SharedTier
 
@@ -108,7 +101,7 @@ class TieredBlocks:
         self._disk = disk
         self._shared = shared
         self._host = HostBlocks(slots, block_bytes)
-        self._index = HostTier(slots)
+        self._index = HostIndex(slots)
         self._expected: Counter[bytes] = Counter()  # how often each block is on its way
         self._lock = threading.Lock()
         self._put = threading.Condition(self._lock)  # notified when a block was put, or was not
@@ -221,7 +214,7 @@ class TieredBlocks:
         return self._put_until(key, fill, self._until(retention))
 
     def _until(self, retention: int) -> float:
-        """The clock second until which a block of this retention stays, see `HostTier`."""
+        """The clock second until which a block of this retention stays, see `HostIndex`."""
         if retention == EPHEMERAL:
             return PASSING
         return self._clock.now() + retention if retention else NORMAL

@@ -1,166 +1,17 @@
-"""Which blocks are in host memory, and which of them leave it first."""
+"""What the cache asks of the tiers below it, and which pages it has them keep."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from jaxserve.api.batch import PageStores
 from jaxserve.api.request import EPHEMERAL, NORMAL_RETENTION
 from jaxserve.cache import CacheManager
 from jaxserve.cache.block_events import Medium
-from jaxserve.cache.hashes import block_key, root_key
 from jaxserve.cache.tier_events import TierEvents
-from jaxserve.cache.tiers import NORMAL, PASSING, HostTier, TierCounts, key_of, key_words
+from jaxserve.cache.tiers import TierCounts
 from jaxserve.settings.schema import CacheConfig
 from tests.cache.test_hashes import chain
-from tests.examples import examples
-
-WHAT = ("reserve", "commit", "pin", "unpin", "forget")
-
-
-def key(number: int) -> bytes:
-    return block_key(root_key("", "", 4, ""), np.array([number] * 4))
-
-
-def put(tier: HostTier, number: int, now: float = 0.0, until: float = NORMAL) -> bool:
-    placed = tier.reserve(key(number), now, until)
-    if placed is not None:
-        tier.commit(key(number))
-    return placed is not None
-
-
-def test_the_least_recently_used_leaves_first():
-    tier = HostTier(2)
-    assert put(tier, 1) and put(tier, 2)
-    tier.touch(key(1))
-    placed = tier.reserve(key(3), 0.0)
-    assert placed is not None and placed.leaves == (key(2), 0.0)
-    assert key(1) in tier and key(2) not in tier
-
-
-def test_what_is_there_gets_no_second_slot_and_counts_as_used():
-    tier = HostTier(2)
-    assert put(tier, 1) and put(tier, 2)
-    assert not put(tier, 1)
-    put(tier, 3)
-    assert key(1) in tier and key(2) not in tier
-
-
-def test_what_is_to_be_kept_stays_while_others_come_and_go():
-    tier = HostTier(3)
-    put(tier, 0, until=100.0)
-    for number in range(1, 50):
-        put(tier, number, now=float(number))
-    assert key(0) in tier
-
-
-def leaving(tier: HostTier, number: int, now: float = 0.0) -> int:
-    """Which block makes room for this one, of the first hundred."""
-    placed = tier.reserve(key(number), now)
-    tier.commit(key(number))
-    return next(other for other in range(100) if key(other) == placed.leaves[0])
-
-
-def test_what_is_kept_no_more_leaves_like_others():
-    tier = HostTier(4)
-    put(tier, 0, until=100.0)
-    put(tier, 1, until=10.0)
-    put(tier, 2)
-    put(tier, 3)
-    assert leaving(tier, 4, now=20.0) == 2  # one whose time is over counts as used just now
-    assert [leaving(tier, number, now=20.0) for number in (5, 6, 7)] == [3, 1, 4]
-    tier.check(4)
-
-
-def test_what_only_passes_through_leaves_before_others():
-    tier = HostTier(3)
-    put(tier, 0)
-    put(tier, 1, until=PASSING)
-    put(tier, 2)
-    tier.touch(key(1))  # who reads it does not ask for it to be kept
-    assert leaving(tier, 3) == 1
-
-
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [(PASSING, NORMAL), (NORMAL, PASSING), (50.0, NORMAL), (NORMAL, 50.0), (PASSING, 50.0)],
-)
-def test_of_several_wishes_the_strongest_counts(first, then):
-    tier = HostTier(2)
-    put(tier, 0, until=first)
-    assert not put(tier, 0, until=then)
-    assert tier.whole() == [(key(0), max(first, then))]
-
-
-def test_half_of_the_slots_are_for_what_is_to_be_kept():
-    tier = HostTier(4)
-    for number in range(4):
-        put(tier, number, until=100.0)
-    assert [leaving(tier, number) for number in (4, 5, 6)] == [0, 1, 4]
-    assert key(2) in tier and key(3) in tier
-
-
-def test_what_is_kept_longer_and_longer_takes_no_memory_for_that():
-    tier = HostTier(4)
-    for second in range(1, 10_000):
-        put(tier, 0, until=float(second))
-    tier.check(4)
-    assert len(tier._ends) < 200
-
-
-def test_what_is_pinned_or_being_filled_stays():
-    tier = HostTier(2)
-    put(tier, 1)
-    tier.pin(key(1))
-    assert tier.reserve(key(2), 0.0) is not None  # filling from now on
-    assert tier.pin(key(2)) is None
-    assert tier.reserve(key(3), 0.0) is None
-    tier.commit(key(2))
-    assert tier.reserve(key(3), 0.0).leaves == (key(2), 0.0)
-    tier.forget(key(1))
-    assert key(1) in tier
-    tier.unpin(key(1))
-    tier.forget(key(1))
-    assert key(1) not in tier
-
-
-@settings(max_examples=examples(200))
-@given(
-    st.integers(1, 5),
-    st.lists(
-        st.tuples(
-            st.sampled_from(["reserve", "commit", "pin", "unpin", "forget"]), st.integers(0, 9)
-        )
-    ),
-)
-def test_slots_and_blocks_fit_each_other_whatever_happens(slots, steps):
-    tier = HostTier(slots)
-    pinned: list[bytes] = []
-    for at, (what, number) in enumerate(steps):
-        name = key(number)
-        if what == "reserve":
-            tier.reserve(name, float(at), (PASSING, NORMAL, at + 3.0)[number % 3])
-        elif what == "commit" and tier.filling(name):
-            tier.commit(name)
-        elif what == "pin" and tier.pin(name) is not None:
-            pinned.append(name)
-        elif what == "unpin" and name in pinned:
-            pinned.remove(name)
-            tier.unpin(name)
-        elif what == "forget":
-            tier.forget(name)
-        assert all(each in tier for each in pinned)
-        tier.check(slots)
-
-
-@given(st.binary(min_size=16, max_size=16))
-def test_keys_come_back_from_their_words(name):
-    assert key_of(key_words(name)) == name
-
-
-# --- what the cache asks of lower tiers
 
 
 class Lower:
@@ -214,8 +65,8 @@ def test_a_block_that_leaves_a_page_is_named_with_that_page_before_the_page_is_u
     cache.admit(1, cache.match(second, 0).pages, 0)
     cache.extend(1, 2)
     stores = cache.take_stores()
-    assert [key_of(row[3:]) for row in stores] == [first[3], first[2]]  # the deepest leave first
-    assert stores[:, 1].tolist() == cache.tables[1] and not stores[:, 0].any()
+    assert stores.keys == [first[3], first[2]]  # the deepest leave first
+    assert stores.pages.tolist() == cache.tables[1] and not stores.lanes.any()
     assert not len(cache.take_stores())
 
 
@@ -227,9 +78,7 @@ def test_a_page_that_was_given_away_in_this_step_has_nothing_to_store_yet(cache)
     cache.release(1)
     cache.admit(2, cache.match(chain([3] * 16), 0).pages, 0)
     cache.extend(2, 4)
-    assert {key_of(row[3:]) for row in cache.take_stores()} == {
-        chain([1] * 16)[n] for n in range(4)
-    }
+    assert set(cache.take_stores().keys) == {chain([1] * 16)[n] for n in range(4)}
 
 
 def test_blocks_are_fetched_up_to_the_first_gap(cache, lower):
@@ -256,12 +105,16 @@ def test_a_fetch_names_pages_that_the_slot_holds(cache, lower):
 def test_at_the_end_all_that_can_be_found_is_to_be_kept_if_that_outlasts_the_end(cache, lower):
     hashes = chain([1] * 16)
     run(cache, 0, hashes, 3)
-    assert {key_of(row[3:]) for row in cache.stores_at_the_end()} == {hashes[n] for n in range(3)}
+    assert set(cache.stores_at_the_end().keys) == {hashes[n] for n in range(3)}
     lower.outlasts = False
     assert not len(cache.stores_at_the_end())
 
 
 # --- requests' wishes
+
+
+def retentions(stores: PageStores) -> dict[bytes, int]:
+    return dict(zip(stores.keys, stores.retention.tolist(), strict=True))
 
 
 def stored(cache: CacheManager, hashes, blocks: int, retention: int, pages=4) -> dict[bytes, int]:
@@ -275,10 +128,10 @@ def stored(cache: CacheManager, hashes, blocks: int, retention: int, pages=4) ->
         cache.release(0)
     cache.admit(1, cache.match(chain([9] * 16), 0).pages, 0)
     cache.extend(1, pages)
-    rows = cache.take_stores()
+    stores = cache.take_stores()
     cache.release(1)
     cache.check()
-    return {key_of(row[3:]): int(row[2]) for row in rows}
+    return retentions(stores)
 
 
 def test_ephemeral_blocks_are_not_stored(cache):
@@ -323,8 +176,7 @@ def test_an_ephemeral_block_that_is_wanted_elsewhere_passes_through(cache):
     cache.extend(0, 2)
     cache.take_stores()
     cache.publish(0, 0, 2, hashes)
-    rows = cache.take_stores()
-    assert [(key_of(row[3:]), row[2]) for row in rows] == [(hashes[0], EPHEMERAL)]
+    assert retentions(cache.take_stores()) == {hashes[0]: EPHEMERAL}
 
 
 def test_at_the_end_ephemeral_blocks_are_not_stored(cache):
@@ -333,7 +185,7 @@ def test_at_the_end_ephemeral_blocks_are_not_stored(cache):
         cache.admit(slot, cache.match(hashes, 0).pages, 0, retention=retention)
         cache.extend(slot, 1)
         cache.publish(slot, 0, 1, hashes)
-    assert [(key_of(row[3:]), row[2]) for row in cache.stores_at_the_end()] == [(hashes[0], 60)]
+    assert retentions(cache.stores_at_the_end()) == {hashes[0]: 60}
 
 
 def test_who_fetches_blocks_has_them_kept_as_long_as_it_asks(cache, lower):
@@ -351,5 +203,5 @@ def test_a_block_that_moves_to_another_lane_is_retained_there():
     cache.publish(0, 0, 4, hashes)
     cache.regroup(0, (0, 1))
     assert cache.rebalance(0, 4) == 2
-    rows = cache.stores_at_the_end()
-    assert sorted(rows[:, 0].tolist()) == [0, 0, 1, 1] and set(rows[:, 2].tolist()) == {600}
+    stores = cache.stores_at_the_end()
+    assert sorted(stores.lanes.tolist()) == [0, 0, 1, 1] and set(stores.retention.tolist()) == {600}

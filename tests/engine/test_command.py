@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.api.batch import Batch
+from jaxserve.api.batch import Batch, PageStores
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
@@ -103,6 +103,12 @@ def same(a: StepCommand, b: StepCommand) -> bool:
                 for x, y in zip(one, two, strict=True)
                 for name in dataclasses.fields(x)
             ]
+        elif field.name == "stores":
+            if one.keys != two.keys:
+                return False
+            pairs = [
+                (getattr(one, name), getattr(two, name)) for name in ("lanes", "pages", "retention")
+            ]
         else:
             pairs = [(one, two)]
         for x, y in pairs:
@@ -162,6 +168,7 @@ def test_bytes_give_the_command_back(data):
         temperature=0.5, logit_bias={3: 1.5, 9: -2.0}, frequency_penalty=0.25, stop_token_ids=[4]
     )
     launches = admissions(params, 1, 2, np.arange(1500), [5, 5], 7, (1,))
+    stores = data.draw(st.integers(0, 4))
     command = StepCommand(
         number=data.draw(st.integers(0, 2**31 - 1)),
         shape=index,
@@ -169,6 +176,7 @@ def test_bytes_give_the_command_back(data):
         variant=data.draw(st.integers(-2, 3)),
         reset=data.draw(st.booleans()),
         admissions=tuple(launches[: data.draw(st.integers(0, 2))]),
+        stores=PageStores(ints(stores), ints(stores), ints(stores), [rng.bytes(16)] * stores),
         table_updates=ints(data.draw(st.integers(0, 5)), 5),
         rows=rows,
         masks=ints(2, 2, 3) if data.draw(st.booleans()) else np.zeros((0, 1), np.int32),
