@@ -121,7 +121,7 @@ class Stream:
         self._pending_accepted: list[Output] = []
         self._pending_progress: dict[int, Progress] = {}
         self._pending_tokens: dict[int, list[Delta]] = {}
-        self._pending_finished: list[Output] = []
+        self._pending_finished: dict[int, Finished] = {}
         self._newest_progress = Progress(0, 0, len(request.prompt))
         self._last_write = now
         self._writing = False
@@ -233,7 +233,7 @@ class Stream:
             case Accepted():
                 self._pending_accepted.append(output)
             case Finished():
-                self._pending_finished.append(output)
+                self._pending_finished[output.index] = output
                 self._outcome.finished.append(output)
                 if output.error is not None:
                     self.fail(output.error)
@@ -246,12 +246,12 @@ class Stream:
         progress = [
             one for one in self._pending_progress.values() if one.index not in self._pending_tokens
         ]
-        outputs: list[Output] = [
-            *self._pending_accepted,
-            *progress,
-            *map(merged, self._pending_tokens.values()),
-            *self._pending_finished,
-        ]
+        outputs: list[Output] = [*self._pending_accepted, *progress]
+        for index, deltas in self._pending_tokens.items():
+            outputs.append(merged(deltas))
+            if index in self._pending_finished:  # an end follows the last tokens immediately
+                outputs.append(self._pending_finished.pop(index))
+        outputs += self._pending_finished.values()
         self._pending_accepted.clear()
         self._pending_progress.clear()
         self._pending_tokens.clear()

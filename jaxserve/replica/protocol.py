@@ -44,8 +44,9 @@ class Replica(Protocol):
         """Seconds on the replica's clock, by which arrivals and deadlines are told."""
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Takes a request; its events go to `sink`, once per step, from the replica's own thread.
-        `sink` must not block; one that raises hears no more, and its request is cancelled.
+        """Takes a request. Its events go to `sink` from the replica's own thread, those of one step
+        in one call: the last token of a completion comes together with its end. `sink` must not
+        block; one that raises is not called again, and its request is cancelled.
 
         Errors: RequestError for an id in use, a full queue, a request that can never fit or that
         could not be in time, a replica that is drained, closed or broken.

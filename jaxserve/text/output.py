@@ -4,8 +4,9 @@ whole completions.
 An `OutputProcessor` takes the events of one request and gives `Output`s, in which consecutive
 tokens of a completion are one `Delta` with ids and text. Text that may be the beginning of a stop
 string is held back until that is decided. Once a stop string is complete, the text ends before it,
-the engine is told to stop, and tokens that were already on their way are dropped. The token that
-ends a completion (end of text or a stop id) is among its ids, not in its text.
+the engine is asked to stop, and tokens that were already on their way are dropped. The token that
+ends a completion (end of text or a stop id) is among its ids, not in its text. The last `Delta` of
+a completion always comes together with its `Finished`, also where a stop string ended it.
 """
 
 from __future__ import annotations
@@ -170,9 +171,21 @@ class CompletionState:
         self._batched = not sampling.stop and sampling.logprobs is None
         # the last id where it may be the one that ends the completion: its text is held back
         self._held_id: int | None = None
+        # the tokens up to a stop string: they are held back until the engine has ended
+        self._last_delta: Delta | None = None
 
-    def push(self, tokens: Sequence[Token]) -> Delta:
-        """Takes the next tokens. Those after a stop string are dropped."""
+    def push(self, tokens: Sequence[Token]) -> Delta | None:
+        """Takes the next tokens and drops those after a stop string. Returns None once one is
+        found: `finish` returns the last tokens."""
+        if self.stop_strings.found:
+            return None
+        delta = self._delta(tokens)
+        if self.stop_strings.found:
+            self._last_delta = delta
+            return None
+        return delta
+
+    def _delta(self, tokens: Sequence[Token]) -> Delta:
         ids = [token.id for token in tokens]
         if self._batched and self._held_id is None and self._end_ids.isdisjoint(ids):
             self._output_tokens += len(ids)
@@ -194,8 +207,8 @@ class CompletionState:
         return Delta(self.index, ids, "".join(texts), logprobs)
 
     def finish(self, event: Finished) -> tuple[Delta | None, Finished]:
-        """Ends the completion. Returns the text that was held back, if any, and the event as the
-        caller gets it."""
+        """Ends the completion. Returns what was held back, if anything, and the event as the caller
+        gets it."""
         text = "" if self.stop_strings.found else self._rest(event.reason)
         usage = dataclasses.replace(event.usage, completion=self._output_tokens)
         event = dataclasses.replace(event, usage=usage)
@@ -204,7 +217,10 @@ class CompletionState:
             event = dataclasses.replace(event, reason="stop", error=None, stop=found)
         elif event.reason == "stop" and self._held_id in self._stop_ids:
             event = dataclasses.replace(event, stop=self._held_id)
-        return (Delta(self.index, (), text) if text else None), event
+        held_back = [self._last_delta] if self._last_delta is not None else []
+        if text:
+            held_back.append(Delta(self.index, (), text))
+        return (merged(held_back) if held_back else None), event
 
     def _text_of(self, id: int) -> str:
         """The text that is certain once this token has come."""
@@ -277,7 +293,7 @@ class OutputProcessor:
         completion = self._completions[tokens[0].index]
         stopped_before = completion.stop_strings.found
         delta = completion.push(tokens)
-        if delta.ids:
+        if delta is not None:
             outputs.append(delta)
         if completion.stop_strings.found and not stopped_before:
             self._stop(completion.index)

@@ -44,9 +44,11 @@ class Heard:
     """A sink that keeps what it hears."""
 
     def __init__(self) -> None:
+        self.calls: list[Sequence[Event]] = []
         self.events: list[Event] = []
 
     def __call__(self, events: Sequence[Event]) -> None:
+        self.calls.append(events)
         self.events += events
 
     def of(self, index: int) -> list[Event]:

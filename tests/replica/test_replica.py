@@ -105,6 +105,15 @@ def test_an_end_says_what_was_used_and_how_long_it_took(held):
     assert 0 <= end.timing.queued <= end.timing.first_token <= end.timing.total
 
 
+def test_the_last_token_and_the_end_come_in_one_call(held):
+    heard = held.submit(n=2, tokens=3)
+    held.wait_ended(heard, completions=2)
+    for end in heard.ends:
+        (call,) = [events for events in heard.calls if end in events]
+        before = call[call.index(end) - 1]
+        assert isinstance(before, Token) and before.index == end.index
+
+
 def test_each_of_n_completions_has_its_tokens_and_one_end(held):
     heard = held.submit(n=3, tokens=6)
     held.wait_ended(heard, completions=3)

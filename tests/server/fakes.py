@@ -247,7 +247,7 @@ class FakeReplica:
             self.requests[request.id] = running = Running(request, sink)
             if request.guide is not None:
                 self.guides_seen.append(request.guide)
-            self._tell(running, Accepted(len(self.requests) - 1))
+            self._tell(running, [Accepted(len(self.requests) - 1)])
         self._work.set()
 
     def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
@@ -256,8 +256,7 @@ class FakeReplica:
             if running is None:
                 return False
             self.cancelled.append(request_id)
-            for index in list(running.tokens):
-                self._finish(running, index, reason)
+            self._tell(running, self._ends(running, reason))
             return True
 
     def stop(self, request_id: str, index: int) -> bool:
@@ -298,13 +297,12 @@ class FakeReplica:
     def _end_all(self, error: RequestError) -> None:
         with self._lock:
             for running in list(self.requests.values()):
-                for index in list(running.tokens):
-                    self._finish(running, index, "error", error)
+                self._tell(running, self._ends(running, "error", error))
 
-    def _tell(self, running: Running, event: Event) -> None:
-        """Hands an event to the sink; one that raises hears no more."""
+    def _tell(self, running: Running, events: Sequence[Event]) -> None:
+        """Passes the events of a step to the sink; one that raises gets no more."""
         try:
-            running.sink([event])
+            running.sink(events)
         except Exception:
             running.sink = lambda events: None
             self.cancel(running.request.id)
@@ -324,45 +322,49 @@ class FakeReplica:
     def _step(self, running: Running) -> None:
         request = running.request
         if request.deadline is not None and time.monotonic() > request.deadline:
-            for index in list(running.tokens):
-                self._finish(running, index, "deadline")
+            self._tell(running, self._ends(running, "deadline"))
             return
         if running.prefilled < len(request.prompt):
             self.prefill_steps += 1
             running.prefilled = min(len(request.prompt), running.prefilled + self._chunk)
-            self._tell(running, Progress(0, running.prefilled, len(request.prompt)))
+            self._tell(running, [Progress(0, running.prefilled, len(request.prompt))])
             return
         running.first = running.first or time.monotonic()
         if request.embed:
-            self._finish(running, 0, "stop")
+            self._tell(running, self._ends(running, "stop"))
             return
-        for index in list(running.tokens):
-            if index in running.tokens:  # a sink may have cancelled it
-                self._emit(running, index)
+        events = [event for index in list(running.tokens) for event in self._emit(running, index)]
+        self._tell(running, events)
 
-    def _emit(self, running: Running, index: int) -> None:
+    def _emit(self, running: Running, index: int) -> list[Event]:
+        """Events of a step of one completion: its next token, and its end where that is the
+        last."""
         sampling = running.request.sampling
         tokens = running.tokens[index]
         if index in running.ended:
-            self._finish(running, index, running.ended[index])
-            return
+            return [self._end(running, index, running.ended[index])]
         made = len(tokens) - len(running.request.prompt)
         token = self._script[made] if made < len(self._script) else next_token(tokens, index)
         tokens.append(token)
         ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
         value = -0.5 - (made + 16 * index) / 64  # differs by token and completion; exact in binary
         logprobs = None if sampling.logprobs is None else Logprobs(value, ((token, value),))
-        self._tell(running, Token(index, token, logprobs))
-        if index not in running.tokens:
-            return
+        events: list[Event] = [Token(index, token, logprobs)]
         if token in ends and made + 1 >= sampling.min_tokens:
-            self._finish(running, index, "stop")
+            events.append(self._end(running, index, "stop"))
         elif made + 1 >= sampling.max_tokens:
-            self._finish(running, index, "length")
+            events.append(self._end(running, index, "length"))
+        return events
 
-    def _finish(
+    def _ends(
+        self, running: Running, reason: str, error: RequestError | None = None
+    ) -> list[Event]:
+        """Ends all completions of a request that have not ended."""
+        return [self._end(running, index, reason, error) for index in list(running.tokens)]
+
+    def _end(
         self, running: Running, index: int, reason: str, error: RequestError | None = None
-    ) -> None:
+    ) -> Finished:
         request = running.request
         now = time.monotonic()
         made = len(running.tokens.pop(index)) - len(request.prompt)
@@ -376,5 +378,4 @@ class FakeReplica:
             del self.requests[request.id]
         usage = Usage(len(request.prompt), 0, made)
         embedded = embedding(request.prompt) if request.embed and reason == "stop" else None
-        end = Finished(index, reason, usage, timing, logprobs, error, embedding=embedded)
-        self._tell(running, end)
+        return Finished(index, reason, usage, timing, logprobs, error, embedding=embedded)

@@ -296,12 +296,26 @@ def test_calls_are_read_as_the_server_is_told(http):
     assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
 
 
-def test_the_last_tokens_chunk_says_how_it_ended(http):
-    client = http()
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"max_tokens": 1}, "length"),
+        ({"max_tokens": 3, "n": 2}, "length"),
+        ({"max_tokens": 9, "stop": "c"}, "stop"),
+        ({"max_tokens": 9, "stop": ["cx", "d"], "n": 2}, "stop"),
+    ],
+)
+def test_the_last_tokens_chunk_says_how_it_ended(http, fields, reason):
+    client = http(FakeReplica(step_seconds=0.01, script=b"abcdef"))
+    asked = {**fields, "return_token_ids": True}
     for path, body in (("completions", {"prompt": "x"}), ("chat/completions", CHAT)):
-        chunks, _ = events(client, f"/v1/{path}", {**body, "max_tokens": 1})
-        tokens = [chunk for chunk in chunks if "role" not in chunk["choices"][0].get("delta", {})]
-        assert [chunk["choices"][0]["finish_reason"] for chunk in tokens] == ["length"]
+        chunks, _ = events(client, f"/v1/{path}", {**body, **asked})
+        choices = [chunk["choices"][0] for chunk in chunks]
+        for index in range(fields.get("n", 1)):
+            mine = [one for one in choices if one["index"] == index and one.get("token_ids")]
+            assert [one["finish_reason"] for one in mine[:-1]] == [None] * (len(mine) - 1)
+            assert mine[-1]["finish_reason"] == reason
+        assert sum(one["finish_reason"] is not None for one in choices) == fields.get("n", 1)
 
 
 def test_calls_of_strict_tools_are_held_to_their_schemas_also_where_none_is_forced(http):

@@ -138,9 +138,11 @@ def test_completions_are_kept_apart_and_stop_one_by_one():
     stopped = []
     whole = answer(stopped, n=2, stop="x")
     outputs = whole.feed([*tokens("ab", 0), *tokens("cx", 1), *tokens("d", 0)])
+    assert {output.index for output in outputs} == {0}, "the last tokens wait for the end"
+    outputs += whole.feed([finished(1)])
     assert (text_of(outputs, 0), text_of(outputs, 1), stopped) == ("abd", "c", [1])
-    assert [o.index for o in outputs] == [0, 1, 0]
-    whole.feed([finished(1), finished(0)])
+    assert [o.index for o in outputs] == [0, 0, 1, 1]
+    whole.feed([finished(0)])
     assert whole.unfinished == 0
 
 
