@@ -37,10 +37,10 @@ import numpy as np
 
 from experiments.script import command_line, keep
 from jaxserve import weights
+from jaxserve.checkpoint.model import ModelConfig, declare
 from jaxserve.checkpoint.model_config import to_hf
-from jaxserve.checkpoint.zoo import MODELS, ModelConfig
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.cli.display import table
-from jaxserve.models.decoder import declare
 from jaxserve.observe.machine import described, machine
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.exchange_choice import Heads
-from jaxserve.costs.profiles import ModelShape
 
 # Table 9, and the model's vocabulary.
-MODEL = ModelShape(
-    layers=126, d_model=16384, heads=128, kv_heads=8, head_dim=128, d_ff=53248, vocab=128256
-)
+MODEL = MODELS["llama3.1-405b"]
 PARAMETERS = 405e9
 GPUS = 8  # of a host
 # of one GPU; BF16, section 4.1 and appendix A

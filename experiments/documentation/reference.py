@@ -201,7 +201,7 @@ def _model(name: str) -> Sequence[str]:
         f"{model.heads} / {model.kv_heads}",
         f"{model.kv_bytes_per_token(2) / 1024:g}",
         f"{model.max_len:,}",
-        "" if model.sliding_window is None else f"{model.sliding_window:,}",
+        f"{model.windows[0]:,}" if model.windows[0] else "",
     )
 
 

@@ -8,12 +8,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.costs.predictor import LaneLoad, Predictor
-from jaxserve.costs.profiles import ITEM, ModelShape, devices
+from jaxserve.costs.profiles import ITEM, devices
 from jaxserve.lab.simulate.run import System, shape_of
 from jaxserve.settings.schema import MeshConfig
 
 POINTS = 400  # of the context at which steps of a prefill are looked at
+
+
+def prefill_flops(model: ModelConfig, tokens: float) -> float:
+    """FLOP of all layers for a prompt, attention counted as causal."""
+    pairs = tokens / 2 * tokens
+    return model.layers * (
+        2 * model.layer_weights() * tokens + 4 * model.heads * model.head_dim * pairs
+    )
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,7 @@ class Node:
     device: str = "h100"
 
     @property
-    def shape(self) -> ModelShape:
+    def shape(self) -> ModelConfig:
         return shape_of(self.model)
 
     @property
@@ -83,7 +92,7 @@ class Node:
     def mfu(self, tokens: int, chunk: int) -> float:
         """Model FLOP (causal attention) per second of a prefill, as a share of the peak of all
         devices."""
-        flops = self.shape.prefill_flops(tokens)
+        flops = prefill_flops(self.shape, tokens)
         return flops / (
             self.first_token(tokens, chunk) * self.mesh.devices * devices()[self.device].flops_per_s
         )

@@ -28,7 +28,8 @@ from jax.sharding import AxisType, Mesh
 from experiments.benchmarks.gpu.lowering import as_on_a_gpu
 from experiments.multihost.hlo import Collective, collectives
 from experiments.script import command_line, keep
-from jaxserve.checkpoint.zoo import MODELS, ModelConfig, layers_of
+from jaxserve.checkpoint.model import ModelConfig, layers_of
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.cli.display import table
 from jaxserve.engine import stages as stages_module
 from jaxserve.engine.build import make_plan
@@ -123,7 +124,9 @@ class Replica:
         )
         model = self.config
         if layers is not None:
-            model = dataclasses.replace(model, layers=layers * self.mesh.spp, sliding_layers=None)
+            model = dataclasses.replace(
+                model, layers=layers * self.mesh.spp, windows=model.windows[:1]
+            )
         return make_plan(config, model)
 
 

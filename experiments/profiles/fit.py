@@ -237,7 +237,6 @@ def written(device: dict[str, Device], rows: list[tuple]) -> str:
     table = {
         "about": "Seconds, bytes and FLOP of one rank; fields as in profiles.Device and "
         "predictor.Costs; by experiments.profiles.fit.",
-        "models": {model: dataclasses.asdict(shape) for model, shape in LLAMA.items()},
         "devices": [dataclasses.asdict(device[name]) for name in device],
         "profiles": [
             {

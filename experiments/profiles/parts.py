@@ -20,16 +20,18 @@ from experiments.profiles.least_squares import (
     smooth_max_form,
     total,
 )
-from jaxserve.costs.profiles import ITEM, ModelShape
+from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.zoo import MODELS
+from jaxserve.costs.profiles import ITEM, elementwise_bytes
 
 LLAMA = {
-    "llama3-8b": ModelShape(32, 4096, 32, 8, 128, 14336, 128256),
-    "llama3-70b": ModelShape(80, 8192, 64, 8, 128, 28672, 128256),
+    "llama3-8b": MODELS["llama3-8b"],
+    "llama3-70b": MODELS["llama3-70b"],
 }
 VIDUR = {"llama3-8b": "a100__Meta-Llama-3-8B__mlp", "llama3-70b": "a100__Meta-Llama-3-70B__mlp"}
 VIDUR_H100 = {
-    "h100__Llama-2-7b-hf__mlp": ModelShape(32, 4096, 32, 32, 128, 11008, 32000),
-    "h100__Llama-2-70b-hf__mlp": ModelShape(80, 8192, 64, 8, 128, 28672, 32000),
+    "h100__Llama-2-7b-hf__mlp": MODELS["llama2-7b"],
+    "h100__Llama-2-70b-hf__mlp": MODELS["llama2-70b"],
 }
 ENGINES = {  # the tables that are fitted; the other engine's are the check
     "a100": {"context": "sglang", "generation": "vllm", "gemm": "sglang"},
@@ -67,7 +69,7 @@ def products(data: Path, device: str, engine: str) -> aiconfigurator.Products:
 
 
 def four_products(
-    data: Path, device: str, engine: str, shape: ModelShape, tp: int
+    data: Path, device: str, engine: str, shape: ModelConfig, tp: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and seconds of a layer's four products on one rank, from a table of products."""
     table, (heads, kv_heads) = products(data, device, engine), shape.rank_heads(tp)
@@ -87,7 +89,9 @@ def elementwise(data: Path) -> np.ndarray:
     for name, shape in VIDUR_H100.items():
         for tp in DEGREES:
             tokens, time = vidur.linear(data, name, tp, vidur.ELEMENTWISE)
-            inputs.append(np.stack([np.ones_like(tokens), tokens * shape.elementwise_bytes(tp)], 1))
+            inputs.append(
+                np.stack([np.ones_like(tokens), tokens * elementwise_bytes(shape, tp)], 1)
+            )
             seconds.append(time)
     return fit_total(np.concatenate(inputs), np.concatenate(seconds))
 
@@ -100,7 +104,7 @@ def layer(data: Path, device: str, model: str, tp: int) -> tuple[np.ndarray, np.
     shape = LLAMA[model]
     tokens, seconds = four_products(data, device, ENGINES[device]["gemm"], shape, tp)
     once, byte = elementwise(data)
-    return tokens, seconds + once + byte * tokens * shape.elementwise_bytes(tp)
+    return tokens, seconds + once + byte * tokens * elementwise_bytes(shape, tp)
 
 
 def linear(data: Path, device: str, model: str, tp: int) -> Part:
@@ -132,7 +136,7 @@ def device_linear(data: Path, device: str) -> Part:
                         one,
                         ITEM * weights * one,
                         2 * weights * tokens,
-                        shape.elementwise_bytes(tp) * tokens,
+                        elementwise_bytes(shape, tp) * tokens,
                     ],
                     1,
                 )

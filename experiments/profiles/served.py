@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from experiments.profiles import aiconfigurator
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.predictor import LaneLoad, Predictor
-from jaxserve.costs.profiles import ModelShape, costs
+from jaxserve.costs.profiles import costs
 from jaxserve.settings.schema import MeshConfig
 
 SHAPES = {
-    "Llama-3.1-8B-Instruct": ModelShape(32, 4096, 32, 8, 128, 14336, 128256),
-    "Qwen3-32B": ModelShape(64, 5120, 64, 8, 128, 25600, 151936),
+    "Llama-3.1-8B-Instruct": MODELS["llama3.1-8b"],
+    "Qwen3-32B": MODELS["qwen3-32b"],
 }
 
 

@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from jaxserve.api.request import KvSource, Request
+from jaxserve.checkpoint.model import kv_elements
 from jaxserve.cluster.member import Member
 from jaxserve.cluster.member_table import MemberTable
 from jaxserve.cluster.prefixes import CachedPrefixes
@@ -238,9 +239,9 @@ class _Costs(NamedTuple):
 
 
 def kv_bytes_per_token(info: ReplicaInfo) -> int:
-    """Of all layers, as replicas keep them."""
+    """Returns the bytes of KV per token, over all layers, as replicas keep them."""
     item = ITEM_BYTES.get(info.kv_dtype, 1)
-    return 2 * item * info.layers * info.kv_heads * info.head_dim
+    return item * kv_elements(info.layers, info.kv_heads, info.head_dim)
 
 
 def _of(prefixes: Sequence[int], member: Member) -> int:

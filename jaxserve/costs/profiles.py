@@ -1,7 +1,7 @@
 """Costs of steps on A100, H100 and H200: coefficients fitted from public measurements
 (`experiments.profiles.fit` writes profiles.json).
 
-`costs(device, shape, tp)` gives the row of a measured model, or computes one from what was fitted
+`costs(device, model, tp)` gives the row of a measured model, or computes one from what was fitted
 for the device: how fast it multiplies, reads weights and KV, attends and sends.
 """
 
@@ -13,6 +13,8 @@ import json
 import math
 from pathlib import Path
 
+from jaxserve.checkpoint.model import ModelConfig, declare, matrix_elements
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.predictor import Costs
 from jaxserve.settings.schema import ConfigError
 
@@ -21,54 +23,20 @@ ITEM = 2  # bytes of a bf16 weight, activation or KV element
 PARTIAL = 4  # bytes of an element of a lane's part of attention, and of its log-sum-exp
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelShape:
-    """The dimensions of a decoder that decide its costs. Where there are fewer kv heads than ranks,
-    each rank holds one."""
+def elementwise_bytes(model: ModelConfig, tp: int = 1) -> float:
+    """Bytes that norms, rotation, activation and residual of one layer read and write per token on
+    one of `tp` ranks, if none is fused."""
+    rank = model.share(tp)
+    rotated = rank.heads + rank.kv_heads
+    inner = matrix_elements(rank.mlp.declare(rank).values()) // model.d_model
+    return ITEM * (7 * model.d_model + 2 * rotated * rank.head_dim + inner)
 
-    layers: int
-    d_model: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    d_ff: int
-    vocab: int
 
-    def rank_heads(self, tp: int) -> tuple[int, int]:
-        """Query and kv heads of one rank."""
-        return -(-self.heads // tp), -(-self.kv_heads // tp)
-
-    def layer_weights(self, tp: int = 1) -> float:
-        """Elements of the products of one layer on one rank."""
-        heads, kv_heads = self.rank_heads(tp)
-        return self.d_model * ((2 * heads + 2 * kv_heads) * self.head_dim + 3 * self.d_ff / tp)
-
-    def head_weights(self, tp: int = 1) -> float:
-        """Elements of the product with the vocabulary on one rank."""
-        return self.d_model * self.vocab / tp
-
-    def elementwise_bytes(self, tp: int = 1) -> float:
-        """Bytes that norms, rotation, activation and residual of one layer read and write per token
-        on one rank, if none is fused."""
-        heads, kv_heads = self.rank_heads(tp)
-        return ITEM * (
-            7 * self.d_model + 2 * (heads + kv_heads) * self.head_dim + 3 * self.d_ff / tp
-        )
-
-    def weight_bytes(self) -> int:
-        """Of the products of all layers, the embedding and the head, in bf16."""
-        return round(ITEM * (self.layers * self.layer_weights() + 2 * self.head_weights()))
-
-    def kv_bytes_per_token(self) -> int:
-        """Of all layers, in bf16."""
-        return ITEM * 2 * self.layers * self.kv_heads * self.head_dim
-
-    def prefill_flops(self, tokens: float, cached: float = 0) -> float:
-        """Of all layers for new tokens after cached ones, attention counted as causal."""
-        pairs = (cached + tokens / 2) * tokens
-        return self.layers * (
-            2 * self.layer_weights() * tokens + 4 * self.heads * self.head_dim * pairs
-        )
+@functools.cache
+def _matrices(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model's matrices by path: models with equal ones have equal costs."""
+    declared = declare(model, range(model.layers))
+    return {path: parameter.shape for path, parameter in declared.items() if parameter.inputs}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,22 +85,22 @@ class Device:
     source: tuple[str, ...]
     error: dict[str, float]
 
-    def costs(self, shape: ModelShape, tp: int) -> Costs:
-        """Computed from the shape. Errors: ConfigError for a degree above those that were
+    def costs(self, model: ModelConfig, tp: int) -> Costs:
+        """Computed from the model. Errors: ConfigError for a degree above those that were
         measured."""
-        heads, kv_heads = shape.rank_heads(tp)
-        weights = ITEM * shape.layer_weights(tp)
-        pair = 4 * heads * shape.head_dim / self.attention_flops_per_s
-        kv = 2 * ITEM * kv_heads * shape.head_dim
-        head = shape.head_weights(tp)
+        heads, kv_heads = model.rank_heads(tp)
+        weights = ITEM * model.layer_weights(tp)
+        pair = 4 * heads * model.head_dim / self.attention_flops_per_s
+        kv = 2 * ITEM * kv_heads * model.head_dim
+        head = model.head_weights(tp)
         return dataclasses.replace(
-            self.messages(shape, tp),
+            self.messages(model, tp),
             launch=self.launch,
             mixed=self.mixed,
             linear_floor=self.floor_seconds + weights / self.weight_bytes_per_s,
             linear_base=self.base_seconds + weights / self.base_bytes_per_s,
             linear_token=weights / self.product_flops_per_s
-            + shape.elementwise_bytes(tp) / self.elementwise_bytes_per_s,
+            + elementwise_bytes(model, tp) / self.elementwise_bytes_per_s,
             chunk=self.chunk_seconds,
             chunk_token=pair * self.attention_tile,
             pair=pair,
@@ -144,21 +112,21 @@ class Device:
             head_token=2 * head / self.product_flops_per_s,
         )
 
-    def messages(self, shape: ModelShape, tp: int) -> Costs:
+    def messages(self, model: ModelConfig, tp: int) -> Costs:
         """Costs of communication alone, between ranks, lanes and stages; lanes and stages are in
         different nodes.
 
         Ranks: two sums of an activation per layer. Lanes: queries, keys and values go out, partial
         results come back. Stages: every rank sends the activation to its peer.
         """
-        heads, kv_heads = shape.rank_heads(tp)
-        activation = ITEM * shape.d_model
-        exchanged = ITEM * (heads + 2 * kv_heads) * shape.head_dim + PARTIAL * heads * (
-            shape.head_dim + 1
+        heads, kv_heads = model.rank_heads(tp)
+        activation = ITEM * model.d_model
+        exchanged = ITEM * (heads + 2 * kv_heads) * model.head_dim + PARTIAL * heads * (
+            model.head_dim + 1
         )
         link = self._ranks(tp)
         return Costs(
-            layers=shape.layers,
+            layers=model.layers,
             tp=2 * link.seconds,
             tp_token=2 * activation / link.bytes_per_s,
             kvp=2 * self.node.seconds,
@@ -221,20 +189,15 @@ def devices() -> dict[str, Device]:
     return found
 
 
-@functools.cache
-def shapes() -> dict[str, ModelShape]:
-    """The shapes of the measured models, by name."""
-    return {name: ModelShape(**shape) for name, shape in _table()["models"].items()}
-
-
-def costs(device: str, shape: ModelShape, tp: int = 1) -> Costs:
-    """The row of this shape if it was measured, else computed from the device's. Errors:
-    ConfigError."""
+def costs(device: str, model: ModelConfig, tp: int = 1) -> Costs:
+    """Returns the row of a measured model with these matrices, or else computes costs from the
+    device's. Errors: ConfigError."""
     if device not in devices():
         raise ConfigError("device", f"{device!r} is not one of {', '.join(devices())}")
-    if not 1 <= tp <= shape.heads:
-        raise ConfigError("mesh", f"tp={tp} cannot split {shape.heads} heads")
+    if not 1 <= tp <= model.heads:
+        raise ConfigError("mesh", f"tp={tp} cannot split {model.heads} heads")
     for row in profiles():
-        if (row.device, row.tp) == (device, tp) and shapes()[row.model] == shape:
+        measured = (row.device, row.tp) == (device, tp)
+        if measured and _matrices(MODELS[row.model]) == _matrices(model):
             return row.costs
-    return devices()[device].costs(shape, tp)
+    return devices()[device].costs(model, tp)

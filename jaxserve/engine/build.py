@@ -18,7 +18,7 @@ from jaxserve.cache.hashes import root_key
 from jaxserve.cache.tiers import LowerTiers
 from jaxserve.checkpoint.fetch import local_files
 from jaxserve.checkpoint.fingerprint import fingerprint
-from jaxserve.checkpoint.zoo import ModelConfig, layers_of
+from jaxserve.checkpoint.model import ModelConfig, layers_of
 from jaxserve.clock import WallClock
 from jaxserve.costs.predictor import NOMINAL
 from jaxserve.engine.engine import Engine
@@ -269,7 +269,7 @@ def make_cache(
         stripe=config.scheduler.stripe(config.cache.block_size),
         lower=lower,
         most_moves=plan.moves,
-        ascending=model.sliding_window is not None,
+        ascending=model.has_windows,
     )
 
 
@@ -330,9 +330,10 @@ def make_plan(
     """What the stages need, from the settings and the model (after `with_tp`). room: that of each
     device; None: as this process has them. Errors: ConfigError."""
     room = room or DeviceRoom.here()
+    model = dataclasses.replace(model, max_len=max_length(config, model))
     dtype = DTYPES[weights_dtype(config, model, room.platform)]
     size = config.cache.block_size
-    blocks = -(-max_length(config, model) // size)
+    blocks = -(-model.max_len // size)
     plan = StagePlan(
         model,
         config.mesh,

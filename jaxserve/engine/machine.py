@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxserve.checkpoint.zoo import ModelConfig
+from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.engine.memory import DeviceRoom
 from jaxserve.group.member import this_member
 from jaxserve.settings.schema import EngineConfig, MeshConfig

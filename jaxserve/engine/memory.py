@@ -12,12 +12,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxserve.checkpoint.zoo import layers_of
+from jaxserve.checkpoint.model import declare, layers_of, matrix_elements, padded_vocab
 from jaxserve.engine import sampling
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stages import POOL_AXES
 from jaxserve.group.member import this_member
-from jaxserve.models.decoder import declare, padded_vocab
 from jaxserve.settings.schema import ConfigError
 from jaxserve.sharding.mesh import KVP, TP
 from jaxserve.sharding.rules import RULES
@@ -126,14 +125,14 @@ def _tables(plan: StagePlan) -> int:
 
 
 def _work(plan: StagePlan) -> int:
-    """Bytes of the largest step: four copies of its hidden states, three of the widest product of a
-    layer, and three of the logits in f32."""
+    """Bytes of the largest step: four copies of its hidden states, three of what is widest in a
+    layer (heads, or the MLP's inner states), and three of the logits in f32."""
     model = plan.model
     tp = plan.mesh.tp
     item = np.dtype(plan.dtype).itemsize
     tokens = max(shape.tokens for shape in plan.shapes)
-    widest = max(
-        3 * model.d_ff // tp, 3 * (model.heads + 2 * model.kv_heads) * model.head_dim // tp
-    )
+    heads = 3 * (model.heads + 2 * model.kv_heads) * model.head_dim // tp
+    inner = matrix_elements(model.mlp.declare(model).values()) // model.d_model // tp
+    widest = max(heads, inner)
     logits = max(plan.samples) * padded_vocab(model, tp) // tp
     return tokens * (4 * model.d_model + widest) * item + 3 * logits * F32

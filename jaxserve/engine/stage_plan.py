@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Set
 from typing import Any
 
-from jaxserve.checkpoint.zoo import ModelConfig
+from jaxserve.checkpoint.model import ModelConfig, padded_vocab
 from jaxserve.engine.command import CommandCodec
 from jaxserve.engine.dealing import StepDemand
 from jaxserve.engine.sampling_rows import mask_words
 from jaxserve.engine.shapes import StepShape
 from jaxserve.kernels.kv_pages import KVPages, pool_shapes
-from jaxserve.models.decoder import padded_vocab
 from jaxserve.settings.schema import MeshConfig
 
 

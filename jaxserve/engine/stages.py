@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.checkpoint.zoo import layers_of
+from jaxserve.checkpoint.model import declare, layers_of, padded_vocab
 from jaxserve.engine import sampling, sampling_rows
 from jaxserve.engine.command import SCORES
 from jaxserve.engine.programs import Lower, Programs
@@ -32,7 +32,7 @@ from jaxserve.engine.shapes import NOWHERE, StepShape, layout
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step import Weights, head, layers, pool, score, write_table
 from jaxserve.kernels.kv_pages import KVPages
-from jaxserve.models.decoder import declare, padded_vocab, parameters, stage_modules
+from jaxserve.models.decoder import parameters, stage_modules
 from jaxserve.sharding.exchange import COMPILER_OPTIONS
 from jaxserve.sharding.mesh import KVP, stage_meshes
 from jaxserve.sharding.rules import sharding, spec

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.checkpoint.zoo import ModelConfig
+from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.engine import sampling, sampling_rows
 from jaxserve.engine.shapes import StepShape, layout
 from jaxserve.kernels.kv_pages import KVPages
@@ -74,7 +74,7 @@ def layers(
     view = layout(shape, size).views(ints[0])
     table = write_table(table, view["deltas"])
     groups = _groups(view, shape, table[0], count, size)
-    x = stage.embed_tokens(_tokens(view, shape, x[0])) if hasattr(stage, "embed") else x[0]
+    x = stage.embed_tokens(_tokens(view, shape, x[0])) if stage.is_first else x[0]
     moves = view["moves"] if shape.moves else None
     x, pages = run_layers(
         stage, model, x.astype(values[0].dtype), _positions(view, shape), groups, pages, moves

@@ -1,124 +1,176 @@
-"""The decoder of every supported model (Llama, Mistral, Qwen, SmolLM), configured by `ModelConfig`.
+"""The decoder of every supported model, configured by `ModelConfig`.
 
-A pipeline stage is a `Stage`: some layers, with the embedding in the first stage and the LM `Head`
-beside the last. Every parameter is declared once, with logical axis names that `sharding.rules`
-maps to mesh axes. Modules run on local arrays inside shard_map, so the shape of a weight, not the
-config, says how many heads a device has. KV pages are never module state: a layer takes the pages
-of its KV cache and returns them.
+A pipeline stage is a `Stage`: some `Block`s, with the embedding in the first stage and the LM
+`Head` beside the last. Parameters are those that the specs of `checkpoint.model` declare, with
+logical axis names that `sharding.rules` maps to mesh axes. Modules run on local arrays inside
+shard_map, so the shape of a weight, not the config, says how many heads a device has. KV pages are
+never module state: a block takes the pages of its KV cache and returns them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.checkpoint.zoo import ModelConfig
+from jaxserve.checkpoint.model import Declared, MlpSpec, ModelConfig, declare
+from jaxserve.checkpoint.rope import Rope
 from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import KVPages
-from jaxserve.models.layers import rms_norm, rope_cos_sin, rotate, swiglu
+from jaxserve.models.layers import gated, rms_norm, rope_cos_sin, rotate
 from jaxserve.sharding.attention import attention
 from jaxserve.sharding.mesh import TP, axis_sum
 from jaxserve.sharding.page_moves import move_pages
 from jaxserve.sharding.rows import Groups
 
 
-@dataclasses.dataclass(frozen=True)
-class Declared:
-    """A parameter without values: its global shape and the logical axis name of each dimension
-    (None: replicated)."""
+class Attention(nnx.Module):
+    """Attention with grouped queries over the KV pages of a layer; parameters: see
+    `AttentionSpec`."""
 
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
+    qkv: nnx.Param
+    qkv_bias: nnx.Param
+    q_norm: nnx.Param
+    k_norm: nnx.Param
+    o_proj: nnx.Param
 
-
-def _declare(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
-    return nnx.Param(jnp.zeros(shape), axes=axes)
-
-
-class Layer(nnx.Module):
-    """A transformer layer: pre-norm attention and gated MLP.
-
-    `qkv` is one projection with the G query heads, key and value of each kv head side by side, so
-    that splitting the kv heads over tensor-parallel ranks splits all three.
-    """
-
-    def __init__(self, config: ModelConfig, number: int):
-        D = config.d_model
-        K = config.kv_heads
-        G = config.heads // config.kv_heads
-        H = config.head_dim
-        F = config.d_ff
-        self.eps = config.norm_eps
-        self.scale = H**-0.5
-        self.window = (
-            config.sliding_window
-            if config.sliding_layers is None or config.sliding_layers[number]
-            else None
-        )
-        self.attn_norm = _declare((D,), ("embed",))
-        self.qkv = _declare((D, K, G + 2, H), ("embed", "kv_heads", None, None))
-        if config.qkv_bias:
-            self.qkv_bias = _declare((K, G + 2, H), ("kv_heads", None, None))
-        if config.qk_norm:
-            self.q_norm = _declare((H,), (None,))
-            self.k_norm = _declare((H,), (None,))
-        self.o_proj = _declare((K, G, H, D), ("kv_heads", None, None, "embed"))
-        self.mlp_norm = _declare((D,), ("embed",))
-        self.gate_up = _declare((D, 2, F), ("embed", None, "ffn"))
-        self.down = _declare((F, D), ("ffn", "embed"))
+    def __init__(self, model: ModelConfig, layer: int):
+        self.spec = model.attention
+        self.eps = model.norms.eps
+        self.rope = model.rope(layer)
+        self.window = model.window(layer)
+        self.scale = model.head_dim**-0.5 if self.spec.scale is None else self.spec.scale
+        self.sizes = (model.heads * model.head_dim, model.kv_heads * model.head_dim)
+        _create(self, self.spec.declare(model))
 
     def __call__(
         self,
         x: jax.Array,
         positions: jax.Array,
-        cos_sin: tuple[jax.Array, jax.Array],
+        cos_sin: tuple[jax.Array, jax.Array] | None,
         groups: Groups,
         pages: KVPages,
-    ):
+    ) -> tuple[jax.Array, KVPages]:
         """Hidden states [T, D] at positions [T] (-1: padding) and this layer's KV pages (leading
-        axis of 1) -> both, updated."""
-        matmul = functools.partial(_matmul, positions=positions)
-        q, kv = self._project(rms_norm(x, self.attn_norm[...], self.eps), positions, cos_sin)
+        axis of 1) -> this rank's part of the output, and the pages with the new keys and values.
+        cos_sin: None for a layer without positions."""
+        q, kv = self._project(x, positions, cos_sin)
         out, pages = attention(q, kv, pages, self.window, groups, self.scale)
-        x = x + axis_sum(matmul(out.reshape(len(x), -1), self.o_proj, 3), TP)
-        hidden = swiglu(matmul(rms_norm(x, self.mlp_norm[...], self.eps), self.gate_up, 1))
-        return x + axis_sum(matmul(hidden, self.down, 1), TP), pages
+        return _matmul(out.reshape(len(x), -1), self.o_proj, 3, positions), pages
 
     def _project(
-        self, x: jax.Array, positions: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        cos_sin: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Projects x [T, D] to q [T, K, G, H] and kv [T, K, 2, H], with RoPE on queries and
-        keys."""
+        """Projects x [T, D] to q [T, K, G, H] and kv [T, K, 2, H], with norms and RoPE on queries
+        and keys."""
         qkv = _matmul(x, self.qkv, 1, positions)
-        if hasattr(self, "qkv_bias"):
+        if self.spec.qkv_bias:
             qkv = qkv + self.qkv_bias[...]
         q, k, v = jnp.split(qkv, (qkv.shape[2] - 2, qkv.shape[2] - 1), 2)
-        if hasattr(self, "q_norm"):
+        if self.spec.qk_norm == "head":
             q = rms_norm(q, self.q_norm[...], self.eps)
             k = rms_norm(k, self.k_norm[...], self.eps)
-        return rotate(q, *cos_sin), jnp.concatenate([rotate(k, *cos_sin), v], 2)
+        elif self.spec.qk_norm == "all":
+            q, k = self._norm_over_heads(q, k)
+        if cos_sin is not None:
+            q = rotate(q, *cos_sin)
+            k = rotate(k, *cos_sin)
+        return q, jnp.concatenate([k, v], 2)
+
+    def _norm_over_heads(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """RMSNorm of q [T, K, G, H] and k [T, K, 1, H] over the heads of all ranks together."""
+        both = [x.astype(jnp.float32) for x in (q, k)]
+        squares = axis_sum(jnp.stack([(x * x).sum((1, 2, 3)) for x in both]), TP)  # [2, T]
+        factors = jax.lax.rsqrt(squares / jnp.array(self.sizes)[:, None] + self.eps)
+        q, k = (
+            (x * factor[:, None, None, None]).astype(q.dtype) for x, factor in zip(both, factors)
+        )
+        return q * self.q_norm[...], k * self.k_norm[...]
+
+
+class GatedMlp(nnx.Module):
+    """Gated MLP; parameters: see `MlpSpec`."""
+
+    gate_up: nnx.Param
+    down: nnx.Param
+
+    def __init__(self, model: ModelConfig):
+        self.activation = model.mlp.activation
+        _create(self, model.mlp.declare(model))
+
+    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Hidden states [T, D] at positions [T] (-1: padding) -> this rank's part of the output."""
+        hidden = gated(_matmul(x, self.gate_up, 1, positions), self.activation)
+        return _matmul(hidden, self.down, 1, positions)
+
+
+MLPS = {MlpSpec: GatedMlp}  # modules by spec
+
+
+class Block(nnx.Module):
+    """A transformer layer: attention and MLP, each with norms and added to the residual."""
+
+    attn_norm: nnx.Param
+    attn_post_norm: nnx.Param
+    mlp_norm: nnx.Param
+    mlp_post_norm: nnx.Param
+
+    def __init__(self, model: ModelConfig, layer: int):
+        self.norms = model.norms
+        self.residual = model.multipliers.residual
+        _create(self, model.norms.declare(model))
+        self.attention = Attention(model, layer)
+        self.mlp = MLPS[type(model.mlp)](model)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        cos_sin: tuple[jax.Array, jax.Array] | None,
+        groups: Groups,
+        pages: KVPages,
+    ) -> tuple[jax.Array, KVPages]:
+        """Hidden states [T, D] at positions [T] (-1: padding) and this layer's KV pages (leading
+        axis of 1) -> both, updated."""
+        before = self.norms.before
+        h = rms_norm(x, self.attn_norm[...], self.norms.eps) if before else x
+        out, pages = self.attention(h, positions, cos_sin, groups, pages)
+        out = axis_sum(out, TP)
+        if self.norms.after:
+            out = rms_norm(out, self.attn_post_norm[...], self.norms.eps)
+        x = x + _scaled(out, self.residual)
+        h = rms_norm(x, self.mlp_norm[...], self.norms.eps) if before else x
+        out = axis_sum(self.mlp(h, positions), TP)
+        if self.norms.after:
+            out = rms_norm(out, self.mlp_post_norm[...], self.norms.eps)
+        return x + _scaled(out, self.residual), pages
 
 
 class Stage(nnx.Module):
     """The layers of one pipeline stage; the first stage also has the token embedding."""
 
-    def __init__(self, config: ModelConfig, layers: range, tp: int):
-        if layers.start == 0:
-            self.embed = _declare((padded_vocab(config, tp), config.d_model), ("vocab", "embed"))
-        self.layers = nnx.List([Layer(config, number) for number in layers])
+    embed: nnx.Param
+
+    def __init__(self, model: ModelConfig, layers: range, tp: int):
+        self.is_first = layers.start == 0
+        self.multiplier = model.multipliers.embedding
+        _create(self, _among(declare(model, layers, tp), ("embed",)))
+        self.layers = nnx.List([Block(model, number) for number in layers])
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
         """Looks up tokens [T] -> [T, D]. The vocabulary is split over tensor-parallel ranks."""
         rows = self.embed[...]
         mine = tokens - jax.lax.axis_index(TP) * len(rows)
         here = (mine >= 0) & (mine < len(rows))
-        return axis_sum(jnp.where(here[:, None], rows[jnp.where(here, mine, 0)], 0), TP)
+        found = jnp.where(here[:, None], rows[jnp.where(here, mine, 0)], 0)
+        return _scaled(axis_sum(found, TP), self.multiplier)
 
 
 class Head(nnx.Module):
@@ -128,42 +180,30 @@ class Head(nnx.Module):
     several stages the embedding and the head are on different devices anyway.
     """
 
-    def __init__(self, config: ModelConfig, tp: int):
-        self.eps = config.norm_eps
-        self.norm = _declare((config.d_model,), ("embed",))
-        self.head = _declare((config.d_model, padded_vocab(config, tp)), ("embed", "vocab"))
+    norm: nnx.Param
+    head: nnx.Param
+
+    def __init__(self, model: ModelConfig, tp: int):
+        self.eps = model.norms.eps
+        self.multiplier = 1 / model.multipliers.logits_divisor
+        last = range(model.layers - 1, model.layers)
+        _create(self, _among(declare(model, last, tp), ("norm", "head")))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Hidden states x [T, D] -> this rank's slice of the logits, f32 [T, V / tp]."""
-        return _matmul(self.normed(x), self.head, 1).astype(jnp.float32)
+        logits = _matmul(self.normed(x), self.head, 1).astype(jnp.float32)
+        return _scaled(logits, self.multiplier)
 
     def normed(self, x: jax.Array) -> jax.Array:
-        """Hidden states [T, D] after the final norm, of which logits are made."""
+        """Normalises hidden states [T, D] for the projection to logits."""
         return rms_norm(x, self.norm[...], self.eps)
 
 
-def padded_vocab(config: ModelConfig, tp: int) -> int:
-    """Vocabulary size, rounded up to a multiple of `tp`."""
-    return -(-config.vocab // tp) * tp
-
-
-def stage_modules(config: ModelConfig, layers: range, tp: int) -> tuple[Stage, Head | None]:
+def stage_modules(model: ModelConfig, layers: range, tp: int) -> tuple[Stage, Head | None]:
     """Abstract modules (shapes, no values) of the stage with these layers; the head is None except
-    in the last stage. `config` is after `with_tp`."""
-    last = layers.stop == config.layers
-    return nnx.eval_shape(lambda: (Stage(config, layers, tp), Head(config, tp) if last else None))
-
-
-def declare(config: ModelConfig, layers: range, tp: int) -> dict[str, Declared]:
-    """Declares the parameters of one stage by path, such as 'layers.3.qkv' (layers are numbered
-    over the whole model). `config` is after `with_tp`."""
-    stage, head = stage_modules(config, layers, tp)
-    modules = (stage,) if head is None else (stage, head)
-    return {
-        path: Declared(tuple(param.shape), param.axes)
-        for module in modules
-        for path, param in parameters(module, layers.start)
-    }
+    in the last stage. model: after `with_tp`. Their parameters are those of `declare`."""
+    last = layers.stop == model.layers
+    return nnx.eval_shape(lambda: (Stage(model, layers, tp), Head(model, tp) if last else None))
 
 
 def parameters(module: nnx.Module, first_layer: int = 0) -> Iterator[tuple[str, nnx.Param]]:
@@ -175,7 +215,7 @@ def parameters(module: nnx.Module, first_layer: int = 0) -> Iterator[tuple[str, 
 
 def run_layers(
     stage: Stage,
-    config: ModelConfig,
+    model: ModelConfig,
     x: jax.Array,
     positions: jax.Array,
     groups: Groups,
@@ -188,25 +228,31 @@ def run_layers(
     attention, as in `move_pages`; they do not depend on the hidden states, so the compiler may
     overlap them with the layers' matrix products (Tetris, section 4.1). Returns x and the pools.
     """
-    cos_sin = rope_cos_sin(jnp.maximum(positions, 0), config)
+    at = jnp.maximum(positions, 0)
+    cos_sin: dict[Rope | None, tuple[jax.Array, jax.Array]] = {
+        rope: rope_cos_sin(at, rope, model.head_dim, model.max_len)
+        for rope in dict.fromkeys(block.attention.rope for block in stage.layers)
+        if rope is not None
+    }
     pages = list(pages) if moves is None else move_pages(pages, moves, groups.lanes)
-    for i, layer in enumerate(stage.layers):
-        x, pages[i] = _run_layer(*nnx.split(layer), x, positions, cos_sin, groups, pages[i])
+    for i, block in enumerate(stage.layers):
+        table = cos_sin.get(block.attention.rope)
+        x, pages[i] = _run_block(*nnx.split(block), x, positions, table, groups, pages[i])
     return x, pages
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_layer(
+def _run_block(
     graphdef: Any,
     state: Any,
     x: jax.Array,
     positions: jax.Array,
-    cos_sin: tuple[jax.Array, jax.Array],
+    cos_sin: tuple[jax.Array, jax.Array] | None,
     groups: Groups,
     pages: KVPages,
 ):
-    """Runs one layer. Jitted by itself so that layers with equal shapes are traced only once; the
-    compiler inlines it."""
+    """Runs one block. Jitted by itself so that equal blocks are traced only once; the compiler
+    inlines it."""
     return nnx.merge(graphdef, state)(x, positions, cos_sin, groups, pages)
 
 
@@ -221,3 +267,17 @@ def _matmul(
         rows *= size
     out = ops.linear(x, w.reshape(rows, -1), positions)
     return out.reshape(len(x), *w.shape[inputs:])
+
+
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1.0 else x * factor
+
+
+def _among(declared: Mapping[str, Declared], names: tuple[str, ...]) -> dict[str, Declared]:
+    return {name: declared[name] for name in names if name in declared}
+
+
+def _create(module: nnx.Module, declared: Mapping[str, Declared]) -> None:
+    """Gives the module its declared parameters, each an attribute of its name."""
+    for name, parameter in declared.items():
+        setattr(module, name, nnx.Param(jnp.zeros(parameter.shape), axes=parameter.axes))

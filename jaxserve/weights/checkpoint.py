@@ -9,8 +9,9 @@ from typing import Protocol
 import numpy as np
 
 from jaxserve.checkpoint.fetch import local_files
+from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_paths import CheckpointError, check_revision
-from jaxserve.checkpoint.zoo import MODELS, ModelConfig
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.weights.gguf_weights import GgufFile
 from jaxserve.weights.names import ignored, tensors_of
 from jaxserve.weights.random_weights import RandomWeights

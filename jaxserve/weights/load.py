@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxserve.checkpoint.zoo import ModelConfig
-from jaxserve.models.decoder import Declared
+from jaxserve.checkpoint.model import Declared, ModelConfig
 from jaxserve.weights.checkpoint import Checkpoint, check
 from jaxserve.weights.names import Index, build
 from jaxserve.weights.store import OrbaxFolder, restore

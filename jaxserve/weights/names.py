@@ -1,13 +1,16 @@
 """Maps parameters of the decoder to Hugging Face tensors: which tensors, and how they are
 assembled.
 
-An entry's function builds any slice of its parameter and reads from each tensor only the rows and
-columns that the slice needs. Tensors of linear layers are [out, in]; parameters are [in, out] with
-heads and gate/up as dimensions of their own (see `models.decoder`).
+A parameter is assembled of parts, such as the query projection. Where a part is stored, by itself
+or in rows of a larger tensor, the table of the model's family says. A function of `TABLE` builds
+any slice of its parameter and reads from each tensor only the rows and columns that the slice
+needs. Tensors of linear layers are [out, in]; parameters are [in, out] with heads and gate/up as
+dimensions of their own (see `checkpoint.model`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -15,87 +18,136 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.checkpoint.zoo import ModelConfig
+from jaxserve.checkpoint.families import FAMILIES
+from jaxserve.checkpoint.model import ModelConfig, declare
 
 Index = tuple[slice, ...]  # of a parameter; slices with start and stop
 Read = Callable[[str, slice, slice | None], np.ndarray]  # tensor name, rows, columns (None: all)
 _ROWS_AT_ONCE = 64  # converted and transposed together: faster than all rows, and less memory
 _ALIGNMENT = 64  # bytes: JAX's CPU devices take over arrays at such addresses, and copy others
+_NUMBER = re.compile(r"(\w+)\.(\d+)(?=\.|$)")  # in a path: of a layer
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part is stored: rows from `row` on of a tensor. tensor, shape: its name, with fields
+    for numbers, and its whole shape."""
+
+    tensor: str
+    row: int
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What a parameter is built from: a reader, the names of its tensors, the config as stored, the
-    config after `with_tp`, and the dtype to convert to."""
+    """What a parameter is built from. reader: reads tensors. numbers: those in the parameter's
+    path, by what they number. parts: see `Assembly`. stored, model: the config of the checkpoint,
+    and the one after `with_tp`. dtype: to convert to."""
 
-    read: Read
-    names: tuple[str, ...]
+    reader: Read
+    numbers: dict[str, str]
+    parts: tuple[str, ...]
     stored: ModelConfig
-    config: ModelConfig
+    model: ModelConfig
     dtype: np.dtype
+
+    def read(self, part: str, rows: slice, columns: slice | None) -> np.ndarray:
+        """Reads a slice of a part."""
+        place = places(self.stored)[part]
+        name = place.tensor.format(**self.numbers)
+        return self.reader(name, slice(place.row + rows.start, place.row + rows.stop), columns)
 
 
 @dataclass(frozen=True)
-class Mapping:
-    """How one parameter is made of tensors.
+class Assembly:
+    """How one parameter is made of parts. build: builds a slice of it."""
 
-    tensors: names ({i}: the layer's number) and sizes, as letters of `tensors_of`. build: builds a
-    slice. when: whether models of a config have this parameter.
-    """
-
-    tensors: dict[str, tuple[str, ...]]
+    parts: tuple[str, ...]
     build: Callable[[Sources, Index], np.ndarray]
-    when: Callable[[ModelConfig], bool] = lambda config: True
 
 
-def tensors_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors that a checkpoint of `config` must hold."""
-    sizes = {
-        "V": config.vocab,
-        "D": config.d_model,
-        "F": config.d_ff,
-        "H": config.head_dim,
-        "NH": config.heads * config.head_dim,
-        "KH": config.kv_heads * config.head_dim,
+def part_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parts that a model can have."""
+    D = model.d_model
+    F = model.d_ff
+    NH = model.heads * model.head_dim
+    KH = model.kv_heads * model.head_dim
+    over_heads = model.attention.qk_norm == "all"
+    return {
+        "embed": (model.vocab, D),
+        "head": (model.vocab, D),
+        **dict.fromkeys(("norm", "attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm"), (D,)),
+        "q": (NH, D),
+        "k": (KH, D),
+        "v": (KH, D),
+        "o": (D, NH),
+        "q_bias": (NH,),
+        "k_bias": (KH,),
+        "v_bias": (KH,),
+        "q_norm": (NH if over_heads else model.head_dim,),
+        "k_norm": (KH if over_heads else model.head_dim,),
+        "gate": (F, D),
+        "up": (F, D),
+        "down": (D, F),
     }
-    found: dict[str, tuple[int, ...]] = {}
-    for path, mapping in TABLE.items():
-        for i in range(config.layers if "{i}" in path else 1):
-            if mapping.when(config):
-                found |= {
-                    name.format(i=i): tuple(sizes[s] for s in shape)
-                    for name, shape in mapping.tensors.items()
-                }
-    if config.tied:
-        del found[_HEAD]
-    return found
 
 
-def ignored(name: str, config: ModelConfig) -> bool:
-    """Whether a checkpoint may hold this tensor without need: RoPE frequencies, and the copy of the
-    embedding as the head of a tied model."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tied and name == _HEAD)
+@functools.lru_cache(maxsize=16)
+def places(model: ModelConfig) -> dict[str, Place]:
+    """Where the parts of a model (before `with_tp`) are stored, by name."""
+    shapes = part_shapes(model)
+    places = {}
+    for tensor, parts in FAMILIES[model.family].tensors.items():
+        rows = sum(shapes[part][0] for part in parts)
+        row = 0
+        for part in parts:
+            places[part] = Place(tensor, row, (rows, *shapes[part][1:]))
+            row += shapes[part][0]
+    if model.tied:
+        places["head"] = places["embed"]
+    return places
+
+
+def tensors_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors that a checkpoint of `model` must hold."""
+    tensors: dict[str, tuple[int, ...]] = {}
+    for path in declare(model, range(model.layers)):
+        assembly, numbers = _assembly(path)
+        for part in assembly.parts:
+            place = places(model)[part]
+            tensors[place.tensor.format(**numbers)] = place.shape
+    return tensors
+
+
+def ignored(name: str, model: ModelConfig) -> bool:
+    """Returns True for a tensor that a checkpoint may hold without need: RoPE frequencies, and the
+    copy of the embedding as the head of a tied model."""
+    return name.endswith("rotary_emb.inv_freq") or (model.tied and name == "lm_head.weight")
 
 
 def build(
-    path: str, index: Index, read: Read, stored: ModelConfig, config: ModelConfig, dtype: np.dtype
+    path: str, index: Index, read: Read, stored: ModelConfig, model: ModelConfig, dtype: np.dtype
 ) -> np.ndarray:
     """Builds slice `index` of parameter `path` in a dtype.
 
-    stored: the checkpoint's config. config: the config after `with_tp`. Errors: KeyError for a path
+    stored: the checkpoint's config. model: the config after `with_tp`. Errors: KeyError for a path
     that the decoder does not have.
     """
-    number = re.search(r"\d+", path)
-    mapping = TABLE[re.sub(r"\d+", "{i}", path, count=1)]
-    names = tuple(name.format(i=number and number.group()) for name in mapping.tensors)
-    if stored.tied and names == (_HEAD,):
-        names = (_EMBED,)
-    return mapping.build(Sources(read, names, stored, config, dtype), index)
+    assembly, numbers = _assembly(path)
+    sources = Sources(read, numbers, assembly.parts, stored, model, dtype)
+    return assembly.build(sources, index)
 
 
-def _vector(sources: Sources, index: Index) -> np.ndarray:
-    # a copy, so that no device array is backed by the mapped file
-    return np.array(sources.read(sources.names[0], index[0], None), sources.dtype)
+def _assembly(path: str) -> tuple[Assembly, dict[str, str]]:
+    """The assembly of a parameter, and the numbers in its path by what they number: 'layers'."""
+    numbers = {match[1]: match[2] for match in _NUMBER.finditer(path)}
+    return TABLE[_NUMBER.sub(r"\1.{\1}", path)], numbers
+
+
+def _norm(sources: Sources, index: Index) -> np.ndarray:
+    """[D] or [H]."""
+    weights = sources.read(sources.parts[0], index[0], None).astype(np.float32)
+    return (weights + np.float32(sources.stored.norms.less_one)).astype(sources.dtype)
 
 
 def _embed(sources: Sources, index: Index) -> np.ndarray:
@@ -119,55 +171,73 @@ def _head(sources: Sources, index: Index) -> np.ndarray:
 
 
 def _vocabulary(sources: Sources, tokens: slice, columns: slice) -> np.ndarray:
-    """Rows of those of these tokens that are in the vocabulary."""
+    """Reads the rows of tokens, without those past the vocabulary."""
     vocab = sources.stored.vocab
     real = slice(min(tokens.start, vocab), min(tokens.stop, vocab))
-    return sources.read(sources.names[0], real, columns)
+    return sources.read(sources.parts[0], real, columns)
 
 
 def _qkv(sources: Sources, index: Index) -> np.ndarray:
-    """[D, K, G + 2, H]: for each kv head its G query heads, its key, its value. With more ranks
-    than kv heads, several kv heads are copies of a stored one."""
-    heads = _per_head(sources, index[1], index[0])  # [K, G + 2, H, D]
+    """[D, K, G + 2, H]: for each kv head its G query heads, its key, its value."""
+    heads = _heads(sources, index[1], index[0])  # [K, G + 2, H, D]
     return _inputs_first(heads, sources.dtype)[:, :, index[2], index[3]]
 
 
 def _qkv_bias(sources: Sources, index: Index) -> np.ndarray:
-    return _per_head(sources, index[0], None)[:, index[1], index[2]].astype(sources.dtype)
+    return _heads(sources, index[0], None)[:, index[1], index[2]].astype(sources.dtype)
 
 
-def _per_head(sources: Sources, kv: slice, columns: slice | None) -> np.ndarray:
-    K = sources.config.kv_heads
-    G = sources.config.heads // sources.config.kv_heads
-    H = sources.config.head_dim
-    source = np.arange(kv.start, kv.stop) * sources.stored.kv_heads // K  # stored head of each
-    rows = slice(source[0] * H, (source[-1] + 1) * H)
+def _heads(sources: Sources, kv: slice, columns: slice | None) -> np.ndarray:
+    """Rows of queries, keys and values, [K, G + 2, H, ...] for the kv heads `kv`."""
+    query, *others = sources.parts
+    parts = [_query_heads(sources, query, kv, columns)]
+    parts += [_kv_heads(sources, part, kv, columns) for part in others]
+    return np.concatenate(parts, 1)
 
-    def split(values: np.ndarray) -> np.ndarray:
-        return values.reshape(-1, 1, H, *values.shape[1:])[source - source[0]]
 
-    query, key, value = sources.names
-    q = sources.read(query, slice(kv.start * G * H, kv.stop * G * H), columns)
-    q = q.reshape(kv.stop - kv.start, G, H, *q.shape[1:])
-    return np.concatenate(
-        [q, split(sources.read(key, rows, columns)), split(sources.read(value, rows, columns))], 1
-    )
+def _query_heads(sources: Sources, part: str, kv: slice, columns: slice | None) -> np.ndarray:
+    """[K, G, H, ...]."""
+    G = sources.model.heads // sources.model.kv_heads
+    H = sources.model.head_dim
+    rows = sources.read(part, slice(kv.start * G * H, kv.stop * G * H), columns)
+    return rows.reshape(-1, G, H, *rows.shape[1:])
+
+
+def _kv_heads(sources: Sources, part: str, kv: slice, columns: slice | None) -> np.ndarray:
+    """[K, 1, H, ...]. With more ranks than kv heads, several are copies of a stored one."""
+    H = sources.model.head_dim
+    stored = np.arange(kv.start, kv.stop) * sources.stored.kv_heads // sources.model.kv_heads
+    rows = sources.read(part, slice(stored[0] * H, (stored[-1] + 1) * H), columns)
+    return rows.reshape(-1, 1, H, *rows.shape[1:])[stored - stored[0]]
+
+
+def _q_norm(sources: Sources, index: Index) -> np.ndarray:
+    """[H], or [K, G, H] where heads have weights of their own."""
+    if len(index) == 1:
+        return _norm(sources, index)
+    return _query_heads(sources, "q_norm", index[0], None).astype(sources.dtype)
+
+
+def _k_norm(sources: Sources, index: Index) -> np.ndarray:
+    """[H], or [K, 1, H] where heads have weights of their own."""
+    if len(index) == 1:
+        return _norm(sources, index)
+    return _kv_heads(sources, "k_norm", index[0], None).astype(sources.dtype)
 
 
 def _o_proj(sources: Sources, index: Index) -> np.ndarray:
     """[K, G, H, D]."""
     kv = index[0]
-    G = sources.config.heads // sources.config.kv_heads
-    H = sources.config.head_dim
-    found = sources.read(sources.names[0], index[3], slice(kv.start * G * H, kv.stop * G * H))
+    G = sources.model.heads // sources.model.kv_heads
+    H = sources.model.head_dim
+    found = sources.read(sources.parts[0], index[3], slice(kv.start * G * H, kv.stop * G * H))
     rows = _inputs_first(found, sources.dtype)
     return rows.reshape(-1, G, H, len(found))[:, index[1], index[2]]
 
 
 def _gate_up(sources: Sources, index: Index) -> np.ndarray:
     """[D, 2, F]."""
-    names = sources.names[index[1]]
-    parts = [sources.read(name, index[2], index[0]) for name in names]
+    parts = [sources.read(part, index[2], index[0]) for part in sources.parts[index[1]]]
     both = _empty((parts[0].shape[1], len(parts), len(parts[0])), sources.dtype)
     for number, part in enumerate(parts):
         _transpose(part, both[:, number])
@@ -175,7 +245,7 @@ def _gate_up(sources: Sources, index: Index) -> np.ndarray:
 
 
 def _down(sources: Sources, index: Index) -> np.ndarray:
-    return _inputs_first(sources.read(sources.names[0], index[1], index[0]), sources.dtype)
+    return _inputs_first(sources.read(sources.parts[0], index[1], index[0]), sources.dtype)
 
 
 def _inputs_first(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -201,43 +271,19 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return memory[first : first + nbytes].view(dtype).reshape(shape)
 
 
-_EMBED = "model.embed_tokens.weight"
-_HEAD = "lm_head.weight"
-_LAYER = "model.layers.{i}."
-_ATTENTION = _LAYER + "self_attn."
-_MLP = _LAYER + "mlp."
-TABLE: dict[str, Mapping] = {
-    "embed": Mapping({_EMBED: ("V", "D")}, _embed),
-    "layers.{i}.attn_norm": Mapping({_LAYER + "input_layernorm.weight": ("D",)}, _vector),
-    "layers.{i}.qkv": Mapping(
-        {
-            _ATTENTION + "q_proj.weight": ("NH", "D"),
-            _ATTENTION + "k_proj.weight": ("KH", "D"),
-            _ATTENTION + "v_proj.weight": ("KH", "D"),
-        },
-        _qkv,
-    ),
-    "layers.{i}.qkv_bias": Mapping(
-        {
-            _ATTENTION + "q_proj.bias": ("NH",),
-            _ATTENTION + "k_proj.bias": ("KH",),
-            _ATTENTION + "v_proj.bias": ("KH",),
-        },
-        _qkv_bias,
-        lambda config: config.qkv_bias,
-    ),
-    "layers.{i}.q_norm": Mapping(
-        {_ATTENTION + "q_norm.weight": ("H",)}, _vector, lambda config: config.qk_norm
-    ),
-    "layers.{i}.k_norm": Mapping(
-        {_ATTENTION + "k_norm.weight": ("H",)}, _vector, lambda config: config.qk_norm
-    ),
-    "layers.{i}.o_proj": Mapping({_ATTENTION + "o_proj.weight": ("D", "NH")}, _o_proj),
-    "layers.{i}.mlp_norm": Mapping({_LAYER + "post_attention_layernorm.weight": ("D",)}, _vector),
-    "layers.{i}.gate_up": Mapping(
-        {_MLP + "gate_proj.weight": ("F", "D"), _MLP + "up_proj.weight": ("F", "D")}, _gate_up
-    ),
-    "layers.{i}.down": Mapping({_MLP + "down_proj.weight": ("D", "F")}, _down),
-    "norm": Mapping({"model.norm.weight": ("D",)}, _vector),
-    "head": Mapping({_HEAD: ("V", "D")}, _head),
+TABLE: dict[str, Assembly] = {
+    "embed": Assembly(("embed",), _embed),
+    "layers.{layers}.attn_norm": Assembly(("attn_norm",), _norm),
+    "layers.{layers}.attn_post_norm": Assembly(("attn_post_norm",), _norm),
+    "layers.{layers}.attention.qkv": Assembly(("q", "k", "v"), _qkv),
+    "layers.{layers}.attention.qkv_bias": Assembly(("q_bias", "k_bias", "v_bias"), _qkv_bias),
+    "layers.{layers}.attention.q_norm": Assembly(("q_norm",), _q_norm),
+    "layers.{layers}.attention.k_norm": Assembly(("k_norm",), _k_norm),
+    "layers.{layers}.attention.o_proj": Assembly(("o",), _o_proj),
+    "layers.{layers}.mlp_norm": Assembly(("mlp_norm",), _norm),
+    "layers.{layers}.mlp_post_norm": Assembly(("mlp_post_norm",), _norm),
+    "layers.{layers}.mlp.gate_up": Assembly(("gate", "up"), _gate_up),
+    "layers.{layers}.mlp.down": Assembly(("down",), _down),
+    "norm": Assembly(("norm",), _norm),
+    "head": Assembly(("head",), _head),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.checkpoint.zoo import ModelConfig
+from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.weights.names import tensors_of
 
 _ALL = slice(None)

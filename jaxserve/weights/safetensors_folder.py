@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeGuard
 import ml_dtypes
 import numpy as np
 
+from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_config import from_hf
 from jaxserve.checkpoint.model_paths import CheckpointError, reason
-from jaxserve.checkpoint.zoo import ModelConfig
 
 MAX_JSON_BYTES = 100 * 2**20  # of a header or a JSON file
 FLOATS = {

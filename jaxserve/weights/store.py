@@ -10,23 +10,29 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
+from jaxserve.checkpoint.model import Declared, ModelConfig
 from jaxserve.checkpoint.model_config import to_hf
 from jaxserve.checkpoint.model_paths import CheckpointError
-from jaxserve.checkpoint.zoo import ModelConfig
-from jaxserve.models.decoder import Declared
 from jaxserve.text import Tokenizer
 from jaxserve.weights.safetensors_folder import read_config
 
 log = logging.getLogger(__name__)
 _PARAMS = "params"
 # Parameter names in folders saved by jaxserve 0.1; read until 0.3.
-_RENAMED = {"norm1": "attn_norm", "norm2": "mlp_norm", "o": "o_proj"}
+_RENAMED = {
+    "norm1": "attn_norm",
+    "norm2": "mlp_norm",
+    "o": "attention.o_proj",
+    **{name: f"attention.{name}" for name in ("qkv", "qkv_bias", "q_norm", "k_norm", "o_proj")},
+    **{name: f"mlp.{name}" for name in ("gate_up", "down")},
+}
 
 
 class OrbaxFolder:
@@ -113,9 +119,9 @@ def restore(
 
 
 def _current_name(path: str) -> str:
-    """The path of a stored parameter under today's names."""
-    module, _, name = path.rpartition(".")
-    return f"{module}.{_RENAMED.get(name, name)}" if module else path
+    """Returns the path of a stored parameter under today's names."""
+    old = re.fullmatch(r"(layers\.\d+)\.(\w+)", path)
+    return f"{old[1]}.{_RENAMED.get(old[2], old[2])}" if old else path
 
 
 def _stored(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -5,9 +5,11 @@ import math
 
 import pytest
 
+from jaxserve.checkpoint.model import AttentionSpec, ModelConfig, NormSpec, layers_of
 from jaxserve.checkpoint.model_config import from_gguf, from_hf, to_hf
 from jaxserve.checkpoint.model_paths import CheckpointError
-from jaxserve.checkpoint.zoo import MODELS, ModelConfig, RopeScaling, layers_of
+from jaxserve.checkpoint.rope import Rope, RopeScaling
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.settings.schema import ConfigError
 
 PUBLISHED = {
@@ -51,6 +53,17 @@ LLAMA = {
     "eos_token_id": [2, 3],
     "bos_token_id": 1,
 }
+SMALL = ModelConfig(
+    "mine",
+    layers=2,
+    d_model=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    d_ff=128,
+    vocab=512,
+    max_len=4096,
+)
 GGUF = {
     "general.architecture": "llama",
     "llama.block_count": 2,
@@ -114,8 +127,8 @@ def test_stages_take_contiguous_layers_of_nearly_equal_number():
 
 def test_config_json_fields_are_read():
     model = from_hf(LLAMA, {"eos_token_id": [3, 4]}, name="mine")
-    assert model == ModelConfig(
-        "mine", 2, 64, 4, 2, 16, 128, 512, 4096, norm_eps=1e-6, eos_ids=(3, 4, 2), bos_id=1
+    assert model == dataclasses.replace(
+        SMALL, norms=NormSpec(eps=1e-6), eos_ids=(3, 4, 2), bos_id=1
     )
     assert from_hf(LLAMA | {"tie_word_embeddings": True, "head_dim": 32}).head_dim == 32
     assert from_hf({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}).kv_heads == 4
@@ -124,10 +137,13 @@ def test_config_json_fields_are_read():
 @pytest.mark.parametrize(
     "given, expected",
     [
-        ({"rope_theta": 5e5}, (5e5, None)),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, (1e4, RopeScaling("linear", 4.0))),
-        ({"rope_scaling": {"rope_type": "default"}}, (1e4, None)),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}, (2e4, None)),
+        ({"rope_theta": 5e5}, Rope(5e5)),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 4.0}},
+            Rope(1e4, RopeScaling("linear", 4.0)),
+        ),
+        ({"rope_scaling": {"rope_type": "default"}}, Rope(1e4)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}, Rope(2e4)),
         (
             {
                 "rope_theta": 5e5,
@@ -139,7 +155,7 @@ def test_config_json_fields_are_read():
                     "original_max_position_embeddings": 8192,
                 },
             },
-            (5e5, MODELS["llama3.1-8b"].rope_scaling),
+            MODELS["llama3.1-8b"].ropes[0],
         ),
         (
             {
@@ -154,7 +170,7 @@ def test_config_json_fields_are_read():
                     "truncate": False,
                 }
             },
-            (
+            Rope(
                 1e6,
                 RopeScaling(
                     "yarn",
@@ -169,13 +185,13 @@ def test_config_json_fields_are_read():
         ),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 1.1}},
-            (1e4, RopeScaling("yarn", 2.0, 4096, attention_factor=1.1)),
+            Rope(1e4, RopeScaling("yarn", 2.0, 4096, attention_factor=1.1)),
         ),
     ],
 )
 def test_rope_scaling_is_read_in_old_and_new_form(given, expected):
     model = from_hf(LLAMA | given)
-    assert (model.rope_theta, model.rope_scaling) == expected
+    assert model.ropes == (expected,)
 
 
 def test_yarn_may_state_the_length_before_scaling():
@@ -211,25 +227,23 @@ def test_families_differ_in_biases_norms_and_windows():
     def read(architecture, **more):
         return from_hf(LLAMA | {"architectures": [architecture], "head_dim": 16} | more)
 
-    assert not read("LlamaForCausalLM", sliding_window=64).sliding_window
-    assert read("MistralForCausalLM").sliding_window == 4096  # what transformers assumes
-    assert read("MistralForCausalLM", sliding_window=None).sliding_window is None
-    assert read("Qwen2ForCausalLM").qkv_bias and not read("Qwen2ForCausalLM").qk_norm
-    assert read("Qwen3ForCausalLM").qk_norm and not read("Qwen3ForCausalLM").qkv_bias
-    assert (
-        read("Qwen2ForCausalLM", sliding_window=64, use_sliding_window=False).sliding_window is None
-    )
+    assert not read("LlamaForCausalLM", sliding_window=64).has_windows
+    assert read("MistralForCausalLM").windows == (4096,)  # what transformers assumes
+    assert not read("MistralForCausalLM", sliding_window=None).has_windows
+    assert read("Qwen2ForCausalLM").attention == AttentionSpec(qkv_bias=True)
+    assert read("Qwen3ForCausalLM").attention == AttentionSpec(qk_norm="head")
+    assert not read("Qwen2ForCausalLM", sliding_window=64, use_sliding_window=False).has_windows
     partly = read(
         "Qwen2ForCausalLM", sliding_window=64, use_sliding_window=True, max_window_layers=1
     )
-    assert (partly.sliding_window, partly.sliding_layers) == (64, (False, True))
+    assert partly.windows == (None, 64)
     typed = read(
         "Qwen3ForCausalLM",
         sliding_window=64,
         use_sliding_window=True,
         layer_types=["sliding_attention", "full_attention"],
     )
-    assert typed.sliding_layers == (True, False)
+    assert typed.windows == (64, None)
     assert from_hf(to_hf(dataclasses.replace(partly))) == partly
 
 
@@ -288,25 +302,24 @@ def test_gguf_fields_are_read():
         name="mine",
         tied=True,
     )
-    assert model == ModelConfig(
-        "mine", 2, 64, 4, 2, 16, 128, 512, 4096, rope_theta=1e5, tied=True, eos_ids=(2, 5)
-    )
+    assert model == dataclasses.replace(SMALL, ropes=(Rope(1e5),), tied=True, eos_ids=(2, 5))
     scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 1024}
     yarn = from_gguf(GGUF | {f"llama.rope.scaling.{key}": value for key, value in scaling.items()})
-    assert yarn.rope_scaling == RopeScaling("yarn", 4.0, 1024)
+    assert yarn.ropes[0].scaling == RopeScaling("yarn", 4.0, 1024)
     qwen = {
         key.replace("llama", "qwen2"): "qwen2" if value == "llama" else value
         for key, value in GGUF.items()
     }
-    assert from_gguf(qwen).qkv_bias
+    assert from_gguf(qwen).attention.qkv_bias
 
 
 def test_llama3_scaling_is_found_in_the_frequency_factors_of_a_gguf():
     def factors(model):
+        rope = model.ropes[0]
         for i in range(0, model.head_dim, 2):  # as llama.cpp's converter computes them
-            wave = 2 * math.pi * model.rope_theta ** (i / model.head_dim)
+            wave = 2 * math.pi * rope.theta ** (i / model.head_dim)
             smooth = (8192 / wave - 1) / (4 - 1)
-            factor = model.rope_scaling.factor
+            factor = rope.scaling.factor
             yield (
                 1.0
                 if wave < 8192 / 4
@@ -318,13 +331,11 @@ def test_llama3_scaling_is_found_in_the_frequency_factors_of_a_gguf():
     for name in ("llama3.1-8b", "llama3.2-1b"):
         model = MODELS[name]
         fields = GGUF | {
-            "llama.rope.freq_base": model.rope_theta,
+            "llama.rope.freq_base": model.ropes[0].theta,
             "llama.attention.key_length": model.head_dim,
             "llama.attention.value_length": model.head_dim,
         }
-        assert (
-            from_gguf(fields, rope_factors=list(factors(model))).rope_scaling == model.rope_scaling
-        )
+        assert from_gguf(fields, rope_factors=list(factors(model))).ropes == model.ropes
         with pytest.raises(CheckpointError, match="rope_freqs"):
             from_gguf(fields, rope_factors=[2.0] * (model.head_dim // 2))
 

@@ -9,10 +9,11 @@ import time
 import numpy as np
 
 from jaxserve.cache.hashes import BlockHashes, root_key
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.cluster.directory import Directory
 from jaxserve.cluster.routing import ROUTING, PrefillView, RoutingQuery
 from jaxserve.costs.predictor import Predictor
-from jaxserve.costs.profiles import costs, shapes
+from jaxserve.costs.profiles import costs
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.scheduling import Load
 from jaxserve.settings.schema import MeshConfig
@@ -30,7 +31,7 @@ class MeasuredCosts:
     """Costs of a 70B model on 8 A100s, and a network of 87 GB/s."""
 
     def __init__(self) -> None:
-        shape = shapes()["llama3-70b"]
+        shape = MODELS["llama3-70b"]
         mesh = MeshConfig(tp=8)
         self.predictor = Predictor(costs("a100", shape, 8), mesh)
         self.token_seconds = shape.kv_bytes_per_token() / 87e9

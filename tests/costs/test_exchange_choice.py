@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.exchange_choice import (
     CHOOSERS,
     DECODE_TRAFFIC,
@@ -24,7 +25,7 @@ from jaxserve.costs.exchange_choice import (
     work_of_decodes,
 )
 from jaxserve.costs.predictor import NOMINAL
-from jaxserve.costs.profiles import Link, ModelShape, devices
+from jaxserve.costs.profiles import Link, devices
 from jaxserve.settings.schema import ConfigError
 
 # of one of 8 ranks of the paper's model
@@ -209,7 +210,7 @@ def test_gathered_decode_gets_faster_with_lanes_where_the_ring_gets_slower():
 
 
 def test_rates_come_from_a_profile():
-    shape = ModelShape(126, 16384, 128, 8, 128, 53248, 128256)
+    shape = MODELS["llama3.1-405b"]
     device = devices()["h100"]
     rates = rates_of(device.costs(shape, 8), Heads(16, 1, 128))
     assert rates.flops_per_s == pytest.approx(device.attention_flops_per_s)

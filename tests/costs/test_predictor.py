@@ -8,16 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.exchange_choice import ExchangeChooser, ExchangeRates, Heads
 from jaxserve.costs.predictor import Costs, LaneLoad, Predictor, ShapeCost, smooth_max
-from jaxserve.costs.profiles import Link, costs, shapes
+from jaxserve.costs.profiles import Link, costs
 from jaxserve.lanes.groups import group_around, size_of
 from jaxserve.scheduling import Batch
 from jaxserve.settings.schema import MeshConfig
 from tests.examples import examples
 
 ROOT = 2**0.25  # of the maximum where both limits are equal
-REAL = costs("a100", shapes()["llama3-8b"], 8)
+REAL = costs("a100", MODELS["llama3-8b"], 8)
 
 
 def chunks(*rows: tuple[int, int, list[int]], home: int = 0) -> Batch:
@@ -383,7 +384,7 @@ def test_a_decode_over_lanes_reads_its_context_at_once(lanes):
 )
 def test_prefill_in_closed_form_is_the_sum_of_its_steps(total, chunk, tp, spp):
     """To a thousandth and one step's reading of the weights, which a short last chunk takes too."""
-    made = costs("a100", shapes()["llama3-8b"], tp)
+    made = costs("a100", MODELS["llama3-8b"], tp)
     predictor = Predictor(made, MeshConfig(spp=spp, tp=tp))
     closed = predictor.prefill(0, total, chunk)
     steps = alone(predictor, total, chunk)

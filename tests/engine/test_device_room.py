@@ -8,8 +8,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_config import from_hf
-from jaxserve.checkpoint.zoo import ModelConfig
 from jaxserve.engine.build import make_plan
 from jaxserve.engine.memory import DeviceRoom, sizes
 from jaxserve.settings.options import make

@@ -22,7 +22,8 @@ if jax.__version_info__ < (0, 11, 2):
     pytest.skip("Mosaic GPU kernels need jax 0.11.2", allow_module_level=True)
 
 from experiments.benchmarks.gpu.lowering import as_on_a_gpu
-from jaxserve.checkpoint.zoo import MODELS, ModelConfig
+from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.engine.build import kv_tokens, make_plan
 from jaxserve.engine.machine import fitted
 from jaxserve.engine.memory import RESERVED_GIB, DeviceRoom, sizes

@@ -7,7 +7,8 @@ import math
 
 import numpy as np
 
-from jaxserve.checkpoint.zoo import ModelConfig
+from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.rope import Rope
 from tests.weights.models import tensors
 
 
@@ -25,16 +26,17 @@ def random_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
 
 def rope_frequencies(config: ModelConfig) -> tuple[list[float], float]:
     """Angle per position of each pair of dimensions, and the factor on cos and sin."""
+    rope = config.ropes[0]
     dims = config.head_dim
-    scaling = config.rope_scaling
-    plain = [config.rope_theta ** (-2 * i / dims) for i in range(dims // 2)]
+    scaling = rope.scaling
+    plain = [rope.theta ** (-2 * i / dims) for i in range(dims // 2)]
     if scaling is None:
         return plain, 1.0
     if scaling.kind == "linear":
         return [f / scaling.factor for f in plain], 1.0
     if scaling.kind == "llama3":
         return [_llama3(f, scaling) for f in plain], 1.0
-    return _yarn(plain, config), _yarn_attention(scaling)
+    return _yarn(plain, rope, dims), _yarn_attention(scaling)
 
 
 def _llama3(frequency: float, scaling) -> float:
@@ -49,19 +51,19 @@ def _llama3(frequency: float, scaling) -> float:
     return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
 
-def _yarn(plain: list[float], config: ModelConfig) -> list[float]:
+def _yarn(plain: list[float], rope: Rope, dims: int) -> list[float]:
     """Pairs that rotate more than `beta_fast` times over the original length are kept, those with
     less than `beta_slow` rotations interpolated."""
-    scaling = config.rope_scaling
+    scaling = rope.scaling
     pair = [
-        config.head_dim
+        dims
         * math.log(scaling.original_max_len / (beta * 2 * math.pi))
-        / (2 * math.log(config.rope_theta))
+        / (2 * math.log(rope.theta))
         for beta in (scaling.beta_fast, scaling.beta_slow)
     ]
     low, high = (math.floor(pair[0]), math.ceil(pair[1])) if scaling.truncate else pair
     low = max(low, 0)
-    high = min(high, config.head_dim - 1)
+    high = min(high, dims - 1)
     found = []
     for i, f in enumerate(plain):
         ramp = min(max((i - low) / (high - low if high != low else 0.001), 0.0), 1.0)
@@ -114,19 +116,13 @@ def final_states(
             for name, value in w.items()
             if name.startswith(f"model.layers.{i}.")
         }
-        window = (
-            config.sliding_window
-            if config.sliding_layers is None or config.sliding_layers[i]
-            else None
-        )
-        x = x + _attention(
-            config, layer, norm(x, layer["input_layernorm.weight"], config.norm_eps), window
-        )
-        y = norm(x, layer["post_attention_layernorm.weight"], config.norm_eps)
+        y = norm(x, layer["input_layernorm.weight"], config.norms.eps)
+        x = x + _attention(config, layer, y, config.window(i))
+        y = norm(x, layer["post_attention_layernorm.weight"], config.norms.eps)
         gate = y @ layer["mlp.gate_proj.weight"].T
         up = y @ layer["mlp.up_proj.weight"].T
         x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down_proj.weight"].T
-    return norm(x, w["model.norm.weight"], config.norm_eps)
+    return norm(x, w["model.norm.weight"], config.norms.eps)
 
 
 def _attention(
@@ -141,7 +137,7 @@ def _attention(
         )
         y = y.reshape(T, -1, H)
         return (
-            norm(y, layer[f"self_attn.{name}_norm.weight"], config.norm_eps)
+            norm(y, layer[f"self_attn.{name}_norm.weight"], config.norms.eps)
             if f"self_attn.{name}_norm.weight" in layer
             else y
         )

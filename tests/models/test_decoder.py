@@ -8,35 +8,36 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.checkpoint.zoo import RopeScaling, layers_of, llama3_scaling
+from jaxserve.checkpoint.model import layers_of
+from jaxserve.checkpoint.rope import Rope, RopeScaling, llama3_scaling
 from jaxserve.settings.schema import ConfigError
 from tests.engine.harness import Runner, assert_empty, engine
 from tests.models import reference
-from tests.weights.models import TINY, write_folder
+from tests.weights.models import TINY, of_family, write_folder
 
 PROMPT = 45
 NEW = 6
-QWEN2 = replace(TINY, qkv_bias=True, vocab=509, norm_eps=1e-6, rope_theta=1e6)
-QWEN3 = replace(TINY, qk_norm=True, head_dim=32, norm_eps=1e-6)
+QWEN2 = of_family("qwen2", vocab=509, ropes=(Rope(1e6),))
+QWEN3 = of_family("qwen3", head_dim=32)
 CASES = {  # model, mesh, placement of blocks
-    "llama": (replace(TINY, rope_scaling=llama3_scaling(8.0)), "", "grow"),
+    "llama": (replace(TINY, ropes=(Rope(1e4, llama3_scaling(8.0)),)), "", "grow"),
     "llama, mha, tied": (replace(TINY, kv_heads=4, tied=True), "tp=2", "grow"),
     "mqa, yarn, repeated kv heads, vocabulary that does not divide": (
-        replace(TINY, kv_heads=1, vocab=511, rope_scaling=RopeScaling("yarn", 4.0, 64)),
+        replace(TINY, kv_heads=1, vocab=511, ropes=(Rope(1e4, RopeScaling("yarn", 4.0, 64)),)),
         "tp=4",
         "grow",
     ),
-    "mistral, window in all layers": (replace(TINY, sliding_window=20), "kvp=2", "random"),
+    "mistral, window in all layers": (of_family("mistral", windows=(20,)), "kvp=2", "random"),
     "qwen2, tied, vocabulary that does not divide": (replace(QWEN2, tied=True), "tp=2", "grow"),
     "qwen2, kv heads repeated once": (QWEN2, "tp=4", "grow"),
     "qwen2, window in some layers, uneven stages": (
-        replace(QWEN2, layers=4, sliding_window=9, sliding_layers=(False, True, True, False)),
+        replace(QWEN2, layers=4, windows=(None, 9, 9, None)),
         "spp=3",
         "grow",
     ),
     "qwen3": (QWEN3, "kvp=2", "grow"),
     "qwen3, all axes": (
-        replace(QWEN3, layers=3, tied=True, rope_scaling=RopeScaling("linear", 2.0)),
+        replace(QWEN3, layers=3, tied=True, ropes=(Rope(1e4, RopeScaling("linear", 2.0)),)),
         "spp=2,kvp=2,tp=2",
         "round_robin",
     ),

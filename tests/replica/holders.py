@@ -13,10 +13,10 @@ from jaxserve.api.events import Accepted, Event, Finished, Token
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.cluster.conductor import Conductor
 from jaxserve.cluster.member import Member
 from jaxserve.costs.predictor import Costs
-from jaxserve.costs.profiles import ModelShape
 from jaxserve.lab.simulate.replica import VirtualReplica
 from jaxserve.replica.protocol import Replica
 from jaxserve.scheduling import Scheduler
@@ -132,9 +132,8 @@ def virtual() -> Holder:
     mesh = MeshConfig()
     cache = CacheManager(CACHE, mesh.kvp, SCHEDULER.max_seqs)
     costs = Costs(layers=1, launch=0.01, linear_token=1e-5)
-    shape = ModelShape(layers=2, d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=96, vocab=512)
     scheduler = Scheduler(SCHEDULER, cache, mesh, MAX_LEN, costs=costs)
-    return VirtualHolder(VirtualReplica(scheduler, CACHE, mesh, shape=shape))
+    return VirtualHolder(VirtualReplica(scheduler, CACHE, mesh, shape=MODELS["tiny"]))
 
 
 def fake() -> Holder:

@@ -11,19 +11,31 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
+from jaxserve.checkpoint.families import FAMILIES
+from jaxserve.checkpoint.model import ModelConfig, declare
 from jaxserve.checkpoint.model_config import to_hf
-from jaxserve.checkpoint.zoo import MODELS, ModelConfig
-from jaxserve.models import decoder
+from jaxserve.checkpoint.rope import Rope
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.sharding import rules
 from jaxserve.weights.names import tensors_of
 
 TINY = replace(MODELS["tiny"], max_len=4096)
+
+
+def of_family(family: str, **fields) -> ModelConfig:
+    """The smallest model, of another family."""
+    return replace(TINY, family=family, **FAMILIES[family].specs | fields)
+
+
 KINDS = {
     "llama": TINY,
     "tied": replace(TINY, tied=True),
-    "qwen2": replace(TINY, qkv_bias=True, tied=True, vocab=509),
-    "qwen3": replace(TINY, qk_norm=True, head_dim=32),
+    "qwen2": of_family("qwen2", tied=True, vocab=509),
+    "qwen3": of_family("qwen3", head_dim=32),
+    "phi3": of_family("phi3", ropes=(Rope(share=0.5),)),
+    "olmo2": of_family("olmo2"),
 }
+GGUF_KINDS = [kind for kind, config in KINDS.items() if FAMILIES[config.family].gguf]
 
 
 def tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
@@ -57,7 +69,7 @@ def write_gguf(
 ) -> Path:
     """As llama.cpp's converter writes it: q and k of the llama architecture with the rows of each
     head in pairs."""
-    arch = "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
+    arch = FAMILIES[config.family].gguf
     writer = gguf.GGUFWriter(path, arch)
     for key, value in {
         "block_count": config.layers,
@@ -71,8 +83,8 @@ def write_gguf(
         "context_length": config.max_len,
     }.items():
         writer.add_uint32(f"{arch}.{key}", value)
-    writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", config.norm_eps)
-    writer.add_float32(f"{arch}.rope.freq_base", config.rope_theta)
+    writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", config.norms.eps)
+    writer.add_float32(f"{arch}.rope.freq_base", config.ropes[0].theta)
     writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
     writer.add_uint32("tokenizer.ggml.bos_token_id", 1)
     for name, value in values.items():
@@ -123,7 +135,7 @@ def placed(
     ranks."""
     split = config.with_tp(tp)
     mesh = Mesh(np.array(jax.devices()[: kvp * tp]).reshape(kvp, tp), ("kvp", "tp"))
-    declared = decoder.declare(split, layers or range(config.layers), tp)
+    declared = declare(split, layers or range(config.layers), tp)
     return split, declared, {path: rules.sharding(mesh, *d.axes) for path, d in declared.items()}
 
 
@@ -148,14 +160,26 @@ def assembled(config: ModelConfig, values: dict[str, np.ndarray], tp: int) -> di
         def get(name, i=i):
             return values[L.format(i, name)]
 
+        projections = {
+            p: get(f"self_attn.{p}_proj.weight") for p in "qkv" if config.family != "phi3"
+        }
+        if config.family == "phi3":
+            ends = np.cumsum([config.heads * H, config.kv_heads * H])
+            projections = dict(zip("qkv", np.split(get("self_attn.qkv_proj.weight"), ends)))
+            gate, up = np.split(get("mlp.gate_up_proj.weight"), 2)
+        else:
+            gate, up = get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")
+
         qkv = np.zeros((D, K, G + 2, H), np.float32)
         bias = np.zeros((K, G + 2, H), np.float32)
         for kind, array in (("weight", qkv), ("bias", bias)):
-            if kind == "bias" and not config.qkv_bias:
+            if kind == "bias" and not config.attention.qkv_bias:
                 continue
             heads = {
-                p: get(f"self_attn.{p}_proj.{kind}").T.reshape(
-                    *([D] if kind == "weight" else []), -1, H
+                p: (
+                    projections[p].T.reshape(D, -1, H)
+                    if kind == "weight"
+                    else get(f"self_attn.{p}_proj.bias").reshape(-1, H)
                 )
                 for p in "qkv"
             }
@@ -166,19 +190,25 @@ def assembled(config: ModelConfig, values: dict[str, np.ndarray], tp: int) -> di
                 array[..., k, G, :] = heads["k"][..., stored, :]
                 array[..., k, G + 1, :] = heads["v"][..., stored, :]
         layer = {
-            "attn_norm": get("input_layernorm.weight"),
-            "qkv": qkv,
-            "o_proj": get("self_attn.o_proj.weight").T.reshape(K, G, H, D),
-            "mlp_norm": get("post_attention_layernorm.weight"),
-            "down": get("mlp.down_proj.weight").T,
-            "gate_up": np.stack([get("mlp.gate_proj.weight").T, get("mlp.up_proj.weight").T], 1),
+            "attention.qkv": qkv,
+            "attention.o_proj": get("self_attn.o_proj.weight").T.reshape(K, G, H, D),
+            "mlp.down": get("mlp.down_proj.weight").T,
+            "mlp.gate_up": np.stack([gate.T, up.T], 1),
         }
-        if config.qkv_bias:
-            layer["qkv_bias"] = bias
-        if config.qk_norm:
-            layer |= {
-                "q_norm": get("self_attn.q_norm.weight"),
-                "k_norm": get("self_attn.k_norm.weight"),
-            }
+        if config.family == "olmo2":
+            layer["attn_post_norm"] = get("post_attention_layernorm.weight")
+            layer["mlp_post_norm"] = get("post_feedforward_layernorm.weight")
+        else:
+            layer["attn_norm"] = get("input_layernorm.weight")
+            layer["mlp_norm"] = get("post_attention_layernorm.weight")
+        if config.attention.qkv_bias:
+            layer["attention.qkv_bias"] = bias
+        if config.attention.qk_norm:
+            norms = {p: get(f"self_attn.{p}_norm.weight") for p in "qk"}
+            if config.attention.qk_norm == "all":
+                copies = np.arange(K) * config.kv_heads // K
+                norms["q"] = norms["q"].reshape(K, G, H)
+                norms["k"] = norms["k"].reshape(-1, 1, H)[copies]
+            layer |= {f"attention.{p}_norm": value for p, value in norms.items()}
         found |= {f"layers.{i}.{name}": array for name, array in layer.items()}
     return found

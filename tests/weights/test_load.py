@@ -12,7 +12,16 @@ from jaxserve import weights
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.weights.names import build
 from jaxserve.weights.random_weights import RandomWeights
-from tests.weights.models import KINDS, TINY, assembled, placed, tensors, write_folder, write_gguf
+from tests.weights.models import (
+    GGUF_KINDS,
+    KINDS,
+    TINY,
+    assembled,
+    placed,
+    tensors,
+    write_folder,
+    write_gguf,
+)
 
 
 def loaded(source, kvp=1, tp=1, dtype="float32", layers=None):
@@ -37,7 +46,7 @@ def test_folders_load_on_every_split(kind, kvp, tp, tmp_path):
     same(params, assembled(config, values, tp))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GGUF_KINDS)
 def test_gguf_files_load_like_folders(kind, tmp_path):
     config = KINDS[kind]
     values = tensors(config)
@@ -70,9 +79,11 @@ def test_quantised_columns_and_rows_are_those_of_the_whole(kind, tmp_path):
 def test_dtypes_are_converted_to_nearest(stored, dtype, tmp_path):
     values = {name: value.astype(stored) for name, value in tensors(TINY).items()}
     _, params = loaded(write_folder(tmp_path, TINY, values), dtype=dtype)
-    expected = values["model.layers.0.mlp.down_proj.weight"].T.astype(params["layers.0.down"].dtype)
-    assert params["layers.0.down"].dtype == dtype
-    np.testing.assert_array_equal(np.asarray(params["layers.0.down"]), expected)
+    expected = values["model.layers.0.mlp.down_proj.weight"].T.astype(
+        params["layers.0.mlp.down"].dtype
+    )
+    assert params["layers.0.mlp.down"].dtype == dtype
+    np.testing.assert_array_equal(np.asarray(params["layers.0.mlp.down"]), expected)
 
 
 def test_a_stage_reads_its_own_tensors_once_whatever_the_number_of_lanes(tmp_path):
@@ -135,7 +146,13 @@ def test_cpu_devices_take_over_what_was_built(kvp, tp, tmp_path, monkeypatch):
     """Without a copy: lanes share the memory of one array."""
     folder = write_folder(tmp_path, TINY, tensors(TINY))
     _, params = loaded(folder, kvp, tp)
-    for path in ("embed", "head", "layers.0.qkv", "layers.0.o_proj", "layers.0.gate_up"):
+    for path in (
+        "embed",
+        "head",
+        "layers.0.attention.qkv",
+        "layers.0.attention.o_proj",
+        "layers.0.mlp.gate_up",
+    ):
         shards = params[path].addressable_shards
         places = {shard.data.unsafe_buffer_pointer() for shard in shards}
         assert len(shards) == kvp * tp and len(places) == tp, path

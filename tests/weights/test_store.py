@@ -39,7 +39,7 @@ def test_a_saved_folder_is_a_source_like_any_other(saved):
     config, declared, shardings = placed(checkpoint.config, 1, 1)
     params = weights.load(checkpoint, config, declared, shardings, "bfloat16", progress=False)
     assert checkpoint.config.heads == TINY.heads and checkpoint.tokenizer == folder
-    assert params["layers.0.qkv"].dtype == "bfloat16"
+    assert params["layers.0.attention.qkv"].dtype == "bfloat16"
     np.testing.assert_array_equal(
         np.asarray(params["norm"]), expected["norm"].astype(params["norm"].dtype)
     )
@@ -52,10 +52,12 @@ def test_a_folder_with_the_names_of_version_0_1_is_read_with_a_warning(saved, tm
     params = weights.restore(folder, declared, shardings, "float32")
     old = {"attn_norm": "norm1", "mlp_norm": "norm2", "o_proj": "o"}
     named = {
-        ".".join(old.get(part, part) for part in path.split(".")): value
+        ".".join(
+            old.get(part, part) for part in path.split(".") if part not in ("attention", "mlp")
+        ): value
         for path, value in params.items()
     }
-    assert "layers.1.norm1" in named and "layers.1.o" in named
+    assert {"layers.1.norm1", "layers.1.o", "layers.1.gate_up"} <= named.keys()
     weights.save(tmp_path, named, TINY)
     assert not caplog.records
     restored = weights.restore(tmp_path, declared, shardings, "float32")
@@ -70,7 +72,8 @@ def test_a_degree_that_repeats_kv_heads_differently_is_refused_before_allocation
     config, declared, shardings = placed(TINY, 1, 4)
     with pytest.raises(
         weights.CheckpointError,
-        match=r"layers.0.qkv is \[64, 2, 4, 16\], should be \[64, 4, 3, 16\].*load the original",
+        match=r"layers.0.attention.qkv is \[64, 2, 4, 16\], should be \[64, 4, 3, 16\].*"
+        "load the original",
     ):
         weights.restore(saved[0], declared, shardings, "float32")
 

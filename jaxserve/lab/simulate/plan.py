@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.api.request import Request, Slo
+from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.costs.predictor import Predictor
-from jaxserve.costs.profiles import ModelShape
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.recorder import Outcome, RequestRecord
 from jaxserve.lab.simulate.run import (
@@ -65,7 +65,7 @@ class PlanQuestion:
     are meant. `attainment` is the share of each kind of requests that is to meet both objectives at
     capacity."""
 
-    shape: ModelShape
+    shape: ModelConfig
     device: str
     scheduler: SchedulerConfig
     cache: CacheConfig

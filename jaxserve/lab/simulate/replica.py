@@ -21,9 +21,9 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event
 from jaxserve.api.request import Request
 from jaxserve.cache.block_events import BlockEvents
+from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.clock import VirtualClock
 from jaxserve.costs.predictor import Predictor
-from jaxserve.costs.profiles import ModelShape
 from jaxserve.observe.journal import Journal
 from jaxserve.observe.metrics import READ, Metrics
 from jaxserve.observe.view import Snapshot
@@ -34,7 +34,17 @@ from jaxserve.scheduling import Load, Scheduler
 from jaxserve.scheduling.events import Rejected, StepIssued, StepRead
 from jaxserve.settings.schema import CacheConfig, MeshConfig
 
-NO_SHAPE = ModelShape(layers=1, d_model=1, heads=1, kv_heads=1, head_dim=1, d_ff=1, vocab=2**31 - 1)
+NO_SHAPE = ModelConfig(
+    name="",
+    layers=1,
+    d_model=1,
+    heads=1,
+    kv_heads=1,
+    head_dim=1,
+    d_ff=1,
+    vocab=2**31 - 1,
+    max_len=2**31 - 1,
+)
 NEVER = float("inf")
 
 
@@ -92,7 +102,7 @@ class VirtualReplica:
         lookahead: int = 1,
         *,
         name: str = "virtual",
-        shape: ModelShape = NO_SHAPE,
+        shape: ModelConfig = NO_SHAPE,
         platform: str = "virtual",
     ):
         self.scheduler = scheduler
@@ -301,7 +311,7 @@ def _info(
     mesh: MeshConfig,
     lookahead: int,
     name: str,
-    shape: ModelShape,
+    shape: ModelConfig,
     platform: str,
 ) -> ReplicaInfo:
     config = scheduler.config

@@ -19,6 +19,7 @@ import numpy as np
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request, Slo
 from jaxserve.cache import CacheManager
+from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.exchange_choice import (
     CHOOSERS,
@@ -29,7 +30,7 @@ from jaxserve.costs.exchange_choice import (
     rates_of,
 )
 from jaxserve.costs.predictor import Costs, Predictor
-from jaxserve.costs.profiles import ITEM, Link, ModelShape, costs, devices
+from jaxserve.costs.profiles import ITEM, Link, costs, devices
 from jaxserve.lab.simulate.arrival import Arrival, kind_of, to_request
 from jaxserve.lab.simulate.recorder import Outcome, Recorder, RequestRecord, span_of
 from jaxserve.lab.simulate.replica import VirtualReplica
@@ -51,21 +52,13 @@ TIERS = ("host_cache_gib", "disk_cache", "kv_store")  # settings of what is belo
 PERCENTILES = (50, 90, 99)
 
 
-def shape_of(name: str) -> ModelShape:
-    """Returns the shape of a model of the zoo; punctuation does not count: llama-3-8b is llama3-8b.
-    Errors: ConfigError."""
+def shape_of(name: str) -> ModelConfig:
+    """Returns a model of the zoo; punctuation does not count: llama-3-8b is llama3-8b. Errors:
+    ConfigError."""
     plain = lambda text: re.sub(r"[-_. ]", "", text.lower())
     for known, config in MODELS.items():
         if plain(known) == plain(name):
-            return ModelShape(
-                config.layers,
-                config.d_model,
-                config.heads,
-                config.kv_heads,
-                config.head_dim,
-                config.d_ff,
-                config.vocab,
-            )
+            return config
     raise ConfigError("model", f"{name!r} is not one of {', '.join(MODELS)}")
 
 
@@ -75,7 +68,7 @@ class System:
     sequence but its pages. memory: share of a device's that weights and KV may fill. kv_gib: memory
     for KV per device, where it is given. kv_cache_dtype: see CacheConfig."""
 
-    shape: ModelShape
+    shape: ModelConfig
     device: str
     mesh: MeshConfig
     memory: float = MEMORY_SHARE

@@ -8,15 +8,15 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.cluster.admission import ADMISSION
 from jaxserve.cluster.roles import Role
-from jaxserve.costs.profiles import shapes
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.cluster import ClusterSpec, run
 from jaxserve.lab.simulate.run import System
 from jaxserve.settings.schema import ConfigError, MeshConfig
 
-SYSTEM = System(shapes()["llama3-70b"], "a100", MeshConfig(tp=8))
+SYSTEM = System(MODELS["llama3-70b"], "a100", MeshConfig(tp=8))
 PREFILL, DECODE, MIXED = Role.PREFILL, Role.DECODE, Role.MIXED
 
 

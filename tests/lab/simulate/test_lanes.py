@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs import exchange_choice
 from jaxserve.costs.exchange_choice import TRAFFIC, Correction, ExchangeChooser, moves_per_pair
 from jaxserve.costs.predictor import Costs, LaneLoad, Predictor, ShapeCost, SpreadShape
-from jaxserve.costs.profiles import Link, devices, shapes
+from jaxserve.costs.profiles import Link, devices
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.replica import VirtualReplica
 from jaxserve.lab.simulate.run import Outcome, System, execute
@@ -21,7 +22,7 @@ from jaxserve.scheduling.sequence import PlanPart
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from jaxserve.sharding.exchange import KV_CHUNK_TOKENS
 
-SHAPE = shapes()["llama3-8b"]
+SHAPE = MODELS["llama3-8b"]
 PLANNERS = ("none", "single", "cdsp", "fixed-2", "fixed-4")
 EXCHANGES = ("gather", "pass_q", "pass_kv", "auto", "alg1", "alg5")
 ARRIVALS = [

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.predictor import Costs
-from jaxserve.costs.profiles import Link, costs, shapes
+from jaxserve.costs.profiles import Link, costs
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.baselines import BASELINES, compare, pool
 from jaxserve.lab.simulate.loongserve import LoongPool, LoongServe, group_prompts
@@ -23,8 +24,8 @@ from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, Sched
 from tests.examples import examples
 
 FREE = Link(0.0, 1e30)  # nothing to send
-REAL = LoongPool(4, costs("a100", shapes()["llama3-8b"], 2), 500_000, 2048.0, Link(1e-5, 1e11))
-SYSTEM = System(shapes()["llama3-8b"], "a100", MeshConfig(spp=2, tp=4))
+REAL = LoongPool(4, costs("a100", MODELS["llama3-8b"], 2), 500_000, 2048.0, Link(1e-5, 1e11))
+SYSTEM = System(MODELS["llama3-8b"], "a100", MeshConfig(spp=2, tp=4))
 
 
 def simple(

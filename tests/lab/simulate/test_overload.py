@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxserve.costs.profiles import shapes
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.recorder import RequestRecord
 from jaxserve.lab.simulate.replica import VirtualReplica
@@ -40,7 +40,7 @@ def replica(admission: str, **settings) -> VirtualReplica:
             **settings,
         }
     )
-    return System(shapes()["llama3-8b"], "a100", MeshConfig()).replica(
+    return System(MODELS["llama3-8b"], "a100", MeshConfig()).replica(
         config, CacheConfig(block_size=256, prefix_caching=False)
     )
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.costs.profiles import shapes
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.lab.simulate.plan import (
     CAPACITY_RUNS,
     CHUNKS,
@@ -32,8 +32,8 @@ from jaxserve.lab.simulate.run import Outcome, System
 from jaxserve.lab.simulate.workload import parse
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
-SMALL = shapes()["llama3-8b"]
-LARGE = shapes()["llama3-70b"]
+SMALL = MODELS["llama3-8b"]
+LARGE = MODELS["llama3-70b"]
 SCHEDULER = SchedulerConfig(
     policy="slack", chunking="adaptive", max_seqs=128, max_queue=10**6, step_time=0.1
 )

@@ -11,8 +11,8 @@ import pytest
 from jaxserve.api.events import Accepted, Event, Finished
 from jaxserve.api.request import Slo
 from jaxserve.cache import CacheManager
+from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.predictor import NOMINAL, Costs
-from jaxserve.costs.profiles import shapes
 from jaxserve.lab.simulate.arrival import Arrival, to_request
 from jaxserve.lab.simulate.replica import VirtualReplica
 from jaxserve.lab.simulate.run import System
@@ -25,7 +25,7 @@ LONG = 60_000
 
 def made(mesh: MeshConfig = MeshConfig(), **settings) -> VirtualReplica:  # noqa: B008 (frozen)
     """Llama-3 8B on A100."""
-    return System(shapes()["llama3-8b"], "a100", mesh).replica(
+    return System(MODELS["llama3-8b"], "a100", mesh).replica(
         SchedulerConfig(**settings), CacheConfig(pages=20_000, prefix_caching=False)
     )
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from jaxserve.api.request import Slo
-from jaxserve.costs.profiles import ModelShape, devices, shapes
+from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.zoo import MODELS
+from jaxserve.costs.profiles import devices
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.recorder import RequestRecord
 from jaxserve.lab.simulate.run import MEMORY_SHARE, Outcome, System, execute, outcome_summary
@@ -17,8 +19,18 @@ from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, Sched
 
 # 16 layers of 8 * (2 * 4 + 2 * 2) * 2 + 3 * 8 * 16 = 576 weights, and twice 8 * 100 for the
 # vocabulary
-SHAPE = ModelShape(layers=16, d_model=8, heads=4, kv_heads=2, head_dim=2, d_ff=16, vocab=100)
-LARGE = shapes()["llama3-70b"]
+SHAPE = ModelConfig(
+    name="small",
+    layers=16,
+    d_model=8,
+    heads=4,
+    kv_heads=2,
+    head_dim=2,
+    d_ff=16,
+    vocab=100,
+    max_len=2**24,
+)
+LARGE = MODELS["llama3-70b"]
 
 
 def record(
@@ -156,7 +168,7 @@ def test_busy_is_the_share_of_the_time_in_which_a_stage_worked():
 
 def test_two_runs_of_one_seed_are_equal_and_of_another_are_not():
     def run(seed: int) -> Outcome:
-        system = System(shapes()["llama3-8b"], "a100", MeshConfig(spp=2, tp=4))
+        system = System(MODELS["llama3-8b"], "a100", MeshConfig(spp=2, tp=4))
         config = SchedulerConfig(
             policy="slack", chunking="adaptive", chunk_tokens=8192, max_seqs=64, max_queue=1000
         )

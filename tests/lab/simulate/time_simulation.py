@@ -16,14 +16,15 @@ import numpy as np
 
 from jaxserve.api.request import Request
 from jaxserve.cache import CacheManager
-from jaxserve.costs.profiles import costs, shapes
+from jaxserve.checkpoint.zoo import MODELS
+from jaxserve.costs.profiles import costs
 from jaxserve.lab.simulate.arrival import Arrival, to_request
 from jaxserve.lab.simulate.run import System, execute
 from jaxserve.lab.simulate.workload import parse
 from jaxserve.scheduling import Scheduler
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
-SHAPE = shapes()["llama3-8b"]
+SHAPE = MODELS["llama3-8b"]
 MAX_LEN = 2**31 - 1
 WAITING = 1000
 RUNNING = 256

@@ -1,0 +1,139 @@
+"""Rotary position embeddings (RoPE; Su et al., 2021): the parameters of a layer's RoPE and its
+frequencies, with the scalings for contexts longer than a model was trained with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Scaling of RoPE frequencies. kind: a key of `SCALINGS`; the other fields have the meaning
+    they have in transformers' modeling_rope_utils. short, long (longrope): divisors of the
+    frequencies for sequences within the original length, and for longer ones."""
+
+    kind: str
+    factor: float
+    original_max_len: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # yarn, longrope
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rope:
+    """RoPE of a layer. share: part of a head's dimensions that is rotated, from the first on."""
+
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+    share: float = 1.0
+
+    def dims(self, head_dim: int) -> int:
+        """Number of rotated dimensions of a head."""
+        return int(head_dim * self.share)
+
+    def frequencies(self, head_dim: int, max_len: int) -> tuple[np.ndarray, float]:
+        """Radians per position, f64 [rotated dimensions / 2], and the factor on cos and sin.
+
+        max_len: most positions of a sequence as served; longrope chooses its divisors by it, once
+        for all sequences, so that the KV of a prompt does not depend on what follows it.
+        """
+        dims = self.dims(head_dim)
+        base = self.theta ** -(np.arange(0, dims, 2, dtype=np.float64) / dims)
+        if self.scaling is None:
+            return base, 1.0
+        return SCALINGS[self.scaling.kind](base, self.theta, self.scaling, max_len)
+
+
+def llama3_scaling(factor: float) -> RopeScaling:
+    """RoPE scaling of the Llama 3.1 and 3.2 models, which differ only in the factor."""
+    return RopeScaling(
+        "llama3", factor, original_max_len=8192, low_freq_factor=1.0, high_freq_factor=4.0
+    )
+
+
+def _linear(
+    base: np.ndarray, theta: float, scaling: RopeScaling, max_len: int
+) -> tuple[np.ndarray, float]:
+    return base / scaling.factor, 1.0
+
+
+def _llama3(
+    base: np.ndarray, theta: float, scaling: RopeScaling, max_len: int
+) -> tuple[np.ndarray, float]:
+    """Llama 3.1 scaling: low frequencies are divided by `factor`, high ones kept, those between
+    interpolated."""
+    # full rotations over the original context length
+    rotations = scaling.original_max_len * base / (2 * math.pi)
+    keep = np.clip(
+        (rotations - scaling.low_freq_factor)
+        / (scaling.high_freq_factor - scaling.low_freq_factor),
+        0,
+        1,
+    )
+    return base / scaling.factor * (1 - keep) + base * keep, 1.0
+
+
+def _yarn(
+    base: np.ndarray, theta: float, scaling: RopeScaling, max_len: int
+) -> tuple[np.ndarray, float]:
+    """YaRN scaling (Peng et al., 2023), with the conventions of Hugging Face checkpoints."""
+    dims = 2 * len(base)
+
+    def dimension(rotations: float) -> float:
+        return (
+            dims
+            * math.log(scaling.original_max_len / (rotations * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
+
+    low = dimension(scaling.beta_fast)
+    high = dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dims - 1)
+    ramp = np.clip((np.arange(len(base)) - low) / max(high - low, 0.001), 0, 1)
+    factor = scaling.attention_factor
+    if factor is None:
+        factor = _yarn_attention_factor(scaling)
+    return base / scaling.factor * ramp + base * (1 - ramp), factor
+
+
+def _yarn_attention_factor(scaling: RopeScaling) -> float:
+    """Factor on cos and sin for a config that does not state one."""
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
+    return magnitude(1.0)
+
+
+def _longrope(
+    base: np.ndarray, theta: float, scaling: RopeScaling, max_len: int
+) -> tuple[np.ndarray, float]:
+    """LongRoPE (Ding et al., 2024): a divisor for each frequency."""
+    original = scaling.original_max_len
+    divisors = scaling.long if max_len > original else scaling.short
+    factor = scaling.attention_factor
+    if factor is None:
+        factor = 1.0
+        if scaling.factor > 1:
+            factor = math.sqrt(1 + math.log(scaling.factor) / math.log(original))
+    return base / np.array(divisors), factor
+
+
+SCALINGS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
