@@ -34,9 +34,9 @@ from jaxserve.cli.display import table
 from jaxserve.engine import stages as stages_module
 from jaxserve.engine.build import make_plan
 from jaxserve.engine.sampling_rows import VARIANTS
-from jaxserve.engine.shapes import StepShape
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stages import Stages
+from jaxserve.engine.step_shapes import StepShape
 from jaxserve.group.layout import described, devices_each, layout
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
@@ -153,18 +153,17 @@ class Program:
 def steps_of(replica: Replica, plan: StagePlan) -> dict[str, StepShape]:
     """Steps of each kind among those that the engine compiles."""
     shapes = [shape for shape in plan.shapes if not shape.moves]
+    local = [shape for shape in shapes if not shape.spread]
     most = plan.slots
     found = {
-        "decode": next(s for s in shapes if s.local == ((most, 1),) and not s.spread),
-        "prefill": [s for s in shapes if s.prefill[0] and not s.decode[0] and not s.spread][-1],
-        "decode + prefill": [s for s in shapes if s.decode[0] and s.prefill[0] and not s.spread][
-            -1
-        ],
+        "decode": next(s for s in local if s.local == ((most, 1),)),
+        "prefill": [s for s in local if s.prefill.rows and not s.decode.rows][-1],
+        "decode + prefill": [s for s in local if s.decode.rows and s.prefill.rows][-1],
     }
     for shape in shapes:
-        if not shape.spread or shape.prefill[0]:
+        if not shape.spread or shape.prefill.rows:
             continue
-        name = f"spread prefill {shape.exchange}" if shape.spread_prefill[0] else "spread decode"
+        name = f"spread prefill {shape.exchange}" if shape.spread_prefill.rows else "spread decode"
         found.setdefault(name, shape)
     return {name: shape for name, shape in found.items() if replica.wants(name)}
 

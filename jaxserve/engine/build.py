@@ -27,8 +27,8 @@ from jaxserve.engine.machine import fitted, local_devices
 from jaxserve.engine.memory import DeviceRoom, kv_bytes
 from jaxserve.engine.profiling.profile_file import EngineProfile, profile_for
 from jaxserve.engine.programs import keep_compiled
-from jaxserve.engine.shapes import first_shapes, sample_sizes, shapes
 from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.step_shapes import first_shapes, sample_sizes, shapes
 from jaxserve.engine.worker import Worker
 from jaxserve.engine.worker_group import WorkerGroup
 from jaxserve.group.channel import free_port

@@ -19,7 +19,7 @@ import numpy as np
 from jaxserve.api.batch import NO_STORES, PageStores
 from jaxserve.cache.hashes import KEY_BYTES
 from jaxserve.engine.sampling_rows import SamplingAdmission
-from jaxserve.engine.shapes import StepShape, layout
+from jaxserve.engine.step_shapes import StepShape, layout
 
 VERSION = 5  # of the byte form
 NO_STEP = -1  # in place of a shape: nothing is computed, only what else the command says
@@ -58,7 +58,8 @@ class StepCommand:
     samples, scores prompt tokens, and pools.
 
     shape: index of the compiled shape, or NO_STEP. rows [lanes, size]: the step's row of each lane,
-    see `shapes.layout`. reads: the version of the sampled tokens that the step feeds (0: none).
+    see `step_shapes.layout`. reads: the version of the sampled tokens that the step feeds (0:
+    none).
     variant: index in VARIANTS, NO_SAMPLING or SAMPLE_LATER; with NO_STEP it samples for the newest
     step that was to be sampled later. masks [lanes, samples, words]: bits of the tokens that may be
     sampled, for the guided variant. loads [m, 2]: ticket and number of pieces of fetches

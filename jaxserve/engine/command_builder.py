@@ -1,8 +1,8 @@
 """Writes step commands: what a batch means for the devices.
 
-The builder knows what the devices were told before: which version of the sampled tokens each slot's
-last token is in, and how each slot samples. It picks the cheapest compiled shape that has the
-batch's exchange between lanes, and fills its rows.
+The builder keeps what earlier commands set: which version of the sampled tokens has each slot's
+last token, and how each slot samples. It picks the cheapest compiled shape that has the batch's
+exchange between lanes, and fills its rows.
 """
 
 from __future__ import annotations
@@ -13,35 +13,32 @@ import numpy as np
 
 from jaxserve.api.batch import Batch, PageStores
 from jaxserve.engine import sampling_rows, token_masks
-from jaxserve.engine.arrays import to_arrays
 from jaxserve.engine.command import NO_SAMPLING, NO_STEP, SAMPLE_LATER, StepCommand
-from jaxserve.engine.dealing import RingSlice, StepDemand, fullest, ring_rows
 from jaxserve.engine.results import InFlightBatch, pool_rows, score_rows
 from jaxserve.engine.sampling_rows import VARIANTS, SamplingAdmission
-from jaxserve.engine.shapes import StepShape
 from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.step_demand import StepDemand
+from jaxserve.engine.step_rows import StepRows
+from jaxserve.engine.step_shapes import StepShape
 from jaxserve.replica.registry import Registry
 from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.scheduler import Events
-from jaxserve.settings.schema import SchedulerConfig
 
 GREEDY, FULL, LOGPROBS, GUIDED = range(len(VARIANTS))
 
 
 class CommandBuilder:
-    """Commands for workers with this plan. uncompiled: tells the shapes that no step may have
-    yet."""
+    """Writes commands for workers with this plan. uncompiled: returns the shapes that no step may
+    have yet."""
 
     def __init__(
         self,
         plan: StagePlan,
-        config: SchedulerConfig,
         scheduler: Scheduler,
         registry: Registry,
         uncompiled: Callable[[], Set[StepShape]] = frozenset,
     ):
         self._plan = plan
-        self._config = config
         self._scheduler = scheduler
         self._registry = registry
         self._uncompiled = uncompiled
@@ -53,30 +50,28 @@ class CommandBuilder:
         self._variant = np.zeros(plan.slots, np.int8)
 
     def reset(self) -> StepCommand:
-        """Has the devices forget all that they hold."""
+        """Makes the command after which the devices hold nothing."""
         self._version = 0
         self._sampled_at[:] = 0
         return StepCommand(number=-1, reset=True)
 
     def step(self, batch: Batch) -> tuple[StepCommand, InFlightBatch]:
-        """The command of a batch, and what is to be known when its result comes. Guided sampling
-        is left for a later command: masks are made while the devices compute."""
+        """Makes the command of a batch, and what reads its result. Guided sampling is left for a
+        later command: masks are made while the devices compute."""
         lanes = self._plan.mesh.kvp
         admissions = [launch for row in batch.admitted for launch in self._admissions(batch, row)]
-        demand = StepDemand.of(batch, lanes)
-        ring = self._ring(batch, demand)
-        shape = self._shape(batch, demand, ring)
-        arrays = to_arrays(batch, demand, shape, lanes, self._plan.block_size, ring)
-        fed = batch.slot[batch.is_decode]
-        reads = int(self._sampled_at[fed].max(initial=0))
         variant = self._sampling_of(batch)
+        later = variant == GUIDED
+        demand = self._plan.demand(batch)
+        shape = self._shape(demand, batch.exchange)
+        arrays = StepRows(batch, demand, shape, self._plan.block_size).arrays()
         scores, pending = score_rows(self._scheduler, batch, arrays, lanes)
         pools, embeddings = pool_rows(self._scheduler, batch, arrays, lanes)
         command = StepCommand(
             number=batch.number,
             shape=self._shape_index[shape],
-            reads=reads,
-            variant=SAMPLE_LATER if variant == GUIDED else variant,
+            reads=int(self._sampled_at[batch.slot[batch.is_decode]].max(initial=0)),
+            variant=SAMPLE_LATER if later else variant,
             reset=self._begins,
             admissions=tuple(admissions),
             stores=batch.stores,
@@ -88,9 +83,7 @@ class CommandBuilder:
         self._begins = False
         if variant not in (NO_SAMPLING, GUIDED):
             self._note_sampled(batch)
-        return command, InFlightBatch(
-            batch, arrays, pending, embeddings, sample_later=variant == GUIDED
-        )
+        return command, InFlightBatch(batch, arrays, pending, embeddings, sample_later=later)
 
     def stores(self, stores: PageStores) -> StepCommand:
         """Makes the command that only reads pages."""
@@ -126,6 +119,15 @@ class CommandBuilder:
         flight.sample_later = False
         return StepCommand(number=batch.number, variant=GUIDED, masks=masks), ends
 
+    def _shape(self, demand: StepDemand, exchange: str) -> StepShape:
+        """Picks the cheapest compiled shape with the exchange, or one that gathers where none fits
+        or no lanes meet."""
+        but = self._uncompiled()
+        shape = self._plan.shape_for(demand, exchange, but) if demand.meets else None
+        shape = shape or self._plan.shape_for(demand, but=but)
+        assert shape is not None, f"no compiled shape holds {demand}"
+        return shape
+
     def _note_sampled(self, batch: Batch) -> None:
         self._version += 1
         self._sampled_at[batch.slot[batch.sample]] = self._version
@@ -159,23 +161,3 @@ class CommandBuilder:
             seed,
             self._plan.model.eos_ids,
         )
-
-    # --- shapes and exchanges
-
-    def _ring(self, batch: Batch, demand: StepDemand) -> list[RingSlice]:
-        """Rows of spread chunks around a ring; none where the step does not go round one."""
-        if batch.exchange == "gather" or not batch.block_lane.size:
-            return []
-        return ring_rows(batch, demand, self._config.tile, self._plan.block_size)
-
-    def _shape(self, batch: Batch, demand: StepDemand, ring: list[RingSlice]) -> StepShape:
-        """The cheapest compiled shape; one with a ring where the batch goes round one, and, of
-        chunks, the blocks of all spread ones lie as a ring needs."""
-        but = self._uncompiled()
-        shape = self._plan.shape_for(demand, but=but)
-        assert shape is not None, f"no compiled shape holds {demand}"
-        if demand.spread and not demand.long and batch.exchange == "pass_q":
-            return self._plan.decode_ring_for(demand, but) or shape
-        if not ring:
-            return shape
-        return self._plan.shape_for(demand, batch.exchange, fullest(ring), but) or shape

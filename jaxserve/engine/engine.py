@@ -135,7 +135,6 @@ class Engine:
         self._registry = Registry()
         self._builder = CommandBuilder(
             worker.plan,
-            config.scheduler,
             scheduler,
             self._registry,
             lambda: worker.uncompiled,

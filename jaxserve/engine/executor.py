@@ -11,8 +11,8 @@ from jaxserve.cache.tiers import Fetch, LowerTiers
 from jaxserve.costs.profiles import Link
 from jaxserve.engine.block_mover import Arrival
 from jaxserve.engine.command import StepCommand, StepResult
-from jaxserve.engine.shapes import StepShape
 from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.step_shapes import StepShape
 
 
 class CommandExecutor(Protocol):

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.engine.programs import Lower
-from jaxserve.engine.shapes import NOWHERE
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stages import Stage, Stages, compiled
+from jaxserve.engine.step_shapes import NOWHERE
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.page_copy import read_pages, write_pages
 from jaxserve.sharding.rules import sharding, spec

@@ -9,9 +9,8 @@ import numpy as np
 
 from jaxserve.api.batch import Batch
 from jaxserve.api.events import Logprobs
-from jaxserve.engine.arrays import StepArrays
 from jaxserve.engine.command import SCORES, StepResult
-from jaxserve.engine.dealing import ChunkSlice
+from jaxserve.engine.step_rows import ChunkSlice, StepArrays
 from jaxserve.scheduling import Scheduler
 
 
@@ -96,10 +95,9 @@ def pool_rows(
 
 
 def _slices_of(batch: Batch, arrays: StepArrays, chunk: int) -> list[ChunkSlice]:
-    """Slices of a chunk that lanes compute around a ring; of any other one, which its home lane
-    computes as a whole."""
-    whole = ChunkSlice(chunk, 0, 1, int(batch.lane[chunk]), int(arrays.last[chunk]))
-    return [piece for piece in arrays.slices if piece.chunk == chunk] or [whole]
+    """Lists the slices of a chunk; a chunk of one token is one."""
+    single = ChunkSlice(chunk, 0, 1, int(batch.lane[chunk]), -1, int(arrays.last[chunk]))
+    return [piece for piece in arrays.slices if piece.chunk == chunk] or [single]
 
 
 def tokens_of(

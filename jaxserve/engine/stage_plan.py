@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Set
 from typing import Any
 
+from jaxserve.api.batch import Batch
 from jaxserve.checkpoint.model import ModelConfig, padded_vocab
 from jaxserve.engine.command import CommandCodec
-from jaxserve.engine.dealing import StepDemand
 from jaxserve.engine.sampling_rows import mask_words
-from jaxserve.engine.shapes import StepShape
+from jaxserve.engine.step_demand import StepDemand
+from jaxserve.engine.step_shapes import StepShape
 from jaxserve.kernels.kv_pages import KVPages, pool_shapes
 from jaxserve.settings.schema import MeshConfig
 
@@ -31,38 +33,30 @@ class StagePlan:
     shapes: list[StepShape]
     samples: list[int]
 
-    def shape_for(
-        self,
-        work: StepDemand,
-        exchange: str = "gather",
-        rows: int = 0,
-        but: Set[StepShape] = frozenset(),
-    ) -> StepShape | None:
-        """Finds the cheapest shape with this exchange that holds `work`; None where none does.
-        Every batch of the scheduler fits one that gathers queries.
+    def demand(self, batch: Batch) -> StepDemand:
+        """Counts what a batch needs of a shape."""
+        return StepDemand.of(batch, self.mesh.kvp, self.tile, self.block_size)
 
-        rows: rows of spread chunks that it has room for on a lane. but: shapes to leave out, which
-        are not compiled yet.
-        """
+    def shape_for(
+        self, demand: StepDemand, exchange: str = "gather", but: Set[StepShape] = frozenset()
+    ) -> StepShape | None:
+        """Finds the cheapest shape with this exchange that holds a demand; None where none does.
+        Every batch of the scheduler fits one that gathers queries. but: shapes to leave out, which
+        are not compiled yet."""
         for shape in self.shapes:
-            if shape in but:
-                continue
-            if shape.exchange == exchange and rows <= shape.spread_prefill[0] and work.fits(shape):
+            if shape.exchange == exchange and shape not in but and demand.fits(shape):
                 return shape
         return None
+
+    @functools.cached_property
+    def tile(self) -> int:
+        """Tokens of a row of a spread chunk."""
+        return max((shape.spread_prefill.width for shape in self.shapes), default=0) or 1
 
     @property
     def moves(self) -> int:
         """Pages that a step may move from a lane to another; 0 where none ever moves."""
         return max(shape.moves for shape in self.shapes)
-
-    def decode_ring_for(
-        self, work: StepDemand, but: Set[StepShape] = frozenset()
-    ) -> StepShape | None:
-        """Finds the cheapest shape that holds `work` and sends queries of decodes round a ring;
-        None where none does. but: shapes to leave out, which are not compiled yet."""
-        rings = (shape for shape in self.shapes if shape.decode_ring and shape not in but)
-        return next(filter(work.fits, rings), None)
 
     def codec(self) -> CommandCodec:
         """Makes bytes of commands for workers with this plan."""

@@ -28,9 +28,9 @@ from jaxserve.checkpoint.model import declare, layers_of, padded_vocab
 from jaxserve.engine import sampling, sampling_rows
 from jaxserve.engine.command import SCORES
 from jaxserve.engine.programs import Lower, Programs
-from jaxserve.engine.shapes import NOWHERE, StepShape, layout
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step import Weights, head, layers, pool, score, write_table
+from jaxserve.engine.step_shapes import NOWHERE, StepShape, layout
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.models.decoder import parameters, stage_modules
 from jaxserve.sharding.exchange import COMPILER_OPTIONS
@@ -170,8 +170,8 @@ class Stages:
     # --- issuing work
 
     def step(self, shape: StepShape, rows: np.ndarray, reads: int) -> HiddenStates | None:
-        """Issues a step to all stages. rows [lanes, size] int32: see `shapes.layout`. reads: the
-        version of `sampled` with the newest token that this step feeds (0: none)."""
+        """Issues a step to all stages. rows [lanes, size] int32: see `step_shapes.layout`. reads:
+        the version of `sampled` with the newest token that this step feeds (0: none)."""
         x: Any = self._feed(reads)
         extent = (self.plan.mesh.kvp, shape.tokens, self.plan.model.d_model)
         for index in range(self.plan.mesh.spp):

@@ -19,7 +19,7 @@ from flax import nnx
 
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.engine import sampling, sampling_rows
-from jaxserve.engine.shapes import StepShape, layout
+from jaxserve.engine.step_shapes import StepShape, layout
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.models.decoder import Head, Stage, run_layers
 from jaxserve.sharding.lane_groups import LaneGroups
@@ -63,7 +63,7 @@ def layers(
 
     last: whether this is the last stage. values: the stage's weights. pages: KV pages per layer,
     with a leading axis of 1. table [1, 2, slots, W]: page table. ints [1, size]: the step, see
-    `shapes.layout`. x: hidden states [1, T, D]; in the first stage the last sampled tokens [1,
+    `step_shapes.layout`. x: hidden states [1, T, D]; in the first stage the last sampled tokens [1,
     slots]. Returns hidden states [1, T, D], pages and table; the last stage returns, in place of
     the hidden states, (all of them, those to sample from [1, S, D], and for each its token, slot
     and position [1, S, 3]).

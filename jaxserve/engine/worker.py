@@ -35,9 +35,9 @@ from jaxserve.engine.page_io import PageIo
 from jaxserve.engine.profiling.links import measure_links
 from jaxserve.engine.programs import Lower
 from jaxserve.engine.sampling_rows import VARIANTS
-from jaxserve.engine.shapes import StepShape
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stages import HiddenStates, Loader, SampledTokens, Stages
+from jaxserve.engine.step_shapes import StepShape
 from jaxserve.store.peers import PeerBlocks
 from jaxserve.store.tiered import TieredBlocks
 

@@ -26,8 +26,8 @@ from jaxserve.engine.block_mover import Arrival
 from jaxserve.engine.command import NO_STEP, StepCommand, StepResult, WorkersLost
 from jaxserve.engine.profiling.measure import first_token
 from jaxserve.engine.sampling_rows import VARIANTS
-from jaxserve.engine.shapes import StepShape
 from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.step_shapes import StepShape
 from jaxserve.group.channel import Channel, Frame, accept
 from jaxserve.group.connection import ChannelError
 from jaxserve.group.handshake import HANDSHAKE_SECONDS, Certificate

@@ -21,8 +21,8 @@ from jaxserve.costs.exchange_choice import ExchangeChooser
 from jaxserve.costs.predictor import NOMINAL, Costs
 from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.shapes import StepShape
 from jaxserve.engine.stages import HiddenStates
+from jaxserve.engine.step_shapes import StepShape
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.events import StepIssued
 from jaxserve.scheduling.prefill_packing import Planner

@@ -9,9 +9,9 @@ import pytest
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
-from jaxserve.engine.arrays import to_arrays
-from jaxserve.engine.dealing import StepDemand
-from jaxserve.engine.shapes import shapes
+from jaxserve.engine.step_demand import StepDemand
+from jaxserve.engine.step_rows import StepRows
+from jaxserve.engine.step_shapes import shapes
 from jaxserve.scheduling import Scheduler
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
@@ -39,9 +39,9 @@ def decode_messages(context: int, lanes: int, company: int) -> list[tuple]:
     found = []
     while len(found) < STEPS:
         batch = scheduler.start(0.0)
-        work = StepDemand.of(batch, lanes)
-        shape = next(shape for shape in compiled if work.fits(shape))
-        arrays = to_arrays(batch, work, shape, lanes, BLOCK)
+        demand = StepDemand.of(batch, lanes, config.tile, BLOCK)
+        shape = next(shape for shape in compiled if demand.fits(shape))
+        arrays = StepRows(batch, demand, shape, BLOCK).arrays()
         if batch.is_decode.all() and len(batch.seq) == 1 + company:
             assert batch.start.max() >= context
             found.append(

@@ -15,12 +15,12 @@ from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.costs.exchange_choice import moves_per_pair
-from jaxserve.engine.arrays import to_arrays
 from jaxserve.engine.command import NO_SAMPLING, CommandCodec, CommandError, StepCommand, StepResult
-from jaxserve.engine.dealing import StepDemand
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.sampling_rows import admissions
-from jaxserve.engine.shapes import shapes
+from jaxserve.engine.step_demand import StepDemand
+from jaxserve.engine.step_rows import StepRows
+from jaxserve.engine.step_shapes import layout, shapes
 from jaxserve.engine.worker import Worker
 from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.sequence import PlanPart
@@ -161,8 +161,6 @@ def test_bytes_give_the_command_back(data):
     ints = lambda *shape: rng.choice([0, 1, -1, 2**30, 7, 8, 9], shape).astype(np.int32)
     rows = np.zeros((0, 1), np.int32)
     if index >= 0:
-        from jaxserve.engine.shapes import layout
-
         rows = ints(2, layout(compiled[index], BLOCK).size)
     params = SamplingParams.make(
         temperature=0.5, logit_bias={3: 1.5, 9: -2.0}, frequency_penalty=0.25, stop_token_ids=[4]
@@ -205,9 +203,9 @@ def size_of(batch: Batch, config: SchedulerConfig, lanes: int) -> int:
     """Bytes of a batch's command; one that moves pages has them, and what changes in the page
     tables by that, go with the step."""
     compiled = shapes(config, lanes, BLOCK)
-    demand = StepDemand.of(batch, lanes)
+    demand = StepDemand.of(batch, lanes, config.tile, BLOCK)
     shape = next(shape for shape in compiled if demand.fits(shape))
-    arrays = to_arrays(batch, demand, shape, lanes, BLOCK)
+    arrays = StepRows(batch, demand, shape, BLOCK).arrays()
     assert not len(batch.moves) or not len(arrays.early_updates)
     command = StepCommand(
         number=batch.number,

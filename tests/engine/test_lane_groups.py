@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.costs.exchange_choice import ExchangeChooser, ExchangeRates, Heads
 from jaxserve.costs.profiles import Link
-from jaxserve.engine.shapes import layout
+from jaxserve.engine.step_shapes import layout
 from jaxserve.lanes.groups import group_around, group_sizes, size_around, size_of
 from jaxserve.scheduling.events import StepIssued
 from jaxserve.scheduling.sequence import PlanPart
@@ -98,7 +98,7 @@ def test_tokens_and_hops_stay_in_the_group_of_each_prompt(lanes, right):
                 assert shape.group_size == size
             elif spread:
                 assert shape.group_size == (2 if spread == {0} else size)
-            if shape.spread_prefill[0] and shape.exchange != "gather":
+            if shape.prefill_ring:
                 rings = {
                     (lane, lane - lane % shape.group_size + (lane + 1) % shape.group_size)
                     for lane in range(LANES)

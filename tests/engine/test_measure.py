@@ -20,7 +20,7 @@ from jaxserve.engine.profiling.measure import (
     grid,
     spread_grid,
 )
-from jaxserve.engine.shapes import shapes
+from jaxserve.engine.step_shapes import shapes
 from jaxserve.lanes.groups import group_sizes
 from jaxserve.settings.schema import (
     CacheConfig,

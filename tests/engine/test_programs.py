@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.programs import keep_compiled
-from jaxserve.engine.shapes import StepShape
+from jaxserve.engine.step_shapes import StepShape
 from jaxserve.settings.schema import ConfigError
 from tests.engine.harness import Runner, assert_empty, engine, fresh
 

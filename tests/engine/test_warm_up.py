@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.engine.build import build
-from jaxserve.engine.dealing import LongChunk, StepDemand
-from jaxserve.engine.shapes import first_shapes, shapes
+from jaxserve.engine.step_demand import LaneSlice, LongChunk, StepDemand
+from jaxserve.engine.step_shapes import first_shapes, shapes
 from jaxserve.settings.schema import CacheConfig, EngineConfig, ModelSource, SchedulerConfig
 from tests.engine.harness import Runner, engine
 
@@ -35,16 +35,18 @@ LONG = st.tuples(st.integers(0, 3), st.integers(2, 600), st.sampled_from([1, 2, 
     st.integers(0, 40),
     st.lists(LONG, max_size=3),
     st.booleans(),
+    st.integers(0, 40),
 )
 def test_what_fits_a_shape_fits_one_of_the_first_with_the_same_exchange(
-    config, lanes, local, spread, long, moves
+    config, lanes, local, spread, long, moves, ring
 ):
     chunks = tuple(
         LongChunk(row, lane % lanes, length, min(size, lanes))
         for row, (lane, length, size) in enumerate(long)
     )
     largest = max((chunk.group_size for chunk in chunks), default=1)
-    demand = StepDemand(local, spread if lanes > 1 else 0, chunks, lanes, largest, moves)
+    rows = tuple(LaneSlice(0, at, 1, 0) for at in range(ring if largest > 1 else 0))
+    demand = StepDemand(local, spread if lanes > 1 else 0, chunks, lanes, largest, moves, rows)
     every = shapes(config, lanes, 16)
     first = first_shapes(every)
     assert len(first) <= (13 if config.planner != "none" else 9)
@@ -67,7 +69,7 @@ def test_decodes_around_rings_need_a_program_for_each_group_size_and_one_for_all
         rings = [shape for shape in every if shape.decode_ring]
         assert len(rings) == len(every) - len(gathered) == more
         assert len(set(map(str, every))) == len(every)
-        assert all(not shape.prefill[0] and not shape.spread_prefill[0] for shape in rings)
+        assert all(not shape.prefill.rows and not shape.spread_prefill.rows for shape in rings)
 
 
 @pytest.fixture

@@ -27,9 +27,9 @@ from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.engine.build import kv_tokens, make_plan
 from jaxserve.engine.machine import fitted
 from jaxserve.engine.memory import RESERVED_GIB, DeviceRoom, sizes
-from jaxserve.engine.shapes import StepShape, layout
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step import Weights, layers
+from jaxserve.engine.step_shapes import RowGroup, StepShape, layout
 from jaxserve.kernels import mosaic
 from jaxserve.kernels.kv_pages import KVPages, pool_shapes
 from jaxserve.kernels.mosaic import ROWS, Tiles, default_tiles, page_copy
@@ -384,9 +384,9 @@ BLOCK = 64
 @pytest.mark.parametrize(
     "shape, launches",
     [
-        (StepShape(decode=(16, 1), samples=16), 2),
-        (StepShape(prefill=(1, 2048)), 2),
-        (StepShape(decode=(16, 1), prefill=(4, 512), samples=16), 4),
+        (StepShape(decode=RowGroup(16, 1), samples=16), 2),
+        (StepShape(prefill=RowGroup(1, 2048)), 2),
+        (StepShape(decode=RowGroup(16, 1), prefill=RowGroup(4, 512), samples=16), 4),
     ],
     ids=str,
 )
@@ -408,7 +408,9 @@ def test_a_layer_that_decodes_is_few_launches(kv, most):
     more finds the scales, and one writes them. Counted as what a second layer adds."""
     one, two = (
         step_of_model(
-            dataclasses.replace(LLAMA, layers=layers), StepShape(decode=(16, 1), samples=16), kv
+            dataclasses.replace(LLAMA, layers=layers),
+            StepShape(decode=RowGroup(16, 1), samples=16),
+            kv,
         )
         for layers in (1, 2)
     )
@@ -431,7 +433,7 @@ def test_a_plain_start_of_llama_3_8b_on_an_h200_runs_on_the_kernels_with_room_fo
     numbers = plan.pages * model.kv_heads * 2 * plan.block_size * model.head_dim
     for shape in (plan.shapes[0], plan.shapes[-1]):
         compiled = step_of_model(two.model, shape, pool=two)
-        launches = 2 * (bool(shape.decode[0]) + bool(shape.prefill[0]))
+        launches = 2 * (bool(shape.decode.rows) + bool(shape.prefill.rows))
         assert compiled.hlo.count('custom_call_target="mosaic_gpu_v2"') == 2 * launches
         assert compiled.aliased >= 2 * numbers * 2
         assert compiled.temp <= estimated.work + estimated.tables + RESERVED_GIB * 2**30

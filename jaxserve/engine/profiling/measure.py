@@ -16,13 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.engine.arrays import StepArrays, to_arrays
 from jaxserve.engine.command import NO_SAMPLING, StepCommand, StepResult
 from jaxserve.engine.command_builder import GREEDY
-from jaxserve.engine.dealing import StepDemand, fullest, ring_rows
 from jaxserve.engine.executor import CommandExecutor
-from jaxserve.engine.shapes import StepShape
 from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.step_rows import StepArrays, StepRows
+from jaxserve.engine.step_shapes import EMPTY, StepShape, spread_rows
 from jaxserve.scheduling import Batch
 
 STEPS = 3  # whose time is taken at once,
@@ -133,10 +132,10 @@ def first_token(
     """Has devices make one token, through all stages, of made-up state: they need a reset
     afterwards. Errors: as of `execute` and `wait`, where none comes."""
     batch = batch_of(MeasurePoint(decodes=1, context=1), plan.mesh.kvp, plan.block_size)
-    demand = StepDemand.of(batch, plan.mesh.kvp)
+    demand = plan.demand(batch)
     shape = plan.shape_for(demand)
     assert shape is not None, "no compiled shape holds a decode"
-    arrays = to_arrays(batch, demand, shape, plan.mesh.kvp, plan.block_size)
+    arrays = StepRows(batch, demand, shape, plan.block_size).arrays()
     execute(
         StepCommand(
             number=0, shape=plan.shapes.index(shape), variant=GREEDY, rows=arrays.rows, reset=True
@@ -157,9 +156,8 @@ class StepTimer:
         self._ran: set[StepShape] = set()
         # slots whose rows of the page table were written: for groups of so many lanes
         self._tables: dict[int, int] = {}
-        # tokens of a row of a spread chunk, and blocks that follow each other on a lane
-        self._tile = max((shape.spread_prefill[1] for shape in worker.plan.shapes), default=1)
-        self._stripe = max(1, self._tile // worker.plan.block_size)
+        # blocks that follow each other on a lane
+        self._stripe = max(1, worker.plan.tile // worker.plan.block_size)
 
     def measure(self, point: MeasurePoint) -> MeasuredStep:
         """Errors: ValueError for a point that no compiled shape or no page table holds."""
@@ -192,22 +190,16 @@ class StepTimer:
         """A point as the rows of a compiled shape; its page table is written. Errors: ValueError
         for a point that no compiled shape or no page table holds."""
         plan = self._plan
-        lanes = self._mesh.kvp
         batch = self._batch(point)
-        demand = StepDemand.of(batch, lanes)
-        ring = []
-        if point.exchange != "gather":
-            ring = ring_rows(batch, demand, self._tile, plan.block_size)
-        rows = fullest(ring) if ring else 0
-        but = self._worker.uncompiled
-        shape = plan.shape_for(demand, point.exchange, rows, but=but)
+        demand = plan.demand(batch)
+        shape = plan.shape_for(demand, point.exchange, self._worker.uncompiled)
         if shape is None or point.longest() > self._longest:
             raise ValueError(
                 f"{point} fits no compiled shape, or is longer than {self._longest} tokens"
             )
         for slot, spread in zip(batch.slot.tolist(), batch.spread.tolist()):
             self._write_table(slot, point.group_size if spread else 1)
-        return to_arrays(batch, demand, shape, lanes, plan.block_size, ring)
+        return StepRows(batch, demand, shape, plan.block_size).arrays()
 
     def _run(self, command: StepCommand, steps: int) -> float:
         """Seconds of so many steps, one after the other."""
@@ -244,7 +236,7 @@ def grid(
         if not shape.spread:
             yield _full(shape, longest, slots)
     yield MeasurePoint(decodes=1, context=1, sample=False)
-    widths = sorted({shape.prefill[1] for shape in shapes if shape.prefill[0] == 1})
+    widths = sorted({shape.prefill.width for shape in shapes if shape.prefill.rows == 1})
     most = longest - 1 - min(widths, default=0)
     contexts = [4**power for power in range(4, 16) if 2 * 4**power <= most] + [most] * (most > 0)
     points = [
@@ -269,9 +261,9 @@ def grid(
 def _full(shape: StepShape, longest: int, slots: int) -> MeasurePoint:
     """As much as the shape holds, for so many slots, of sequences without context."""
     rows, width = shape.prefill
-    chunks = min(rows, max(1, slots - 1) if shape.decode[0] else slots)
+    chunks = min(rows, max(1, slots - 1) if shape.decode.rows else slots)
     new = min(width * (rows // chunks), longest - 1) if chunks else 0
-    decodes = min(shape.decode[0], slots - chunks)
+    decodes = min(shape.decode.rows, slots - chunks)
     return MeasurePoint(decodes=decodes, context=1, chunks=chunks, new=new, sample=bool(decodes))
 
 
@@ -285,11 +277,11 @@ def spread_grid(
     rows: dict[tuple[int, str], list[int]] = {}
     width = 1
     for shape in shapes:
-        if shape.spread_prefill[0]:
-            cut = shape.exchange != "gather"  # a row that is kept for pieces
+        if shape.spread_prefill.rows:
+            short = spread_rows(EMPTY, shape.exchange).rows  # rows that are kept for pieces
             at = shape.group_size, shape.exchange
-            rows.setdefault(at, []).append(shape.spread_prefill[0] - cut)
-            width = shape.spread_prefill[1]
+            rows.setdefault(at, []).append(shape.spread_prefill.rows - short)
+            width = shape.spread_prefill.width
     for (size, exchange), counts in rows.items():
         unit = width * size  # whole rows on every lane
         new = [each for each in sorted({min(counts) * unit, max(counts) * unit}) if each < longest]

@@ -37,8 +37,8 @@ from jaxserve.costs.predictor import Costs, Predictor, SpreadShape
 from jaxserve.costs.profiles import Link
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.profiling.measure import MeasuredStep, grid, measure, spread_grid
-from jaxserve.engine.shapes import StepShape
 from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.step_shapes import StepShape
 from jaxserve.folders import cache_folder, private_folder
 from jaxserve.kernels.cpu import library
 from jaxserve.kernels.kv_pages import FP8, SCALE_DTYPE
@@ -179,12 +179,12 @@ def _spread_shapes(shapes: list[StepShape]) -> tuple[SpreadShape, ...]:
         SpreadShape(
             shape.group_size,
             shape.exchange,
-            shape.decode[0],
-            shape.prefill[0] + shape.spread_prefill[0],
+            shape.decode.rows,
+            shape.prefill.rows + shape.spread_prefill.rows,
             shape.tokens,
         )
         for shape in shapes
-        if shape.spread_prefill[0]
+        if shape.spread_prefill.rows
     )
 
 
@@ -192,7 +192,7 @@ def _sample(one: MeasuredStep) -> StepSample:
     point = one.point
     shape = one.shape
     samples = point.decodes + point.chunks if point.sample else 0
-    held = shape.decode[0], *shape.prefill
+    held = shape.decode.rows, *shape.prefill
     return StepSample(
         point.decodes,
         point.context,

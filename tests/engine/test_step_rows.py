@@ -3,6 +3,7 @@ it once: no token lost, none twice."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 
@@ -12,9 +13,9 @@ import pytest
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
-from jaxserve.engine.arrays import StepArrays, to_arrays
-from jaxserve.engine.dealing import StepDemand, fullest, ring_rows
-from jaxserve.engine.shapes import FEED, NOWHERE, layout, sample_sizes, shapes
+from jaxserve.engine.step_demand import StepDemand
+from jaxserve.engine.step_rows import StepArrays, StepRows
+from jaxserve.engine.step_shapes import FEED, NOWHERE, layout, sample_sizes, shapes
 from jaxserve.lanes.groups import group_around
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
@@ -178,14 +179,14 @@ def test_every_batch_fits_a_shape_that_says_all_of_it(lanes, seqs, chunk, placem
     spread = 0
     for seed in range(6):
         for batch in traffic(config, lanes, placement, lane_tokens, seed):
-            work = StepDemand.of(batch, lanes)
-            shape = next((shape for shape in compiled if work.fits(shape)), None)
+            demand = StepDemand.of(batch, lanes, config.tile, BLOCK)
+            shape = next((shape for shape in compiled if demand.fits(shape)), None)
             assert shape is not None, (
                 f"nothing fits lengths {batch.length}, lanes {batch.lane}, spread {batch.spread}"
             )
             used.add(str(shape))
             spread += int(batch.spread.any())
-            check_message(batch, to_arrays(batch, work, shape, lanes, BLOCK), lanes)
+            check_message(batch, StepRows(batch, demand, shape, BLOCK).arrays(), lanes)
     assert len(used) >= min(2, len(compiled)) and (spread > 20 or lanes == 1)
 
 
@@ -193,7 +194,7 @@ def test_every_batch_fits_a_shape_that_says_all_of_it(lanes, seqs, chunk, placem
 def test_around_a_ring_each_token_is_computed_where_its_block_is(placement):
     config = SchedulerConfig(max_seqs=8, chunk_tokens=96, min_chunk=16, exchange="pass_q")
     lanes = 4
-    rings = 0
+    count = 0
     compiled = shapes(config, lanes, BLOCK)
     for seed in range(6):
         where = {}  # slot, block -> lane
@@ -201,19 +202,15 @@ def test_around_a_ring_each_token_is_computed_where_its_block_is(placement):
             where |= {
                 (slot, block): lane for lane, slot, _, _, block in batch.table_updates.tolist()
             }
-            work = StepDemand.of(batch, lanes)
-            rows = ring_rows(batch, work, config.tile, BLOCK)
-            fitting = (
-                shape for shape in compiled if shape.exchange == "pass_q" and work.fits(shape)
+            demand = StepDemand.of(
+                dataclasses.replace(batch, exchange="pass_q"), lanes, config.tile, BLOCK
             )
-            shape = next(
-                (shape for shape in fitting if rows and fullest(rows) <= shape.spread_prefill[0]),
-                None,
-            )
+            rings = (shape for shape in compiled if shape.prefill_ring)
+            shape = next(filter(demand.fits, rings), None)
             if shape is None:
                 continue
-            rings += 1
-            arrays = to_arrays(batch, work, shape, lanes, BLOCK, rows)
+            count += 1
+            arrays = StepRows(batch, demand, shape, BLOCK).arrays()
             assert said(arrays, lanes) == meant(batch)
             far = {int(chunk) for chunk in np.flatnonzero(batch.spread & (batch.length > 1))}
             assert {piece.chunk for piece in arrays.slices if batch.spread[piece.chunk]} == far
@@ -237,7 +234,7 @@ def test_around_a_ring_each_token_is_computed_where_its_block_is(placement):
                     int(batch.slot[chunk]),
                     end - 1,
                 )
-    assert rings > 10
+    assert count > 10
 
 
 @pytest.mark.parametrize("lanes, seqs, chunk, placement, lane_tokens", CONFIGS)

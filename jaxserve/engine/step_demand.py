@@ -1,0 +1,144 @@
+"""The demand of a batch on the shape of its step: how many rows its chunks need, on which lanes.
+
+A prefill chunk is cut into rows of a shape's width. Around a ring the rows of spread chunks go to
+the lanes that have their blocks, wherever that is; all other rows may go to any lane of a group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.api.batch import Batch
+from jaxserve.engine.step_shapes import RowGroup, StepShape
+from jaxserve.lanes.groups import group_sizes
+
+
+class LongChunk(NamedTuple):
+    """A chunk of more than one token: its number in the batch, home lane, tokens, and the lanes of
+    the group that computes it."""
+
+    number: int
+    lane: int
+    length: int
+    group_size: int
+
+    @property
+    def spread(self) -> bool:
+        return self.group_size > 1
+
+
+class LaneSlice(NamedTuple):
+    """A row's part of a chunk: `size` tokens from `offset` in the chunk, computed by `lane`."""
+
+    chunk: int
+    offset: int
+    size: int
+    lane: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepDemand:
+    """What of a batch bears on its shape. ring: rows of its spread chunks on the lanes that have
+    their blocks; none where the step cannot go round a ring."""
+
+    local_singles: int  # most local chunks of one token on a lane
+    spread_singles: int  # most spread ones
+    long: tuple[LongChunk, ...]
+    lanes: int
+    group_size: int  # of the largest group in which spread chunks meet
+    moves: bool  # whether pages change lanes
+    ring: tuple[LaneSlice, ...] = ()
+
+    @classmethod
+    def of(cls, batch: Batch, lanes: int, tile: int, block: int) -> StepDemand:
+        """Counts what a batch needs on `lanes` lanes with pages of `block` tokens. tile: tokens of
+        a row around a ring."""
+        at = np.flatnonzero(batch.length != 1)
+        fields = (batch.lane, batch.length, batch.group_size)
+        long = tuple(map(LongChunk, at.tolist(), *(field[at].tolist() for field in fields)))
+        if lanes == 1:
+            return cls(len(batch.slot) - len(at), 0, long, 1, 1, False)
+        single = batch.length == 1
+        place = batch.lane[single] + lanes * batch.spread[single]
+        local, spread = np.bincount(place, minlength=2 * lanes).reshape(2, lanes).max(1).tolist()
+        group_size = int(batch.group_size.max())
+        ring: tuple[LaneSlice, ...] = ()
+        if batch.exchange != "gather" and batch.block_lane.size:
+            ring = _ring(batch, [chunk for chunk in long if chunk.spread], tile, block)
+        return cls(local, spread, long, lanes, group_size, len(batch.moves) > 0, ring)
+
+    @property
+    def meets(self) -> bool:
+        """Whether lanes can meet around a ring: for decodes, or for spread chunks."""
+        return self.spread_singles > 0 or bool(self.ring)
+
+    def fits(self, shape: StepShape) -> bool:
+        """Whether the shape holds it."""
+        if self.local_singles > shape.decode.rows or self.spread_singles > shape.spread_decode.rows:
+            return False
+        if self.group_size > shape.group_size or self.moves > bool(shape.moves):
+            return False
+        if shape.prefill_ring and not self._fits_ring(shape.spread_prefill.rows):
+            return False
+        return not self.long or (
+            self._fits(shape.prefill, False) and self._fits(shape.spread_prefill, True)
+        )
+
+    def _fits_ring(self, rows: int) -> bool:
+        """Whether the fullest lane of the ring has no more than so many rows, and there is one."""
+        return 0 < max(Counter(part.lane for part in self.ring).values(), default=0) <= rows
+
+    def _fits(self, group: RowGroup, spread: bool) -> bool:
+        chunks = [chunk for chunk in self.long if chunk.spread == spread]
+        if not chunks:
+            return True
+        if not group.rows:
+            return False
+        # groups of every size hold all rows that must lie in them: of chunks on larger groups the
+        # last one, at home
+        for size in group_sizes(self.lanes):
+            need = Counter[int]()
+            for chunk in chunks:
+                rows = -(-chunk.length // group.width) if chunk.group_size <= size else 1
+                need[chunk.lane // size] += rows
+            if max(need.values()) > group.rows * size:
+                return False
+        return True
+
+
+def _ring(batch: Batch, chunks: list[LongChunk], width: int, block: int) -> tuple[LaneSlice, ...]:
+    """Cuts spread chunks into rows of at most `width` tokens on the lanes that have their blocks;
+    none where a token is sampled elsewhere than at home."""
+    ring: list[LaneSlice] = []
+    at = 0
+    for chunk in chunks:
+        start = int(batch.start[chunk.number])
+        count = (start + chunk.length - 1) // block - start // block + 1
+        rows = _settled(chunk, start, batch.block_lane[at : at + count], width, block)
+        if batch.sample[chunk.number] and rows[-1].lane != chunk.lane:
+            return ()
+        ring += rows
+        at += count
+    return tuple(ring)
+
+
+def _settled(
+    chunk: LongChunk, start: int, block_lane: np.ndarray, width: int, block: int
+) -> list[LaneSlice]:
+    """Cuts a chunk where lanes change and where whole rows from the start of the sequence end.
+    block_lane: lane of each block that its tokens fall in."""
+    first = start // block
+    changes = (np.flatnonzero(np.diff(block_lane)) + 1 + first) * block - start
+    whole = np.arange(width - start % width, chunk.length, width)
+    ends = np.unique(np.concatenate([changes, whole, [chunk.length]])).tolist()
+    rows = []
+    offset = 0
+    for end in ends:
+        lane = int(block_lane[(start + offset) // block - first])
+        rows.append(LaneSlice(chunk.number, offset, end - offset, lane))
+        offset = end
+    return rows

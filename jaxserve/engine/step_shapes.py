@@ -1,0 +1,255 @@
+"""The shapes that steps are compiled for, and where the fields of a step lie in a lane's row.
+
+A lane's tokens are rows of equal length in up to four groups: single tokens and prefill rows of
+local sequences, then of spread ones. A `StepShape` is how many rows of how many tokens each group
+has; the short list that `shapes` gives is all that is ever compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.costs.exchange_choice import moves_per_pair
+from jaxserve.lanes.groups import group_sizes
+from jaxserve.settings.schema import SchedulerConfig
+
+NOWHERE = np.int32(2**30)  # a slot that no table has: writes to it are dropped
+FEW_DECODES = 4  # spread sequences that decode on a lane, in most steps
+FEW_ROWS = 4  # a part of the rows of a step, for spread chunks that do not fill it
+FEED = -1  # in place of a token id: the one sampled last for the row's slot
+
+
+class RowGroup(NamedTuple):
+    """Rows of `width` tokens each, on a lane; an empty group has none."""
+
+    rows: int = 0
+    width: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.width
+
+
+EMPTY = RowGroup()
+
+
+@dataclasses.dataclass(frozen=True)
+class StepShape:
+    """Everything static about a step, per lane."""
+
+    decode: RowGroup = EMPTY
+    prefill: RowGroup = EMPTY
+    spread_decode: RowGroup = EMPTY
+    spread_prefill: RowGroup = EMPTY
+    samples: int = 1  # tokens it may sample per lane
+    group_size: int = 1  # lanes that meet for spread rows: see `lanes.groups`
+    # how spread rows, of prompts where there are any, and blocks on other lanes meet: see
+    # sharding.exchange
+    exchange: str = "gather"
+    moves: int = 0  # pages that it may move from each lane of a group to each, beside its layers
+
+    @property
+    def local(self) -> tuple[RowGroup, ...]:
+        return tuple(group for group in (self.decode, self.prefill) if group.rows)
+
+    @property
+    def spread(self) -> tuple[RowGroup, ...]:
+        return tuple(group for group in (self.spread_decode, self.spread_prefill) if group.rows)
+
+    @property
+    def decode_ring(self) -> bool:
+        """Whether queries of decodes go round a ring: they do only where no other row is spread."""
+        return self.exchange != "gather" and not self.spread_prefill.rows
+
+    @property
+    def prefill_ring(self) -> bool:
+        """Whether spread chunks go round a ring."""
+        return self.exchange != "gather" and self.spread_prefill.rows > 0
+
+    @property
+    def rows(self) -> int:
+        return sum(group.rows for group in self.local + self.spread)
+
+    @property
+    def tokens(self) -> int:
+        return sum(group.tokens for group in self.local + self.spread)
+
+    def __str__(self) -> str:
+        return self._name
+
+    @functools.cached_property
+    def _name(self) -> str:
+        name = lambda groups: "+".join(f"{rows}x{width}" for rows, width in groups)
+        if not self.spread:
+            return name(self.local)
+        exchange = "" if self.exchange == "gather" else f"_{self.exchange}"
+        moves = "_moves" if self.moves else ""
+        spread = f"{name(self.spread)}_on_{self.group_size}{exchange}{moves}"
+        return f"{name(self.local)}_spread_{spread}"
+
+
+def shapes(config: SchedulerConfig, lanes: int, block: int) -> list[StepShape]:
+    """Lists all shapes of an engine with pages of `block` tokens, cheapest first. Every batch that
+    the scheduler may start fits the last of them."""
+    every = [*_local_shapes(config)]
+    if lanes > 1:
+        every += _spread_shapes(config, lanes, block)
+    sizes = sample_sizes(config)
+    samples = lambda shape: next((size for size in sizes if size >= shape.rows), sizes[-1])
+    every = [dataclasses.replace(each, samples=samples(each)) for each in dict.fromkeys(every)]
+    return sorted(
+        every, key=lambda shape: (bool(shape.spread), shape.tokens, shape.rows, shape.group_size)
+    )
+
+
+def _local_shapes(config: SchedulerConfig) -> Iterator[StepShape]:
+    tile, tiles = config.tile, config.tiles
+    decodes = RowGroup(config.max_seqs, 1)
+    for rows in _powers(1, config.max_seqs, 2):
+        yield StepShape(RowGroup(rows, 1))
+    chunks = [RowGroup(1, width) for width in _powers(tile, tile * tiles, 2) if width > 1]
+    if tiles > 1:
+        chunks.append(RowGroup(tiles, tile))
+    for prefill in chunks:
+        yield StepShape(EMPTY, prefill)
+        yield StepShape(decodes, prefill)
+    for rows in _powers(2, tiles, 2):
+        if rows < tiles:
+            yield StepShape(decodes, RowGroup(rows, tile))
+
+
+def _spread_shapes(config: SchedulerConfig, lanes: int, block: int) -> Iterator[StepShape]:
+    """Shapes with spread rows on groups of every size, of few decodes and few rows or none of local
+    chunks; on the largest groups also with as many as there may be."""
+    chunks = RowGroup(config.tiles, config.tile)
+    few_chunks = RowGroup(-(-config.tiles // FEW_ROWS), config.tile)
+    decodes = RowGroup(config.max_seqs, 1)
+    few_decodes = RowGroup(min(FEW_DECODES, config.max_seqs), 1)
+    moves: tuple[int, ...] = (0,)
+    if config.planner != "none":
+        moves = (0, moves_per_pair(config.chunk_tokens, block, lanes))
+    for size in group_sizes(lanes)[1:]:
+        of_size = functools.partial(StepShape, decodes, group_size=size)
+        for exchange in decode_exchanges(config):
+            yield of_size(spread_decode=few_decodes, exchange=exchange)
+        for exchange, spread, local, moved in itertools.product(
+            prefill_exchanges(config), (few_chunks, chunks), (EMPTY, chunks), moves
+        ):
+            rows = spread_rows(spread, exchange)
+            yield of_size(local, few_decodes, rows, exchange=exchange, moves=moved)
+    largest = functools.partial(StepShape, decodes, group_size=lanes)
+    for exchange in decode_exchanges(config):
+        yield largest(spread_decode=decodes, exchange=exchange)
+    for exchange, moved in itertools.product(prefill_exchanges(config), moves):
+        rows = spread_rows(chunks, exchange)
+        yield largest(chunks, decodes, rows, exchange=exchange, moves=moved)
+
+
+def spread_rows(chunks: RowGroup, exchange: str) -> RowGroup:
+    """Rows for spread chunks that take these by gathering; around a ring some rows are short, where
+    lanes change."""
+    return chunks._replace(rows=chunks.rows + (exchange != "gather"))
+
+
+def first_shapes(shapes: list[StepShape]) -> list[StepShape]:
+    """Picks the few shapes that together hold every batch, to be compiled before the others: the
+    largest of each exchange, the largest with decodes alone, also spread ones by each exchange, and
+    the smallest and the largest with decodes and one row of a prompt."""
+    largest = {(bool(shape.spread), shape.exchange, shape.moves): shape for shape in shapes}
+    local = [shape for shape in shapes if not shape.spread]
+    decodes = [shape for shape in local if not shape.prefill.rows]
+    spread = {
+        shape.exchange: shape for shape in shapes if shape.spread and not shape.spread_prefill.rows
+    }
+    mixed = [shape for shape in local if shape.decode.rows and shape.prefill.rows == 1]
+    chosen = {*largest.values(), *decodes[-1:], *spread.values(), *mixed[:1], *mixed[-1:]}
+    return [shape for shape in shapes if shape in chosen]
+
+
+def prefill_exchanges(config: SchedulerConfig) -> tuple[str, ...]:
+    """The exchanges that steps with spread chunks may choose."""
+    rings: tuple[str, ...] = ("pass_q", "pass_kv")
+    if config.exchange == "gather" or config.tile == 1:
+        return ("gather",)
+    if config.exchange in rings:
+        rings = (config.exchange,)
+    return ("gather", *rings)
+
+
+def decode_exchanges(config: SchedulerConfig) -> tuple[str, ...]:
+    """The exchanges that steps may choose whose spread rows are decodes alone."""
+    return ("gather",) if config.decode_exchange == "gather" else ("gather", "pass_q")
+
+
+def sample_sizes(config: SchedulerConfig) -> list[int]:
+    """Sizes of head programs that are compiled, in tokens sampled per lane. A sequence samples one
+    token of a step at most."""
+    return list(_powers(1, config.max_seqs, 2))
+
+
+def _powers(low: int, high: int, factor: int) -> Iterator[int]:
+    while low < high:
+        yield low
+        low *= factor
+    yield high
+
+
+# --- fields of a step
+
+# columns: of the field `rows`; the slots' of `deltas` and `samples`; the lane's of a page-table
+# update, which is a delta behind that
+SLOT, START, LENGTH = range(3)
+DELTA_SLOT = 0
+SAMPLE_SLOT = 1
+UPDATE_LANE = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where each field of a step lies in a lane's row of int32. Field -> (offset, shape)."""
+
+    fields: dict[str, tuple[int, tuple[int, ...]]]
+    size: int
+
+    def views(self, ints):
+        """Per field, its part of `ints` [..., size], numpy or jax."""
+        return {
+            name: ints[..., at : at + math.prod(shape)].reshape(*ints.shape[:-1], *shape)
+            for name, (at, shape) in self.fields.items()
+        }
+
+
+@functools.cache
+def layout(shape: StepShape, block: int) -> Layout:
+    """Lays out the fields of a step.
+
+    deltas [m, 4]: slot, index, page, block; with room for what the step's tokens and moves change.
+    tokens: ids or FEED. rows [R, 3]: slot, start, length. held [spread rows, lanes of a group]:
+    page-table entries. samples [S, 3]: token (of the lane's tokens) to sample after, slot, position
+    of the sampled token. moves: see `page_moves.move_pages`.
+    """
+    spread = sum(group.rows for group in shape.spread)
+    new_blocks = lambda groups: sum(
+        group.rows * (1 if group.width == 1 else -(-group.width // block) + 1) for group in groups
+    )
+    spread_deltas = shape.group_size * (new_blocks(shape.spread) + shape.moves)
+    sizes: dict[str, tuple[int, ...]] = {
+        "deltas": (new_blocks(shape.local) + spread_deltas, 4),
+        "tokens": (shape.tokens,),
+        "rows": (shape.rows, 3),
+        "held": (spread, shape.group_size),
+        "samples": (shape.samples, 3),
+        "moves": (2, shape.group_size, shape.moves),
+    }
+    ends = list(itertools.accumulate(math.prod(size) for size in sizes.values()))
+    return Layout(
+        {name: (end - math.prod(size), size) for (name, size), end in zip(sizes.items(), ends)},
+        ends[-1],
+    )
