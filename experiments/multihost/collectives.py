@@ -32,8 +32,8 @@ from jaxserve.checkpoint.model import ModelConfig, layers_of
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.cli.display import table
 from jaxserve.engine import stages as stages_module
-from jaxserve.engine.build import make_plan
 from jaxserve.engine.sampling_rows import VARIANTS
+from jaxserve.engine.sizing import make_plan
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stages import Stages
 from jaxserve.engine.step_shapes import StepShape

@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 import jax
 
 from jaxserve.engine import distributed
-from jaxserve.engine.build import hello_of, load_worker
 from jaxserve.engine.command import NO_STEP, SAMPLE_LATER, StepCommand
+from jaxserve.engine.loading import hello_of, load_worker
 from jaxserve.engine.worker import Worker
 from jaxserve.group.channel import Channel, connect
 from jaxserve.group.connection import ChannelError

@@ -10,8 +10,8 @@ import pytest
 
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_config import from_hf
-from jaxserve.engine.build import make_plan
 from jaxserve.engine.memory import DeviceRoom, sizes
+from jaxserve.engine.sizing import make_plan
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import ConfigError, EngineConfig
 

@@ -8,9 +8,9 @@ import pytest
 
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.cli.engine_flags import engine_config, engine_groups
-from jaxserve.engine.build import for_this_machine, kv_tokens, make_plan
 from jaxserve.engine.machine import fitted
 from jaxserve.engine.memory import DeviceRoom
+from jaxserve.engine.sizing import for_this_machine, kv_tokens, make_plan
 from jaxserve.lab.cli import profile_steps
 from jaxserve.settings.flags import Command, parse
 from jaxserve.settings.options import make, values_of

@@ -12,7 +12,7 @@ import pytest
 from jaxserve.api.request import EPHEMERAL
 from jaxserve.cache.block_events import Medium
 from jaxserve.costs.predictor import Costs
-from jaxserve.engine import build, page_io
+from jaxserve.engine import build, loading, page_io
 from jaxserve.observe.kv_events import KvEventLog
 from jaxserve.scheduling import prefill_packing
 from jaxserve.settings.schema import (
@@ -452,8 +452,8 @@ STORE = dict(kv_store="mooncake://127.0.0.1:1", host_cache_gib=0.02)
 def store(monkeypatch) -> Shelves:
     """A store of all engines that a test makes, beside which the real one is tested elsewhere."""
     store = Shelves()
-    monkeypatch.setattr(build, "load_client", lambda: None)
-    monkeypatch.setattr(build, "MooncakeBlocks", lambda *_: store)
+    monkeypatch.setattr(loading, "load_client", lambda: None)
+    monkeypatch.setattr(loading, "MooncakeBlocks", lambda *_: store)
     return store
 
 

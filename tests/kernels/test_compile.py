@@ -24,9 +24,9 @@ if jax.__version_info__ < (0, 11, 2):
 from experiments.benchmarks.gpu.lowering import as_on_a_gpu
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.zoo import MODELS
-from jaxserve.engine.build import kv_tokens, make_plan
 from jaxserve.engine.machine import fitted
 from jaxserve.engine.memory import RESERVED_GIB, DeviceRoom, sizes
+from jaxserve.engine.sizing import kv_tokens, make_plan
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step import Weights, layers
 from jaxserve.engine.step_shapes import RowGroup, StepShape, layout

@@ -214,7 +214,7 @@ def _kernels(found: Devices) -> Check:
 
 def _model(patient: Patient) -> Iterator[Check]:
     from jaxserve.checkpoint.model_paths import model_file, resolve
-    from jaxserve.engine.build import make_plan, max_length
+    from jaxserve.engine.sizing import make_plan, max_length
     from jaxserve.weights import open_checkpoint
     from jaxserve.weights.checkpoint import check
 
@@ -246,8 +246,8 @@ def _model(patient: Patient) -> Iterator[Check]:
 
 def _chosen(patient: Patient) -> Iterator[Check]:
     """Settings that nobody gave, as a start on these devices would choose them."""
-    from jaxserve.engine.build import kv_tokens
     from jaxserve.engine.machine import fitted
+    from jaxserve.engine.sizing import kv_tokens
 
     assert patient.engine is not None
     model, room = patient.checkpoint.config, _room(patient)

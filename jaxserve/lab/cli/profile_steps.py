@@ -45,8 +45,9 @@ PROFILE = [
 
 
 def run(values: dict[str, Any]) -> int:
-    from jaxserve.engine.build import for_this_machine, max_length, open_worker
+    from jaxserve.engine.build import open_worker
     from jaxserve.engine.profiling import profile_file
+    from jaxserve.engine.sizing import for_this_machine, max_length
 
     config = for_this_machine(engine_config(values, profile="auto"))
     progress = sys.stderr.isatty()

@@ -65,8 +65,8 @@ def measure(point: Point, simulated: bool) -> dict[str, Any]:
 
 def _profile(config: EngineConfig, worker: Any) -> Any:
     """What steps cost here, also where the point's scheduler decides nothing by it."""
-    from jaxserve.engine.build import max_length
     from jaxserve.engine.profiling.profile_file import profile_for
+    from jaxserve.engine.sizing import max_length
 
     asks = dataclasses.replace(config.scheduler, policy="slack")
     longest = max_length(config, worker.plan.model)

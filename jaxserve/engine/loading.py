@@ -1,0 +1,109 @@
+"""Loads a worker: its part of the weights, and the tiers below its pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+
+import jaxserve
+from jaxserve.cache.hashes import root_key
+from jaxserve.checkpoint.fetch import local_files
+from jaxserve.checkpoint.fingerprint import fingerprint
+from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.clock import WallClock
+from jaxserve.engine.programs import keep_compiled
+from jaxserve.engine.sizing import make_plan, weights_dtype
+from jaxserve.engine.worker import Worker
+from jaxserve.group.channel import free_port
+from jaxserve.group.messages import Hello, shared_settings
+from jaxserve.settings.schema import ConfigError, EngineConfig
+from jaxserve.store.disk import DiskBlocks
+from jaxserve.store.mooncake import MooncakeBlocks, address_towards, load_client
+from jaxserve.store.peers import PeerBlocks
+from jaxserve.store.shared import SharedTier
+from jaxserve.store.tiered import TieredBlocks
+from jaxserve.weights import load
+from jaxserve.weights.checkpoint import Checkpoint
+from jaxserve.weights.store import OrbaxFolder
+
+STORE_SECONDS = 2.0  # of a call of the shared store
+
+
+def load_worker(
+    config: EngineConfig,
+    checkpoint: Checkpoint | OrbaxFolder,
+    progress: bool,
+    peers: PeerBlocks | None = None,
+) -> Worker:
+    """Loads the weights of the stages that have devices in this process."""
+    if config.cache.kv_store_master is not None:
+        load_client()  # refused before weights are read
+    model = checkpoint.config.with_tp(config.mesh.tp)
+    plan = make_plan(config, model)
+    keep_compiled(config.compile_cache)
+    return Worker(
+        plan,
+        lambda declared, shardings: load(
+            checkpoint, model, declared, shardings, plan.dtype, progress
+        ),
+        _tiers(config, checkpoint.config) if config.cache.host_cache_gib else None,
+        checkpoint.config.kv_heads,
+        peers,
+    )
+
+
+def _tiers(config: EngineConfig, model: ModelConfig) -> Callable[[int], TieredBlocks]:
+    """Returns what makes the tiers below the devices for blocks of a size in bytes, which raises
+    ConfigError where they cannot be."""
+
+    def make(block_bytes: int) -> TieredBlocks:
+        slots = int(config.cache.host_cache_gib * 2**30) // block_bytes
+        if slots < 2:
+            fault = f"{config.cache.host_cache_gib} GiB hold {slots} blocks of {block_bytes} bytes"
+            raise ConfigError("host_cache_gib", f"{fault}; at least 2 are needed")
+        identity = root_key(*cache_identity(config, model), config.cache.block_size, "")
+        shared = _shared(config, block_bytes, identity)  # refused before a folder is taken
+        disk = _disk(config, block_bytes, identity)
+        return TieredBlocks(slots, block_bytes, WallClock(), disk, shared)
+
+    return make
+
+
+def _shared(config: EngineConfig, block_bytes: int, identity: bytes) -> SharedTier | None:
+    """Opens the store that replicas share, if the settings name one. Errors: ConfigError."""
+    master = config.cache.kv_store_master
+    if master is None:
+        return None
+    store = MooncakeBlocks(master, block_bytes, address_towards(master), identity, STORE_SECONDS)
+    return SharedTier(store, block_bytes)
+
+
+def _disk(config: EngineConfig, block_bytes: int, identity: bytes) -> DiskBlocks | None:
+    """Opens the folder for blocks on disk, if the settings name one. Errors: ConfigError."""
+    if config.cache.disk_folder is None:
+        return None
+    folder, gib = config.cache.disk_folder
+    return DiskBlocks(folder, int(gib * 2**30), block_bytes, identity)
+
+
+def cache_identity(config: EngineConfig, model: ModelConfig) -> tuple[str, str]:
+    """Names what a block depends on besides tokens: model and weights, and the types of numbers.
+    model: the checkpoint's."""
+    types = f"{weights_dtype(config, model)} {config.cache.kv_cache_dtype}"
+    return f"{model} {weights_id(config)}", types
+
+
+def weights_id(config: EngineConfig) -> str:
+    """Fingerprint of the weights; the name of random ones."""
+    source = config.source.model
+    if source.startswith("random:"):
+        return source
+    return fingerprint(local_files(source, progress=False, revision=config.source.revision))
+
+
+def hello_of(config: EngineConfig, worker: int, host: str = "") -> Hello:
+    """Makes the message with which a member with these settings joins. Errors: ConfigError."""
+    weights = weights_id(config)
+    versions = {"jaxserve": jaxserve.__version__, "jax": jax.__version__}
+    return Hello(worker, versions, shared_settings(config), weights, free_port(host))

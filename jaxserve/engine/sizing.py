@@ -1,0 +1,123 @@
+"""Sizes of a replica's stages: pages, page tables and compiled shapes, from settings and model."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jaxserve.checkpoint.model import ModelConfig, layers_of
+from jaxserve.engine.machine import fitted, local_devices
+from jaxserve.engine.memory import DeviceRoom, kv_bytes
+from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.step_shapes import sample_sizes, shapes
+from jaxserve.group.member import this_member
+from jaxserve.kernels.kv_pages import FP8, pool_shapes
+from jaxserve.settings.schema import ConfigError, EngineConfig
+from jaxserve.sharding.mesh import ensure_devices
+from jaxserve.weights import open_checkpoint
+
+log = logging.getLogger(__name__)
+LEAST_PAGES = 2
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+def for_this_machine(config: EngineConfig) -> EngineConfig:
+    """The config with the settings chosen that nobody gave; the choices are logged. Errors:
+    ConfigError, CheckpointError."""
+    if this_member() is not None:
+        return config
+    ensure_devices(config.mesh.devices)  # before anything asks for them, which makes them
+    room = DeviceRoom.here()
+    if room.platform == "cpu":
+        return config
+    model = open_checkpoint(config.source.model, config.source.revision).config
+    found, choices = fitted(config, model, room, local_devices(), kv_tokens(model, room))
+    for choice in choices:
+        log.info("chosen for %d x %s: %s", local_devices(), room.platform, choice)
+    return found
+
+
+def kv_tokens(model: ModelConfig, room: DeviceRoom) -> Callable[[EngineConfig], int]:
+    """How many tokens all lanes of a replica have room for, by its config."""
+
+    def count(config: EngineConfig) -> int:
+        plan = make_plan(config, model.with_tp(config.mesh.tp), room)
+        return plan.pages * plan.block_size * config.mesh.kvp
+
+    return count
+
+
+def make_plan(
+    config: EngineConfig, model: ModelConfig, room: DeviceRoom | None = None
+) -> StagePlan:
+    """What the stages need, from the settings and the model (after `with_tp`). room: that of each
+    device; None: as this process has them. Errors: ConfigError."""
+    room = room or DeviceRoom.here()
+    model = dataclasses.replace(model, max_len=max_length(config, model))
+    dtype = DTYPES[weights_dtype(config, model, room.platform)]
+    size = config.cache.block_size
+    blocks = -(-model.max_len // size)
+    plan = StagePlan(
+        model,
+        config.mesh,
+        dtype,
+        FP8 if config.cache.kv_cache_dtype == "fp8" else dtype,
+        config.cache.pages or LEAST_PAGES,
+        size,
+        config.scheduler.max_seqs,
+        blocks,
+        shapes(config.scheduler, config.mesh.kvp, size),
+        sample_sizes(config.scheduler),
+    )
+    if config.cache.pages is None:
+        plan = dataclasses.replace(plan, pages=_pages(config, plan, blocks, room))
+    return dataclasses.replace(plan, width=min(blocks, plan.pages))
+
+
+def _pages(config: EngineConfig, plan: StagePlan, blocks: int, room: DeviceRoom) -> int:
+    """Pages of a lane, for sequences of so many blocks at most. Errors: ConfigError where a device
+    holds too few."""
+    model = plan.model
+    layers = max(map(len, layers_of(model, plan.mesh.spp)))
+    heads = model.kv_heads // plan.mesh.tp
+    one = pool_shapes((2, heads, plan.block_size, model.head_dim), plan.kv_dtype)
+    page = layers * sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(one))
+    given = config.cache.kv_memory_gib
+    total = kv_bytes(plan, given, config.cache.gpu_memory_utilization, room)
+    pages = total // page
+    if room.bytes is None or given is not None:  # more than all sequences can fill is for prefixes
+        pages = min(pages, blocks * plan.slots)
+    if pages < LEAST_PAGES:
+        said = (
+            f"{total / 2**30:g} GiB hold {pages} pages of {page} bytes; "
+            f"at least {LEAST_PAGES} are needed"
+        )
+        raise ConfigError("kv_memory_gib", said)
+    return pages
+
+
+def max_length(config: EngineConfig, model: ModelConfig) -> int:
+    """Most tokens of a sequence. Errors: ConfigError where the model cannot have so many."""
+    length = config.source.max_model_len
+    if length is not None and length > model.max_len:
+        raise ConfigError("max_model_len", f"{length} is above the model's limit {model.max_len}")
+    return length or model.max_len
+
+
+def weights_dtype(config: EngineConfig, model: ModelConfig, platform: str | None = None) -> str:
+    """The type of weights: where the settings leave it open, that of the checkpoint, but float32 on
+    CPUs, where tokens are then the same for every mesh and batch. platform: None for that of this
+    process."""
+    if config.source.dtype != "auto":
+        return config.source.dtype
+    return "float32" if (platform or DeviceRoom.here().platform) == "cpu" else model.stored
