@@ -1,10 +1,11 @@
 """The shared cold tier: blocks of KV that any replica may have put into a store of many hosts.
 
-Nothing here is in anybody's way. What leaves host memory is copied to a few rows of staging memory
-and put by a thread; where the store is slower than that, blocks are not put. Waiting prompts have
-the store asked for the blocks that they lack: those that it has from the first on, without a gap,
-are told of as coming, and brought to host memory by another thread. So a prompt hits what is there,
-and never waits for a store that does not answer: one that hung is left alone for a while.
+No caller waits for the store. What leaves host memory is copied to a few rows of staging memory and
+put by a thread; where the store is slower than that, blocks are not put. Waiting prompts have the
+store asked for the blocks that they lack: those that it has from the first on, without a gap, are
+announced as coming, and brought to host memory by another thread. So a prompt hits what is in the
+store, and never waits for a store that does not answer: after a call that hung, no other is made
+for a while.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ ROWS = 16  # blocks of one call
 WAITING = 32  # blocks that may wait to be put, and MiB of them, but for four
 WAITING_MIB = 256
 LEAST = 4  # blocks that a prompt lacks, for the store to be asked
-SLOW_SECONDS = 1.0  # a call that takes longer, and of which nothing comes, is followed by
-REST_SECONDS = 10.0  # without any
+SLOW_SECONDS = 1.0  # a call without any block that takes longer has hung
+REST_SECONDS = 10.0  # without calls after one that hung
 CLOSE_SECONDS = 10.0
 log = logging.getLogger(__name__)
 
 
 class BlockStore(Protocol):
-    """What is asked of a store, as `store.mooncake.MooncakeBlocks`. Errors of it are misses."""
+    """A store of many hosts, as `store.mooncake.MooncakeBlocks`. Its errors are misses."""
 
     def put(
         self,
@@ -50,16 +51,16 @@ class BlockStore(Protocol):
 
 
 class Coming(Protocol):
-    """Who has asked for blocks. Called on a thread of the tier."""
+    """Receiver of the blocks that a prompt lacks. Called on a thread of the tier."""
 
     def expect(self, keys: Sequence[bytes]) -> None:
-        """The store has these blocks, and they are being brought."""
+        """Takes note of blocks that the store has and that are being brought."""
 
     def came(self, key: bytes, block: np.ndarray) -> None:
-        """One of them, to be copied."""
+        """Copies a block that came."""
 
     def settle(self, keys: Sequence[bytes]) -> None:
-        """These have come, or do not come."""
+        """Ends the expectation of blocks: they have come, or will not come."""
 
 
 class SharedTier:
@@ -114,7 +115,7 @@ class SharedTier:
                 return
 
     def _more(self, first: tuple[bytes, int, float]) -> tuple[list[tuple[bytes, int, float]], bool]:
-        """What was offered with this block, and whether nothing comes after it."""
+        """Takes what was offered with this block; and whether nothing comes after it."""
         offered = [first]
         while len(offered) < ROWS:
             try:
@@ -127,9 +128,9 @@ class SharedTier:
         return offered, False
 
     def _put(self, offered: list[tuple[bytes, int, float]]) -> None:
-        """Puts blocks that are not there, those of one time of expiry together."""
-        there = self._asked([key for key, _, _ in offered])
-        new = [each for each, known in zip(offered, there) if not known]
+        """Puts blocks that the store lacks, those of one time of expiry together."""
+        present = self._asked([key for key, _, _ in offered])
+        new = [each for each, known in zip(offered, present) if not known]
         for expires in sorted({expires for _, _, expires in new}):
             part = [(key, row) for key, row, until in new if until == expires]
             if self._rests:
@@ -145,8 +146,8 @@ class SharedTier:
     # --- what comes from there
 
     def look(self, keys: Sequence[bytes], coming: Coming) -> Lookup:
-        """Has the store asked for these blocks of a prompt, in order. `coming` hears of those that
-        it has from the first on, before the answer says that it is there."""
+        """Has the store asked for these blocks of a prompt, in order. `coming` is called with those
+        that it has from the first on, before the lookup is answered."""
         if len(keys) < LEAST or self._rests or self._closing:
             return Lookup(answered=True)
         lookup = Lookup()
@@ -157,16 +158,16 @@ class SharedTier:
         return lookup
 
     def _look(self, keys: list[bytes], coming: Coming, lookup: Lookup) -> None:
-        found: list[bytes] = []
+        stored: list[bytes] = []
         try:
-            found = keys[: _leading(self._asked(keys))]
-            coming.expect(found)
+            stored = keys[: _leading(self._asked(keys))]
+            coming.expect(stored)
         finally:
             lookup.answered = True
         try:
-            self._bring(found, coming)
+            self._bring(stored, coming)
         finally:
-            coming.settle(found)
+            coming.settle(stored)
 
     def _bring(self, keys: list[bytes], coming: Coming) -> None:
         """Brings blocks until one does not come."""
@@ -186,24 +187,29 @@ class SharedTier:
     # --- both
 
     def _asked(self, keys: list[bytes]) -> list[bool]:
-        """Whether the store believes to have each block."""
+        """Asks whether the store has each block."""
         if self._rests:
             return [False] * len(keys)
         began = time.monotonic()
-        there = self._store.contains(keys)
-        self._note_time(began, any(there))
-        return there
+        present = self._store.contains(keys)
+        self._note_time(began, any(present))
+        return present
 
     @property
     def _rests(self) -> bool:
-        """Whether the store is left alone just now."""
+        """Whether no call is made now, after one that hung."""
         return time.monotonic() < self._rests_until
 
     def _note_time(self, began: float, well: bool) -> None:
-        """Notes how long a call took that ended just now, and whether anything came of it."""
+        """Notes how long a call took that ended now. well: whether any block came of it."""
         now = time.monotonic()
         if now - began > SLOW_SECONDS and not well:
             self._rests_until = now + REST_SECONDS
+
+    @property
+    def idle(self) -> bool:
+        """Whether all blocks that were offered are put, or were not put."""
+        return self._free.qsize() == len(self._memory)
 
     def close(self) -> None:
         """Puts what was offered, within CLOSE_SECONDS, and leaves the store."""
@@ -214,6 +220,6 @@ class SharedTier:
         self._store.close()
 
 
-def _leading(there: Sequence[bool]) -> int:
-    """How many are there from the first on."""
-    return next((number for number, one in enumerate(there) if not one), len(there))
+def _leading(present: Sequence[bool]) -> int:
+    """Counts the True ones before the first False."""
+    return next((number for number, one in enumerate(present) if not one), len(present))

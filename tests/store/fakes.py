@@ -4,9 +4,22 @@ from hashlib import blake2b
 
 import numpy as np
 
+from jaxserve.store.tiered import TieredBlocks
+
 
 def key_of(number: int) -> bytes:
     return blake2b(number.to_bytes(8, "little"), digest_size=16).digest()
+
+
+def slot_of(tiers: TieredBlocks, key: bytes) -> int:
+    """The slot of host memory with a block."""
+    blocks = tiers.host.blocks
+    return next(slot for slot in range(blocks.slots) if blocks.verify(slot, key))
+
+
+def flip(tiers: TieredBlocks, slot: int, bit: int) -> None:
+    """Flips a bit of the block in a slot of host memory."""
+    tiers.host.blocks.view(slot)[bit // 8] ^= 1 << bit % 8
 
 
 def block_of(key: bytes, size: int) -> np.ndarray:

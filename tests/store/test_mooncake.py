@@ -297,7 +297,7 @@ def test_what_leaves_one_replicas_host_memory_is_found_by_another_one(cluster):
             here.put(key, lambda view, key=key: np.copyto(view, block_of(key, BLOCK)))
         eventually(lambda: here.counts().to_shared == 16, 20)
         lookup = there.prefetch(keys)
-        eventually(lambda: lookup.answered and not there._expected, 20)
+        eventually(lambda: lookup.answered and not there.host.expected, 20)
         assert there.counts().shared_reads == 16
         into = np.empty(BLOCK, np.uint8)
         for key in keys[:16]:

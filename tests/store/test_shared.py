@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -89,7 +90,7 @@ def opened(store):
 def prefetched(tiers: TieredBlocks, keys: list[bytes]) -> None:
     """Waits until what the shared store has of these is in host memory."""
     lookup = tiers.prefetch(keys)
-    eventually(lambda: lookup.answered and not tiers._expected, 10)
+    eventually(lambda: lookup.answered and not tiers.host.expected, 10)
 
 
 def stocked(store: Shelves, count: int = 8) -> None:
@@ -124,7 +125,7 @@ def test_blocks_count_as_there_while_they_come_and_who_reads_one_waits(store, op
     assert all(map(tiers.holds, NAMES))
     threading.Timer(0.2, go.set).start()
     assert read(tiers, 3)
-    eventually(lambda: not tiers._expected and not tiers._prefetching, 10)
+    eventually(lambda: not tiers.host.expected and not tiers.prefetcher.pending, 10)
 
 
 def test_only_blocks_without_a_gap_come_up_to_the_room_for_them(store, opened):
@@ -144,7 +145,7 @@ def test_what_the_store_says_it_has_and_has_not_is_a_miss(store, opened):
     tiers = opened()
     prefetched(tiers, NAMES)
     assert [read(tiers, number) for number in range(8)] == [True] * 5 + [False] * 3
-    assert not tiers._expected and not tiers._prefetching
+    assert not tiers.host.expected and not tiers.prefetcher.pending
 
 
 @pytest.mark.parametrize("method", ["contains", "get", "put"])
@@ -161,7 +162,8 @@ def test_a_store_that_fails_is_a_store_with_nothing(store, opened, method, monke
     fill(tiers, 100)
     for number in range(200, 240):
         put(tiers, number)
-    assert not tiers._prefetching and tiers._shared._writer.is_alive()
+    eventually(lambda: tiers.behind.shared.idle, 10)
+    assert not tiers.prefetcher.pending
 
 
 def test_a_store_that_hangs_keeps_nobody_waiting_and_is_left_alone_then(store, opened, monkeypatch):
@@ -180,12 +182,13 @@ def test_a_store_that_hangs_keeps_nobody_waiting_and_is_left_alone_then(store, o
     time.sleep(0.3)
     store.go.set()
     eventually(lambda: lookup.answered, 10)
-    eventually(lambda: not tiers._expected, 10)
+    eventually(lambda: not tiers.host.expected, 10)
     calls = len(store.calls)
     assert tiers.prefetch(NAMES).answered and not tiers.holds(name(3))
-    eventually(lambda: tiers._shared._free.qsize() == WAITING, 10)
+    eventually(lambda: tiers.behind.shared.idle, 10)
     store.blocks = blocks
-    monkeypatch.setattr(tiers._shared, "_rests_until", 0.0)
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + shared.REST_SECONDS)
+    monkeypatch.setattr(shared, "time", later)
     prefetched(tiers, NAMES)
     assert read(tiers, 3) and len(store.calls) > calls
 
@@ -201,7 +204,7 @@ def test_what_is_refused_or_there_already_is_not_counted_as_put(store, opened):
     puts = store.calls.count("put")
     for number in range(8):
         put(tiers, number)
-    eventually(lambda: tiers._shared._free.qsize() == WAITING, 10)
+    eventually(lambda: tiers.behind.shared.idle, 10)
     assert store.calls.count("put") == puts
 
 

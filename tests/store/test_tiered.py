@@ -15,6 +15,7 @@ from jaxserve.api.request import EPHEMERAL, NORMAL_RETENTION
 from jaxserve.clock import VirtualClock
 from jaxserve.store import tiered
 from jaxserve.store.tiered import TieredBlocks
+from tests.store.fakes import flip, slot_of
 from tests.waiting import eventually
 
 SIZE = 4096
@@ -85,8 +86,13 @@ def shelf() -> Shelf:
 
 
 @pytest.fixture
-def tiers(shelf) -> TieredBlocks:
-    return TieredBlocks(4, SIZE, VirtualClock(), shelf)
+def clock() -> VirtualClock:
+    return VirtualClock()
+
+
+@pytest.fixture
+def tiers(shelf, clock) -> TieredBlocks:
+    return TieredBlocks(4, SIZE, clock, shelf)
 
 
 def test_what_was_put_comes_back(tiers):
@@ -108,7 +114,7 @@ def test_blocks_are_prefetched_into_a_share_of_host_memory(shelf):
     for number in range(24):
         put(tiers, number)
     tiers.prefetch([name(number) for number in (3, 99, 4, 5, 23)])
-    eventually(lambda: not tiers._prefetching)
+    eventually(lambda: not tiers.prefetcher.pending)
     assert tiers.counts().prefetched == 2  # there is room for two
     assert read(tiers, 3) and read(tiers, 4) and not tiers.counts().disk_reads
     assert read(tiers, 5) and tiers.counts().disk_reads == 1
@@ -128,8 +134,7 @@ def test_without_a_tier_behind_it_what_leaves_is_gone():
 def test_a_flipped_bit_in_host_memory_is_a_miss_and_is_forgotten(bit):
     tiers = TieredBlocks(2, SIZE, VirtualClock())
     put(tiers, 1)
-    slot = tiers._index._slot[name(1)]
-    tiers._host.view(slot)[bit // 8] ^= 1 << bit % 8
+    flip(tiers, slot_of(tiers, name(1)), bit)
     assert not read(tiers, 1) and not tiers.holds(name(1)) and tiers.counts().wrong == 1
     assert put(tiers, 1) and read(tiers, 1)
 
@@ -137,7 +142,7 @@ def test_a_flipped_bit_in_host_memory_is_a_miss_and_is_forgotten(bit):
 def test_a_wrong_block_does_not_go_to_the_tier_behind(tiers, shelf):
     for number in range(4):
         put(tiers, number)
-    tiers._host.view(tiers._index._slot[name(0)])[7] ^= 1
+    flip(tiers, slot_of(tiers, name(0)), 56)
     put(tiers, 4)
     assert not shelf.blocks and not read(tiers, 0)
 
@@ -180,7 +185,7 @@ def test_a_block_on_its_way_counts_as_there_and_who_reads_it_waits_for_it(tiers)
     timer.start()
     assert read(tiers, 1)
     timer.join(5)
-    assert tiers.holds(name(1)) and not tiers._expected
+    assert tiers.holds(name(1)) and not tiers.host.expected
 
 
 def test_nobody_waits_on_for_a_block_that_does_not_come_after_all(tiers, monkeypatch):
@@ -227,7 +232,7 @@ def test_a_block_on_its_way_to_disk_counts_as_there_and_who_reads_it_waits_for_i
     threading.Timer(0.1, go.set).start()
     assert read(tiers, 0)
     thread.join(5)
-    assert not tiers._expected
+    assert not tiers.host.expected
 
 
 def test_a_disk_that_fails_leaves_nothing_expected(tiers, shelf):
@@ -239,7 +244,7 @@ def test_a_disk_that_fails_leaves_nothing_expected(tiers, shelf):
     shelf.put = fail
     with pytest.raises(OSError):
         put(tiers, 4)
-    assert not tiers._expected and not tiers.holds(name(0)) and not tiers.holds(name(4))
+    assert not tiers.host.expected and not tiers.holds(name(0)) and not tiers.holds(name(4))
 
 
 COMINGS = st.lists(
@@ -265,7 +270,7 @@ def test_once_all_has_come_or_failed_nothing_is_expected(comings, random):
             tiers.settle(map(name, numbers))
         on_their_way = {name(number) for numbers, _ in coming for number in numbers}
         assert all(tiers.holds(key) for key in on_their_way)
-        assert set(tiers._expected) == on_their_way
+        assert set(tiers.host.expected) == on_their_way
     there = [number for number in range(6) if tiers.holds(name(number))]
     assert len(there) <= 3 and all(read(tiers, number) for number in there)
 
@@ -294,8 +299,8 @@ def test_many_threads_never_get_other_bytes(tiers):
     for thread in threads:
         thread.join(30)
     assert not wrong
-    tiers._index.check(4)
-    assert not tiers._index._pins
+    tiers.host.check()
+    assert all(put(tiers, number) for number in range(100, 104)), "a block is pinned for ever"
 
 
 # --- requests' wishes
@@ -331,7 +336,7 @@ def test_a_block_to_be_kept_stays_in_host_memory_and_is_kept_as_long_behind_it(t
     assert left(shelf, 1) == pytest.approx(600, abs=5) and not shelf.ends[name(107)]
 
 
-def test_a_block_that_comes_back_is_kept_as_long_as_before(tiers, shelf):
+def test_a_block_that_comes_back_is_kept_as_long_as_before(tiers, shelf, clock):
     for number in (1, 2, 3):  # more than half of host memory: the first is kept behind it
         put(tiers, number, 600)
     fill(tiers)
@@ -339,9 +344,9 @@ def test_a_block_that_comes_back_is_kept_as_long_as_before(tiers, shelf):
     assert read(tiers, 1) and tiers.counts().disk_reads == 1
     fill(tiers, 200)
     assert read(tiers, 1) and tiers.counts().disk_reads == 1
-    tiers._clock.advance(700)
+    clock.advance(700)
     fill(tiers, 300)
-    assert name(1) not in tiers._index
+    assert name(1) not in tiers.host
 
 
 def test_who_asks_for_longer_has_it_kept_longer_where_it_lies_already(tiers, shelf):
@@ -363,8 +368,8 @@ def test_who_asks_for_less_shortens_nothing(tiers, shelf):
     assert shelf.ends[name(1)] == kept
 
 
-def test_a_block_whose_time_is_over_leaves_as_others_do(tiers, shelf):
+def test_a_block_whose_time_is_over_leaves_as_others_do(tiers, shelf, clock):
     put(tiers, 1, 600)
-    tiers._clock.advance(601)
+    clock.advance(601)
     fill(tiers)
-    assert name(1) not in tiers._index and shelf.ends[name(1)] == 0.0
+    assert name(1) not in tiers.host and shelf.ends[name(1)] == 0.0
