@@ -29,7 +29,7 @@ class PendingStores:
         self._keys: dict[int, tuple[bytes, int]] = {}  # by page: block and its retention
         self._retention: dict[int, int] = {}  # by page, where it is not the normal one
         self._renewed: set[int] = set()  # pages whose content the next command changes
-        self._wanted: Counter[bytes] = Counter()  # how many want each block
+        self.wanted: Counter[bytes] = Counter()  # how often each block is wanted
         self.promised: set[bytes] = set()  # wanted ones that were on pages: they are on their way
 
     def __bool__(self) -> bool:
@@ -68,7 +68,7 @@ class PendingStores:
         """These blocks are to be kept, now where they are on pages, else once they are. kept: tells
         whether a block is in lower tiers already."""
         for key in keys:
-            self._wanted[key] += 1
+            self.wanted[key] += 1
             page = self._pages.page_of.get(key)
             if page is not None and not kept(key):
                 self._promise(page, key)
@@ -76,17 +76,17 @@ class PendingStores:
     def unwant(self, keys: Iterable[bytes]) -> None:
         """Who wanted these blocks wants them no more."""
         for key in keys:
-            self._wanted[key] -= 1
-            if self._wanted[key] <= 0:
-                del self._wanted[key]
+            self.wanted[key] -= 1
+            if self.wanted[key] <= 0:
+                del self.wanted[key]
                 self.promised.discard(key)
 
     def published(self, keys: Iterable[tuple[int, bytes]]) -> None:
         """These blocks, each with its page, are on the devices now, by a command that was issued or
         is being made."""
-        if self._wanted:
+        if self.wanted:
             for page, key in keys:
-                if key in self._wanted:
+                if key in self.wanted:
                     self._promise(page, key)
 
     def _promise(self, page: int, key: bytes) -> None:

@@ -96,6 +96,11 @@ class BlockMover:
             at += len(blocks)
 
     @property
+    def idle(self) -> bool:
+        """Whether no block is on its way: all that was read is stored, all that came is loaded."""
+        return self.stored and not self._pieces and not self._dropped
+
+    @property
     def stored(self) -> bool:
         """Whether all that was read is stored."""
         return not self._stores.unfinished_tasks

@@ -50,9 +50,9 @@ def _in_parts(crc: int, flat: np.ndarray) -> int:
     return crc
 
 
-def _library() -> Callable[[int, int, int], int] | None:
-    """`crc32c_extend` (crc, address, bytes) of the C library that google-crc32c is linked to, or
-    None where the package has no such."""
+def library() -> Callable[[int, int, int], int] | None:
+    """Loads `crc32c_extend` (crc, address, bytes) of the C library that google-crc32c is linked to;
+    None where the package has none."""
     try:
         from google_crc32c import _crc32c
 
@@ -64,23 +64,25 @@ def _library() -> Callable[[int, int, int], int] | None:
     return function
 
 
-def _without_the_lock(library: Callable[[int, int, int], int]) -> Callable[[int, np.ndarray], int]:
+def _without_the_lock(
+    c_extend: Callable[[int, int, int], int],
+) -> Callable[[int, np.ndarray], int]:
     def extend(crc: int, flat: np.ndarray) -> int:
         if flat.size < SMALL_BYTES:
             return google_crc32c.extend(crc, flat)
-        return library(crc, flat.__array_interface__["data"][0], flat.size)
+        return c_extend(crc, flat.__array_interface__["data"][0], flat.size)
 
     return extend
 
 
-def _choose() -> Callable[[int, np.ndarray], int]:
-    """Uses the C library only where it says what the package says."""
-    library = _library()
-    if library is None:
+def choose() -> Callable[[int, np.ndarray], int]:
+    """Chooses the C library where its results are those of the package."""
+    extend = library()
+    if extend is None:
         return _in_parts
     sample = np.frombuffer(bytes(range(256)), np.uint8)
-    agrees = library(7, sample.ctypes.data, sample.size) == google_crc32c.extend(7, sample)
-    return _without_the_lock(library) if agrees else _in_parts
+    agrees = extend(7, sample.ctypes.data, sample.size) == google_crc32c.extend(7, sample)
+    return _without_the_lock(extend) if agrees else _in_parts
 
 
-_extend = _choose()
+_extend = choose()

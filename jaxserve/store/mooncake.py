@@ -198,7 +198,7 @@ class MooncakeBlocks:
         keep: bool,
         deadline: float,
     ) -> list[bool]:
-        names = self._names(keys)
+        names = self.names(keys)
         with self._threads.borrow(deadline) as thread:
             if thread is None:
                 return [False] * len(keys)
@@ -212,7 +212,7 @@ class MooncakeBlocks:
         return [code == 0 for code in codes]
 
     def _get(self, keys: Sequence[bytes], targets: list[np.ndarray], deadline: float) -> list[bool]:
-        names = self._names(keys)
+        names = self.names(keys)
         whole = [False] * len(keys)
         wrong = []
         with self._threads.borrow(deadline) as thread:
@@ -257,7 +257,7 @@ class MooncakeBlocks:
             config.soft_pin_ttl_ms = max(1, int(1000 * left))
         return config
 
-    def _names(self, keys: Sequence[bytes]) -> list[str]:
+    def names(self, keys: Sequence[bytes]) -> list[str]:
         return [self._prefix + key.hex() for key in keys]
 
     def _names_only(self, method: str, keys: Sequence[bytes], *arguments: Any) -> list[int]:
@@ -266,7 +266,7 @@ class MooncakeBlocks:
         with self._threads.borrow(deadline) as thread:
             if thread is None:
                 return [-1] * len(keys)
-            return self._call(thread, method, deadline, self._names(keys), *arguments)
+            return self._call(thread, method, deadline, self.names(keys), *arguments)
 
     def _call(
         self, thread: CallThread, method: str, deadline: float, names: list[str], *arguments: Any

@@ -33,6 +33,7 @@ from jaxserve.transfer import Window
 from jaxserve.transfer.frames import SLICE_BYTES
 from tests.engine.harness import Runner, assert_empty, generate, shared
 from tests.engine.test_peers import ended
+from tests.store.fakes import descriptors_of, flip_bit, slot_of
 from tests.transfer.proxies import Proxy, flip
 from tests.waiting import eventually
 
@@ -62,7 +63,8 @@ class Replicas:
         disk_gib = 100 * FILLER * record_bytes(block_bytes) / (1 << 30)
         self.near = self._replica(model, self.peers, gib, f"{folder}:{disk_gib}")
         self.tiers = self.near.worker.lower_tiers
-        self.disk = self.tiers._disk
+        self.disk = self.tiers.behind.disk
+        self.file = folder / "blocks"
         self.fillers = itertools.count()
 
     def _replica(self, model: str, peers: PeerReplicas, gib: float, disk: str | None) -> Engine:
@@ -207,14 +209,12 @@ def of_another_model(replicas: Replicas, case: Case, salt: str, dice: random.Ran
 def flipped_in_host_memory(replicas: Replicas, case: Case, salt: str, dice: random.Random) -> bool:
     replicas.near_says(case, salt, count=1)
     replicas.fill()
-    index = replicas.tiers._index
-    slot = index._slot[dice.choice([key for key in replicas.keys(case, salt) if key in index])]
-    replicas.tiers._host.view(slot)[dice.randrange(replicas.tiers.block_bytes)] ^= (
-        1 << dice.randrange(8)
-    )
-    before = replicas.tiers.counts().wrong
+    tiers = replicas.tiers
+    key = dice.choice([key for key in replicas.keys(case, salt) if key in tiers.host])
+    flip_bit(tiers, slot_of(tiers, key), dice.randrange(8 * tiers.block_bytes))
+    before = tiers.counts().wrong
     replicas.near_says(case, salt)
-    return replicas.tiers.counts().wrong == before + 1
+    return tiers.counts().wrong == before + 1
 
 
 def flipped_on_disk(replicas: Replicas, case: Case, salt: str, dice: random.Random) -> bool:
@@ -242,16 +242,17 @@ def noticed_on_disk(replicas: Replicas, case: Case, salt: str, dice: random.Rand
     keys = [
         key
         for key in replicas.keys(case, salt)
-        if key in replicas.disk and key not in replicas.tiers._index
+        if key in replicas.disk and key not in replicas.tiers.host
     ]
-    record = replicas.disk._ring.find(dice.choice(keys), 0.0).record
     size = record_bytes(replicas.tiers.block_bytes)
-    with open(replicas.disk._folder / "blocks", "r+b") as file:
-        file.seek(record * size)
-        content = bytearray(file.read(size))
-        damage(content)
-        file.seek(record * size)
-        file.write(content)
+    key = dice.choice(keys)
+    with open(replicas.file, "r+b") as file:
+        for record, content in enumerate(iter(lambda: bytearray(file.read(size)), b"")):
+            if key in content[:SECTOR]:
+                damage(content)
+                file.seek(record * size)
+                file.write(content)
+                file.seek((record + 1) * size)
         os.fsync(file.fileno())
     before = replicas.disk.counts().damaged
     replicas.near_says(case, salt)
@@ -263,7 +264,7 @@ def full_disk(replicas: Replicas, case: Case, salt: str, dice: random.Random) ->
     replicas.near_says(case, salt, count=1)
     replicas.fill()
     before = replicas.disk.counts().refused
-    file = replicas.disk._file._file
+    (file,) = descriptors_of(replicas.file)
     kept, full = os.dup(file), os.open("/dev/full", os.O_RDWR)
     os.dup2(full, file)
     try:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import random
 import threading
 
-import numpy as np
 import pytest
 
 from jaxserve.api.request import EPHEMERAL
 from jaxserve.cache.block_events import Medium
 from jaxserve.costs.predictor import Costs
 from jaxserve.engine import build, loading, page_io
-from jaxserve.observe.kv_events import KvEventLog
+from jaxserve.observe.kv_events import MEDIA, KvEventLog, block_hash
 from jaxserve.scheduling import prefill_packing
 from jaxserve.settings.schema import (
     CacheConfig,
@@ -27,6 +27,7 @@ from jaxserve.store import shared
 from tests.cache.test_tier_events import Picture
 from tests.engine.harness import Runner, assert_empty, engine, generate, watch_batches
 from tests.engine.harness import shared as shared_engine
+from tests.store.fakes import flip_bit, slot_of
 from tests.store.test_shared import Shelves
 from tests.waiting import eventually
 
@@ -97,7 +98,7 @@ def test_blocks_that_are_still_on_their_way_to_host_memory_are_hits(expected, mo
         assert runner.ids(id) == expected[0]
         assert runner.completion(id).finished.usage.cached == (LENGTHS[0] - 1) // 16 * 16
         settled(real)
-        assert not real.worker.lower_tiers._expected
+        assert not real.worker.lower_tiers.host.expected
         assert_empty(real)
     finally:
         go.set()
@@ -140,9 +141,9 @@ def test_flipped_bits_in_host_memory_are_computed_anew(tiered, expected):
     settled(tiered)
     tiers = tiered.worker.lower_tiers
     rng = random.Random(1)
-    for slot in list(tiers._index._slot.values()):
+    for slot in range(tiers.counts().host_blocks):
         if rng.random() < 0.3:
-            tiers._host.view(slot)[rng.randrange(tiers.block_bytes)] ^= 1 << rng.randrange(8)
+            flip_bit(tiers, slot, rng.randrange(8 * tiers.block_bytes))
     assert ask(tiered, prompts()) == expected
     assert tiers.counts().wrong > 0
     assert_empty(tiered)
@@ -158,8 +159,7 @@ def test_who_is_cancelled_while_its_blocks_come_leaves_nothing_behind(tiered, ex
     tiered.cancel(id)
     tiered.scheduler.check()
     assert runner.completion(id).finished.reason == "cancelled"
-    eventually(lambda: (tiered.step(), not tiered.worker.mover._pieces)[1], 20)
-    assert not tiered.worker.mover._dropped
+    eventually(lambda: (tiered.step(), tiered.worker.mover.idle)[1], 20)
     assert ask(tiered, prompts()) == expected
     assert_empty(tiered)
 
@@ -182,7 +182,7 @@ def test_a_fetch_that_fails_is_computed_at_once(tiered, expected, monkeypatch):
 
     monkeypatch.setattr(tiered.worker.lower_tiers, "read", fail)
     assert ask(tiered, prompts()[:2]) == expected[:2]
-    assert not tiered.worker.mover._pieces
+    assert tiered.worker.mover.idle
     assert_empty(tiered)
 
 
@@ -197,6 +197,7 @@ def test_a_reset_of_the_devices_loses_no_block_below_them(tiered, expected):
 
 
 def test_programs_of_the_warm_up_are_all_that_is_needed():
+    before = set(threading.enumerate())
     real = engine(mesh="", **SMALL)
     real.worker.warm_up(lambda name: None, ("greedy",))
     ask(real, prompts())
@@ -204,7 +205,8 @@ def test_programs_of_the_warm_up_are_all_that_is_needed():
     ask(real, prompts())
     assert real.worker.lower_tiers.counts().host_reads and not real.worker.recompiles
     real.close()
-    assert not any(thread.is_alive() for thread in real.worker.mover._threads)
+    begun = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert not any(name.startswith("kv-") for name in begun)
 
 
 @pytest.mark.parametrize(
@@ -258,9 +260,9 @@ def test_under_random_traffic(expected):
             prompt = rng.choice(prompts())
             asked.append(prompt[: rng.randint(1, len(prompt))] + [7] * rng.randint(0, 40))
         assert generate(real, asked, max_tokens=4) == generate(plain, asked, max_tokens=4)
-        for slot in list(tiers._index._slot.values()):
+        for slot in range(tiers.counts().host_blocks):
             if rng.random() < 0.05:
-                tiers._host.view(slot)[rng.randrange(tiers.block_bytes)] ^= np.uint8(1)
+                flip_bit(tiers, slot, rng.randrange(8 * tiers.block_bytes))
     assert tiers.counts().host_reads > 100 and tiers.counts().wrong
     assert_empty(real)
     real.close()
@@ -413,18 +415,22 @@ def test_listeners_know_what_every_tier_holds(tmp_path, expected):
     def agrees() -> bool:
         real.step()
         on_pages = set(real.scheduler.cache.pages.page_of)
-        there = {medium: set(tiers._keys(medium)) for medium in (Medium.HOST, Medium.DISK)}
-        return picture.on == {Medium.DEVICE: on_pages, **there}
+        below = {Medium.HOST: set(tiers.host.keys()), Medium.DISK: set(tiers.behind.keys())}
+        return picture.on == {Medium.DEVICE: on_pages, **below}
 
     try:
         assert ask(real, prompts()) == expected
         settled(real)
         eventually(agrees, 20)
         assert picture.on[Medium.HOST] and picture.on[Medium.DISK] - picture.on[Medium.HOST]
-        # routers can use what is below the devices: its tokens were told with the first page
-        told = {medium: log._on[medium] for medium in Medium}
-        assert told == picture.on and set(log._known) == set.union(*picture.on.values())
-        tiers._host.view(next(iter(tiers._index._slot.values())))[0] ^= 1
+        # routers can use what is below the devices: its tokens were published with the first page
+        log.lose()
+        sent: dict[str, set[int]] = {name: set() for name in MEDIA.values()}
+        for event in itertools.chain.from_iterable(log.take()):
+            if event["type"] == "BlockStored":
+                sent[event["medium"]].update(event["block_hashes"])
+        assert sent == {MEDIA[at]: set(map(block_hash, keys)) for at, keys in picture.on.items()}
+        flip_bit(tiers, slot_of(tiers, tiers.host.keys()[0]), 0)
         assert ask(real, prompts()) == expected
         settled(real)
         eventually(agrees, 20)

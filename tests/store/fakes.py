@@ -1,6 +1,8 @@
 """Blocks for tests: bytes that follow from the key, so that whoever reads one can tell."""
 
+import os
 from hashlib import blake2b
+from pathlib import Path
 
 import numpy as np
 
@@ -17,9 +19,15 @@ def slot_of(tiers: TieredBlocks, key: bytes) -> int:
     return next(slot for slot in range(blocks.slots) if blocks.verify(slot, key))
 
 
-def flip(tiers: TieredBlocks, slot: int, bit: int) -> None:
+def flip_bit(tiers: TieredBlocks, slot: int, bit: int) -> None:
     """Flips a bit of the block in a slot of host memory."""
     tiers.host.blocks.view(slot)[bit // 8] ^= 1 << bit % 8
+
+
+def descriptors_of(file: Path) -> list[int]:
+    """Numbers under which this process has a file open."""
+    links = {int(link.name): link for link in Path("/proc/self/fd").iterdir()}
+    return [number for number, link in links.items() if Path(os.readlink(link)) == file]
 
 
 def block_of(key: bytes, size: int) -> np.ndarray:

@@ -50,7 +50,12 @@ def test_who_finds_no_lane_waits_until_the_deadline():
         with threads.borrow(soon(0.05)) as other:
             assert other is None
         found = []
-        waiting = threading.Thread(target=lambda: found.append(threads._take(soon(10))))
+
+        def borrow() -> None:
+            with threads.borrow(soon(10)) as late:
+                found.append(late)
+
+        waiting = threading.Thread(target=borrow)
         waiting.start()
     waiting.join(10)
     assert found == [thread]

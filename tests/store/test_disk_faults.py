@@ -18,7 +18,7 @@ from jaxserve.settings.schema import ConfigError
 from jaxserve.store.disk import DiskBlocks
 from jaxserve.store.record import SECTOR, record_bytes
 from tests.examples import examples
-from tests.store.fakes import key_of
+from tests.store.fakes import descriptors_of, key_of
 from tests.store.test_disk import got, opened, put
 
 # examples use one folder, and each leaves it as it was
@@ -203,9 +203,10 @@ def test_a_folder_without_write_permission_is_logged_and_everything_misses(tmp_p
 
 
 @contextlib.contextmanager
-def replaced(store: DiskBlocks, path: str, flags: int):
-    """Lets the store's file be another one for a while, whose errors are the kernel's."""
-    file = store._file._file
+def replaced(folder: Path, path: str, flags: int):
+    """Lets the file of the store in a folder be another one for a while, whose errors are the
+    kernel's."""
+    (file,) = descriptors_of(folder / "blocks")
     kept = os.dup(file)
     other = os.open(path, flags)
     os.dup2(other, file)
@@ -221,7 +222,7 @@ def test_errors_of_reading_are_misses_and_logged_once(tmp_path, caplog):
     with opened(tmp_path) as store:
         for number in range(4):
             put(store, number)
-        with replaced(store, "/proc/self/mem", os.O_RDONLY):  # EIO at its first page
+        with replaced(tmp_path, "/proc/self/mem", os.O_RDONLY):  # EIO at its first page
             assert not any(got(store, number) for number in range(4))
         assert store.counts().misses == 4
         assert put(store, 0) and got(store, 0)
@@ -231,7 +232,7 @@ def test_errors_of_reading_are_misses_and_logged_once(tmp_path, caplog):
 def test_errors_of_writing_are_refusals_and_logged_once(tmp_path, caplog):
     with opened(tmp_path) as store:
         put(store, 0)
-        with replaced(store, "/dev/full", os.O_RDWR):
+        with replaced(tmp_path, "/dev/full", os.O_RDWR):
             assert not any(put(store, number) for number in range(1, 4))
         assert got(store, 0) and not got(store, 1)
         assert put(store, 1) and got(store, 1)

@@ -159,7 +159,7 @@ def test_blocks_expire_and_can_be_put_anew(cluster):
 def test_any_changed_bit_is_a_miss_and_mended_by_the_next_put(cluster):
     random = np.random.default_rng(0)
     with cluster.opened(identity=b"bits") as store:
-        name = store._names([key_of(1)])[0]
+        name = store.names([key_of(1)])[0]
         assert put(store, 1) == [True]
         value = value_of(cluster.lender, name)
         trailer = range(8 * BLOCK, 8 * len(value))
@@ -176,7 +176,7 @@ def test_any_changed_bit_is_a_miss_and_mended_by_the_next_put(cluster):
 def test_another_blocks_value_is_a_miss(cluster):
     with cluster.opened(identity=b"swap") as store:
         assert all(put(store, 1, 2))
-        one, two = store._names([key_of(1), key_of(2)])
+        one, two = store.names([key_of(1), key_of(2)])
         overwrite(cluster.lender, one, value_of(cluster.lender, two))
         assert got(store, 1, 2) == [False, True]
         overwrite(cluster.lender, two, b"short")

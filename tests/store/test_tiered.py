@@ -15,7 +15,7 @@ from jaxserve.api.request import EPHEMERAL, NORMAL_RETENTION
 from jaxserve.clock import VirtualClock
 from jaxserve.store import tiered
 from jaxserve.store.tiered import TieredBlocks
-from tests.store.fakes import flip, slot_of
+from tests.store.fakes import flip_bit, slot_of
 from tests.waiting import eventually
 
 SIZE = 4096
@@ -134,7 +134,7 @@ def test_without_a_tier_behind_it_what_leaves_is_gone():
 def test_a_flipped_bit_in_host_memory_is_a_miss_and_is_forgotten(bit):
     tiers = TieredBlocks(2, SIZE, VirtualClock())
     put(tiers, 1)
-    flip(tiers, slot_of(tiers, name(1)), bit)
+    flip_bit(tiers, slot_of(tiers, name(1)), bit)
     assert not read(tiers, 1) and not tiers.holds(name(1)) and tiers.counts().wrong == 1
     assert put(tiers, 1) and read(tiers, 1)
 
@@ -142,7 +142,7 @@ def test_a_flipped_bit_in_host_memory_is_a_miss_and_is_forgotten(bit):
 def test_a_wrong_block_does_not_go_to_the_tier_behind(tiers, shelf):
     for number in range(4):
         put(tiers, number)
-    flip(tiers, slot_of(tiers, name(0)), 56)
+    flip_bit(tiers, slot_of(tiers, name(0)), 56)
     put(tiers, 4)
     assert not shelf.blocks and not read(tiers, 0)
 
