@@ -1,6 +1,5 @@
 """Blocks for tests: bytes that follow from the key, so that whoever reads one can tell."""
 
-import os
 from hashlib import blake2b
 from pathlib import Path
 
@@ -26,8 +25,8 @@ def flip_bit(tiers: TieredBlocks, slot: int, bit: int) -> None:
 
 def descriptors_of(file: Path) -> list[int]:
     """Numbers under which this process has a file open."""
-    links = {int(link.name): link for link in Path("/proc/self/fd").iterdir()}
-    return [number for number, link in links.items() if Path(os.readlink(link)) == file]
+    links = Path("/proc/self/fd").iterdir()
+    return [int(link.name) for link in links if link.resolve() == file]
 
 
 def block_of(key: bytes, size: int) -> np.ndarray:
