@@ -6,8 +6,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from jaxserve.server.errors import REJECT_REASON_HEADER
-from jaxserve.server.openai.load_report import LOAD_HEADER
-from jaxserve.server.openai.unknown_fields import HEADER as IGNORED_HEADER
+from jaxserve.server.generation.load_report import LOAD_HEADER
+from jaxserve.server.generation.unknown_fields import HEADER as IGNORED_HEADER
 from jaxserve.settings.schema import ServerConfig
 
 EXPOSED_HEADERS = (

@@ -1,7 +1,7 @@
 """Turns calls of any protocol into requests to the replica, and its events into streams of outputs.
 
-gRPC (`grpc.inference`) and HTTP (`openai`) only translate: they make a `GenerateCall` of what they
-read, and write what the `Stream` yields.
+gRPC (`grpc.inference`) and HTTP (`openai`, `anthropic`) only translate: they make a `GenerateCall`
+of what they read, and write what the `Stream` yields.
 """
 
 from __future__ import annotations
@@ -275,13 +275,8 @@ class Frontend:
             classes=info.class_names,
             arrival=arrival,
             deadline=None if call.timeout is None else arrival + call.timeout,
-            slo=call.slo,
-            priority=call.priority,
-            cache_salt=caller.cache_salt(call.cache_salt),
-            bypass_prefix_cache=call.bypass_prefix_cache,
-            cache_retention=call.cache_retention,
             guide=guide,
-            embed=call.embed,
+            **{**call.options(), "cache_salt": caller.cache_salt(call.cache_salt)},
         )
 
     def _truncated(self, call: GenerateCall, prompt: np.ndarray) -> np.ndarray:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Event, Finished, Progress, Token
-from jaxserve.api.request import KvSource, Request, Slo
+from jaxserve.api.request import KvSource, Request, RequestOptions, Slo
 from jaxserve.cache.block_events import Medium, StoredBlocks
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.scheduling import Load
@@ -38,20 +39,18 @@ PROMPT_TYPE = np.dtype("<i4")
 def submit_message(number: int, request: Request, now: float) -> pb.Submit:
     """A request as it crosses; now: on the clock of its arrival. Errors: RequestError for a guide
     that does not say what it was compiled from."""
+    options = request.options()
+    slo = options.pop("slo")
     message = pb.Submit(
         number=number,
         request_id=request.id,
         prompt=np.ascontiguousarray(request.prompt, PROMPT_TYPE).tobytes(),
         sampling=sampling_message(request.sampling),
         age=now - request.arrival,
-        ttft=request.slo.ttft,
-        tpot=request.slo.tpot,
-        class_name=request.slo.class_name,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        bypass_prefix_cache=request.bypass_prefix_cache,
-        cache_retention=request.cache_retention,
-        embed=request.embed,
+        ttft=slo.ttft,
+        tpot=slo.tpot,
+        class_name=slo.class_name,
+        **options,
     )
     if request.kv_source is not None:
         message.kv_source.CopyFrom(pb.KvSource(**dataclasses.asdict(request.kv_source)))
@@ -78,18 +77,19 @@ def request_of(message: pb.Submit, info: ReplicaInfo, now: float) -> Request:
         classes=info.class_names,
         arrival=now - message.age,
         deadline=now + message.time_left if message.HasField("time_left") else None,
-        slo=Slo(
-            message.ttft if message.HasField("ttft") else None,
-            message.tpot if message.HasField("tpot") else None,
-            message.class_name if message.HasField("class_name") else None,
-        ),
-        priority=message.priority,
-        cache_salt=message.cache_salt,
-        bypass_prefix_cache=message.bypass_prefix_cache,
-        cache_retention=message.cache_retention,
         kv_source=_kv_source_of(message),
-        embed=message.embed,
+        **_options_of(message),
     )
+
+
+def _options_of(message: pb.Submit) -> dict[str, Any]:
+    """The request's options by name, as `RequestOptions` has them."""
+    given = {name: getattr(message, name) for name in RequestOptions().options() if name != "slo"}
+    slo = {
+        name: getattr(message, name) if message.HasField(name) else None
+        for name in ("ttft", "tpot", "class_name")
+    }
+    return {**given, "slo": Slo(**slo)}
 
 
 def _kv_source_of(message: pb.Submit) -> KvSource | None:

@@ -40,11 +40,11 @@ from jaxserve.server.grpc.health import Health
 from jaxserve.server.grpc.inference import Inference
 from jaxserve.server.http_server import HttpGuard, Listener, is_loopback
 from jaxserve.server.kv_events import KvEvents, check_kv_events
-from jaxserve.server.openai.app import OPEN_PATHS, users_app
 from jaxserve.server.peer_blocks import PeerReplicas
 from jaxserve.server.readiness import Readiness
 from jaxserve.server.replica_auth import cluster_secret
 from jaxserve.server.replica_service import ReplicaService
+from jaxserve.server.users_app import OPEN_PATHS, users_app
 from jaxserve.settings.schema import ConfigError, ServerConfig
 from jaxserve.text import Tokenizer
 from jaxserve.text.structured_output import Guides

@@ -17,8 +17,8 @@ from jaxserve.observe.metrics import OF_WORKERS, READ, Metrics
 from jaxserve.server.admin import operators_app
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.frontend_metrics import FrontendMetrics
-from jaxserve.server.openai.app import users_app
 from jaxserve.server.readiness import Readiness
+from jaxserve.server.users_app import users_app
 from jaxserve.settings.flags import limits, spelling
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ServerConfig

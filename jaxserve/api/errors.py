@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -76,6 +77,33 @@ def check_integer(name: str, value: Any, low: int, high: int) -> None:
         or not low <= value <= high
     ):
         raise RequestError(name, f"must be a whole number from {low} to {high}, not {value!r}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers that a field may have, checked and described to clients alike.
+
+    whole: integers only. above: without `low` itself.
+    """
+
+    low: int
+    high: int
+    whole: bool = False
+    above: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuses a value of the field `name` out of range. Errors: RequestError."""
+        check = check_integer if self.whole else check_number
+        check(name, value, self.low, self.high)
+        if self.above and value == self.low:
+            raise RequestError(name, f"must be above {self.low}")
+
+    def json_schema(self) -> dict[str, Any]:
+        """Returns the bounds as keywords of a JSON schema, which writes them as floats."""
+        high = float(self.high)
+        if high > self.high:  # rounded up
+            high = math.nextafter(high, 0)
+        return {"exclusiveMinimum" if self.above else "minimum": self.low, "maximum": high}
 
 
 def check_length(name: str, value: tuple, most: int) -> None:

@@ -11,12 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxserve.api.errors import RequestError, check_integer
+from jaxserve.api.errors import Range, RequestError
 from jaxserve.api.sampling import SamplingParams
 
 MAX_PROMPT_LOGPROBS = 2**20  # of all tokens of a prompt and all completions together
 MAX_ID_CHARS = 256
-MAX_PRIORITY = 8
 # reasons of errors that clients know
 TOO_LONG = "context_length_exceeded"  # they shorten what they send
 UNKNOWN_MODEL = "model_not_found"
@@ -24,6 +23,8 @@ KNOWN_REASONS = (TOO_LONG, UNKNOWN_MODEL)
 EPHEMERAL = -1  # retention of blocks that are not stored
 NORMAL_RETENTION = 0
 MAX_RETENTION = 24 * 3600  # seconds
+PRIORITY = Range(-8, 8, whole=True)
+RETENTION = Range(EPHEMERAL, MAX_RETENTION, whole=True)
 
 
 class Matcher(Protocol):
@@ -71,19 +72,41 @@ class KvSource:
     block_size: int = 0
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RequestOptions:
+    """Options of a request that mean the same at every border: in `GenerateCall`s, in `Request`s
+    and in the messages between processes.
+
+    priority: each step down halves the class's objective for the first token, each step up doubles
+    it. cache_salt: prefixes are shared only by requests with equal salts. cache_retention: what
+    becomes of the prompt's and the output's KV when it leaves the devices: NORMAL_RETENTION stores
+    it, EPHEMERAL does not, and a number of seconds keeps it stored at least as long, although
+    newer KV may have to go; requests that share KV get the strongest of their wishes (Mooncake,
+    section 5.2). embed: returns the prompt's embedding instead of tokens, see `Finished`.
+    """
+
+    slo: Slo = Slo()
+    priority: int = 0
+    cache_salt: str = ""
+    bypass_prefix_cache: bool = False
+    cache_retention: int = NORMAL_RETENTION
+    embed: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """Returns the options by name."""
+        return {field.name: getattr(self, field.name) for field in _OPTIONS}
+
+
+_OPTIONS = dataclasses.fields(RequestOptions)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Request:
+class Request(RequestOptions):
     """One prompt and what to do with it.
 
     prompt: int32 token ids, not longer than the model takes. arrival, deadline: clock seconds.
-    priority: each step down halves the class's objective for the first token, each step up doubles
-    it. cache_salt: prefixes are shared only by requests with equal salts. cache_retention: what
-    becomes of the prompt's and the output's KV when it leaves the devices: stored as others'
-    (NORMAL_RETENTION), not stored (EPHEMERAL), or stored and kept for so many seconds, also where
-    others were used later; of requests that share KV the strongest wish counts (Mooncake, section
-    5.2). kv_source: from where blocks may be fetched that would else be computed; what does not
-    come from there is computed. embed: no tokens are wanted, but the prompt's embedding, see
-    `Finished`.
+    kv_source: where blocks may be fetched from instead of computing them; blocks that do not come
+    are computed.
     """
 
     id: str
@@ -91,14 +114,8 @@ class Request:
     sampling: SamplingParams
     arrival: float = 0.0
     deadline: float | None = None
-    slo: Slo = Slo()
-    priority: int = 0
-    cache_salt: str = ""
-    bypass_prefix_cache: bool = False
-    cache_retention: int = NORMAL_RETENTION
     guide: Guide | None = None
     kv_source: KvSource | None = None
-    embed: bool = False
 
     @classmethod
     def make(
@@ -119,9 +136,8 @@ class Request:
         """
         if not isinstance(id, str) or not 0 < len(id) <= MAX_ID_CHARS:
             raise RequestError("request_id", f"must be a string of 1 to {MAX_ID_CHARS} characters")
-        check_integer("priority", rest.get("priority", 0), -MAX_PRIORITY, MAX_PRIORITY)
-        retention = rest.get("cache_retention", NORMAL_RETENTION)
-        check_integer("cache_retention", retention, EPHEMERAL, MAX_RETENTION)
+        PRIORITY.check("priority", rest.get("priority", 0))
+        RETENTION.check("cache_retention", rest.get("cache_retention", NORMAL_RETENTION))
         _check_class("slo.class_name", rest.get("slo", Slo()).class_name, classes)
         tokens = prompt_ids(prompt, vocab, max_len)
         if rest.get("embed", False):

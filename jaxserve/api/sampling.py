@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxserve.api.errors import RequestError, check_integer, check_length, check_number
+from jaxserve.api.errors import Range, RequestError, check_length
 
 MAX_N = 128
 MAX_STOP = 16
@@ -16,6 +16,25 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 512
 MAX_WRONG_SHOWN = 8  # of a field's wrong entries, in an error
 MAX_SEED = 2**63
+MAX_INT32 = 2**31 - 1
+TOKEN_ID = Range(0, MAX_INT32, whole=True)
+BIAS = Range(-100, 100)
+RANGES: Mapping[str, Range] = {  # by field
+    "temperature": Range(0, 100),
+    "top_p": Range(0, 1, above=True),
+    "min_p": Range(0, 1),
+    "repetition_penalty": Range(0, 100, above=True),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "top_k": Range(-1, MAX_INT32, whole=True),
+    "seed": Range(-MAX_SEED, MAX_SEED - 1, whole=True),
+    "n": Range(1, MAX_N, whole=True),
+    "max_tokens": Range(1, MAX_INT32, whole=True),
+    "min_tokens": Range(0, MAX_INT32, whole=True),
+    "logprobs": Range(0, MAX_LOGPROBS, whole=True),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS, whole=True),
+}
+_OPTIONAL = ("seed", "logprobs", "prompt_logprobs")  # None: none is wanted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,15 +84,10 @@ class SamplingParams:
     def check(self) -> None:
         """Refuses wrong types and values out of range. Errors: RequestError that names the
         field."""
-        for name, low, high in FLOAT_RANGES:
-            check_number(name, getattr(self, name), low, high)
-        for name, low, high in INT_RANGES:
-            if (value := getattr(self, name)) is not None:
-                check_integer(name, value, low, high)
-        if self.top_p == 0:
-            raise RequestError("top_p", "must be above 0")
-        if self.repetition_penalty == 0:
-            raise RequestError("repetition_penalty", "must be above 0")
+        for name, allowed in RANGES.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                allowed.check(name, value)
         if self.min_tokens > self.max_tokens:
             raise RequestError(
                 "min_tokens", f"{self.min_tokens} is above max_tokens {self.max_tokens}"
@@ -89,10 +103,10 @@ class SamplingParams:
         check_length("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS)
         check_length("logit_bias", self.logit_bias, MAX_LOGIT_BIAS)
         for token in self.stop_token_ids:
-            check_integer("stop_token_ids", token, 0, 2**31 - 1)
+            TOKEN_ID.check("stop_token_ids", token)
         for token, bias in self.logit_bias:
-            check_integer("logit_bias", token, 0, 2**31 - 1)
-            check_number("logit_bias", bias, -100, 100)
+            TOKEN_ID.check("logit_bias", token)
+            BIAS.check("logit_bias", bias)
 
     @property
     def greedy(self) -> bool:
@@ -145,20 +159,3 @@ _TUPLES = {
     "stop_token_ids": lambda value: _listed("stop_token_ids", value),
     "logit_bias": _bias,
 }
-FLOAT_RANGES = (
-    ("temperature", 0, 100),
-    ("top_p", 0, 1),
-    ("min_p", 0, 1),
-    ("repetition_penalty", 0, 100),
-    ("presence_penalty", -2, 2),
-    ("frequency_penalty", -2, 2),
-)
-INT_RANGES = (
-    ("top_k", -1, 2**31 - 1),
-    ("seed", -MAX_SEED, MAX_SEED - 1),
-    ("n", 1, MAX_N),
-    ("max_tokens", 1, 2**31 - 1),
-    ("min_tokens", 0, 2**31 - 1),
-    ("logprobs", 0, MAX_LOGPROBS),
-    ("prompt_logprobs", 0, MAX_LOGPROBS),
-)

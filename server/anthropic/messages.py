@@ -11,10 +11,10 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished, Usage
 from jaxserve.server.anthropic.schemas import MessagesRequest
 from jaxserve.server.frontend import Frontend
+from jaxserve.server.generation.chat import ChatRequest
+from jaxserve.server.generation.chat_parts import ChatParts
 from jaxserve.server.http_errors import error_body
 from jaxserve.server.json_body import JsonObject
-from jaxserve.server.openai.chat_parts import ChatParts
-from jaxserve.server.openai.schemas import ChatRequest
 from jaxserve.server.streams import Stream
 from jaxserve.text.chat_output import Arguments, CallBegin, Part, Reasoning, Text
 from jaxserve.text.chat_output.parts import joined

@@ -9,15 +9,15 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from jaxserve.api.errors import RequestError
+from jaxserve.server.generation.chat import ChatRequest
+from jaxserve.server.generation.fields import FirstFault, OpenModel, add_limits
 from jaxserve.server.json_body import JsonObject
-from jaxserve.server.openai.schemas import ChatRequest, FirstFault, limits_told
-from jaxserve.server.openai.unknown_fields import OpenModel
 
 # of content that models need not see again
 UNSEEN_BLOCKS = ("thinking", "redacted_thinking")
 
 
-class Tool(OpenModel):
+class ClientTool(OpenModel):
     name: str
     type: Literal["custom"] | None = Field(None, description="tools that a server runs are refused")
     description: str | None = None
@@ -47,7 +47,7 @@ class CountRequest(OpenModel):
     model: str = Field("", description="'' or absent means the one that is served")
     messages: Annotated[list[Message], FirstFault(), Field(json_schema_extra={"minItems": 1})]
     system: str | list[dict[str, Any]] | None = None
-    tools: Annotated[list[Tool], FirstFault()] | None = Field(None, max_length=128)
+    tools: Annotated[list[ClientTool], FirstFault()] | None = Field(None, max_length=128)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
 
@@ -77,7 +77,7 @@ class CountRequest(OpenModel):
 class MessagesRequest(CountRequest):
     """What /v1/messages takes."""
 
-    model_config = ConfigDict(json_schema_extra=limits_told)
+    model_config = ConfigDict(json_schema_extra=add_limits)
 
     max_tokens: int
     temperature: float | None = None
@@ -99,11 +99,12 @@ class MessagesRequest(CountRequest):
             "top_k": self.top_k,
             "stop": self.stop_sequences,
             "stream": self.stream,
+            "request_id": self.request_id,
             "cache_salt": self.cache_salt,
         }
 
 
-def _chat_tool(tool: Tool) -> JsonObject:
+def _chat_tool(tool: ClientTool) -> JsonObject:
     function = {
         "name": tool.name,
         "description": tool.description,

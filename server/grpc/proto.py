@@ -43,16 +43,14 @@ def generate_call(message: pb.GenerateRequest, timeout: float | None) -> Generat
         sampling=sampling_of(message.sampling),
         request_id=message.request_id,
         model=message.model,
-        slo=slo_of(message.slo),
-        priority=message.slo.priority,
-        cache_salt=message.kv.cache_salt,
-        bypass_prefix_cache=message.kv.bypass_prefix_cache,
-        cache_retention=message.kv.cache_retention,
         timeout=timeout,
         ids_only=message.ids_only,
         guided=guided,
         guided_field=f"guided.{guided.kind}" if guided else "",
+        slo=slo_of(message.slo),
+        priority=message.slo.priority,
         embed=message.embed,
+        **{field.name: getattr(message.kv, field.name) for field in message.kv.DESCRIPTOR.fields},
     )
 
 

@@ -4,90 +4,20 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.generate_call import GenerateCall
+from jaxserve.server.generation import kv_transfer
+from jaxserve.server.generation.chat import ChatRequest
+from jaxserve.server.generation.chat_parts import ChatParts
+from jaxserve.server.generation.token_writer import TokenWriter, usage_of
 from jaxserve.server.http_errors import error_body
 from jaxserve.server.json_body import JsonObject
-from jaxserve.server.openai import kv_transfer
-from jaxserve.server.openai.answers import TokenWriter, usage_of
-from jaxserve.server.openai.chat_parts import ChatParts
-from jaxserve.server.openai.schemas import UNLIMITED_TOKENS, ChatRequest, Function, Tool
-from jaxserve.server.prompts import Chat
 from jaxserve.server.streams import Stream
 from jaxserve.text.chat_output import Arguments, CallBegin, Part, Reasoning, Text, whole_calls
 from jaxserve.text.output import Completion, Delta, Output
-from jaxserve.text.structured_output import Guided
-from jaxserve.text.structured_output.tools import calls_guide, forced_call
-
-
-def generate_call(
-    frontend: Frontend, body: ChatRequest, id: str, headers: Mapping[str, str]
-) -> GenerateCall:
-    """The call that a body asks for. Errors: RequestError."""
-    body.check_tools()
-    kv_transfer.check(body.kv_transfer_params)
-    if body.top_logprobs and not body.logprobs:
-        raise RequestError("top_logprobs", "needs logprobs=true")
-    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    sampling = body.sampling(
-        UNLIMITED_TOKENS if limit is None else limit,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
-    )
-    tools = [tool_message(tool) for tool in body.usable_tools]
-    guided, guided_field = body.guided()
-    if body.must_call:
-        # a response format is one of texts, and a forced call is none
-        if body.structured_outputs is not None and guided is not None:
-            raise RequestError("tool_choice", f"cannot force a call beside {guided_field}")
-        guided = forced_call(tools, body.named_tool)
-        guided_field = "tools"
-    strict = None if guided else _strict_calls(frontend, tools)
-    return GenerateCall(
-        prompt=Chat(
-            body.messages,
-            tools,
-            body.template_variables,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=body.continue_final_message or False,
-        ),
-        sampling=sampling,
-        request_id=id,
-        model=body.model,
-        slo=body.slo(headers),
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        bypass_prefix_cache=body.bypass_prefix_cache or False,
-        cache_retention=body.retention(),
-        timeout=body.timeout(),
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-        keep_special=guided is None and (bool(tools) or frontend.chat_formats.keeps_special),
-        guided=strict or guided,
-        guided_field="tools" if strict else guided_field,
-    )
-
-
-def _strict_calls(frontend: Frontend, tools: Sequence[JsonObject]) -> Guided | None:
-    """What holds calls that the model is free to make to the schemas of strict tools; None where no
-    tool is strict, or where the model's calls have a form that cannot be held to schemas."""
-    form = frontend.chat_formats.tools
-    tokenizer = frontend.tokenizer
-    if form is None or tokenizer is None or not form.is_json_between_marks:
-        return None
-    if not any(tool["function"].get("strict") for tool in tools):
-        return None
-    marks = form.marks
-    return calls_guide(tools, marks.begin, marks.end, tokenizer.is_token(marks.begin))
-
-
-def tool_message(tool: Tool) -> JsonObject:
-    """A tool as the model's template gets it."""
-    known = tool.function.model_dump(include=set(Function.model_fields), exclude_none=True)
-    return {"type": tool.type, "function": known}
 
 
 class ChatWriter:

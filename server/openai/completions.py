@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished, Logprobs
 from jaxserve.api.request import MAX_PROMPT_LOGPROBS
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall
+from jaxserve.server.generation import kv_transfer
+from jaxserve.server.generation.bodies import GenerateRequest
+from jaxserve.server.generation.fields import OnlyValues, PromptField
+from jaxserve.server.generation.token_writer import TokenWriter, usage_of
 from jaxserve.server.http_errors import error_body
 from jaxserve.server.json_body import JsonObject
-from jaxserve.server.openai import kv_transfer
-from jaxserve.server.openai.answers import TokenWriter, usage_of
-from jaxserve.server.openai.schemas import COMPLETION_TOKENS, MAX_PROMPTS, CompletionRequest
 from jaxserve.server.prompts import Prompt, Text, prompts_of
 from jaxserve.server.streams import Stream
 from jaxserve.text.output import Completion, Delta, Output
 
+COMPLETION_TOKENS = 16  # the protocol's default where a body has no max_tokens
+MAX_PROMPTS = 128  # of one request
 MAX_ECHO_TOKENS = 2**20  # tokens of prompts in one response
 
 
-def generate_calls(
-    body: CompletionRequest, id: str, headers: Mapping[str, str]
-) -> list[GenerateCall]:
-    """The calls that a body asks for, one for each prompt. Errors: RequestError."""
+class CompletionRequest(GenerateRequest):
+    """The body of /v1/completions."""
+
+    prompt: PromptField = Field(...)
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        description="how many to make, of which the n likeliest by token are shown; not streamed",
+    )
+    suffix: Annotated[Any, OnlyValues("", None, why="is not supported")] = None
+
+
+def completion_calls(body: CompletionRequest, headers: Mapping[str, str]) -> list[GenerateCall]:
+    """Returns the calls that a body asks for, one for each prompt. Errors: RequestError."""
     kv_transfer.check(body.kv_transfer_params)
     _check_best_of(body)
     if body.echo and body.stream and body.logprobs is not None:
@@ -42,26 +58,13 @@ def generate_calls(
         prompt_logprobs=_prompt_logprobs(body),
     )
     prompts = prompts_of("prompt", body.prompt, MAX_PROMPTS)
+    fields = body.call_fields(headers)
+    id = fields.pop("request_id")
     ids = [id]
     if len(prompts) > 1:
         ids = [id and f"{id}-{number}" for number in range(len(prompts))]
-    guided, guided_field = body.guided()
-    call = GenerateCall(
-        prompt=[],
-        sampling=sampling,
-        model=body.model,
-        slo=body.slo(headers),
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        bypass_prefix_cache=body.bypass_prefix_cache or False,
-        cache_retention=body.retention(),
-        timeout=body.timeout(),
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-        guided=guided,
-        guided_field=guided_field,
-    )
     return [
-        dataclasses.replace(call, prompt=prompt, request_id=each)
+        GenerateCall(prompt, sampling, request_id=each, **fields)
         for prompt, each in zip(prompts, ids)
     ]
 

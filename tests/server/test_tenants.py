@@ -70,7 +70,7 @@ def routes(served, app):
 
 def test_every_route_but_health_asks_for_a_key(keyed):
     from jaxserve.server.admin import operators_app
-    from jaxserve.server.openai.app import users_app
+    from jaxserve.server.users_app import users_app
 
     served, call = keyed()
     frontend = served.server.server.frontend

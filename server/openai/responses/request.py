@@ -8,9 +8,9 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 
 from jaxserve.api.errors import RequestError
+from jaxserve.server.generation.chat import ChatRequest
+from jaxserve.server.generation.fields import OpenModel, add_limits, schema_in
 from jaxserve.server.json_body import JsonObject
-from jaxserve.server.openai.schemas import ChatRequest, limits_told, schema_in
-from jaxserve.server.openai.unknown_fields import OpenModel
 
 MAX_ITEMS = 10_000
 LOGPROBS = "message.output_text.logprobs"  # what `include` calls them
@@ -45,7 +45,7 @@ class FunctionTool(OpenModel):
     strict: bool | None = None
 
 
-class NamedTool(OpenModel):
+class NamedFunctionTool(OpenModel):
     type: Literal["function"]
     name: str
 
@@ -54,10 +54,10 @@ class NamedTool(OpenModel):
         return {"type": "function", "function": {"name": self.name}}
 
 
-class AllowedTools(OpenModel):
+class AllowedFunctionTools(OpenModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: list[NamedFunctionTool]
 
     def as_chat(self) -> JsonObject:
         """The choice as a chat's body has it."""
@@ -66,7 +66,7 @@ class AllowedTools(OpenModel):
 
 
 class ResponsesRequest(OpenModel):
-    model_config = ConfigDict(json_schema_extra=limits_told)
+    model_config = ConfigDict(json_schema_extra=add_limits)
 
     model: str = Field("", description="'' or absent means the one that is served")
     input: str | list[dict[str, Any]]
@@ -77,7 +77,9 @@ class ResponsesRequest(OpenModel):
     top_logprobs: int | None = Field(None, description=f"goes with include: [{LOGPROBS!r}]")
     stream: bool | None = None
     tools: list[FunctionTool] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | NamedFunctionTool | AllowedFunctionTools | None
+    ) = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
@@ -116,6 +118,7 @@ class ResponsesRequest(OpenModel):
             raise RequestError("top_logprobs", f"needs include: [{LOGPROBS!r}]")
         fields: JsonObject = {
             "model": self.model,
+            "request_id": self.request_id,
             "messages": _messages(self.instructions, earlier, self.input_items),
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
@@ -139,7 +142,7 @@ def _chat_tool(tool: FunctionTool) -> JsonObject:
     return {"type": "function", "function": known}
 
 
-def _chat_choice(choice: str | NamedTool | AllowedTools | None) -> Any:
+def _chat_choice(choice: str | NamedFunctionTool | AllowedFunctionTools | None) -> Any:
     return choice if choice is None or isinstance(choice, str) else choice.as_chat()
 
 

@@ -6,44 +6,45 @@ import fastapi
 from starlette.responses import Response
 
 from jaxserve.server.frontend import Frontend
+from jaxserve.server.generation.chat import chat_call
+from jaxserve.server.generation.responding import STREAMED, respond
+from jaxserve.server.generation.unknown_fields import UnknownFields
 from jaxserve.server.json_body import JsonObject
-from jaxserve.server.openai import chat
-from jaxserve.server.openai.answers import STREAMED, request_id, respond
 from jaxserve.server.openai.responses.request import ResponsesRequest
 from jaxserve.server.openai.responses.stored import StoredResponses
 from jaxserve.server.openai.responses.writer import ResponsesWriter
-from jaxserve.server.openai.unknown_fields import UnknownFields
 
 
-def add_routes(router: fastapi.APIRouter, frontend: Frontend, unknown: UnknownFields) -> None:
+def add_responses_routes(
+    router: fastapi.APIRouter, frontend: Frontend, unknown: UnknownFields
+) -> None:
     """Adds the routes to those that need a model."""
     stored = StoredResponses(frontend.config.stored_responses_mib << 20)
 
     @router.post("/v1/responses", responses=STREAMED)
-    async def create(body: ResponsesRequest, request: fastapi.Request) -> Response:
+    async def responses(body: ResponsesRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
         caller = request.state.caller
         earlier: list[JsonObject] = []
         if body.previous_response_id is not None:
             found = stored.get(caller.name, body.previous_response_id, "previous_response_id")
             earlier = [*found.items]
-        asked = body.as_chat(earlier)
-        id = request_id(body, request)
-        call = chat.generate_call(frontend, asked, id, request.headers)
+        chat = body.as_chat(earlier)
+        call = chat_call(frontend, chat, request.headers)
         items = [*earlier, *body.input_items]
 
         def store(response: JsonObject) -> None:
             stored.add(caller.name, response, [*items, *response["output"]])
 
-        writer = ResponsesWriter(frontend, body, asked, store if body.store else None)
-        return await respond(frontend, [call], writer, request, asked.stream_mode(), headers)
+        writer = ResponsesWriter(frontend, body, chat, store if body.store else None)
+        return await respond(frontend, [call], writer, request, chat.stream_mode(), headers)
 
     @router.get("/v1/responses/{id}")
-    async def response(id: str, request: fastapi.Request) -> JsonObject:
+    async def responses_get(id: str, request: fastapi.Request) -> JsonObject:
         return stored.get(request.state.caller.name, id).response
 
     @router.get("/v1/responses/{id}/input_items")
-    async def input_items(id: str, request: fastapi.Request) -> JsonObject:
+    async def responses_input_items(id: str, request: fastapi.Request) -> JsonObject:
         """The items of the conversation before the response, the newest first."""
         found = stored.get(request.state.caller.name, id).input_items
         shown = [_with_id(number, item) for number, item in enumerate(found)][::-1]
@@ -51,7 +52,7 @@ def add_routes(router: fastapi.APIRouter, frontend: Frontend, unknown: UnknownFi
         return {"object": "list", "data": shown, **ends, "has_more": False}
 
     @router.delete("/v1/responses/{id}")
-    async def delete(id: str, request: fastapi.Request) -> JsonObject:
+    async def responses_delete(id: str, request: fastapi.Request) -> JsonObject:
         stored.delete(request.state.caller.name, id)
         return {"id": id, "object": "response", "deleted": True}
 

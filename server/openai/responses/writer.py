@@ -12,12 +12,12 @@ from typing import Any
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished
 from jaxserve.server.frontend import Frontend
+from jaxserve.server.generation.chat import ChatRequest
+from jaxserve.server.generation.chat_parts import ChatParts
+from jaxserve.server.generation.token_writer import TokenWriter
 from jaxserve.server.http_errors import error_body
 from jaxserve.server.json_body import JsonObject
-from jaxserve.server.openai.answers import TokenWriter
-from jaxserve.server.openai.chat_parts import ChatParts
 from jaxserve.server.openai.responses.request import ResponsesRequest
-from jaxserve.server.openai.schemas import ChatRequest
 from jaxserve.server.streams import Stream
 from jaxserve.text.chat_output import Arguments, CallBegin, Part, Reasoning, Text
 from jaxserve.text.output import Completion, Delta, Output

@@ -12,9 +12,8 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from jaxserve.api.errors import RequestError
+from jaxserve.server.generation.fields import OpenModel
 from jaxserve.server.http_errors import header_value
 
 HEADER = "x-jaxserve-ignored"
@@ -22,12 +21,6 @@ MOST = 16  # names that an answer tells
 MAX_NAME_CHARS = 64
 MAX_LOGGED = 256  # different names
 log = logging.getLogger(__name__)
-
-
-class OpenModel(BaseModel):
-    """A model that takes unknown fields and does nothing with them."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
 
 class UnknownFields:

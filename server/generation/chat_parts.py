@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.openai.schemas import ChatRequest
+from jaxserve.server.generation.chat import ChatRequest
 from jaxserve.server.streams import Stream
 from jaxserve.text.chat_output import (
     Arguments,

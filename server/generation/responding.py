@@ -24,19 +24,19 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxserve.api.errors import RequestError, internal_error
-from jaxserve.api.events import Finished, Logprobs
+from jaxserve.api.events import Finished
 from jaxserve.server.errors import caller_gone
 from jaxserve.server.event_loop import run_in_thread_if
 from jaxserve.server.event_stream import EventStream, cancelled_on_disconnect
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall, Origin
+from jaxserve.server.generation.bodies import StreamMode
+from jaxserve.server.generation.load_report import load_header, wanted_format
+from jaxserve.server.generation.token_writer import RunningUsage
 from jaxserve.server.http_errors import header_value
 from jaxserve.server.json_body import JsonObject, dump, dump_in_thread_if
-from jaxserve.server.openai.load_report import load_header, wanted_format
-from jaxserve.server.openai.schemas import StreamMode
 from jaxserve.server.streams import Stream
 from jaxserve.text.output import Completion, CompletionCollector, Delta, Output
-from jaxserve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 INLINE_TOKENS = 512  # a longer response is written in a thread
@@ -94,12 +94,7 @@ async def respond(
 ) -> Response:
     """Submits one call per prompt and returns their response, or the beginning of it if it is
     streamed. headers: to be sent too. Errors: RequestError."""
-    origin = Origin(
-        "http",
-        request.headers.get("traceparent"),
-        request.headers.get("tracestate", ""),
-        writer.operation,
-    )
+    origin = Origin.of_http(request.headers, writer.operation)
     report = wanted_format(request.headers)
     async with contextlib.AsyncExitStack() as stack:
         streams: list[Stream] = []
@@ -118,17 +113,6 @@ async def respond(
         for stream in streams:
             stream.abort_write = request.scope["transport"].abort
         return EventStream(_events(stack.pop_all(), streams, writer, mode), headers)
-
-
-class Identified(Protocol):
-    """A body that may name its request."""
-
-    request_id: str | None
-
-
-def request_id(body: Identified, request: HttpRequest) -> str:
-    """The id that a caller gives its request, in the body or a header; '' where it gives none."""
-    return body.request_id or request.headers.get("x-request-id", "")
 
 
 async def load_headers(frontend: Frontend, report: str | None) -> dict[str, str]:
@@ -255,91 +239,6 @@ async def _outputs(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, list[O
     finally:
         for task in taking:
             task.cancel()
-
-
-def usage_of(ended: Iterable[Finished | Completion]) -> JsonObject:
-    """The usage of all prompts and completions of a request. A prompt counts once, however many
-    completions it has."""
-    prompt = 0
-    cached = 0
-    completion = 0
-    for one in ended:
-        completion += one.usage.completion
-        if one.index == 0:
-            prompt += one.usage.prompt
-            cached += one.usage.cached
-    return _usage(prompt, completion) | {"prompt_tokens_details": {"cached_tokens": cached}}
-
-
-def _usage(prompt: int, completion: int) -> JsonObject:
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-    }
-
-
-class RunningUsage:
-    """The usage of a streamed response so far."""
-
-    def __init__(self, streams: Sequence[Stream]):
-        self._prompt = sum(len(stream.request.prompt) for stream in streams)
-        self._completion = 0
-
-    def added(
-        self, outputs: Iterable[Output], chunks: Iterable[JsonObject]
-    ) -> Iterator[JsonObject]:
-        """The chunks of these outputs, each with the usage up to them."""
-        self._completion += sum(len(one.ids) for one in outputs if isinstance(one, Delta))
-        usage = _usage(self._prompt, self._completion)
-        return ({**chunk, "usage": usage} for chunk in chunks)
-
-
-class TokenWriter:
-    """Writes single tokens and their log-probabilities. as_ids: by their ids, not their texts."""
-
-    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool = False):
-        self._tokenizer = tokenizer
-        self._as_ids = as_ids
-
-    def bytes(self, id: int) -> bytes:
-        return b"" if self._tokenizer is None else self._tokenizer.piece(id)
-
-    def text(self, id: int) -> str:
-        if self._tokenizer is None or self._as_ids:
-            return f"token_id:{id}"
-        return self.bytes(id).decode(errors="replace")
-
-    def chat_logprobs(self, ids: Sequence[int], logprobs: Sequence[Logprobs]) -> list[JsonObject]:
-        """Log-probabilities of tokens in the form of chat completions."""
-        return [
-            {
-                **self._chat_logprob(id, at.chosen),
-                "top_logprobs": [self._chat_logprob(*top) for top in at.top],
-            }
-            for id, at in zip(ids, logprobs)
-        ]
-
-    def prompt_logprobs(self, completion: Completion) -> list[dict[str, JsonObject] | None]:
-        """Log-probabilities of a prompt's tokens in the form of vLLM, by id; None for the first,
-        which nothing predicts. A token that is not among the most likely ones has no rank."""
-        given = completion.prompt_logprobs or ()
-        return [
-            None if at is None else self._by_id(id, at)
-            for id, at in zip(completion.prompt_ids, given)
-        ]
-
-    def _by_id(self, chosen: int, at: Logprobs) -> dict[str, JsonObject]:
-        found = {str(chosen): self._ranked(chosen, at.chosen, None)}
-        for rank, (id, logprob) in enumerate(at.top, 1):
-            found[str(id)] = self._ranked(id, logprob, rank)
-        return found
-
-    def _ranked(self, id: int, logprob: float, rank: int | None) -> JsonObject:
-        return {"logprob": logprob, "rank": rank, "decoded_token": self.text(id)}
-
-    def _chat_logprob(self, id: int, logprob: float) -> JsonObject:
-        return {"token": self.text(id), "logprob": logprob, "bytes": list(self.bytes(id))}
 
 
 def _write_cost(completion: Completion) -> int:

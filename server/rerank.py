@@ -7,7 +7,7 @@ Qwen3-Reranker) are not asked the way they were trained to be.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import fastapi
@@ -17,20 +17,20 @@ from starlette.responses import Response
 
 from jaxserve.api.errors import RequestError, check_integer
 from jaxserve.api.events import Finished
+from jaxserve.api.sampling import MAX_INT32
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.json_body import JsonObject
-from jaxserve.server.openai.answers import usage_of
-from jaxserve.server.openai.embeddings import (
+from jaxserve.server.generation.embedding import (
     MAX_INPUTS,
+    Embedding,
     EmbedRequest,
     Input,
-    as_list,
-    new_id,
-    respond_of_ends,
     vector_of,
 )
-from jaxserve.server.openai.schemas import FirstFault
-from jaxserve.server.openai.unknown_fields import OpenModel
+from jaxserve.server.generation.fields import FirstFault, OpenModel
+from jaxserve.server.generation.routing import open_router
+from jaxserve.server.generation.token_writer import usage_of
+from jaxserve.server.generation.unknown_fields import UnknownFields
+from jaxserve.server.json_body import JsonObject
 from jaxserve.server.prompts import Text
 
 INLINE_RESULTS = 256  # more of them are sorted and written in a thread
@@ -51,7 +51,7 @@ class RerankRequest(EmbedRequest):
     )
 
     def inputs(self) -> list[Input]:
-        """The query, then the documents. Errors: RequestError."""
+        """Returns the query, then the documents. Errors: RequestError."""
         special = self.add_special_tokens is not False
         _check_count("documents", self.documents)
         documents = [
@@ -68,7 +68,7 @@ class ScoreRequest(EmbedRequest):
     text_2: str | Annotated[list[str], FirstFault()]
 
     def inputs(self) -> tuple[list[Input], list[Input]]:
-        """Both sides. Errors: RequestError."""
+        """Returns both sides of the pairs. Errors: RequestError."""
         first = self._side("text_1", self.text_1)
         second = self._side("text_2", self.text_2)
         if isinstance(self.text_1, list) and len(first) != len(second):
@@ -87,43 +87,48 @@ class ScoreRequest(EmbedRequest):
         ]
 
 
-async def rerank(
-    frontend: Frontend,
-    body: RerankRequest,
-    id: str,
-    request: fastapi.Request,
-    headers: Mapping[str, str],
-) -> Response:
-    """The documents of a request, the most similar first. Errors: RequestError."""
+def rerank_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.APIRouter:
+    """Returns the routes that compare texts."""
+    router = open_router(frontend)
+
+    @router.post("/rerank", include_in_schema=False)
+    @router.post("/v1/rerank")
+    @router.post("/v2/rerank")
+    async def rerank(body: RerankRequest, request: fastapi.Request) -> Response:
+        headers = unknown.headers(body)
+        return await _rerank(Embedding.of(frontend, body, request, headers, "rerank"), body)
+
+    @router.post("/score")
+    @router.post("/v1/score", include_in_schema=False)
+    async def score(body: ScoreRequest, request: fastapi.Request) -> Response:
+        headers = unknown.headers(body)
+        return await _score(Embedding.of(frontend, body, request, headers, "score"), body)
+
+    return router
+
+
+async def _rerank(embedding: Embedding, body: RerankRequest) -> Response:
+    """Returns the response with the documents, the most similar first. Errors: RequestError."""
     if body.top_n is not None:
-        check_integer("top_n", body.top_n, 1, 2**31 - 1)
-    id = new_id(id, "rerank")
+        check_integer("top_n", body.top_n, 1, MAX_INT32)
 
     def content(ends: list[Finished]) -> JsonObject:
         scores = cosines(ends[:1], ends[1:])
         order = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
         return {
-            "id": id,
-            "model": body.model or frontend.info.served_name,
+            "id": embedding.id,
+            "model": embedding.model,
             "results": [_result(body, number, float(scores[number])) for number in order],
             "usage": usage_of(ends),
         }
 
-    inputs = body.inputs()
     large = len(body.documents) > INLINE_RESULTS
-    return await respond_of_ends(frontend, body, inputs, id, request, headers, content, large)
+    return await embedding.respond(body.inputs(), content, large)
 
 
-async def score(
-    frontend: Frontend,
-    body: ScoreRequest,
-    id: str,
-    request: fastapi.Request,
-    headers: Mapping[str, str],
-) -> Response:
-    """The similarity of each pair of a request. Errors: RequestError."""
+async def _score(embedding: Embedding, body: ScoreRequest) -> Response:
+    """Returns the response with the similarity of each pair. Errors: RequestError."""
     first, second = body.inputs()
-    id = new_id(id, "score")
 
     def content(ends: list[Finished]) -> JsonObject:
         scores = cosines(ends[: len(first)], ends[len(first) :])
@@ -131,15 +136,15 @@ async def score(
             {"index": number, "object": "score", "score": value}
             for number, value in enumerate(scores.tolist())
         ]
-        return as_list(frontend, body, id, data, ends)
+        return embedding.as_list(data, ends)
 
     inputs = [*first, *second]
-    large = len(inputs) > INLINE_RESULTS
-    return await respond_of_ends(frontend, body, inputs, id, request, headers, content, large)
+    return await embedding.respond(inputs, content, large=len(inputs) > INLINE_RESULTS)
 
 
 def cosines(first: Sequence[Finished], second: Sequence[Finished]) -> np.ndarray:
-    """Cosines [n] f64 of the embeddings of n pairs, -1 to 1; one first may go with all second."""
+    """Returns the cosines [n] f64 of n pairs of embeddings, -1 to 1; a single first one is paired
+    with all second ones."""
     sides = [np.array([vector_of(end) for end in ends], np.float64) for ends in (first, second)]
     return np.clip((sides[0] * sides[1]).sum(1), -1.0, 1.0)
 
@@ -156,7 +161,7 @@ def _text(given: str | Document) -> str:
 
 
 def _check_count(field: str, given: Sequence[object]) -> None:
-    """Errors: RequestError for too few or too many."""
+    """Refuses too few or too many texts. Errors: RequestError."""
     if not given:
         raise RequestError(field, "is empty")
     if len(given) > MAX_INPUTS:

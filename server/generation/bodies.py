@@ -1,0 +1,276 @@
+"""Request bodies of HTTP routes with prompts, and the `GenerateCall`s that they ask for. Unknown
+fields have no effect (`unknown_fields`).
+
+Besides the OpenAI protocol's own fields there are those that vLLM made common (top_k, min_p, ...)
+and jaxserve's: latency objectives, salts, priorities.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, StrictInt
+
+from jaxserve.api.errors import RequestError
+from jaxserve.api.request import EPHEMERAL, MAX_RETENTION, NORMAL_RETENTION, Slo
+from jaxserve.api.sampling import SamplingParams
+from jaxserve.server.generate_call import GenerateCall
+from jaxserve.server.generation.fields import (
+    KEPT_SECONDS,
+    MAX_OBJECTIVE_SECONDS,
+    FirstFault,
+    OpenModel,
+    add_limits,
+    schema_in,
+)
+from jaxserve.server.json_body import JsonObject
+from jaxserve.text.structured_output import Guided
+
+_IGNORED = Field(None, description="has no effect")
+_SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
+_CALL_FIELDS = {field.name for field in dataclasses.fields(GenerateCall)} - {"prompt"}
+
+
+class StreamMode(enum.Enum):
+    """Whether a response is streamed, and whether its last chunk, or each, tells the usage."""
+
+    OFF = enum.auto()
+    WITHOUT_USAGE = enum.auto()
+    WITH_USAGE = enum.auto()
+    WITH_RUNNING_USAGE = enum.auto()  # in every chunk
+
+
+class StreamOptions(OpenModel):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="each chunk tells the usage")
+
+
+class JsonSchema(OpenModel):
+    name: str = Field(max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(OpenModel):
+    model_config = schema_in("json_schema")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(OpenModel):
+    """Constraints of the output; one of them at most."""
+
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], FirstFault()] | None = None
+    grammar: str | None = Field(None, description="in Lark's syntax, as llguidance reads it")
+
+
+class PromptRequest(OpenModel):
+    """Fields that all requests with prompts share, whether these are continued or embedded."""
+
+    model_config = ConfigDict(json_schema_extra=add_limits)
+
+    model: str = Field("", description="'' or absent means the one that is served")
+    request_id: str | None = Field(
+        None, description="else the header x-request-id, else one that the server chooses"
+    )
+    priority: int | None = Field(
+        None, description="-8 to 8; each step down halves the class's objective for the first token"
+    )
+    cache_salt: str | None = Field(
+        None, description="cached prefixes are shared between requests of equal salt only"
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, description="as in vLLM: only the prompt's last so many tokens; -1: as many as fit"
+    )
+    user: str | None = _IGNORED
+
+    def call_fields(self, headers: Mapping[str, str]) -> JsonObject:
+        """Returns the fields of the `GenerateCall` that the body sets, by name; a field that both
+        have needs no other code. Errors: RequestError."""
+        return {**self._given(_CALL_FIELDS), "request_id": self.id_given(headers)}
+
+    def id_given(self, headers: Mapping[str, str]) -> str:
+        """Returns the id that the caller gives the request, in the body or a header, or ''."""
+        return self.request_id or headers.get("x-request-id", "")
+
+    def _given(self, names: set[str]) -> JsonObject:
+        """Returns the body's fields of these names that are not null."""
+        shared = names & type(self).model_fields.keys()
+        values = {name: getattr(self, name) for name in sorted(shared)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class GenerateRequest(PromptRequest):
+    """Fields that completions and chats share."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | Annotated[list[str], FirstFault()] | None = None
+    stop_token_ids: Annotated[list[int], FirstFault()] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    ttft_ms: float | None = Field(
+        None, description="objective: milliseconds to the first token; also x-llm-d-slo-ttft-ms"
+    )
+    tpot_ms: float | None = Field(
+        None, description="objective: milliseconds per output token; also x-llm-d-slo-tpot-ms"
+    )
+    slo_class: str | None = Field(
+        None, description="request class of this server that gives the objectives left out"
+    )
+    deadline_ms: float | None = Field(
+        None, description="milliseconds after which the request ends, done or not"
+    )
+    bypass_prefix_cache: bool | None = None
+    cache_retention: Literal["normal", "ephemeral"] | StrictInt | None = Field(
+        None,
+        description="of the request's KV below the devices: as others' (normal), none (ephemeral), "
+        f"or seconds to keep it, at most {MAX_RETENTION}",
+    )
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
+        None, description="as in OpenAI's API: cache_retention normal, or of 86400 seconds"
+    )
+    kv_transfer_params: dict[str, Any] | None = Field(
+        None, description="what a router passes between prefill and decode replicas"
+    )
+    prompt_logprobs: int | None = Field(
+        None, description="as in vLLM: log-probabilities of the prompt's tokens, and so many others"
+    )
+    return_token_ids: bool | None = Field(
+        None, description="as in vLLM: choices have token_ids, and the answer prompt_token_ids"
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="as in vLLM: tokens of log-probabilities are written token_id:N"
+    )
+    metadata: dict[str, Any] | None = _IGNORED
+    store: bool | None = _IGNORED
+    service_tier: str | None = _IGNORED
+    safety_identifier: str | None = _IGNORED
+    prompt_cache_key: str | None = _IGNORED
+
+    def call_fields(self, headers: Mapping[str, str]) -> JsonObject:
+        guided, guided_field = self.guided()
+        return {
+            **super().call_fields(headers),
+            "slo": self.slo(headers),
+            "cache_retention": self.retention(),
+            "timeout": _seconds("deadline_ms", self.deadline_ms, None),
+            "guided": guided,
+            "guided_field": guided_field,
+        }
+
+    def sampling(self, max_tokens: int, **others: Any) -> SamplingParams:
+        """Returns the body's sampling parameters. others: fields that the protocol's routes read
+        otherwise. Errors: RequestError."""
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs", "cannot be streamed: they are known at the end")
+        given = {**self._given(_SAMPLING_FIELDS), "stop": self.stop or None}
+        return SamplingParams.make(**{**given, "max_tokens": max_tokens, **others})
+
+    def retention(self) -> int:
+        """The request's `cache_retention`. Errors: RequestError."""
+        given = self.cache_retention
+        if given is None:
+            return MAX_RETENTION if self.prompt_cache_retention == "24h" else NORMAL_RETENTION
+        if self.prompt_cache_retention is not None:
+            raise RequestError("prompt_cache_retention", "cannot be given beside cache_retention")
+        if isinstance(given, str):
+            return EPHEMERAL if given == "ephemeral" else NORMAL_RETENTION
+        KEPT_SECONDS.check("cache_retention", given)
+        return given
+
+    def guided(self) -> tuple[Guided | None, str]:
+        """What the output must match, and the field that says so. Errors: RequestError."""
+        found = [*self._response_format(), *self._structured_outputs()]
+        if len(found) > 1:
+            raise RequestError(found[1][1], f"cannot be given beside {found[0][1]}")
+        return found[0] if found else (None, "")
+
+    def _response_format(self) -> Iterator[tuple[Guided, str]]:
+        given = self.response_format
+        if given is None or given.type == "text":
+            return
+        if (given.type == "json_schema") != (given.json_schema is not None):
+            raise RequestError(
+                "response_format.json_schema", "goes with type json_schema, and only with that"
+            )
+        if given.json_schema is None:
+            yield Guided("json_object"), "response_format"
+            return
+        schema = {} if given.json_schema.schema_ is None else given.json_schema.schema_
+        yield Guided("json_schema", json.dumps(schema)), "response_format.json_schema.schema"
+
+    def _structured_outputs(self) -> Iterator[tuple[Guided, str]]:
+        given = self.structured_outputs
+        name = "structured_outputs"
+        if given is None:
+            return
+        if given.json_ is not None:
+            schema = given.json_ if isinstance(given.json_, str) else json.dumps(given.json_)
+            yield Guided("json_schema", schema), f"{name}.json"
+        if given.json_object:
+            yield Guided("json_object"), f"{name}.json_object"
+        if given.choice is not None:
+            yield Guided("choice", choices=tuple(given.choice)), f"{name}.choice"
+        if given.regex is not None:
+            yield Guided("regex", given.regex), f"{name}.regex"
+        if given.grammar is not None:
+            yield Guided("grammar", given.grammar), f"{name}.grammar"
+
+    def slo(self, headers: Mapping[str, str]) -> Slo:
+        """The objectives of the body, or else of its headers. Errors: RequestError."""
+        ttft = _seconds("ttft_ms", self.ttft_ms, headers.get("x-llm-d-slo-ttft-ms"))
+        tpot = _seconds("tpot_ms", self.tpot_ms, headers.get("x-llm-d-slo-tpot-ms"))
+        return Slo(ttft, tpot, self.slo_class or None)
+
+    def stream_mode(self) -> StreamMode:
+        """Errors: RequestError for stream options without a stream."""
+        if not self.stream:
+            if self.stream_options is not None:
+                raise RequestError("stream_options", "is for stream=true")
+            return StreamMode.OFF
+        options = self.stream_options
+        if options is None or not options.include_usage:
+            return StreamMode.WITHOUT_USAGE
+        return (
+            StreamMode.WITH_RUNNING_USAGE
+            if options.continuous_usage_stats
+            else StreamMode.WITH_USAGE
+        )
+
+
+def _seconds(name: str, value: float | None, header: str | None) -> float | None:
+    """Milliseconds of a field, or else of a header, in seconds. Errors: RequestError."""
+    given = header if value is None else value
+    if given is None:
+        return None
+    try:
+        seconds = float(given) / 1000
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < MAX_OBJECTIVE_SECONDS:
+        message = f"must be a number of milliseconds above 0, not {str(given)[:100]!r}"
+        raise RequestError(name, message)
+    return seconds

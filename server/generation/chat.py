@@ -1,0 +1,196 @@
+"""Chats: the body of /v1/chat/completions, which other protocols' bodies are turned into, and the
+call that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from jaxserve.api.errors import RequestError
+from jaxserve.api.sampling import MAX_INT32
+from jaxserve.server.frontend import Frontend
+from jaxserve.server.generate_call import GenerateCall
+from jaxserve.server.generation import kv_transfer
+from jaxserve.server.generation.bodies import GenerateRequest
+from jaxserve.server.generation.fields import FirstFault, Messages, OnlyValues, OpenModel
+from jaxserve.server.http_app import first_fault
+from jaxserve.server.json_body import JsonObject
+from jaxserve.server.prompts import Chat
+from jaxserve.text.structured_output import Guided
+from jaxserve.text.structured_output.tools import calls_guide, forced_call
+
+UNLIMITED_TOKENS = MAX_INT32  # max_tokens of a chat that sets none: up to the model's limit
+
+
+class Function(OpenModel):
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(OpenModel):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(OpenModel):
+    name: str
+
+
+class NamedTool(OpenModel):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(OpenModel):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedChoice(OpenModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class ChatRequest(GenerateRequest):
+    messages: Messages
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Annotated[list[Tool], FirstFault()] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = Field(
+        None, description="as in vLLM: whether the prompt ends with the beginning of an answer"
+    )
+    continue_final_message: bool | None = Field(
+        None, description="as in vLLM: the answer continues the last message"
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="variables for the model's chat template"
+    )
+    # what would be answered wrongly if it had no effect
+    chat_template: Annotated[Any, OnlyValues("", None, why="is not taken from requests")] = None
+    modalities: Annotated[Any, OnlyValues(["text"], [], None, why="only text is generated")] = None
+    functions: Annotated[Any, OnlyValues([], None, why="give tools instead")] = None
+    function_call: Annotated[
+        Any, OnlyValues("none", "auto", None, why="give tool_choice instead")
+    ] = None
+    reasoning_effort: str | None = Field(
+        None, description="a variable for the model's chat template", max_length=32
+    )
+
+    include_reasoning: bool | None = Field(None, description="whether answers have reasoning")
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> ChatRequest:
+        """A chat that another protocol's body asks for. Errors: RequestError."""
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise first_fault(error.errors()[0]) from None
+
+    @property
+    def usable_tools(self) -> Sequence[Tool]:
+        """Tools that the model may call."""
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        if isinstance(self.tool_choice, AllowedChoice):
+            return [tool for tool in tools if tool.function.name in self._chosen_names]
+        return tools
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the output must be a call of a tool."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedChoice):
+            return choice.allowed_tools.mode == "required"
+        return choice == "required" or isinstance(choice, NamedTool)
+
+    @property
+    def _chosen_names(self) -> Sequence[str]:
+        """Tools that the choice names."""
+        match self.tool_choice:
+            case NamedTool(function=function):
+                return [function.name]
+            case AllowedChoice(allowed_tools=allowed):
+                return [tool.function.name for tool in allowed.tools]
+        return []
+
+    @property
+    def named_tool(self) -> str | None:
+        """The tool that must be called, if it is one."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    def check_tools(self) -> None:
+        """Errors: RequestError for tools of one name, and for a choice that is not among them."""
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise RequestError("tools", "has two functions of one name")
+        for name in self._chosen_names:
+            if name not in names:
+                raise RequestError("tool_choice", f"{name!r:.100} is not among the tools")
+        if self.must_call and not self.usable_tools:
+            raise RequestError("tool_choice", "is required, but there are no tools")
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Variables for the model's chat template."""
+        given = self.chat_template_kwargs or {}
+        if self.reasoning_effort is None:
+            return given
+        return {"reasoning_effort": self.reasoning_effort, **given}
+
+
+def chat_call(frontend: Frontend, body: ChatRequest, headers: Mapping[str, str]) -> GenerateCall:
+    """Returns the call that a chat asks for. Errors: RequestError."""
+    body.check_tools()
+    kv_transfer.check(body.kv_transfer_params)
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("top_logprobs", "needs logprobs=true")
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    sampling = body.sampling(
+        UNLIMITED_TOKENS if limit is None else limit,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    tools = [tool_message(tool) for tool in body.usable_tools]
+    fields = body.call_fields(headers)
+    if body.must_call:
+        # a response format is for texts, and a forced call has none
+        if body.structured_outputs is not None and fields["guided"] is not None:
+            field = fields["guided_field"]
+            raise RequestError("tool_choice", f"cannot force a call beside {field}")
+        fields |= {"guided": forced_call(tools, body.named_tool), "guided_field": "tools"}
+    if fields["guided"] is None:
+        fields["keep_special"] = bool(tools) or frontend.chat_formats.keeps_special
+        if (strict := _strict_calls(frontend, tools)) is not None:
+            fields |= {"guided": strict, "guided_field": "tools"}
+    prompt = Chat(
+        body.messages,
+        tools,
+        body.template_variables,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=body.continue_final_message or False,
+    )
+    return GenerateCall(prompt, sampling, **fields)
+
+
+def _strict_calls(frontend: Frontend, tools: Sequence[JsonObject]) -> Guided | None:
+    """Returns the constraint by which calls that the model chooses to make match the schemas of
+    strict tools; None if no tool is strict, or if the form of the model's calls allows none."""
+    form = frontend.chat_formats.tools
+    tokenizer = frontend.tokenizer
+    if form is None or tokenizer is None or not form.is_json_between_marks:
+        return None
+    if not any(tool["function"].get("strict") for tool in tools):
+        return None
+    marks = form.marks
+    return calls_guide(tools, marks.begin, marks.end, tokenizer.is_token(marks.begin))
+
+
+def tool_message(tool: Tool) -> JsonObject:
+    """Returns a tool as the model's chat template takes it."""
+    known = tool.function.model_dump(include=set(Function.model_fields), exclude_none=True)
+    return {"type": tool.type, "function": known}

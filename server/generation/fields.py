@@ -1,0 +1,123 @@
+"""Types of fields in request bodies, and the limits that the OpenAPI document gives them.
+
+`SamplingParams` and `Request` check the limits of values, for all protocols; the document derives
+its bounds from the same ranges.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
+from pydantic_core import core_schema
+
+from jaxserve.api.errors import Range
+from jaxserve.api.request import MAX_ID_CHARS, MAX_RETENTION, PRIORITY
+from jaxserve.api.sampling import (
+    BIAS,
+    MAX_INT32,
+    MAX_LOGIT_BIAS,
+    MAX_STOP,
+    MAX_STOP_CHARS,
+    MAX_STOP_IDS,
+    RANGES,
+    TOKEN_ID,
+)
+from jaxserve.server.json_body import JsonObject
+
+KEPT_SECONDS = Range(1, MAX_RETENTION, whole=True)  # of cache_retention
+MAX_OBJECTIVE_SECONDS = 10**9
+MILLISECONDS = Range(0, 1000 * MAX_OBJECTIVE_SECONDS, above=True)
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_INT32}}
+_PROMPT_IDS = {**_IDS, "minItems": 1}
+_PROMPT = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        _PROMPT_IDS,
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+        {"type": "array", "items": _PROMPT_IDS, "minItems": 1},
+    ]
+}
+# not checked by pydantic, which would take long for millions of ids
+PromptField = Annotated[Any, WithJsonSchema(_PROMPT)]
+IdsField = Annotated[Any, WithJsonSchema(_IDS)]
+_STOP_TEXT: JsonObject = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
+_STOP_TEXTS: JsonObject = {"maxItems": MAX_STOP, "items": _STOP_TEXT}
+_LIMITS: dict[str, JsonObject] = {  # by field
+    **{name: allowed.json_schema() for name, allowed in RANGES.items()},
+    "max_completion_tokens": RANGES["max_tokens"].json_schema(),
+    "max_output_tokens": RANGES["max_tokens"].json_schema(),
+    "top_logprobs": RANGES["logprobs"].json_schema(),
+    "priority": PRIORITY.json_schema(),
+    "request_id": {"maxLength": MAX_ID_CHARS},
+    "truncate_prompt_tokens": {"minimum": -1},
+    "stop": {**_STOP_TEXTS, "maxLength": MAX_STOP_CHARS},
+    "stop_sequences": _STOP_TEXTS,
+    "stop_token_ids": {"maxItems": MAX_STOP_IDS, "items": TOKEN_ID.json_schema()},
+    "logit_bias": {
+        "maxProperties": MAX_LOGIT_BIAS,
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": BIAS.json_schema(),
+    },
+    "messages": {"minItems": 1},
+    "documents": {"minItems": 1},
+    "top_n": {"minimum": 1},
+    "dimensions": {"minimum": 1},
+    "cache_retention": KEPT_SECONDS.json_schema(),
+    "ttft_ms": MILLISECONDS.json_schema(),
+    "tpot_ms": MILLISECONDS.json_schema(),
+    "deadline_ms": MILLISECONDS.json_schema(),
+}
+
+
+class OpenModel(BaseModel):
+    """A model that takes unknown fields and does nothing with them."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+
+def add_limits(schema: JsonObject) -> None:
+    """Adds the limits of its fields to the schema of a body. A limit of one type says nothing of
+    values of other types."""
+    for name, about in schema["properties"].items():
+        about.update(_LIMITS.get(name, {}))
+
+
+class OnlyValues:
+    """Annotates a field that takes these values alone. why: the error for other values."""
+
+    def __init__(self, *values: Any, why: str):
+        self._values = values
+        self._why = why
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._checked)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> JsonObject:
+        return {"enum": list(self._values), "description": self._why}
+
+    def _checked(self, value: Any) -> Any:
+        if value not in self._values:
+            raise ValueError(self._why)
+        return value
+
+
+class FirstFault(FailFast):
+    """Annotates a list whose check stops at the first wrong entry, of possibly thousands."""
+
+    __hash__ = object.__hash__  # unions of annotated types must be hashable
+
+
+_MESSAGE = {"type": "object", "properties": {"role": {"type": "string"}}, "required": ["role"]}
+Messages = Annotated[
+    list[dict[str, Any]],
+    FirstFault(),
+    Field(json_schema_extra={"minItems": 1, "items": _MESSAGE}),
+]
+
+
+def schema_in(field: str) -> ConfigDict:
+    """Returns a model's config whose OpenAPI schema requires `field` in formats of type
+    json_schema."""
+    of_type: JsonObject = {"properties": {"type": {"const": "json_schema"}}, "required": ["type"]}
+    return ConfigDict(json_schema_extra={"if": of_type, "then": {"required": [field]}})

@@ -1,0 +1,33 @@
+"""Routers of the users' port, and what their routes have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import fastapi
+from starlette.responses import Response
+
+from jaxserve.server.frontend import Frontend
+from jaxserve.server.generate_call import GenerateCall
+from jaxserve.server.http_app import JsonRoute
+
+
+def open_router(frontend: Frontend) -> fastapi.APIRouter:
+    """Returns a router for routes that need a model; refused unless the server is open."""
+
+    async def check_open() -> None:
+        frontend.check_open()
+
+    return fastapi.APIRouter(route_class=JsonRoute, dependencies=[fastapi.Depends(check_open)])
+
+
+def json_response(body: bytes, headers: Mapping[str, str]) -> Response:
+    """Returns the response with a body of JSON."""
+    return Response(body, 200, headers, "application/json")
+
+
+async def token_ids(frontend: Frontend, call: GenerateCall, request: fastapi.Request) -> list[int]:
+    """Returns the token ids of a call's prompt. Errors: RequestError."""
+    frontend.check_model(call.model)
+    ids = await frontend.tokenize(call.prompt, request.state.caller)
+    return ids.tolist()

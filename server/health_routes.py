@@ -1,0 +1,66 @@
+"""Routes for operators' tools: health, load, version, metrics."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import fastapi
+from prometheus_client.registry import Collector, CollectorRegistry
+from starlette.responses import PlainTextResponse, Response
+
+import jaxserve
+from jaxserve.observe.metric_aliases import VllmAliases
+from jaxserve.server.frontend import Frontend
+from jaxserve.server.frontend_metrics import CONTENT_TYPE, exposition
+from jaxserve.server.readiness import Readiness
+
+
+def health_routes(frontend: Frontend, readiness: Readiness) -> fastapi.APIRouter:
+    """Returns the routes that answer in every state of the server."""
+    router = fastapi.APIRouter()
+
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health", response_class=PlainTextResponse)
+    async def health() -> Response:
+        """Answers 200 while the process works; 503 if only a restart helps."""
+        return _health_response(readiness.liveness_fault())
+
+    @router.head("/ready", include_in_schema=False)
+    @router.get("/ready", response_class=PlainTextResponse)
+    async def ready() -> Response:
+        """Answers 200 while requests are accepted and tokens come out: a caller's within the last
+        seconds, else one that this check generates."""
+        return _health_response(await readiness.readiness_fault())
+
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        """Returns how many requests the server has, for routers."""
+        return {"server_load": len(frontend.streams)}
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": jaxserve.__version__}
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def metrics(request: fastapi.Request) -> Response:
+        """Returns metrics in the text format of Prometheus; name[]=... selects some. The replica's
+        are missing while it is built."""
+        registries: list[CollectorRegistry | VllmAliases] = [frontend.metrics.registry]
+        if frontend.replica is not None:
+            registries.append(frontend.replica.metrics_registry)
+        if frontend.replica is not None and frontend.config.metrics_aliases == "vllm":
+            replica = frontend.replica
+            aliases = VllmAliases(replica.metrics_registry, replica.info.served_name)
+            registries.append(aliases)
+        chosen: Sequence[Collector] = registries
+        if names := request.query_params.getlist("name[]"):
+            chosen = [registry.restricted_registry(names) for registry in registries]
+        text = await frontend.ask_replica(functools.partial(exposition, chosen))
+        return Response(text, 200, media_type=CONTENT_TYPE)
+
+    return router
+
+
+def _health_response(fault: str) -> Response:
+    return PlainTextResponse(fault or "ok", 503 if fault else 200)

@@ -1,0 +1,115 @@
+"""Routes of the OpenAI protocol, with vLLM's that render prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import fastapi
+from starlette.responses import Response
+
+from jaxserve.server.frontend import Frontend
+from jaxserve.server.generation.chat import ChatRequest, chat_call
+from jaxserve.server.generation.embedding import Embedding
+from jaxserve.server.generation.responding import INLINE_TOKENS, STREAMED, respond
+from jaxserve.server.generation.routing import json_response, open_router, token_ids
+from jaxserve.server.generation.unknown_fields import UnknownFields
+from jaxserve.server.json_body import JsonObject, dump_in_thread_if
+from jaxserve.server.openai.chat import ChatWriter
+from jaxserve.server.openai.completions import (
+    CompletionRequest,
+    CompletionWriter,
+    completion_calls,
+)
+from jaxserve.server.openai.embeddings import EmbeddingsRequest, respond_with_embeddings
+from jaxserve.server.openai.responses.routes import add_responses_routes
+
+
+def openai_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.APIRouter:
+    """Returns the routes of the OpenAI protocol."""
+    router = open_router(frontend)
+    add_responses_routes(router, frontend, unknown)
+    _add_generating_routes(router, frontend, unknown)
+    _add_rendering_routes(router, frontend, unknown)
+    _add_model_routes(router, frontend)
+
+    @router.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingsRequest, request: fastapi.Request) -> Response:
+        headers = unknown.headers(body)
+        embedding = Embedding.of(frontend, body, request, headers, "embd")
+        return await respond_with_embeddings(embedding, body)
+
+    return router
+
+
+def _add_generating_routes(
+    router: fastapi.APIRouter, frontend: Frontend, unknown: UnknownFields
+) -> None:
+    @router.post("/v1/completions", responses=STREAMED)
+    async def completions(body: CompletionRequest, request: fastapi.Request) -> Response:
+        headers = unknown.headers(body)
+        calls = completion_calls(body, request.headers)
+        writer = CompletionWriter(frontend, body, calls)
+        return await respond(frontend, calls, writer, request, body.stream_mode(), headers)
+
+    @router.post("/v1/chat/completions", responses=STREAMED)
+    async def chat_completions(body: ChatRequest, request: fastapi.Request) -> Response:
+        headers = unknown.headers(body)
+        call = chat_call(frontend, body, request.headers)
+        writer = ChatWriter(frontend, body)
+        return await respond(frontend, [call], writer, request, body.stream_mode(), headers)
+
+
+def _add_rendering_routes(
+    router: fastapi.APIRouter, frontend: Frontend, unknown: UnknownFields
+) -> None:
+    @router.post("/v1/completions/render")
+    async def completions_render(body: CompletionRequest, request: fastapi.Request) -> Response:
+        """Returns the token ids of each prompt, for routers that seek the replica which has most of
+        them."""
+        headers = unknown.headers(body)
+        calls = completion_calls(body, request.headers)
+        rendered = [{"token_ids": await token_ids(frontend, call, request)} for call in calls]
+        return await _rendered(rendered, headers)
+
+    @router.post("/v1/chat/completions/render")
+    async def chat_completions_render(body: ChatRequest, request: fastapi.Request) -> Response:
+        """Returns the token ids that the model would be given."""
+        headers = unknown.headers(body)
+        call = chat_call(frontend, body, request.headers)
+        return await _rendered({"token_ids": await token_ids(frontend, call, request)}, headers)
+
+
+def _add_model_routes(router: fastapi.APIRouter, frontend: Frontend) -> None:
+    @router.get("/v1/models")
+    async def models() -> JsonObject:
+        return {"object": "list", "data": _models(frontend)}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> JsonObject:
+        frontend.check_model(name)
+        known = _models(frontend)
+        return next((model for model in known if model["id"] == name), known[0])
+
+
+def _models(frontend: Frontend) -> list[JsonObject]:
+    """Returns the model, once for each of its names."""
+    info = frontend.info
+    return [
+        {
+            "id": name,
+            "object": "model",
+            "created": frontend.started,
+            "owned_by": "jaxserve",
+            "root": info.served_name,
+            "parent": None,
+            "max_model_len": info.max_model_len,
+        }
+        for name in (info.served_name, *info.other_names)
+    ]
+
+
+async def _rendered(content: JsonObject | list[JsonObject], headers: Mapping[str, str]) -> Response:
+    """Writes token ids, in a thread if there are many."""
+    prompts = content if isinstance(content, list) else [content]
+    count = sum(len(prompt["token_ids"]) for prompt in prompts)
+    return json_response(await dump_in_thread_if(count > INLINE_TOKENS, lambda: content), headers)

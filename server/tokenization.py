@@ -1,0 +1,97 @@
+"""Routes that show a model's tokens, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import fastapi
+from pydantic import Field
+from starlette.responses import Response
+
+from jaxserve.api.errors import RequestError
+from jaxserve.server.frontend import Frontend
+from jaxserve.server.generation.chat import Tool, tool_message
+from jaxserve.server.generation.fields import FirstFault, IdsField, Messages, OpenModel
+from jaxserve.server.generation.responding import INLINE_TOKENS
+from jaxserve.server.generation.routing import json_response, open_router
+from jaxserve.server.generation.token_writer import TokenWriter
+from jaxserve.server.generation.unknown_fields import UnknownFields
+from jaxserve.server.json_body import JsonObject, dump_in_thread_if
+from jaxserve.server.prompts import Chat, Text
+
+
+class TokenizeRequest(OpenModel):
+    model: str = ""
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Annotated[list[Tool], FirstFault()] | None = Field(None, max_length=128)
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(OpenModel):
+    model: str = ""
+    tokens: IdsField = Field(...)
+    skip_special_tokens: bool = False
+
+
+def tokenization_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.APIRouter:
+    """Returns the routes that convert texts to tokens and back."""
+    router = open_router(frontend)
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> JsonObject:
+        """The tokenizer's special tokens and the chat template, as tokenizer_config.json has
+        them."""
+        if frontend.tokenizer is None:
+            raise RequestError("", "this model has no tokenizer", "NOT_FOUND")
+        return frontend.tokenizer.config
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest, request: fastapi.Request) -> Response:
+        headers = unknown.headers(body)
+        frontend.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("prompt", "give either prompt or messages")
+        if body.prompt is None:
+            prompt: Chat | Text = Chat(
+                body.messages or (),
+                [tool_message(tool) for tool in body.tools or ()],
+                body.chat_template_kwargs or {},
+                body.add_generation_prompt,
+                body.continue_final_message,
+            )
+        else:
+            prompt = Text(body.prompt, body.add_special_tokens)
+        ids = (await frontend.tokenize(prompt, request.state.caller)).tolist()
+
+        def content() -> JsonObject:
+            answer: JsonObject = {
+                "count": len(ids),
+                "max_model_len": frontend.info.max_model_len,
+                "tokens": ids,
+                "token_strs": None,
+            }
+            if body.return_token_strs:
+                token_writer = TokenWriter(frontend.tokenizer)
+                answer["token_strs"] = [token_writer.text(id) for id in ids]
+            return answer
+
+        return json_response(await dump_in_thread_if(len(ids) > INLINE_TOKENS, content), headers)
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest, request: fastapi.Request) -> Response:
+        headers = unknown.headers(body)
+        frontend.check_model(body.model)
+        if not isinstance(body.tokens, list):
+            raise RequestError("tokens", "must be a list of token ids")
+        text = await frontend.detokenize(
+            body.tokens, request.state.caller, body.skip_special_tokens, "tokens"
+        )
+        large = len(body.tokens) > INLINE_TOKENS
+        return json_response(await dump_in_thread_if(large, lambda: {"prompt": text}), headers)
+
+    return router
