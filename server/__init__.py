@@ -2,11 +2,11 @@
 
 A request's way in: `grpc.handlers` or `http_server` limits and parses what comes, `grpc.auth` or
 `http_server` has `auth.access` find the caller of its API key. `grpc.inference`, `openai` or
-`anthropic` translates it into a `generate_call.GenerateCall`. `frontend` tokenizes its prompt (`prompts`),
-counts it against the key's limits, and submits a `Request` to the replica. Its way out: the
-replica's thread puts events into `streams.Mailbox`, which wakes the event loop; `streams.Stream`
-makes outputs of them, which `grpc.inference`, or `generation.responding` by an `event_stream`,
-writes.
+`anthropic` translates it into a `generate_call.GenerateCall`. `frontend` tokenizes its prompt
+(`prompts`), counts it against the key's limits, and submits a `Request` to the replica. Its way
+out: the replica's thread puts events into `streams.Mailbox`, which wakes the event loop;
+`streams.Stream` makes outputs of them, which `grpc.inference`, or `generation.responding` by an
+`event_stream`, writes.
 
 supervisor         ports, health, reflection, start, drain and stop
 event_loop         the asyncio loop, and work in threads

@@ -24,6 +24,7 @@ from jaxserve.cli.engine_flags import (
 from jaxserve.cli.own_server import flag
 from jaxserve.group.channel import lasting_ports
 from jaxserve.group.cluster import ProcessSet, Task
+from jaxserve.group.own_code import own_command
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError
@@ -136,7 +137,7 @@ def _replica(
     conductors = {option.name for option in SERVER["server"]} - OF_REPLICA
     flags = _flags(COMMAND, _own_folder(number, values), OF_CLUSTER | conductors)
     own = ["--grpc_port=0", "--port=0", f"--replica_port={port}", f"--role={role}"]
-    return Task(f"replica {number}", _jaxserve("serve", *own, *flags), 1, environment)
+    return Task(f"replica {number}", own_command("jaxserve", "serve", *own, *flags), 1, environment)
 
 
 def _with_host_memory(role: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -158,11 +159,9 @@ def _own_folder(number: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
 def _conductor(values: Mapping[str, Any], ports: list[int]) -> Task:
     flags = _flags(CONDUCTOR, values, NOT_PASSED | {"replica_port"})
     replicas = ",".join(f"127.0.0.1:{port}" for port in ports)
-    return Task("conductor", _jaxserve("conductor", f"--replicas={replicas}", *flags), 0)
-
-
-def _jaxserve(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "jaxserve", *arguments]
+    return Task(
+        "conductor", own_command("jaxserve", "conductor", f"--replicas={replicas}", *flags), 0
+    )
 
 
 def _flags(command: Command, values: Mapping[str, Any], without: set[str]) -> list[str]:

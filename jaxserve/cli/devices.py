@@ -11,6 +11,8 @@ import subprocess
 import sys
 from typing import Any
 
+from jaxserve.group.own_code import own_command
+
 QUOTED = 300  # characters of what a process that failed said last
 
 
@@ -35,7 +37,7 @@ class NoDevices(Exception):
 def look(count: int, limit: float) -> Devices:
     """Finds the devices for a replica that needs `count`, within `limit` seconds. Errors:
     NoDevices."""
-    command = [sys.executable, "-m", "jaxserve.cli.devices", str(count)]
+    command = own_command("jaxserve.cli.devices", str(count))
     environment = {
         **os.environ,
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",

@@ -28,8 +28,8 @@ sampling fields named as the flags; the flags are the defaults of the lines.
 With --json, each completion is a line with prompt_ids, output_ids, text and finish_reason, and
 logprobs where asked for, in the order of the input.
 
-  jaxserve generate --prompt="The capital of France is" --max_tokens=20
-  jaxserve generate --input=prompts.jsonl --json --mesh=spp=2,kvp=2,tp=3
+  jaxserve generate smollm2-135m --prompt="The capital of France is" --max_tokens=20
+  jaxserve generate smollm2-135m --input=prompts.jsonl --json --mesh=spp=2,kvp=2,tp=3
 """
 INPUT = [
     Option("prompt", str, None, "the text to go on with"),
@@ -201,4 +201,5 @@ COMMAND = Command(
     {"input and output": INPUT, "sampling": sampling_options(temperature=0.0), **engine_groups()},
     run,
     ABOUT,
+    argument="[MODEL]",
 )

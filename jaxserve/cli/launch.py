@@ -17,6 +17,7 @@ from jaxserve.group.channel import free_port
 from jaxserve.group.environment import PORT, Place, place_of
 from jaxserve.group.handshake import Certificate
 from jaxserve.group.member import LEADER, MIN_SECRET, SECRET_VARIABLE, Member, checked_secret
+from jaxserve.group.own_code import own_command
 from jaxserve.group.supervisor import Supervisor
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
@@ -55,12 +56,12 @@ OPTIONS = [
 def run(values: dict[str, Any]) -> int:
     place = _place(values)
     _check_certificate(values, place)
-    members = _members(values, place)
+    members = members_of(values, place)
     say = lambda text: print(f"launch: {text}", file=sys.stderr, flush=True)
     if place.source:
         say(f"{place.source}: number {place.index} of {place.count}, leader on {place.leader}")
-    command = _command(values["command"])
-    with _secret(place) as secret:
+    command = command_of(values["command"])
+    with group_secret(place) as secret:
         environment = {**os.environ, SECRET_VARIABLE: secret}
         try:
             return Supervisor(members, command, environment, say).run()
@@ -113,7 +114,7 @@ def _is_here(host: str) -> bool:
     return True
 
 
-def _members(values: dict[str, Any], place: Place) -> list[Member]:
+def members_of(values: dict[str, Any], place: Place) -> list[Member]:
     """Those of this call; the leader is in the first."""
     each = values["processes"]
     port = values["group_port"] or (PORT if place.count > 1 else free_port("127.0.0.1"))
@@ -133,7 +134,7 @@ def _members(values: dict[str, Any], place: Place) -> list[Member]:
 
 
 @contextlib.contextmanager
-def _secret(place: Place) -> Iterator[str]:
+def group_secret(place: Place) -> Iterator[str]:
     """Of a group on one machine: a new one. Of a job on several: the one in the cache folder, which
     the first host writes, and takes away when its command has ended. Errors: ConfigError."""
     given = os.environ.get(SECRET_VARIABLE)
@@ -184,12 +185,12 @@ def _write_whole(file: Path, text: str) -> None:
     os.replace(part, file)
 
 
-def _command(words: list[str]) -> list[str]:
-    """Of one of our commands, how Python runs it; others as they are."""
+def command_of(words: list[str]) -> list[str]:
+    """Returns how Python runs one of our commands; others as they are."""
     from jaxserve.cli.main import COMMANDS
 
     names = {words[0], " ".join(words[:2])}
-    return [sys.executable, "-m", "jaxserve", *words] if names & set(COMMANDS) else words
+    return own_command("jaxserve", *words) if names & set(COMMANDS) else words
 
 
 COMMAND = Command({"group": OPTIONS}, run, ABOUT, "COMMAND...")

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from jaxserve.cli.engine_flags import ALL, engine_config
+from jaxserve.group.own_code import own_command
 from jaxserve.settings.schema import ConfigError
 
 STOP_SECONDS = 60.0  # for the server to end after SIGTERM, its requests drained
@@ -85,7 +85,7 @@ def starting_server(
     """
     engine_config(values)  # a mistake is told by this process, under its own command's name
     flags = [flag(name, values[name]) for name in ALL if values[name] not in (None, (), [])]
-    command = [sys.executable, "-m", "jaxserve", "serve", "--grpc_port=0", "--port=0", *flags]
+    command = own_command("jaxserve", "serve", "--grpc_port=0", "--port=0", *flags)
     variables = {**os.environ, **(environment or {})}
     with SignalsExit() as signals:
         # a group of its own: Ctrl-C is for this process, which ends the server

@@ -17,6 +17,7 @@ from jaxserve.cli import launch
 from jaxserve.cli import main as cli
 from jaxserve.group.environment import PORT, Place
 from jaxserve.group.member import LEADER
+from jaxserve.group.own_code import own_command
 from jaxserve.settings.schema import ConfigError
 from tests.group.fakes import MEMBER, ROOT, SOON
 from tests.waiting import eventually
@@ -124,7 +125,7 @@ def test_mpirun_that_does_not_tell_the_first_host_is_told_of_the_flag(capsys, mo
 
 def members(place, **values):
     options = {option.name: option.default for option in launch.OPTIONS}
-    return launch._members({**options, **values}, place)
+    return launch.members_of({**options, **values}, place)
 
 
 def test_a_group_on_one_machine_listens_on_loopback_alone():
@@ -157,7 +158,7 @@ def test_tasks_on_the_same_host_have_devices_of_their_own():
     ],
 )
 def test_our_commands_run_by_this_python_and_others_as_they_are(words, ours):
-    assert launch._command(words) == ([sys.executable, "-m", "jaxserve"] if ours else []) + words
+    assert launch.command_of(words) == (own_command("jaxserve", *words) if ours else words)
 
 
 # --- the secret
@@ -169,14 +170,14 @@ def test_the_secret_of_a_job_is_made_once_is_private_and_goes_with_it(tmp_path):
         found = []
 
         def second():
-            with launch._secret(Place(1, 2, "a", job="slurm-7.0")) as secret:
+            with launch.group_secret(Place(1, 2, "a", job="slurm-7.0")) as secret:
                 found.append(secret)
 
         waiting = threading.Thread(target=second)
         waiting.start()
         time.sleep(0.1)
         assert not found, "it waits for the first host"
-        with launch._secret(Place(0, 2, "a", job="slurm-7.0")) as secret:
+        with launch.group_secret(Place(0, 2, "a", job="slurm-7.0")) as secret:
             waiting.join(SOON)
             folder = tmp_path / "cache" / "groups"
             (file,) = folder.iterdir()
@@ -192,9 +193,9 @@ def test_the_secret_of_a_job_is_made_once_is_private_and_goes_with_it(tmp_path):
 
 def test_jobs_have_secrets_of_their_own():
     with (
-        launch._secret(Place(0, 2, "a", job="slurm-7.0")) as one,
-        launch._secret(Place(0, 2, "a", job="slurm-7.1")) as other,
-        launch._secret(Place(0, 1, "127.0.0.1")) as alone,
+        launch.group_secret(Place(0, 2, "a", job="slurm-7.0")) as one,
+        launch.group_secret(Place(0, 2, "a", job="slurm-7.1")) as other,
+        launch.group_secret(Place(0, 1, "127.0.0.1")) as alone,
     ):
         assert len({one, other, alone}) == 3
 
@@ -202,14 +203,14 @@ def test_jobs_have_secrets_of_their_own():
 def test_a_folder_that_others_can_write_to_holds_no_secret(tmp_path):
     (tmp_path / "cache" / "groups").mkdir(parents=True)
     (tmp_path / "cache" / "groups").chmod(0o777)
-    held = launch._secret(Place(0, 2, "a", job="slurm-7.0"))
+    held = launch.group_secret(Place(0, 2, "a", job="slurm-7.0"))
     with pytest.raises(ConfigError, match="writable by other users"), held:
         pass
 
 
 def test_hosts_that_do_not_share_the_folder_are_told(monkeypatch):
     monkeypatch.setattr(launch, "SECRET_SECONDS", 0.3)
-    held = launch._secret(Place(1, 2, "a", job="slurm-7.0"))
+    held = launch.group_secret(Place(1, 2, "a", job="slurm-7.0"))
     with pytest.raises(ConfigError, match="share the cache folder"), held:
         pass
 

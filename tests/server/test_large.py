@@ -15,10 +15,6 @@ import pydantic_core
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxserve.server.generation.chat import ChatRequest
-from jaxserve.server.generation.responding import INLINE_TOKENS
-from jaxserve.server.openai.completions import CompletionRequest
-from jaxserve.server.tokenization import TokenizeRequest
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request
@@ -26,8 +22,12 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.server import frontend
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import Client, ServerError
+from jaxserve.server.generation.chat import ChatRequest
+from jaxserve.server.generation.responding import INLINE_TOKENS
 from jaxserve.server.json_body import PARSE_IN_THREAD_BYTES, dump_pieces, parse
+from jaxserve.server.openai.completions import CompletionRequest
 from jaxserve.server.prompts import Chat, prompt_cost, to_array
+from jaxserve.server.tokenization import TokenizeRequest
 from jaxserve.text import Tokenizer
 from jaxserve.text.structured_output import Guided, guides
 from jaxserve.text.structured_output.sandbox import Sandbox

@@ -23,6 +23,7 @@ from jaxserve.cli.display import Streams, table
 from jaxserve.cli.engine_flags import ALL, engine_config
 from jaxserve.cli.own_server import SignalsExit, flag
 from jaxserve.group.child import Child
+from jaxserve.group.own_code import own_command
 from jaxserve.progress import progress_bar
 from jaxserve.settings.schema import ConfigError
 from jaxserve.text.output import Delta
@@ -127,7 +128,7 @@ def _command(values: Mapping[str, Any], ports: Path) -> list[str]:
     own = ["--grpc_port=0", "--port=0", f"--port_file={ports}", "--drain_timeout=1"]
     names = [name for name in ALL if name != "role" and values[name] is not None]
     flags = [flag(name, values[name]) for name in names]
-    return [sys.executable, "-m", "jaxserve", "cluster", *roles, *own, *flags]
+    return own_command("jaxserve", "cluster", *roles, *own, *flags)
 
 
 def _started(process: Child, ports: Path, log: Path) -> Addresses:

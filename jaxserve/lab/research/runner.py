@@ -13,12 +13,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxserve.group.own_code import own_command
 from jaxserve.lab.research.drive import figures, virtual
 from jaxserve.lab.research.points import Point
 from jaxserve.lab.simulate.run import System, check_classes, shape_of
@@ -74,7 +74,7 @@ class Runner:
 
     def _live(self, point: Point) -> dict[str, Any]:
         asked = json.dumps({"point": point.given, "simulated": self.run == "both"})
-        return _answer([sys.executable, "-m", "jaxserve.lab.research.measure"], asked, self.limit)
+        return _answer(own_command("jaxserve.lab.research.measure"), asked, self.limit)
 
 
 def key_of(point: Point, runner: Runner) -> str:
