@@ -1,49 +1,99 @@
-"""The order in which sequences are prefilled: one function per policy.
+"""Policies: the order in which prompts are prefilled.
 
-A policy returns a key per sequence; the smallest goes first, and of equal ones the older sequence.
-Keys are computed before every step, of all sequences that wait or are partly prefilled, from
-arrays [n]: clock seconds of their arrival, clock seconds at which their first token is due, and
-predicted seconds of the rest of their prefill (`work`).
+A policy is one object and one row of `POLICIES`, from which the settings take their choices. Its
+`rank` gives the order of the next step, its `forecast` the order in which the prompts that wait
+now will have been prefilled in the end, by which admission control predicts first tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 # multiple of its TTFT budget after which a late request no longer waits for those in time
 PATIENCE = 8.0
+# added to the key of a forecast, in seconds: the prompt goes behind all others, whatever their size
+LAST = 1e14
 Numbers = TypeVar("Numbers", float, np.ndarray)
-Policy = Callable[[float, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+UNKNOWN = np.empty(0)
 
 
-def fcfs(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) -> np.ndarray:
-    """First come, first served."""
-    return arrival
+class PromptView(NamedTuple):
+    """What a policy sees of the prompts that wait or are partly prefilled. Arrays are [n]: first
+    the partly prefilled prompts, then those that wait, each by age."""
+
+    now: float  # clock seconds
+    arrival: np.ndarray  # clock seconds
+    deadline: np.ndarray  # clock seconds at which the first token is due
+    work: np.ndarray  # predicted seconds of the rest of the prefill
+    # [0] where the caller does not know them
+    tokens: np.ndarray = UNKNOWN  # of the prompt, and of what was put out before a preemption
+    priority: np.ndarray = UNKNOWN  # as requested; smaller is more urgent
+    class_index: np.ndarray = UNKNOWN  # place of the request's class in `class_names`
+    class_names: tuple[str | None, ...] = ()  # None: requests that name no class
+
+    def at(self, places: np.ndarray | slice) -> PromptView:
+        """The view of the prompts at these places [m], in their order."""
+        return self._replace(
+            arrival=self.arrival[places],
+            deadline=self.deadline[places],
+            work=self.work[places],
+            tokens=self.tokens[places],
+            priority=self.priority[places],
+            class_index=self.class_index[places],
+        )
+
+    @property
+    def relative_slack(self) -> np.ndarray:
+        """Slack of each as a share of its TTFT budget [n], see `relative_slack`."""
+        return relative_slack(self.now, self.arrival, self.deadline, self.work)
 
 
-def edf(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) -> np.ndarray:
-    """Earliest deadline first."""
-    return due
+Key = Callable[[PromptView], np.ndarray]
 
 
-def llf(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) -> np.ndarray:
-    """Least laxity first: by slack in seconds, the time that is left to the deadline once the work
-    is done."""
-    return due - now - work
+def relative_slack(now: float, arrival: Numbers, deadline: Numbers, work: Numbers) -> Numbers:
+    """Slack as a share of the TTFT budget, (deadline - now - work) / (deadline - arrival): 1 with
+    all time left, below 0 where it is too late (Medha, Eq. 7)."""
+    return (deadline - now - work) / np.maximum(deadline - arrival, 1e-9)
 
 
-def slack(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) -> np.ndarray:
-    """Least relative slack first (the papers' LRS): slack as a share of the TTFT budget, so that a
-    long request, whose budget is large, and a short one are equally urgent (Medha 4.2, Eq. 7).
+class Policy:
+    """An order of prefill.
 
-    A request that can no longer be in time goes behind those that can, by its slack against twice
-    the budget, then four times, and so on. Once it needs `PATIENCE` times its budget it goes first,
-    so that nothing starves.
+    Both functions give a key per prompt [n] of a `PromptView`; the smallest goes first, and of
+    equal ones the older prompt.
+
+    help: what goes first, for the help of settings. rank: the order of the next step. forecast: the
+    order in the end, as far as it is known now; keys are compared among prompts of similar size,
+    as much shorter ones may share a long one's steps, but those from `LAST` on go behind prompts
+    of any size. It is `rank` by default, which is right for keys that do not change with time, such
+    as those made of arrival or tokens.
     """
-    relative = relative_slack(now, arrival, due, work)
+
+    def __init__(self, help: str, rank: Key, forecast: Key | None = None):
+        self.help = help
+        self.rank = rank
+        self.forecast = forecast or rank
+
+
+def by_deadline(view: PromptView) -> np.ndarray:
+    """Ranks by deadline: the order in which policies that look at deadlines end up, as long as
+    there is time."""
+    return view.deadline
+
+
+def demoting_late(view: PromptView) -> np.ndarray:
+    """Ranks by relative slack (Medha 4.2, Eq. 7), with late requests behind those in time: a long
+    request, whose budget is large, and a short one are equally urgent.
+
+    A request that can no longer be in time is ranked by its slack against twice the budget, then
+    four times, and so on. Once it needs `PATIENCE` times its budget it goes first, so that nothing
+    starves.
+    """
+    relative = view.relative_slack
     if not relative.size or relative.min() >= 0:
         return relative
     need = 1 - relative  # multiples of the budget until the first token
@@ -52,10 +102,32 @@ def slack(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) ->
     return np.where(relative >= 0, relative, late)
 
 
-def relative_slack(now: float, arrival: Numbers, due: Numbers, work: Numbers) -> Numbers:
-    """Slack as a share of the TTFT budget, (due - now - work) / (due - arrival): 1 with all time
-    left, below 0 where it is too late (Medha, Eq. 7)."""
-    return (due - now - work) / np.maximum(due - arrival, 1e-9)
+def late_last(view: PromptView) -> np.ndarray:
+    """Ranks by deadline, with prompts that can no longer be in time behind all others."""
+    left = view.deadline - view.now
+    return np.where(left < view.work, left + LAST, left)
 
 
-POLICIES: dict[str, Policy] = {"fcfs": fcfs, "edf": edf, "llf": llf, "slack": slack}
+def late_first(view: PromptView) -> np.ndarray:
+    """Ranks by deadline, with prompts that can no longer be in time before those in time."""
+    left = view.deadline - view.now
+    return np.where(left < view.work, left - LAST, left)
+
+
+POLICIES: dict[str, Policy] = {
+    "fcfs": Policy("first come, first served", lambda view: view.arrival),
+    "edf": Policy("earliest deadline first", by_deadline),
+    "llf": Policy(
+        "least slack in seconds", lambda view: view.deadline - view.now - view.work, by_deadline
+    ),
+    "relative-slack": Policy(
+        "least slack as a share of the time to the deadline",
+        lambda view: view.relative_slack,
+        late_first,
+    ),
+    "slack": Policy(
+        "the same, but prompts that can no longer be in time make way for those that can",
+        demoting_late,
+        late_last,
+    ),
+}

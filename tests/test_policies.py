@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.policies import PATIENCE, POLICIES, relative_slack, slack
+from jaxserve.policies import LAST, PATIENCE, POLICIES, PromptView, relative_slack
 from jaxserve.scheduling.waiting_queue import WaitingQueue, smallest_first
 from jaxserve.settings.options import options_of
 from jaxserve.settings.schema import SchedulerConfig
@@ -25,7 +25,12 @@ SECONDS = st.floats(0.001, 1000)
 
 
 def order(policy: str, now: float = 10.0) -> list[str]:
-    return [NAMES[index] for index in smallest_first(POLICIES[policy](now, ARRIVAL, DUE, WORK))]
+    view = PromptView(now, ARRIVAL, DUE, WORK)
+    return [NAMES[index] for index in smallest_first(POLICIES[policy].rank(view))]
+
+
+def slack(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) -> np.ndarray:
+    return POLICIES["slack"].rank(PromptView(now, arrival, due, work))
 
 
 @pytest.mark.parametrize(
@@ -34,6 +39,7 @@ def order(policy: str, now: float = 10.0) -> list[str]:
         ("fcfs", ["early", "pressed", "large", "tight"]),
         ("edf", ["tight", "large", "pressed", "early"]),
         ("llf", ["large", "tight", "pressed", "early"]),
+        ("relative-slack", ["pressed", "large", "tight", "early"]),
         ("slack", ["pressed", "large", "tight", "early"]),
     ],
 )
@@ -42,7 +48,8 @@ def test_each_policy_puts_another_first(policy, expected):
 
 
 def test_slack_in_seconds_and_as_a_share_by_hand():
-    assert POLICIES["llf"](10, ARRIVAL, DUE, WORK).tolist() == [72, 1.5, 1, 2]
+    view = PromptView(10, ARRIVAL, DUE, WORK)
+    assert POLICIES["llf"].rank(view).tolist() == [72, 1.5, 1, 2]
     assert relative_slack(10, ARRIVAL, DUE, WORK).tolist() == pytest.approx(
         [72 / 90, 1.5 / 3, 1 / 10, 2 / 30]
     )
@@ -62,6 +69,18 @@ def test_a_long_request_and_a_short_one_of_the_same_shape_press_alike(given_, us
         for size in (given_, given_ * factor)
     )
     assert small == pytest.approx(large, rel=1e-6, abs=1e-6) or abs(used + work - 1) < 1e-6
+
+
+def test_late_prompts_make_way_under_slack_and_go_first_under_relative_slack():
+    view = PromptView(
+        10.0, np.array([0.0, 9.0, 0.0]), np.array([11.0, 12.0, 30.0]), np.array([2.0, 1.0, 1.0])
+    )
+    assert POLICIES["relative-slack"].rank(view).tolist() == [-1 / 11, 1 / 3, 19 / 30]
+    for name, order in (("slack", [1, 2, 0]), ("relative-slack", [0, 1, 2])):
+        policy = POLICIES[name]
+        assert np.argsort(policy.rank(view)).tolist() == order
+        assert np.argsort(policy.forecast(view)).tolist() == order
+    assert (POLICIES["slack"].forecast(view) >= LAST).tolist() == [True, False, False]
 
 
 def late(need: float) -> np.ndarray:
@@ -135,7 +154,11 @@ def test_asking_for_the_first_few_sorts_only_these(monkeypatch):
 def sequence(number: int) -> SimpleNamespace:
     return SimpleNamespace(
         number=number,
-        request=SimpleNamespace(arrival=number / 2),
+        request=SimpleNamespace(
+            arrival=number / 2,
+            priority=number % 3,
+            slo=SimpleNamespace(class_name=(None, "chat")[number % 2]),
+        ),
         ttft_deadline=number * 3.0,
         prefill_len=number + 1,
         prefill_seconds_left=number * 7.0,
@@ -160,15 +183,20 @@ def test_the_line_keeps_the_order_of_age_with_what_a_policy_looks_at(numbers):
         == [line[place].number for place in range(len(line))]
         == waiting
     )
-    assert line.fields.T.tolist() == [
-        [number / 2, number * 3.0, number * 7.0, number + 1.0] for number in waiting
-    ]
+    view = line.view_among(5.0, [sequence(1000)], [sequence(1001)])
+    everyone = [1000, *waiting, 1001]
+    assert view.now == 5.0
+    assert view.arrival.tolist() == [number / 2 for number in everyone]
+    assert view.deadline.tolist() == [number * 3.0 for number in everyone]
+    assert view.work.tolist() == [number * 7.0 for number in everyone]
+    assert view.tokens.tolist() == [number + 1.0 for number in everyone]
+    assert view.priority.tolist() == [number % 3 for number in everyone]
+    names = [view.class_names[int(index)] for index in view.class_index]
+    assert names == [(None, "chat")[number % 2] for number in everyone]
 
 
 def test_a_line_grows_beyond_its_first_room():
     line = WaitingQueue()
     for number in reversed(range(1000)):
         line.add(sequence(number))
-    assert line.fields.shape == (4, 1000) and line.fields[2].tolist() == [
-        7.0 * number for number in range(1000)
-    ]
+    assert line.view.work.tolist() == [7.0 * number for number in range(1000)]

@@ -27,7 +27,7 @@ from jaxserve.lab.cli.simulate import configs, scheduling_options
 from jaxserve.lab.simulate.recorder import RequestRecord
 from jaxserve.lab.simulate.run import System, execute, shape_of
 from jaxserve.lab.simulate.workload import parse
-from jaxserve.policies import PATIENCE, POLICIES, Policy, relative_slack
+from jaxserve.policies import PATIENCE, POLICIES, Policy, PromptView
 from jaxserve.progress import progress_bar
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
@@ -40,16 +40,18 @@ SPARED_SHARE = 0.1
 SHARING = {"unshared": 0.0, "shared": 0.95}
 
 
-def spared(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) -> np.ndarray:
+def spared(view: PromptView) -> np.ndarray:
     """Late ones first where those in time can spare it: the shortest, as many as take at most
     SPARED_SHARE of the seconds by which each of those in time could wait longer and not be late, if
     the first that is due went first. The others as under the policy."""
-    keys = POLICY(now, arrival, due, work)
-    relative = relative_slack(now, arrival, due, work)
+    keys = POLICY.rank(view)
+    due = view.deadline
+    work = view.work
+    relative = view.relative_slack
     late = relative < 0
     in_time = np.flatnonzero(~late)
     in_time = in_time[np.argsort(due[in_time])]
-    spare = due[in_time] - now - np.cumsum(work[in_time])
+    spare = due[in_time] - view.now - np.cumsum(work[in_time])
     room = SPARED_SHARE * spare[spare >= 0].min(initial=np.inf)  # below 0: late in any case
     short = np.flatnonzero(late)
     short = short[np.argsort(work[short], kind="stable")]
@@ -58,17 +60,17 @@ def spared(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) -
     return keys
 
 
-def in_turns(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) -> np.ndarray:
+def in_turns(view: PromptView) -> np.ndarray:
     """Late ones among those in time, as if due at twice their budget, then at four times."""
-    relative = relative_slack(now, arrival, due, work)
+    relative = view.relative_slack
     need = np.maximum(1 - relative, 1.0)
     against, _ = np.frexp(need)
     return np.where(relative >= 0, relative, np.where(need < PATIENCE, 2 - 2 * against, -need))
 
 
-def logarithmic(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarray) -> np.ndarray:
+def logarithmic(view: PromptView) -> np.ndarray:
     """Late ones among those in time, the more urgent the more of LOG_PATIENCE is used up."""
-    relative = relative_slack(now, arrival, due, work)
+    relative = view.relative_slack
     need = np.maximum(1 - relative, 1.0)
     late = np.where(need < LOG_PATIENCE, 1 - np.log(need) / math.log(LOG_PATIENCE), -need)
     return np.where(relative >= 0, relative, late)
@@ -76,9 +78,9 @@ def logarithmic(now: float, arrival: np.ndarray, due: np.ndarray, work: np.ndarr
 
 RULES: Mapping[str, Policy] = {
     "behind": POLICY,
-    "logarithmic": logarithmic,
-    "in-turns": in_turns,
-    "spared": spared,
+    "logarithmic": Policy(POLICY.help, logarithmic, POLICY.forecast),
+    "in-turns": Policy(POLICY.help, in_turns, POLICY.forecast),
+    "spared": Policy(POLICY.help, spared, POLICY.forecast),
 }
 
 OPTIONS = {
@@ -149,7 +151,7 @@ def check(cases: list[Case]) -> None:
 
 def records_of(case: Case, seed: int, requests: int) -> list[RequestRecord]:
     """One run, in a process of its own: the rule takes the place of the policy."""
-    POLICIES["slack"] = RULES[case.rule]  # type: ignore[index]
+    POLICIES["slack"] = RULES[case.rule]
     scheduler, cache = configs({option.name: option.default for option in scheduling_options()})
     scheduler = dataclasses.replace(scheduler, sharing=SHARING[case.sharing])
     arrivals = parse(f"poisson:mix={case.mix}", qps=case.rate, requests=requests, seed=seed)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.costs.predictor import Costs, Predictor
-from jaxserve.policies import POLICIES
+from jaxserve.policies import POLICIES, PromptView
 from jaxserve.settings.schema import MeshConfig
 from vidur import config as settings
 from vidur.entities import Batch, KVParallelBatch, Request
@@ -143,7 +143,7 @@ def ordered(scheduler: type, policy: str) -> type:
                 .reshape(-1, 3)
                 .T
             )
-            keys = POLICIES[policy](time, arrival, due, work)
+            keys = POLICIES[policy].rank(PromptView(time, arrival, due, work))
             request_queue[:] = [request_queue[place] for place in np.argsort(keys, kind="stable")]
 
     return Ordered

@@ -21,7 +21,7 @@ from jaxserve.policies import relative_slack
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import DECODE
-from jaxserve.scheduling.waiting_queue import TOKENS, smallest_first
+from jaxserve.scheduling.waiting_queue import smallest_first
 
 STEPS = 128  # of one view; the next one goes on after them
 # of a step, named one by one
@@ -149,7 +149,7 @@ def _running(scheduler: Scheduler, now: float) -> list[list[Any]]:
 def _waiting(scheduler: Scheduler, now: float) -> list[list[Any]]:
     """Rows of those that wait, least relative slack first."""
     queue = scheduler.slots.queue
-    slack = relative_slack(now, *queue.fields[:TOKENS])
+    slack = queue.view_among(now, ()).relative_slack
     return [
         _row(queue[place], "waiting", now, 0, None)
         for place in islice(smallest_first(slack, WAITING), WAITING)

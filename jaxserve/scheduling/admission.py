@@ -23,13 +23,13 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Slo
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import Predictor
+from jaxserve.policies import LAST, POLICIES, PromptView
 from jaxserve.scheduling.completion_lengths import CompletionLengths
 from jaxserve.scheduling.events import BatchPacked, EventBus, FirstToken, Tokens
 from jaxserve.scheduling.forecast import LoadForecast, LoadModel
 from jaxserve.scheduling.prefill_packing import SHARER_WORK_RATIO
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import SlotTable
-from jaxserve.scheduling.waiting_queue import ARRIVAL, DUE, TOKENS, WORK
 from jaxserve.settings.schema import SchedulerConfig
 
 # share of its TTFT budget that a long prompt behind another keeps free, for short ones to come
@@ -40,7 +40,7 @@ MARGIN_STEP = 0.03  # share of the TTFT budget by which a late first token raise
 IDLE_DECAY = 0.8  # factor on the margins when a request finds no prompt before it
 SIZE_CLASSES = 16  # prompts of 4^k to 4^(k + 1) tokens have a margin of their own
 MAX_STALE = 1024  # entries of sequences that have begun, before they are thrown away
-RANK_GAP = 1e7  # seconds: more than any two deadlines are apart
+LAST_CLASS = 1024  # added to the size class of prompts that go behind all others
 MIN_RETRY_AFTER = 0.05  # seconds
 
 
@@ -103,14 +103,14 @@ class RankedPrompts(NamedTuple):
     """Prompts that are partly prefilled or wait, with the new one among them, in the order in which
     they will be prefilled."""
 
-    fields: np.ndarray  # [4, n] as WaitingQueue.fields
+    view: PromptView
     waits: np.ndarray  # [n] bool, for a slot
     place: int  # of the new one
 
-    def without_new(self) -> tuple[np.ndarray, np.ndarray]:
-        """The fields and `waits` of the others."""
+    def without_new(self) -> tuple[PromptView, np.ndarray]:
+        """Returns the view and `waits` of the others."""
         others = np.arange(len(self.waits)) != self.place
-        return self.fields[:, others], self.waits[others]
+        return self.view.at(others), self.waits[others]
 
 
 class AdmissionController:
@@ -163,7 +163,7 @@ class AdmissionController:
         self._check_deadline(sequence, now, own)
         if not promises:
             return now + own
-        due = prompts.fields[DUE, prompts.place :] - now
+        due = prompts.view.deadline[prompts.place :] - now
         latest = self._latest(prompts, due, forecast)
         if feasible or not nobody_before:
             self._check_own(own, due, latest)
@@ -196,27 +196,25 @@ class AdmissionController:
     def _ranked(
         self, sequence: Sequence, work: float, forecast: LoadForecast, now: float
     ) -> RankedPrompts:
-        own = sequence.request.arrival, sequence.ttft_deadline, work, sequence.prefill_len
-        fields = np.concatenate([self.slots.policy_fields(), np.array(own)[:, None]], axis=1)
-        # the new one, which is the last, goes after those that rank as it does
-        order = np.argsort(self._rank(fields, forecast, now), kind="stable")
+        sequence.prefill_seconds_left = work
+        view = self.slots.prompts(now, sequence)
+        order = self._order(view, forecast)
         waits = order >= len(self.slots.prefilling)
-        return RankedPrompts(fields[:, order], waits, int(np.argmax(order)))
+        return RankedPrompts(view.at(order), waits, int(np.argmax(order)))
 
-    def _rank(self, fields: np.ndarray, forecast: LoadForecast, now: float) -> np.ndarray:
-        """The key [n] by which prompts are prefilled, smallest first. Policies that look at
-        deadlines end up with the first that is due, as long as there is time; prompts that need
-        several steps leave most of these to much shorter ones."""
+    def _order(self, prompts: PromptView, forecast: LoadForecast) -> np.ndarray:
+        """Returns the places [n] of prompts in the order in which they will be prefilled, of equal
+        ones the older first. Prompts that need several steps leave most of these to much shorter
+        ones."""
         config = self.config
-        arrival, due, work, _ = fields
-        rank = arrival - now if config.policy == "fcfs" else due - now
+        key = POLICIES[config.policy].forecast(prompts)
+        order = np.argsort(key, kind="stable")
         if config.chunking == "adaptive" and config.sharing > 0:
-            steps = np.maximum(work * (1 / forecast.prefill_per_step), 1.0)
-            classes = np.log(steps) * (1 / math.log(1 / SHARER_WORK_RATIO))
-            rank = rank + RANK_GAP * classes.astype(int)
-        if config.policy == "slack":  # what cannot be in time makes way
-            rank = np.where(due - now < work, rank + RANK_GAP**2, rank)
-        return rank
+            steps = np.maximum(prompts.work * (1 / forecast.prefill_per_step), 1.0)
+            size_class = (np.log(steps) * (1 / math.log(1 / SHARER_WORK_RATIO))).astype(np.int16)
+            size_class[key >= LAST] += LAST_CLASS
+            order = order[np.argsort(size_class[order], kind="stable")]
+        return order
 
     def _first_tokens(
         self, prompts: RankedPrompts, forecast: LoadForecast, begun: float
@@ -225,7 +223,7 @@ class AdmissionController:
         not there."""
         # the step of a prompt's last chunk is shared with decodes: they are waited for
         lag = begun + (forecast.step / 2 if forecast.decodes else 0.0)
-        first = self.load.first_tokens(prompts.fields, prompts.waits, forecast) + lag
+        first = self.load.first_tokens(prompts.view, prompts.waits, forecast) + lag
         if prompts.place + 1 == len(first):
             return first, np.empty(0)
         before = self.load.first_tokens(*prompts.without_new(), forecast)[prompts.place :] + lag
@@ -238,11 +236,10 @@ class AdmissionController:
     ) -> np.ndarray:
         """Seconds at which first tokens may be forecast at the latest: the new one's, and those of
         the prompts behind it, which are `due`."""
-        fields = prompts.fields
-        behind = fields[:, prompts.place :]
-        given = behind[DUE] - behind[ARRIVAL]
-        latest = due - self.margins.of(behind[TOKENS]) * given
-        is_long = fields[WORK] > forecast.prefill_per_step / SHARER_WORK_RATIO
+        behind = prompts.view.at(slice(prompts.place, None))
+        given = behind.deadline - behind.arrival
+        latest = due - self.margins.of(behind.tokens) * given
+        is_long = prompts.view.work > forecast.prefill_per_step / SHARER_WORK_RATIO
         if is_long[prompts.place] and np.count_nonzero(is_long) > 1:
             latest[0] = min(latest[0], due[0] - LONG_PROMPT_RESERVE * given[0])
         return latest
@@ -280,13 +277,13 @@ class AdmissionController:
         time `before` it came."""
         if not before.size:
             return
-        behind = prompts.fields[:, prompts.place + 1 :]
+        behind = prompts.view.at(slice(prompts.place + 1, None))
         first = first[prompts.place + 1 :]
         latest = latest[1:]
         # the latest with the smallest margin, which is what is needed if nobody else comes
-        at_best = due[1:] - MIN_MARGIN * (behind[DUE] - behind[ARRIVAL])
+        at_best = due[1:] - MIN_MARGIN * (behind.deadline - behind.arrival)
         made_late = (before <= latest) & (first > latest)
-        made_late |= (behind[WORK] <= at_best) & (first > at_best)
+        made_late |= (behind.work <= at_best) & (first > at_best)
         if made_late.any():
             after = float(np.where(made_late, first - at_best, -math.inf).max())
             raise _refused(

@@ -16,11 +16,11 @@ import numpy as np
 from jaxserve.api.batch import Batch
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import LaneLoad, Predictor
+from jaxserve.policies import PromptView
 from jaxserve.scheduling.budget import MIN_PREFILL_SHARE
 from jaxserve.scheduling.completion_lengths import CompletionLengths
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import DECODE, SlotTable
-from jaxserve.scheduling.waiting_queue import TOKENS, WORK
 from jaxserve.settings.schema import SchedulerConfig
 
 CURVE_POINTS = 9  # numbers of decodes for which a step's time is predicted; in between, by a line
@@ -73,7 +73,7 @@ class LoadModel:
     def current(self) -> LoadForecast:
         """The forecast of what runs since the last batch came or went."""
         if self._current is None:
-            waiting = self.slots.policy_fields()[TOKENS]
+            waiting = self.slots.prompts(0.0).tokens
             context = float(waiting.mean()) if waiting.size else 0.0
             self._current = self._forecast(math.inf, context)
         return self._current
@@ -160,17 +160,17 @@ class LoadModel:
     # --- first tokens
 
     def first_tokens(
-        self, fields: np.ndarray, waits: np.ndarray, forecast: LoadForecast
+        self, prompts: PromptView, waits: np.ndarray, forecast: LoadForecast
     ) -> np.ndarray:
-        """Seconds [n] to the first tokens of prompts that are prefilled in this order.
+        """Predicts seconds [n] to the first tokens of prompts that are prefilled in this order.
 
-        fields: [4, n] as WaitingQueue.fields; waits: [n] bool, for a slot. A prompt is prefilled
-        when it has a slot and pages and the prefill before it is done, at the rate that decodes
-        leave. Those ahead of it are decodes by then, and some of those that run have ended.
+        waits: [n] bool, for a slot. A prompt is prefilled when it has a slot and pages and the
+        prefill before it is done, at the rate that decodes leave. Those ahead of it are decodes by
+        then, and some of those that run have ended.
         """
-        work = fields[WORK]
+        work = prompts.work
         ready = self._slots_ready(waits, forecast)
-        ready = np.maximum(ready, self._pages_ready(fields[TOKENS], waits, forecast))
+        ready = np.maximum(ready, self._pages_ready(prompts.tokens, waits, forecast))
         rate = forecast.prefill_rate
         about = np.maximum(ready, np.cumsum(work) * (1 / float(rate[forecast.decodes])))
         ended = np.searchsorted(forecast.decode_ends, about)

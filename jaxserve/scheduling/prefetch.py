@@ -8,10 +8,9 @@ import numpy as np
 
 from jaxserve.cache import CacheManager
 from jaxserve.cache.tiers import LowerTiers
-from jaxserve.policies import POLICIES
+from jaxserve.policies import Policy
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import SlotTable
-from jaxserve.scheduling.waiting_queue import TOKENS
 
 LOOK_SECONDS = 0.05  # between looks at the queue
 LOOKED_AT = 4  # prompts at its head
@@ -26,7 +25,7 @@ class QueuePrefetch:
         self._slots = slots
         self._next_look = 0.0  # clock second
 
-    def look(self, policy: str, now: float) -> None:
+    def look(self, policy: Policy, now: float) -> None:
         """Looks at the prompts that are next by the policy, if it is time to."""
         lower = self._cache.lower
         if lower is None or not lower.outlasts or not self._slots.queue or now < self._next_look:
@@ -47,11 +46,10 @@ class QueuePrefetch:
         assert sequence.lookup is not None
         return not sequence.lookup.answered and now < sequence.lookup_until
 
-    def _head(self, policy: str, now: float) -> list[Sequence]:
+    def _head(self, policy: Policy, now: float) -> list[Sequence]:
         """The waiting prompts that come first."""
         slots = self._slots
-        fields = slots.policy_fields()
-        keys = POLICIES[policy](now, *fields[:TOKENS])[len(slots.prefilling) :]
+        keys = policy.rank(slots.prompts(now))[len(slots.prefilling) :]
         waiting = tuple(slots.queue.copy())
         return [waiting[index] for index in np.argsort(keys)[:LOOKED_AT]]
 

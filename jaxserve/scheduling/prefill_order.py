@@ -8,25 +8,25 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxserve.policies import POLICIES
+from jaxserve.policies import Policy
 from jaxserve.scheduling.page_admission import PageAdmission
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import SlotTable
-from jaxserve.scheduling.waiting_queue import TOKENS, WORK, smallest_first
+from jaxserve.scheduling.waiting_queue import smallest_first
 
 
 class PrefillOrder:
     """The order of one step. Each sequence comes once, in whichever pass reaches it first; waiting
     ones that cannot be admitted any more are left out."""
 
-    def __init__(self, policy: str, now: float, slots: SlotTable, admission: PageAdmission):
+    def __init__(self, policy: Policy, now: float, slots: SlotTable, admission: PageAdmission):
         self.admission = admission
         self._running = tuple(slots.prefilling)
         self._waiting = slots.queue.copy()
-        fields = slots.policy_fields()
-        self._work = fields[WORK]
-        self._tokens = fields[TOKENS]
-        self._key = POLICIES[policy](now, *fields[:TOKENS])
+        prompts = slots.prompts(now)
+        self._work = prompts.work
+        self._tokens = prompts.tokens
+        self._key = policy.rank(prompts)
         self._left = np.ones(self._key.size, bool)
 
     def ranked(self, most_work: float = math.inf) -> Iterator[Sequence]:

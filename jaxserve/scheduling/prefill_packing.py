@@ -19,7 +19,7 @@ from jaxserve.api.request import KvSource
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import Predictor
 from jaxserve.lanes.groups import lanes_of
-from jaxserve.policies import relative_slack
+from jaxserve.policies import POLICIES, relative_slack
 from jaxserve.scheduling.budget import CHUNKING, BlocksPerLane, StepBudget
 from jaxserve.scheduling.page_admission import PageAdmission
 from jaxserve.scheduling.prefetch import QueuePrefetch
@@ -130,11 +130,12 @@ class PrefillPacker:
         """Chunks of prefilling and of newly admitted sequences, in the order of the policy, as far
         as the budget and the pages go."""
         slots = self.slots
-        self._prefetch.look(config.policy, now)
+        policy = POLICIES[config.policy]
+        self._prefetch.look(policy, now)
         if not (slots.prefilling or (slots.queue and slots.free)):
             return []
         step = self._begin(config, now, budget)
-        self._pack(step, PrefillOrder(config.policy, now, slots, self.admission))
+        self._pack(step, PrefillOrder(policy, now, slots, self.admission))
         return step.chunks
 
     def _begin(self, config: SchedulerConfig, now: float, budget: StepBudget) -> PrefillStep:

@@ -37,7 +37,6 @@ from jaxserve.scheduling.page_admission import PageAdmission
 from jaxserve.scheduling.prefill_packing import SHARER_WORK_RATIO, Planner
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slots import ENDED, LEAVING, SlotTable
-from jaxserve.scheduling.waiting_queue import TOKENS, WORK
 from jaxserve.settings.schema import MeshConfig, SchedulerConfig
 
 Events = list[tuple[str, Event]]  # request id, event
@@ -143,7 +142,7 @@ class Scheduler:
             sequence.prefill_len - int(self.slots.issued[sequence.slot])
             for sequence in self.slots.prefilling
         )
-        tokens += int(self.slots.queue.fields[TOKENS].sum())
+        tokens += int(self.slots.queue.view.tokens.sum())
         return Load(
             self.running, self.waiting, tokens, self.slots.backlog, free, self.cache.total, cached
         )
@@ -160,7 +159,7 @@ class Scheduler:
             raise RequestError("request_id", f"{request.id!r} is in use", "ALREADY_EXISTS")
         ahead = len(self.slots.queue)
         if ahead >= self.config.max_queue:
-            after = float(self.slots.queue.fields[WORK].mean()) / self.predictor.mesh.kvp
+            after = float(self.slots.queue.view.work.mean()) / self.predictor.mesh.kvp
             raise RequestError(
                 "",
                 f"{ahead} requests are waiting, which is the limit",
@@ -247,9 +246,9 @@ class Scheduler:
         slots = self.slots
         config = self.config
         begun = self._flight[-1].seconds / 2 if self._flight else 0.0
-        fields = slots.policy_fields()
-        key = POLICIES[config.policy](sequence.request.arrival, *fields[:TOKENS])
-        work = fields[WORK]
+        prompts = slots.prompts(sequence.request.arrival)
+        key = POLICIES[config.policy].rank(prompts)
+        work = prompts.work
         own = float(work[-1])  # the youngest: those of equal rank go before it
         ahead = work[:-1][key[:-1] <= key[-1]]
         if config.chunking == "adaptive" and config.sharing > 0:

@@ -16,8 +16,9 @@ import numpy as np
 
 from jaxserve.api.batch import Batch
 from jaxserve.cache import CacheManager
+from jaxserve.policies import PromptView
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
-from jaxserve.scheduling.waiting_queue import WORK, WaitingQueue, age, fields_of
+from jaxserve.scheduling.waiting_queue import WaitingQueue, age
 
 # phases of a slot; from LEAVING on nothing more of its sequence is issued
 EMPTY, PREFILL, DECODE, LEAVING, ENDED = range(5)
@@ -57,7 +58,7 @@ class SlotTable:
     @property
     def backlog(self) -> float:
         """Predicted seconds of prefill that are left to do."""
-        return float(self.queue.fields[WORK].sum()) + sum(
+        return float(self.queue.view.work.sum()) + sum(
             sequence.prefill_seconds_left for sequence in self.prefilling
         )
 
@@ -72,11 +73,10 @@ class SlotTable:
         sequence.prefill_seconds_left = self.work(sequence.received, sequence.prefill_len)
         self.queue.add(sequence)
 
-    def policy_fields(self) -> np.ndarray:
-        """What policies look at, [4, n] as in WaitingQueue.fields: of the prefilling sequences,
-        then of those that wait."""
-        prefilling = np.array([fields_of(sequence) for sequence in self.prefilling])
-        return np.concatenate([prefilling.reshape(-1, 4).T, self.queue.fields], 1)
+    def prompts(self, now: float, *new: Sequence) -> PromptView:
+        """Returns what policies look at: the prefilling sequences, those that wait, and `new` ones
+        that have not joined the queue."""
+        return self.queue.view_among(now, self.prefilling, new)
 
     def forget(self, sequence: Sequence, queue: WaitingQueue | list[Sequence]) -> None:
         """Removes a sequence that has ended from the queue in which it waits."""

@@ -4,27 +4,26 @@ ranking a thousand sequences costs a few numpy calls."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 import numpy as np
 
+from jaxserve.policies import PromptView
 from jaxserve.scheduling.sequence import Sequence
 
 age = attrgetter("number")  # sequences are numbered as they come
-ARRIVAL, DUE, WORK, TOKENS = range(4)  # rows of `WaitingQueue.fields`
+COLUMNS = 6  # arrays of a PromptView
 
 
 class WaitingQueue:
-    """Waiting sequences, oldest first.
-
-    `fields` [4, n] float64 are, of each: clock seconds of its arrival, clock seconds at which its
-    first token is due, predicted seconds of its prefill, and tokens of its prompt.
-    """
+    """Waiting sequences, oldest first, and what policies look at."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
-        self._fields = np.empty((4, 64))  # has room for more sequences than there are
+        # a row per array of PromptView; has room for more sequences than there are
+        self._rows = np.empty((COLUMNS, 64))
+        self._class_index: dict[str | None, int] = {}  # of every class that a request has named
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -36,48 +35,69 @@ class WaitingQueue:
         return self._sequences[place]
 
     def copy(self) -> list[Sequence]:
-        """The sequences, oldest first."""
+        """Returns the sequences, oldest first."""
         return self._sequences.copy()
 
     @property
-    def fields(self) -> np.ndarray:
-        return self._fields[:, : len(self._sequences)]
+    def view(self) -> PromptView:
+        """The waiting prompts at clock second 0; its arrays change with the queue."""
+        return self._view(0.0, self._rows[:, : len(self)])
+
+    def view_among(
+        self, now: float, before: Iterable[Sequence], after: Iterable[Sequence] = ()
+    ) -> PromptView:
+        """Returns the waiting prompts at clock second `now`, with others before and after them."""
+        rows = [self._columns(before), self._rows[:, : len(self)], self._columns(after)]
+        return self._view(now, np.concatenate(rows, 1))
+
+    def _view(self, now: float, rows: np.ndarray) -> PromptView:
+        arrival, deadline, work, tokens, priority, class_index = rows
+        names = tuple(self._class_index)
+        return PromptView(now, arrival, deadline, work, tokens, priority, class_index, names)
 
     def add(self, sequence: Sequence) -> None:
         """Adds a sequence at the place of its age."""
         count = len(self)
         at = bisect_left(self._sequences, sequence.number, key=age)
-        if count == self._fields.shape[1]:
-            self._fields = np.concatenate([self._fields, np.empty_like(self._fields)], 1)
-        self._fields[:, at + 1 : count + 1] = self._fields[:, at:count]
-        self._fields[:, at] = fields_of(sequence)
+        if count == self._rows.shape[1]:
+            self._rows = np.concatenate([self._rows, np.empty_like(self._rows)], 1)
+        self._rows[:, at + 1 : count + 1] = self._rows[:, at:count]
+        self._rows[:, at] = self._column(sequence)
         self._sequences.insert(at, sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        count = len(self._sequences)
+        """Removes a sequence that is in the queue."""
+        count = len(self)
         at = bisect_left(self._sequences, sequence.number, key=age)
         assert self._sequences.pop(at) is sequence
-        self._fields[:, at : count - 1] = self._fields[:, at + 1 : count]
+        self._rows[:, at : count - 1] = self._rows[:, at + 1 : count]
 
+    def _columns(self, sequences: Iterable[Sequence]) -> np.ndarray:
+        """Returns the columns [6, n] of these sequences."""
+        columns = np.array([self._column(sequence) for sequence in sequences])
+        return columns.reshape(-1, COLUMNS).T
 
-def fields_of(sequence: Sequence) -> tuple[float, float, float, int]:
-    """What policies look at, as in `WaitingQueue.fields`."""
-    return (
-        sequence.request.arrival,
-        sequence.ttft_deadline,
-        sequence.prefill_seconds_left,
-        sequence.prefill_len,
-    )
+    def _column(self, sequence: Sequence) -> tuple[float, ...]:
+        request = sequence.request
+        name = request.slo.class_name
+        return (
+            request.arrival,
+            sequence.ttft_deadline,
+            sequence.prefill_seconds_left,
+            sequence.prefill_len,
+            request.priority,
+            self._class_index.setdefault(name, len(self._class_index)),
+        )
 
 
 def smallest_first(key: np.ndarray, few: int = 16) -> Iterator[int]:
-    """Indices of `key` [n], smallest first, of equal ones the lower index. Usually only the first
-    few are asked for: the rest is sorted when it is needed."""
+    """Yields indices of `key` [n], smallest first, of equal ones the lower index. Callers usually
+    take only the first few: others are sorted when they are needed."""
     if len(key) > 2 * few:
         last = np.partition(key, few)[few]
         front = np.flatnonzero(key <= last)
         yield from front[np.argsort(key[front], kind="stable")].tolist()
-        rest = np.flatnonzero(~(key <= last))
+        others = np.flatnonzero(~(key <= last))
     else:
-        rest = np.arange(len(key))
-    yield from rest[np.argsort(key[rest], kind="stable")].tolist()
+        others = np.arange(len(key))
+    yield from others[np.argsort(key[others], kind="stable")].tolist()

@@ -13,6 +13,7 @@ import math
 import re
 import types
 import typing
+from collections.abc import Collection
 from typing import Any
 
 from jaxserve.api.errors import ConfigError
@@ -46,7 +47,7 @@ class Option:
     help: str
     low: float | None = None
     high: float | None = None
-    choices: tuple[str, ...] = ()
+    choices: Collection[str] = ()
     optional: bool = False
 
     def parse(self, text: str) -> Any:
@@ -116,7 +117,7 @@ def option(
     help: str,
     low: float | None = None,
     high: float | None = None,
-    choices: tuple[str, ...] = (),
+    choices: Collection[str] = (),
 ) -> Any:
     """A field of a config class, with help, limits (inclusive) and choices."""
     return dataclasses.field(

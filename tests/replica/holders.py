@@ -3,9 +3,11 @@ on by itself, a virtual one when its clock is moved."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -122,17 +124,20 @@ def _engine():
     return build(config, progress=False, warm_up=False)
 
 
-def live() -> Holder:
+def live(**settings: Any) -> Holder:
+    """settings: of the scheduler, where they are others than SCHEDULER's."""
     from tests.engine.harness import fresh
 
-    return Holder(fresh(_engine(), "grow"))
+    return Holder(fresh(_engine(), "grow", **settings))
 
 
-def virtual() -> Holder:
+def virtual(**settings: Any) -> Holder:
+    """settings: of the scheduler, where they are others than SCHEDULER's."""
     mesh = MeshConfig()
+    config = dataclasses.replace(SCHEDULER, **settings)
     cache = CacheManager(CACHE, mesh.kvp, SCHEDULER.max_seqs)
     costs = Costs(layers=1, launch=0.01, linear_token=1e-5)
-    scheduler = Scheduler(SCHEDULER, cache, mesh, MAX_LEN, costs=costs)
+    scheduler = Scheduler(config, cache, mesh, MAX_LEN, costs=costs)
     return VirtualHolder(VirtualReplica(scheduler, CACHE, mesh, shape=MODELS["tiny"]))
 
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jaxserve.policies import POLICIES
 from jaxserve.settings.fields import option
 from jaxserve.settings.schema.objectives import Objectives, objectives_by_class
 
@@ -16,9 +17,9 @@ class SchedulerConfig(Objectives):
 
     policy: str = option(
         "fcfs",
-        "order of prefill: first come, first served (fcfs), earliest deadline first (edf), least "
-        "slack in seconds (llf), or least slack as a share of the time to the deadline (slack)",
-        choices=("fcfs", "edf", "llf", "slack"),
+        "order of prefill: "
+        + "; ".join(f"{policy.help} ({name})" for name, policy in POLICIES.items()),
+        choices=POLICIES.keys(),
     )
     chunking: str = option(
         "static",
