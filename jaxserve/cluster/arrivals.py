@@ -34,7 +34,7 @@ class ArrivalCheck:
         """Errors: RequestError, RESOURCE_EXHAUSTED with `retry_after`, for one that is refused."""
         if not self._policy.on_arrival:
             return
-        objectives = self._table.objectives
+        objectives = self._table.objectives.of(request.slo.class_name)
         member = placement.member
         whole = (placement.prefill_on or member).prefill(0, len(request.prompt))
         self._policy.check_arrival(
@@ -42,8 +42,8 @@ class ArrivalCheck:
                 ttft=placement.ttft,
                 tbt_now=member.decode_rate.seconds(member.decodes + 1),
                 tbt_later=self._tbt_at(member, now + placement.ttft),
-                ttft_objective=objectives.ttft(request, whole),
-                tbt_objective=objectives.tpot(request),
+                ttft_objective=objectives.ttft_budget(request, whole),
+                tbt_objective=objectives.tpot_of(request),
                 completion=member.completion,
             )
         )

@@ -40,12 +40,12 @@ class RoleChanges:
 
     def _prefill_load(self, member: Member, now: float) -> float:
         """Its queue over the objective for the first token."""
-        return member.queue(now) / self._table.objectives.usual_ttft
+        return member.queue(now) / self._table.objectives.of().ttft
 
     def _decode_load(self, member: Member) -> float:
         """Its seconds per token over the objective, or its share of slots, if that is more."""
         decodes = member.decodes
         if not decodes:
             return 0.0
-        pace = member.decode_rate.seconds(decodes) / self._table.objectives.usual_tpot
+        pace = member.decode_rate.seconds(decodes) / self._table.objectives.of().tpot
         return max(pace, decodes / member.replica.info.max_seqs)

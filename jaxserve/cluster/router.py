@@ -192,7 +192,7 @@ class Router:
         time there; else by `routing.choose_decode`, where nobody has room the freest."""
         dedicated = [member for member in members if member.role is Role.DECODE]
         members = dedicated or members
-        objective = self.table.objectives.tpot(request)
+        objective = self.table.objectives.of(request.slo.class_name).tpot_of(request)
         tokens = len(request.prompt) + request.sampling.max_tokens
         views = [self._decode_view(member) for member in members]
         holding = [

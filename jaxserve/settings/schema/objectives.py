@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from jaxserve.api.errors import ConfigError
+from jaxserve.api.request import Request
 from jaxserve.settings.fields import Settings, option
 
 CLASS_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -31,14 +32,38 @@ class Objectives(Settings):
         0.1, "objective for the time per output token (s) of requests that name none", low=0.0001
     )
 
+    def ttft_by_length(self, prefill: float) -> float:
+        """Returns the TTFT objective (s) of a prompt that is prefilled in `prefill` seconds alone,
+        where its request states neither objective nor priority."""
+        return max(self.ttft, self.ttft_stretch * prefill)
+
+    def ttft_of(self, request: Request, prefill: float) -> float:
+        """Returns the TTFT objective (s) of a request: its own, else by length and priority."""
+        if request.slo.ttft is not None:
+            return request.slo.ttft
+        return self.ttft_by_length(prefill) * 2.0**request.priority
+
+    def ttft_budget(self, request: Request, prefill: float) -> float:
+        """Returns seconds from a request's arrival until its first token is due: no prompt has less
+        than it takes alone."""
+        return max(self.ttft_of(request, prefill), prefill)
+
+    def deadline(self, request: Request, prefill: float) -> float:
+        """Returns the clock second at which a request's first token is due."""
+        return request.arrival + self.ttft_budget(request, prefill)
+
+    def tpot_of(self, request: Request) -> float:
+        """Returns the objective (s) per output token of a request: its own, else the class's."""
+        return self.tpot if request.slo.tpot is None else request.slo.tpot
+
 
 def objectives_by_class(text: str, default: Objectives) -> dict[str | None, Objectives]:
-    """The objectives of each class in 'chat:ttft=0.5,tpot=0.05;batch:stretch=20'.
+    """Reads the objectives of each class in 'chat:ttft=0.5,tpot=0.05;batch:stretch=20'.
 
     None stands for requests without a class: they have `default`, which also gives what a class
     leaves out. Errors: ConfigError.
     """
-    found: dict[str | None, Objectives] = {None: default}
+    classes: dict[str | None, Objectives] = {None: default}
     for part in filter(None, map(str.strip, text.split(";"))):
         name, _, fields = map(str.strip, part.partition(":"))
         if not CLASS_NAME.fullmatch(name):
@@ -49,14 +74,14 @@ def objectives_by_class(text: str, default: Objectives) -> dict[str | None, Obje
             )
         if name == DEFAULT_CLASS:
             raise ConfigError("classes", f"{name} stands for requests that name no class")
-        if name in found:
+        if name in classes:
             raise ConfigError("classes", f"{name} is given more than once")
-        found[name] = _objectives_of_class(name, fields, default)
-    return found
+        classes[name] = _objectives_of_class(name, fields, default)
+    return classes
 
 
 def _objectives_of_class(name: str, text: str, default: Objectives) -> Objectives:
-    """The objectives in 'ttft=0.5,tpot=0.05'. Errors: ConfigError that names the class."""
+    """Reads the objectives in 'ttft=0.5,tpot=0.05'. Errors: ConfigError that names the class."""
     given: dict[str, float] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         field, _, value = map(str.strip, part.partition("="))
