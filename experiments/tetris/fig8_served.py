@@ -60,7 +60,7 @@ def sweep(settings: TetrisSettings) -> Iterator[Row]:
         ]
         for planner in PLANNERS:
             made = replica(planner)
-            plans = made.scheduler.packer.prefill.planner
+            plans = made.scheduler.packer.prefill.candidates.planner
             assert isinstance(plans, LanePlanner)
             outcome = execute(made, arrivals)
             apart = PrefillInstances(

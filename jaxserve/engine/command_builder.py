@@ -22,7 +22,7 @@ from jaxserve.engine.step_rows import StepRows
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.replica.registry import Registry
 from jaxserve.scheduling import Scheduler
-from jaxserve.scheduling.scheduler import Events
+from jaxserve.scheduling.batch_reader import Events
 
 GREEDY, FULL, LOGPROBS, GUIDED = range(len(VARIANTS))
 

@@ -45,8 +45,8 @@ from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.protocol import Sink
 from jaxserve.replica.registry import Registry
 from jaxserve.scheduling import Load, Scheduler
+from jaxserve.scheduling.batch_reader import Events
 from jaxserve.scheduling.events import Rejected, StepFinished, StepIssued, StepRead, StepsLost
-from jaxserve.scheduling.scheduler import Events
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.settings.schema import EngineConfig
 from jaxserve.store.peers import BlockExporter
@@ -391,7 +391,7 @@ class Engine:
     def _ended_by_loss(self, sequence: Sequence) -> bool:
         """Whether a request ends when workers are lost: see the setting `replay`."""
         if self.config.replay == "unsent":
-            return self.scheduler.had_token(sequence)
+            return self.scheduler.requests[sequence.id].had_token
         return self.config.replay == "none"
 
     def _wait_for_workers(self) -> None:
@@ -494,12 +494,14 @@ class Engine:
 
     def _load(self, arrival: Arrival) -> None:
         """Has blocks that were fetched written to their pages, if somebody waits for them still."""
-        if self._closing or not self.scheduler.awaits(arrival.ticket):
+        if self._closing or not self.scheduler.fetches.awaited(arrival.ticket):
             self.worker.drop(arrival)
             return
         stores = self.scheduler.cache.take_stores()
         self.worker.execute(self._builder.load(arrival.ticket, arrival.piece, stores))
-        self.scheduler.fetched(arrival.ticket, arrival.blocks, arrival.last, self.clock.now())
+        self.scheduler.fetches.arrived(
+            arrival.ticket, arrival.blocks, arrival.last, self.clock.now()
+        )
 
     def _sample_with_masks(self, flight: InFlightBatch) -> None:
         """Samples the newest batch, unless a guide has to hear first of a token that was not

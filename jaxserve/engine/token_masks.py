@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve.api.errors import RequestError
 from jaxserve.scheduling import Batch, Scheduler
-from jaxserve.scheduling.scheduler import Events
+from jaxserve.scheduling.batch_reader import Events
 
 
 def behind(batch: Batch, unread: Iterable[Batch]) -> bool:

@@ -10,10 +10,14 @@ contains it. Nothing here knows text, devices or threads.
 
     scheduler        Scheduler: the four verbs
     admission        AdmissionController: refuses requests that would be late, by `forecast`
-    sequence         Sequence: one completion of a request
+    prefill_times    PrefillTimes: predicted and due first tokens
+    request_table    RequestTable: live requests and how they end; `sequence`: one completion
     slots            SlotTable: running sequences, and `waiting_queue` those that wait
     packing          BatchPacker: decodes, preemption, and the batch as arrays
-    prefill_packing  PrefillPacker: prefill chunks, in the order of `prefill_order` and `policies`
+    prefill_packing  PrefillPacker: prefill chunks, in the order of `prefill_order` and `policies`;
+                     `chunk_candidates` finds where one would run, `chunk_issue` gives it pages
+    batch_reader     BatchReader: results of a batch as events
+    fetches          Fetches: blocks brought from lower tiers instead of computed
     prefetch         QueuePrefetch: what waiting prompts will hit comes up from slower tiers
     page_admission   PageAdmission: whether there are pages for a waiting prompt
     budget           StepBudget: tokens and seconds of a step, and how long a chunk may be

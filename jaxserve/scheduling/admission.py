@@ -24,10 +24,10 @@ from jaxserve.api.request import Slo
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import Predictor
 from jaxserve.policies import LAST, POLICIES, PromptView
+from jaxserve.scheduling.budget import SHARER_WORK_RATIO
 from jaxserve.scheduling.completion_lengths import CompletionLengths
 from jaxserve.scheduling.events import BatchPacked, EventBus, FirstToken, Tokens
 from jaxserve.scheduling.forecast import LoadForecast, LoadModel
-from jaxserve.scheduling.prefill_packing import SHARER_WORK_RATIO
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import SlotTable
 from jaxserve.settings.schema import SchedulerConfig

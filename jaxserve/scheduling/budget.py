@@ -8,6 +8,8 @@ from collections.abc import Callable
 from jaxserve.costs.predictor import LaneLoad, Predictor
 from jaxserve.lanes.groups import lanes_of
 
+# share of a long prompt's remaining work: prompts with at most so much may share its step
+SHARER_WORK_RATIO = 1 / 8
 # share of the decodes' time that chunks get where decodes alone take all there is
 MIN_PREFILL_SHARE = 0.25
 

@@ -26,32 +26,29 @@ from jaxserve.cache import CacheManager
 from jaxserve.costs.exchange_choice import TRAFFIC
 from jaxserve.costs.predictor import Predictor
 from jaxserve.scheduling.budget import StepBudget
-from jaxserve.scheduling.page_admission import PageAdmission
-from jaxserve.scheduling.prefill_packing import Planner, PrefillChunk, PrefillPacker
+from jaxserve.scheduling.prefill_packing import PrefillPacker
+from jaxserve.scheduling.prefill_step import PrefillChunk
 from jaxserve.scheduling.slots import DECODE, LEAVING, SlotTable
-from jaxserve.settings.schema import MeshConfig, SchedulerConfig
+from jaxserve.settings.schema import SchedulerConfig
 
 
 class BatchPacker:
-    """Packs one batch after another. planner: plans which lanes compute which part of a prompt,
-    where that is planned."""
+    """Packs one batch after another."""
 
     def __init__(
         self,
         config: SchedulerConfig,
-        mesh: MeshConfig,
         cache: CacheManager,
         slots: SlotTable,
         predictor: Predictor,
-        admission: PageAdmission,
-        planner: Planner | None = None,
+        prefill: PrefillPacker,
     ):
         self.config = config
-        self.mesh = mesh
+        self.mesh = predictor.mesh
         self.cache = cache
         self.slots = slots
         self.predictor = predictor
-        self.prefill = PrefillPacker(cache, slots, admission, planner)
+        self.prefill = prefill
 
     def pack(self, number: int, now: float) -> tuple[Batch, list[PrefillChunk]] | None:
         """Batch `number` and its prefill chunks, issued as far as the slots go; None where nothing

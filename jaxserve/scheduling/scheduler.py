@@ -1,47 +1,40 @@
 """The four verbs: add, start, finish, cancel. Time is an argument.
 
-`packing` decides what a batch contains, `slots` knows who waits and who runs; here requests become
-sequences, batches are issued and read, and sequences end.
+`packing` decides what a batch contains, `slots` knows who waits and who runs, `request_table` which
+requests live, `batch_reader` turns results into events; here requests become sequences, and batches
+are issued and read.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from jaxserve.api.batch import Batch
 from jaxserve.api.errors import RequestError
-from jaxserve.api.events import Accepted, Event, Finished, Logprobs, Progress, Token
+from jaxserve.api.events import Accepted, Event, Logprobs
 from jaxserve.api.request import Request
 from jaxserve.cache import CacheManager
 from jaxserve.costs.exchange_choice import ExchangeChooser
 from jaxserve.costs.predictor import NOMINAL, Costs, Predictor
-from jaxserve.policies import POLICIES
 from jaxserve.scheduling.admission import AdmissionController
+from jaxserve.scheduling.batch_reader import BatchReader, Events, StepResults
+from jaxserve.scheduling.chunk_candidates import Planner
 from jaxserve.scheduling.completion_lengths import CompletionLengths
 from jaxserve.scheduling.decode_reserve import DecodeReserve
-from jaxserve.scheduling.events import (
-    Admitted,
-    BatchPacked,
-    CompletionEnded,
-    EventBus,
-    FirstToken,
-    Tokens,
-)
+from jaxserve.scheduling.events import Admitted, BatchPacked, EventBus
+from jaxserve.scheduling.fetches import Fetches
 from jaxserve.scheduling.packing import BatchPacker
 from jaxserve.scheduling.page_admission import PageAdmission
-from jaxserve.scheduling.prefill_packing import SHARER_WORK_RATIO, Planner
-from jaxserve.scheduling.sequence import NO_SLOT, Sequence
-from jaxserve.scheduling.slots import ENDED, LEAVING, SlotTable
+from jaxserve.scheduling.prefill_packing import PrefillPacker
+from jaxserve.scheduling.prefill_times import PrefillTimes
+from jaxserve.scheduling.request_table import LiveEntry, RequestTable
+from jaxserve.scheduling.sequence import Sequence, SequenceLimits
+from jaxserve.scheduling.slots import LEAVING, SlotTable
 from jaxserve.settings.schema import MeshConfig, SchedulerConfig
-
-Events = list[tuple[str, Event]]  # request id, event
-NOT_FINITE = RequestError("", "the model's logits were not finite", "INTERNAL")
-NO_EMBEDDING = RequestError("", "the prompt's embedding was not finite", "INTERNAL")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +51,13 @@ class Load:
     pages_cached: int
 
 
-@dataclass(slots=True)
-class LiveEntry:
-    """A request with completions that have not ended. Its objectives are clock seconds for its
-    first token and seconds per token after that."""
-
-    request: Request
-    ttft_deadline: float
-    tpot: float
-    number: int  # of its first sequence
-    alive: dict[int, Sequence]  # completions that have not ended, by index
-    later: list[Sequence] = field(default_factory=list)  # these wait for the first one's prefill
-    had_token: bool = False
-    ends: list[Finished] = field(default_factory=list)
-
-
 class Scheduler:
     """Decides what runs next; see the package. `sequences` holds, by number, every sequence that
     waits or that a batch in flight contains.
 
-    costs: what steps cost; NOMINAL where nobody knows. planner: plans which lanes compute which
-    part of a prompt, where that is planned. bus: hears what happens; of its own by default.
-    exchange: how lanes exchange what spread chunks need, and what that costs; None where nobody
-    knows.
+    costs: what steps cost; NOMINAL if unknown. planner: plans which lanes compute which part of a
+    prompt; None: the cache chooses. exchange: how lanes exchange what spread chunks need, and what
+    that costs; None if unknown. What happens is published on `bus`.
     """
 
     def __init__(
@@ -92,60 +69,84 @@ class Scheduler:
         eos_ids: Iterable[int] = (),
         costs: Costs = NOMINAL,
         planner: Planner | None = None,
-        bus: EventBus | None = None,
         exchange: ExchangeChooser | None = None,
     ):
         self.config = config
         self.cache = cache
         self.max_len = max_len
+        self.bus = EventBus()
         self.predictor = Predictor(costs, mesh, cache.reach, exchange=exchange, dealt=cache.deals)
-        self._eos = frozenset(eos_ids)
-        self.slots = SlotTable(config.max_seqs, cache, self._work)
-        self.bus = EventBus() if bus is None else bus
+        self.times = PrefillTimes(config, self.predictor)
+        self.slots = SlotTable(config.max_seqs, cache, self.times.seconds)
+        self.sequences = self.slots.by_number
+        self.requests = RequestTable(self.slots, self.bus)
+        self.fetches = Fetches(cache, self.slots, self.predictor)
         lengths = CompletionLengths()
         lengths.listen(self.bus)
-        self.admission: AdmissionController | None = None
-        if config.admission != "queue":
-            self.admission = AdmissionController(config, cache, self.slots, self.predictor, lengths)
-            self.admission.listen(self.bus)
-        self._planner = planner
-        most = None if self.admission is None else self.admission.most
-        reserve = DecodeReserve(cache, self.slots, lengths, config.decode_reserve)
-        self._page_admission = PageAdmission(cache, self.slots, reserve, most)
-        self.packer = BatchPacker(
-            config, mesh, cache, self.slots, self.predictor, self._page_admission, planner
+        self.admission = self._make_admission(lengths)
+        self.page_admission = PageAdmission(
+            cache,
+            self.slots,
+            DecodeReserve(cache, self.slots, lengths, config.decode_reserve),
+            None if self.admission is None else self.admission.most,
         )
-        self._entries: dict[str, LiveEntry] = {}
-        self._deadlines: list[tuple[float, int, str]] = []
+        self.packer = BatchPacker(
+            config,
+            cache,
+            self.slots,
+            self.predictor,
+            PrefillPacker(cache, self.slots, self.page_admission, self.fetches, planner),
+        )
+        self._reader = BatchReader(cache, self.slots, self.requests, self.times, self.bus)
+        self._planner = planner
+        self._eos = frozenset(eos_ids)
         self._flight: deque[Batch] = deque()
         self._born = 0
         self._batches = 0
-        self.sequences = self.slots.by_number
+
+    def _make_admission(self, lengths: CompletionLengths) -> AdmissionController | None:
+        if self.config.admission == "queue":
+            return None
+        admission = AdmissionController(
+            self.config, self.cache, self.slots, self.predictor, lengths
+        )
+        admission.listen(self.bus)
+        return admission
 
     @property
     def running(self) -> int:
         """Sequences with a slot."""
-        return self.config.max_seqs - len(self.slots.free)
+        return self.slots.running
 
     @property
     def waiting(self) -> int:
-        return len(self.sequences) - self.running
+        """Sequences without a slot."""
+        return self.slots.waiting
 
     @property
     def preemptions(self) -> int:
-        """Times that a sequence lost its slot and had to wait again."""
+        """How often a sequence lost its slot and had to wait again."""
         return self.slots.preemptions
 
     def load(self) -> Load:
+        """Returns how busy the replica is."""
+        slots = self.slots
         free, cached, _ = self.cache.counts()
         tokens = sum(
-            sequence.prefill_len - int(self.slots.issued[sequence.slot])
-            for sequence in self.slots.prefilling
+            sequence.prefill_len - int(slots.issued[sequence.slot]) for sequence in slots.prefilling
         )
-        tokens += int(self.slots.queue.view.tokens.sum())
+        tokens += int(slots.queue.view.tokens.sum())
         return Load(
-            self.running, self.waiting, tokens, self.slots.backlog, free, self.cache.total, cached
+            running=slots.running,
+            waiting=slots.waiting,
+            queued_prefill_tokens=tokens,
+            queued_prefill_seconds=slots.backlog,
+            pages_free=free,
+            pages_total=self.cache.total,
+            pages_cached=cached,
         )
+
+    # --- requests come
 
     def add(self, request: Request, now: float | None = None, received: int = 0) -> list[Event]:
         """Queues a request that comes now (None: at its arrival).
@@ -155,51 +156,60 @@ class Scheduler:
         an id in use, a full queue, a request that can never fit, and, with admission control, one
         that could not be in time.
         """
-        if request.id in self._entries:
+        if request.id in self.requests:
             raise RequestError("request_id", f"{request.id!r} is in use", "ALREADY_EXISTS")
         ahead = len(self.slots.queue)
-        if ahead >= self.config.max_queue:
-            after = float(self.slots.queue.view.work.mean()) / self.predictor.mesh.kvp
-            raise RequestError(
-                "",
-                f"{ahead} requests are waiting, which is the limit",
-                "RESOURCE_EXHAUSTED",
-                after,
-                "queue",
+        self._check_queue(ahead)
+        sequences = self._sequences(request, received)
+        leader, *later = sequences
+        first = self._check_admission(leader, request.arrival if now is None else now)
+        self._born += len(sequences)
+        self.sequences.update((sequence.number, sequence) for sequence in sequences)
+        self.requests.add(
+            LiveEntry(
+                request,
+                leader.number,
+                leader.ttft_deadline,
+                leader.tpot,
+                dict(enumerate(sequences)),
+                later,
             )
-        group = self._sequences(request, received)
-        first = None
-        if self.admission is not None:
-            begun = sum(batch.seconds for batch in self._flight) - (
-                self._flight[0].seconds / 2 if self._flight else 0.0
-            )
-            feasible = self.ttft_objective(request) >= self._work(0, len(request.prompt))
-            first = self.admission.check(
-                group[0], request.arrival if now is None else now, begun, feasible
-            )
-            self.admission.promise(group[0], first)
-        self._born += len(group)
-        self.sequences.update((sequence.number, sequence) for sequence in group)
-        self._entries[request.id] = LiveEntry(
-            request,
-            self.ttft_deadline(request),
-            self.tpot_objective(request),
-            group[0].number,
-            dict(enumerate(group)),
-            group[1:],
         )
-        if request.deadline is not None:
-            insort(self._deadlines, (request.deadline, group[0].number, request.id))
-        self.slots.wait(group[0])
+        self.slots.wait(leader)
         if self._planner is not None:
             self._planner.arrived(request.arrival)
-        return [
-            Accepted(
-                ahead, self._predicted_ttft(group[0]) if first is None else first - request.arrival
-            )
-        ]
+        if first is None:
+            begun = self._flight[-1].seconds / 2 if self._flight else 0.0
+            return [Accepted(ahead, self.times.waiting(leader, self.slots, begun))]
+        return [Accepted(ahead, first - request.arrival)]
+
+    def _check_queue(self, ahead: int) -> None:
+        """Errors: RequestError if `ahead` requests that wait are too many for one more."""
+        if ahead < self.config.max_queue:
+            return
+        after = float(self.slots.queue.view.work.mean()) / self.predictor.mesh.kvp
+        raise RequestError(
+            "",
+            f"{ahead} requests are waiting, which is the limit",
+            "RESOURCE_EXHAUSTED",
+            after,
+            "queue",
+        )
+
+    def _check_admission(self, leader: Sequence, now: float) -> float | None:
+        """Returns the clock second of the first token as forecast; None without admission control.
+        Errors: RequestError if the request is refused."""
+        if self.admission is None:
+            return None
+        begun = sum(batch.seconds for batch in self._flight)
+        if self._flight:
+            begun -= self._flight[0].seconds / 2
+        first = self.admission.check(leader, now, begun, self.times.feasible(leader.request))
+        self.admission.promise(leader, first)
+        return first
 
     def _sequences(self, request: Request, received: int) -> list[Sequence]:
+        """Makes the completions of a request. Errors: RequestError if they can never fit."""
         sampling = request.sampling
         prompt = len(request.prompt)
         # there is room for a token after any prompt, also after one that is only embedded
@@ -217,99 +227,31 @@ class Scheduler:
                 "prompt",
                 f"with max_tokens {limit} it needs {need} pages, the cache has {self.cache.total}",
             )
-        stops = frozenset(sampling.stop_token_ids) | (
-            frozenset() if sampling.ignore_eos else self._eos
-        )
-        due = self.ttft_deadline(request)
-        tpot = self.tpot_objective(request)
+        stops = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stops |= self._eos
+        deadline = self.times.deadline(request)
+        tpot = self.times.objectives(request).tpot_of(request)
         # nothing is promised of later completions: they take slots as these come
         turn = limit * tpot / self.config.max_seqs
+        hashes = self.cache.block_hashes
         return [
             Sequence(
                 self._born + index,
                 index,
                 request,
-                limit,
-                stops,
-                self.cache,
-                due + index * turn,
-                tpot,
+                SequenceLimits(limit, stops, deadline + index * turn, tpot),
+                hashes,
                 0 if index else received,
             )
             for index in range(sampling.n)
         ]
 
-    def _predicted_ttft(self, sequence: Sequence) -> float:
-        """Seconds from arrival to the first token of one that has just joined the queue: half of
-        the step that was issued last, then what the policy ranks before it now, shared by the
-        lanes, then its own prefill. Decodes that share its steps do not count."""
-        slots = self.slots
-        config = self.config
-        begun = self._flight[-1].seconds / 2 if self._flight else 0.0
-        prompts = slots.prompts(sequence.request.arrival)
-        key = POLICIES[config.policy].rank(prompts)
-        work = prompts.work
-        own = float(work[-1])  # the youngest: those of equal rank go before it
-        ahead = work[:-1][key[:-1] <= key[-1]]
-        if config.chunking == "adaptive" and config.sharing > 0:
-            # what a longer prompt takes of the steps that both are in
-            beside = own * (1 - config.sharing) / config.sharing
-            ahead = np.where(SHARER_WORK_RATIO * ahead >= own, np.minimum(ahead, beside), ahead)
-        return (
-            begun
-            + float(ahead.sum()) / self.predictor.mesh.kvp
-            + own
-            + self._passage(sequence.prefill_len)
-        )
-
-    def ttft_alone(self, prompt: int) -> float:
-        """Predicted seconds to the first token of a prompt of so many that has the replica to
-        itself."""
-        return self._work(0, prompt) + self._passage(prompt)
-
-    def _passage(self, prompt: int) -> float:
-        """Seconds that the last chunk of a prompt takes through the stages after the first."""
-        chunk = min(prompt, self.config.chunk_tokens)
-        pace = self._work(prompt - chunk, prompt)
-        if self.config.chunking == "adaptive":
-            pace = min(pace, self.config.step_time / self.predictor.mesh.spp)
-        return self.predictor.latency(pace, chunk, 1) - pace
-
-    def _work(self, cached: int, total: int) -> float:
-        """Seconds to prefill tokens `cached` to before `total` in the largest chunks."""
-        return self.predictor.prefill(cached, total, self.config.chunk_tokens)
-
-    def ttft_deadline(self, request: Request) -> float:
-        """Clock seconds at which the request's first token should come: no prompt is given less
-        than it takes alone."""
-        return request.arrival + max(
-            self.ttft_objective(request), self._work(0, len(request.prompt))
-        )
-
-    def ttft_objective(self, request: Request) -> float:
-        """Seconds that the request gives us to its first token."""
-        given = (
-            self.default_ttft(len(request.prompt), request.slo.class_name) * 2.0**request.priority
-        )
-        return given if request.slo.ttft is None else request.slo.ttft
-
-    def tpot_objective(self, request: Request) -> float:
-        """Seconds per output token that the request gives us."""
-        return (
-            self.config.objectives[request.slo.class_name].tpot
-            if request.slo.tpot is None
-            else request.slo.tpot
-        )
-
-    def default_ttft(self, prompt: int, class_name: str | None = None) -> float:
-        """The objective for the first token after so many, where a request of the class names
-        none."""
-        given = self.config.objectives[class_name]
-        return max(given.ttft, given.ttft_stretch * self._work(0, prompt))
+    # --- batches
 
     def start(self, now: float) -> Batch | None:
-        """The next batch, to be run after all batches before it; None where nothing can be issued
-        now."""
+        """Returns the next batch, to be run after all batches before it; None if nothing can be
+        issued now."""
         backlog = self.slots.backlog
         packed = self.packer.pack(self._batches, now)
         if packed is None:
@@ -328,36 +270,8 @@ class Scheduler:
                 chunk.slot, chunk.start // size, chunk.stop // size, sequence.block_hashes
             )
             if chunk.stop == sequence.prefill_len:
-                self._call_later(sequence)
+                self.requests.queue_later(sequence)
         return batch
-
-    def fetched(self, ticket: int, blocks: int, last: bool, now: float) -> bool:
-        """The next blocks of a fetch are on their pages, by a command that was issued; with the
-        last ones the sequence goes on, and computes what was not found. False where nobody waits
-        for this fetch any more."""
-        sequence = self._waiting_for(ticket)
-        if sequence is None:
-            return False
-        slot = sequence.slot
-        start = int(self.slots.issued[slot])
-        first = start // self.cache.block_size
-        self.cache.publish(slot, first, first + blocks, sequence.block_hashes)
-        tokens = blocks * self.cache.block_size
-        self.slots.issued[slot] = start + tokens
-        if sequence.cached_tokens == start:  # else it was preempted: the first time counts
-            sequence.cached_tokens += tokens
-        sequence.prefill_seconds_left = self._work(start + tokens, sequence.prefill_len)
-        sequence.fetch_deadline = now + sequence.fetch_seconds
-        if last:
-            sequence.ticket = None
-        return True
-
-    def awaits(self, ticket: int) -> bool:
-        """Whether a sequence waits for this fetch."""
-        return self._waiting_for(ticket) is not None
-
-    def _waiting_for(self, ticket: int) -> Sequence | None:
-        return next((s for s in self.slots.prefilling if s.ticket == ticket), None)
 
     def finish(
         self,
@@ -368,127 +282,18 @@ class Scheduler:
         prompt_logprobs: dict[int, list[Logprobs]] | None = None,
         embeddings: dict[int, np.ndarray] | None = None,
     ) -> Events:
-        """Events of the oldest batch in flight, whose sampled `tokens` [n] count where
-        `batch.sample`.
-
-        `logprobs` has an entry per chunk, for its sampled token. `prompt_logprobs` has, by number
-        of the sequence, those of the prompt's tokens from position `start + 1` on. `embeddings` has
-        by number those of the prompts that are embedded and end in this batch. A negative token
-        stands for logits that were not finite, and ends its completion with an error, as does an
-        embedding that is not finite; its blocks serve no other. What belongs to sequences that have
-        ended is dropped. Errors: ValueError for another batch.
-        """
+        """Returns the events of the oldest batch in flight, which was read at clock second `now`;
+        see `StepResults` for what was computed. Errors: ValueError for another batch."""
         if not self._flight or self._flight[0] is not batch:
             raise ValueError(f"batch {batch.number} is not the oldest one in flight")
         self._flight.popleft()
-        slots = self.slots
-        slots.in_flight[batch.slot] -= 1
-        live = slots.phase[batch.slot] != ENDED
-        self._publish_decoded(batch, live)
-        if prompt_logprobs:
-            self._note_prompt_logprobs(batch, live, prompt_logprobs)
-        events = self._progress(batch, live, now, embeddings or {})
-        events += self._read(batch, live, tokens, logprobs, now)
-        slots.finish(batch.slot)
+        self.slots.in_flight[batch.slot] -= 1
+        results = StepResults(tokens, logprobs, prompt_logprobs or {}, embeddings or {})
+        events = self._reader.read(batch, results, now)
+        self.slots.finish(batch.slot)
         return events
 
-    def _publish_decoded(self, batch: Batch, live: np.ndarray) -> None:
-        """A block that a decode filled can be published now that all its tokens were read."""
-        stop = batch.start + 1
-        for row in np.flatnonzero(
-            live & batch.is_decode & (stop % self.cache.block_size == 0)
-        ).tolist():
-            slot = int(batch.slot[row])
-            blocks = int(stop[row]) // self.cache.block_size
-            self.cache.publish(slot, blocks - 1, blocks, self.slots.by_slot[slot].block_hashes)
-
-    def _note_prompt_logprobs(
-        self, batch: Batch, live: np.ndarray, entries: dict[int, list[Logprobs]]
-    ) -> None:
-        for row in np.flatnonzero(live & np.isin(batch.seq, list(entries))).tolist():
-            self.slots.by_slot[batch.slot[row]].note_prompt_logprobs(
-                int(batch.start[row]), entries[int(batch.seq[row])]
-            )
-
-    def _progress(
-        self, batch: Batch, live: np.ndarray, now: float, embeddings: dict[int, np.ndarray]
-    ) -> Events:
-        """How far prompts are, and the ends of those that are embedded."""
-        events: Events = []
-        for row in np.flatnonzero(live & ~batch.sample).tolist():
-            sequence = self.slots.by_slot[batch.slot[row]]
-            if not sequence.output:
-                done = int(batch.start[row] + batch.length[row])
-                event: Event
-                if sequence.request.embed and done == sequence.prefill_len:
-                    event = self._embedded(sequence, embeddings.get(sequence.number), now)
-                else:
-                    ttft = self._first_token(sequence, done, now)
-                    event = Progress(sequence.index, done, sequence.prefill_len, ttft)
-                events.append((sequence.id, event))
-        return events
-
-    def _embedded(self, sequence: Sequence, embedding: np.ndarray | None, now: float) -> Finished:
-        """Ends a sequence whose prompt is computed. embedding [D]: None where nothing is computed,
-        as in simulations."""
-        if embedding is not None and not np.isfinite(embedding).all():
-            self.cache.retract(sequence.slot)
-            return self._end(sequence, "error", now, NO_EMBEDDING)
-        self._note_first_token(sequence, now)
-        sequence.first_token_at = now
-        return self._end(sequence, "stop", now, embedding=embedding)
-
-    def _first_token(self, sequence: Sequence, done: int, now: float) -> float:
-        """Predicted seconds from arrival to first token, `done` tokens of the prompt being read:
-        what is left goes as what is done went."""
-        began = sequence.started_at or 0.0
-        work = self._work(sequence.cached_tokens, done)
-        slower = max(1.0, (now - began) / work) if work > 0 else 1.0
-        return now - sequence.request.arrival + slower * self._work(done, sequence.prefill_len)
-
-    def _read(
-        self,
-        batch: Batch,
-        live: np.ndarray,
-        tokens: np.ndarray,
-        logprobs: list[Logprobs | None] | None,
-        now: float,
-    ) -> Events:
-        rows = np.flatnonzero(live & batch.sample)
-        slots = batch.slot[rows]
-        with_token = slots
-        events: Events = []
-        for row, slot, token in zip(
-            rows.tolist(), slots.tolist(), np.asarray(tokens)[rows].tolist()
-        ):
-            sequence = self.slots.by_slot[slot]
-            if token < 0:
-                self.cache.retract(slot)
-                with_token = with_token[with_token != slot]
-                events.append((sequence.id, self._end(sequence, "error", now, NOT_FINITE)))
-                continue
-            events.append(
-                (sequence.id, Token(sequence.index, token, logprobs[row] if logprobs else None))
-            )
-            if sequence.first_token_at is None:
-                self._note_first_token(sequence, now)
-            try:
-                reason = sequence.append_token(token, now)
-                error = None
-            except RequestError as fault:
-                reason = "error"
-                error = fault
-            if reason:
-                events.append((sequence.id, self._end(sequence, reason, now, error)))
-        ended = len(events) - len(rows)
-        self.bus.publish(Tokens(batch, with_token, len(rows), ended, now))
-        return events
-
-    def _note_first_token(self, sequence: Sequence, now: float) -> None:
-        entry = self._entries[sequence.id]
-        first = not entry.had_token
-        entry.had_token = True
-        self.bus.publish(FirstToken(sequence, now, first, entry.ttft_deadline))
+    # --- requests end
 
     def cancel(
         self,
@@ -498,84 +303,35 @@ class Scheduler:
         index: int | None = None,
         error: RequestError | None = None,
     ) -> Events:
-        """Ends a request, or only its completion `index` where that has not ended yet. Errors:
+        """Ends a request, or only its completion `index` if that has not ended yet. Errors:
         RequestError for an unknown id."""
-        entry = self._entries.get(id)
-        if entry is None:
+        if id not in self.requests:
             raise RequestError("request_id", f"{id!r} is unknown", "NOT_FOUND")
-        ends = [sequence for sequence in entry.alive.values() if index in (None, sequence.index)]
-        return [(id, self._end(sequence, reason, now, error)) for sequence in ends]
+        alive = list(self.requests[id].alive.values())
+        ends = [sequence for sequence in alive if index in (None, sequence.index)]
+        return [(id, self.requests.end(sequence, reason, now, error)) for sequence in ends]
 
     def alive(self, number: int) -> bool:
-        """Whether a sequence that waits or that a batch in flight contains has not ended."""
-        sequence = self.sequences[number]
-        return (
-            sequence.id in self._entries
-            and self._entries[sequence.id].alive.get(sequence.index) is sequence
-        )
+        """Returns whether a sequence that waits or that a batch in flight contains has not
+        ended."""
+        return self.requests.alive(self.sequences[number])
 
     def fail(self, number: int, now: float, error: RequestError) -> Events:
         """Ends one sequence that is alive."""
         sequence = self.sequences[number]
-        return [(sequence.id, self._end(sequence, "error", now, error))]
+        return [(sequence.id, self.requests.end(sequence, "error", now, error))]
 
     def expire(self, now: float) -> Events:
         """Ends the requests whose deadline has come."""
         events: Events = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            events += self.cancel(self._deadlines[0][2], now, "deadline")
+        while (id := self.requests.next_expired(now)) is not None:
+            events += self.cancel(id, now, "deadline")
         return events
 
-    def _end(
-        self,
-        sequence: Sequence,
-        reason: str,
-        now: float,
-        error: RequestError | None = None,
-        embedding: np.ndarray | None = None,
-    ) -> Finished:
-        entry = self._entries[sequence.id]
-        del entry.alive[sequence.index]
-        if sequence.slot != NO_SLOT:
-            self.slots.withdraw(sequence, ENDED)
-        else:
-            self.slots.forget(
-                sequence, entry.later if sequence in entry.later else self.slots.queue
-            )
-        if not entry.alive:
-            del self._entries[sequence.id]
-            if entry.request.deadline is not None:
-                self._deadlines.remove((entry.request.deadline, entry.number, sequence.id))
-        elif len(entry.later) == len(entry.alive):  # the one they waited for has ended
-            self._call_later(sequence)
-        event = sequence.finished(reason, now, error, embedding)
-        entry.ends.append(event)
-        self.bus.publish(
-            CompletionEnded(
-                entry.request,
-                event,
-                entry.ttft_deadline,
-                entry.tpot,
-                () if entry.alive else tuple(entry.ends),
-                entry.had_token,
-            )
-        )
-        return event
-
-    def _call_later(self, leader: Sequence) -> None:
-        """The completions that waited for the leader's blocks join the queue."""
-        entry = self._entries[leader.id]
-        for sequence in entry.later:
-            sequence.block_hashes.copy_from(
-                leader.block_hashes, len(leader.request.prompt) // self.cache.block_size
-            )
-            self.slots.wait(sequence)
-        entry.later = []
-
     def reset(self, ends: Callable[[Sequence], bool], now: float, error: RequestError) -> Events:
-        """All that was computed is lost. Sequences that `ends` names end with the error, all others
-        that have a slot wait again, with the tokens they have put out. No batch is in flight any
-        more, and no prefix is known."""
+        """Begins again after all that was computed is lost. Sequences that `ends` names end with
+        the error, all others that have a slot wait again, with the tokens they have put out. No
+        batch is in flight any more, and no prefix is known."""
         slots = self.slots
         events: Events = []
         self._flight.clear()
@@ -584,45 +340,20 @@ class Scheduler:
             if slots.phase[slot] >= LEAVING:
                 slots.vacate(slot)
             elif ends(sequence):
-                events.append((sequence.id, self._end(sequence, "error", now, error)))
+                events.append((sequence.id, self.requests.end(sequence, "error", now, error)))
             else:
                 slots.withdraw(sequence, LEAVING)
-        waiting = [
-            sequence
-            for entry in self._entries.values()
-            for sequence in entry.alive.values()
-            if ends(sequence)
-        ]
-        for sequence in waiting:
-            events.append((sequence.id, self._end(sequence, "error", now, error)))
+        for sequence in list(filter(ends, self.requests.sequences())):
+            events.append((sequence.id, self.requests.end(sequence, "error", now, error)))
         self.cache.flush()
         self.cache.take_table_updates()
         self.cache.take_moves()
         return events
 
-    def had_token(self, sequence: Sequence) -> bool:
-        """Whether its request has put out a token."""
-        return self._entries[sequence.id].had_token
-
     def check(self) -> None:
-        """The invariants of scheduler, slots and cache. Errors: AssertionError with what
+        """Checks the invariants of scheduler, slots and cache. Errors: AssertionError with what
         differs."""
         self.cache.check()
-        self._page_admission.check()
+        self.page_admission.check()
         self.slots.check(self._flight)
-        alive = {
-            sequence.number for entry in self._entries.values() for sequence in entry.alive.values()
-        }
-        ended = set(self.slots.number[self.slots.phase == ENDED].tolist())
-        assert alive | ended == set(self.sequences) and not alive & ended, (
-            f"alive {alive}, ended {ended}, all {set(self.sequences)}"
-        )
-        later = sum(len(entry.later) for entry in self._entries.values())
-        queued = len(self.slots.queue)
-        assert later + queued == self.waiting, (
-            f"{self.waiting} wait: {later} later, {queued} in the queue"
-        )
-        deadlines = sum(entry.request.deadline is not None for entry in self._entries.values())
-        assert len(self._deadlines) == deadlines, (
-            f"{len(self._deadlines)} deadlines of {deadlines} requests"
-        )
+        self.requests.check()

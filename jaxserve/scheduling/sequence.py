@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,8 @@ import numpy as np
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished, Logprobs, Timing, Usage
 from jaxserve.api.request import Request
-from jaxserve.cache import NO_MATCH, CacheManager
+from jaxserve.cache import NO_MATCH
+from jaxserve.cache.hashes import BlockHashes
 from jaxserve.cache.tiers import Lookup
 
 NO_SLOT = -1
@@ -22,6 +24,12 @@ class PlanPart(NamedTuple):
 
     stop: int
     lanes: tuple[int, ...]
+
+
+def part_at(plan: tuple[PlanPart, ...], start: int, stop: int) -> PlanPart:
+    """Returns the part of a plan with the token at `start`; where the plan is empty, all tokens to
+    before `stop`, without lanes."""
+    return next((part for part in plan if start < part.stop), PlanPart(stop, ()))
 
 
 class History:
@@ -43,6 +51,15 @@ class History:
         return np.concatenate([self.prompt[first:], output]) if first < prompt else output
 
 
+class SequenceLimits(NamedTuple):
+    """Bounds of one completion."""
+
+    max_new_tokens: int
+    stops: frozenset[int]  # ids of tokens that end it
+    ttft_deadline: float  # clock seconds at which its first token should come
+    tpot: float  # objective, seconds per output token
+
+
 class Sequence:
     """One completion of a request. Only the scheduler changes it.
 
@@ -57,25 +74,19 @@ class Sequence:
         number: int,
         index: int,
         request: Request,
-        limit: int,
-        stops: frozenset[int],
-        cache: CacheManager,
-        due: float,
-        tpot: float,
+        limits: SequenceLimits,
+        hashes: Callable[[str, History], BlockHashes],
         received: int = 0,
     ):
         self.number = number
         self.index = index
         self.request = request
         self.id = request.id
-        self.ttft_deadline = due  # clock seconds at which its first token should come
-        self.tpot = tpot  # objective, seconds per output token
-        self.max_new_tokens = limit
-        self.max_positions = len(request.prompt) + limit - 1
-        self.stops = stops
+        self.max_new_tokens, self.stops, self.ttft_deadline, self.tpot = limits
+        self.max_positions = len(request.prompt) + self.max_new_tokens - 1
         self.history = History(request.prompt)
         self.output = self.history.output
-        self.block_hashes = cache.block_hashes(request.cache_salt, self.history)
+        self.block_hashes = hashes(request.cache_salt, self.history)
         self.prefix_match = NO_MATCH  # pages of its first blocks when that was last asked
         self.prefill_len = len(request.prompt)
         self.received = received
@@ -100,11 +111,8 @@ class Sequence:
         )
 
     def plan_at(self, start: int) -> PlanPart:
-        """The part of the plan with the token at `start`; all of the prompt, without lanes, where
-        there is none."""
-        return next(
-            (part for part in self.plan if start < part.stop), PlanPart(self.prefill_len, ())
-        )
+        """Returns the part of the plan with the token at `start`, see `part_at`."""
+        return part_at(self.plan, start, self.prefill_len)
 
     @property
     def reads_cache(self) -> bool:

@@ -51,6 +51,16 @@ class SlotTable:
         self.preemptions = 0
 
     @property
+    def running(self) -> int:
+        """Sequences with a slot."""
+        return len(self.phase) - len(self.free)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences without a slot."""
+        return len(self.by_number) - self.running
+
+    @property
     def draining(self) -> bool:
         """Whether slots and pages will be given back once the batches in flight have finished."""
         return bool((self.phase >= LEAVING).any())

@@ -427,7 +427,7 @@ def test_the_doctor_predicts_what_the_engine_does(capsys, seen, engine):
         expected.ttft.items()
     )
     assert expected.ttft == {
-        length: engine.scheduler.ttft_alone(length) for length in (128, 2048, 4095)
+        length: engine.scheduler.times.alone(length) for length in (128, 2048, 4095)
     }
     assert {
         (row["sequences"], row["context"]): row["seconds"] for row in answer["predicted"]["tpot"]
@@ -474,7 +474,7 @@ def test_before_it_serves_a_server_tells_memory_capacity_and_predictions(engine)
     )
     assert (
         "predicted TTFT" in predicted
-        and f"2K: {seconds(engine.scheduler.ttft_alone(2048))}" in predicted
+        and f"2K: {seconds(engine.scheduler.times.alone(2048))}" in predicted
         and "\n" not in predicted
     )
     plain = build(make(EngineConfig, {**TINY, "profile": "none"}), progress=False, warm_up=False)

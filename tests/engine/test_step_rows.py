@@ -63,8 +63,8 @@ def traffic(
             scheduler.finish(
                 first, np.array([rng.randint(3, 299) for _ in first.slot], np.int32), 0.0
             )
-        if rng.random() < 0.05 and scheduler._entries:
-            scheduler.cancel(rng.choice(list(scheduler._entries)), 0.0)
+        if rng.random() < 0.05 and scheduler.requests:
+            scheduler.cancel(rng.choice(list(scheduler.requests)), 0.0)
 
 
 def said(arrays: StepArrays, lanes: int) -> Counter:

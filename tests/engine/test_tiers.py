@@ -14,7 +14,7 @@ from jaxserve.cache.block_events import Medium
 from jaxserve.costs.predictor import Costs
 from jaxserve.engine import build, loading, page_io
 from jaxserve.observe.kv_events import MEDIA, KvEventLog, block_hash
-from jaxserve.scheduling import prefill_packing
+from jaxserve.scheduling import fetches
 from jaxserve.settings.schema import (
     CacheConfig,
     ConfigError,
@@ -167,7 +167,7 @@ def test_who_is_cancelled_while_its_blocks_come_leaves_nothing_behind(tiered, ex
 def test_what_never_comes_is_computed(tiered, expected, monkeypatch):
     ask(tiered, prompts())
     settled(tiered)
-    monkeypatch.setattr(prefill_packing, "FETCH_SECONDS", 0.2)
+    monkeypatch.setattr(fetches, "FETCH_SECONDS", 0.2)
     monkeypatch.setattr(tiered.worker.mover, "fetch", lambda fetch: None)
     assert ask(tiered, prompts()[:2]) == expected[:2]
     assert_empty(tiered)

@@ -267,7 +267,7 @@ def test_what_is_accepted_hears_when_its_first_token_should_come():
         came = {
             id: at
             for id, at in came.items()
-            if core._entries.get(id) is None or core._entries[id].alive[0].first_token_at
+            if id not in core.requests or core.requests[id].alive[0].first_token_at
         }
     assert told["0"] < told["3"] < told["5"]
     assert all(abs(told[id] - came[id]) < 0.5 for id in told), (told, came)

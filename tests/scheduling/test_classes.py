@@ -160,7 +160,9 @@ def test_a_class_without_a_name_lies_between_a_tight_and_a_lax_one():
 
 
 def test_the_ttft_objective_is_the_requests_own_else_its_classs_by_length_and_priority():
-    objective = made().ttft_objective
+    def objective(asked: Request, classes: str = CLASSES) -> float:
+        return made(classes=classes).times.deadline(asked) - asked.arrival
+
     assert (
         objective(request("a")) == 2.0
         and objective(request("a", "chat")) == 0.5
@@ -169,14 +171,16 @@ def test_the_ttft_objective_is_the_requests_own_else_its_classs_by_length_and_pr
     # the server's own stretch
     assert objective(request("a", "chat", prompt=640)) == pytest.approx(3 * 0.64)
     assert objective(request("a", "batch", prompt=640)) == 600
-    assert made(classes="batch:stretch=20").ttft_objective(
-        request("a", "batch", prompt=640)
-    ) == pytest.approx(20 * 0.64)
+    assert objective(request("a", "batch", prompt=640), "batch:stretch=20") == pytest.approx(
+        20 * 0.64
+    )
     assert (
         objective(request("a", "chat", priority=-2)) == 0.125
         and objective(request("a", "chat", priority=1)) == 1.0
     )
     assert objective(request("a", "batch", ttft=0.3, priority=5)) == 0.3
+    # no prompt is due before it could be there
+    assert objective(request("a", "batch", ttft=0.03)) == pytest.approx(0.064)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ token in the step that prefills the last of its prompt.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -111,8 +113,8 @@ def test_a_large_one_comes_in_once_those_before_it_have_ended_however_much_it_ne
     for _ in range(10):
         come()
         replica.step()
-    large = replica.scheduler._born
     ask(replica, need)
+    large = max(replica.scheduler.sequences)
     assert held(replica) == 18
     for _ in range(4):
         come()
@@ -362,6 +364,7 @@ def test_whatever_comes_the_small_pass_within_their_eighth_and_nobody_else_passe
     left = leaving(scheduler)
     flight = []
     coming = list(stream)
+    ids = map(str, itertools.count())
     steps = 0
     pages = lambda sequence: scheduler.cache.blocks(sequence.prefill_len)
     while coming or scheduler.sequences or flight:
@@ -369,7 +372,7 @@ def test_whatever_comes_the_small_pass_within_their_eighth_and_nobody_else_passe
             sampling = SamplingParams(max_tokens=count, ignore_eos=True)
             scheduler.add(
                 Request(
-                    str(scheduler._born),
+                    next(ids),
                     np.zeros(SIZE * need - count + 1, np.int32),
                     sampling,
                     arrival=float(steps),
@@ -521,7 +524,7 @@ def compare(schedulers: list[Scheduler], play: list[tuple]) -> None:
             alive.append(f"{len(alive)}")
         elif what == "step":
             step()
-        elif alive and (id := alive[how[0] % len(alive)]) in schedulers[0]._entries:
+        elif alive and (id := alive[how[0] % len(alive)]) in schedulers[0].requests:
             for scheduler in schedulers:
                 scheduler.cancel(id, now)
     count = 0

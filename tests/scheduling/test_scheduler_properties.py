@@ -100,10 +100,10 @@ class Traffic(RuleBasedStateMachine):
             if self.replica.flight:
                 self.replica.finish()
 
-    @precondition(lambda self: self.replica.scheduler._entries)
+    @precondition(lambda self: self.replica.scheduler.requests)
     @rule(data=st.data(), index=st.none() | st.integers(0, 2))
     def cancel(self, data, index):
-        id = data.draw(st.sampled_from(sorted(self.replica.scheduler._entries)))
+        id = data.draw(st.sampled_from(sorted(self.replica.scheduler.requests)))
         self.replica.hear(self.replica.scheduler.cancel(id, self.replica.now, index=index))
 
     @rule(seconds=st.integers(1, 5))

@@ -4,6 +4,7 @@ ended, numbers beyond int32."""
 from __future__ import annotations
 
 import gc
+import math
 import random
 
 import numpy as np
@@ -116,7 +117,7 @@ def test_ten_thousand_requests_cancelled_at_any_moment_leave_nothing():
             flight.append(batch)
         if flight and (len(flight) > 2 or dice.random() < 0.2):
             core.finish(flight.pop(0), tokens, 0.0)
-        alive = [id for id in alive if id in core._entries]
+        alive = [id for id in alive if id in core.requests]
         if alive and dice.random() < 0.9:
             core.cancel(alive.pop(dice.randrange(len(alive))), 0.0)
             cancelled += 1
@@ -128,7 +129,11 @@ def test_ten_thousand_requests_cancelled_at_any_moment_leave_nothing():
         core.finish(batch, tokens, 0.0)
     replica.check_empty()
     core.check()
-    assert not core._entries and not core._deadlines and len(core.slots.free) == 8
+    assert (
+        not core.requests
+        and core.requests.next_expired(math.inf) is None
+        and len(core.slots.free) == 8
+    )
 
 
 def test_an_ended_sequence_needs_no_garbage_collector():

@@ -71,7 +71,7 @@ def forecast(scheduler: Scheduler) -> Forecast | None:
         if batch * scheduler.cache.blocks(length + 1) <= scheduler.cache.total
     ]
     return Forecast(
-        {length: scheduler.ttft_alone(length) for length in lengths},
+        {length: scheduler.times.alone(length) for length in lengths},
         {pair: _tpot(scheduler, *pair) for pair in fits},
     )
 

@@ -88,7 +88,7 @@ class LiveRun:
             max_len=engine.info.max_model_len,
             arrival=at,
         )
-        due = at + engine.scheduler.ttft_objective(request)
+        due = engine.scheduler.times.deadline(request)
         record = self._recorder.sink(request, kind, due)
         try:
             engine.submit(request, self._sink(record))

@@ -69,10 +69,10 @@ def compare(
             slo,
             until,
         )
-    objective = system.replica(scheduler, cache).scheduler.default_ttft
+    times = system.replica(scheduler, cache).scheduler.times
     server = LoongServe(
         pool(system.with_cache(cache), **POOLS[name]),
-        lambda prompt: slo.ttft or objective(prompt),
+        lambda prompt: slo.ttft or scheduler.ttft_by_length(times.seconds(0, prompt)),
         scheduler.max_seqs,
     )
     server.run(arrivals, until)

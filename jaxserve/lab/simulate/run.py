@@ -249,7 +249,7 @@ def drive(
 
 def submit(replica: VirtualReplica, recorder: Recorder, request: Request, kind: str) -> None:
     """Submits a request, and records how it ends or why it was refused."""
-    due = request.arrival + replica.scheduler.ttft_objective(request)
+    due = replica.scheduler.times.deadline(request)
     sink = recorder.sink(request, kind, due)
     try:
         replica.submit(request, sink)

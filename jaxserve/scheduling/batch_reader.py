@@ -1,0 +1,141 @@
+"""Turns the results of a batch into events: tokens, progress of prompts, ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxserve.api.batch import Batch
+from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Event, Finished, Logprobs, Progress, Token
+from jaxserve.cache import CacheManager
+from jaxserve.scheduling.events import EventBus, Tokens
+from jaxserve.scheduling.prefill_times import PrefillTimes
+from jaxserve.scheduling.request_table import RequestTable
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.slots import ENDED, SlotTable
+
+Events = list[tuple[str, Event]]  # request id, event
+NOT_FINITE = RequestError("", "the model's logits were not finite", "INTERNAL")
+NO_EMBEDDING = RequestError("", "the prompt's embedding was not finite", "INTERNAL")
+
+
+@dataclass(frozen=True, slots=True)
+class StepResults:
+    """What the devices computed for a batch of n chunks.
+
+    A negative token stands for logits that were not finite, and ends its completion with an error,
+    as does an embedding that is not finite; its blocks serve no other.
+    """
+
+    tokens: np.ndarray  # [n] sampled ids, which count where `batch.sample`
+    logprobs: list[Logprobs | None] | None = None  # per chunk, of its sampled token
+    # by number of the sequence: of the prompt's tokens from position `start + 1` on
+    prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
+    # by number of the sequence: of embedded prompts that end in the batch, [D]; none in simulations
+    embeddings: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+class BatchReader:
+    """Reads one batch after another; what belongs to sequences that have ended is dropped."""
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        slots: SlotTable,
+        requests: RequestTable,
+        times: PrefillTimes,
+        bus: EventBus,
+    ):
+        self.cache = cache
+        self.slots = slots
+        self.requests = requests
+        self.times = times
+        self.bus = bus
+
+    def read(self, batch: Batch, results: StepResults, now: float) -> Events:
+        """Returns the events of a batch that was read at clock second `now`."""
+        live = self.slots.phase[batch.slot] != ENDED
+        self._publish_decoded(batch, live)
+        if results.prompt_logprobs:
+            self._note_prompt_logprobs(batch, live, results.prompt_logprobs)
+        events = self._progress(batch, live, now, results.embeddings)
+        return events + self._sampled(batch, live, results, now)
+
+    def _publish_decoded(self, batch: Batch, live: np.ndarray) -> None:
+        """Publishes the blocks that decodes filled, now that all their tokens were read."""
+        size = self.cache.block_size
+        stop = batch.start + 1
+        for row in np.flatnonzero(live & batch.is_decode & (stop % size == 0)).tolist():
+            slot = int(batch.slot[row])
+            blocks = int(stop[row]) // size
+            self.cache.publish(slot, blocks - 1, blocks, self.slots.by_slot[slot].block_hashes)
+
+    def _note_prompt_logprobs(
+        self, batch: Batch, live: np.ndarray, entries: dict[int, list[Logprobs]]
+    ) -> None:
+        for row in np.flatnonzero(live & np.isin(batch.seq, list(entries))).tolist():
+            self.slots.by_slot[batch.slot[row]].note_prompt_logprobs(
+                int(batch.start[row]), entries[int(batch.seq[row])]
+            )
+
+    def _progress(
+        self, batch: Batch, live: np.ndarray, now: float, embeddings: dict[int, np.ndarray]
+    ) -> Events:
+        """Returns how far prompts are, and the ends of those that are embedded."""
+        events: Events = []
+        for row in np.flatnonzero(live & ~batch.sample).tolist():
+            sequence = self.slots.by_slot[batch.slot[row]]
+            if sequence.output:
+                continue
+            done = int(batch.start[row] + batch.length[row])
+            event: Event
+            if sequence.request.embed and done == sequence.prefill_len:
+                event = self._embedded(sequence, embeddings.get(sequence.number), now)
+            else:
+                ttft = self.times.running(sequence, done, now)
+                event = Progress(sequence.index, done, sequence.prefill_len, ttft)
+            events.append((sequence.id, event))
+        return events
+
+    def _embedded(self, sequence: Sequence, embedding: np.ndarray | None, now: float) -> Finished:
+        """Ends a sequence whose prompt is computed."""
+        if embedding is not None and not np.isfinite(embedding).all():
+            self.cache.retract(sequence.slot)
+            return self.requests.end(sequence, "error", now, NO_EMBEDDING)
+        self.requests.note_first_token(sequence, now)
+        sequence.first_token_at = now
+        return self.requests.end(sequence, "stop", now, embedding=embedding)
+
+    def _sampled(self, batch: Batch, live: np.ndarray, results: StepResults, now: float) -> Events:
+        """Returns the sampled tokens, and the ends of completions whose last ones they are."""
+        rows = np.flatnonzero(live & batch.sample)
+        slots = batch.slot[rows]
+        with_token = slots
+        logprobs = results.logprobs
+        sampled = np.asarray(results.tokens)[rows].tolist()
+        events: Events = []
+        for row, slot, token in zip(rows.tolist(), slots.tolist(), sampled):
+            sequence = self.slots.by_slot[slot]
+            if token < 0:
+                self.cache.retract(slot)
+                with_token = with_token[with_token != slot]
+                end = self.requests.end(sequence, "error", now, NOT_FINITE)
+                events.append((sequence.id, end))
+                continue
+            entry = logprobs[row] if logprobs else None
+            events.append((sequence.id, Token(sequence.index, token, entry)))
+            if sequence.first_token_at is None:
+                self.requests.note_first_token(sequence, now)
+            error = None
+            try:
+                reason = sequence.append_token(token, now)
+            except RequestError as fault:
+                reason = "error"
+                error = fault
+            if reason:
+                events.append((sequence.id, self.requests.end(sequence, reason, now, error)))
+        ended = len(events) - len(rows)
+        self.bus.publish(Tokens(batch, with_token, len(rows), ended, now))
+        return events

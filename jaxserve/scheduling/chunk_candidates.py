@@ -1,0 +1,142 @@
+"""Finds where the next chunk of a prompt would run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from jaxserve.cache import CacheManager
+from jaxserve.lanes.groups import lanes_of
+from jaxserve.scheduling.budget import BlocksPerLane
+from jaxserve.scheduling.fetches import Fetch, Fetches
+from jaxserve.scheduling.page_admission import PageAdmission
+from jaxserve.scheduling.prefetch import QueuePrefetch
+from jaxserve.scheduling.prefill_step import PrefillStep
+from jaxserve.scheduling.sequence import NO_SLOT, PlanPart, Sequence, part_at
+from jaxserve.scheduling.slots import SlotTable
+
+# seconds of work by which a lane that can take no more tokens in this step seems busier to planners
+CLOSED_LANE_PENALTY = 1e6
+
+
+class ChunkCandidate(NamedTuple):
+    """Where a sequence's next chunk would run."""
+
+    sequence: Sequence
+    home: int  # lane
+    # if the sequence is spread, or will be by this chunk; else None
+    blocks_per_lane: BlocksPerLane
+    start: int  # first token
+    part: PlanPart  # of the plan, with the token at `start`
+    first: FirstChunk | None = None  # of a sequence that waits
+
+    @property
+    def lanes(self) -> range:
+        """The lanes that would compute it."""
+        return lanes_of(self.home, self.blocks_per_lane)
+
+
+class FirstChunk(NamedTuple):
+    """How a waiting sequence would be admitted."""
+
+    pages: np.ndarray  # these hold its first blocks already
+    plan: tuple[PlanPart, ...]  # () where the cache chooses lanes block by block
+    fetch: Fetch | None  # of its next blocks, before anything is computed
+
+
+class Planner(Protocol):
+    """Plans which lanes compute which part of a prompt."""
+
+    def arrived(self, now: float) -> None:
+        """Notes a request that comes at this clock second."""
+
+    def __call__(self, pending: list[float], start: int, target: int) -> tuple[PlanPart, ...]:
+        """Returns a plan for tokens `start` to before `target`; pending: seconds of prefill that
+        each lane has to do first."""
+
+
+class ChunkCandidates:
+    """Finds candidates; changes neither slots nor pages. planner: without one, all of a prompt has
+    one home lane, which the cache chooses."""
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        slots: SlotTable,
+        admission: PageAdmission,
+        fetches: Fetches,
+        prefetch: QueuePrefetch,
+        planner: Planner | None,
+    ):
+        self.cache = cache
+        self.slots = slots
+        self.admission = admission
+        self.fetches = fetches
+        self.prefetch = prefetch
+        self.planner = planner
+
+    def find(self, step: PrefillStep, sequence: Sequence) -> ChunkCandidate | None:
+        """Returns where the sequence's next chunk would run; None where it cannot in this step."""
+        if sequence.slot == NO_SLOT:
+            return self._first(step, sequence)
+        slot = sequence.slot
+        home = int(self.cache.home[slot])
+        if self.fetches.waits(sequence, step.now) or not step.budget.tokens_left[home]:
+            return None
+        start = int(self.slots.issued[slot])
+        part = sequence.plan_at(start)
+        blocks = None
+        if self.cache.pages.lanes > 1:
+            blocks = self._spread(home, self.cache.blocks_per_lane[slot], part, sequence)
+        return ChunkCandidate(sequence, home, blocks, start, part)
+
+    def _first(self, step: PrefillStep, sequence: Sequence) -> ChunkCandidate | None:
+        """Returns where the first chunk of a waiting sequence would run, by the plan that it would
+        get."""
+        cache = self.cache
+        lanes = step.open_lanes
+        if not self.admission.open or not lanes:
+            return None
+        pages = self.admission.match(sequence)
+        if pages is None or self.prefetch.waits(sequence, step.now):
+            return None
+        start = max(len(pages) * cache.block_size, sequence.received)
+        plan = self._plan(step, start, sequence.prefill_len)
+        part = part_at(plan, start, sequence.prefill_len)
+        if plan:
+            lanes = [lane for lane in part.lanes if lane in lanes]
+            if not lanes:
+                return None
+            home = lanes[0]
+        else:
+            stop = min(start + step.config.chunk_tokens, sequence.prefill_len)
+            home = cache.choose_home(pages, lanes, cache.blocks(stop) - len(pages), step.pending)
+        blocks = None
+        if cache.pages.lanes > 1:
+            blocks = self._spread(home, cache.count_by_lane(pages), part, sequence)
+        first = FirstChunk(pages, plan, self.fetches.choose(sequence, len(pages)))
+        return ChunkCandidate(sequence, home, blocks, start, part, first)
+
+    def _plan(self, step: PrefillStep, start: int, stop: int) -> tuple[PlanPart, ...]:
+        """Returns a plan for tokens `start` to before `stop`; () where one lane does all: that is
+        the lane that has the first blocks."""
+        if self.planner is None:
+            return ()
+        pending = [
+            seconds if left else seconds + CLOSED_LANE_PENALTY
+            for seconds, left in zip(step.pending, step.budget.tokens_left)
+        ]
+        plan = self.planner(pending, start, stop)
+        return plan if len(plan[-1].lanes) > 1 else ()
+
+    def _spread(
+        self, home: int, per_lane: np.ndarray, part: PlanPart, sequence: Sequence
+    ) -> BlocksPerLane:
+        """Returns the blocks per lane, at least one on each over which the chunk is spread; None
+        where the home lane has them all."""
+        blocks = per_lane.tolist()
+        lanes = part.lanes or self.cache.dealt_over(self.cache.blocks(sequence.prefill_len))
+        for lane in lanes:
+            blocks[lane] = max(blocks[lane], 1)
+        return blocks if len(lanes_of(home, blocks)) > 1 else None

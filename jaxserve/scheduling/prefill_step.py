@@ -1,0 +1,56 @@
+"""The prefill part of one step, while it is packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jaxserve.scheduling.budget import StepBudget
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.settings.schema import SchedulerConfig
+
+
+class PrefillChunk(NamedTuple):
+    """Tokens `start` to before `stop` of a prompt, which have pages and go into the batch."""
+
+    slot: int
+    start: int
+    stop: int
+    admitted: bool  # the sequence got its slot in this step
+    group_size: int  # lanes that compute it, see Batch
+
+
+@dataclass(slots=True)
+class PrefillStep:
+    """What is known of the step, and the chunks that it has so far."""
+
+    config: SchedulerConfig
+    now: float  # clock seconds
+    budget: StepBudget
+    reserve: int  # pages that are kept for decodes
+    pending: list[float]  # seconds of prefill that each lane has to do
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    out_of_pages: bool = False  # a sequence that is partly prefilled found no page
+
+    @property
+    def open_lanes(self) -> list[int]:
+        """Lanes that can take more tokens."""
+        return [lane for lane, left in enumerate(self.budget.tokens_left) if left]
+
+    def count_pending(self, sequence: Sequence, home: int) -> None:
+        """Counts what is left of a prompt as work of the lanes that will do it: all that are part
+        of its plan, until that has ended."""
+        for lane in sequence.plan[-1].lanes if sequence.plan else (home,):
+            self.pending[lane] += sequence.prefill_seconds_left
+
+    def seconds_left(self, sequence: Sequence, start: int) -> float:
+        """Predicts seconds of a prompt's prefill from token `start` on, as it is planned."""
+        chunk = self.config.chunk_tokens
+        predictor = self.budget.predictor
+        if not sequence.plan:
+            return predictor.prefill(start, sequence.prefill_len, chunk)
+        seconds = 0.0
+        for part in sequence.plan:
+            seconds += predictor.prefill_on(len(part.lanes), start, part.stop, chunk)
+            start = max(start, part.stop)
+        return seconds
